@@ -35,6 +35,7 @@ __all__ = [
 
 CORE: Final[Mapping[str, str]] = {
     "train": "dlio.cli.train:command",
+    "eval": "dlio.cli.eval:command",
     "run": "dlio.cli.run:command",
     "join": "dlio.cli.resize:join",
     "leave": "dlio.cli.resize:leave",

@@ -15,13 +15,12 @@ from typing import Final, Protocol
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from dlio.comm import Communicator
 from dlio.plan.shares import Shares, fastest_shares
-from dlio.train.model import normalised
 from dlio.train.precision import Precision
 from dlio.train.report import RankSpeed
+from dlio.train.tasks.base import Task
 
 __all__ = ["Balancer", "Clock", "Cost", "Sharing", "balanced_shares", "timed_pass"]
 
@@ -33,6 +32,7 @@ _MOST_FIXED: Final = 0.9
 """Largest fraction of a step that the cost model accepts as fixed."""
 _ROUNDS: Final = 3
 _LEAST_S: Final = 1e-9
+_IMAGE_DIMENSIONS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,21 +224,21 @@ class Balancer:
 
 
 def timed_pass(
-    model: nn.Module, precision: Precision, image_size: int, device: torch.device
+    model: nn.Module, precision: Precision, task: Task, device: torch.device
 ) -> Callable[[int], None]:
-    """Return a function that runs forward and backward on a number of random images.
+    """Return a function that runs forward and backward on a number of random samples.
 
     Args:
         model: a private copy, on the device.
     """
-    shape = (3, image_size, image_size)
+    generator = torch.Generator().manual_seed(0)
 
     def compute(samples: int) -> None:
-        images = torch.randint(256, (samples, *shape), dtype=torch.uint8)
-        images = images.contiguous(memory_format=torch.channels_last)
-        labels = torch.zeros(samples, dtype=torch.int64, device=device)
+        inputs, targets = (each.to(device) for each in task.example(samples, generator))
+        if inputs.ndim == _IMAGE_DIMENSIONS:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
         with precision.casting():
-            loss = cross_entropy(model.train()(normalised(images, device)), labels)
+            loss = task.losses(model.train()(inputs), targets).mean()
         torch.autograd.backward(loss)
 
     return compute

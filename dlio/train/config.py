@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from dlio.errors import UsageError
 from dlio.plan.epoch import check_mode, check_shares
 from dlio.train.config_rules import check_together
+from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.options import MIN_IMAGE_SIZE, MODEL_NAMES, TrainOptions
 from dlio.util.files import check_writable
 from dlio.util.options import check
@@ -28,7 +29,9 @@ class TrainConfig(TrainOptions):
 
         if self.lr is not None:
             return self.lr
-        return usual_lr(self.optimizer, self.batch_size * self.accumulate * ranks)
+        return usual_lr(
+            self.optimizer or DEFAULT_OPTIMIZER, self.batch_size * self.accumulate * ranks
+        )
 
     def check_run(self) -> None:
         """Raise UsageError before the run when one of its results cannot be written, or when it

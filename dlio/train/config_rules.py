@@ -45,9 +45,28 @@ def check_together(config: TrainOptions) -> None:
                 raise UsageError(
                     f"--batch-norm sync does not go with {option}: leave one of them out"
                 )
+    _check_task(config)
     _check_skipping(config)
     _check_fault_tolerance(config)
     _check_replay(config)
+
+
+def _check_task(config: TrainOptions) -> None:
+    if config.ema is not None and config.prune != "off":
+        raise UsageError(f"--ema does not go with --prune {config.prune}: leave one of them out")
+    if config.layerwise is None:
+        return
+    if config.task != "autoencode":
+        raise UsageError("--layerwise needs --task autoencode, too")
+    spec = parse_exchange(config.exchange)
+    unsuitable = {
+        f"--exchange {config.exchange}": not spec.alike,
+        f"--prune {config.prune}": config.prune != "off",
+        "--skip-samples": config.skip_samples,
+    }
+    for option, chosen in unsuitable.items():
+        if chosen:
+            raise UsageError(f"{option} does not go with --layerwise: leave one of them out")
 
 
 def _check_replay(config: TrainOptions) -> None:

@@ -1,11 +1,12 @@
 """Open the data sets and loaders of a run on every rank."""
 
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 
 from dlio.comm import Communicator
+from dlio.data.reader import open_reader
+from dlio.data.schema import IMAGES, Schema
 from dlio.image import transforms
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
@@ -13,7 +14,7 @@ from dlio.loader.opened import open_dataset
 from dlio.storage.spec import Tiers
 from dlio.train.config import TrainConfig
 
-__all__ = ["difference", "make_loader", "open_data"]
+__all__ = ["difference", "is_table", "make_loader", "open_data"]
 
 
 def open_data(
@@ -27,29 +28,43 @@ def open_data(
 
     Args:
         tiers: specification of the tiers to cache it in; None for the default.
-        training: apply random crops and flips, and read from the replicas too.
+        training: apply random crops and flips to images, and read from the replicas too.
     """
     size, scale = config.image_size, (config.crop_scale, 1.0)
     drawn = transforms.Compose(
         [transforms.RandomResizedCrop(size, scale), transforms.RandomHorizontalFlip()]
     )
-    open_it = partial(
-        open_dataset,
-        path,
-        tiers=tiers,
-        image_size=size,
-        train=training,
-        transform=drawn if training else None,
-        seed=config.seed,
-        on_error=config.on_error,
-        replicas=config.replica if training else (),
-    )
+
+    def open_it() -> Dataset:
+        reader = open_reader(path)
+        return open_dataset(
+            reader,
+            tiers=tiers,
+            image_size=size,
+            train=training,
+            transform=drawn if training and not is_table(reader.schema) else None,
+            seed=config.seed,
+            on_error=config.on_error,
+            replicas=config.replica if training else (),
+        )
+
     if comm.rank == 0:
         data = open_it()
         comm.barrier()
         return data
     comm.barrier()
     return open_it()
+
+
+def is_table(schema: Schema) -> bool:
+    """True if samples are rows of numbers and texts, and not of images or larger arrays."""
+    kinds = schema.kinds.values()
+    return (
+        schema.structure is None
+        and not any(kind.text in IMAGES for kind in kinds)
+        and any(kind.scalar or kind.text == "text" or len(kind.shape) == 1 for kind in kinds)
+        and all(len(kind.shape) <= 1 for kind in kinds)
+    )
 
 
 def make_loader(data: Dataset, config: TrainConfig, training: bool) -> DataLoader:

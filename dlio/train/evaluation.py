@@ -1,6 +1,7 @@
-"""Accuracy on held-out data of the mean of all ranks' models."""
+"""Metrics on held-out data of the mean of all ranks' models."""
 
 import copy
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -9,9 +10,9 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.loader.dataloader import DataLoader
-from dlio.train.model import normalised
 from dlio.train.precision import Precision
 from dlio.train.pruning.copies import bare_copy
+from dlio.train.tasks.base import Task, batch_size
 
 __all__ = ["Evaluator"]
 
@@ -23,14 +24,22 @@ class Evaluator:
 
     Args:
         model: the model, on its device.
-        loader: batches of the held-out data; images uint8 (n, 3, height, width), labels (n,).
+        task: knows how batches become inputs and targets, and the metrics.
+        loader: batches of the held-out data.
         comm: ranks that share the held-out data.
     """
 
     def __init__(
-        self, model: nn.Module, loader: DataLoader, precision: Precision, comm: Communicator
+        self,
+        model: nn.Module,
+        task: Task,
+        loader: DataLoader,
+        precision: Precision,
+        comm: Communicator,
     ) -> None:
+        """Raises UsageError if the task cannot use the held-out data."""
         self._model = copy.deepcopy(model)
+        self._task, self._convert = task, task.converter(loader.data)
         self._loader, self._precision, self._comm = loader, precision, comm
 
     def reshape(self, model: nn.Module) -> None:
@@ -38,16 +47,27 @@ class Evaluator:
         self._model = bare_copy(model)
 
     @torch.no_grad()
-    def accuracy(self, state: Mapping[str, torch.Tensor], device: torch.device) -> float:
-        """Share of right answers, over all ranks, of a model with this state dict. Collective."""
+    def metrics(
+        self, state: Mapping[str, torch.Tensor], device: torch.device, epoch: int
+    ) -> dict[str, float | None]:
+        """Return the metrics, over all ranks, of a model with this state dict; None for one that is
+        not finite or not defined. Collective.
+
+        Args:
+            epoch: number of the epoch, from 0, whose layers are evaluated if they are trained one
+                by one.
+        """
         self._model.load_state_dict(state)
         self._model.eval()
-        counts = np.zeros(2, np.int64)
+        self._task.begin_epoch(self._model, epoch)
+        sums = np.zeros(self._task.sum_count, np.int64)
         self._loader.set_epoch(0)
-        for images, labels in self._loader:
-            if len(images):
+        for batch in self._loader:
+            if batch_size(batch):
+                inputs, targets = self._convert(batch, device)
                 with self._precision.casting():
-                    answers = self._model(normalised(images, device)).argmax(1).cpu()
-                counts += ((answers == labels).sum().item(), len(labels))
-        self._comm.wait([self._comm.iallreduce(counts)], "the accuracy")
-        return float(counts[0] / max(1, counts[1]))
+                    outputs = self._model(inputs)
+                sums += self._task.sums(outputs, targets)
+        self._comm.wait([self._comm.iallreduce(sums)], "the metrics")
+        metrics = self._task.metrics(sums)
+        return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -1,15 +1,22 @@
-"""The learning rate of `dlio train`: a linear warm-up, then half a cosine."""
+"""The learning rate of `dlio train`: a linear warm-up, then a schedule."""
 
 import math
 from typing import Final
 
-__all__ = ["learning_rate"]
+__all__ = ["SCHEDULES", "learning_rate"]
 
+SCHEDULES: Final = ("cosine", "linear", "step", "constant")
+"""Names that --lr-schedule takes."""
 _WARM_UP: Final = 0.15
 """Fraction of the training in which the learning rate rises to its peak."""
+_STEPS: Final = (0.5, 0.75)
+"""Fractions of the training after which the rate of `step` is a tenth of that before (He et al.,
+arXiv 1512.03385)."""
 
 
-def learning_rate(peak: float, done: float, batch: float, total: float) -> float:
+def learning_rate(
+    peak: float, done: float, batch: float, total: float, schedule: str = "cosine"
+) -> float:
     """Return the learning rate of one step.
 
     It follows samples instead of steps, so that it does not depend on the number of ranks.
@@ -19,8 +26,16 @@ def learning_rate(peak: float, done: float, batch: float, total: float) -> float
         done: samples of the whole training before this step.
         batch: samples of this step.
         total: samples of the whole training.
+        schedule: one of `SCHEDULES`; `cosine` and `linear` end at 0.
     """
     warm = max(batch, _WARM_UP * total)
     if done < warm:
         return peak * min(1.0, (done + batch) / warm)
-    return peak * 0.5 * (1 + math.cos(math.pi * (done - warm) / max(1, total - warm)))
+    if schedule == "constant":
+        return peak
+    if schedule == "step":
+        return float(peak * 0.1 ** sum(done >= each * total for each in _STEPS))
+    share = (done - warm) / max(1, total - warm)
+    if schedule == "linear":
+        return peak * max(0.0, 1 - share)
+    return peak * 0.5 * (1 + math.cos(math.pi * share))

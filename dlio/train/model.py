@@ -1,6 +1,6 @@
 """Models by name, and the images that they take."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Final, cast
 
@@ -10,9 +10,12 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.train.config import MODEL_NAMES
 from dlio.train.factory import call_with, load_factory, split_options
+from dlio.train.networks.autoencoder import autoencoder
 from dlio.train.networks.convolutions import alexnet, googlenet, lenet
+from dlio.train.networks.mlp import Mlp
 from dlio.train.networks.residual import SmallResNet, resnet50
 from dlio.train.networks.transformer import VisionTransformer
+from dlio.train.networks.unet import UNet
 from dlio.util.arguments import unknown_word
 
 __all__ = ["MODELS", "PIXEL_MEAN", "PIXEL_STD", "find_model", "make_model", "normalised"]
@@ -65,26 +68,41 @@ def _check_side(name: str, side: int, least: int, most: int | None = None) -> No
 
 
 MODELS: Final[dict[str, Callable[..., nn.Module]]] = dict(
-    zip(MODEL_NAMES, (SmallResNet, resnet50, googlenet, _alexnet, _lenet, _vit), strict=True)
+    zip(
+        MODEL_NAMES,
+        (
+            *(SmallResNet, resnet50, googlenet, _alexnet, _lenet, _vit),
+            *(Mlp, autoencoder, UNet),
+        ),
+        strict=True,
+    )
 )
 """Models by the names that --model accepts."""
 
 
-def make_model(text: str, classes: int, image_size: int) -> nn.Module:
+def make_model(
+    text: str, classes: int, image_size: int, more: Mapping[str, object] | None = None
+) -> nn.Module:
     """Make the model of `--model`.
 
     Args:
         text: a name in MODELS, or `module:factory`; optionally followed by `(option=value)`.
         classes: passed to a factory with a parameter `classes` or `num_classes`.
         image_size: passed to a factory with a parameter of this name.
+        more: further values by the names of parameters that they are passed to.
 
-    The model maps float32 (n, 3, image_size, image_size) to logits (n, classes).
+    The model maps float32 (n, 3, image_size, image_size) to logits (n, classes); those of other
+    tasks as `dlio.train.tasks` says.
 
     Raises UsageError for an unknown name, unsuitable options, or a factory that returns something
     other than a torch.nn.Module.
     """
     name, options = split_options("--model", text)
-    offered = ((("classes", "num_classes"), classes), (("image_size",), image_size))
+    offered: list[tuple[Sequence[str], object]] = [
+        (("classes", "num_classes"), classes),
+        (("image_size",), image_size),
+        *(((each,), value) for each, value in (more or {}).items()),
+    ]
     factory = find_model(text)
     model = call_with("--model", name, factory, options, offered)
     if not isinstance(model, nn.Module):

@@ -3,13 +3,18 @@
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
+from dlio.train.learning_rate import SCHEDULES
+from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
 from dlio.util.options import Option
 
 __all__ = ["MIN_IMAGE_SIZE", "MODEL_NAMES", "TrainOptions"]
 
 MIN_IMAGE_SIZE: Final = 32
 """Pixels: of a smaller image too little is left after the strides of the model."""
-MODEL_NAMES: Final = ("resnet", "resnet50", "googlenet", "alexnet", "lenet", "vit")
+MODEL_NAMES: Final = (
+    *("resnet", "resnet50", "googlenet", "alexnet", "lenet", "vit"),
+    *("mlp", "autoencoder", "unet"),
+)
 """Models of `dlio.train.model` that --model takes, besides `module:factory`."""
 
 
@@ -20,8 +25,8 @@ class TrainOptions:
     source: Annotated[
         str,
         Option(
-            "Training data: class folders of images, a packed data set, or a folder that holds "
-            "train/ and val/.",
+            "Training data: class folders of images, a packed data set, a table, or a folder that "
+            "holds train/ and val/.",
             positional=True,
             metavar="SRC",
         ),
@@ -38,16 +43,56 @@ class TrainOptions:
         int,
         Option("Batches whose gradients are added up before each step of the optimizer.", least=1),
     ] = 1
+    task: Annotated[
+        str | None,
+        Option(
+            "Task: classify, regress (predict a number), autoencode (images without labels), "
+            "segment (a class for each pixel) or table (predict a column).",
+            choices=TASK_NAMES,
+            default_text="found by the data",
+        ),
+    ] = None
+    target: Annotated[
+        str | None,
+        Option(
+            "Column of a table to predict.", metavar="COLUMN", default_text="a column named label"
+        ),
+    ] = None
+    category: Annotated[
+        tuple[str, ...],
+        Option(
+            "Column of numbers that are names of categories; texts always are. Repeatable.",
+            metavar="COLUMN",
+        ),
+    ] = ()
     model: Annotated[
         str,
         Option(
             "Model to train: resnet, a small residual network for images of 64 to 224 pixels, "
-            "resnet(width=64) for a wider one, resnet50, googlenet, alexnet, lenet, vit, or "
+            "resnet(width=64) for a wider one, resnet50, googlenet, alexnet, lenet, vit; mlp, "
+            "autoencoder or unet for other tasks, which choose them by themselves; or "
             "module:factory for your own. A factory is called with those of its parameters that "
-            "are named classes and image_size.",
+            "are named classes, image_size and, for tables, inputs.",
             metavar="MODEL",
         ),
-    ] = "resnet"
+    ] = DEFAULT_MODEL
+    weights: Annotated[
+        str | None,
+        Option(
+            "Begin with those weights in this file of --save whose names and shapes fit.",
+            metavar="FILE",
+        ),
+    ] = None
+    layerwise: Annotated[
+        int | None,
+        Option(
+            "Greedy layer-wise pre-training of an autoencoder: train each layer alone for so many "
+            "epochs, then all of them in the rest of --epochs.",
+            unit="epochs",
+            least=1,
+            default_text="all layers together",
+        ),
+    ] = None
     image_size: Annotated[
         int, Option("Side of the square crops.", unit="pixels", least=MIN_IMAGE_SIZE)
     ] = 64
@@ -61,9 +106,13 @@ class TrainOptions:
         ),
     ] = 0.08
     optimizer: Annotated[
-        str,
-        Option("Optimizer.", choices=("nesterov", "sgd", "adagrad", "rmsprop", "adam", "adamw")),
-    ] = "nesterov"
+        str | None,
+        Option(
+            "Optimizer.",
+            choices=("nesterov", "sgd", "adagrad", "rmsprop", "adam", "adamw"),
+            default_text="nesterov; adamw for tables, numbers and autoencoders",
+        ),
+    ] = None
     momentum: Annotated[
         float, Option("Momentum of nesterov, sgd and rmsprop.", least=0, below=1)
     ] = 0.9
@@ -267,6 +316,24 @@ class TrainOptions:
             "Peak learning rate.",
             above=0,
             default_text="usual for the optimizer, proportional to the root of the global batch",
+        ),
+    ] = None
+    lr_schedule: Annotated[
+        str,
+        Option(
+            "Course of the learning rate after its warm-up: half a cosine or linear to 0; step: a "
+            "tenth after half of the training, and again after three quarters; constant.",
+            choices=SCHEDULES,
+        ),
+    ] = "cosine"
+    ema: Annotated[
+        float | None,
+        Option(
+            "Evaluate and save an exponential moving average of the weights, with this decay in "
+            "each step, such as 0.999.",
+            above=0,
+            below=1,
+            default_text="the weights themselves",
         ),
     ] = None
     workers: Annotated[int, Option("Decode threads of each rank.", unit="threads", least=1)] = 2

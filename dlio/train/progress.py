@@ -7,6 +7,7 @@ from typing import Self
 from dlio.comm.environment import shows_terminal
 from dlio.comm.recovery import Loss
 from dlio.train.report import EpochReport
+from dlio.train.tasks.metrics import show_metric
 from dlio.util.liveline import tell_launcher, tells_launcher
 from dlio.util.progress import Bar
 
@@ -100,8 +101,10 @@ class TrainingProgress:
         if not self._speaks:
             return
         held_out = ""
-        if report.val_accuracy is not None:
-            held_out = f", held out {report.val_accuracy:.1%}"
+        if report.watched is not None:
+            held_out = f", held out {show_metric(report.watch, report.watched)}"
+        if report.layer is not None:
+            held_out += f", layer {report.layer} alone"
         if report.pruning is not None:
             held_out += f", {report.pruning['parameters']:,} parameters"
         loss = "-" if report.loss is None else f"{report.loss:.3f}"

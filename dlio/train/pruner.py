@@ -1,12 +1,12 @@
 """Connect `dlio.Apoptosis` to a run of `dlio train`: probe, reports and checkpoints."""
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
@@ -17,14 +17,16 @@ from dlio.train.pruning.model_size import count_parameters, flops_per_sample, pa
 from dlio.train.pruning.pace import TOLERANCE
 from dlio.train.pruning.pruned_layout import PrunedLayout
 from dlio.train.report import PruningReport
+from dlio.train.tasks.base import Task
 
-__all__ = ["Pruner", "PrunerState"]
+__all__ = ["Pruner", "PrunerState", "make_pruner"]
 
 _BATCHES: Final = 4
 """Number of batches in a probe: the last ones before a round."""
 _MOST: Final = 256
 """Most samples in a probe."""
 _EXAMPLES: Final = 2
+_IMAGE_DIMENSIONS: Final = 4
 
 
 class PrunerState(ApoptosisState):
@@ -50,19 +52,19 @@ class Pruner:
         optimizer: torch.optim.Optimizer,
         exchange: Distributed,
         precision: Precision,
+        task: Task,
         steps: int,
     ) -> None:
-        self._precision = precision
+        self._precision, self._task = precision, task
         self._batches: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_BATCHES)
         self._cuts: Sequence[Cut] = []
         self._reported = 0
         """Number of rounds reported so far."""
         generator = torch.Generator().manual_seed(0)
-        size = config.image_size
         self.apoptosis = Apoptosis(
             model,
             optimizer,
-            example=torch.randn(_EXAMPLES, 3, size, size, generator=generator),
+            example=task.example(_EXAMPLES, generator)[0],
             probe=self._probe,
             exchange=exchange,
             steps=steps,
@@ -81,8 +83,8 @@ class Pruner:
         """Keep a batch for the probe if a round is near.
 
         Args:
-            images: normalised input of the model; shape (n, 3, height, width).
-            labels: class indices; shape (n,).
+            images: input of the model; shape (n, ...).
+            labels: targets of the task; shape (n, ...).
         """
         if len(images) and self.apoptosis.due(_BATCHES):
             self._batches.append((images, labels))
@@ -151,7 +153,8 @@ class Pruner:
         number = 0
         while f"images/{number}" in tensors:
             images = tensors[f"images/{number}"].to(device)
-            images = images.contiguous(memory_format=torch.channels_last)
+            if images.ndim == _IMAGE_DIMENSIONS:
+                images = images.contiguous(memory_format=torch.channels_last)
             self._batches.append((images, tensors[f"labels/{number}"].to(device)))
             number += 1
 
@@ -167,5 +170,25 @@ class Pruner:
         if len(images) < _EXAMPLES:
             return 0.0, 0.0  # A batch norm in training mode needs two samples.
         with self._precision.casting():
-            losses = cross_entropy(model(images), labels, reduction="sum")
+            losses = self._task.losses(model(images), labels).sum()
         return float(losses), float(len(images))
+
+
+def make_pruner(
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    exchange: Distributed,
+    precision: Precision,
+    task: Task,
+    batches: int,
+) -> Pruner | None:
+    """Make the pruner of `--prune`; None without it. Collective.
+
+    Args:
+        batches: batches of this rank in an epoch.
+    """
+    if config.prune != "apoptosis":
+        return None
+    steps = config.epochs * math.ceil(batches / config.accumulate)
+    return Pruner(config, model, optimizer, exchange, precision, task, steps)

@@ -12,6 +12,7 @@ from dlio.loader.stats import PassStats
 from dlio.storage.counters import PLACES
 from dlio.train.config import TrainConfig
 from dlio.train.pruning.rounds import RoundRecord
+from dlio.train.tasks.metrics import label, show_metric
 from dlio.util.cores import available_cores
 from dlio.util.printable import printable
 from dlio.util.units import format_bytes
@@ -203,6 +204,20 @@ class EpochReport:
     """Results of --prune."""
     skip_share: float = 0.0
     """Fraction of the data set that --skip-samples left out of this epoch."""
+    task: str = "classify"
+    """Kind of the task: classify, regress, autoencode, segment or table."""
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """All metrics of the ranks' mean model on the held-out samples, such as `loss`, `top5`, `auc`
+    with the bound `auc_error`, `rmse`, `iou`; empty without --val."""
+    watch: str = "accuracy"
+    """Name of the metric that --early-stopping watches, and that tables show."""
+    layer: int | None = None
+    """Number, from 1, of the layer that was trained alone (--layerwise)."""
+
+    @property
+    def watched(self) -> float | None:
+        """Value of the watched metric; None without held-out data."""
+        return self.metrics.get(self.watch, self.val_accuracy if self.watch == "accuracy" else None)
 
     @classmethod
     def of_ranks(
@@ -286,6 +301,8 @@ class RunReport:
     """Ranks that joined, and that left on purpose."""
     restored: list[Restored] = field(default_factory=list)
     """Ranks whose weights were restored (--check-weights)."""
+    notes: list[str] = field(default_factory=list)
+    """Remarks of the task on the data, such as columns with missing values."""
 
     def to_json(self) -> str:
         """Return the report as indented JSON, with versions and machine."""
@@ -316,13 +333,15 @@ class RunReport:
 
         console = Console(force_terminal=shows_terminal(), soft_wrap=True, markup=False)
         data_bytes = self.dataset["bytes"]
+        watch = self.epochs[0].watch if self.epochs else "accuracy"
         table = Table(
             title=f"{printable(self.config.source)}: {self.dataset['samples']:,} samples, "
             f"{format_bytes(data_bytes)}; {self.ranks} rank(s) on {self.nodes} node(s), "
             f"{self.config.exchange}, shuffle {self.config.shuffle}",
             title_justify="left",
-            caption="train, held out: accuracy. source, peer, ram, disk: share of the data read\n"
-            "from there (a block that fills a tier counts as source first, then as that tier)",
+            caption=f"train: accuracy, held out: {label(watch)}. source, peer, ram, disk: share\n"
+            "of the data read from there (a block that fills a tier counts as source first,\n"
+            "then as that tier)",
             box=SIMPLE_HEAD,
             padding=0,  # Ten columns fit in the 80 characters of a pipe.
             pad_edge=False,
@@ -337,7 +356,7 @@ class RunReport:
                 str(epoch.epoch + 1),
                 "-" if epoch.loss is None else f"{epoch.loss:.3f}",
                 _percent(epoch.accuracy),
-                _percent(epoch.val_accuracy),
+                show_metric(epoch.watch, epoch.watched),
                 f"{epoch.samples_per_s:,.0f}",
                 _percent(epoch.stall_fraction),
                 *(_share(epoch.bytes[place], data_bytes) for place in PLACES),
@@ -382,8 +401,8 @@ class RunReport:
                 f"{sum(shares) / len(shares):.0%} of the samples were skipped because their "
                 f"losses had stayed low: up to {max(shares):.0%} of an epoch."
             )
-        if last.val_accuracy is not None:
-            said.append(f"Held-out accuracy is {last.val_accuracy:.1%}.")
+        if last.watched is not None:
+            said.append(f"Held-out {label(last.watch)} is {_metrics(last)}.")
         if last.pruning is not None:
             said.append(_pruning([epoch.pruning for epoch in self.epochs if epoch.pruning]))
         if self.stopped is not None:
@@ -415,6 +434,7 @@ class RunReport:
         errors = sum(epoch.tier_errors for epoch in self.epochs)
         if errors:
             said.append(f"{errors} time(s) a tier failed, and samples came from elsewhere.")
+        said += self.notes[:8]
         said += list(dict.fromkeys(note for epoch in self.epochs for note in epoch.notes))[:5]
         return said
 
@@ -454,6 +474,18 @@ def _pruning(epochs: Sequence[PruningReport]) -> str:
         f"{rounds} round(s), {undone} of them undone in part or whole; neurons removed: "
         f"{gone}. Statistics took {last['statistics']['share']:.2%} of the time."
     )
+
+
+def _metrics(epoch: EpochReport) -> str:
+    """Value of the watched metric, followed by the others in brackets if there are some."""
+    others = [
+        f"{label(name)} {show_metric(name, value)}"
+        for name, value in epoch.metrics.items()
+        if name not in (epoch.watch, "auc_error")
+        and not (epoch.task == "classify" and name == "loss")
+    ]
+    more = f" ({', '.join(others)})" if others else ""
+    return show_metric(epoch.watch, epoch.watched) + more
 
 
 def _mean(values: list[float]) -> float:

@@ -18,16 +18,14 @@ from dlio.comm.planned import plan_world
 from dlio.comm.recovery import check_survival, recovery_of, uniform
 from dlio.errors import DlioError, UsageError
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount
-from dlio.train.batch_norm import mean_state
 from dlio.train.callbacks import make_callbacks
 from dlio.train.callbacks.weights import WeightGuard
 from dlio.train.checkpoint import Checkpoints
 from dlio.train.checkpoint.callback import CheckpointCallback
 from dlio.train.checkpoint.state import restore
 from dlio.train.config import TrainConfig
-from dlio.train.data import difference, make_loader, open_data
+from dlio.train.data import make_loader, open_data
 from dlio.train.exchange_spec import parse_exchange
 from dlio.train.joining import Joining
 from dlio.train.leaving import RESUME_CODE, EndRequests, leaving_at
@@ -36,6 +34,7 @@ from dlio.train.progress import TrainingProgress
 from dlio.train.pruning.pruned_file import save_layout
 from dlio.train.report import RunReport
 from dlio.train.snapshot.resuming import Resuming
+from dlio.train.tasks.registry import make_task, settle
 from dlio.train.wishes import Wish, make_wishes
 from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
@@ -71,9 +70,14 @@ def train(config: TrainConfig) -> RunReport:
                     f"--checkpoint {config.checkpoint}: holds checkpoints of another run; add "
                     "--resume to continue it, or name another folder"
                 )
-        data, loader = _open_training(stack, config, comm)
+        data = stack.enter_context(
+            open_data(comm, config.source, config, config.tiers, training=True)
+        )
+        config = settle(config, data)
+        loader = stack.enter_context(make_loader(data, config, training=True))
         mounted = data.mount(comm, config.pretend_nodes)
-        held_out = _open_held_out(stack, config, comm, data, mounted)
+        held_out = _open_held_out(stack, config, comm, mounted)
+        task = make_task(config, data, comm)
         cores = available_cores()
         torch.set_num_threads(max(1, cores * mounted.nodes.machines // comm.size))
         is_found = False
@@ -82,7 +86,7 @@ def train(config: TrainConfig) -> RunReport:
             is_found = resuming.find(comm)
             resuming.end_phase("read")
         begun = None if start is None else start.begun
-        run = Worker(config, comm, loader, held_out, begun, is_found)
+        run = Worker(config, comm, loader, held_out, task, begun, is_found)
         stack.callback(run.close)
         if run.recovery is not None:
             nodes = [mounted.nodes.names[node] for node in mounted.nodes.node_of]
@@ -95,6 +99,7 @@ def train(config: TrainConfig) -> RunReport:
             nodes=len(mounted.nodes.names),
             tiers=[str(s) for s in (*mounted.tiers, mounted.decoded_spec) if s is not None],
             config=config,
+            notes=list(task.notes),
         )
         if config.prune != "off" and held_out is None and comm.rank == 0:
             print(
@@ -175,32 +180,15 @@ def _die_of_bug(run: Worker, error: Exception) -> None:
         die()
 
 
-def _open_training(
-    stack: ExitStack, config: TrainConfig, comm: Communicator
-) -> tuple[Dataset, DataLoader]:
-    """Open the training data and its loader. Raises UsageError for data without labelled images."""
-    data = stack.enter_context(open_data(comm, config.source, config, config.tiers, training=True))
-    loader = stack.enter_context(make_loader(data, config, training=True))
-    if not data.has_classes:
-        fields = ", ".join(name for name, _ in data.reader.schema.fields)
-        raise UsageError(f"{config.source} holds {fields}: training needs images with labels")
-    return data, loader
-
-
 def _open_held_out(
-    stack: ExitStack, config: TrainConfig, comm: Communicator, data: Dataset, mounted: Mount
+    stack: ExitStack, config: TrainConfig, comm: Communicator, mounted: Mount
 ) -> DataLoader | None:
-    """Open the loader of --val in the tiers' spare room. Raises UsageError for other classes."""
+    """Open the loader of --val in the tiers' spare room."""
     if config.val is None:
         return None
     val = stack.enter_context(
         open_data(comm, config.val, config, mounted.spare_tiers(), training=False)
     )
-    if list(val.classes) != list(data.classes):
-        raise UsageError(
-            f"{config.val} has other classes than {config.source}: "
-            f"{difference(val.classes, data.classes)}"
-        )
     return stack.enter_context(make_loader(val, config, training=False))
 
 
@@ -269,7 +257,7 @@ def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:
 def _write(config: TrainConfig, comm: Communicator, run: Worker, report: RunReport) -> None:
     """Write the weights (--save) and the report (--report) on rank 0. Collective."""
     if config.save is not None:
-        state = uniform(comm, lambda: mean_state(run.model, comm, config.batch_norm))
+        state = uniform(comm, run.mean_state)
         if comm.rank == 0:
             # Serialise to memory first: torch's own writer hides errors of a full disk.
             packed = io.BytesIO()

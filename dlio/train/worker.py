@@ -4,18 +4,17 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TypedDict
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dlio.comm import Communicator
 from dlio.comm.recovery import Loss, recovery_of, uniform
-from dlio.loader.contract import State
+from dlio.loader.contract import BatchData, State
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dealing import Dealing, EpochPlace
+from dlio.loader.dealing import Dealing
 from dlio.plan.epoch import is_exact
 from dlio.train.balance import Balancer, Clock, timed_pass
 from dlio.train.batch_norm import mean_state, synchronised
@@ -23,31 +22,25 @@ from dlio.train.callbacks.base import Callback
 from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
 from dlio.train.device import channels_last, choose_device
+from dlio.train.ema import WeightAverage
 from dlio.train.evaluation import Evaluator
 from dlio.train.exchange.buckets import consensus_distance
 from dlio.train.exchange.distribute import connect
 from dlio.train.learning_rate import learning_rate
 from dlio.train.ledger import SampleLedger
-from dlio.train.model import make_model, normalised
+from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer
+from dlio.train.place import RunPlace
 from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
-from dlio.train.pruner import Pruner
+from dlio.train.pruner import make_pruner
 from dlio.train.replay import make_dealing
 from dlio.train.report import EpochReport, RankEpoch, loader_counts
-from dlio.train.skipping.rule import EASY, SHARE
-from dlio.train.skipping.skipper import SampleSkipper
+from dlio.train.skipping.of_run import make_skipper
+from dlio.train.tasks.base import Task, batch_size
+from dlio.train.weights import load_weights
 
-__all__ = ["RunPlace", "Worker"]
-
-
-class RunPlace(TypedDict):
-    """Where a run is, between two batches, for a rank that joins; as JSON types."""
-
-    step: tuple[int, int, int | None, int]
-    said: tuple[int, int]
-    """Numbers of losses and of changes that have been shown."""
-    dealing: EpochPlace
+__all__ = ["Worker"]
 
 
 class Worker:
@@ -63,6 +56,7 @@ class Worker:
         comm: Communicator,
         loader: DataLoader,
         held_out: DataLoader | None,
+        task: Task,
         begun: int | None = None,
         is_found: bool = False,
     ) -> None:
@@ -75,18 +69,21 @@ class Worker:
         self.loader = loader
         self.device = choose_device(config.device, comm)
         torch.manual_seed(config.seed)
-        classes = len(loader.data.classes) or int(loader.data.reader.labels.max()) + 1
-        self.model = channels_last(make_model(config.model, classes, config.image_size))
-        self.model.to(self.device)
+        self.task, self._convert = task, task.converter(loader.data)
+        self.model = channels_last(task.make_model()).to(self.device)
+        if config.weights is not None and not is_found:
+            load_weights(config.weights, self.model, comm.rank)
         self.precision = Precision(config.precision, self.device)
         self._evaluator: Evaluator | None = None
         if held_out is not None:
-            self._evaluator = Evaluator(self.model, held_out, self.precision, comm)
+            self._evaluator = Evaluator(self.model, task, held_out, self.precision, comm)
         copy_to_time = copy.deepcopy(self.model) if config.balance else None
+        self.average = None if config.ema is None else WeightAverage(self.model, config.ema)
+        """The average of the weights, which is evaluated and saved in their place."""
         self._norms = synchronised(self.model, comm) if config.batch_norm == "sync" else None
         """Ranks that normalise their batches together, if there are such layers."""
         self.optimizer = make_optimizer(
-            config.optimizer, self.model, config.momentum, config.weight_decay
+            config.optimizer or DEFAULT_OPTIMIZER, self.model, config.momentum, config.weight_decay
         )
         self.exchange = connect(
             self.model,
@@ -97,11 +94,13 @@ class Worker:
             are_alike=is_found,
             follow_steps=False,  # Gradients are clipped when they are final.
         )
-        self.pruner = self._make_pruner()
+        self.pruner = make_pruner(
+            config, self.model, self.optimizer, self.exchange, self.precision, task, len(loader)
+        )
         clock = Clock(lambda: self.exchange.statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
         self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
-        self.skipper = self._make_skipper()
+        self.skipper = make_skipper(config, loader)
         # Dropout masks have to differ between ranks.
         torch.manual_seed((config.seed + comm.rank) % 2**63)
         self.callbacks: Sequence[Callback] = ()
@@ -156,23 +155,8 @@ class Worker:
         """True on a rank that has joined an epoch, until it begins."""
         self._update_s: list[float] = []
         if copy_to_time is not None:
-            compute = timed_pass(copy_to_time, self.precision, config.image_size, self.device)
+            compute = timed_pass(copy_to_time, self.precision, task, self.device)
             self._balancer.calibrate(compute)
-
-    def _make_pruner(self) -> Pruner | None:
-        config = self.config
-        if config.prune != "apoptosis":
-            return None
-        steps = config.epochs * math.ceil(len(self.loader) / config.accumulate)
-        return Pruner(config, self.model, self.optimizer, self.exchange, self.precision, steps)
-
-    def _make_skipper(self) -> SampleSkipper | None:
-        config = self.config
-        if not config.skip_samples:
-            return None
-        share = config.skip_share or SHARE
-        easy = EASY if config.skip_share is None else math.inf
-        return SampleSkipper(self.loader, config.epochs, share, seed=config.seed, easy=easy)
 
     @property
     def global_batch(self) -> int:
@@ -270,7 +254,7 @@ class Worker:
         while more:
             more = False
             batches = self._dealing.batches()  # An error in the body does not close them.
-            for images, labels in batches:
+            for batch in batches:
                 more = True
                 done = self._dealing.step
                 if ledger is not None:
@@ -278,8 +262,8 @@ class Worker:
                     samples = self.loader.last_samples.tolist()
                     ledger.step(epoch, done, samples, self.updates, ranks, self.finished)
                 before_batch = self.position
-                with self._balancer.step(len(images)):
-                    self._batch(images, labels)
+                with self._balancer.step(count := batch_size(batch)):
+                    self._batch(batch, count)
                 self._tell_losses(progress)
                 self._step += 1
                 progress.step(epoch, done, self.position - before_batch, self.loader.stall_s)
@@ -293,6 +277,7 @@ class Worker:
     def _begin_epoch(self, epoch: int, progress: TrainingProgress) -> None:
         """Choose the epoch's samples, and reset its counters unless it is being resumed."""
         self.model.train()
+        self.task.begin_epoch(self.model, epoch)
         self._dealing.begin_epoch(epoch)
         if self.skipper is None:
             self.loader.set_epoch(epoch)
@@ -312,8 +297,9 @@ class Worker:
             self._step, self.finished, self._first = 0, 0, None
         self._joins = False
 
-    def _batch(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """Run backward on a batch, and an optimizer step if it is the last to accumulate."""
+    def _batch(self, batch: BatchData, count: int) -> None:
+        """Run backward on a batch of `count` samples, and an optimizer step if it is the last of
+        those that accumulate."""
         more = self._pending_batches(self._step + 1)
         if self._first is None:
             self._first = self.position
@@ -321,11 +307,11 @@ class Worker:
             # Samples that come again: their number does not matter.
             self._planned = planned if planned > 0 else self.global_batch
         first, planned = self._first, self._planned
-        self._pending += len(images)
+        self._pending += count
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
-        if len(images) or self._norms is not None:
-            self._backward(images, labels, planned)
+        if count or self._norms is not None:
+            self._backward(*self._convert(batch, self.device), planned)
         else:
             self.last_loss = torch.zeros_like(self.last_loss)
         self.position = self._dealing.position
@@ -333,22 +319,21 @@ class Worker:
             self._first = None
             self._update(min(first, self.samples), planned)
 
-    def _backward(self, images: torch.Tensor, labels: torch.Tensor, planned: int) -> None:
+    def _backward(self, inputs: torch.Tensor, targets: torch.Tensor, planned: int) -> None:
         """Accumulate gradients and sums.
 
         Args:
-            images: uint8 (n, 3, image_size, image_size).
-            labels: class indices; shape (n,).
+            inputs: of the model; shape (n, ...).
+            targets: of the task; shape (n, ...).
             planned: samples of the optimizer step, over all ranks.
         """
-        labels = labels.to(self.device, non_blocking=True)
-        inputs = normalised(images, self.device)
         if self.pruner is not None:
-            self.pruner.add_batch(inputs, labels)
+            self.pruner.add_batch(inputs, targets)
         with self.precision.casting():
-            logits = self.model(inputs)
-            losses = cross_entropy(logits, labels, reduction="none")
-        correct = logits.argmax(1) == labels
+            outputs = self.model(inputs)
+            losses = self.task.losses(outputs, targets)
+        with torch.no_grad():
+            correct = self.task.correct(outputs, targets)
         if self.skipper is not None:
             # Samples that are often skipped count more when they are not.
             ids = self.loader.last_samples
@@ -364,7 +349,7 @@ class Worker:
             self.last_loss = total.detach()
             self.sums[0] += self.last_loss
             self.sums[1] += correct.sum()
-            self.sums[2] += len(images)
+            self.sums[2] += len(inputs)
 
     def _pending_batches(self, done: int) -> int:
         """Number of batches to accumulate before the next optimizer step, after `done` batches."""
@@ -375,6 +360,9 @@ class Worker:
         """Step the optimizer with gradients of `planned` samples from position `first` on."""
         config, precision = self.config, self.precision
         self.exchange.before_step()
+        for parameter in self.model.parameters():
+            if not parameter.requires_grad:
+                parameter.grad = None  # Layers that are left as they are get no decay, either.
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if self._ranks == 1 and self._pending not in (0, planned):
             # Unreadable samples do not count; with several ranks the exchange corrects for them.
@@ -399,6 +387,8 @@ class Worker:
             precision.step(self.optimizer)
         self.exchange.after_step()
         self.updates += 1
+        if self.average is not None:
+            self.average.update(self.updates)
         self._pending = 0
         if self.pruner is not None and (cuts := self.pruner.step()):
             self.reshaped(cuts)
@@ -429,22 +419,25 @@ class Worker:
         """
         samples = len(self.loader.data)
         each = samples / self.samples
+        span = self.task.span(self.epoch_number) or range(self.config.epochs)
         return learning_rate(
             peak=each * self.peak_lr,
-            done=self.epoch_number * samples + first * each,
+            done=(self.epoch_number - span.start) * samples + first * each,
             batch=self.config.accumulate * self.global_batch * each,
-            total=samples * self.config.epochs,
+            total=samples * len(span),
+            schedule=self.config.lr_schedule,
         )
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
         mine = self._measured(seconds, exchanged)
-        everyone, accuracy, distance = uniform(self.comm, lambda: self._compared(mine))
+        everyone, metrics, distance = uniform(self.comm, lambda: self._compared(mine))
+        accuracy = metrics.get("accuracy")
         self._balancer.agree(everyone, self._dealing.usual_batch)
         if self.pruner is not None and accuracy is not None:
             _, correct, samples = np.sum([rank["sums"] for rank in everyone], axis=0).tolist()
             self.pruner.apoptosis.held_out(accuracy, correct / max(1.0, samples))
-        return EpochReport.of_ranks(
+        report = EpochReport.of_ranks(
             self.epoch_number,
             everyone,
             accuracy,
@@ -453,19 +446,34 @@ class Worker:
             None if self.pruner is None else self.pruner.report(),
             self.samples if self.recovery or self.earlier_losses else 0,
         )
+        return replace(
+            report,
+            accuracy=report.accuracy if self.task.has_accuracy else None,
+            task=self.task.name,
+            metrics=metrics,
+            watch=self.task.watch,
+            layer=self.task.layer(self.epoch_number),
+        )
 
-    def _compared(self, mine: RankEpoch) -> tuple[list[RankEpoch], float | None, float]:
-        """Return (measurements of all ranks, accuracy, distance of the ranks' weights).
+    def _compared(self, mine: RankEpoch) -> tuple[list[RankEpoch], dict[str, float | None], float]:
+        """Return (measurements of all ranks, held-out metrics, distance of the ranks' weights).
 
         Collective; changes nothing.
         """
         self._dealing.regroup()
         mean = mean_state(self.model, self.comm, self.config.batch_norm)
         everyone = self.comm.allgather(mine)
-        accuracy = None
+        metrics: dict[str, float | None] = {}
         if self._evaluator is not None:
-            accuracy = self._evaluator.accuracy(mean, self.device)
-        return everyone, accuracy, consensus_distance(self.model, mean, self.comm)
+            state = mean if self.average is None else self.mean_state()
+            metrics = self._evaluator.metrics(state, self.device, self.epoch_number)
+        return everyone, metrics, consensus_distance(self.model, mean, self.comm)
+
+    def mean_state(self) -> dict[str, torch.Tensor]:
+        """Return the state dict to evaluate and save: the mean over ranks of the weights, or of
+        their average over steps. Collective."""
+        model = self.model if self.average is None else self.average.model()
+        return mean_state(model, self.comm, self.config.batch_norm)
 
     def _measured(self, seconds: float, exchanged: dict[str, float]) -> RankEpoch:
         """This rank's measurements of the epoch."""

@@ -5,8 +5,9 @@ import io
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +30,8 @@ _VERSION: Final = 2
 _MAX_TEXT: Final = 4 << 30
 _MAX_LINE: Final = 1 << 24
 _MAX_CLASSES: Final = 1 << 16
+_MOST_KEPT: Final = 1 << 13
+"""Parsed rows that a thread keeps for the other columns, at most."""
 _SEPARATORS: Final = (",", ";", "\t", "|")
 _MISSING: Final = frozenset(
     (
@@ -64,6 +67,13 @@ class _Facts:
     """The different texts of a label column, None for others and for too many."""
 
 
+class _LastRows(threading.local):
+    """The rows that a thread has parsed last: it reads them once for each column."""
+
+    key: tuple[int, int] = (0, 0)
+    rows: Sequence[list[str]] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """One file of a table."""
@@ -72,6 +82,7 @@ class _Part:
     index: Arrays
     separator: str
     facts: tuple[_Facts, ...]
+    last: "_LastRows" = field(default_factory=_LastRows, repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -217,14 +228,19 @@ def _classes(parts: Sequence[_Part], number: int) -> list[str]:
     return sorted(names) if len(names) <= _MAX_CLASSES else []
 
 
-def _parsed(part: _Part, start: int, stop: int) -> list[list[str]]:
+def _parsed(part: _Part, start: int, stop: int) -> Sequence[list[str]]:
     """Read rows `start` to `stop` of a file."""
+    last = part.last
+    if last.key == (start, stop):
+        return last.rows
     low, high = int(part.index["starts"][start]), int(part.index["starts"][stop])
     text = part.file.read(low, high - low).decode("utf-8")
     table = csv.reader(io.StringIO(text, newline=""), delimiter=part.separator)
     rows = [row for row in table if row]
     if len(rows) != stop - start:
         raise SourceError(f"{part.file.name} has changed since it was opened: run again")
+    if stop - start <= _MOST_KEPT:
+        last.key, last.rows = (start, stop), rows
     return rows
 
 

@@ -163,7 +163,9 @@ def test_epochs_with_pruning_do_not_count_towards_early_stopping() -> None:
     for accuracy, removed in ((0.5, {}), (0.4, {"dead": 3}), (0.4, {}), (0.4, {})):
         assert not ended
         run.history.append(
-            SimpleNamespace(val_accuracy=accuracy, pruning={"rounds": [{"removed": removed}]})
+            SimpleNamespace(
+                watch="accuracy", watched=accuracy, pruning={"rounds": [{"removed": removed}]}
+            )
         )
         EarlyStopping(2).epoch_ends(run, run.history[-1])
     assert ended

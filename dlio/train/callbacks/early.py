@@ -2,12 +2,13 @@
 
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport
+from dlio.train.tasks.metrics import goodness, label, show_metric
 
 __all__ = ["EarlyStopping"]
 
 
 class EarlyStopping(Callback):
-    """End the run after `patience` epochs without a new best held-out accuracy.
+    """End the run after `patience` epochs without a better held-out accuracy, or other metric.
 
     Epochs in which neurons were removed do not count, because later epochs recover their loss.
     """
@@ -17,13 +18,14 @@ class EarlyStopping(Callback):
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         # The history also covers epochs before the run was resumed.
-        accuracies = [epoch.val_accuracy or 0.0 for epoch in run.history]
-        best = accuracies.index(max(accuracies))
-        since = run.history[best + 1 :]
+        values = [goodness(epoch.watch, epoch.watched) for epoch in run.history]
+        best = values.index(max(values))
+        first, since = run.history[best], run.history[best + 1 :]
         if sum(not _was_cut(epoch) for epoch in since) >= self._patience:
             run.stop(
-                f"held-out accuracy has not been better than {accuracies[best]:.1%}, of epoch "
-                f"{best + 1}, for {self._patience} epoch(s)"
+                f"held-out {label(first.watch)} has not been better than "
+                f"{show_metric(first.watch, first.watched)}, of epoch {best + 1}, for "
+                f"{self._patience} epoch(s)"
             )
 
 

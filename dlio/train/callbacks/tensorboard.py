@@ -98,6 +98,7 @@ class TensorBoard(Callback):
             "exchange/consensus_distance": report.consensus_distance,
             **{f"data/bytes_{place}": float(report.bytes[place]) for place in PLACES},
             **_pruning(report),
+            **{f"epoch/val_{name}": value for name, value in report.metrics.items()},
         }.items():
             if value is not None:
                 self._scalar(name, value, step)

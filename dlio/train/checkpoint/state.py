@@ -8,6 +8,7 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.train.finished import FIXED
+from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.pruner import PrunerState
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
@@ -81,6 +82,9 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
         for key, value in run.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 tensors[f"{trained}optimizer/{name}/{key}"] = value
+    if run.average is not None:
+        for name, value in run.average.tensors().items():
+            tensors[f"{trained}ema/{name}"] = value
     for key, value in run.exchange.state().items():
         tensors[f"{mine}exchange/{key}"] = value
     if run.pruner is not None:
@@ -107,7 +111,9 @@ def changed_by_updates(run: Worker, tensors: Mapping[str, torch.Tensor]) -> froz
     time: none where ranks exchange weights, which happens at any time."""
     if not run.exchange.alike:
         return frozenset()
-    return frozenset(name for name in tensors if name.startswith(("all/model/", "all/optimizer/")))
+    return frozenset(
+        name for name in tensors if name.startswith(("all/model/", "all/optimizer/", "all/ema/"))
+    )
 
 
 def about(run: Worker) -> RunState:
@@ -115,7 +121,7 @@ def about(run: Worker) -> RunState:
     config, loader = run.config, run.loader_state()
     return {
         "model": config.model,
-        "optimizer": config.optimizer,
+        "optimizer": config.optimizer or DEFAULT_OPTIMIZER,
         "image_size": config.image_size,
         "seed": config.seed,
         "exchange": config.exchange,
@@ -153,6 +159,8 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
         run.reshaped()
     _restore_model(run, checkpoint.path, _part(tensors, "model/"))
     _restore_optimizer(run, _part(tensors, "optimizer/"))
+    if run.average is not None:
+        run.average.load(_part(tensors, "ema/"))
     if same:
         run.exchange.load_state(_part(tensors, "exchange/"))
         torch.set_rng_state(tensors["random"])
@@ -207,7 +215,7 @@ def _merged(checkpoint: SavedState, saved: int) -> dict[str, torch.Tensor]:
     total: dict[str, torch.Tensor] = {}
     for rank in range(saved):
         for name, value in checkpoint.read(f"rank{rank}/").items():
-            if not name.startswith(("model/", "optimizer/")):
+            if not name.startswith(("model/", "optimizer/", "ema/")):
                 continue
             if not value.is_floating_point():
                 total.setdefault(name, value)

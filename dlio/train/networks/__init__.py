@@ -5,6 +5,7 @@
 | `convolutions` | LeNet-5, AlexNet, GoogLeNet |
 | `residual` | the small network for trials, and ResNet-50 |
 | `transformer`, `recurrent`, `volumes` | ViT, LSTM, 3-D U-Net |
+| `mlp`, `autoencoder`, `unet` | for tables, images without labels, and masks |
 
 `dlio.train.model` has those for images by name.
 """

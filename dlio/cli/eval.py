@@ -1,0 +1,113 @@
+"""`dlio eval`: metrics of saved weights on a data set, on any number of ranks."""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated
+
+from dlio.cli.grouping import with_help
+from dlio.cli.ranks import on_ranks
+from dlio.cli.records import Output, Ranks
+from dlio.train.config import MIN_IMAGE_SIZE, MODEL_NAMES, TrainConfig
+from dlio.train.factory import check_name
+from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
+from dlio.util.files import write_json
+from dlio.util.options import Option, check
+from dlio.util.printable import print_line
+
+__all__ = ["Evaluation", "command", "evaluate_rank"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The options of `dlio eval`."""
+
+    source: Annotated[
+        str, Option("Data set to evaluate on; a table or images.", positional=True, metavar="SRC")
+    ]
+    weights: Annotated[str, Option("Weights that `dlio train --save` has written.", metavar="FILE")]
+    task: Annotated[
+        str | None,
+        Option(
+            "Task that the weights were trained for.",
+            choices=TASK_NAMES,
+            default_text="found by the data",
+        ),
+    ] = None
+    target: Annotated[
+        str | None,
+        Option("Column of a table to predict.", metavar="COLUMN", default_text="as in training"),
+    ] = None
+    model: Annotated[
+        str, Option("Model that the weights are of, as for `dlio train`.", metavar="MODEL")
+    ] = DEFAULT_MODEL
+    image_size: Annotated[
+        int, Option("Side of the square crops.", unit="pixels", least=MIN_IMAGE_SIZE)
+    ] = 64
+    batch_size: Annotated[
+        int, Option("Samples of each rank in one batch.", unit="samples", least=1)
+    ] = 64
+    precision: Annotated[
+        str, Option("Number format of forward passes.", choices=("fp32", "bf16", "fp16"))
+    ] = "fp32"
+    device: Annotated[
+        str, Option("Device to evaluate on: auto, cpu, cuda or cuda:N.", metavar="DEVICE")
+    ] = "auto"
+    workers: Annotated[int, Option("Decode threads of each rank.", unit="threads", least=1)] = 2
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@with_help(
+    "dlio eval /data/val --weights weights.pt -n 2",
+    "dlio eval test.csv --weights table.pt --json",
+)
+def command(options: Evaluation, ranks: Ranks, output: Output) -> None:
+    """Evaluate saved weights on a data set: accuracy, AUC, RMSE, IoU or the loss of the task."""
+    output.check_writable()
+    check_name("--model", options.model, MODEL_NAMES)
+    on_ranks(
+        ranks.ranks,
+        evaluate_rank,
+        options,
+        output,
+        check=partial(_check, options),
+        backend=ranks.backend,
+    )
+
+
+def evaluate_rank(options: Evaluation, output: Output) -> None:
+    """Evaluate as this rank; rank 0 prints the metrics."""
+    from dlio.comm import world
+    from dlio.train.evaluate import evaluate
+
+    report = evaluate(
+        TrainConfig(
+            options.source,
+            task=options.task,
+            target=options.target,
+            model=options.model,
+            weights=options.weights,
+            image_size=options.image_size,
+            batch_size=options.batch_size,
+            precision=options.precision,
+            device=options.device,
+            workers=options.workers,
+            tiers="none",  # Each sample is read once.
+        )
+    )
+    if world().rank:
+        return
+    print_line(report.sentence())
+    if output.report is not None:
+        write_json(output.report, asdict(report))
+    if output.as_json:
+        print(json.dumps(asdict(report)))
+
+
+def _check(options: Evaluation) -> None:
+    """Raise an error for a mistake that can be found before ranks are started."""
+    from dlio.data.reader import open_reader
+
+    open_reader(options.source).close()

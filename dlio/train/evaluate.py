@@ -1,0 +1,112 @@
+"""Evaluate saved weights on a data set, on any number of ranks (`dlio eval`)."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from dlio.comm import world
+from dlio.errors import UsageError
+from dlio.train.config import TrainConfig
+from dlio.train.data import make_loader, open_data
+from dlio.train.device import channels_last, choose_device
+from dlio.train.evaluation import Evaluator
+from dlio.train.precision import Precision
+from dlio.train.tasks.metrics import label, show_metric
+from dlio.train.tasks.registry import make_task, settle
+from dlio.train.weights import read_weights
+from dlio.util.cores import available_cores
+
+__all__ = ["EvaluationReport", "evaluate"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """Metrics of one model on one data set."""
+
+    source: str
+    weights: str
+    task: str
+    model: str
+    samples: int
+    ranks: int
+    seconds: float
+    """Time of the evaluation, with reading the data."""
+    metrics: dict[str, float | None]
+    watch: str
+    """Name of the metric that stands for the task."""
+
+    def sentence(self) -> str:
+        """Return the metrics in words."""
+        shown = [self.watch, *(name for name in self.metrics if name != self.watch)]
+        each = ", ".join(f"{label(name)} {show_metric(name, self.metrics[name])}" for name in shown)
+        return f"{self.samples:,} samples on {self.ranks} rank(s) in {self.seconds:.1f} s: {each}"
+
+
+def evaluate(config: TrainConfig) -> EvaluationReport:
+    """Evaluate the weights of a configuration on its source. Collective.
+
+    The metrics do not depend on the number of ranks, but for the rounding of the model's outputs.
+
+    Raises UsageError for weights that are not those of the model.
+    """
+    weights = config.weights
+    assert weights is not None
+    state = read_weights(weights)
+    comm = world()
+    with ExitStack() as stack:
+        data = stack.enter_context(
+            open_data(comm, config.source, config, config.tiers, training=False)
+        )
+        config = settle(config, data)
+        if config.task == "regress" and data.crops:
+            raise UsageError(
+                "dlio eval does not know the units of a network that predicts numbers of images: "
+                "give `dlio train` the data as --val"
+            )
+        loader = stack.enter_context(make_loader(data, config, training=False))
+        data.mount(comm, config.pretend_nodes)
+        torch.set_num_threads(max(1, available_cores() // comm.size))
+        task = make_task(config, data, comm)
+        device = choose_device(config.device, comm)
+        model = channels_last(task.make_model()).to(device)
+        _check_state(config, state, model.state_dict())
+        evaluator = Evaluator(model, task, loader, Precision(config.precision, device), comm)
+        began = time.perf_counter()
+        metrics = evaluator.metrics(state, device, config.epochs)
+        comm.barrier()
+        return EvaluationReport(
+            config.source,
+            weights,
+            task.name,
+            config.model,
+            len(data),
+            comm.size,
+            time.perf_counter() - began,
+            metrics,
+            task.watch,
+        )
+
+
+def _check_state(
+    config: TrainConfig, given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]
+) -> None:
+    """Raise UsageError if the weights are not those of the model."""
+    for name, value in own.items():
+        if name not in given:
+            raise UsageError(
+                f"--weights {config.weights}: lacks {name}: give the --model that it was saved with"
+            )
+        if given[name].shape != value.shape:
+            raise UsageError(
+                f"--weights {config.weights}: {name} has shape {tuple(given[name].shape)}, and "
+                f"--model {config.model} on these data {tuple(value.shape)}: give the --model and "
+                "the classes that it was saved with"
+            )
+    extra = [name for name in given if name not in own]
+    if extra:
+        raise UsageError(
+            f"--weights {config.weights}: has {extra[0]}, which --model {config.model} lacks: give "
+            "the --model that it was saved with"
+        )

@@ -1,0 +1,66 @@
+"""`dlio eval`, averages of weights, and schedules of the learning rate."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dlio.train.ema import WeightAverage
+from dlio.train.learning_rate import SCHEDULES, learning_rate
+
+Dlio = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.mpi
+def test_evaluation_alone_gives_the_metrics_of_the_run(
+    dlio: Dlio, pictures: Path, tmp_path: Path
+) -> None:
+    done = dlio(
+        *("train", str(pictures), "--image-size", "32", "--epochs", "2", "--save", "w.pt"),
+        *("--report", "r.json", "--ema", "0.9", "--lr-schedule", "linear"),
+    )
+    assert done.returncode == 0, done.stderr
+    trained = json.loads((tmp_path / "r.json").read_text())["epochs"][-1]
+    common = ("eval", str(pictures / "val"), "--weights", "w.pt", "--image-size", "32")
+    for ranks in ("1", "2"):
+        alone = dlio(*common, "-n", ranks, "--report", "e.json")
+        assert alone.returncode == 0, alone.stderr
+        measured = json.loads((tmp_path / "e.json").read_text())
+        assert measured["metrics"]["accuracy"] == trained["val_accuracy"]
+        assert measured["metrics"]["loss"] == pytest.approx(trained["metrics"]["loss"], rel=1e-5)
+    other = dlio(*common, "--model", "resnet(width=8)")
+    assert other.returncode == 2
+    assert "give the --model" in other.stderr
+
+
+def test_the_average_follows_the_weights_and_is_restored() -> None:
+    model = nn.Linear(2, 2)
+    average = WeightAverage(model, decay=0.5)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    for step in range(1, 60):
+        average.update(step)
+    assert torch.allclose(average.model().get_parameter("weight"), model.weight, atol=1e-4)
+    kept = {name: value.clone() for name, value in average.tensors().items()}
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    average.update(60)
+    assert average.tensors()["weight"].max() == pytest.approx(2.0)
+    average.load({"weight": kept["weight"]})
+    assert torch.equal(average.tensors()["weight"], kept["weight"])
+    assert torch.equal(average.tensors()["bias"], model.bias)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_warms_up_and_reaches_its_peak(schedule: str) -> None:
+    rates = [learning_rate(1.0, done, 10, 1000, schedule) for done in range(0, 1000, 10)]
+    assert rates[0] < 0.1
+    assert max(rates) == 1.0
+    assert rates.index(max(rates)) <= 15
+    after = rates[16:]
+    assert after == sorted(after, reverse=True)
+    assert rates[-1] == pytest.approx({"constant": 1.0, "step": 0.01}.get(schedule, 0.0), abs=0.02)

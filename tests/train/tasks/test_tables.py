@@ -1,0 +1,170 @@
+"""Tables: the columns of a run, and what a network learns from them."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dlio.comm.single import SingleCommunicator
+from dlio.data.reader import open_reader
+from dlio.errors import UsageError
+from dlio.train.config import TrainConfig
+from dlio.train.tasks.columns import TableColumns
+from dlio.train.tasks.encoder import TableEncoder, columns_in
+from dlio.train.tasks.statistics import Moments
+from dlio.train.tasks.table import find_columns
+from tests.train.tasks.higgs_like import bayes_auc, write_csv
+
+Dlio = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def _table(path: Path, rows: int = 400, seed: int = 0) -> Path:
+    """Write a table whose target is a sum of effects of its columns."""
+    random = np.random.default_rng(seed)
+    lines = ["id,age,size,town,y"]
+    for row in range(rows):
+        age, size, town = random.normal(40, 10), 5.0, random.choice(["Rome", "Oslo", "Bonn"])
+        y = age + (20 if town == "Oslo" else 0)
+        known = "" if row % 10 == 0 else f"{age:.3f}"
+        lines.append(f"n{row},{known},{size},{town},{y:.3f}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _columns(path: Path, **options: object) -> tuple[TableColumns, tuple[str, ...]]:
+    config = TrainConfig(str(path), **options)  # type: ignore[arg-type]
+    return find_columns(config, open_reader(str(path)), SingleCommunicator())
+
+
+def test_columns_have_the_statistics_of_the_training_data(tmp_path: Path) -> None:
+    columns, notes = _columns(_table(tmp_path / "t.csv"), target="y")
+    age, size = columns.numbers
+    assert (age.name, age.missing, size.name, size.std) == ("age", 40, "size", 1.0)
+    values = np.genfromtxt(tmp_path / "t.csv", delimiter=",", names=True)["age"]
+    assert age.mean == pytest.approx(np.nanmean(values), rel=1e-12)
+    assert age.std == pytest.approx(np.nanstd(values), rel=1e-12)
+    assert [each.values for each in columns.categories if each.name == "town"] == [
+        ("Bonn", "Oslo", "Rome")
+    ]
+    assert columns.target.name == "y"
+    assert not columns.target.classes
+    assert any("age 10.0%" in note for note in notes)
+    assert TableColumns.from_json(columns.to_json()) == columns
+
+
+def test_texts_that_name_rows_are_left_out_and_said_so(tmp_path: Path) -> None:
+    columns, notes = _columns(_table(tmp_path / "t.csv", rows=1200), target="y")
+    assert "id" not in {each.name for each in columns.features}
+    assert any(note.startswith("id is left out: it has over 1,000") for note in notes)
+
+
+def test_parquet_and_csv_give_the_same_columns(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = "".join(f"{k},{k % 3}.5,{k % 2}\n" for k in range(99))
+    (tmp_path / "t.csv").write_text("a,b,y\n" + rows)
+    table = {"a": range(99), "b": [k % 3 + 0.5 for k in range(99)], "y": [k % 2 for k in range(99)]}
+    pq.write_table(pa.table(table), tmp_path / "t.parquet")
+    assert _columns(tmp_path / "t.csv") == _columns(tmp_path / "t.parquet")
+    assert _columns(tmp_path / "t.csv")[0].target.classes == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"target": "yy"}, "--target yy"),
+        ({}, "give --target"),
+        ({"target": "y", "category": ("x",)}, "--category x"),
+        ({"target": "town", "task": "regress"}, "is text"),
+        ({"target": "size"}, "different values"),
+        ({"target": "age"}, "40 rows lack their age"),
+        ({"target": "id"}, "over 1,000"),
+    ],
+)
+def test_a_target_that_cannot_be_predicted_is_refused(
+    tmp_path: Path, options: dict[str, object], said: str
+) -> None:
+    if "target" not in options:
+        (tmp_path / "t.csv").write_text("a,b\n1,2\n3,4\n")
+    else:
+        _table(tmp_path / "t.csv", rows=1200 if options["target"] == "id" else 400)
+    if options.get("target") == "size":
+        options = {**options, "task": "classify"}
+    with pytest.raises(UsageError, match=said):
+        _columns(tmp_path / "t.csv", **options)
+
+
+def test_missing_and_unknown_values_are_encoded_as_such(tmp_path: Path) -> None:
+    columns, _ = _columns(_table(tmp_path / "t.csv"), target="y", category=("size",))
+    encoder = TableEncoder(columns)
+    names = [each.name for each in columns.features]
+    row = torch.zeros(1, columns.width, dtype=torch.float64)
+    row[0, names.index("age")] = torch.nan
+    out = encoder(row)[0]
+    assert out.shape == (encoder.outputs,)
+    assert out.isfinite().all()
+    age = names.index("age")
+    assert out[age] == 0
+    assert out[len(columns.numbers)] == 1
+    row[0, age] = columns.numbers[age].mean + columns.numbers[age].std
+    again = encoder(row)[0].detach()
+    assert again[age] == pytest.approx(1.0)
+    assert again[len(columns.numbers)] == 0
+    assert columns_in({"encoder.columns": encoder.columns}) == columns
+
+
+def test_moments_of_parts_are_those_of_the_whole() -> None:
+    values = np.random.default_rng(1).normal(1e6, 1e-2, 1000)
+    total = Moments()
+    for part in np.array_split(values, 7):
+        total.merge(Moments.of(part))
+    assert total.mean == pytest.approx(values.mean(), rel=1e-15)
+    assert total.std == pytest.approx(values.std(), rel=1e-6)
+
+
+@pytest.mark.mpi
+def test_statistics_and_metrics_are_the_same_on_two_ranks(dlio: Dlio, tmp_path: Path) -> None:
+    _table(tmp_path / "train.csv", rows=9001)
+    _table(tmp_path / "val.csv", rows=501, seed=1)
+    states, reports = [], []
+    for ranks, batch in (("1", "64"), ("2", "32")):
+        done = dlio(
+            *("train", "train.csv", "--val", "val.csv", "--target", "y", "-n", ranks),
+            *("--epochs", "1", "--batch-size", batch, "--model", "mlp(width=16,depth=1)"),
+            *("--save", "w.pt", "--report", "r.json", "--tiers", "ram:20MiB"),
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Missing values: age 10.0%" in done.stdout
+        states.append(torch.load(tmp_path / "w.pt", weights_only=True))
+        reports.append(json.loads((tmp_path / "r.json").read_text()))
+    assert torch.equal(states[0]["encoder.columns"], states[1]["encoder.columns"])
+    for name, value in states[0].items():
+        assert torch.allclose(value.float(), states[1][name].float(), atol=1e-3), name
+    first, second = (report["epochs"][0] for report in reports)
+    assert first["task"] == "table"
+    assert first["watch"] == "rmse"
+    assert first["accuracy"] is None
+    assert first["val_accuracy"] is None
+    assert first["metrics"]["rmse"] == pytest.approx(second["metrics"]["rmse"], rel=1e-3)
+    assert first["metrics"]["rmse"] < 12  # The target's standard deviation is 14.
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(5))
+def test_a_higgs_like_table_is_learnt_to_the_best_auc(
+    dlio: Dlio, tmp_path: Path, seed: int
+) -> None:
+    write_csv(tmp_path / "train.csv", 60_000, seed)
+    best = write_csv(tmp_path / "val.csv", 20_000, seed + 1000)
+    assert best == pytest.approx(bayes_auc(200_000), abs=0.01)
+    done = dlio(
+        *("train", "train.csv", "--val", "val.csv", "--target", "signal", "--seed", str(seed)),
+        *("--epochs", "5", "--batch-size", "256", "--report", "r.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "r.json").read_text())["epochs"][-1]["metrics"]
+    assert metrics["auc"] > best - 0.01
+    assert metrics["auc_error"] < 0.001
