@@ -3,14 +3,14 @@
 import math
 
 from dlio.loader.dataloader import DataLoader
-from dlio.train.config import TrainConfig
+from dlio.train.options import TrainOptions
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
 
 __all__ = ["make_skipper"]
 
 
-def make_skipper(config: TrainConfig, loader: DataLoader) -> SampleSkipper | None:
+def make_skipper(config: TrainOptions, loader: DataLoader) -> SampleSkipper | None:
     """Make the skipper of `--skip-samples`; None without it. Collective."""
     if not config.skip_samples:
         return None
