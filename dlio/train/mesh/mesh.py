@@ -132,6 +132,20 @@ class Mesh:
         """
         return join(local, Sharing(slab, self._space, self._norm))
 
+    def cut(self, whole: torch.Tensor, dimension: int) -> SplitTensor:
+        """Return this rank's part of a batch that each rank along `space` has whole.
+
+        For samples that cannot be read in parts, such as decoded pictures; `split` is for others.
+
+        Args:
+            dimension: counted from the last one, which is -1.
+
+        Raises UsageError if there are fewer elements than ranks along `space`.
+        """
+        slab = self.slab(_extent(tuple(whole.shape), dimension, "the batch"), dimension)
+        first, _ = slab.own
+        return self.split(whole.narrow(dimension, first, slab.length).contiguous(), slab)
+
     def open(
         self,
         path: PathText | Sequence[PathText],
@@ -317,7 +331,7 @@ def _shapes_of_files(reader: Reader) -> dict[str, tuple[int, ...]]:
 def _extent(shape: tuple[int, ...], dimension: int, name: str) -> int:
     if not -len(shape) <= dimension < 0:
         raise UsageError(
-            f"dimension={dimension}: samples of {name!r} have the shape {shape}; count from the "
-            "last one, which is -1"
+            f"dimension={dimension}: the shape of {name} is {shape}; count from the last one, "
+            "which is -1"
         )
     return shape[dimension]

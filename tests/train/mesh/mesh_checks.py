@@ -32,11 +32,7 @@ def mesh_of(comm: Communicator) -> Mesh:
 def cut(whole: torch.Tensor, mesh: Mesh, dimension: int) -> torch.Tensor:
     """Return this rank's samples, and of these its part, as a tensor that ranks share."""
     data = mesh.along("data")
-    mine = whole.chunk(data.size)[data.rank]
-    slab = mesh.slab(whole.shape[dimension], dimension)
-    first, last = slab.own
-    part = mine.narrow(dimension, first, last - first)
-    return mesh.split(part.contiguous(), slab)
+    return mesh.cut(whole.chunk(data.size)[data.rank], dimension)
 
 
 def trains_as_one(

@@ -97,6 +97,23 @@ def check_parallel() -> None:
         print(f"parallel differs by {worst:.1e}", file=sys.stderr)
 
 
+def check_samples() -> None:
+    """Ranks along `model` get the same samples, those along `data` disjoint ones."""
+    with (
+        Mesh(f"model={dist.get_world_size() // 2}") as mesh,
+        dlio.open(os.environ["MESH_SEQUENCES"], tiers="ram:16MiB", seed=2) as data,
+        dlio.DataLoader(data, 4, True, mesh=mesh, num_workers=1) as loader,
+    ):
+        assert mesh.size("data") == 2
+        seen = []
+        for batch in loader:
+            assert len(batch["label"]) == 4
+            seen += loader.last_samples.tolist()
+        assert mesh.along("model").allgather(seen) == [seen] * mesh.size("model")
+        everyone = [number for each in mesh.along("data").allgather(seen) for number in each]
+        assert sorted(everyone) == list(range(len(data)))
+
+
 def check_sharded() -> None:
     """FSDP2, fed by dlio's loader, trains as one process does on the same samples."""
     from torch.distributed.fsdp import fully_shard
@@ -133,7 +150,11 @@ def check_sharded() -> None:
         print(f"sharded differs by {worst:.1e}", file=sys.stderr)
 
 
-CHECKS: dict[str, Callable[[], None]] = {"parallel": check_parallel, "sharded": check_sharded}
+CHECKS: dict[str, Callable[[], None]] = {
+    "parallel": check_parallel,
+    "samples": check_samples,
+    "sharded": check_sharded,
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -99,9 +99,11 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.daily("4")
-def test_a_transformer_in_parts_trains_as_one_process(torchrun: TorchRun, ranks: int) -> None:
-    for said in torchrun(ranks, str(PARALLEL), "parallel"):
-        assert said.splitlines() == ["kept parallel"]
+def test_a_transformer_in_parts_trains_as_one_process(
+    torchrun: TorchRun, sequences: Path, ranks: int
+) -> None:
+    for said in torchrun(ranks, str(PARALLEL), "parallel", "samples"):
+        assert said.splitlines() == ["kept parallel", "kept samples"]
 
 
 def test_fsdp2_trains_through_the_loader(torchrun: TorchRun, sequences: Path) -> None:
