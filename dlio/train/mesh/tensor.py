@@ -210,4 +210,6 @@ def _elementwise(
     result = function(*args, **options)
     if isinstance(result, torch.Tensor):
         return join(result, sharing)
-    return result
+    if isinstance(result, str):  # The name of a type.
+        return result
+    raise sharing.refuse(f"{name}() of a tensor is that of this rank's part")

@@ -273,6 +273,7 @@ def check_functions(comm: Communicator) -> None:
             assert torch.allclose(mine, wanted), number
         assert x.shape == (2, 3, mesh.slab(11, -2).length, 4)
         assert "tensor" in repr(x)
+        single = mesh.cut(torch.ones(comm.size, 1), -2)  # One element on each rank.
         refused: list[Callable[[], object]] = [
             lambda: x.view(2, -1),
             lambda: x.permute(0, 2, 1, 3),
@@ -292,6 +293,9 @@ def check_functions(comm: Communicator) -> None:
             lambda: functional.conv1d(x[0, 0], torch.ones(1, 11, 1)),
             lambda: functional.adaptive_avg_pool2d(x, 2),
             lambda: torch.fft.fft(x),
+            lambda: float(single),
+            lambda: bool(single),
+            lambda: x.tolist(),
         ]
         for wrong in refused:
             with pytest.raises(UsageError, match=r"mesh\.gather|not supported"):
