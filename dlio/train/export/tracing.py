@@ -21,8 +21,8 @@ _REMEDY: Final = (
     "batch normalisation behind a convolution: train a network of these"
 )
 _REMEDIES: Final[dict[str, str]] = {
-    "MaxPool2d": "average pooling or a stride in its place; resnet has it above 112 pixels: use "
-    "--image-size 112 or less in training",
+    "MaxPool2d": "average pooling or a stride in its place; --model resnet has no max pooling "
+    "up to --image-size 112",
     "Tanh": "nn.ReLU in its place",
     "Sigmoid": "nn.ReLU in its place",
     "GELU": "nn.ReLU in its place",

@@ -13,14 +13,15 @@ from torch import nn
 from dlio.errors import SourceError, UsageError
 from dlio.train.checkpoint.folder import StoredCheckpoint, open_checkpoint
 from dlio.train.model import make_model
+from dlio.train.names import DEFAULT_MODEL
 from dlio.train.pruning.pruned_file import load_pruned
 from dlio.train.pruning.pruned_layout import LayoutRecord, PrunedLayout, shrink_to
+from dlio.train.weights import read_weights
 
-__all__ = ["IMAGE_SIZE", "MODEL", "TrainedModel", "load_trained"]
+__all__ = ["IMAGE_SIZE", "TrainedModel", "load_trained"]
 
-MODEL: Final = "resnet"
 IMAGE_SIZE: Final = 64
-"""Options of `dlio train` unless given."""
+"""Pixels: the default of `dlio train`."""
 _STEP: Final = re.compile(r"step-\d{8,}")
 
 
@@ -50,14 +51,15 @@ def load_trained(
         classes: number of classes; None to take it from the weights.
         image_size: None for that of the checkpoint, or for 64.
 
-    Raises UsageError if an option differs from the checkpoint's or does not fit the weights,
-    SourceError if weights are missing or damaged.
+    Raises UsageError if the file is not one of weights, or an option differs from the checkpoint's
+    or does not fit the weights; SourceError if no checkpoint is whole.
     """
     if os.path.isdir(path):
         return _from_checkpoint(_newest(path), model, classes, image_size)
-    name, size = model or MODEL, image_size or IMAGE_SIZE
+    name, size = model or DEFAULT_MODEL, image_size or IMAGE_SIZE
+    state = read_weights(path, "WEIGHTS")
     if classes is None:
-        classes = _count_classes(name, size, _read(path), path)
+        classes = _count_classes(name, size, state, path)
     module = make_model(name, classes, size)
     try:
         load_pruned(module, path)
@@ -127,11 +129,18 @@ def _newest(path: str) -> StoredCheckpoint:
 
 
 def _mean_weights(checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor]:
-    """Mean over the saved ranks of their weights and statistics, as `--save` writes it."""
-    state = checkpoint.read("all/model/")
+    """Mean over the saved ranks of their weights and statistics, as `--save` writes it.
+
+    The moving average of a run with --ema takes the place of its weights.
+    """
+    return {**_mean(checkpoint, "model/"), **_mean(checkpoint, "ema/")}
+
+
+def _mean(checkpoint: StoredCheckpoint, part: str) -> dict[str, torch.Tensor]:
+    state = checkpoint.read(f"all/{part}")
     total: dict[str, torch.Tensor] = {}
     for rank in range(checkpoint.ranks):
-        for name, value in checkpoint.read(f"rank{rank}/model/").items():
+        for name, value in checkpoint.read(f"rank{rank}/{part}").items():
             if not value.is_floating_point():
                 total.setdefault(name, value)
             elif name in total:
@@ -140,17 +149,6 @@ def _mean_weights(checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor]:
                 total[name] = value.double() / checkpoint.ranks
     for name, value in total.items():
         state[name] = value.float() if value.is_floating_point() else value
-    return state
-
-
-def _read(path: str) -> dict[str, torch.Tensor]:
-    """Read a weights file. Raises SourceError."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch passes on any error of its reader.
-        raise SourceError(f"{path}: not weights that `--save` wrote: {error}") from error
-    if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
-        raise SourceError(f"{path}: not weights that `--save` wrote: it has no table of tensors")
     return state
 
 
@@ -177,5 +175,8 @@ def _finished(module: nn.Module, name: str, image_size: int, path: str) -> Train
     with torch.no_grad():
         logits = module(torch.zeros(2, 3, image_size, image_size))
     if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2:
-        raise UsageError(f"--model {name}: it does not give logits (pictures, classes)")
+        raise UsageError(
+            f"--model {name}: it does not give logits (pictures, classes): only networks that "
+            "classify pictures are exported"
+        )
     return TrainedModel(module, name, logits.shape[1], image_size, path)
