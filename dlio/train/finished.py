@@ -5,6 +5,7 @@ import os
 from contextlib import suppress
 from typing import Final
 
+from dlio.train.names import DEFAULT_MODEL, USUAL_MODELS, USUAL_OPTIMIZERS
 from dlio.train.options import TrainOptions
 
 __all__ = ["FIXED", "finished_epochs"]
@@ -23,7 +24,17 @@ def finished_epochs(folder: str, config: TrainOptions) -> int:
         newest = max(name for name in os.listdir(folder) if name.startswith("step-"))
         with open(os.path.join(folder, newest, "about.json"), encoding="utf-8") as file:
             about = json.load(file)
-        is_of_run = all(about[name] == getattr(config, name) for name in FIXED)
+        is_of_run = all(_is_same(name, about[name], getattr(config, name)) for name in FIXED)
         if is_of_run and about["loader"]["position"] == 0:
             return len(about["epochs"])
     return 0
+
+
+def _is_same(name: str, saved: object, given: object) -> bool:
+    """True if a run with this option may have saved the other value: those that are not given
+    depend on the data."""
+    if name == "optimizer" and given is None:
+        return saved in USUAL_OPTIMIZERS.values()
+    if name == "model" and given == DEFAULT_MODEL:
+        return saved in USUAL_MODELS.values()
+    return saved == given

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-__all__ = ["DEFAULT_MODEL", "DEFAULT_OPTIMIZER", "TASK_NAMES"]
+__all__ = ["DEFAULT_MODEL", "DEFAULT_OPTIMIZER", "TASK_NAMES", "USUAL_MODELS", "USUAL_OPTIMIZERS"]
 
 DEFAULT_MODEL: Final = "resnet"
 """Value of --model that stands for the usual model of the task."""
@@ -10,3 +10,12 @@ DEFAULT_OPTIMIZER: Final = "nesterov"
 """Optimizer of images with classes."""
 TASK_NAMES: Final = ("classify", "regress", "autoencode", "segment", "table")
 """Tasks of `dlio.train.tasks.registry` that --task takes."""
+USUAL_MODELS: Final = dict(
+    zip(TASK_NAMES, (DEFAULT_MODEL, DEFAULT_MODEL, "autoencoder", "unet", "mlp"), strict=True)
+)
+"""Models by task, if --model names none."""
+USUAL_OPTIMIZERS: Final = dict(
+    zip(TASK_NAMES, (DEFAULT_OPTIMIZER, "adamw", "adamw", DEFAULT_OPTIMIZER, "adamw"), strict=True)
+)
+"""Optimizers by task, if --optimizer names none. The usual rate of nesterov needs a loss whose
+gradient is bounded, which a squared error's is not."""

@@ -17,6 +17,8 @@ __all__ = ["OWED", "RunState", "SavedState", "about", "changed_by_updates", "res
 
 OWED: Final = "/owed/"
 """Part of the names of error-feedback residuals in an exchange's state."""
+_OF_TASK: Final = ("task", "target", "category", "layerwise")
+"""Options of a task that cannot change when a run is resumed."""
 
 
 class SavedState(Protocol):
@@ -49,6 +51,8 @@ class RunState(TypedDict):
     optimizer: str
     image_size: int
     seed: int
+    of_task: NotRequired[dict[str, Any]]
+    """Options of `_OF_TASK`; missing in files of earlier versions."""
     exchange: str
     samples: int
     """Samples of the data set."""
@@ -124,6 +128,7 @@ def about(run: Worker) -> RunState:
         "optimizer": config.optimizer or DEFAULT_OPTIMIZER,
         "image_size": config.image_size,
         "seed": config.seed,
+        "of_task": {name: _plain(getattr(config, name)) for name in _OF_TASK},
         "exchange": config.exchange,
         "samples": len(run.loader.data),
         "global_batch": run.global_batch,
@@ -267,11 +272,12 @@ def _seen(checkpoint: SavedState, rank: int, ranks: int) -> torch.Tensor:
 def _check(run: Worker, checkpoint: SavedState) -> None:
     """Raise UsageError if the checkpoint was written with other options or other data."""
     config, path, about = run.config, checkpoint.path, _state(checkpoint)
-    for name in FIXED:
-        if about[name] != getattr(config, name):
+    saved = {name: about[name] for name in FIXED} | about.get("of_task", {})
+    for name, value in saved.items():
+        if value != _plain(getattr(config, name)):
             raise UsageError(
                 f"--resume: {path} was written with --{name.replace('_', '-')} "
-                f"{about[name]}, this run has {getattr(config, name)}; use the former value, or "
+                f"{value}, this run has {getattr(config, name)}; use the former value, or "
                 "name another --checkpoint folder"
             )
     pruned = about.get("pruning")
@@ -289,6 +295,11 @@ def _check(run: Worker, checkpoint: SavedState) -> None:
             f"--resume: {path} belongs to a data set of {about['samples']} samples, "
             f"{config.source} has {len(run.loader.data)}"
         )
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON returns it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_shapes(

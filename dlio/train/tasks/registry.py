@@ -9,7 +9,7 @@ from dlio.errors import UsageError
 from dlio.loader.dataset import Dataset
 from dlio.train.config import TrainConfig
 from dlio.train.data import is_table
-from dlio.train.names import DEFAULT_MODEL, DEFAULT_OPTIMIZER, TASK_NAMES
+from dlio.train.names import DEFAULT_MODEL, TASK_NAMES, USUAL_MODELS, USUAL_OPTIMIZERS
 from dlio.train.tasks.autoencode import AutoencodeImages
 from dlio.train.tasks.base import Task
 from dlio.train.tasks.classify import ClassifyImages
@@ -34,9 +34,6 @@ TASKS: Final[dict[str, _Make]] = dict(
     )
 )
 """How tasks are made, by the names that --task accepts. Collective."""
-_USUAL_MODELS: Final = dict(
-    zip(TASK_NAMES, ("resnet", "resnet", "autoencoder", "unet", "mlp"), strict=True)
-)
 
 
 def settle(config: TrainConfig, data: Dataset) -> TrainConfig:
@@ -54,15 +51,13 @@ def settle(config: TrainConfig, data: Dataset) -> TrainConfig:
     if not table and (config.target or config.category):
         option = "--target" if config.target else "--category"
         raise UsageError(f"{option} is for tables, and {config.source} is not one")
-    model = config.model
-    if model == DEFAULT_MODEL:
-        model = _USUAL_MODELS["table" if table else task]
-    optimizer = config.optimizer
-    if optimizer is None:
-        # A squared error has no bounded gradient, as the residual networks' usual rate needs.
-        steady = table or task in ("regress", "autoencode")
-        optimizer = "adamw" if steady else DEFAULT_OPTIMIZER
-    return replace(config, task=task, model=model, optimizer=optimizer)
+    kind = "table" if table else task
+    return replace(
+        config,
+        task=task,
+        model=USUAL_MODELS[kind] if config.model == DEFAULT_MODEL else config.model,
+        optimizer=config.optimizer or USUAL_OPTIMIZERS[kind],
+    )
 
 
 def make_task(config: TrainConfig, data: Dataset, comm: Communicator) -> Task:
