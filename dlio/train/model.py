@@ -14,7 +14,7 @@ from dlio.train.networks.autoencoder import autoencoder
 from dlio.train.networks.convolutions import alexnet, googlenet, lenet
 from dlio.train.networks.mlp import Mlp
 from dlio.train.networks.residual import SmallResNet, resnet50
-from dlio.train.networks.transformer import VisionTransformer
+from dlio.train.networks.transformer import HEADS, VisionTransformer
 from dlio.train.networks.unet import UNet
 from dlio.util.arguments import unknown_word
 
@@ -58,6 +58,8 @@ def _alexnet(classes: int, image_size: int) -> nn.Module:
 def _vit(classes: int, image_size: int, width: int = 192, depth: int = 12) -> nn.Module:
     if image_size % 16:
         raise UsageError(f"--model vit: give --image-size as a multiple of 16, not {image_size}")
+    if width % HEADS:
+        raise UsageError(f"--model vit(width={width}): give a multiple of its {HEADS} heads")
     return VisionTransformer(image_size, classes, width=width, depth=depth)
 
 

@@ -224,15 +224,19 @@ def _end_early(
     run: Worker, checkpoints: Checkpoints | None, saving: CheckpointCallback | None
 ) -> NoReturn:
     """Write a last checkpoint, as all ranks have been told to leave. Collective."""
-    said = "no checkpoint is written without --checkpoint"
+    said, failed = "no checkpoint is written without --checkpoint", 0
     if checkpoints is not None and saving is not None:
+        failed = len(checkpoints.failures)
         saving.save(run)
         checkpoints.wait()
+        failed = len(checkpoints.failures) - failed
         said = f"go on with --resume from {checkpoints.folder}"
+        if failed:
+            said = "the last checkpoint was not written; --resume goes on from an older one"
     if run.comm.rank == 0:
         where = f"epoch {run.epoch_number + 1}, step {run.updates}"
         print(f"told to end at {where}: {said}", flush=True)
-    raise SystemExit(RESUME_CODE)
+    raise SystemExit(1 if failed else RESUME_CODE)
 
 
 def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 from pathlib import Path
 
 import torch
@@ -82,6 +84,15 @@ class Log(Callback):
         )
         with open(f"{self._path}.{run.comm.rank}", "a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+class Spoil(Callback):
+    """Remove a run's folder of checkpoints, and tell the run to end."""
+
+    def after_step(self, run: Run) -> None:
+        if run.updates == 3:
+            shutil.rmtree("c")
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Stop(Callback):

@@ -121,6 +121,18 @@ def test_asynchronous_ranks_end_at_one_step(pictures: Path, here: Path) -> None:
     assert steps[0] == steps[1] == sorted(set(steps[0]))
 
 
+def test_a_last_checkpoint_that_cannot_be_written_is_no_success(
+    dlio: Dlio, pictures: Path, here: Path
+) -> None:
+    done = dlio(
+        *("train", str(pictures / "train"), "--batch-size", "4", *SHAPE, "--checkpoint", "c"),
+        *("--callback", "nets:Spoil"),
+    )
+    assert done.returncode == 1, done.stderr
+    assert "the last checkpoint was not written" in done.stdout
+    assert "no checkpoint: " in done.stderr
+
+
 def test_a_finished_run_says_so_at_once(dlio: Dlio, pictures: Path, here: Path) -> None:
     same = ("train", str(pictures / "train"), *SHAPE, "--checkpoint", "c", "--resume")
     done = dlio(*same, "--epochs", "1")

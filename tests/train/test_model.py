@@ -1,5 +1,7 @@
 """The models that --model names."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -27,12 +29,13 @@ def test_every_weight_of_a_network_of_the_field_learns(name: str) -> None:
         ("lenet", 64, "--image-size 32"),
         ("alexnet", 48, "63 or more"),
         ("vit", 40, "multiple of 16"),
+        ("vit(width=32)", 64, "multiple of its 3 heads"),
     ],
 )
 def test_a_network_that_does_not_take_an_image_says_which_it_takes(
     name: str, side: int, says: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"--model {name}: .*{says}"):
+    with pytest.raises(UsageError, match=rf"--model {re.escape(name)}: .*{says}"):
         make_model(name, 7, side)
 
 

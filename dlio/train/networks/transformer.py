@@ -1,9 +1,14 @@
 """A vision transformer of the size Tiny."""
 
+from typing import Final
+
 import torch
 from torch import nn
 
-__all__ = ["VisionTransformer"]
+__all__ = ["HEADS", "VisionTransformer"]
+
+HEADS: Final = 3
+"""Heads of attention of each layer."""
 
 
 class VisionTransformer(nn.Module):
@@ -25,7 +30,7 @@ class VisionTransformer(nn.Module):
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.places = nn.Parameter(0.02 * torch.randn(1, patches + 1, width))
         layer = nn.TransformerEncoderLayer(
-            width, 3, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+            width, HEADS, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
         )
         self.layers = nn.TransformerEncoder(layer, depth, nn.LayerNorm(width), False)
         self.head = nn.Linear(width, classes)
