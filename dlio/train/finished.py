@@ -25,6 +25,10 @@ def finished_epochs(folder: str, config: TrainOptions) -> int:
         with open(os.path.join(folder, newest, "about.json"), encoding="utf-8") as file:
             about = json.load(file)
         is_of_run = all(_is_same(name, about[name], getattr(config, name)) for name in FIXED)
+        is_of_run &= not about.get("pruning") or config.prune != "off"
+        of_task = about.get("of_task", {})
+        for name in ("task", "target", "layerwise"):
+            is_of_run &= getattr(config, name) in (None, of_task.get(name))
         if is_of_run and about["loader"]["position"] == 0:
             return len(about["epochs"])
     return 0
