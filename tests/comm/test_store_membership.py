@@ -22,7 +22,7 @@ from dlio.errors import CommError, PeerLost
 from dlio.testing import CommunicatorTests
 from dlio.testing.promises import run_promises
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Job:
