@@ -11,7 +11,10 @@ Training is asynchronous, so no rank may wait for an answer. There are two ways 
   the end of an epoch has them do so, too: from then on it waits for the others.
 """
 
+import functools
 import math
+import operator
+from collections.abc import Iterable
 from enum import IntFlag
 from typing import Final, Protocol
 
@@ -38,6 +41,9 @@ class Wish(IntFlag):
     """Write a checkpoint and end, to be resumed."""
 
 
+_ACTS: Final = (Wish.SAVE, Wish.END)
+
+
 class Wishes(Protocol):
     """The wishes of all ranks. One thread uses it; `wish` may be called by a signal's handler."""
 
@@ -62,10 +68,31 @@ def make_wishes(comm: Communicator, spec: ExchangeSpec) -> Wishes:
     """Return the wishes of ranks that exchange in some way. Collective."""
     if spec.merge == "parzen":
         return WishesToAll(comm)
-    return WishesInTurn(comm, 1 if spec.alike else min(_GOSSIP_STEPS, spec.period or 1))
+    return WishesInTurn(comm, 1 if spec.alike else min(_GOSSIP_STEPS, spec.period))
 
 
-class WishesInTurn:
+class _Asked:
+    """The wishes of this rank that have not been granted."""
+
+    def __init__(self) -> None:
+        # A set: a signal's handler cannot come between reading and writing it.
+        self._mine: set[Wish] = set()
+
+    def wish(self, wish: Wish) -> None:
+        self._mine.add(wish)
+
+    def _flags(self) -> list[bool]:
+        """Return whether this rank has each of `_ACTS` among its wishes."""
+        return [act in self._mine for act in _ACTS]
+
+    def _granted(self, flags: Iterable[int]) -> Wish:
+        """Return the wishes of all ranks together, which this rank need not repeat."""
+        granted = [act for act, flag in zip(_ACTS, flags, strict=True) if flag]
+        self._mine.difference_update(granted)
+        return functools.reduce(operator.or_, granted, Wish.NONE)
+
+
+class WishesInTurn(_Asked):
     """Wishes of ranks that wait for each other at least every few steps.
 
     Args:
@@ -74,13 +101,10 @@ class WishesInTurn:
     """
 
     def __init__(self, comm: Communicator, every: int) -> None:
+        super().__init__()
         self._comm, self._every = comm.dup(), every
-        self._mine = Wish.NONE
-        self._all = np.zeros(2, np.int64)
+        self._all = np.zeros(len(_ACTS), np.int64)
         self._request: Request | None = None
-
-    def wish(self, wish: Wish) -> None:
-        self._mine |= wish
 
     def after_step(self, step: int, ends_epoch: bool) -> Wish:
         if step % self._every:
@@ -89,12 +113,9 @@ class WishesInTurn:
         if self._request is not None:
             self._comm.wait([self._request], "the wishes of the other ranks")
             self._request = None
-            agreed = (Wish.SAVE if self._all[0] else Wish.NONE) | (
-                Wish.END if self._all[1] else Wish.NONE
-            )
-            self._mine &= ~agreed
-        if not agreed & Wish.END:
-            self._all[:] = Wish.SAVE in self._mine, Wish.END in self._mine
+            agreed = self._granted(self._all)
+        if Wish.END not in agreed:
+            self._all[:] = self._flags()
             self._request = self._comm.iallreduce(self._all, "max")
         return agreed
 
@@ -106,7 +127,7 @@ class WishesInTurn:
         self._comm.close()
 
 
-class WishesToAll:
+class WishesToAll(_Asked):
     """Wishes of ranks that never wait for each other.
 
     Args:
@@ -114,12 +135,13 @@ class WishesToAll:
     """
 
     def __init__(self, comm: Communicator) -> None:
+        super().__init__()
         self._comm = comm.dup()
         hops = math.ceil(math.log2(comm.size)) if comm.size > 1 else 0
         self._to = [(comm.rank + (1 << hop)) % comm.size for hop in range(hops)]
         self._from = [(comm.rank - (1 << hop)) % comm.size for hop in range(hops)]
-        self._mine, self._known = Wish.NONE, Wish.NONE
-        """Wishes of this rank, and those that all know of."""
+        self._known = Wish.NONE
+        """Wishes that all ranks know of."""
         self._until = 0
         """The step after which all act; 0 while nothing is wished for."""
         self._listen()
@@ -130,9 +152,6 @@ class WishesToAll:
             self._comm.irecv(into, source, _TAG + hop)
             for hop, (into, source) in enumerate(zip(self._arrived, self._from, strict=True))
         ]
-
-    def wish(self, wish: Wish) -> None:
-        self._mine |= wish
 
     def after_step(self, step: int, ends_epoch: bool) -> Wish:
         if not self._until:
@@ -150,13 +169,10 @@ class WishesToAll:
         said = bytearray(1)
         sends = [self._comm.isend(said, to, _TAG + hop) for hop, to in enumerate(self._to)]
         self._comm.wait([*sends, *self._receives], "the wishes of the other ranks")
-        furthest = np.array([step, Wish.SAVE in self._mine, Wish.END in self._mine], np.int64)
+        furthest = np.array([step, *self._flags()], np.int64)
         self._comm.wait([self._comm.iallreduce(furthest, "max")], "the steps of the other ranks")
         self._until = int(furthest[0])
-        self._known = (Wish.SAVE if furthest[1] else Wish.NONE) | (
-            Wish.END if furthest[2] else Wish.NONE
-        )
-        self._mine &= ~self._known
+        self._known = self._granted(furthest[1:])
         self._listen()
 
     def close(self) -> None:
