@@ -11,33 +11,21 @@ Sums are of float64, so that their rounding does not depend on how samples are s
 
 from typing import Any, Final, cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlio.comm import Communicator
 from dlio.train.exchange.buckets import averaged_state, broadcast_tensors
+from dlio.train.mesh.messages import Traffic
 
 __all__ = ["mean_state", "statistics_of", "synchronised"]
 
 
-class _Ranks:
-    """A communicator in modules, which copies of a module share."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    def __deepcopy__(self, memo: object) -> "_Ranks":
-        return self
-
-    def sum(self, *parts: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sums over ranks of float64 tensors, on their device. Collective."""
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        array = np.ascontiguousarray(flat.cpu().numpy())
-        self._comm.wait([self._comm.iallreduce(array)], "batch statistics of the other ranks")
-        total = torch.from_numpy(array).to(flat.device)
-        return list(torch.split(total, [part.numel() for part in parts]))
+def _sums(ranks: Traffic, *parts: torch.Tensor) -> list[torch.Tensor]:
+    """Return the sums over ranks of float64 tensors, on their device, by one sum. Collective."""
+    total = ranks.total(torch.cat([part.reshape(-1) for part in parts]))
+    return list(torch.split(total, [part.numel() for part in parts]))
 
 
 class _Normalise(torch.autograd.Function):
@@ -56,7 +44,7 @@ class _Normalise(torch.autograd.Function):
         wide = torch.float64
         count = torch.full((1,), x.numel() // x.shape[1], dtype=wide, device=x.device)
         sums = x.sum(rest, dtype=wide), x.square().sum(rest, dtype=wide)
-        count, total, squares = layer.ranks.sum(count, *sums)
+        count, total, squares = _sums(layer.ranks, count, *sums)
         samples = count.clamp(min=1.0)
         mean = total / samples
         variance = (squares / samples - mean.square()).clamp(min=0.0)
@@ -77,7 +65,7 @@ class _Normalise(torch.autograd.Function):
         of_bias = gradient.sum(rest, dtype=torch.float64)
         of_weight = (gradient * normal).sum(rest, dtype=torch.float64)
         # Parameters' gradients are this rank's: the exchange averages them.
-        means = [each / samples for each in ctx.layer.ranks.sum(of_bias, of_weight)]
+        means = [each / samples for each in _sums(ctx.layer.ranks, of_bias, of_weight)]
         mean_bias, mean_weight = (each.to(x.dtype).view(shape) for each in means)
         factor = scale if weight is None else scale * weight
         of_x = (gradient - mean_bias).sub_(normal.mul_(mean_weight)).mul_(factor.view(shape))
@@ -92,7 +80,7 @@ class _Normalise(torch.autograd.Function):
 class _Synchronised(_BatchNorm):
     """A batch normalisation whose statistics in training are those of all ranks."""
 
-    ranks: _Ranks
+    ranks: Traffic
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: (n, channels, ...) -> the same shape
@@ -147,7 +135,7 @@ def synchronised(model: nn.Module, comm: Communicator) -> Communicator | None:
     if comm.size == 1 or not layers:
         return None
     own = comm.dup()
-    ranks = _Ranks(own)
+    ranks = Traffic(own)
     for layer in layers:
         layer.__class__ = _KINDS[type(layer)]  # Parameters, buffers, hooks and names stay.
         cast("_Synchronised", layer).ranks = ranks
