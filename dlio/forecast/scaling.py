@@ -13,7 +13,7 @@ Exchange: the measured rest of a step of two ranks, X(2), has two components. Me
 rank on its own (copies into and out of buckets, an outer optimizer), which does not depend on p.
 What it has less is hidden behind backward, by the same share for all p. A rank that shares its core
 also waits until those that it hears from have had their turn: for these X(2) is measured with both
-ranks on one core.
+ranks on one core. Asynchronous SGD waits for nobody, so it is forecast from ranks with a core each.
 """
 
 import math
@@ -23,6 +23,10 @@ from dataclasses import dataclass, field
 from dlio.forecast.exchange import Counts, Link, Work, counts, seconds
 
 __all__ = ["Cluster", "Steps", "compute_seconds", "exchange_seconds", "message_seconds"]
+
+
+_NEVER_WAITS = frozenset({"asgd"})
+"""Presets whose ranks take what has arrived and wait for nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +140,13 @@ def exchange_seconds(
         batch_size: samples of a rank.
         works: of two ranks, and of the ranks to forecast.
         cluster: of the ranks to forecast. Two ranks were measured with a core each, on one node;
-            where ranks share cores, also with one core for both.
+            where ranks share cores and wait for each other, also with one core for both.
     """
     if ranks == 1:
         return 0.0
     inside, sharing = cluster.inside or cluster.link, cluster.sharing(ranks)
-    crowded = steps.crowded.get((exchange, batch_size)) if sharing > 1 else None
+    waits = sharing > 1 and preset not in _NEVER_WAITS
+    crowded = steps.crowded.get((exchange, batch_size)) if waits else None
     measured = max(0.0, steps.exchanged[exchange] if crowded is None else crowded)
     two = Cluster(inside, per_node=2, cores=2 if crowded is None else 1)
     there = message_seconds(preset, period, 2, works[0], two)
