@@ -19,6 +19,7 @@ from dlio.plan.epoch import is_exact
 from dlio.train.balance import Balancer, Clock, timed_pass
 from dlio.train.batch_norm import mean_state, synchronised
 from dlio.train.callbacks.base import Callback
+from dlio.train.compiled import compile_model
 from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
 from dlio.train.device import channels_last, choose_device
@@ -28,6 +29,7 @@ from dlio.train.exchange.buckets import consensus_distance
 from dlio.train.exchange.distribute import connect
 from dlio.train.learning_rate import learning_rate
 from dlio.train.ledger import SampleLedger
+from dlio.train.measured import measured
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer
 from dlio.train.place import RunPlace
@@ -35,7 +37,8 @@ from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import make_pruner
 from dlio.train.replay import make_dealing
-from dlio.train.report import EpochReport, RankEpoch, loader_counts
+from dlio.train.report import EpochReport, RankEpoch
+from dlio.train.sample_sharing import SampleSharing
 from dlio.train.skipping.of_run import make_skipper
 from dlio.train.tasks.base import Task, batch_size
 from dlio.train.weights import load_weights
@@ -59,28 +62,35 @@ class Worker:
         task: Task,
         begun: int | None = None,
         is_found: bool = False,
+        sharing: SampleSharing | None = None,
     ) -> None:
         """
         Args:
             begun: ranks when the job began, if they were started again: the global batch stays.
             is_found: a state is restored next, so that the ranks' models need not be alike.
+            sharing: the ranks that share samples; none for None.
         """
         self.config, self.comm = config, comm
         self.loader = loader
         self.device = choose_device(config.device, comm)
         torch.manual_seed(config.seed)
-        self.task, self._convert = task, task.converter(loader.data)
+        self._sharing = sharing = sharing or SampleSharing(config, comm)
+        self.task, self._convert = task, sharing.converter(task, loader.data)
         self.model = channels_last(task.make_model()).to(self.device)
         if config.weights is not None and not is_found:
             load_weights(config.weights, self.model, comm.rank)
         self.precision = Precision(config.precision, self.device)
         self._evaluator: Evaluator | None = None
         if held_out is not None:
-            self._evaluator = Evaluator(self.model, task, held_out, self.precision, comm)
+            convert = sharing.converter(task, held_out.data)
+            self._evaluator = Evaluator(
+                self.model, task, held_out, self.precision, sharing.data, convert
+            )
         copy_to_time = copy.deepcopy(self.model) if config.balance else None
         self.average = None if config.ema is None else WeightAverage(self.model, config.ema)
         """The average of the weights, which is evaluated and saved in their place."""
-        self._norms = synchronised(self.model, comm) if config.batch_norm == "sync" else None
+        agree = config.batch_norm == "sync" and sharing.mesh is None
+        self._norms = synchronised(self.model, comm) if agree else None
         """Ranks that normalise their batches together, if there are such layers."""
         self.optimizer = make_optimizer(
             config.optimizer or DEFAULT_OPTIMIZER, self.model, config.momentum, config.weight_decay
@@ -97,12 +107,14 @@ class Worker:
         self.pruner = make_pruner(
             config, self.model, self.optimizer, self.exchange, self.precision, task, len(loader)
         )
+        if config.compile:
+            compile_model(self.model, self.device)
         clock = Clock(lambda: self.exchange.statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
         self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
         self.skipper = make_skipper(config, loader)
         # Dropout masks have to differ between ranks.
-        torch.manual_seed((config.seed + comm.rank) % 2**63)
+        torch.manual_seed((config.seed + sharing.data.rank) % 2**63)
         self.callbacks: Sequence[Callback] = ()
         self.before_update: Callable[[], object] = lambda: None
         """Called before parameters and the optimizer's state change."""
@@ -112,9 +124,9 @@ class Worker:
         """Ranks at the beginning, with spares."""
         self.recovery = recovery_of(comm)
         if begun is None or config.on_loss == "shrink" or not is_exact(config.shuffle):
-            begun = comm.size - config.spares
+            begun = sharing.data.size - config.spares
         global_batch = config.batch_size * begun
-        if begun != comm.size - config.spares:
+        if begun != sharing.data.size - config.spares:
             for each in loaders:
                 each.regroup(range(comm.size), comm.rank, global_batch)
         self.steps = math.ceil(self.samples / global_batch)
@@ -310,7 +322,7 @@ class Worker:
         self._pending += count
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
-        if count or self._norms is not None:
+        if count or self._norms is not None or self._sharing.mesh is not None:
             self._backward(*self._convert(batch, self.device), planned)
         else:
             self.last_loss = torch.zeros_like(self.last_loss)
@@ -347,9 +359,10 @@ class Worker:
         torch.autograd.backward(self.precision.scaler.scale(mean))
         with torch.no_grad():
             self.last_loss = total.detach()
-            self.sums[0] += self.last_loss
-            self.sums[1] += correct.sum()
-            self.sums[2] += len(inputs)
+            if self._sharing.counts:
+                self.sums[0] += self.last_loss
+                self.sums[1] += correct.sum()
+                self.sums[2] += len(inputs)
 
     def _pending_batches(self, done: int) -> int:
         """Number of batches to accumulate before the next optimizer step, after `done` batches."""
@@ -430,7 +443,13 @@ class Worker:
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
-        mine = self._measured(seconds, exchanged)
+        mine = measured(
+            *(self._balancer.measured(), self._dealing.stats(), exchanged, self._update_s),
+            sums=self.sums.tolist(),
+            seconds=seconds,
+            left_out=self.left_out,
+            skip_share=1 - self.samples / len(self.loader.data),
+        )
         everyone, metrics, distance = uniform(self.comm, lambda: self._compared(mine))
         accuracy = metrics.get("accuracy")
         self._balancer.agree(everyone, self._dealing.usual_batch)
@@ -474,23 +493,3 @@ class Worker:
         their average over steps. Collective."""
         model = self.model if self.average is None else self.average.model()
         return mean_state(model, self.comm, self.config.batch_norm)
-
-    def _measured(self, seconds: float, exchanged: dict[str, float]) -> RankEpoch:
-        """This rank's measurements of the epoch."""
-        stats = self._dealing.stats()
-        steps_ms = np.array(self._update_s) * 1000 if self._update_s else np.zeros(1)
-        return {
-            **self._balancer.measured(),
-            "sums": self.sums.tolist(),
-            "seconds": seconds,
-            "stall_s": stats["stall_s"],
-            "first_batch_s": stats["first_batch_s"],
-            "exchange_wait_s": exchanged["wait_s"],
-            "exchange_bytes": exchanged["bytes"],
-            "step_ms": [float(np.median(steps_ms)), float(np.quantile(steps_ms, 0.95))],
-            "left_out": self.left_out,
-            "skip_share": 1 - self.samples / len(self.loader.data),
-            **loader_counts(stats),
-            "skipped": stats["skipped"],
-            "notes": stats["notes"],
-        }

@@ -35,14 +35,17 @@ class Classes:
         self.classes = classes
 
     def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
-        """Cross entropy of each sample; shape (n,)."""
+        """Cross entropy of each sample; shape (n,). Targets may be probabilities (n, classes)."""
         assert isinstance(outputs, torch.Tensor)
         return cross_entropy(outputs, targets, reduction="none")
 
     def correct(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
-        """1 where the greatest logit is the target's; shape (n,)."""
+        """1 where the greatest logit is the target's, or its probability; shape (n,)."""
         assert isinstance(outputs, torch.Tensor)
-        return outputs.argmax(1) == targets
+        best = outputs.argmax(1)
+        if targets.ndim > 1:
+            return targets.gather(1, best[:, None])[:, 0]
+        return best == targets
 
     @property
     def sum_count(self) -> int:
@@ -75,8 +78,9 @@ class Classes:
 class ClassifyImages(Classes, Task):
     """Images with a class number each.
 
-    A loader gives (uint8 (n, 3, size, size), int64 (n,)); the model maps float32 (n, 3, size, size)
-    to logits (n, classes).
+    A loader gives (uint8 (n, 3, size, size), int64 (n,)), or of mixed images (float32 (n, 3, size,
+    size), probabilities (n, classes)); the model maps float32 (n, 3, size, size) to logits (n,
+    classes).
     """
 
     name = "classify"

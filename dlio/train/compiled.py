@@ -1,0 +1,35 @@
+"""Models that torch compiles (`--compile`)."""
+
+import importlib.util
+import os
+import shutil
+import sys
+
+import torch
+from torch import nn
+
+from dlio.errors import UsageError
+
+__all__ = ["compile_model"]
+
+
+def compile_model(model: nn.Module, device: torch.device) -> None:
+    """Have a model's next call compile it, in place: names of its state and its parameters stay.
+
+    Copies of the model are not compiled.
+
+    Raises UsageError if the compiler that torch needs for the device is not installed.
+    """
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise UsageError(
+            "--compile: torch compiles for GPUs with triton, which is not installed: install it, "
+            "or leave --compile out"
+        )
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    compiler = os.environ.get("CXX") or usual
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise UsageError(
+            f"--compile: torch needs a C++ compiler, and {compiler} is not found: install {usual}, "
+            "name another one by CXX, or leave --compile out"
+        )
+    model.compile()
