@@ -13,10 +13,10 @@ from dlio.errors import UsageError
 __all__ = ["compile_model"]
 
 
-def compile_model(model: nn.Module, device: torch.device) -> None:
-    """Have a model's next call compile it, in place: names of its state and its parameters stay.
+def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a module that runs a model compiled, from its first call on.
 
-    Copies of the model are not compiled.
+    The model itself stays as it is, with the names of its state.
 
     Raises UsageError if the compiler that torch needs for the device is not installed.
     """
@@ -32,4 +32,6 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
             f"--compile: torch needs a C++ compiler, and {compiler} is not found: install {usual}, "
             "name another one by CXX, or leave --compile out"
         )
-    model.compile()
+    # `model.compile()` would not compile a Sequential of torch's own layers.
+    compiled: nn.Module = torch.compile(model)
+    return compiled

@@ -107,8 +107,8 @@ class Worker:
         self.pruner = make_pruner(
             config, self.model, self.optimizer, self.exchange, self.precision, task, len(loader)
         )
-        if config.compile:
-            compile_model(self.model, self.device)
+        self._called = compile_model(self.model, self.device) if config.compile else self.model
+        """The model, or its compiled form."""
         clock = Clock(lambda: self.exchange.statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
         self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
@@ -342,7 +342,7 @@ class Worker:
         if self.pruner is not None:
             self.pruner.add_batch(inputs, targets)
         with self.precision.casting():
-            outputs = self.model(inputs)
+            outputs = self._called(inputs)
             losses = self.task.losses(outputs, targets)
         with torch.no_grad():
             correct = self.task.correct(outputs, targets)

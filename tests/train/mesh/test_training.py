@@ -65,11 +65,14 @@ def test_a_mesh_trains_as_one_process_and_reads_each_slab_once(
     slabs = int(SAMPLES * np.prod(SHAPE) * (4 + item))
     assert four["dataset"]["bytes"] == slabs + (8 * SAMPLES if target == "label" else 0)
     for mine, its in zip(four["epochs"], one["epochs"], strict=True):
-        assert (mine["samples"], mine["accuracy"]) == (SAMPLES, its["accuracy"])
-        assert mine["loss"] == pytest.approx(its["loss"], rel=1e-5)
+        assert mine["samples"] == SAMPLES
+        for name in ("loss", "accuracy"):
+            assert mine[name] == pytest.approx(its[name], rel=1e-5)
         assert mine["metrics"] == pytest.approx(its["metrics"], rel=1e-5)
         wanted = 0 if mine["epoch"] else four["dataset"]["bytes"]
         assert wanted <= mine["bytes"]["source"] <= 1.01 * wanted
+    if target == "classes":
+        return
     # The state fits other ranks: one process goes on with it, with batches of the same size.
     more = ("--epochs", "6", "--batch-size", "4", "--checkpoint", "c", "--resume")
     resumed, _ = trained(dlio, tmp_path, "on", *common[:3], *options, *more)
