@@ -54,10 +54,10 @@ def is_arrays(schema: Schema) -> bool:
 def array_fields(path: str, schema: Schema, target: str | None) -> ArrayFields:
     """Choose the fields of a data set for which `is_arrays` holds.
 
-    The input is the largest array, of shape (height, width), (channels, height, width) or (channels,
-    depth, height, width); of three dimensions, the first one is depth if it has more than
-    MOST_CHANNELS elements, or if the target has this shape. The target is a number, or an array of
-    class numbers of the input's spatial extents.
+    The input is the largest array, of shape (height, width), (channels, height, width) or
+    (channels, depth, height, width); of three dimensions, the first one is depth if it has more
+    than MOST_CHANNELS elements, or if the target has this shape. The target is a number, or an
+    array of class numbers of the input's spatial extents.
 
     Args:
         path: of the data set, for errors.
@@ -106,8 +106,11 @@ def array_fields(path: str, schema: Schema, target: str | None) -> ArrayFields:
 
 
 def _is_array(kind: Kind) -> bool:
-    return kind.fixed and len(kind.shape) > 1 and kind.dtype is not None and (
-        kind.dtype.kind in _NUMBERS
+    return (
+        kind.fixed
+        and len(kind.shape) > 1
+        and kind.dtype is not None
+        and (kind.dtype.kind in _NUMBERS)
     )
 
 
@@ -128,7 +131,7 @@ def _find_target(path: str, kinds: Mapping[str, Kind], chosen: str) -> str:
     if len(others) == 1:
         return others[0]
     if not others:
-        raise UsageError(f"{path} has no array but {chosen}: training needs a field to predict, too")
+        raise UsageError(f"{path} has {chosen} alone: training needs a field to predict, too")
     raise UsageError(
         f"{path}: give --target with the field to predict from {chosen}, one of {_listed(others)}"
     )

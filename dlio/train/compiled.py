@@ -4,6 +4,8 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +15,8 @@ from dlio.errors import UsageError
 __all__ = ["compile_model"]
 
 
-def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a module that runs a model compiled, from its first call on.
+def compile_model(model: nn.Module, device: torch.device) -> Callable[..., Any]:
+    """Return a function that runs a model compiled, from its first call on.
 
     The model itself stays as it is, with the names of its state.
 
@@ -33,5 +35,5 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
             "name another one by CXX, or leave --compile out"
         )
     # `model.compile()` would not compile a Sequential of torch's own layers.
-    compiled: nn.Module = torch.compile(model)
+    compiled: Callable[..., Any] = torch.compile(model)
     return compiled

@@ -1,6 +1,6 @@
 """Open the data sets and loaders of a run on every rank."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def open_data(
     return open_it()
 
 
-def _mixtures(config: TrainConfig, reader: Reader) -> list[object]:
+def _mixtures(config: TrainConfig, reader: Reader) -> list[Callable[..., Any]]:
     """Return the transforms of --mixup and --cutmix: of each step's global batch, so that images
     do not depend on the number of ranks and threads."""
     kinds = (transforms.MixUp, config.mixup), (transforms.CutMix, config.cutmix)

@@ -16,7 +16,7 @@ _OF_VOLUMES: Final = 5
 
 
 def channels_last(model: nn.Module) -> nn.Module:
-    """Lay out the model's 4-dimensional tensors with the channels last; networks of volumes stay."""
+    """Lay out a model's 4-dimensional tensors with the channels last, but for 3-D networks."""
     if any(parameter.ndim == _OF_VOLUMES for parameter in model.parameters()):
         return model
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]

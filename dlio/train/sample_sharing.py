@@ -28,8 +28,8 @@ _HEIGHT: Final = -2
 class SampleSharing:
     """Which ranks have samples of their own, and which share each sample; owns the mesh.
 
-    Without `--mesh`, or without an axis `space` in it, each rank has samples of its own. Collective;
-    so is `close`.
+    Without `--mesh`, or without an axis `space` in it, each rank has samples of its own.
+    Collective; so is `close`.
 
     Raises UsageError for axes that do not fit the number of ranks.
     """

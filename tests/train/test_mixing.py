@@ -43,8 +43,11 @@ def test_mixup_blends_each_image_with_the_one_before_it(pictures: Path) -> None:
             shares.append(float(share))
     assert len(set(shares)) > 40  # Each image draws its own.
     again = batches(pictures, mixup=0.4, workers=1)
-    assert all(torch.equal(a, b) for one, two in zip(mixed, again, strict=True)
-               for a, b in zip(one, two, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for one, two in zip(mixed, again, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
     other = batches(pictures, mixup=0.4, seed=1)
     assert not torch.equal(other[0][0], mixed[0][0])
 

@@ -2,7 +2,6 @@
 
 from typing import Final
 
-import torch
 from torch import nn
 
 from dlio.errors import UsageError
@@ -61,8 +60,3 @@ class ConvNet(nn.Sequential):
             before = after
         layers += [of_dimensions(_MEANS, dimensions, 1), nn.Flatten()]
         super().__init__(*layers, nn.Linear(before, 64), nn.ReLU(), nn.Linear(64, classes))
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        # input: (n, channels, ...) -> (n, classes)
-        outputs: torch.Tensor = super().forward(input)
-        return outputs

@@ -391,8 +391,8 @@ def _check_reshapable(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise UsageError(
-                f"Apoptosis cannot reshape the buffers of torch's {type(module).__name__}: give the "
-                "module inside (model.module), and distribute it with dlio.distribute"
+                f"Apoptosis cannot reshape the buffers of torch's {type(module).__name__}: give "
+                "the module inside (model.module), and distribute it with dlio.distribute"
             )
     if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         raise UsageError(

@@ -30,8 +30,8 @@ def without_compiler() -> AbstractContextManager[object]:
 def forget_graphs() -> None:
     """Have compiled functions compile again at their next call; call it before a cut.
 
-    The guards of a graph refer to parameters, which then cannot be cut, and torch gives up compiling
-    a function whose guards have failed some times.
+    The guards of a graph refer to parameters, which then cannot be cut, and torch gives up
+    compiling a function whose guards have failed some times.
     """
     if _is_loaded():
         torch.compiler.reset()

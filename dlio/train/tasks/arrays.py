@@ -85,8 +85,8 @@ class _Arrays(Task):
         takes = inspect.signature(find_model(text)).parameters
         if shape != _PICTURE and "channels" not in takes and text.partition("(")[0] in MODELS:
             raise UsageError(
-                f"--model {text} takes pictures of 3 channels, and {self._config.source} has arrays "
-                f"of {shape[0]} channel(s) and {shape[1]} dimensions: choose convnet, unet or "
+                f"--model {text} takes pictures of 3 channels, and {self._config.source} has "
+                f"arrays of {shape[0]} channel(s) and {shape[1]} dimensions: choose convnet, unet or "
                 "module:factory"
             )
         more = {"channels": shape[0], "dimensions": shape[1]}
@@ -178,7 +178,7 @@ def make_array_task(
             f"--task {config.task} needs {needs}, and {fields.target} of {config.source} is "
             f"{whole.kinds[fields.target].text}: name another --target"
         )
-    with closing(_target_reader(config, data, fields)) as reader:
+    with closing(_target_reader(config, fields)) as reader:
         if config.task == "regress":
             values = _values(reader, fields.target, comm)
             return RegressArrays(config, fields, float(values.mean()), float(values.std()) or 1.0)
@@ -188,7 +188,7 @@ def make_array_task(
     return made(config, fields, max(classes, len(data.classes)))
 
 
-def _target_reader(config: TrainConfig, data: Dataset, fields: ArrayFields) -> Reader:
+def _target_reader(config: TrainConfig, fields: ArrayFields) -> Reader:
     """Open the training data with the target alone, if their format can; else whole samples."""
     place = config.source.partition("::")[0]
     try:

@@ -25,7 +25,7 @@ def draw(path: Path, seed: int, samples: int) -> None:
     axes = np.ogrid[: SHAPE[0], : SHAPE[1], : SHAPE[2]]
     classes = np.zeros((samples, *SHAPE), np.uint8)
     for each in classes:
-        middle, radius = random.uniform(3, 5, 3) + (5, 0, 0), random.uniform(1, 4)
+        middle, radius = random.uniform((8, 3, 3), (10, 5, 5)), random.uniform(1, 4)
         each[:] = sum((a - m) ** 2 for a, m in zip(axes, middle, strict=True)) < radius**2
     noise = random.normal(0, 0.5, (samples, 1, *SHAPE))
     with h5py.File(path, "w") as file:
@@ -81,9 +81,7 @@ def test_a_mesh_trains_as_one_process_and_reads_each_slab_once(
 
 
 @pytest.mark.mpi
-def test_ranks_share_pictures_that_each_decodes(
-    dlio: Dlio, pictures: Path, tmp_path: Path
-) -> None:
+def test_ranks_share_pictures_that_each_decodes(dlio: Dlio, pictures: Path, tmp_path: Path) -> None:
     common = (str(pictures / "train"), "--epochs", "1", "--image-size", "32", "--model", "convnet")
     one, expected = trained(dlio, tmp_path, "one", *common, "--batch-size", "20")
     ranks = ("-n", "2", "--mesh", "space=2")
@@ -96,11 +94,11 @@ def test_ranks_share_pictures_that_each_decodes(
 
 def test_numbers_of_arrays_are_predicted(dlio: Dlio, tmp_path: Path) -> None:
     draw(tmp_path / "train.h5", 0, 24)
-    common = ("train.h5::volume,size", "--val", "train.h5::volume,size", "--model", "convnet(4)")
-    refused = dlio("train", *common, "--epochs", "1")
+    data = ("train.h5::volume,size", "--val", "train.h5::volume,size", "--model")
+    refused = dlio("train", *data, "convnet(4)", "--epochs", "1")
     assert "only option=value" in refused.stderr
-    common = (*common[:4], "convnet(width=4)", "--epochs", "8", "--batch-size", "4")
-    done = dlio("train", *common, "--report", "r.json", "--batch-norm", "sync")
+    options = ("--epochs", "8", "--batch-size", "4", "--batch-norm", "sync")
+    done = dlio("train", *data, "convnet(width=4)", *options, "--report", "r.json")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["epochs"][-1]["task"] == "regress"

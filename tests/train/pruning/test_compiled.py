@@ -57,7 +57,7 @@ def test_a_compiled_model_is_pruned_as_a_plain_one(kind: str) -> None:
     plain = make_net()
     expected = pruned(plain, plain)
     counting = Counting()
-    net: Any = nn.Sequential(counting, *make_net())
+    net: Any = nn.Sequential(counting, *make_net().children())
     called = net
     if kind == "whole":
         called = torch.compile(net, backend="aot_eager")
@@ -77,7 +77,8 @@ def test_torchs_wrappers_are_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         net = nn.parallel.DistributedDataParallel(make_net())
-        for wrapped in (net, torch.compile(net, backend="eager"), nn.Sequential(net)):
+        several: list[Any] = [net, torch.compile(net, backend="eager"), nn.Sequential(net)]
+        for wrapped in several:
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             with pytest.raises(UsageError, match=r"DistributedDataParallel: .*dlio\.distribute"):
                 dlio.Apoptosis(wrapped, optimizer, example=EXAMPLE)
