@@ -71,9 +71,9 @@ class TrainOptions:
             "Model to train: resnet, a small residual network for images of 64 to 224 pixels, "
             "resnet(width=64) for a wider one, resnet50, googlenet, alexnet, lenet, vit; mlp, "
             "autoencoder, unet or convnet for other data and tasks, which choose them by "
-            "themselves; or module:factory for your own. A factory is called with those of its parameters that "
-            "are named classes, image_size, inputs (for tables), channels and dimensions (for "
-            "arrays).",
+            "themselves; or module:factory for your own. A factory is called with those of its "
+            "parameters that are named classes, image_size, inputs (for tables), channels and "
+            "dimensions (for arrays).",
             metavar="MODEL",
         ),
     ] = DEFAULT_MODEL

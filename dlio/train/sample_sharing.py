@@ -1,5 +1,6 @@
 """The ranks of a run that share each sample (`--mesh data=2,space=2`)."""
 
+from collections.abc import Callable
 from typing import Any, Final, Self
 
 import torch
@@ -17,9 +18,11 @@ from dlio.train.arrays import array_fields
 from dlio.train.config import TrainConfig
 from dlio.train.mesh import Mesh, Slab, parse_axes
 from dlio.train.mesh.slab import longest_dimension
-from dlio.train.tasks.base import Convert, Task
 
 __all__ = ["SampleSharing"]
+
+Convert = Callable[[BatchData, torch.device], tuple[torch.Tensor, torch.Tensor]]
+"""See `dlio.train.tasks.base`."""
 
 _HEIGHT: Final = -2
 """Dimension in which pictures are cut: they are decoded whole."""
@@ -112,13 +115,14 @@ class SampleSharing:
                 "nodes: give --shuffle global, or start ranks that share samples on one node"
             )
 
-    def converter(self, task: Task, data: Dataset) -> Convert:
+    def converter(self, convert: Convert, data: Dataset, is_dense: bool) -> Convert:
         """Return the conversion of a data set's batches; inputs are parts if ranks share samples.
 
-        So are the targets of tasks with a target for each element. Raises UsageError as
-        `Task.converter`.
+        Args:
+            convert: the task's.
+            is_dense: there is a target for each element, so that targets are parts, too.
         """
-        convert, mesh = task.converter(data), self.mesh
+        mesh = self.mesh
         if mesh is None:
             return convert
         slab = self._slabs[data][0] if data in self._slabs else None
@@ -128,7 +132,7 @@ class SampleSharing:
 
         def parts(batch: BatchData, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
             inputs, targets = convert(batch, device)
-            return part(inputs), part(targets) if task.is_dense else targets
+            return part(inputs), part(targets) if is_dense else targets
 
         return parts
 

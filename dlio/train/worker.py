@@ -75,14 +75,16 @@ class Worker:
         self.device = choose_device(config.device, comm)
         torch.manual_seed(config.seed)
         self._sharing = sharing = sharing or SampleSharing(config, comm)
-        self.task, self._convert = task, sharing.converter(task, loader.data)
+        self.task = task
+        self._convert = sharing.converter(task.converter(loader.data), loader.data, task.is_dense)
         self.model = channels_last(task.make_model()).to(self.device)
         if config.weights is not None and not is_found:
             load_weights(config.weights, self.model, comm.rank)
         self.precision = Precision(config.precision, self.device)
         self._evaluator: Evaluator | None = None
         if held_out is not None:
-            convert = sharing.converter(task, held_out.data)
+            data = held_out.data
+            convert = sharing.converter(task.converter(data), data, task.is_dense)
             self._evaluator = Evaluator(
                 self.model, task, held_out, self.precision, sharing.data, convert
             )

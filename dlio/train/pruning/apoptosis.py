@@ -132,8 +132,8 @@ class Apoptosis:
         self._pace = Pace(self.schedule, steps)
         self.example = example
         with without_compiler():
-            found = find_groups(model, example)
-        self.found: PrunableGroups = found
+            prunable = find_groups(model, example)
+        self.found: PrunableGroups = prunable
         """Groups of the original model, and the layers left alone, with reasons."""
         self._check_groups()
         self._original = self.found.groups

@@ -86,8 +86,8 @@ class _Arrays(Task):
         if shape != _PICTURE and "channels" not in takes and text.partition("(")[0] in MODELS:
             raise UsageError(
                 f"--model {text} takes pictures of 3 channels, and {self._config.source} has "
-                f"arrays of {shape[0]} channel(s) and {shape[1]} dimensions: choose convnet, unet or "
-                "module:factory"
+                f"arrays of {shape[0]} channel(s) and {shape[1]} dimensions: choose convnet, unet "
+                "or module:factory"
             )
         more = {"channels": shape[0], "dimensions": shape[1]}
         return make_model(text, self._outputs, self._config.image_size, more)
