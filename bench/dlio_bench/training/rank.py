@@ -2,7 +2,7 @@
 
 The task names runs, each of a network, a batch size and exchanges; rank 0 prints one line of JSON.
 
-Processors of shared machines change their speed by a fifth within seconds. So the exchanges are
+Processors of shared machines change their speed within seconds. So the exchanges are
 passed through there and back, in an order drawn anew each round, and between any two of them steps
 without an exchange are timed: what an exchange adds is its difference to those before and after it.
 
