@@ -13,6 +13,7 @@ from dlio.errors import UsageError
 from dlio.train.compiled import compile_model
 from dlio.train.config import TrainConfig
 from dlio.train.trainer import train
+from tests.conftest import MpiRun
 
 
 @pytest.fixture
@@ -63,6 +64,14 @@ def test_a_compiled_run_is_pruned(pictures: Path, tmp_path: Path) -> None:
         assert list(each) == list(whole)
         sizes = [sum(value.numel() for value in made.values()) for made in (each, whole)]
         assert sizes[0] < sizes[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.mpi
+def test_ranks_that_normalise_together_compile(mpirun: MpiRun, pictures: Path) -> None:
+    done = mpirun(2, str(Path(__file__).with_name("compile_checks.py")), str(pictures))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("kept") == 2
 
 
 @pytest.mark.parametrize(
