@@ -5,17 +5,17 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from dlio.errors import UsageError
+from dlio.train.tasks.base import Outputs
 
 __all__ = ["compile_model"]
 
 
-def compile_model(model: nn.Module, device: torch.device) -> Callable[..., Any]:
+def compile_model(model: nn.Module, device: torch.device) -> Callable[[torch.Tensor], Outputs]:
     """Return a function that runs a model compiled, from its first call on.
 
     The model itself stays as it is, with the names of its state.
@@ -35,5 +35,5 @@ def compile_model(model: nn.Module, device: torch.device) -> Callable[..., Any]:
             "name another one by CXX, or leave --compile out"
         )
     # `model.compile()` would not compile a Sequential of torch's own layers.
-    compiled: Callable[..., Any] = torch.compile(model)
+    compiled: Callable[[torch.Tensor], Outputs] = torch.compile(model)
     return compiled

@@ -1,6 +1,6 @@
 """The ranks of a run that share each sample (`--mesh data=2,space=2`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Self
 
 import torch
@@ -64,7 +64,7 @@ class SampleSharing:
         """True on one of the ranks that share samples: its sums count in reports."""
         return self.mesh is None or self.mesh.along("space").rank == 0
 
-    def open(self, path: str, reader: Reader, options: dict[str, Any]) -> Dataset:
+    def open(self, path: str, reader: Reader, options: Mapping[str, object]) -> Dataset:
         """Open a data set of arrays, of which this rank reads its slab alone.
 
         The slab is a part of the longest spatial dimension.
@@ -76,12 +76,13 @@ class SampleSharing:
         Raises UsageError for samples that cannot be cut so.
         """
         assert self.mesh is not None
+        given: dict[str, Any] = dict(options)
         schema = reader.schema
         reader.close()
         fields = array_fields(path, schema, self._config.target)
         cut = [fields.input, *([fields.target] if fields.is_map else [])]
         dimension = longest_dimension(fields.sides)
-        data, slab = self.mesh.open(path, dimension=dimension, fields=cut, **options)
+        data, slab = self.mesh.open(path, dimension=dimension, fields=cut, **given)
         self._slabs[data] = slab, schema
         return data
 

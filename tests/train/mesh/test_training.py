@@ -84,7 +84,15 @@ def test_a_mesh_trains_as_one_process_and_reads_each_slab_once(
 
 @pytest.mark.mpi
 def test_ranks_share_pictures_that_each_decodes(dlio: Dlio, pictures: Path, tmp_path: Path) -> None:
-    common = (str(pictures / "train"), "--epochs", "1", "--image-size", "32", "--model", "convnet")
+    common: tuple[str, ...] = (
+        str(pictures / "train"),
+        "--epochs",
+        "1",
+        "--image-size",
+        "32",
+        "--model",
+        "convnet",
+    )
     common = (*common, "--mixup", "0.4")
     one, expected = trained(dlio, tmp_path, "one", *common, "--batch-size", "20")
     ranks = ("-n", "2", "--mesh", "space=2")
