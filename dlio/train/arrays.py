@@ -20,6 +20,7 @@ MOST_CHANNELS: Final = 16
 _TARGETS: Final = (*LABEL_NAMES, "classes", "mask", "masks", "segmentation")
 """Names of fields that are predicted, in the order of preference."""
 _NUMBERS: Final = "biuf"
+_PICTURE_CHANNELS: Final = (3, 4)
 _VOLUME: Final = 3
 """Most spatial dimensions."""
 
@@ -82,6 +83,11 @@ def array_fields(path: str, schema: Schema, target: str | None) -> ArrayFields:
     has_channels = len(shape) > _VOLUME or (
         len(shape) == _VOLUME and shape[0] <= MOST_CHANNELS and _shape(kind) != shape
     )
+    if not has_channels and len(shape) == _VOLUME and shape[-1] in _PICTURE_CHANNELS:
+        raise UsageError(
+            f"{path}: {chosen} has shape {shape}, as pictures with channels last: store them as "
+            "(channels, height, width)"
+        )
     sides = shape[1:] if has_channels else shape
     if not 1 < len(sides) <= _VOLUME:
         raise UsageError(
