@@ -48,7 +48,7 @@ class Runner:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(30)
+            self._process.wait(120)
         finally:
             self._process.kill()
             self._process.wait()
