@@ -22,6 +22,7 @@ from tests.train.mesh.nets import CosmoFlow, Pictures, UNet
 
 STEPS = 20
 Step = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+Turn = tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]
 
 
 def mesh_of(comm: Communicator) -> Mesh:
@@ -401,7 +402,7 @@ def check_fed(comm: Communicator) -> None:
                 for batch in loader:
                     everyone = mesh.along("data").allgather(loader.last_samples.tolist())
                     x, y = (mesh.split(batch[name], slab) for name in ("volume", "classes"))
-                    turns = [(net, optimizer, x, y)]
+                    turns: list[Turn] = [(net, optimizer, x, y)]
                     if mesh.rank == 0:
                         samples = [whole[number] for rank in everyone for number in rank]
                         volumes, classes = (
@@ -409,9 +410,9 @@ def check_fed(comm: Communicator) -> None:
                             for name in ("volume", "classes")
                         )
                         turns.append((one, reference, volumes, classes))
-                    for model, opt, x, y in turns:
+                    for model, opt, images, labels in turns:
                         opt.zero_grad()
-                        loss = functional.cross_entropy(model(x), y)
+                        loss = functional.cross_entropy(model(images), labels)
                         loss.backward()  # type: ignore[no-untyped-call]
                         opt.step()
                     steps += 1
