@@ -45,11 +45,16 @@ def trained(dlio: Dlio, here: Path, name: str, *args: str) -> tuple[Any, dict[st
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("target", "model"), [("classes", "unet(width=4,depth=1)"), ("label", "convnet(width=4)")]
+    ("mesh", "target", "model"),
+    [
+        ("data=2,space=2", "classes", "unet(width=4,depth=1)"),
+        ("data=2,space=2", "label", "convnet(width=4)"),
+        ("space=2", "classes", "unet(width=2,depth=1)"),
+    ],
 )
-@pytest.mark.daily("classes-unet(width=4,depth=1)")
+@pytest.mark.daily("space=2-classes-unet(width=2,depth=1)")
 def test_a_mesh_trains_as_one_process_and_reads_each_slab_once(
-    dlio: Dlio, tmp_path: Path, target: str, model: str
+    dlio: Dlio, tmp_path: Path, mesh: str, target: str, model: str
 ) -> None:
     for name, seed, samples in (("train.h5", 0, SAMPLES), ("val.h5", 1, 5)):
         draw(tmp_path / name, seed, samples)
@@ -58,8 +63,9 @@ def test_a_mesh_trains_as_one_process_and_reads_each_slab_once(
     if target == "label":
         options = (*options, "--accumulate", "2", "--ema", "0.9")
     one, expected = trained(dlio, tmp_path, "one", *common, *options, "--batch-size", "4")
-    ranks = ("-n", "4", "--mesh", "data=2,space=2", "--checkpoint", "c")
-    four, weights = trained(dlio, tmp_path, "four", *common, *options, "--batch-size", "2", *ranks)
+    count, batch = ("2", "4") if mesh == "space=2" else ("4", "2")
+    ranks = ("-n", count, "--mesh", mesh, "--batch-size", batch, "--checkpoint", "c")
+    four, weights = trained(dlio, tmp_path, "four", *common, *options, *ranks)
     for name, value in expected.items():
         away = float((weights[name].double() - value.double()).abs().max())
         assert away < 1e-5, (name, away)
@@ -68,9 +74,11 @@ def test_a_mesh_trains_as_one_process_and_reads_each_slab_once(
     assert four["dataset"]["bytes"] == slabs + (8 * SAMPLES if target == "label" else 0)
     for mine, its in zip(four["epochs"], one["epochs"], strict=True):
         assert mine["samples"] == SAMPLES
-        for name in ("loss", "accuracy"):
-            assert mine[name] == pytest.approx(its[name], rel=1e-5)
-        assert mine["metrics"] == pytest.approx(its["metrics"], rel=1e-5)
+        assert mine["loss"] == pytest.approx(its["loss"], rel=1e-5)
+        assert mine["metrics"]["loss"] == pytest.approx(its["metrics"]["loss"], rel=1e-5)
+        # Rounding decides between logits that are equal in a few of the elements.
+        assert mine["accuracy"] == pytest.approx(its["accuracy"], abs=1e-3)
+        assert mine["metrics"] == pytest.approx(its["metrics"], rel=1e-5, abs=1e-3)
         wanted = 0 if mine["epoch"] else four["dataset"]["bytes"]
         assert wanted <= mine["bytes"]["source"] <= 1.01 * wanted
     if target == "classes":
