@@ -1,7 +1,7 @@
 """Greedy layer-wise pre-training without labels, and fine-tuning with few of them."""
 
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ _CLASSES: Final = 6
 _LABELLED: Final = 6
 """Samples of each class that have labels."""
 _DEPTH: Final = 4
-_SHAPE: Final = {"dense": True, "depth": _DEPTH, "width": 64, "noise": 0.3}
+_SHAPE: Final[dict[str, Any]] = {"dense": True, "depth": _DEPTH, "width": 64, "noise": 0.3}
 _RATES: Final = (0.01, 0.03)
 
 
@@ -56,7 +56,7 @@ def _pretrained(seed: int) -> tuple[Autoencoder, list[tuple[float, float]]]:
         model.train()
         model.choose_layer(layer)
         for _ in range(6):
-            for batch in images[torch.randperm(len(images))].split(64):
+            for batch in torch.split(images[torch.randperm(len(images))], 64):
                 made, of = model(batch)
                 optimizer.zero_grad()
                 torch.autograd.backward((made - of).square().mean())
@@ -76,7 +76,7 @@ def _accuracy(seed: int, rate: float, encoder: nn.Module | None) -> float:
         model.parameters(), rate, momentum=0.9, nesterov=True, weight_decay=5e-4
     )
     for _ in range(60):
-        for chosen in torch.randperm(len(images)).split(12):
+        for chosen in torch.split(torch.randperm(len(images)), 12):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
             torch.autograd.backward(loss)
