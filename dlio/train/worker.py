@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dlio.comm import Communicator
 from dlio.comm.recovery import Loss, recovery_of, uniform
+from dlio.comm.single import SingleCommunicator
 from dlio.loader.contract import BatchData, State
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dealing import Dealing
@@ -26,8 +28,10 @@ from dlio.train.ema import WeightAverage
 from dlio.train.evaluation import Evaluator
 from dlio.train.exchange.buckets import consensus_distance
 from dlio.train.exchange.distribute import connect
+from dlio.train.ghost import make_ghosts
 from dlio.train.learning_rate import learning_rate
 from dlio.train.ledger import SampleLedger
+from dlio.train.measured import measured
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer
 from dlio.train.place import RunPlace
@@ -35,7 +39,7 @@ from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import make_pruner
 from dlio.train.replay import make_dealing
-from dlio.train.report import EpochReport, RankEpoch, loader_counts
+from dlio.train.report import EpochReport, RankEpoch
 from dlio.train.skipping.of_run import make_skipper
 from dlio.train.tasks.base import Task, batch_size
 from dlio.train.weights import load_weights
@@ -82,6 +86,8 @@ class Worker:
         """The average of the weights, which is evaluated and saved in their place."""
         self._norms = synchronised(self.model, comm) if config.batch_norm == "sync" else None
         """Ranks that normalise their batches together, if there are such layers."""
+        self._ghosts = make_ghosts(config, self.model, comm, are_alike=is_found)
+        """Groups of samples, which sum their gradients in place of the exchange."""
         self.optimizer = make_optimizer(
             config.optimizer or DEFAULT_OPTIMIZER, self.model, config.momentum, config.weight_decay
         )
@@ -90,14 +96,15 @@ class Worker:
             self.optimizer,
             config.exchange,
             seed=config.seed,
-            pretend_nodes=config.pretend_nodes,
+            pretend_nodes=config.pretend_nodes if self._ghosts is None else None,
             are_alike=is_found,
             follow_steps=False,  # Gradients are clipped when they are final.
+            comm=comm if self._ghosts is None else SingleCommunicator(),
         )
         self.pruner = make_pruner(
             config, self.model, self.optimizer, self.exchange, self.precision, task, len(loader)
         )
-        clock = Clock(lambda: self.exchange.statistics()["wait_s"], self.device)
+        clock = Clock(lambda: self._statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
         self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
         self.skipper = make_skipper(config, loader)
@@ -200,6 +207,8 @@ class Worker:
             self.skipper.close()
         self._dealing.close()
         self.exchange.close()
+        if self._ghosts is not None:
+            self._ghosts.close()
         if self._norms is not None:
             self._norms.close()
 
@@ -208,13 +217,13 @@ class Worker:
     ) -> EpochReport:
         """Train an epoch, or the rest of it after resuming, and evaluate. Collective."""
         self._begin_epoch(epoch, progress)
-        before = self.exchange.statistics()
+        before = self._statistics()
         started = time.perf_counter()
         uniform(self.comm, lambda: self._train(progress, ledger))
         self._dealing.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
-        after = self.exchange.statistics()
+        after = self._statistics()
         if ledger is not None:
             ledger.end_epoch(self._dealing.of_lost, len(self.loader.data) - self.samples)
         exchanged = {key: after[key] - before[key] for key in before}
@@ -310,10 +319,9 @@ class Worker:
         self._pending += count
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
+        self.last_loss = torch.zeros_like(self.last_loss)
         if count or self._norms is not None:
             self._backward(*self._convert(batch, self.device), planned)
-        else:
-            self.last_loss = torch.zeros_like(self.last_loss)
         self.position = self._dealing.position
         if not more:
             self._first = None
@@ -327,6 +335,23 @@ class Worker:
             targets: of the task; shape (n, ...).
             planned: samples of the optimizer step, over all ranks.
         """
+        ids = self.loader.last_samples
+        if self._ghosts is None:
+            # Where ranks step on their own samples, those that share them now have more of them.
+            alone = self.recovery is not None and not self.exchange.alike
+            ranks = len(self._dealing.members) if alone else self._ranks
+            self._pass(inputs, targets, ids, planned / ranks)
+            return
+        of_batch = min(self.global_batch, self.samples - self.position)
+        for part in self._ghosts.parts(len(inputs), of_batch):
+            self._ghosts.begin_group(self.epoch_number, self.position, part, of_batch)
+            self._pass(inputs[part], targets[part], ids[part], planned)
+            self._ghosts.end_group(part.stop - part.start)
+
+    def _pass(
+        self, inputs: torch.Tensor, targets: torch.Tensor, ids: npt.NDArray[np.int64], over: float
+    ) -> None:
+        """Run forward and backward on samples: on the sum of their losses, divided by `over`."""
         if self.pruner is not None:
             self.pruner.add_batch(inputs, targets)
         with self.precision.casting():
@@ -336,18 +361,14 @@ class Worker:
             correct = self.task.correct(outputs, targets)
         if self.skipper is not None:
             # Samples that are often skipped count more when they are not.
-            ids = self.loader.last_samples
             weights = self.skipper.weights(ids).to(self.device, non_blocking=True)
             self.skipper.record(losses, ids)
             losses, correct = losses * weights, correct * weights
         total = losses.sum()
-        # Where ranks step on their own samples, those that share them now have more of them each.
-        alone = self.recovery is not None and not self.exchange.alike
-        mean = total.div(planned / (len(self._dealing.members) if alone else self._ranks))
-        torch.autograd.backward(self.precision.scaler.scale(mean))
+        torch.autograd.backward(self.precision.scaler.scale(total.div(over)))
         with torch.no_grad():
-            self.last_loss = total.detach()
-            self.sums[0] += self.last_loss
+            self.last_loss += total
+            self.sums[0] += total
             self.sums[1] += correct.sum()
             self.sums[2] += len(inputs)
 
@@ -360,11 +381,13 @@ class Worker:
         """Step the optimizer with gradients of `planned` samples from position `first` on."""
         config, precision = self.config, self.precision
         self.exchange.before_step()
+        if self._ghosts is not None:
+            self._ghosts.finish_step(planned)
         for parameter in self.model.parameters():
             if not parameter.requires_grad:
                 parameter.grad = None  # Layers that are left as they are get no decay, either.
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if self._ranks == 1 and self._pending not in (0, planned):
+        if self._ranks == 1 and self._ghosts is None and self._pending not in (0, planned):
             # Unreadable samples do not count; with several ranks the exchange corrects for them.
             torch._foreach_mul_(gradients, planned / self._pending)
         if precision.scales and gradients:
@@ -430,7 +453,16 @@ class Worker:
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
-        mine = self._measured(seconds, exchanged)
+        mine = measured(
+            self._balancer.measured(),
+            self._dealing.stats(),
+            sums=self.sums.tolist(),
+            seconds=seconds,
+            exchanged=exchanged,
+            updates_s=self._update_s,
+            left_out=self.left_out,
+            skip_share=1 - self.samples / len(self.loader.data),
+        )
         everyone, metrics, distance = uniform(self.comm, lambda: self._compared(mine))
         accuracy = metrics.get("accuracy")
         self._balancer.agree(everyone, self._dealing.usual_batch)
@@ -475,22 +507,6 @@ class Worker:
         model = self.model if self.average is None else self.average.model()
         return mean_state(model, self.comm, self.config.batch_norm)
 
-    def _measured(self, seconds: float, exchanged: dict[str, float]) -> RankEpoch:
-        """This rank's measurements of the epoch."""
-        stats = self._dealing.stats()
-        steps_ms = np.array(self._update_s) * 1000 if self._update_s else np.zeros(1)
-        return {
-            **self._balancer.measured(),
-            "sums": self.sums.tolist(),
-            "seconds": seconds,
-            "stall_s": stats["stall_s"],
-            "first_batch_s": stats["first_batch_s"],
-            "exchange_wait_s": exchanged["wait_s"],
-            "exchange_bytes": exchanged["bytes"],
-            "step_ms": [float(np.median(steps_ms)), float(np.quantile(steps_ms, 0.95))],
-            "left_out": self.left_out,
-            "skip_share": 1 - self.samples / len(self.loader.data),
-            **loader_counts(stats),
-            "skipped": stats["skipped"],
-            "notes": stats["notes"],
-        }
+    def _statistics(self) -> dict[str, float]:
+        """Totals of the exchange, or of the sums in its place."""
+        return (self.exchange if self._ghosts is None else self._ghosts).statistics()
