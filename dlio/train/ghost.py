@@ -13,6 +13,7 @@ chance of about 2^-28. The statistics of each batch normalisation travel in the 
 running ones are updated once per step, by the mean over groups.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Final, cast
@@ -24,12 +25,14 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlio.comm import Communicator
+from dlio.comm.single import SingleCommunicator
 from dlio.train.exchange.buckets import broadcast_state
+from dlio.train.exchange.distribute import Distributed, connect
 from dlio.train.ghost_spec import group_size
 from dlio.train.mesh.messages import Traffic
 from dlio.train.options import TrainOptions
 
-__all__ = ["GhostBatches", "make_ghosts"]
+__all__ = ["GhostBatches", "connected"]
 
 _WIDE: Final = torch.float64
 
@@ -141,7 +144,7 @@ class GhostBatches:
         edges = [edge - edges[0] for edge in edges]
         if edges[-1] != count:
             edges = [count * k // self._per_rank for k in range(self._per_rank + 1)]
-        pairs = zip(edges[:-1], edges[1:], strict=True)
+        pairs = itertools.pairwise(edges)
         return [slice(start, stop) for start, stop in pairs if stop > start]
 
     def begin_group(self, epoch: int, position: int, part: slice, planned: int) -> None:
@@ -217,17 +220,33 @@ class GhostBatches:
         return gradients, parts[len(counts)], list(parts[len(counts) + 1 : -1]), parts[-1]
 
 
-def make_ghosts(
-    config: TrainOptions, model: nn.Module, comm: Communicator, are_alike: bool
-) -> GhostBatches | None:
-    """Make the groups of `--batch-norm ghost(SAMPLES)`; None for another mode. Collective.
+def connected(
+    config: TrainOptions,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    comm: Communicator,
+    are_alike: bool,
+) -> tuple[Distributed, GhostBatches | None]:
+    """Start a run's exchange. With `--batch-norm ghost(SAMPLES)` its groups sum gradients in place
+    of the exchange, which then knows one rank alone. Collective.
 
     Args:
         are_alike: the ranks' models are alike, or soon will be; otherwise they become rank 0's.
     """
-    size = group_size(config.batch_norm)
-    if size is None:
-        return None
-    if not are_alike:
-        broadcast_state(model, comm)
-    return GhostBatches(model, comm, config.batch_size // size, config.seed)
+    size, ghosts, pretend_nodes = group_size(config.batch_norm), None, config.pretend_nodes
+    if size is not None:
+        if not are_alike:
+            broadcast_state(model, comm)
+        ghosts = GhostBatches(model, comm, config.batch_size // size, config.seed)
+        comm, pretend_nodes = SingleCommunicator(), None
+    exchange = connect(
+        model,
+        optimizer,
+        config.exchange,
+        seed=config.seed,
+        pretend_nodes=pretend_nodes,
+        are_alike=are_alike,
+        follow_steps=False,  # Gradients are clipped when they are final.
+        comm=comm,
+    )
+    return exchange, ghosts

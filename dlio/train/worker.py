@@ -13,7 +13,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dlio.comm import Communicator
 from dlio.comm.recovery import Loss, recovery_of, uniform
-from dlio.comm.single import SingleCommunicator
 from dlio.loader.contract import BatchData, State
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dealing import Dealing
@@ -27,8 +26,7 @@ from dlio.train.device import channels_last, choose_device
 from dlio.train.ema import WeightAverage
 from dlio.train.evaluation import Evaluator
 from dlio.train.exchange.buckets import consensus_distance
-from dlio.train.exchange.distribute import connect
-from dlio.train.ghost import make_ghosts
+from dlio.train.ghost import connected
 from dlio.train.learning_rate import learning_rate
 from dlio.train.ledger import SampleLedger
 from dlio.train.measured import measured
@@ -86,20 +84,11 @@ class Worker:
         """The average of the weights, which is evaluated and saved in their place."""
         self._norms = synchronised(self.model, comm) if config.batch_norm == "sync" else None
         """Ranks that normalise their batches together, if there are such layers."""
-        self._ghosts = make_ghosts(config, self.model, comm, are_alike=is_found)
-        """Groups of samples, which sum their gradients in place of the exchange."""
         self.optimizer = make_optimizer(
             config.optimizer or DEFAULT_OPTIMIZER, self.model, config.momentum, config.weight_decay
         )
-        self.exchange = connect(
-            self.model,
-            self.optimizer,
-            config.exchange,
-            seed=config.seed,
-            pretend_nodes=config.pretend_nodes if self._ghosts is None else None,
-            are_alike=is_found,
-            follow_steps=False,  # Gradients are clipped when they are final.
-            comm=comm if self._ghosts is None else SingleCommunicator(),
+        self.exchange, self._ghosts = connected(
+            config, self.model, self.optimizer, comm, are_alike=is_found
         )
         self.pruner = make_pruner(
             config, self.model, self.optimizer, self.exchange, self.precision, task, len(loader)
@@ -201,16 +190,10 @@ class Worker:
 
     def close(self) -> None:
         """Close the exchange, and pruner and skipper if there are any. Collective."""
-        if self.pruner is not None:
-            self.pruner.close()
-        if self.skipper is not None:
-            self.skipper.close()
-        self._dealing.close()
-        self.exchange.close()
-        if self._ghosts is not None:
-            self._ghosts.close()
-        if self._norms is not None:
-            self._norms.close()
+        parts = (self.pruner, self.skipper, self._dealing, self.exchange, self._ghosts, self._norms)
+        for part in parts:
+            if part is not None:
+                part.close()
 
     def epoch(
         self, epoch: int, progress: TrainingProgress, ledger: SampleLedger | None

@@ -64,7 +64,9 @@ def test_groups_refuse_what_they_cannot_keep(options: dict[str, Any], why: str) 
         TrainConfig(source="data", batch_norm="ghost(16)", **options)
 
 
-@pytest.mark.parametrize("text", ["ghost", "ghost()", "ghost(1)", "ghost(0)", "ghosts(4)", "global"])
+@pytest.mark.parametrize(
+    "text", ["ghost", "ghost()", "ghost(1)", "ghost(0)", "ghosts(4)", "global"]
+)
 def test_unknown_modes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--batch-norm"):
         TrainConfig(source="data", batch_norm=text)

@@ -85,7 +85,9 @@ class Options:
     ranks: Annotated[int, Option("Ranks of the case training.", short="-n", least=2)] = 2
     counts: tuple[int, ...] = (2, 4, 8, 16)
     """Numbers of ranks whose messages are counted."""
-    seeds: Annotated[int, Option("Seeds of the cases training, placement and unequal.", least=1)] = 5
+    seeds: Annotated[
+        int, Option("Seeds of the cases training, placement and unequal.", least=1)
+    ] = 5
     epochs: Annotated[int, Option("Epochs of the cases training and placement.", least=1)] = 3
     keep: Annotated[
         str | None,

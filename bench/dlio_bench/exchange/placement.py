@@ -72,8 +72,9 @@ def measure(options: Options) -> dict[str, object]:
         if folder is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
         os.makedirs(folder, exist_ok=True)
-        every = [(seed, mode, p) for seed in range(options.seeds) for mode in modes
-                 for p in PLACEMENTS]
+        every = [
+            (seed, mode, p) for seed in range(options.seeds) for mode in modes for p in PLACEMENTS
+        ]
         for seed, mode, placement in steps(every, lambda each: f"{each[1]}, {each[2].name}"):
             if placement is PLACEMENTS[0]:
                 runs[mode].append([])
@@ -87,13 +88,14 @@ def measure(options: Options) -> dict[str, object]:
         "Accuracies are means over seeds.",
         "Spread: largest less smallest accuracy of one seed over all placements, in points.",
     ]
-    return {"rows": rows, "spreads": [_spread(mode, seeds) for mode, seeds in runs.items()],
-            "said": said}
+    return {
+        "rows": rows,
+        "spreads": [_spread(mode, seeds) for mode, seeds in runs.items()],
+        "said": said,
+    }
 
 
-def _train(
-    options: Options, folder: str, seed: int, mode: str, placement: Placement
-) -> _Trained:
+def _train(options: Options, folder: str, seed: int, mode: str, placement: Placement) -> _Trained:
     name = f"{mode}-{PLACEMENTS.index(placement)}-{seed}"
     probe = os.path.join(folder, f"{name}.npz")
     factory = "dlio_bench.exchange.placement_probe:Probe"

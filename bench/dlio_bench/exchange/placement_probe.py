@@ -29,7 +29,7 @@ class Probe(Callback):
         if run.updates in _EARLY:
             self._arrays[f"step{run.updates}"] = _flat(run)
 
-    def epoch_ends(self, run: Run, report: EpochReport) -> None:  # noqa: ARG002
+    def epoch_ends(self, run: Run, report: EpochReport) -> None:
         if run.comm.rank == 0:
             digest = xxhash.xxh3_128_hexdigest(_flat(run).tobytes())
             np.savez(self._path, digest=np.array(digest), **self._arrays)

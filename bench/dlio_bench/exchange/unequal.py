@@ -1,5 +1,5 @@
-"""`--case unequal`: every exchange on ranks of which one computes at a third of the speed, with even
-shares and with `--balance`."""
+"""`--case unequal`: every exchange next to a rank at a third of the speed, with and without
+`--balance`."""
 
 import os
 import statistics
@@ -59,7 +59,9 @@ def _row(pictures: str, exchange: str, options: Options) -> dict[str, Any]:
         row[f"{name}_over_ideal"] = spread(
             [statistics.median(e["seconds"] for e in each[-_TIMED:]) / ideal for each in epochs]
         )
-        accuracies[f"{name}_percent"] = deviation([100 * each[-1]["val_accuracy"] for each in epochs])
+        accuracies[f"{name}_percent"] = deviation(
+            [100 * each[-1]["val_accuracy"] for each in epochs]
+        )
     shares = epochs[-1][-1]["shares"]
     return {**row, **accuracies, "shares": " ".join(map(str, shares))}
 
