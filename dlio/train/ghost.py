@@ -55,7 +55,8 @@ class _Ghost(_BatchNorm):
             return functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        mean, variance = torch.zeros(2, channels, device=x.device)
+        dtype = torch.float32 if self.weight is None else self.weight.dtype
+        mean, variance = torch.zeros(2, channels, dtype=dtype, device=x.device)
         normalised = functional.batch_norm(
             x, mean, variance, self.weight, self.bias, True, 1.0, self.eps
         )

@@ -1,10 +1,13 @@
 """Batch normalisation over ranks."""
 
 import runpy
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
@@ -45,6 +48,31 @@ def test_groups_give_the_same_bits_on_any_number_of_ranks(mpirun: MpiRun) -> Non
         weights.add(done.stdout.strip())
     assert len(weights) == 1
     assert len(weights.pop()) > 1000
+
+
+@pytest.mark.mpi
+def test_training_gives_the_same_bits_wherever_samples_are(
+    dlio: Callable[..., subprocess.CompletedProcess[str]], pictures: Path, here: Path
+) -> None:
+    placements = {
+        "one": (1, "--tiers", "none"),
+        "two": (2, "--tiers", "ram:16MiB", "--pretend-nodes", "2", "--shuffle", "global"),
+        # Ended after an epoch on two ranks, and resumed on one.
+        "begun": (2, "--checkpoint", "c", "--callback", "nets:Stop"),
+        "resumed": (1, "--checkpoint", "c", "--resume"),
+    }
+    for name, (ranks, *more) in placements.items():
+        done = dlio(
+            *("train", str(pictures / "train"), "-n", str(ranks), "--model", "resnet(width=4)"),
+            *("--batch-size", str(8 // int(ranks)), "--batch-norm", "ghost(2)", "--epochs", "2"),
+            *("--image-size", "32", "--workers", "1", "--save", f"{name}.pt", *map(str, more)),
+        )
+        assert done.returncode == 0, done.stderr
+    one, *others = (
+        torch.load(here / f"{name}.pt", weights_only=True) for name in ("one", "two", "resumed")
+    )
+    for other in others:
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(

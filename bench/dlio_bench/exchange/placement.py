@@ -25,7 +25,7 @@ _SIZE: Final = 32
 _EARLY: Final = (1, 5)
 """Steps after which weights are compared."""
 _HALF: Final = 2
-"""Part of the data that a tier of RAM in front of a disk holds: one in so many bytes."""
+"""Part of a node's share that its RAM holds in front of a disk: one in so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,7 @@ class Placement:
 PLACEMENTS: Final = (
     Placement("1 rank, no tiers", 1, 1, "none"),
     Placement("2 ranks, RAM", 2, 1, "ram"),
-    Placement("4 ranks, RAM and disk", 4, 1, "ram+disk"),
-    Placement("4 ranks, 2 nodes, RAM, global", 4, 2, "ram", "global"),
+    Placement("4 ranks, 2 nodes, RAM and disk, --shuffle global", 4, 2, "ram+disk", "global"),
     Placement("4 ranks, 2 nodes, RAM", 4, 2, "ram"),
 )
 """The last one deals samples to the nodes that hold them."""
@@ -137,7 +136,8 @@ def _tiers(source: str, placement: Placement, scratch: str) -> str:
     reader = open_reader(source)
     size = int(reader.sizes.sum())
     reader.close()
-    return f"ram:{max(size // _HALF, 1 << 20)}B,{scratch}:{size + (1 << 24)}B"
+    ram = max(size // (_HALF * placement.nodes), 1 << 20)
+    return f"ram:{ram}B,{scratch}:{size + (1 << 24)}B"
 
 
 def _rows(mode: str, seeds: Sequence[Sequence[_Trained]]) -> list[dict[str, Any]]:
