@@ -66,7 +66,7 @@ def _check_batch_norm(config: TrainOptions) -> None:
             )
     if group is not None and config.batch_size % group:
         raise UsageError(
-            f"--batch-norm {config.batch_norm}: a rank's batch of {config.batch_size} is no "
+            f"--batch-norm {config.batch_norm}: a rank's batch of {config.batch_size} is not a "
             "multiple of it; give another --batch-size, which is per rank"
         )
 

@@ -84,7 +84,7 @@ def test_training_gives_the_same_bits_wherever_samples_are(
         ({"balance": True}, "does not go with --balance"),
         ({"prune": "apoptosis"}, "does not go with --prune"),
         ({"fault_tolerance": "shrink"}, "does not go with --fault-tolerance"),
-        ({"batch_size": 24}, "no multiple"),
+        ({"batch_size": 24}, "not a multiple"),
     ],
 )
 def test_groups_refuse_what_they_cannot_keep(options: dict[str, Any], why: str) -> None:

@@ -165,8 +165,8 @@ def _distance(one: _Trained, other: _Trained, step: int) -> float:
 
 def _letters(digests: Sequence[str]) -> list[str]:
     """Return a letter for each digest, the same one for equal digests."""
-    found = list(dict.fromkeys(digests))
-    return ["ABCDEFGH"[found.index(each)] for each in digests]
+    distinct = list(dict.fromkeys(digests))
+    return ["ABCDEFGH"[distinct.index(each)] for each in digests]
 
 
 def _spread(mode: str, seeds: Sequence[Sequence[_Trained]]) -> dict[str, Any]:
