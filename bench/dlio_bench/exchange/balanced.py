@@ -48,6 +48,7 @@ def _rank(task: dict[str, Any]) -> None:
         epochs = [
             {
                 "seconds": epoch.seconds,
+                "samples": epoch.samples,
                 "shares": epoch.shares,
                 "rates": epoch.rank_samples_per_s,
                 "val_accuracy": epoch.val_accuracy,
