@@ -20,7 +20,7 @@ _WIDTH: Final = 64
 
 
 def _rank(task: dict[str, Any]) -> None:
-    """One rank's training."""
+    """One rank's trainings, one after another: options of `TrainConfig` in `runs`."""
     from dlio.comm import world
     from dlio.train.config import TrainConfig
     from dlio.train.model import MODELS
@@ -29,33 +29,33 @@ def _rank(task: dict[str, Any]) -> None:
     comm = world()
     sample_s = task["sample_s"] * (task["factor"] if comm.rank == comm.size - 1 else 1.0)
     MODELS[_MODEL] = _sleeping(sample_s)
-    report = train(
-        TrainConfig(
-            task["source"],
-            epochs=task["epochs"],
-            batch_size=_BATCH,
-            model=_MODEL,
-            image_size=_SIZE,
-            tiers="ram:1GiB",
-            workers=1,
-            balance=task["balance"],
-            exchange=task.get("exchange", "allreduce"),
-            val=task.get("val"),
-            seed=task.get("seed", 0),
+    runs = []
+    for options in task["runs"]:
+        report = train(
+            TrainConfig(
+                epochs=task["epochs"],
+                batch_size=_BATCH,
+                model=_MODEL,
+                image_size=_SIZE,
+                tiers="ram:1GiB",
+                workers=1,
+                **options,
+            )
         )
-    )
+        runs.append(
+            [
+                {
+                    "seconds": epoch.seconds,
+                    "samples": epoch.samples,
+                    "shares": epoch.shares,
+                    "rates": epoch.rank_samples_per_s,
+                    "val_accuracy": epoch.val_accuracy,
+                }
+                for epoch in report.epochs
+            ]
+        )
     if comm.rank == 0:
-        epochs = [
-            {
-                "seconds": epoch.seconds,
-                "samples": epoch.samples,
-                "shares": epoch.shares,
-                "rates": epoch.rank_samples_per_s,
-                "val_accuracy": epoch.val_accuracy,
-            }
-            for epoch in report.epochs
-        ]
-        print(json.dumps({"epochs": epochs}), flush=True)
+        print(json.dumps({"runs": runs}), flush=True)
 
 
 def _sleeping(sample_s: float) -> Callable[[int, int], Any]:

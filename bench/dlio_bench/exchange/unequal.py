@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dlio_bench.exchange.options import Options
-from dlio_bench.ranks import run
+from dlio_bench.ranks import TIMEOUT_S, run
 from dlio_bench.results.terminal import steps
 
 __all__ = ["measure"]
@@ -52,38 +52,31 @@ def measure(options: Options) -> dict[str, object]:
 def _row(data: Mapping[str, str], exchange: str, seeds: int) -> dict[str, Any]:
     from dlio_bench.results.statistics import deviation, spread
 
-    row: dict[str, Any] = {"exchange": exchange}
-    accuracies = {}
-    ideal_s = _SAMPLE_S / (_RANKS - 1 + 1 / _FACTOR)  # Of a sample.
-    for name in ("even", "balanced"):
-        balance = name == "balanced"
-        epochs = [_epochs(data, exchange, balance, seed) for seed in range(seeds)]
-        row[f"{name}_over_ideal"] = spread([_median_s(each) / ideal_s for each in epochs])
-        accuracies[f"{name}_percent"] = deviation(
-            [100 * each[-1]["val_accuracy"] for each in epochs]
-        )
-    shares = epochs[-1][-1]["shares"]
-    return {**row, **accuracies, "shares": " ".join(map(str, shares))}
-
-
-def _median_s(epochs: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds per sample of the last epochs."""
-    return statistics.median(epoch["seconds"] / epoch["samples"] for epoch in epochs[-_TIMED:])
-
-
-def _epochs(
-    data: Mapping[str, str], exchange: str, balance: bool, seed: int
-) -> list[dict[str, Any]]:
-    """Train and return the epochs."""
+    every = [(seed, balance) for balance in (False, True) for seed in range(seeds)]
     task = {
-        **data,
         "epochs": _EPOCHS,
         "sample_s": _SAMPLE_S,
         "factor": _FACTOR,
-        "balance": balance,
-        "exchange": exchange,
-        "seed": seed,
+        "runs": [
+            {**data, "exchange": exchange, "balance": balance, "seed": seed}
+            for seed, balance in every
+        ],
     }
-    report: dict[str, Any] = run("dlio_bench.exchange.balanced", task, _RANKS)
-    epochs: list[dict[str, Any]] = report["epochs"]
-    return epochs
+    report: dict[str, Any] = run(
+        "dlio_bench.exchange.balanced", task, _RANKS, timeout_s=TIMEOUT_S * len(every)
+    )
+    even, balanced = report["runs"][:seeds], report["runs"][seeds:]
+    ideal_s = _SAMPLE_S / (_RANKS - 1 + 1 / _FACTOR)  # Of a sample.
+    return {
+        "exchange": exchange,
+        "even_over_ideal": spread([_sample_s(each) / ideal_s for each in even]),
+        "balanced_over_ideal": spread([_sample_s(each) / ideal_s for each in balanced]),
+        "even_percent": deviation([100 * each[-1]["val_accuracy"] for each in even]),
+        "balanced_percent": deviation([100 * each[-1]["val_accuracy"] for each in balanced]),
+        "shares": " ".join(map(str, balanced[-1][-1]["shares"])),
+    }
+
+
+def _sample_s(epochs: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds per sample of the last epochs."""
+    return statistics.median(epoch["seconds"] / epoch["samples"] for epoch in epochs[-_TIMED:])
