@@ -40,6 +40,7 @@ from dlio.train.wishes import Wish, make_wishes
 from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
 from dlio.util.files import write_whole
+from dlio.util.heap import keep_freed_memory
 from dlio.util.processes import die
 
 __all__ = ["train"]
@@ -83,6 +84,7 @@ def train(config: TrainConfig) -> RunReport:
         threads = max(1, cores * mounted.nodes.machines // comm.size)
         # The rounding of a gradient depends on the number of threads.
         torch.set_num_threads(threads if group_size(config.batch_norm) is None else 1)
+        keep_freed_memory()
         is_found = False
         if resuming is not None:
             resuming.end_phase("open")
