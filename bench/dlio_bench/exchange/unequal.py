@@ -79,4 +79,4 @@ def _row(data: Mapping[str, str], exchange: str, seeds: int) -> dict[str, Any]:
 
 def _sample_s(epochs: Sequence[Mapping[str, Any]]) -> float:
     """Seconds per sample of the last epochs."""
-    return statistics.median(epoch["seconds"] / epoch["samples"] for epoch in epochs[-_TIMED:])
+    return float(statistics.median(each["seconds"] / each["samples"] for each in epochs[-_TIMED:]))
