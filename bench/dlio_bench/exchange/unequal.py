@@ -9,9 +9,12 @@ from typing import Any, Final
 
 from dlio_bench.exchange.options import Options
 from dlio_bench.ranks import TIMEOUT_S, run
-from dlio_bench.results.terminal import steps
 
 __all__ = ["measure"]
+
+_Key = tuple[str, bool, int]
+"""Exchange, `--balance`, and seed."""
+_Epochs = list[dict[str, Any]]
 
 _RANKS: Final = 4
 _FACTOR: Final = 3.0
@@ -35,8 +38,14 @@ def measure(options: Options) -> dict[str, object]:
             pictures = os.path.join(scratch, "pictures")
             draw_dataset(pictures, images=options.images, validation=_HELD_OUT, classes=_CLASSES)
             source, val = os.path.join(pictures, "train"), os.path.join(pictures, "val")
-        data = {"source": source, "val": val}
-        rows = [_row(data, each, options.seeds) for each in steps(options.exchanges or NAMES)]
+        every = [
+            (exchange, balance, seed)
+            for exchange in options.exchanges or NAMES
+            for balance in (False, True)
+            for seed in range(options.seeds)
+        ]
+        runs = dict(zip(every, _epochs(source, val, every), strict=True))
+    rows = [_row(name, options.seeds, runs) for name in options.exchanges or NAMES]
     return {
         "rows": rows,
         "said": [
@@ -49,23 +58,28 @@ def measure(options: Options) -> dict[str, object]:
     }
 
 
-def _row(data: Mapping[str, str], exchange: str, seeds: int) -> dict[str, Any]:
-    from dlio_bench.results.statistics import deviation, spread
-
-    every = [(seed, balance) for balance in (False, True) for seed in range(seeds)]
+def _epochs(source: str, val: str, every: Sequence[_Key]) -> list[_Epochs]:
+    """Train with each exchange, with `--balance` or without, and seed, in the same processes."""
     task = {
         "epochs": _EPOCHS,
         "sample_s": _SAMPLE_S,
         "factor": _FACTOR,
         "runs": [
-            {**data, "exchange": exchange, "balance": balance, "seed": seed}
-            for seed, balance in every
+            {"source": source, "val": val, "exchange": exchange, "balance": balance, "seed": seed}
+            for exchange, balance, seed in every
         ],
     }
-    report: dict[str, Any] = run(
-        "dlio_bench.exchange.balanced", task, _RANKS, timeout_s=TIMEOUT_S * len(every)
-    )
-    even, balanced = report["runs"][:seeds], report["runs"][seeds:]
+    limit_s = TIMEOUT_S * len(every)
+    report: dict[str, Any] = run("dlio_bench.exchange.balanced", task, _RANKS, timeout_s=limit_s)
+    epochs: list[_Epochs] = report["runs"]
+    return epochs
+
+
+def _row(exchange: str, seeds: int, runs: Mapping[_Key, _Epochs]) -> dict[str, Any]:
+    from dlio_bench.results.statistics import deviation, spread
+
+    even = [runs[exchange, False, seed] for seed in range(seeds)]
+    balanced = [runs[exchange, True, seed] for seed in range(seeds)]
     ideal_s = _SAMPLE_S / (_RANKS - 1 + 1 / _FACTOR)  # Of a sample.
     return {
         "exchange": exchange,
