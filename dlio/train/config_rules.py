@@ -8,6 +8,7 @@ from dlio.errors import UsageError
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import is_exact
 from dlio.train.exchange_spec import parse_exchange
+from dlio.train.ghost_spec import group_size
 from dlio.train.leaving import seconds_until
 from dlio.train.mesh_axes import parse_sizes
 from dlio.train.options import TrainOptions
@@ -35,17 +36,7 @@ def check_together(config: TrainOptions) -> None:
         )
     if config.prune_tolerance is not None and config.prune == "off":
         raise UsageError("--prune-tolerance needs --prune apoptosis, too")
-    if config.batch_norm == "sync":
-        unsuitable = {
-            f"--exchange {config.exchange}": not spec.alike,
-            f"--prune {config.prune}": config.prune != "off",
-            f"--fault-tolerance {config.fault_tolerance}": config.fault_tolerance != "off",
-        }
-        for option, chosen in unsuitable.items():
-            if chosen:
-                raise UsageError(
-                    f"--batch-norm sync does not go with {option}: leave one of them out"
-                )
+    _check_batch_norm(config)
     _check_task(config)
     _check_mesh(config)
     _check_compile(config)
@@ -53,6 +44,35 @@ def check_together(config: TrainOptions) -> None:
     _check_skipping(config)
     _check_fault_tolerance(config)
     _check_replay(config)
+
+
+def _check_batch_norm(config: TrainOptions) -> None:
+    group, spec = group_size(config.batch_norm), parse_exchange(config.exchange)
+    if group is None and config.batch_norm != "sync":
+        return
+    unsuitable = {
+        f"--exchange {config.exchange}": not spec.alike,
+        f"--prune {config.prune}": config.prune != "off",
+        f"--fault-tolerance {config.fault_tolerance}": config.fault_tolerance != "off",
+    }
+    if group is not None:
+        unsuitable |= {
+            # Groups are summed by all ranks, exactly.
+            f"--exchange {config.exchange}": str(spec) != "allreduce",
+            f"--shuffle {config.shuffle}": not is_exact(config.shuffle),
+            "--balance": config.balance,
+            "--replay": config.replay is not None,
+        }
+    for option, chosen in unsuitable.items():
+        if chosen:
+            raise UsageError(
+                f"--batch-norm {config.batch_norm} does not go with {option}: leave one of them out"
+            )
+    if group is not None and config.batch_size % group:
+        raise UsageError(
+            f"--batch-norm {config.batch_norm}: a rank's batch of {config.batch_size} is not a "
+            "multiple of it; give another --batch-size, which is per rank"
+        )
 
 
 def _check_task(config: TrainOptions) -> None:
@@ -94,6 +114,7 @@ def _check_mesh(config: TrainOptions) -> None:
         "--skip-samples": config.skip_samples,
         "--on-error skip": config.on_error == "skip",
         "--compile": config.compile,
+        f"--batch-norm {config.batch_norm}": group_size(config.batch_norm) is not None,
         "--trace": config.trace is not None,
         "--replay": config.replay is not None,
     }

@@ -13,9 +13,10 @@ from dlio.loader.dataloader import DataLoader
 from dlio.train.mesh import gather
 from dlio.train.precision import Precision
 from dlio.train.pruning.copies import bare_copy
+from dlio.train.sample_sharing import SampleSharing
 from dlio.train.tasks.base import Convert, Outputs, Task, batch_size
 
-__all__ = ["Evaluator"]
+__all__ = ["Evaluator", "make_evaluator"]
 
 
 class Evaluator:
@@ -81,3 +82,18 @@ def _whole(outputs: Outputs) -> Outputs:
     if isinstance(outputs, tuple):
         return tuple(map(gather, outputs))
     return gather(outputs)
+
+
+def make_evaluator(
+    model: nn.Module,
+    task: Task,
+    held_out: DataLoader | None,
+    precision: Precision,
+    sharing: SampleSharing,
+) -> Evaluator | None:
+    """Return the evaluator of a run's held-out data; None without any."""
+    if held_out is None:
+        return None
+    data = held_out.data
+    convert = sharing.converter(task.converter(data), data, task.is_dense)
+    return Evaluator(model, task, held_out, precision, sharing.data, convert)

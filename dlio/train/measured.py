@@ -1,4 +1,4 @@
-"""The measurements of one rank in an epoch, as reports take them."""
+"""Measurements of one rank in one epoch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,25 +13,25 @@ __all__ = ["measured"]
 def measured(
     speed: RankSpeed,
     stats: PassStats,
-    exchanged: Mapping[str, float],
-    update_s: Sequence[float],
     *,
     sums: list[float],
     seconds: float,
+    exchanged: Mapping[str, float],
+    updates_s: Sequence[float],
     left_out: int,
     skip_share: float,
 ) -> RankEpoch:
-    """Return this rank's measurements of an epoch.
+    """Return the measurements as other ranks get them.
 
     Args:
-        stats: of its loader.
-        exchanged: statistics of the exchange, of this epoch.
-        update_s: seconds of each optimizer step.
-        sums: of losses, right answers and samples.
-        left_out: optimizer steps that were left out.
-        skip_share: share of the samples that the epoch skipped.
+        stats: counts of the loader.
+        sums: of losses, correct answers and samples.
+        exchanged: differences of the exchange's statistics.
+        updates_s: seconds of each optimizer step.
+        left_out: optimizer steps left out.
+        skip_share: share of the data set's samples that the epoch skips.
     """
-    steps_ms = np.array(update_s) * 1000 if update_s else np.zeros(1)
+    steps_ms = np.array(updates_s) * 1000 if updates_s else np.zeros(1)
     return {
         **speed,
         "sums": sums,

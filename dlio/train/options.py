@@ -160,9 +160,11 @@ class TrainOptions:
             "Statistics of batch normalisation. average: each rank normalises by its own samples, "
             "and the ranks' running statistics are averaged. sync: ranks normalise by the whole "
             "batch, so that results do not depend on the number of ranks and on which sample "
-            "comes to which; ranks wait for each other in each such layer. local: rank 0's "
-            "running statistics are taken.",
-            choices=("local", "average", "sync"),
+            "comes to which; ranks wait for each other in each such layer. ghost(16): groups of "
+            "16 samples are run one by one, and their gradients are summed exactly: with "
+            "--shuffle global the weights are the same, bit for bit, on any number of ranks and "
+            "nodes. local: rank 0's running statistics are taken.",
+            metavar="MODE",
         ),
     ] = "average"
     compile: Annotated[

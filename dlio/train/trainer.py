@@ -27,6 +27,7 @@ from dlio.train.checkpoint.state import restore
 from dlio.train.config import TrainConfig
 from dlio.train.data import make_loader, open_data
 from dlio.train.exchange_spec import parse_exchange
+from dlio.train.ghost_spec import group_size
 from dlio.train.joining import Joining
 from dlio.train.leaving import RESUME_CODE, EndRequests, leaving_at
 from dlio.train.ledger import SampleLedger
@@ -83,7 +84,9 @@ def train(config: TrainConfig) -> RunReport:
         held_out = _open_held_out(stack, config, comm, mounted, sharing)
         task = make_task(config, data, comm, sharing.schema(data))
         cores = available_cores()
-        torch.set_num_threads(max(1, cores * sharing.machines(mounted) // comm.size))
+        threads = max(1, cores * sharing.machines(mounted) // comm.size)
+        # The rounding of a gradient depends on the number of threads.
+        torch.set_num_threads(threads if group_size(config.batch_norm) is None else 1)
         keep_freed_memory()
         is_found = False
         if resuming is not None:

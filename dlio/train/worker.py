@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -24,9 +25,9 @@ from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
 from dlio.train.device import channels_last, choose_device
 from dlio.train.ema import WeightAverage
-from dlio.train.evaluation import Evaluator
+from dlio.train.evaluation import make_evaluator
 from dlio.train.exchange.buckets import consensus_distance
-from dlio.train.exchange.distribute import connect
+from dlio.train.ghost import connected
 from dlio.train.learning_rate import learning_rate
 from dlio.train.ledger import SampleLedger
 from dlio.train.measured import measured
@@ -81,13 +82,7 @@ class Worker:
         if config.weights is not None and not is_found:
             load_weights(config.weights, self.model, comm.rank)
         self.precision = Precision(config.precision, self.device)
-        self._evaluator: Evaluator | None = None
-        if held_out is not None:
-            data = held_out.data
-            convert = sharing.converter(task.converter(data), data, task.is_dense)
-            self._evaluator = Evaluator(
-                self.model, task, held_out, self.precision, sharing.data, convert
-            )
+        self._evaluator = make_evaluator(self.model, task, held_out, self.precision, sharing)
         copy_to_time = copy.deepcopy(self.model) if config.balance else None
         self.average = None if config.ema is None else WeightAverage(self.model, config.ema)
         """The average of the weights, which is evaluated and saved in their place."""
@@ -97,21 +92,16 @@ class Worker:
         self.optimizer = make_optimizer(
             config.optimizer or DEFAULT_OPTIMIZER, self.model, config.momentum, config.weight_decay
         )
-        self.exchange = connect(
-            self.model,
-            self.optimizer,
-            config.exchange,
-            seed=config.seed,
-            pretend_nodes=config.pretend_nodes,
-            are_alike=is_found,
-            follow_steps=False,  # Gradients are clipped when they are final.
+        self.exchange, self._ghosts = connected(
+            config, self.model, self.optimizer, comm, are_alike=is_found
         )
+        self._summing = self._ghosts or self.exchange
         self.pruner = make_pruner(
             config, self.model, self.optimizer, self.exchange, self.precision, task, len(loader)
         )
         self._called = compile_model(self.model, self.device) if config.compile else self.model
         """The model, or its compiled form."""
-        clock = Clock(lambda: self.exchange.statistics()["wait_s"], self.device)
+        clock = Clock(lambda: self._summing.statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
         self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
         self.skipper = make_skipper(config, loader)
@@ -208,27 +198,23 @@ class Worker:
 
     def close(self) -> None:
         """Close the exchange, and pruner and skipper if there are any. Collective."""
-        if self.pruner is not None:
-            self.pruner.close()
-        if self.skipper is not None:
-            self.skipper.close()
-        self._dealing.close()
-        self.exchange.close()
-        if self._norms is not None:
-            self._norms.close()
+        parts = (self.pruner, self.skipper, self._dealing, self.exchange, self._ghosts, self._norms)
+        for part in parts:
+            if part is not None:
+                part.close()
 
     def epoch(
         self, epoch: int, progress: TrainingProgress, ledger: SampleLedger | None
     ) -> EpochReport:
         """Train an epoch, or the rest of it after resuming, and evaluate. Collective."""
         self._begin_epoch(epoch, progress)
-        before = self.exchange.statistics()
+        before = self._summing.statistics()
         started = time.perf_counter()
         uniform(self.comm, lambda: self._train(progress, ledger))
         self._dealing.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
-        after = self.exchange.statistics()
+        after = self._summing.statistics()
         if ledger is not None:
             ledger.end_epoch(self._dealing.of_lost, len(self.loader.data) - self.samples)
         exchanged = {key: after[key] - before[key] for key in before}
@@ -324,10 +310,9 @@ class Worker:
         self._pending += count
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
+        self.last_loss = torch.zeros_like(self.last_loss)
         if count or self._norms is not None or self._sharing.mesh is not None:
             self._backward(*self._convert(batch, self.device), planned)
-        else:
-            self.last_loss = torch.zeros_like(self.last_loss)
         self.position = self._dealing.position
         if not more:
             self._first = None
@@ -341,6 +326,23 @@ class Worker:
             targets: of the task; shape (n, ...).
             planned: samples of the optimizer step, over all ranks.
         """
+        ids = self.loader.last_samples
+        if self._ghosts is None:
+            # Where ranks step on their own samples, those that share them now have more of them.
+            alone = self.recovery is not None and not self.exchange.alike
+            ranks = len(self._dealing.members) if alone else self._ranks
+            self._pass(inputs, targets, ids, planned / ranks)
+            return
+        of_batch = min(self.global_batch, self.samples - self.position)
+        for part in self._ghosts.parts(len(inputs), of_batch):
+            self._ghosts.begin_group(self.epoch_number, self.position, part, of_batch)
+            self._pass(inputs[part], targets[part], ids[part], planned)
+            self._ghosts.end_group(part.stop - part.start)
+
+    def _pass(
+        self, inputs: torch.Tensor, targets: torch.Tensor, ids: npt.NDArray[np.int64], over: float
+    ) -> None:
+        """Run forward and backward on samples: on the sum of their losses, divided by `over`."""
         if self.pruner is not None:
             self.pruner.add_batch(inputs, targets)
         with self.precision.casting():
@@ -350,19 +352,15 @@ class Worker:
             correct = self.task.correct(outputs, targets)
         if self.skipper is not None:
             # Samples that are often skipped count more when they are not.
-            ids = self.loader.last_samples
             weights = self.skipper.weights(ids).to(self.device, non_blocking=True)
             self.skipper.record(losses, ids)
             losses, correct = losses * weights, correct * weights
         total = losses.sum()
-        # Where ranks step on their own samples, those that share them now have more of them each.
-        alone = self.recovery is not None and not self.exchange.alike
-        mean = total.div(planned / (len(self._dealing.members) if alone else self._ranks))
-        torch.autograd.backward(self.precision.scaler.scale(mean))
+        torch.autograd.backward(self.precision.scaler.scale(total.div(over)))
         with torch.no_grad():
-            self.last_loss = total.detach()
+            self.last_loss += total
             if self._sharing.counts:
-                self.sums[0] += self.last_loss
+                self.sums[0] += total
                 self.sums[1] += correct.sum()
                 self.sums[2] += len(inputs)
 
@@ -375,11 +373,13 @@ class Worker:
         """Step the optimizer with gradients of `planned` samples from position `first` on."""
         config, precision = self.config, self.precision
         self.exchange.before_step()
+        if self._ghosts is not None:
+            self._ghosts.finish_step(planned)
         for parameter in self.model.parameters():
             if not parameter.requires_grad:
                 parameter.grad = None  # Layers that are left as they are get no decay, either.
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if self._ranks == 1 and self._pending not in (0, planned):
+        if self._ranks == 1 and self._ghosts is None and self._pending not in (0, planned):
             # Unreadable samples do not count; with several ranks the exchange corrects for them.
             torch._foreach_mul_(gradients, planned / self._pending)
         if precision.scales and gradients:
@@ -446,9 +446,12 @@ class Worker:
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
         mine = measured(
-            *(self._balancer.measured(), self._dealing.stats(), exchanged, self._update_s),
+            self._balancer.measured(),
+            self._dealing.stats(),
             sums=self.sums.tolist(),
             seconds=seconds,
+            exchanged=exchanged,
+            updates_s=self._update_s,
             left_out=self.left_out,
             skip_share=1 - self.samples / len(self.loader.data),
         )

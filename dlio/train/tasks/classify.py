@@ -12,6 +12,7 @@ from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.train.config import TrainConfig
 from dlio.train.data import difference
+from dlio.train.factory import split_options
 from dlio.train.model import make_model, normalised
 from dlio.train.tasks.auc import BINS, area, score_sums
 from dlio.train.tasks.base import Convert, Outputs, Task
@@ -102,7 +103,13 @@ class ClassifyImages(Classes, Task):
         return _convert
 
     def make_model(self) -> nn.Module:
-        return make_model(self._config.model, self.classes, self._config.image_size)
+        model = self._config.model
+        if split_options("--model", model)[0] == "unet":
+            raise UsageError(
+                f"--model {model}: gives a class for each pixel: use it for --task segment, or "
+                "choose another model"
+            )
+        return make_model(model, self.classes, self._config.image_size)
 
     def example(
         self, samples: int, generator: torch.Generator
