@@ -45,6 +45,7 @@ CORE: Final[Mapping[str, str]] = {
     "view": "dlio.cli.view:command",
     "cache": "dlio.cli.cache:GROUP",
     "ledger": "dlio.cli.ledger:command",
+    "doctor": "dlio.cli.doctor:command",
     "plan": "dlio.cli.forecast:plan",
     "simulate": "dlio.cli.forecast:simulate",
 }

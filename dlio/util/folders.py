@@ -40,6 +40,7 @@ __all__ = [
     "open_private",
     "open_working",
     "publish_folder",
+    "remove_bare",
     "remove_entry",
     "remove_if_unheld",
     "remove_marked",
@@ -261,6 +262,18 @@ def remove_entry(parent: int, name: str) -> None:
         else:
             with suppress(OSError):
                 os.unlink(name, dir_fd=parent)
+
+
+def remove_bare(parent: int, name: str) -> None:
+    """Remove a folder of dlio that holds nothing but its mark; one that is in use stays."""
+    with suppress(OSError):
+        folder = open_below(parent, name)
+        try:
+            if os.listdir(folder) == [MARK]:
+                os.unlink(MARK, dir_fd=folder)
+        finally:
+            os.close(folder)
+        os.rmdir(name, dir_fd=parent)
 
 
 def remove_path(path: str) -> None:

@@ -1,0 +1,66 @@
+"""`dlio doctor`: check the machine, or the nodes of a job."""
+
+import json
+import os
+from typing import Final
+
+from dlio.cli.grouping import with_help
+from dlio.cli.ranks import on_ranks
+from dlio.cli.records import Output, Ranks
+from dlio.doctor.examine import DoctorOptions
+from dlio.errors import CommError, UsageError
+
+__all__ = ["command", "run_rank"]
+
+_RANK_VARIABLES: Final = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
+
+
+@with_help(
+    "dlio doctor",
+    "dlio doctor /data/train --tiers ram:8GiB,/local/scratch:200GiB",
+    "srun --nodes 4 --ntasks-per-node 4 dlio doctor --device cuda",
+)
+def command(options: DoctorOptions, ranks: Ranks, output: Output) -> None:
+    """Check this machine, or all nodes of a job, before a training does.
+
+    Python, torch, MPI and launchers; whether ranks find each other, their cores and GPUs; limits,
+    memory and shared memory; tiers, the data set and clocks. Each line is ok, a warning or an
+    error, and says what to do. The exit code is 1 if there is an error.
+    """
+    output.check_writable()
+    on_ranks(ranks.ranks, run_rank, options, output, backend=ranks.backend)
+
+
+def run_rank(options: DoctorOptions, output: Output) -> None:
+    """Take part as this rank; the first one prints."""
+    from dlio.cli.launch import find_mpirun
+    from dlio.comm import Communicator, world
+    from dlio.comm.single import SingleCommunicator
+    from dlio.doctor.examine import examine
+    from dlio.doctor.ranks import lost_ranks
+    from dlio.doctor.shown import show
+    from dlio.util.files import write_whole
+
+    found = []
+    try:
+        comm: Communicator = world()
+        speaks = comm.rank == 0
+    except (UsageError, CommError) as problem:
+        comm, found = SingleCommunicator(), [lost_ranks(str(problem))]
+        # Copies that do not find each other: one of them speaks for all.
+        speaks = all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
+    try:
+        mpirun = find_mpirun()
+    except UsageError:
+        mpirun = None
+    examination = examine(options, comm, found, mpirun)
+    if speaks:
+        text = json.dumps(examination)
+        if output.report is not None:
+            write_whole(output.report, lambda file: file.write(f"{text}\n".encode()))
+        if output.as_json:
+            print(text)
+        else:
+            show(examination)
+    if examination["worst"] == "error":
+        raise SystemExit(1)

@@ -1,0 +1,48 @@
+"""What a check found."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = ["Finding", "State", "error", "ok", "warning", "worst"]
+
+State = Literal["ok", "warning", "error"]
+"""error: a job fails or gives wrong results; warning: it works, more slowly or not in all cases."""
+_RANKS: Final[tuple[State, ...]] = ("ok", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fact, and what to do about it."""
+
+    topic: str
+    """`software`, `ranks`, `limits`, `tiers`, `source` or `clocks`."""
+    subject: str
+    """What was looked at, such as `MPI` or `/dev/shm`."""
+    found: str
+    """What was found, with units."""
+    state: State = "ok"
+    remedy: str = ""
+    """What to do; empty if all is well."""
+    where: tuple[str, ...] = ()
+    """Nodes on which it was found; empty for all."""
+
+
+def ok(topic: str, subject: str, found: str) -> Finding:
+    """Return a finding of something that is well."""
+    return Finding(topic, subject, found)
+
+
+def warning(topic: str, subject: str, found: str, remedy: str) -> Finding:
+    """Return a finding of something that works, but not as well as it could."""
+    return Finding(topic, subject, found, "warning", remedy)
+
+
+def error(topic: str, subject: str, found: str, remedy: str) -> Finding:
+    """Return a finding of something that fails, or gives wrong results."""
+    return Finding(topic, subject, found, "error", remedy)
+
+
+def worst(findings: Iterable[Finding]) -> State:
+    """Return the worst state; `ok` for none."""
+    return max((each.state for each in findings), key=_RANKS.index, default="ok")
