@@ -1,4 +1,4 @@
-"""`--case images`: an over-wide convolutional network, and `--case samples`: skipped samples."""
+"""`--case images`: an over-wide convolutional network."""
 
 import os
 import tempfile
@@ -21,20 +21,12 @@ from dlio_bench.prune.options import Options
 from dlio_bench.results.terminal import steps
 from dlio_bench.trainings import TrainedEpoch, TrainingReport, trained
 
-__all__ = ["curve_of", "measure", "measure_samples", "widths_of"]
+__all__ = ["curve_of", "measure", "widths_of"]
 
 _WIDTH: Final = 64
 _EPOCHS: Final = 5
 _SHRUNK_EPOCHS: Final = 7
 """Steps of a small network are cheap: a part of the time that they save goes into more of them."""
-_SAMPLES_EPOCHS: Final = 40
-_SAMPLES_CROP: Final = 0.5
-"""Least area of crops: with less, a network of this size stays unsure of its training samples."""
-_SAMPLES: Final[dict[str, dict[str, Any]]] = {
-    "unpruned": {},
-    "samples left out": {"skip_samples": True},
-    "both": {"skip_samples": True, "prune": "apoptosis"},
-}
 
 
 def measure(options: Options) -> dict[str, object]:
@@ -49,23 +41,6 @@ def measure(options: Options) -> dict[str, object]:
         for seed in steps(range(options.seeds), "seed {}".format):
             for name, curve in _variants(runs, seed, width):
                 by_name.setdefault(name, []).append(curve)
-    return summary(by_name, options.tolerance)
-
-
-def measure_samples(options: Options) -> dict[str, object]:
-    """Runs of `dlio train` by seed: as it is, with samples left out, with both; and, with all
-    samples, of as many whole epochs as those that leave some out train on samples."""
-    with ExitStack() as stack:
-        runs = _Runs(options, "samples", stack, options.epochs or _SAMPLES_EPOCHS, _SAMPLES_CROP)
-        width = options.width or _WIDTH // 2
-        by_name: dict[str, list[Curve]] = {}
-        for seed in steps(range(options.seeds), "seed {}".format):
-            for name, more in _SAMPLES.items():
-                by_name.setdefault(name, []).append(runs.curve(name, seed, width, **more))
-            work = by_name["samples left out"][-1].extra["trained_on"]
-            fewer = max(1, round(work / by_name["unpruned"][-1].extra["trained_on"] * runs.epochs))
-            shorter = runs.curve(f"{fewer} epochs", seed, width, epochs=fewer)
-            by_name.setdefault("fewer epochs", []).append(shorter)
     return summary(by_name, options.tolerance)
 
 
