@@ -164,6 +164,16 @@ class TrainOptions:
             default_text="0.5",
         ),
     ] = None
+    prune_target: Annotated[
+        float | None,
+        Option(
+            "Fraction of the parameters to keep, such as 0.25: all others are removed at once, at "
+            "the beginning.",
+            above=0,
+            most=1,
+            default_text="as many as the tolerance requires",
+        ),
+    ] = None
     exchange: Annotated[
         str,
         Option(

@@ -25,7 +25,7 @@ from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer, usual_lr
 from dlio_bench.prune.curves import Curve
 from dlio_bench.prune.kept import kept_curve
-from dlio_bench.prune.options import Options
+from dlio_bench.prune.options import SAMPLES, Options
 from dlio_bench.prune.skipping.blocking import Blocking
 from dlio_bench.prune.skipping.contender import Contender, Make, batches
 from dlio_bench.prune.skipping.ies import EarlyStopping
@@ -42,18 +42,20 @@ _EPOCHS: Final = 12
 _WIDTH: Final = 16
 _CROP: Final = 0.5
 """Least area of crops: with less, a network of this size stays unsure of its training samples."""
+_TIERS: Final = "ram:2GiB:decoded"
 _ALL: Final = "all samples"
 _SHORTER: Final = 0.8, 0.6
 """Lengths of shorter trainings on all samples, relative to the whole one."""
-_CONTENDERS: Final[dict[str, Make]] = {
-    "dlio.SampleSkipper": Own,
-    "dlio.SampleSkipper, share 0.4": partial(Own, share=0.4),
-    "InfoBatch": InfoBatch,
-    "IES": EarlyStopping,
-    "IES, delta 0.3": partial(EarlyStopping, threshold=0.3),
-    "PFB": Blocking,
-}
-"""By name; without a number those of the authors."""
+_CONTENDERS: Final[dict[str, Make]] = dict(
+    zip(
+        SAMPLES,
+        (
+            *(Own, partial(Own, share=0.4), InfoBatch),
+            *(EarlyStopping, partial(EarlyStopping, threshold=0.3), Blocking),
+        ),
+        strict=True,
+    )
+)
 
 
 def measure(options: Options) -> dict[str, object]:
@@ -64,7 +66,7 @@ def measure(options: Options) -> dict[str, object]:
     lengths = sorted({max(1, round(each * epochs)) for each in _SHORTER} - {epochs}, reverse=True)
     variants: dict[str, tuple[Make, int]] = {_ALL: (Contender, epochs)}
     variants |= {f"{_ALL}, {each} epochs": (Contender, each) for each in lengths}
-    variants |= {name: (make, epochs) for name, make in _CONTENDERS.items()}
+    variants |= {name: (_CONTENDERS[name], epochs) for name in options.chosen(SAMPLES)}
     by_name: dict[str, list[Curve]] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -95,7 +97,9 @@ def _trained(
     crop = transforms.Compose(
         [transforms.RandomResizedCrop(size, (_CROP, 1.0)), transforms.RandomHorizontalFlip()]
     )
-    data = dlio.open(source, image_size=size, train=True, transform=crop, seed=seed)
+    data = dlio.open(
+        source, image_size=size, train=True, transform=crop, seed=seed, tiers=_TIERS
+    )
     torch.manual_seed(seed)
     model = channels_last(make_model(f"resnet(width={options.width or _WIDTH})", len(data.classes), size))
     optimizer = make_optimizer(DEFAULT_OPTIMIZER, model, _MOMENTUM, None)

@@ -16,7 +16,7 @@ from dlio.train.networks.residual import SmallResNet
 from dlio.train.pruning.model_size import flops_per_sample
 from dlio_bench.prune.skipping.contender import Contender
 
-__all__ = ["Blocking", "Density"]
+__all__ = ["Blocking", "Density", "deep", "shallow"]
 
 _SHARE: Final = 0.4
 _KERNELS: Final = 64
@@ -70,6 +70,16 @@ class Density:
         self._counts += counts
 
 
+def shallow(model: SmallResNet) -> nn.Module:
+    """Return the stem and the first stage."""
+    return nn.Sequential(model.stem, model.stages[0])
+
+
+def deep(model: SmallResNet) -> nn.Module:
+    """Return the rest of the network."""
+    return nn.Sequential(model.stages[1:], nn.AdaptiveAvgPool2d(1), nn.Flatten(), model.head)
+
+
 class Blocking(Contender):
     """Train on the samples of each batch whose shallow features are in the least dense places.
 
@@ -99,12 +109,11 @@ class Blocking(Contender):
         if not self._blocks:
             return super().loss(model, images, labels)
         if self._shallow is None:
-            shallow = nn.Sequential(model.stem, model.stages[0])
-            example = images[:2]
-            self._shallow = flops_per_sample(shallow, example) / flops_per_sample(model, example)
-        features = model.stages[0](model.stem(images))
+            part, whole = shallow(model), images[:2]
+            self._shallow = flops_per_sample(part, whole) / flops_per_sample(model, whole)
+        features = shallow(model)(images)
         kept = self._kept(features.detach().mean((2, 3)))
-        outputs = model.head(model.stages[1:](features[kept]).mean((2, 3)))
+        outputs = deep(model)(features[kept])
         self.work.forward += len(kept) + self._shallow * (len(images) - len(kept))
         self.work.backward += len(kept)
         return cross_entropy(outputs, labels[kept])
