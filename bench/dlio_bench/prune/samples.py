@@ -89,19 +89,17 @@ def measure(options: Options) -> dict[str, object]:
     return table(by_name)
 
 
-def _trained(
-    options: Options, source: str, val: str, seed: int, make: Make, epochs: int
-) -> Curve:
+def _trained(options: Options, source: str, val: str, seed: int, make: Make, epochs: int) -> Curve:
     """Train as `dlio train` does on one rank."""
     size = options.image_size
     crop = transforms.Compose(
         [transforms.RandomResizedCrop(size, (_CROP, 1.0)), transforms.RandomHorizontalFlip()]
     )
-    data = dlio.open(
-        source, image_size=size, train=True, transform=crop, seed=seed, tiers=_TIERS
-    )
+    data = dlio.open(source, image_size=size, train=True, transform=crop, seed=seed, tiers=_TIERS)
     torch.manual_seed(seed)
-    model = channels_last(make_model(f"resnet(width={options.width or _WIDTH})", len(data.classes), size))
+    model = channels_last(
+        make_model(f"resnet(width={options.width or _WIDTH})", len(data.classes), size)
+    )
     optimizer = make_optimizer(DEFAULT_OPTIMIZER, model, _MOMENTUM, None)
     peak, curve = usual_lr(DEFAULT_OPTIMIZER, _BATCH), Curve()
     with (
@@ -159,8 +157,10 @@ def table(by_name: Mapping[str, Sequence[Curve]]) -> dict[str, object]:
             "variant": name,
             "held_out_percent": deviation([100 * run.accuracy[-1] for run in runs]),
             "points_gained": deviation(
-                [100 * (run.accuracy[-1] - all_.accuracy[-1])
-                 for run, all_ in zip(runs, whole, strict=True)]
+                [
+                    100 * (run.accuracy[-1] - all_.accuracy[-1])
+                    for run, all_ in zip(runs, whole, strict=True)
+                ]
             ),
             "epochs_forward": statistics.mean(run.extra["forward"] for run in runs),
             "epochs_backward": statistics.mean(run.extra["backward"] for run in runs),

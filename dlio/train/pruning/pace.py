@@ -69,9 +69,7 @@ class Schedule:
         for name in ("keep", "share", "most", "part", "target"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
-                raise UsageError(
-                    f"Schedule({name}={value}): choose a fraction above 0, up to 1"
-                )
+                raise UsageError(f"Schedule({name}={value}): choose a fraction above 0, up to 1")
 
     @property
     def window(self) -> int:

@@ -18,7 +18,7 @@ def test_widths_leave_the_requested_fraction_of_the_parameters(fraction: float) 
     whole = count_parameters(model)
     groups = find_groups(model, torch.zeros(2, 3, 32, 32)).groups
     widths = widths_for(model, groups, fraction, 8)
-    assert all(width % 8 == 0 and 0 < width for width in widths.values())
+    assert all(width % 8 == 0 and width > 0 for width in widths.values())
     left = parameters_with(model, groups, widths)
     # A group of 32 channels has only four widths.
     assert left / whole == pytest.approx(fraction, rel=0.25)
