@@ -4,6 +4,7 @@ torch-pruning chooses the neurons, on a copy of the model. dlio cuts them, so th
 keeps its state, which torch-pruning's own cuts discard.
 """
 
+import gc
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -18,7 +19,8 @@ from dlio_bench.prune.rivals.cutting import Cutting
 
 __all__ = ["GroupNorm", "Magnitude", "chosen"]
 
-_MULTIPLE: Final = 8
+_LITTLE: Final = 1e-6
+"""Widths are rounded down; this much less is removed, so that whole numbers stay as they are."""
 _RATIO: Final = 0.5
 
 
@@ -38,7 +40,7 @@ class Magnitude(Cutting):
         sizes: str,
         steps: int,
         ratio: float = _RATIO,
-        rounds: int = 5,
+        rounds: int = 2,
         begin: float = 0.02,
         end: float = 0.3,
     ) -> None:
@@ -94,6 +96,7 @@ class GroupNorm(Cutting):
     def after_step(self, run: Run) -> None:
         if run.updates == self._at:
             self._pruner = None
+            gc.collect()  # It is part of cycles that hold on to the parameters.
             self.cut(run, chosen(run.model, self.groups, self.example, self._ratio))
 
 
@@ -103,7 +106,7 @@ def chosen(
     """Return the neurons of each group that torch-pruning keeps, by the norm of their weights.
 
     Args:
-        ratio: fraction of each layer's channels to remove, before rounding to multiples of 8.
+        ratio: fraction of each layer's channels to remove.
     """
     copy = bare_copy(model)
     for parameter in copy.parameters():
@@ -128,11 +131,11 @@ def _pruner(kind: str, model: nn.Module, example: torch.Tensor, ratio: float) ->
     import torch_pruning
 
     last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
-    return getattr(torch_pruning.pruner, kind)(
-        model,
-        example,
-        importance=torch_pruning.importance.GroupMagnitudeImportance(),
-        pruning_ratio=ratio,
-        ignored_layers=[last],
-        round_to=_MULTIPLE,
-    )
+    with torch.enable_grad():  # Callbacks run without gradients, which it traces.
+        return getattr(torch_pruning.pruner, kind)(
+            model,
+            example,
+            importance=torch_pruning.importance.GroupMagnitudeImportance(),
+            pruning_ratio=ratio - _LITTLE,
+            ignored_layers=[last],
+        )
