@@ -52,14 +52,16 @@ def test_density_is_largest_where_features_are_many() -> None:
     for _ in range(20):
         density.of(features)
         density.follow(features)
-    found = density.of(features)
-    assert found[60:].max() < found[:60].median()
+    densities = density.of(features)
+    assert densities[60:].max() < densities[:60].median()
 
 
 def test_the_yardstick_is_the_training_on_all_samples_that_is_as_accurate() -> None:
     points = [(10.0, 0.40), (8.0, 0.38), (6.0, 0.30)]
-    assert samples.cost_of_all(0.39, points) == (pytest.approx(9.0), "")
-    assert samples.cost_of_all(0.34, points) == (pytest.approx(7.0), "")
+    for accuracy, cost in ((0.39, 9.0), (0.34, 7.0)):
+        interpolated, sign = samples.cost_of_all(accuracy, points)
+        assert interpolated == pytest.approx(cost)
+        assert not sign
     assert samples.cost_of_all(0.45, points) == (10.0, ">")
     assert samples.cost_of_all(0.20, points) == (6.0, "<")
 
