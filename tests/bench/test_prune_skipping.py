@@ -63,6 +63,7 @@ def test_the_yardstick_is_the_training_on_all_samples_that_is_as_accurate() -> N
         assert interpolated == pytest.approx(cost)
         assert not sign
     assert samples.cost_of_all(0.45, points) == (10.0, ">")
+    assert samples.cost_of_all(0.40, [*points, (12.0, 0.40)]) == (10.0, "")
     assert samples.cost_of_all(0.20, points) == (6.0, "<")
 
 

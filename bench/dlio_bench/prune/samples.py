@@ -191,7 +191,7 @@ def table(by_name: Mapping[str, Sequence[Curve]]) -> dict[str, object]:
 
 
 def cost_of_all(accuracy: float, points: Sequence[tuple[float, float]]) -> tuple[float, str]:
-    """Interpolate the cost of a training on all samples that reaches an accuracy.
+    """Interpolate the least cost of a training on all samples that reaches an accuracy.
 
     Args:
         points: (cost, accuracy) of such trainings.
@@ -200,13 +200,13 @@ def cost_of_all(accuracy: float, points: Sequence[tuple[float, float]]) -> tuple
     cost of the longest; `<` for one below, with the cost of the shortest; or empty.
     """
     ordered = sorted(points)
-    for (less, low), (more, high) in reversed(list(pairwise(ordered))):
-        if min(low, high) <= accuracy <= max(low, high):
-            share = (accuracy - low) / (high - low) if high != low else 0.0
+    if accuracy < ordered[0][1]:
+        return ordered[0][0], "<"
+    for (less, low), (more, high) in pairwise(ordered):
+        if low <= accuracy <= high:
+            share = (accuracy - low) / (high - low) if high > low else 0.0
             return less + share * (more - less), ""
-    if accuracy > max(right for _, right in ordered):
-        return ordered[-1][0], ">"
-    return ordered[0][0], "<"
+    return ordered[-1][0], ">"
 
 
 def _mean_work(runs: Sequence[Curve]) -> float:
