@@ -65,7 +65,8 @@ def trained(name: str, folder: str, ranks: int, options: Mapping[str, object]) -
     for key, value in wanted.items():
         option = f"--{key.replace('_', '-')}"
         for each in value if isinstance(value, list) else [value]:
-            argv += [option] if each is True else [option, str(each)]
+            if each is not False:
+                argv += [option] if each is True else [option, str(each)]
     done = subprocess.run(
         [sys.executable, "-m", "dlio.cli", *argv],
         capture_output=True,

@@ -132,6 +132,11 @@ def _check_fault_tolerance(config: TrainOptions) -> None:
             f"--checkpoint-minutes does not go with --fault-tolerance {config.fault_tolerance} "
             "yet: give --checkpoint-every"
         )
+    elif parse_exchange(config.exchange).fragments > 1:
+        raise UsageError(
+            f"--exchange {config.exchange} does not go with --fault-tolerance: what a lost rank "
+            "did is in some fragments and not in others; leave the fragments out"
+        )
     if config.leave_at is not None:
         seconds_until(config.leave_at, datetime.now())
     unsuitable = {

@@ -17,6 +17,7 @@ from dlio.train.tasks.metrics import label, show_metric
 from dlio.train.tasks.registry import make_task, settle
 from dlio.train.weights import read_weights
 from dlio.util.cores import available_cores
+from dlio.util.heap import keep_freed_memory
 
 __all__ = ["EvaluationReport", "evaluate"]
 
@@ -68,6 +69,7 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
         loader = stack.enter_context(make_loader(data, config, training=False))
         data.mount(comm, config.pretend_nodes)
         torch.set_num_threads(max(1, available_cores() // comm.size))
+        keep_freed_memory()
         task = make_task(config, data, comm)
         device = choose_device(config.device, comm)
         model = channels_last(task.make_model()).to(device)

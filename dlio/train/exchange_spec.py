@@ -15,6 +15,9 @@ a period in steps and a rule for merging received values. The presets name publi
 With a sparse compressor (`diloco(32)+adaptive`) DiLoCo is SparseLoCo (arXiv 2508.15706): there is
 no outer momentum, as the residual of error feedback, which decays, does its work.
 
+`diloco(32,fragments=4)` is Streaming DiLoCo (arXiv 2501.18512): a quarter of the weights every 8
+steps. `local-sgd` takes fragments, too.
+
 With several nodes, at least one of them with several ranks, `gossip` and `noloco` are between
 nodes, with the mean within each. Otherwise they are between ranks, even on one machine.
 `gossip(flat)` is always between ranks.
@@ -54,6 +57,8 @@ class ExchangeSpec:
     compressor: str | None = None
     flat: bool = False
     """Gossip between all ranks, regardless of nodes."""
+    fragments: int = 1
+    """Parts of the weights that are exchanged at different times of a period."""
 
     @property
     def alike(self) -> bool:
@@ -68,7 +73,8 @@ class ExchangeSpec:
     def __str__(self) -> str:
         text = self.preset
         if self.preset in _PERIODS:
-            text += f"({self.period})"
+            fragments = f",{_FRAGMENTS}={self.fragments}" if self.fragments > 1 else ""
+            text += f"({self.period}{fragments})"
         elif self.preset == "gossip":
             arguments = [self.topology] if self.topology != _PRESETS["gossip"][1] else []
             arguments += ["gradient"] if self.payload == "gradient" else []
@@ -91,12 +97,14 @@ _PRESETS: Final = {
 _PERIODS: Final = {"noloco": 32, "local-sgd": 8, "diloco": 32}
 """Default periods of the presets that take one."""
 _DECAY: Final = 0.95
+_FRAGMENTS: Final = "fragments"
 _GOSSIP: Final = ("dissemination", "hypercube", "gradient", "flat")
 """Arguments of gossip, separated by commas."""
 NAMES: Final = tuple(_PRESETS)
 USAGE: Final = (
     f"choose one of {', '.join(NAMES)}; gossip(hypercube), gossip(gradient), gossip(flat), "
-    "noloco(STEPS), local-sgd(STEPS), diloco(STEPS); and behind it, with a +, one of "
+    "noloco(STEPS), local-sgd(STEPS), diloco(STEPS), diloco(STEPS,fragments=NUMBER); and "
+    "behind it, with a +, one of "
     f"{', '.join(COMPRESSORS)}"
 )
 
@@ -112,13 +120,11 @@ def parse_exchange(text: str) -> ExchangeSpec:
         raise UsageError(f"exchange {text!r}: {USAGE}{nearest(first, NAMES)}")
     name, argument, compressor = match.groups()
     payload, topology, merge = _PRESETS[name]
-    period, flat = 1, False
+    period, fragments, flat = 1, 1, False
     if name in _PERIODS:
         period = _PERIODS[name]
         if argument is not None:
-            if not argument.strip().isdigit() or int(argument) < 1:
-                raise UsageError(f"exchange {text!r}: {name}(STEPS) wants a number of steps from 1")
-            period = int(argument)
+            period, fragments = _period(text, name, argument)
     elif argument is not None:
         kinds = [kind.strip() for kind in argument.split(",")]
         if name != "gossip" or not set(kinds) <= set(_GOSSIP):
@@ -142,4 +148,22 @@ def parse_exchange(text: str) -> ExchangeSpec:
                 )
         if merge == "outer" and compressor in _SPARSE:
             merge = "accumulated"
-    return ExchangeSpec(name, payload, topology, merge, period, compressor, flat)
+    return ExchangeSpec(name, payload, topology, merge, period, compressor, flat, fragments)
+
+
+def _period(text: str, name: str, argument: str) -> tuple[int, int]:
+    """Return the steps and fragments of `name(STEPS)` or `name(STEPS,fragments=NUMBER)`."""
+    steps, comma, rest = (part.strip() for part in argument.partition(","))
+    if not steps.isdigit() or int(steps) < 1:
+        raise UsageError(f"exchange {text!r}: {name}(STEPS) wants a number of steps from 1")
+    if not comma:
+        return int(steps), 1
+    key, _, count = (part.strip() for part in rest.partition("="))
+    if name == "noloco" or key != _FRAGMENTS:
+        raise UsageError(f"exchange {text!r}: {USAGE}")
+    if not count.isdigit() or not 1 <= int(count) <= int(steps):
+        raise UsageError(
+            f"exchange {text!r}: give fragments from 1 to the period, {steps} steps: each is "
+            "exchanged at another step"
+        )
+    return int(steps), int(count)

@@ -39,6 +39,7 @@ from dlio.train.wishes import Wish, make_wishes
 from dlio.train.worker import Worker
 from dlio.util.cores import available_cores
 from dlio.util.files import write_whole
+from dlio.util.heap import keep_freed_memory
 from dlio.util.processes import die
 
 __all__ = ["train"]
@@ -80,6 +81,7 @@ def train(config: TrainConfig) -> RunReport:
         task = make_task(config, data, comm)
         cores = available_cores()
         torch.set_num_threads(max(1, cores * mounted.nodes.machines // comm.size))
+        keep_freed_memory()
         is_found = False
         if resuming is not None:
             resuming.end_phase("open")

@@ -121,6 +121,17 @@ def test_a_training_goes_on_where_it_was_interrupted(pictures: Path, tmp_path: P
         training.measure(replace(options, epochs=2))
 
 
+def test_options_of_a_training_are_as_its_report_has_them() -> None:
+    options = Options(settings=("image-size=32", "balance=true", "lr=0.1", "model=lenet"), pace=2)
+    model = "dlio_bench.exchange.paced:paced(model='lenet', sample_ms=2, slow=1.0)"
+    assert options.train_options() == {
+        "image_size": 32,
+        "balance": True,
+        "lr": 0.1,
+        "model": model,
+    }
+
+
 def test_time_to_an_accuracy_lies_between_epochs() -> None:
     epochs: list[TrainedEpoch] = [
         {"val_accuracy": 0.2, "seconds": 10.0},
@@ -147,6 +158,8 @@ def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path: Path) -> None:
         (["--fabric", "string"], "choose one of memory, tcp, link"),
         (["--plot", "model.gif"], "ends in .png or .svg"),
         (["--alpha-us", "0"], "above 0"),
+        (["--set", "image-size"], "give OPTION=VALUE"),
+        (["--slow", "4"], "--pace"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

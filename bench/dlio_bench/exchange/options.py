@@ -2,14 +2,17 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 from dlio.errors import UsageError
 from dlio.train.exchange_spec import parse_exchange
+from dlio.train.names import DEFAULT_MODEL
 from dlio.util.options import Option, check
 from dlio_bench.ranks import FABRICS, LINK
 
 __all__ = ["Options"]
+
+_PACED: Final = "dlio_bench.exchange.paced:paced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,34 @@ class Options:
             metavar="FOLDER",
         ),
     ] = None
+    settings: Annotated[
+        tuple[str, ...],
+        Option(
+            "Option of `dlio train` for the case training, such as image-size=32 or balance=true. "
+            "Repeatable.",
+            name="set",
+            metavar="OPTION=VALUE",
+        ),
+    ] = ()
+    pace: Annotated[
+        float | None,
+        Option(
+            "Have each rank of the case training sleep for each sample, in place of an "
+            "accelerator that computes.",
+            unit="milliseconds",
+            above=0,
+            default_text="no sleep",
+        ),
+    ] = None
+    slow: Annotated[
+        float | None,
+        Option(
+            "How many times as long the last rank of the case training sleeps.",
+            least=1,
+            default_text="as long as the others",
+            needs="pace",
+        ),
+    ] = None
     seconds: float = 5.0
     """Seconds of a pass of the case slow-rank."""
     images: int = 960
@@ -104,8 +135,39 @@ class Options:
             raise UsageError(f"--plot {self.plot}: give a name that ends in .png or .svg")
         for each in self.exchanges:
             parse_exchange(each)
+        self.train_options()
+
+    def train_options(self) -> dict[str, object]:
+        """Return options of `dlio train` for the case training, by their names in its report.
+
+        Raises UsageError for what is not OPTION=VALUE.
+        """
+        options: dict[str, object] = {}
+        for each in self.settings:
+            name, equals, value = each.partition("=")
+            if not (name and equals and value):
+                raise UsageError(f"--set {each}: give OPTION=VALUE, such as image-size=32")
+            options[name.removeprefix("--").replace("-", "_")] = _parsed(value)
+        if self.pace is not None:
+            model = str(options.get("model", DEFAULT_MODEL))
+            options["model"] = (
+                f"{_PACED}(model={model!r}, sample_ms={self.pace!r}, slow={self.slow or 1.0!r})"
+            )
+        return options
 
     def check_training(self) -> None:
         """Raise UsageError when the case training lacks data."""
         if self.source is None or self.val is None:
             raise UsageError("--case training needs a data set and held-out data: SRC --val VAL")
+
+
+def _parsed(text: str) -> object:
+    """Return an option's value as its report has it."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -47,6 +47,7 @@ def measure(options: Options) -> dict[str, object]:
                         folder,
                         options.ranks,
                         {
+                            **options.train_options(),
                             "source": options.source,
                             "val": options.val,
                             "epochs": options.epochs,

@@ -64,8 +64,8 @@ class Measured:
     sizes: dict[str, tuple[int, int]]
     """By network, bytes of its parameters and the buckets they travel in."""
     crowding: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    """By network and samples of a rank, one value per round: how many times as long as in turns the
-    steps of two ranks take that share a core."""
+    """By network and samples of a rank, one value per pass of all rounds: how many times as long as
+    in turns the steps of two ranks take that share a core."""
     crowded_s: dict[tuple[str, str, int], list[float]] = field(default_factory=dict)
     """By network, exchange and samples of a rank, one value per round: seconds that an exchange
     adds to a step of two ranks that share a core."""
@@ -110,7 +110,7 @@ def measure(options: Options, bar: Bar) -> Measured:
             for each in answer["runs"]:
                 network, size = each["network"], each["batch_size"]
                 if "crowding" in each:
-                    crowding[network, size].append(each["crowding"])
+                    crowding[network, size] += each["crowding"]
                     for name, times_of in each["steps"].items():
                         crowded[network, name, size].append(times_of["added_s"])
                     continue

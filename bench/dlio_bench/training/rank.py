@@ -2,7 +2,7 @@
 
 The task names runs, each of a network, a batch size and exchanges; rank 0 prints one line of JSON.
 
-Processors of shared machines change their speed by a fifth within seconds. So the exchanges are
+Processors of shared machines change their speed within seconds. So the exchanges are
 passed through there and back, in an order drawn anew each round, and between any two of them steps
 without an exchange are timed: what an exchange adds is its difference to those before and after it.
 
@@ -27,6 +27,7 @@ from dlio.comm import Communicator, world
 from dlio.train.exchange.buckets import in_buckets, trainable
 from dlio.train.exchange.distribute import Distributed, distribute
 from dlio.train.exchange_spec import parse_exchange
+from dlio.util.heap import keep_freed_memory
 from dlio_bench.exchange.variants import nodes_for
 from dlio_bench.training.networks import NETWORKS, make_batch, make_network
 from dlio_bench.training.stepping import Batches, Loop, Pass
@@ -40,10 +41,8 @@ _LEAST_S: Final = 0.3
 """Of a pass: on shared cores, ranks take turns of some milliseconds."""
 _ALONE: Final = 12
 """Passes of each run of a single rank, at most."""
-_CROWDED: Final = 3
+_CROWDED: Final = 8
 """Passes in which two ranks share a core."""
-_CROWDED_S: Final = 0.6
-"""Of each of them at least, in turns of some milliseconds."""
 _AWAKE: Final = 7
 """Tag of the message that ends a rank's sleep."""
 _ALONE_S: Final = 4.0
@@ -54,6 +53,7 @@ def main(text: str) -> None:
     """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""
     task: dict[str, Any] = json.loads(text)
     torch.set_num_threads(1)
+    keep_freed_memory()
     comm = world()
     runs = _alone(task, comm) if comm.size == 1 else _together(task, comm)
     if comm.rank == 0:
@@ -145,17 +145,18 @@ def _one_core(comm: Communicator) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def _crowding(loop: Loop, task: dict[str, Any], comm: Communicator) -> float:
-    """Return how many times as long as in turns the steps take of ranks that share a core."""
+def _crowding(loop: Loop, task: dict[str, Any], comm: Communicator) -> list[float]:
+    """Return, of each pass, how many times as long as in turns the steps take of ranks that share a
+    core."""
     alone = [_while_others_sleep(loop, task, comm)]
     ratios = []
     for _ in range(_CROWDED):
-        count = _enough(loop.steps(_WARM, None), task["steps"], comm, _CROWDED_S)
+        count = _enough(loop.steps(_WARM, None), task["steps"], comm)
         comm.barrier()
         together = _gathered(loop.steps(count, None), comm)["mean_s"]
         alone.append(_while_others_sleep(loop, task, comm))
         ratios.append(together / comm.size / (sum(alone[-2:]) / 2))
-    return float(np.median(ratios))
+    return ratios
 
 
 def _while_others_sleep(loop: Loop, task: dict[str, Any], comm: Communicator) -> float:
@@ -203,10 +204,10 @@ def _pass(name: str, loop: Loop, task: dict[str, Any], comm: Communicator) -> di
     return _gathered(times, comm)
 
 
-def _enough(warm: Pass, steps: int, comm: Communicator, seconds: float = _LEAST_S) -> int:
-    """Return the number of steps that take `seconds` at least, the same on all ranks."""
+def _enough(warm: Pass, steps: int, comm: Communicator) -> int:
+    """Return the number of steps that take _LEAST_S at least, the same on all ranks."""
     step_s = sum(warm.steps_s) / len(warm.steps_s)
-    return max(comm.allgather(max(steps, math.ceil(seconds / step_s))))
+    return max(comm.allgather(max(steps, math.ceil(_LEAST_S / step_s))))
 
 
 def _gathered(times: Pass, comm: Communicator) -> dict[str, Any]:

@@ -90,12 +90,17 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def in_buckets(named: Named) -> list[list[tuple[str, nn.Parameter]]]:
-    """Group parameters into buckets of about 1 MiB, in backward's order: the last one first."""
+def in_buckets(named: Named, fewest: int = 1) -> list[list[tuple[str, nn.Parameter]]]:
+    """Group parameters into buckets of about 1 MiB, in backward's order: the last one first.
+
+    Args:
+        fewest: buckets to aim at; those of small networks become smaller.
+    """
+    most = min(BUCKET_BYTES, sum(4 * parameter.numel() for _, parameter in named) // fewest)
     buckets: list[list[tuple[str, nn.Parameter]]] = []
-    size = BUCKET_BYTES
+    size = most
     for name, parameter in reversed(named):
-        if size >= BUCKET_BYTES:
+        if size >= most:
             buckets.append([])
             size = 0
         buckets[-1].append((name, parameter))

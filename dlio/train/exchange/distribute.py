@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator, world
+from dlio.comm.recovery import recovery_of
 from dlio.errors import UsageError
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Named, broadcast_state
@@ -256,6 +257,10 @@ def connect(
         comm: the ranks; those of the job for None.
     """
     spec, comm = parse_exchange(exchange), world() if comm is None else comm
+    if spec.fragments > 1 and recovery_of(comm) is not None:
+        raise UsageError(
+            f"exchange {exchange}: does not survive lost ranks; leave the fragments out"
+        )
     if not are_alike:
         broadcast_state(model, comm)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)

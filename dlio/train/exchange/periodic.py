@@ -3,6 +3,10 @@
 Ranks train independently and periodically average the changes of their weights. `diloco` passes the
 mean change to an outer optimizer as its gradient: Nesterov momentum 0.9 and learning rate 0.7, as
 published.
+
+With fragments (Streaming DiLoCo, arXiv 2501.18512) the buckets are dealt out to them in turn, and
+the k-th of n fragments is exchanged after k / n of a period: as many bytes, of which only an n-th
+is sent at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +32,8 @@ _OUTER_MOMENTUM: Final = 0.9
 
 
 class Periodic:
-    """Sets weights to the last common ones plus the mean change, every `spec.period` steps.
+    """Sets weights to the last common ones plus the mean change, every `spec.period` steps for each
+    fragment.
 
     `finish` does so, too. A compressor's residual is added to the next change.
 
@@ -43,8 +48,15 @@ class Periodic:
         self._named = named
         self._totals = RunningTotals()
         self._steps = 0
+        """Steps of this round."""
+        self._next = 0
+        """The fragment that is exchanged next."""
+        self._stale: set[int] = set()
+        """Fragments whose weights have changed since they were exchanged."""
         self._keeps = setting.recovery is not None
         """Keep each round's sums until the next one's are complete, for ranks that lack them."""
+        self._summed = range(0)
+        """Buckets of the fragment that is exchanged."""
         self._begun: set[int] = set()
         """Buckets whose sum has begun in this round."""
         self._make_buckets()
@@ -60,8 +72,10 @@ class Periodic:
 
         The parameters' current values become the common ones.
         """
-        groups = in_buckets(self._named) if self._comm.size > 1 or self._keeps else []
+        together = self._comm.size > 1 or self._keeps
+        groups = in_buckets(self._named, self._spec.fragments) if together else []
         self._buckets = [Bucket(group) for group in groups]
+        self._fragments = max(1, min(self._spec.fragments, len(self._buckets)))
         self._sums = [
             make_sum(self._setting, bucket.tensors, _FIRST_TAG + number * TAGS)
             for number, bucket in enumerate(self._buckets)
@@ -74,12 +88,17 @@ class Periodic:
 
     def after_step(self) -> None:
         self._steps += 1
-        if self._steps >= self._spec.period:
-            self._agree()
+        self._stale.update(range(self._fragments))
+        while self._steps * self._fragments >= self._spec.period * (self._next + 1):
+            self._agree(self._next)
+            self._next += 1
+            if self._next == self._fragments:
+                self._steps = self._next = 0
 
     def finish(self) -> None:
-        if self._steps:
-            self._agree()
+        for fragment in sorted(self._stale):
+            self._agree(fragment)
+        self._steps = self._next = 0
 
     def reshape(self, cuts: Sequence[Cut]) -> None:
         before, state = self._buckets, self.state()
@@ -89,11 +108,19 @@ class Periodic:
         self._make_buckets()
         # With equal weights on all ranks these are the common ones: the correction that makes up
         # for removed neurons must not count as a change.
-        kept = ("owed", "momentum") if self._steps == 0 else ("owed", "momentum", "common")
+        kept = ("owed", "momentum", "common") if self._stale else ("owed", "momentum")
         self.load_state(reshape_state(state, before, self._buckets, cuts, kept))
+        # Parameters are in other buckets now, and these in other fragments.
+        self._next = min(self._next, self._fragments - 1)
+        self._stale = set(range(self._fragments)) if self._stale else set()
 
     def state(self) -> dict[str, torch.Tensor]:
-        state = {"steps": torch.tensor(self._steps), **states_of(self._sums)}
+        state = {
+            "steps": torch.tensor(self._steps),
+            "next": torch.tensor(self._next),
+            "stale": torch.tensor(sorted(self._stale), dtype=torch.int64),
+            **states_of(self._sums),
+        }
         for number, (common, momentum) in enumerate(zip(self._common, self._momentum, strict=True)):
             state[f"common/{number}"], state[f"momentum/{number}"] = common, momentum
         return state
@@ -101,6 +128,9 @@ class Periodic:
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         load_states(self._sums, state)
         self._steps = int(state.get("steps", 0))
+        self._next = int(state.get("next", 0))
+        everything = torch.arange(self._fragments if self._steps else 0)
+        self._stale = set(state.get("stale", everything).tolist())
         for number, bucket in enumerate(self._buckets):
             self._read(bucket)
             common = state.get(f"common/{number}", bucket.flat)
@@ -122,27 +152,29 @@ class Periodic:
         if self._comm.size > 1:
             self._comm.close()
 
-    def _agree(self) -> None:
-        """Average the changes of all ranks, and set weights to the new common ones."""
+    def _agree(self, fragment: int) -> None:
+        """Average the changes of all ranks, and set a fragment's weights to the new common ones."""
+        self._summed = range(fragment, len(self._buckets), self._fragments)
         self._closing.close_turn()
         ranks = len(self._closing.counted) if self._keeps else self._comm.size
-        for number in range(len(self._buckets)):
+        for number in self._summed:
             self._take(number, ranks)
         self._begun.clear()
         self._closing.take()
-        self._steps = 0
+        self._stale.discard(fragment)
 
     @torch.no_grad()
     def sum_all(self) -> None:
-        for number, (bucket, common) in enumerate(zip(self._buckets, self._common, strict=True)):
+        for number in self._summed:
+            bucket = self._buckets[number]
             self._read(bucket)
-            bucket.flat -= common
+            bucket.flat -= self._common[number]
             self._begun.add(number)
             self._sums[number].start(bucket.array)
-            for each in self._sums:
-                each.advance()
-        for each in self._sums:
-            each.wait()
+            for each in self._summed:
+                self._sums[each].advance()
+        for number in self._summed:
+            self._sums[number].wait()
 
     def reset(self, undo: bool) -> None:
         for number, each in enumerate(self._sums):

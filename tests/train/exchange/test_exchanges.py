@@ -137,6 +137,49 @@ def test_reductions_start_in_the_same_order_with_and_without_samples() -> None:
     assert orders[0] == orders[1]
 
 
+def _layers(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
+
+
+def test_fragments_are_exchanged_at_different_steps_of_a_period() -> None:
+    model, comm = _layers(6), _Counting()
+    exchange = started("local-sgd(6,fragments=3)", model, comm, 0)
+    sent = []
+    for _ in range(12):
+        exchange.after_step()
+        sent.append(sum(comm.started))
+        comm.started.clear()
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    assert [step for step, count in enumerate(sent, 1) if count] == [2, 4, 6, 8, 10, 12]
+    assert sum(sent[:6]) == sum(sent[6:]) == weights
+    assert max(sent) < weights
+    # Two of three fragments have changed since their last exchange.
+    exchange.finish()
+    assert sum(comm.started) == weights - sent[5]
+    comm.started.clear()
+    exchange.finish()
+    assert comm.started == []
+    exchange.close()
+
+
+def test_fragments_of_a_checkpoint_go_on_where_they_were() -> None:
+    comm = _Counting()
+    exchange = started("diloco(6,fragments=3)", _layers(6), comm, 0)
+    for _ in range(3):
+        exchange.after_step()
+    again = _Counting()
+    resumed = started("diloco(6,fragments=3)", _layers(6), again, 0)
+    resumed.load_state(exchange.state())
+    comm.started.clear()
+    for each in (exchange, resumed):
+        each.after_step()
+        each.finish()
+        each.close()
+    # The second fragment is due; of the first and the third, steps are left.
+    assert again.started == comm.started
+    assert sum(again.started) == sum(p.numel() for p in _layers(6).parameters())
+
+
 def test_closing_removes_the_hooks() -> None:
     model, comm = _two_buckets(), _Counting()
     started("allreduce", model, comm, 0).close()

@@ -28,6 +28,7 @@ from dlio.train.exchange_spec import NAMES, parse_exchange
         ("diloco(50)+int8", "delta", "all", 50, "int8"),
         ("asgd+bf16", "weight", "random", 1, "bf16"),
         ("noloco(50)+int8", "weight", "pairs", 50, "int8"),
+        ("diloco(50, fragments=5)+int8", "delta", "all", 50, "int8"),
     ],
 )
 def test_specifications_are_parsed(
@@ -52,6 +53,9 @@ def test_specifications_are_parsed(
         ("allreduce(3)", "choose one of"),
         ("local-sgd(0)", "number of steps"),
         ("local-sgd(x)", "number of steps"),
+        ("local-sgd(4,fragments=5)", "fragments from 1 to the period, 4 steps"),
+        ("local-sgd(4,parts=2)", "fragments=NUMBER"),
+        ("noloco(4,fragments=2)", "fragments=NUMBER"),
         ("allreduce+zip", "compressor 'zip'"),
         ("asgd+adaptive", "whole weights"),
         ("", "choose one of"),

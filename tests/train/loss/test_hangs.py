@@ -94,6 +94,10 @@ def test_weights_are_compared_without_fault_tolerance_too(run: Run) -> None:
         ({"evict_slow": True}, "--evict-slow needs --fault-tolerance shrink"),
         ({"check_weights": 4, "exchange": "gossip"}, "--check-weights does not go with --exchange"),
         ({"check_weights": 4, "exchange": "local-sgd(4)"}, "choose one that sums gradients"),
+        (
+            {"fault_tolerance": "shrink", "exchange": "diloco(8,fragments=2)"},
+            "leave the fragments out",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
