@@ -125,11 +125,10 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
     report = runs.report("apoptosis", seed, width, **same, prune_tolerance=options.tolerance)
     pruned = runs.curve_of(report, width, "apoptosis", seed)
     yield "apoptosis", pruned
+    given: Curve | None = None
     if "target" in chosen:
-        yield (
-            f"apoptosis, target {_TARGET:g}",
-            runs.curve("target", seed, width, **same, prune_target=_TARGET),
-        )
+        given = runs.curve("target", seed, width, **same, prune_target=_TARGET)
+        yield f"apoptosis, target {_TARGET:g}", given
     rounds = [each for epoch in report["epochs"] for each in _rounds(epoch)]
     if "magnitude" in chosen:
         yield "magnitude, after training", _cut(runs, weights, width, rounds, unpruned)
@@ -149,6 +148,10 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
     if "narrow" in chosen:
         narrow = _as_large(runs, pruned.parameters[-1], width)
         yield "narrow from the start", runs.curve("narrow", seed, narrow, epochs=epochs)
+        if given is not None:
+            narrow = _as_large(runs, given.parameters[-1], width)
+            curve = runs.curve("narrow-target", seed, narrow, epochs=epochs)
+            yield "narrow from the start, as the target", curve
 
 
 def _rival(
