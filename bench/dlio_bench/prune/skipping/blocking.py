@@ -1,7 +1,8 @@
 """Partial forward blocking (PFB; Wu et al., arXiv 2506.23674).
 
-Its authors' code for residual networks is not published. The number of kernels, the rate of their
-averages and the epochs that block samples are those of their code for Swin transformers.
+Reconstructed from summaries of the paper: its authors' code for residual networks is not published.
+The number of kernels, the rate of their averages and the epochs that block samples are the defaults
+of their code for Swin transformers.
 """
 
 import math
