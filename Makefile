@@ -5,15 +5,16 @@ BIN := $(VENV)/bin
 # `make demo DATA=/some/folder` takes your own images.
 DATA ?=
 
-# Tests that run at a time. They have to pass on a busy machine, too.
-JOBS ?= 3
+# Tests that run at a time: more than cores, as ranks wait for each other. They have to pass on a busy
+# machine, too.
+JOBS ?= 4
 # Without bytecode, each of the many processes that tests start would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup tools demo test test-all coverage lint lint-in-one-piece check bench bench-watch docs clean
 help:
 	@echo "make demo [DATA=folder]  train on pictures drawn for it, or on yours, with 2 MPI ranks (1.3 GB)"
-	@echo "make test [JOBS=3]       run the tests"
+	@echo "make test [JOBS=4]       run the tests"
 	@echo "make test-all            run the nightly tests, too: those that take minutes"
 	@echo "make coverage            measure branch coverage, write .ci/coverage.json"
 	@echo "make lint                lint, format, import contracts, types, language"
@@ -71,14 +72,14 @@ demo: $(VENV)/demo
 	$(BIN)/dlio demo $(if $(DATA),--data "$(DATA)")
 
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-all: setup
-	$(BIN)/python -m pytest -n $(JOBS) --nightly
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --nightly
 
 coverage: setup
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n $(JOBS)
+	$(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal
 	$(BIN)/python tests/house/measure_coverage.py
 
 lint: setup

@@ -116,7 +116,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture(autouse=True)
 def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give tests that are marked `cold` the real interpreter."""
-    if request.node.get_closest_marker("cold"):
+    mark = request.node.get_closest_marker("cold")
+    if mark is not None and ("nightly" not in mark.args or request.config.getoption("--nightly")):
         monkeypatch.setenv("DLIO_TEST_COLD", "1")
 
 
@@ -164,7 +165,7 @@ def _check_daily(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"marked daily, but no case: {', '.join(missing)}")
 
 
-def in_time(condition: Callable[[], bool], seconds: float = 20) -> bool:
+def in_time(condition: Callable[[], bool], seconds: float = 60) -> bool:
     """Return True once a condition holds, False when it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:

@@ -279,7 +279,7 @@ def test_processes_of_a_job_are_known_by_their_environment(tmp_path: Path, soon:
         assert soon(lambda: processes_of(str(tmp_path)) == [child.pid])
         assert processes_of(f"{tmp_path}x") == []
         kill([child.pid])
-        child.wait(10)
+        child.wait(60)
         assert processes_of(str(tmp_path)) == []
     finally:
         child.kill()

@@ -94,7 +94,7 @@ def test_sigterm_ends_the_job_and_leaves_nothing(
         ranks = [int(path.stem.rpartition("-")[2]) for path in job.glob("rank-*")]
         assert set(ranks) <= set(processes_of(str(job)))
         bench.send_signal(signal.SIGTERM)
-        assert bench.wait(60) == 130
+        assert bench.wait(120) == 130
         assert processes_of(str(job)) == []
         assert list((job / "tmp").iterdir()) == []
     finally:

@@ -125,7 +125,7 @@ def test_the_newest_process_of_a_rank_is_hurt(tmp_path: Path) -> None:
             made = job.hurt_by(_fault())
             assert made is not None
             assert made.ranks == (1,)
-            assert child.wait(10) == -signal.SIGKILL
+            assert child.wait(60) == -signal.SIGKILL
             assert job.left() == []
         finally:
             child.kill()

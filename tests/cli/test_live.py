@@ -49,7 +49,7 @@ def _on_terminal(*argv: str, folder: Path) -> str:
             except OSError:  # All that held the terminal have ended.
                 break
             shown += part
-        assert process.wait(10) == 0, shown.decode(errors="replace")
+        assert process.wait(60) == 0, shown.decode(errors="replace")
     finally:
         process.kill()
         process.wait()
@@ -58,7 +58,7 @@ def _on_terminal(*argv: str, folder: Path) -> str:
 
 
 @pytest.mark.mpi
-@pytest.mark.cold
+@pytest.mark.cold("nightly")
 @pytest.mark.parametrize("backend", ["mpi", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_a_job_of_several_ranks_shows_a_bar(backend: str, pictures: Path, tmp_path: Path) -> None:
     options = ["--epochs", "2", "--image-size", "32", "--batch-size", "2", "--tiers", "none"]

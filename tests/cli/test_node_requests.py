@@ -177,5 +177,5 @@ def test_a_request_to_a_job_that_ends_is_told(tmp_path: Path) -> None:
         done.wait(0.01)
     os.unlink(folder / "nodes")
     folder.rmdir()
-    assert done.wait(10)
+    assert done.wait(60)
     assert answers == ["job has ended before the nodes have changed"]

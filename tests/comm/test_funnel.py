@@ -43,7 +43,7 @@ def test_calls_that_are_handed_over_wait_for_the_owner() -> None:
     thread.start()
     assert not done.wait(0.1)
     made.pump()
-    thread.join(10)
+    thread.join(60)
     assert done.is_set()
 
 

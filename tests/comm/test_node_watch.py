@@ -32,22 +32,22 @@ def _rank(text: str) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_stopped_rank_is_killed_and_others_are_not() -> None:
     with (
         _rank("while True: pass") as computes,
-        _rank("import time; time.sleep(60)") as sleeps,
-        _rank("import time; time.sleep(60)") as stops,
+        _rank("import time; time.sleep(600)") as sleeps,
+        _rank("import time; time.sleep(600)") as stops,
     ):
         ranks = {1: computes.pid, 2: sleeps.pid, 3: stops.pid, 0: 0}
         watch = NodeWatch(ranks, 0, lambda: (0, 1, 2, 3))
         try:
             stops.send_signal(signal.SIGSTOP)
             assert in_time(lambda: is_stopped(stops.pid))
-            assert stops.wait(30) == -signal.SIGKILL
+            assert stops.wait(120) == -signal.SIGKILL
             assert (computes.poll(), sleeps.poll()) == (None, None)
         finally:
             watch.close()
 
 
 def test_a_rank_that_goes_on_in_time_is_left_alone() -> None:
-    with _rank("import time; time.sleep(60)") as stops:
+    with _rank("import time; time.sleep(600)") as stops:
         watch = NodeWatch({0: 0, 1: stops.pid}, 0, lambda: (0, 1))
         try:
             stops.send_signal(signal.SIGSTOP)
@@ -60,7 +60,7 @@ def test_a_rank_that_goes_on_in_time_is_left_alone() -> None:
 
 
 def test_the_lowest_rank_that_lives_and_is_not_stopped_watches_the_others() -> None:
-    sleep = "import time; time.sleep(60)"
+    sleep = "import time; time.sleep(600)"
     with _rank(sleep) as two, _rank(sleep) as five, _rank(sleep) as seven:
         here = {2: two.pid, 5: five.pid, 7: seven.pid}
         made = {me: NodeWatch(here, me, lambda: (2, 5, 7)) for me in here}
@@ -127,7 +127,7 @@ def test_a_rank_that_hangs_writes_its_stacks_and_is_killed(
         watch = NodeWatch(processes, 0, lambda: (0, 1), own, files)
         try:
             with board.computing(), board.waiting():
-                assert hangs.wait(60) == -signal.SIGKILL
+                assert hangs.wait(120) == -signal.SIGKILL
         finally:
             watch.close()
             hangs.kill()
@@ -160,13 +160,13 @@ def test_a_rank_watches_that_beats_if_no_lower_one_does(monkeypatch: pytest.Monk
 
 def test_a_stopped_rank_is_killed_though_its_watcher_is_dead() -> None:
     """A generation is not over before the stopped rank is dead, too."""
-    sleep = "import time; time.sleep(60)"
+    sleep = "import time; time.sleep(600)"
     with _rank(sleep) as dead, _rank(sleep) as stops:
         dead.kill()
         dead.wait()
         stops.send_signal(signal.SIGSTOP)
         watch = NodeWatch({0: dead.pid, 1: stops.pid, 2: os.getpid()}, 2, lambda: (0, 1, 2))
         try:
-            assert stops.wait(30) == -signal.SIGKILL
+            assert stops.wait(120) == -signal.SIGKILL
         finally:
             watch.close()

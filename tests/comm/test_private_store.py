@@ -44,7 +44,7 @@ def test_keys_are_written_once_counted_and_awaited(folder: str) -> None:
     one.set("b", raw)
     assert not seen
     one.set("c", "")
-    waiting.join(20)
+    waiting.join(60)
     assert seen == [[raw, b"third"]]
     assert one.get("b") == raw
     for each in (one, other):

@@ -17,6 +17,8 @@ import pytest
 from dlio_docs.blocks import NEEDS, RUNNABLE, SHOWN, Block, blocks_of, commands_of, pages
 
 ROOT = Path(__file__).resolve().parents[2]
+# `python`, `mpirun` and `dlio` are those of the tests' warm interpreter, where there is one.
+FOLDERS = [os.path.dirname(sys.executable), sysconfig.get_path("scripts"), os.environ["PATH"]]
 RULES = tomllib.loads((ROOT / "docs" / "blocks.toml").read_text(encoding="utf-8"))
 PAGES = [
     path
@@ -48,7 +50,7 @@ class Runner:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(30)
+            self._process.wait(120)
         finally:
             self._process.kill()
             self._process.wait()
@@ -114,7 +116,7 @@ class Runner:
         return {
             **os.environ,
             **RULES["variables"],
-            "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
+            "PATH": os.pathsep.join(FOLDERS),
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
             "OMPI_MCA_btl_sm_backing_directory": str(self._folder),

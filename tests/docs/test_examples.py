@@ -12,6 +12,8 @@ import pytest
 from tests.conftest import TorchRun
 
 ROOT = Path(__file__).resolve().parents[2]
+# `python`, `mpirun` and `dlio` are those of the tests' warm interpreter, where there is one.
+FOLDERS = [os.path.dirname(sys.executable), sysconfig.get_path("scripts"), os.environ["PATH"]]
 EXAMPLES = ROOT / "examples"
 PROGRAMS = {
     "draw_pictures.py",
@@ -34,7 +36,7 @@ def run(tmp_path: Path) -> Run:
     paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     environment = {
         **os.environ,
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
+        "PATH": os.pathsep.join(FOLDERS),
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
         "DLIO_CACHE": str(tmp_path / "cache"),

@@ -48,7 +48,7 @@ def _points(count: int, seed: int, argv: list[str], tmp_path: Path) -> list[tupl
     log = tmp_path / "calls"
     tracing = ["strace", "-f", "-qq", "-o", str(log), "-e", f"trace={','.join(CALLS)}"]
     command = [*tracing, sys.executable, "-m", "dlio.cli", *argv]
-    subprocess.run(command, env=ENV, capture_output=True, timeout=60, check=True)
+    subprocess.run(command, env=ENV, capture_output=True, timeout=240, check=True)
     made = Counter(re.findall(r"^\d+ +(\w+)\(", log.read_text(errors="replace"), re.MULTILINE))
     generator = random.Random(seed)
     calls = itertools.cycle(sorted(call for call in made if call in CALLS))
@@ -77,12 +77,12 @@ def _run_and_kill(argv: list[str], call: str, number: int) -> int:
             inject,
             *command,
         ]
-        done = subprocess.run(command, env=ENV, capture_output=True, timeout=60, check=False)
+        done = subprocess.run(command, env=ENV, capture_output=True, timeout=240, check=False)
         return done.returncode
     with subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL) as process:
         time.sleep(random.Random(f"{call}{number}").uniform(0.1, 0.8))
         process.kill()
-        return process.wait(20)
+        return process.wait(60)
 
 
 def _content(folder: Path) -> dict[str, bytes]:
@@ -142,15 +142,9 @@ def _check_pack_kills(pictures: Path, tmp_path: Path, count: int, seed: int) -> 
         argv = ["pack", str(pictures), str(out), "--shard-size", "128KiB", "--no-restart-rows"]
         code = _run_and_kill([*argv, "--workers", "1"], call, number)
         killed += code != 0
-        if code:
-            again = subprocess.run(
-                [sys.executable, "-m", "dlio.cli", *argv],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            # It was killed after the last rename: the result is complete.
-            assert again.returncode == 0 or "exists" in again.stderr, again.stderr
+        # Killed after the last rename, it is complete.
+        if code and not out.exists():
+            pack(str(pictures), str(out), shard_bytes=1 << 17, restart_rows=False)
         assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
         left = [name for name in os.listdir(inside) if name != "packed"]
         assert left in ([], [".packed.packing"])
@@ -240,7 +234,7 @@ def test_published_blocks_survive_a_power_cut(pictures: Path, tmp_path: Path) ->
             finally:
                 os.close(descriptor)
             process.kill()
-            process.wait(20)
+            process.wait(60)
         subprocess.run(["umount", str(mount)], check=True)
         subprocess.run(["mount", "-o", "loop", str(tmp_path / "image"), str(mount)], check=True)
         if list(mount.rglob("*.blk")):
@@ -277,7 +271,7 @@ def test_two_stagers_at_once_read_the_source_once(pictures: Path, tmp_path: Path
     argv = [sys.executable, "-m", "dlio.cli", "stage", str(source)]
     argv += ["--tiers", f"{tmp_path}/tier:1GiB"]
     jobs = [subprocess.Popen([*argv, "--report", str(report)]) for report in reports]
-    assert [job.wait(60) for job in jobs] == [0, 0]
+    assert [job.wait(120) for job in jobs] == [0, 0]
     import json
 
     read = sum(json.loads(report.read_text())["read_bytes"] for report in reports)

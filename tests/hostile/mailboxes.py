@@ -44,7 +44,7 @@ def mailboxes(
         def gather(value: tuple[str, int, str]) -> list[tuple[str, int, str]]:
             host, port = through(rank, value[:2])
             values[rank] = json.loads(json.dumps((host, port, value[2])))
-            everyone.wait(20)
+            everyone.wait(60)
             return list(values)
 
         made[rank] = Mail(rank, gather, LOOPBACK)
@@ -53,7 +53,7 @@ def mailboxes(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     return [mail for mail in made if mail is not None]
 
 

@@ -86,7 +86,8 @@ TRAIN = "train . --model resnet(width=4) --epochs 1 --batch-size 4 --image-size 
         pytest.param(
             f"{TRAIN} -n 2 --fault-tolerance shrink", marks=[pytest.mark.mpi, pytest.mark.nightly]
         ),
-        f"{TRAIN} -n 2 --backend torch",
+        # By day, the test below is the same, and may import still more.
+        pytest.param(f"{TRAIN} -n 2 --backend torch", marks=pytest.mark.nightly),
         "pack . ../packed --shard-size 64KiB --workers 2",
         "stage . --tiers ../tier:10MiB",
     ],

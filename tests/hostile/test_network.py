@@ -159,7 +159,7 @@ def test_a_rank_gets_in_while_strangers_come_again_and_again(ranks: Ranks) -> No
     arrived = ranks.get_through()
     over.set()
     for each in strangers:
-        each.join(20)
+        each.join(60)
     assert arrived
 
 

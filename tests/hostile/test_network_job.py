@@ -91,7 +91,7 @@ def test_ranks_that_meet_at_loopback_listen_nowhere_else() -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.cold
+@pytest.mark.cold("nightly")
 @pytest.mark.parametrize(
     "launcher",
     ["surviving", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("torch", "mpi"))],

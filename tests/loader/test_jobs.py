@@ -61,7 +61,7 @@ def test_two_jobs_read_once_and_share_one_copy(pictures: Path, tmp_path: Path, p
         for job in jobs:
             assert job.stdin is not None
             print(file=job.stdin, flush=True)
-            assert job.wait(30) == 0
+            assert job.wait(120) == 0
     finally:
         for job in jobs:
             job.kill()

@@ -60,7 +60,7 @@ def bucket() -> Iterator[str]:
         os.environ.update(before)
         fsspec.filesystem("s3").clear_instance_cache()
         server.terminate()
-        server.wait(20)
+        server.wait(60)
 
 
 # aiobotocore leaves closing its sockets to the garbage collector at the end of the process.

@@ -215,7 +215,7 @@ pack({str(source)!r}, {str(tmp_path / "out")!r}, progress=slowly)
         assert run.stdout is not None
         run.stdout.readline()
         run.send_signal(number)
-        run.wait(20)
+        run.wait(60)
     assert not (tmp_path / "out").exists()
     left = [path.name for path in tmp_path.iterdir() if path.name != "source"]
     assert left in ([], [".out.packing"])  # For a later run to continue.

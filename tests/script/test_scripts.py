@@ -264,7 +264,7 @@ def test_steps_that_a_scaler_skips_on_one_rank_block_no_other(
 ) -> None:
     (tmp_path / "scaled.py").write_text(SCALED)
     command = ("-m", "dlio.cli", "run", "-n", "2", "--exchange", exchange)
-    done = _run(*command, str(tmp_path / "scaled.py"), timeout_s=60)
+    done = _run(*command, str(tmp_path / "scaled.py"))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) >= 1
 

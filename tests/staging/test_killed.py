@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,20 @@ def _exit(code: int) -> int:
     return code
 
 
+def _named_semaphores(session: int) -> list[str]:
+    """Return the names in shared memory of semaphores that a session's processes use.
+
+    A semaphore is mapped under a name that it had while it was made: its inode tells its own.
+    """
+    used = set()
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if os.getsid(int(process)) == session:
+                maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8").splitlines()
+                used |= {int(line.split()[4]) for line in maps if f"{MEMORY}/sem." in line}
+    return [entry.name for entry in os.scandir(MEMORY) if entry.inode() in used]
+
+
 @pytest.mark.cold
 def test_a_group_that_is_killed_leaves_no_semaphore(pictures: Path, tmp_path: Path) -> None:
     text = f"""
@@ -37,7 +52,6 @@ def slowly(done, of):
     time.sleep(60)
 pack({str(pictures)!r}, {str(tmp_path / "out")!r}, progress=slowly, workers=2, shard_bytes=1 << 16)
 """
-    before = set(os.listdir(MEMORY))
     with subprocess.Popen(
         [sys.executable, "-c", text],
         stdout=subprocess.PIPE,
@@ -46,11 +60,10 @@ pack({str(pictures)!r}, {str(tmp_path / "out")!r}, progress=slowly, workers=2, s
     ) as run:
         assert run.stdout is not None
         assert run.stdout.readline()
-        semaphores = {name for name in set(os.listdir(MEMORY)) - before if "sem." in name}
+        semaphores = _named_semaphores(run.pid)
         os.killpg(run.pid, signal.SIGKILL)
-        run.wait(20)
-    assert semaphores == set()
-    assert {name for name in set(os.listdir(MEMORY)) - before if "sem." in name} == set()
+        run.wait(60)
+    assert semaphores == []
     pack(str(pictures), str(tmp_path / "out"))
     source, packed = open_reader(str(pictures)), open_reader(str(tmp_path / "out"))
     assert len(packed) == len(source)

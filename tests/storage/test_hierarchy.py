@@ -122,8 +122,8 @@ def test_processes_of_a_node_share_blocks_and_work(make: Make) -> None:
             return blocks_in_order(reader.layout, order, wanted)
 
         with Filler(one, blocks) as first, Filler(two, blocks) as second:
-            assert first.join(30)
-            assert second.join(30)
+            assert first.join(60)
+            assert second.join(60)
         assert one.missing() == two.missing() == 0
         assert reader.reads.max() == 1
         read = [hierarchy.counters.bytes["source"] for hierarchy in (one, two)]
@@ -261,7 +261,7 @@ def test_a_first_batch_is_read_before_its_blocks_and_nothing_twice(tmp_path: Pat
             block, place = (int(part[0]) for part in reader.layout.locate(np.array([sample])))
             assert bytes(job.read(sample, block, place)[0]) == reader.payloads[sample]
     assert in_time(lambda: len(fillers) == 2)
-    assert all(filler.join(20) for filler in fillers)
+    assert all(filler.join(60) for filler in fillers)
     # Each job may read half a percent of the samples individually.
     assert N <= reader.reads.sum() <= N + 4
     for job in jobs:
@@ -277,16 +277,16 @@ def test_the_work_after_a_first_batch_is_done_by_one_thread_at_a_time(tmp_path: 
     def then() -> None:
         events.append("begins")
         begun.set()
-        go.wait(10)
+        go.wait(60)
         events.append("ends")
 
     job.hurry(np.arange(40), then)
-    assert begun.wait(10)
+    assert begun.wait(60)
     second = threading.Thread(target=job.hurry, args=(np.arange(40), then))
     second.start()
     second.join(0.2)
     go.set()
-    second.join(10)
+    second.join(60)
     assert events == ["begins", "ends"] * 2
     job.settle()
     job.hurry(np.arange(40), then)
@@ -300,7 +300,7 @@ def test_blocks_that_were_claimed_for_a_first_batch_are_released(tmp_path: Path)
     jobs = _two_jobs(reader, tmp_path)
     read = threading.Event()
     jobs[0].hurry(np.arange(N), lambda: read.set())
-    assert read.wait(10)
+    assert read.wait(60)
     assert not jobs[1].fill(0, timeout_s=0)
     jobs[0].close()
     assert jobs[1].fill(0, timeout_s=0)
@@ -321,21 +321,21 @@ def test_a_patient_reader_does_not_give_up_with_an_impatient_one(
         filled = fill_or_wait(arrivals, block, there, timeout_s)
         if timeout_s == 0:
             trying.set()
-            released.wait(10)
+            released.wait(60)
         return filled
 
     monkeypatch.setattr(Arrivals, "_fill_or_wait", slowly)
     impatient = threading.Thread(target=lambda: mine.fill(0, timeout_s=0))
     impatient.start()
-    assert trying.wait(10)
+    assert trying.wait(60)
     brought: list[bool] = []
-    patient = threading.Thread(target=lambda: brought.append(mine.fill(0, timeout_s=20)))
+    patient = threading.Thread(target=lambda: brought.append(mine.fill(0, timeout_s=60)))
     patient.start()
     time.sleep(0.05)
     tier.release(0)
     released.set()
     for thread in (impatient, patient):
-        thread.join(20)
+        thread.join(60)
     assert brought == [True]
     for job in (mine, others):
         job.close()

@@ -242,7 +242,6 @@ def _check_killed_run(dlio: Dlio, pictures: Path, here: Path, ranks: int, kills:
     return hits
 
 
-@pytest.mark.cold
 def test_a_killed_run_resumes_from_a_whole_checkpoint_and_has_the_same_result(
     dlio: Dlio, pictures: Path, here: Path
 ) -> None:

@@ -99,7 +99,6 @@ def _check(
 
 
 @pytest.mark.mpi
-@pytest.mark.cold
 def test_a_run_that_is_told_to_end_goes_on_exactly(dlio: Dlio, pictures: Path, here: Path) -> None:
     assert _check(dlio, pictures, here, ranks=2, times=2) >= 1
 

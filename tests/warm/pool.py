@@ -37,6 +37,10 @@ class WarmPython:
         source = (_HERE / "client.py").read_text(encoding="utf-8")
         Path(self.executable).write_text(f"#!{self.real} -IS\n{source}", encoding="utf-8")
         os.chmod(self.executable, 0o700)
+        # For shells that have the folder on their path.
+        command = Path(self._folder, "dlio")
+        command.write_text(f'#!/bin/sh\nexec {self.executable} -P -m dlio.cli "$@"\n', "utf-8")
+        command.chmod(0o700)
         mpirun = Path(self.real).with_name("mpirun")
         if mpirun.exists():
             os.symlink(mpirun, os.path.join(self._folder, "mpirun"))

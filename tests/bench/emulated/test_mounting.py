@@ -85,7 +85,7 @@ def test_it_goes_with_an_owner_that_is_killed(source: Path) -> None:
     mounted = owner.stdout.readline().strip()
     assert os.path.ismount(mounted)
     owner.send_signal(signal.SIGKILL)
-    owner.wait(20)
+    owner.wait(60)
     owner.stdout.close()
     assert in_time(lambda: not os.path.ismount(mounted))
     os.rmdir(mounted)

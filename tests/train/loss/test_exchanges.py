@@ -6,7 +6,7 @@ import pytest
 
 from tests.train.loss.conftest import Run, check_exact
 
-pytestmark = [pytest.mark.mpi, pytest.mark.cold]
+pytestmark = [pytest.mark.mpi, pytest.mark.cold("nightly")]
 
 
 def _nightly(*values: Any) -> Any:

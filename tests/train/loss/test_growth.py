@@ -7,7 +7,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.leaving import RESUME_CODE
 from tests.train.loss.conftest import Ran, Run, check_exact
 
-pytestmark = [pytest.mark.mpi, pytest.mark.cold]
+pytestmark = [pytest.mark.mpi, pytest.mark.cold("nightly")]
 ALIKE = ["allreduce", "tree", "parameter-server", "allreduce+int8", "allreduce+onebit"]
 OTHERS = ["gossip", "noloco(4)", "asgd", "local-sgd(4)", "diloco(4)"]
 

@@ -8,8 +8,8 @@ from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
 from tests.train.loss.conftest import Ran, Run, check_exact
 
-# The stand-in would end a little later than the program that a signal is sent to.
-pytestmark = [pytest.mark.mpi, pytest.mark.cold]
+# The stand-in ends a little later than the program that a signal is sent to: at night, without it.
+pytestmark = [pytest.mark.mpi, pytest.mark.cold("nightly")]
 # Much slower than the others also where these share cores with other programs.
 _SLOW = ("--batch-size", "1", "--callback", "ending:Slow(rank=1, seconds=1.5)")
 _CHANGE = ("--callback", "ending:Flip(rank=1, step=10)")

@@ -13,7 +13,7 @@ from dlio.plan.order import Order
 from dlio.train.checkpoint import Checkpoints
 from tests.train.loss.conftest import SAMPLES, Ran, Run, check_exact
 
-pytestmark = [pytest.mark.mpi, pytest.mark.cold]
+pytestmark = [pytest.mark.mpi, pytest.mark.cold("nightly")]
 
 nightly = pytest.mark.nightly
 _CHECKPOINTS = ("--checkpoint", "c", "--checkpoint-every", "2", "--keep", "99")

@@ -15,8 +15,8 @@ from dlio.train.config import TrainConfig
 from tests.conftest import MpiRun
 from tests.train.loss.conftest import EPOCHS, SAMPLES, Run, check_exact
 
-# The stand-in would end a little later than the program that a signal is sent to.
-pytestmark = [pytest.mark.mpi, pytest.mark.cold]
+# The stand-in ends a little later than the program that a signal is sent to: at night, without it.
+pytestmark = [pytest.mark.mpi, pytest.mark.cold("nightly")]
 
 
 TWO = {1: ["kill", 3, 0], 3: ["kill", 3, 5]}

@@ -69,6 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.daily("4")
 def test_each_rank_reads_its_slab_once_and_trains_on_it(
     mpirun: MpiRun, folder: Path, ranks: int
 ) -> None:
