@@ -73,14 +73,41 @@ class _Decoder(nn.Module):
         return out
 
 
+class _Norm(nn.Module):
+    """Batch normalisation of neurons; a batch of one sample uses the running statistics.
+
+    Input and output: (n, neurons).
+    """
+
+    def __init__(self, neurons: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(neurons)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm = self.norm
+        # One sample has no variance. With --batch-norm sync, the class is another: it uses those of
+        # all ranks.
+        if self.training and len(x) == 1 and type(norm) is nn.BatchNorm1d:
+            return nn.functional.batch_norm(
+                x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps
+            )
+        normalised: torch.Tensor = norm(x)
+        return normalised
+
+
 class _DenseEncoder(nn.Sequential):
-    """Layers of all pixels or neurons, each with ReLU. Output: (n, widths[-1])."""
+    """Layers of all pixels or neurons, each with batch normalisation and ReLU.
+
+    Output: (n, widths[-1]).
+    """
 
     def __init__(self, pixels: int, widths: list[int]) -> None:
         before = [pixels, *widths[:-1]]
         super().__init__(
             *(
-                nn.Sequential(nn.Flatten(), nn.Linear(inputs, outputs), nn.ReLU())
+                nn.Sequential(
+                    nn.Flatten(), nn.Linear(inputs, outputs, bias=False), _Norm(outputs), nn.ReLU()
+                )
                 for inputs, outputs in zip(before, widths, strict=True)
             )
         )
@@ -91,8 +118,8 @@ class _DenseDecoder(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, is_last: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(inputs, outputs)
-        self.rest = nn.Identity() if is_last else nn.ReLU()
+        self.up = nn.Linear(inputs, outputs, bias=is_last)
+        self.rest = nn.Identity() if is_last else nn.Sequential(_Norm(outputs), nn.ReLU())
 
     def forward(self, x: torch.Tensor, like: torch.Size) -> torch.Tensor:
         # x: (n, inputs) -> the shape `like`

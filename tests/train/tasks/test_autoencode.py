@@ -48,6 +48,16 @@ def test_a_chosen_layer_learns_alone(layer: int) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_a_dense_layer_trains_on_one_sample_by_running_statistics() -> None:
+    model = autoencoder(5, 32, width=8, dense=True)
+    model(torch.randn(16, 3, 32, 32))  # Running statistics differ from the initial ones.
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    image = torch.randn(1, 3, 32, 32)
+    logits = model.train()(image)
+    assert torch.allclose(logits, model.eval()(image))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 def test_the_classifier_has_the_encoders_names() -> None:
     encoder = autoencoder(5, 32, reconstructs=True).state_dict()
     classifier = autoencoder(5, 32)
