@@ -39,12 +39,19 @@ class TrainingReport(TypedDict):
     epochs: list[TrainedEpoch]
 
 
-def trained(name: str, folder: str, ranks: int, options: Mapping[str, object]) -> TrainingReport:
+def trained(
+    name: str,
+    folder: str,
+    ranks: int,
+    options: Mapping[str, object],
+    unchecked: Mapping[str, object] | None = None,
+) -> TrainingReport:
     """The report of a run; the one in `folder`, where that is of the same run.
 
     Args:
         name: of the report, without `.json`.
         options: of `dlio train`, by their names in its report's `config`; `source` is its argument.
+        unchecked: more of them, which may differ in a report that is there.
 
     Raises UsageError when the training fails, or the report that is there is another one's.
     """
@@ -62,7 +69,7 @@ def trained(name: str, folder: str, ranks: int, options: Mapping[str, object]) -
             f"{path} is the report of another training: name another folder by --keep, or remove it"
         )
     argv = ["train", str(wanted.pop("source")), "-n", str(ranks), "--report", path]
-    for key, value in wanted.items():
+    for key, value in {**wanted, **(unchecked or {})}.items():
         option = f"--{key.replace('_', '-')}"
         for each in value if isinstance(value, list) else [value]:
             if each is not False:

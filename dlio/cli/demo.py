@@ -99,6 +99,9 @@ def _train(demo: Demo, data: str, report: str) -> None:
             epochs=demo.epochs,
             image_size=demo.image_size,
             pretend_nodes=nodes,
+            # Otherwise the homes of blocks, which depend on the files' times and the host's name,
+            # say which rank normalises which samples together.
+            shuffle="global",
             tiers=f"ram:{ram}B,{scratch}:{size + (1 << 24)}B",
             report=report,
             prune="apoptosis" if prunes else "off",

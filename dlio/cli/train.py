@@ -13,6 +13,7 @@ from dlio.errors import UsageError
 from dlio.train.config import MODEL_NAMES, TrainConfig
 from dlio.train.factory import check_name
 from dlio.train.finished import finished_epochs
+from dlio.train.mesh_axes import parse_axes
 from dlio.util.liveline import LiveLine
 from dlio.util.printable import print_line
 
@@ -32,6 +33,8 @@ __all__ = ["command", "find_parts", "run", "train_rank"]
                 "task",
                 "target",
                 "category",
+                "mixup",
+                "cutmix",
                 "replica",
                 "batch_size",
                 "accumulate",
@@ -53,9 +56,9 @@ __all__ = ["command", "find_parts", "run", "train_rank"]
                 "momentum",
             ),
             *("weight_decay", "clip", "ema"),
-            *("batch_norm", "precision", "device", "nan", "early_stopping", "callback"),
+            *("batch_norm", "compile", "precision", "device", "nan", "early_stopping", "callback"),
         ),
-        "Ranks": ("ranks", "backend", "nodes", "exchange", "balance"),
+        "Ranks": ("ranks", "backend", "nodes", "exchange", "mesh", "balance"),
         "Lost ranks": (
             *("fault_tolerance", "min_ranks", "spares", "on_loss", "hang_after", "evict_slow"),
             *("check_weights", "leave_at"),
@@ -216,6 +219,8 @@ def _check(config: TrainConfig, ranks: int) -> None:
             f"--nodes {config.nodes}: give -n with at least {len(config.node_names)} ranks, one "
             "for each node"
         )
+    if config.mesh is not None:
+        parse_axes(config.mesh, ranks)
     check_name("--model", config.model, MODEL_NAMES)
     for callback in config.callback:
         check_name("--callback", callback, ())

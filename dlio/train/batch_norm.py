@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlio.comm import Communicator
+from dlio.comm.single import SingleCommunicator
 from dlio.train.exchange.buckets import averaged_state, broadcast_tensors
+from dlio.train.ghost_spec import group_size
 from dlio.train.mesh.messages import Traffic
 
 __all__ = ["mean_state", "statistics_of", "synchronised"]
@@ -150,8 +152,11 @@ def mean_state(model: nn.Module, comm: Communicator, mode: str) -> dict[str, tor
     running average of the ranks' means: nothing has to be sent in the steps between.
 
     Args:
-        mode: `local` for the running statistics of rank 0's batch normalisations.
+        mode: `local` for the running statistics of rank 0's batch normalisations; `ghost(...)` for
+            ranks that are alike: nothing is sent.
     """
+    if group_size(mode) is not None:
+        return averaged_state(model, SingleCommunicator())
     mean = averaged_state(model, comm)
     if mode == "local":
         own = model.state_dict()

@@ -8,7 +8,9 @@ from dlio.errors import UsageError
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import is_exact
 from dlio.train.exchange_spec import parse_exchange
+from dlio.train.ghost_spec import group_size
 from dlio.train.leaving import seconds_until
+from dlio.train.mesh_axes import parse_sizes
 from dlio.train.options import TrainOptions
 
 __all__ = ["check_together"]
@@ -41,21 +43,43 @@ def check_together(config: TrainOptions) -> None:
             raise UsageError(
                 "--prune-target does not go with --prune-tolerance: leave one of them out"
             )
-    if config.batch_norm == "sync":
-        unsuitable = {
-            f"--exchange {config.exchange}": not spec.alike,
-            f"--prune {config.prune}": config.prune != "off",
-            f"--fault-tolerance {config.fault_tolerance}": config.fault_tolerance != "off",
-        }
-        for option, chosen in unsuitable.items():
-            if chosen:
-                raise UsageError(
-                    f"--batch-norm sync does not go with {option}: leave one of them out"
-                )
+    _check_batch_norm(config)
     _check_task(config)
+    _check_mesh(config)
+    _check_compile(config)
+    _check_mixing(config)
     _check_skipping(config)
     _check_fault_tolerance(config)
     _check_replay(config)
+
+
+def _check_batch_norm(config: TrainOptions) -> None:
+    group, spec = group_size(config.batch_norm), parse_exchange(config.exchange)
+    if group is None and config.batch_norm != "sync":
+        return
+    unsuitable = {
+        f"--exchange {config.exchange}": not spec.alike,
+        f"--prune {config.prune}": config.prune != "off",
+        f"--fault-tolerance {config.fault_tolerance}": config.fault_tolerance != "off",
+    }
+    if group is not None:
+        unsuitable |= {
+            # Groups are summed by all ranks, exactly.
+            f"--exchange {config.exchange}": str(spec) != "allreduce",
+            f"--shuffle {config.shuffle}": not is_exact(config.shuffle),
+            "--balance": config.balance,
+            "--replay": config.replay is not None,
+        }
+    for option, chosen in unsuitable.items():
+        if chosen:
+            raise UsageError(
+                f"--batch-norm {config.batch_norm} does not go with {option}: leave one of them out"
+            )
+    if group is not None and config.batch_size % group:
+        raise UsageError(
+            f"--batch-norm {config.batch_norm}: a rank's batch of {config.batch_size} is not a "
+            "multiple of it; give another --batch-size, which is per rank"
+        )
 
 
 def _check_task(config: TrainOptions) -> None:
@@ -74,6 +98,70 @@ def _check_task(config: TrainOptions) -> None:
     for option, chosen in unsuitable.items():
         if chosen:
             raise UsageError(f"{option} does not go with --layerwise: leave one of them out")
+
+
+def _check_mesh(config: TrainOptions) -> None:
+    if config.mesh is None:
+        return
+    sizes = parse_sizes(config.mesh)
+    if sizes.get("model", 1) > 1:
+        raise UsageError(
+            f"--mesh {config.mesh}: dlio train cuts samples (space=), not layers: for layers in "
+            "parts use dlio.train.mesh.tensor_parallel in a loop of your own"
+        )
+    if sizes.get("space", 1) == 1:
+        return
+    unsuitable = {
+        f"--exchange {config.exchange}": not parse_exchange(config.exchange).alike,
+        f"--fault-tolerance {config.fault_tolerance}": config.fault_tolerance != "off",
+        "--nodes": config.nodes is not None,
+        "--pretend-nodes": config.pretend_nodes is not None,
+        "--balance": config.balance,
+        f"--prune {config.prune}": config.prune != "off",
+        "--skip-samples": config.skip_samples,
+        "--on-error skip": config.on_error == "skip",
+        "--compile": config.compile,
+        f"--batch-norm {config.batch_norm}": group_size(config.batch_norm) is not None,
+        "--trace": config.trace is not None,
+        "--replay": config.replay is not None,
+    }
+    for option, chosen in unsuitable.items():
+        if chosen:
+            raise UsageError(
+                f"{option} does not go with --mesh {config.mesh}, whose ranks share samples: leave "
+                "one of them out"
+            )
+
+
+def _check_compile(config: TrainOptions) -> None:
+    if not config.compile:
+        return
+    unsuitable = {
+        f"--exchange {config.exchange}": parse_exchange(config.exchange).merge
+        in ("half", "outer-pairs"),
+        "--layerwise": config.layerwise is not None,
+    }
+    for option, chosen in unsuitable.items():
+        if chosen:
+            raise UsageError(
+                f"--compile does not go with {option}, which changes the model between its layers "
+                "or in each epoch: leave one of them out"
+            )
+
+
+def _check_mixing(config: TrainOptions) -> None:
+    for option, alpha in (("--mixup", config.mixup), ("--cutmix", config.cutmix)):
+        unsuitable = {
+            "--skip-samples": config.skip_samples,
+            "--replay": config.replay is not None,
+            f"--fault-tolerance {config.fault_tolerance}": config.fault_tolerance != "off",
+        }
+        for other, chosen in unsuitable.items():
+            if chosen and alpha is not None:
+                raise UsageError(
+                    f"{option} does not go with {other}: an image is mixed with the one before it "
+                    "in the batch; leave one of them out"
+                )
 
 
 def _check_replay(config: TrainOptions) -> None:

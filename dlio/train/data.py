@@ -1,18 +1,22 @@
 """Open the data sets and loaders of a run on every rank."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from dlio.comm import Communicator
-from dlio.data.reader import open_reader
+from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import IMAGES, Schema
 from dlio.image import transforms
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.loader.opened import open_dataset
 from dlio.storage.spec import Tiers
+from dlio.train.arrays import is_arrays
 from dlio.train.config import TrainConfig
+from dlio.train.mesh import Mesh
+from dlio.train.sample_sharing import SampleSharing
 
 __all__ = ["difference", "is_table", "make_loader", "open_data"]
 
@@ -23,30 +27,41 @@ def open_data(
     config: TrainConfig,
     tiers: Tiers | None,
     training: bool,
+    sharing: SampleSharing | None = None,
 ) -> Dataset:
     """Open a data set, on rank 0 first so that the others find its listing in the cache.
 
     Args:
+        sharing: ranks that share samples read slabs of arrays.
         tiers: specification of the tiers to cache it in; None for the default.
         training: apply random crops and flips to images, and read from the replicas too.
     """
     size, scale = config.image_size, (config.crop_scale, 1.0)
-    drawn = transforms.Compose(
-        [transforms.RandomResizedCrop(size, scale), transforms.RandomHorizontalFlip()]
-    )
 
     def open_it() -> Dataset:
         reader = open_reader(path)
-        return open_dataset(
-            reader,
-            tiers=tiers,
-            image_size=size,
-            train=training,
-            transform=drawn if training and not is_table(reader.schema) else None,
-            seed=config.seed,
-            on_error=config.on_error,
-            replicas=config.replica if training else (),
-        )
+        is_pictures = not is_table(reader.schema) and not is_arrays(reader.schema)
+        drawn = None
+        if training and is_pictures:
+            drawn = transforms.Compose(
+                [
+                    transforms.RandomResizedCrop(size, scale),
+                    transforms.RandomHorizontalFlip(),
+                    *_mixtures(config, reader),
+                ]
+            )
+        options: dict[str, Any] = {
+            "tiers": tiers,
+            "image_size": size,
+            "train": training,
+            "transform": drawn,
+            "seed": config.seed,
+            "on_error": config.on_error,
+            "replicas": config.replica if training else (),
+        }
+        if sharing is not None and sharing.mesh is not None and is_arrays(reader.schema):
+            return sharing.open(path, reader, options)
+        return open_dataset(reader, **options)
 
     if comm.rank == 0:
         data = open_it()
@@ -54,6 +69,20 @@ def open_data(
         return data
     comm.barrier()
     return open_it()
+
+
+def _mixtures(config: TrainConfig, reader: Reader) -> list[Callable[..., Any]]:
+    """Return the transforms of --mixup and --cutmix: of each step's global batch, so that images
+    do not depend on the number of ranks and threads."""
+    kinds = (transforms.MixUp, config.mixup), (transforms.CutMix, config.cutmix)
+    wanted = [(kind, alpha) for kind, alpha in kinds if alpha is not None]
+    if not wanted:
+        return []
+    classes = len(reader.classes) or int(reader.labels.max()) + 1
+    made = [kind(alpha=alpha, num_classes=classes) for kind, alpha in wanted]
+    mixer = made[0] if len(made) == 1 else transforms.RandomChoice(made)
+    # Pixels stay 0 to 255: they are normalised on the device.
+    return [transforms.ToDtype(torch.float32), mixer]
 
 
 def is_table(schema: Schema) -> bool:
@@ -67,8 +96,14 @@ def is_table(schema: Schema) -> bool:
     )
 
 
-def make_loader(data: Dataset, config: TrainConfig, training: bool) -> DataLoader:
-    """Make the loader of a data set; it shuffles and records its trace only for training."""
+def make_loader(
+    data: Dataset, config: TrainConfig, training: bool, mesh: Mesh | None = None
+) -> DataLoader:
+    """Make the loader of a data set; it shuffles and records its trace only for training.
+
+    Args:
+        mesh: ranks that share samples get the same ones.
+    """
     loader = DataLoader(
         data,
         config.batch_size,
@@ -79,6 +114,7 @@ def make_loader(data: Dataset, config: TrainConfig, training: bool) -> DataLoade
         pretend_nodes=config.pretend_nodes,
         pin_memory=torch.cuda.is_available(),
         trace=config.trace_out if training else None,
+        mesh=mesh,
     )
     loader.deals = False  # The worker does, for all of its loaders.
     return loader

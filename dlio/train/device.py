@@ -1,5 +1,7 @@
 """The device of a rank, and the layout of a model on it."""
 
+from typing import Final
+
 import torch
 from torch import nn
 
@@ -9,9 +11,14 @@ from dlio.util.arguments import unknown_word
 
 __all__ = ["channels_last", "choose_device"]
 
+_OF_VOLUMES: Final = 5
+"""Dimensions of a 3-D convolution's weights."""
+
 
 def channels_last(model: nn.Module) -> nn.Module:
-    """Lay out the model's 4-dimensional tensors with the channels last."""
+    """Lay out a model's 4-dimensional tensors with the channels last, but for 3-D networks."""
+    if any(parameter.ndim == _OF_VOLUMES for parameter in model.parameters()):
+        return model
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 

@@ -9,7 +9,7 @@ import torch
 from dlio.comm import world
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
-from dlio.train.data import make_loader, open_data
+from dlio.train.data import is_table, make_loader, open_data
 from dlio.train.device import channels_last, choose_device
 from dlio.train.evaluation import Evaluator
 from dlio.train.precision import Precision
@@ -61,10 +61,10 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
             open_data(comm, config.source, config, config.tiers, training=False)
         )
         config = settle(config, data)
-        if config.task == "regress" and data.crops:
+        if config.task == "regress" and not is_table(data.reader.schema):
             raise UsageError(
-                "dlio eval does not know the units of a network that predicts numbers of images: "
-                "give `dlio train` the data as --val"
+                "dlio eval does not know the units of a network that predicts numbers of images "
+                "or arrays: give `dlio train` the data as --val"
             )
         loader = stack.enter_context(make_loader(data, config, training=False))
         data.mount(comm, config.pretend_nodes)

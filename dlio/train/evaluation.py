@@ -10,11 +10,13 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.loader.dataloader import DataLoader
+from dlio.train.mesh import gather
 from dlio.train.precision import Precision
 from dlio.train.pruning.copies import bare_copy
-from dlio.train.tasks.base import Task, batch_size
+from dlio.train.sample_sharing import SampleSharing
+from dlio.train.tasks.base import Convert, Outputs, Task, batch_size
 
-__all__ = ["Evaluator"]
+__all__ = ["Evaluator", "make_evaluator"]
 
 
 class Evaluator:
@@ -27,6 +29,7 @@ class Evaluator:
         task: knows how batches become inputs and targets, and the metrics.
         loader: batches of the held-out data.
         comm: ranks that share the held-out data.
+        convert: converts its batches; the task's conversion for None.
     """
 
     def __init__(
@@ -36,10 +39,11 @@ class Evaluator:
         loader: DataLoader,
         precision: Precision,
         comm: Communicator,
+        convert: Convert | None = None,
     ) -> None:
         """Raises UsageError if the task cannot use the held-out data."""
         self._model = copy.deepcopy(model)
-        self._task, self._convert = task, task.converter(loader.data)
+        self._task, self._convert = task, convert or task.converter(loader.data)
         self._loader, self._precision, self._comm = loader, precision, comm
 
     def reshape(self, model: nn.Module) -> None:
@@ -67,7 +71,29 @@ class Evaluator:
                 inputs, targets = self._convert(batch, device)
                 with self._precision.casting():
                     outputs = self._model(inputs)
-                sums += self._task.sums(outputs, targets)
+                sums += self._task.sums(_whole(outputs), gather(targets))
         self._comm.wait([self._comm.iallreduce(sums)], "the metrics")
         metrics = self._task.metrics(sums)
         return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _whole(outputs: Outputs) -> Outputs:
+    """Return the outputs of whole samples where ranks have parts of them. Collective."""
+    if isinstance(outputs, tuple):
+        return tuple(map(gather, outputs))
+    return gather(outputs)
+
+
+def make_evaluator(
+    model: nn.Module,
+    task: Task,
+    held_out: DataLoader | None,
+    precision: Precision,
+    sharing: SampleSharing,
+) -> Evaluator | None:
+    """Return the evaluator of a run's held-out data; None without any."""
+    if held_out is None:
+        return None
+    data = held_out.data
+    convert = sharing.converter(task.converter(data), data, task.is_dense)
+    return Evaluator(model, task, held_out, precision, sharing.data, convert)

@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 from typing import Final
 
-from dlio.train.names import DEFAULT_MODEL, USUAL_MODELS, USUAL_OPTIMIZERS
+from dlio.train.names import ARRAY_MODELS, DEFAULT_MODEL, USUAL_MODELS, USUAL_OPTIMIZERS
 from dlio.train.options import TrainOptions
 
 __all__ = ["FIXED", "finished_epochs"]
@@ -40,5 +40,5 @@ def _is_same(name: str, saved: object, given: object) -> bool:
     if name == "optimizer" and given is None:
         return saved in USUAL_OPTIMIZERS.values()
     if name == "model" and given == DEFAULT_MODEL:
-        return saved in USUAL_MODELS.values()
+        return saved in (*USUAL_MODELS.values(), *ARRAY_MODELS.values())
     return saved == given

@@ -11,6 +11,7 @@ from dlio.errors import UsageError
 from dlio.train.config import MODEL_NAMES
 from dlio.train.factory import call_with, load_factory, split_options
 from dlio.train.networks.autoencoder import autoencoder
+from dlio.train.networks.convnet import ConvNet
 from dlio.train.networks.convolutions import alexnet, googlenet, lenet
 from dlio.train.networks.mlp import Mlp
 from dlio.train.networks.residual import SmallResNet, resnet50
@@ -29,7 +30,7 @@ def normalised(images: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Convert images to a model's input on the device.
 
     Args:
-        images: uint8 (n, 3, h, w).
+        images: uint8 (n, 3, h, w), or float32 of the same range, which is changed.
 
     Returns float32 (n, 3, h, w) with mean 0 and standard deviation 1 over ImageNet's pixels.
     """
@@ -74,7 +75,7 @@ MODELS: Final[dict[str, Callable[..., nn.Module]]] = dict(
         MODEL_NAMES,
         (
             *(SmallResNet, resnet50, googlenet, _alexnet, _lenet, _vit),
-            *(Mlp, autoencoder, UNet),
+            *(Mlp, autoencoder, UNet, ConvNet),
         ),
         strict=True,
     )

@@ -2,7 +2,14 @@
 
 from typing import Final
 
-__all__ = ["DEFAULT_MODEL", "DEFAULT_OPTIMIZER", "TASK_NAMES", "USUAL_MODELS", "USUAL_OPTIMIZERS"]
+__all__ = [
+    "ARRAY_MODELS",
+    "DEFAULT_MODEL",
+    "DEFAULT_OPTIMIZER",
+    "TASK_NAMES",
+    "USUAL_MODELS",
+    "USUAL_OPTIMIZERS",
+]
 
 DEFAULT_MODEL: Final = "resnet"
 """Value of --model that stands for the usual model of the task."""
@@ -14,6 +21,8 @@ USUAL_MODELS: Final = dict(
     zip(TASK_NAMES, (DEFAULT_MODEL, DEFAULT_MODEL, "autoencoder", "unet", "mlp"), strict=True)
 )
 """Models by task, if --model names none."""
+ARRAY_MODELS: Final = {"classify": "convnet", "regress": "convnet", "segment": "unet"}
+"""The same for data sets of arrays, such as volumes."""
 USUAL_OPTIMIZERS: Final = dict(
     zip(TASK_NAMES, (DEFAULT_OPTIMIZER, "adamw", "adamw", DEFAULT_OPTIMIZER, "adamw"), strict=True)
 )

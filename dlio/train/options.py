@@ -13,7 +13,7 @@ MIN_IMAGE_SIZE: Final = 32
 """Pixels: of a smaller image too little is left after the strides of the model."""
 MODEL_NAMES: Final = (
     *("resnet", "resnet50", "googlenet", "alexnet", "lenet", "vit"),
-    *("mlp", "autoencoder", "unet"),
+    *("mlp", "autoencoder", "unet", "convnet"),
 )
 """Models of `dlio.train.model` that --model takes, besides `module:factory`."""
 
@@ -70,9 +70,10 @@ class TrainOptions:
         Option(
             "Model to train: resnet, a small residual network for images of 64 to 224 pixels, "
             "resnet(width=64) for a wider one, resnet50, googlenet, alexnet, lenet, vit; mlp, "
-            "autoencoder or unet for other tasks, which choose them by themselves; or "
-            "module:factory for your own. A factory is called with those of its parameters that "
-            "are named classes, image_size and, for tables, inputs.",
+            "autoencoder, unet or convnet for other data and tasks, which choose them by "
+            "themselves; or module:factory for your own. A factory is called with those of its "
+            "parameters that are named classes, image_size, inputs (for tables), channels and "
+            "dimensions (for arrays).",
             metavar="MODEL",
         ),
     ] = DEFAULT_MODEL
@@ -105,6 +106,23 @@ class TrainOptions:
             most=1,
         ),
     ] = 0.08
+    mixup: Annotated[
+        float | None,
+        Option(
+            "Blend each image and its class with another of the batch, by a share of Beta(A, A).",
+            metavar="A",
+            above=0,
+        ),
+    ] = None
+    cutmix: Annotated[
+        float | None,
+        Option(
+            "Paste a part of another image into each one, of a share of Beta(A, A); with --mixup, "
+            "each image gets one of the two.",
+            metavar="A",
+            above=0,
+        ),
+    ] = None
     optimizer: Annotated[
         str | None,
         Option(
@@ -142,11 +160,20 @@ class TrainOptions:
             "Statistics of batch normalisation. average: each rank normalises by its own samples, "
             "and the ranks' running statistics are averaged. sync: ranks normalise by the whole "
             "batch, so that results do not depend on the number of ranks and on which sample "
-            "comes to which; ranks wait for each other in each such layer. local: rank 0's "
-            "running statistics are taken.",
-            choices=("local", "average", "sync"),
+            "comes to which; ranks wait for each other in each such layer. ghost(16): groups of "
+            "16 samples are run one by one, and their gradients are summed exactly: with "
+            "--shuffle global the weights are the same, bit for bit, on any number of ranks and "
+            "nodes. local: rank 0's running statistics are taken.",
+            metavar="MODE",
         ),
     ] = "average"
+    compile: Annotated[
+        bool,
+        Option(
+            "Compile the model by torch.compile, in the first steps; on a CPU that needs a C++ "
+            "compiler."
+        ),
+    ] = False
     prune: Annotated[
         str,
         Option(
@@ -167,11 +194,10 @@ class TrainOptions:
     prune_target: Annotated[
         float | None,
         Option(
-            "Fraction of the parameters to keep, such as 0.25: all others are removed at once, at "
-            "the beginning.",
+            "Fraction of the parameters to keep; the others are removed after 12 steps.",
             above=0,
             most=1,
-            default_text="as many as the tolerance requires",
+            default_text="as many as the loss needs",
         ),
     ] = None
     exchange: Annotated[
@@ -183,6 +209,15 @@ class TrainOptions:
             metavar="EXCHANGE",
         ),
     ] = "allreduce"
+    mesh: Annotated[
+        str | None,
+        Option(
+            "Axes of the ranks: data=2,space=2 arranges 4 ranks, of which each two share every "
+            "sample: a volume or picture, cut into slabs. A rank reads its slab of arrays alone.",
+            metavar="AXES",
+            default_text="each rank has samples of its own",
+        ),
+    ] = None
     fault_tolerance: Annotated[
         str,
         Option(

@@ -27,12 +27,14 @@ from dlio.train.checkpoint.state import restore
 from dlio.train.config import TrainConfig
 from dlio.train.data import make_loader, open_data
 from dlio.train.exchange_spec import parse_exchange
+from dlio.train.ghost_spec import group_size
 from dlio.train.joining import Joining
 from dlio.train.leaving import RESUME_CODE, EndRequests, leaving_at
 from dlio.train.ledger import SampleLedger
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruning.pruned_file import save_layout
 from dlio.train.report import RunReport
+from dlio.train.sample_sharing import SampleSharing
 from dlio.train.snapshot.resuming import Resuming
 from dlio.train.tasks.registry import make_task, settle
 from dlio.train.wishes import Wish, make_wishes
@@ -71,16 +73,20 @@ def train(config: TrainConfig) -> RunReport:
                     f"--checkpoint {config.checkpoint}: holds checkpoints of another run; add "
                     "--resume to continue it, or name another folder"
                 )
+        sharing = stack.enter_context(SampleSharing(config, comm))
         data = stack.enter_context(
-            open_data(comm, config.source, config, config.tiers, training=True)
+            open_data(comm, config.source, config, config.tiers, True, sharing)
         )
-        config = settle(config, data)
-        loader = stack.enter_context(make_loader(data, config, training=True))
-        mounted = data.mount(comm, config.pretend_nodes)
-        held_out = _open_held_out(stack, config, comm, mounted)
-        task = make_task(config, data, comm)
+        config = settle(config, data, sharing.schema(data))
+        loader = stack.enter_context(make_loader(data, config, True, sharing.mesh))
+        mounted = data.mount(sharing.data, config.pretend_nodes)
+        sharing.check_order(mounted)
+        held_out = _open_held_out(stack, config, comm, mounted, sharing)
+        task = make_task(config, data, comm, sharing.schema(data))
         cores = available_cores()
-        torch.set_num_threads(max(1, cores * mounted.nodes.machines // comm.size))
+        threads = max(1, cores * sharing.machines(mounted) // comm.size)
+        # The rounding of a gradient depends on the number of threads.
+        torch.set_num_threads(threads if group_size(config.batch_norm) is None else 1)
         keep_freed_memory()
         is_found = False
         if resuming is not None:
@@ -88,7 +94,7 @@ def train(config: TrainConfig) -> RunReport:
             is_found = resuming.find(comm)
             resuming.end_phase("read")
         begun = None if start is None else start.begun
-        run = Worker(config, comm, loader, held_out, task, begun, is_found)
+        run = Worker(config, comm, loader, held_out, task, begun, is_found, sharing)
         stack.callback(run.close)
         if run.recovery is not None:
             nodes = [mounted.nodes.names[node] for node in mounted.nodes.node_of]
@@ -96,7 +102,7 @@ def train(config: TrainConfig) -> RunReport:
             if start is not None:
                 run.recovery.numbers = start.ranks
         report = RunReport(
-            dataset={"samples": len(data), "bytes": int(data.reader.sizes.sum())},
+            dataset={"samples": len(data), "bytes": sharing.payload_bytes(data)},
             ranks=comm.size if start is None else start.begun,
             nodes=len(mounted.nodes.names),
             tiers=[str(s) for s in (*mounted.tiers, mounted.decoded_spec) if s is not None],
@@ -183,15 +189,19 @@ def _die_of_bug(run: Worker, error: Exception) -> None:
 
 
 def _open_held_out(
-    stack: ExitStack, config: TrainConfig, comm: Communicator, mounted: Mount
+    stack: ExitStack,
+    config: TrainConfig,
+    comm: Communicator,
+    mounted: Mount,
+    sharing: SampleSharing,
 ) -> DataLoader | None:
     """Open the loader of --val in the tiers' spare room."""
     if config.val is None:
         return None
     val = stack.enter_context(
-        open_data(comm, config.val, config, mounted.spare_tiers(), training=False)
+        open_data(comm, config.val, config, mounted.spare_tiers(), False, sharing)
     )
-    return stack.enter_context(make_loader(val, config, training=False))
+    return stack.enter_context(make_loader(val, config, False, sharing.mesh))
 
 
 def _epochs(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -19,15 +20,17 @@ from dlio.plan.epoch import is_exact
 from dlio.train.balance import Balancer, Clock, timed_pass
 from dlio.train.batch_norm import mean_state, synchronised
 from dlio.train.callbacks.base import Callback
+from dlio.train.compiled import compile_model
 from dlio.train.config import TrainConfig
 from dlio.train.cut import Cut
 from dlio.train.device import channels_last, choose_device
 from dlio.train.ema import WeightAverage
-from dlio.train.evaluation import Evaluator
+from dlio.train.evaluation import make_evaluator
 from dlio.train.exchange.buckets import consensus_distance
-from dlio.train.exchange.distribute import connect
+from dlio.train.ghost import connected
 from dlio.train.learning_rate import learning_rate
 from dlio.train.ledger import SampleLedger
+from dlio.train.measured import measured
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer
 from dlio.train.place import RunPlace
@@ -35,7 +38,8 @@ from dlio.train.precision import Precision
 from dlio.train.progress import TrainingProgress
 from dlio.train.pruner import make_pruner
 from dlio.train.replay import make_dealing
-from dlio.train.report import EpochReport, RankEpoch, loader_counts
+from dlio.train.report import EpochReport, RankEpoch
+from dlio.train.sample_sharing import SampleSharing
 from dlio.train.skipping.of_run import make_skipper
 from dlio.train.tasks.base import Task, batch_size
 from dlio.train.weights import load_weights
@@ -59,50 +63,50 @@ class Worker:
         task: Task,
         begun: int | None = None,
         is_found: bool = False,
+        sharing: SampleSharing | None = None,
     ) -> None:
         """
         Args:
             begun: ranks when the job began, if they were started again: the global batch stays.
             is_found: a state is restored next, so that the ranks' models need not be alike.
+            sharing: the ranks that share samples; none for None.
         """
         self.config, self.comm = config, comm
         self.loader = loader
         self.device = choose_device(config.device, comm)
         torch.manual_seed(config.seed)
-        self.task, self._convert = task, task.converter(loader.data)
+        self._sharing = sharing = sharing or SampleSharing(config, comm)
+        self.task = task
+        self._convert = sharing.converter(task.converter(loader.data), loader.data, task.is_dense)
         self.model = channels_last(task.make_model()).to(self.device)
         if config.weights is not None and not is_found:
             load_weights(config.weights, self.model, comm.rank)
         self.precision = Precision(config.precision, self.device)
-        self._evaluator: Evaluator | None = None
-        if held_out is not None:
-            self._evaluator = Evaluator(self.model, task, held_out, self.precision, comm)
+        self._evaluator = make_evaluator(self.model, task, held_out, self.precision, sharing)
         copy_to_time = copy.deepcopy(self.model) if config.balance else None
         self.average = None if config.ema is None else WeightAverage(self.model, config.ema)
         """The average of the weights, which is evaluated and saved in their place."""
-        self._norms = synchronised(self.model, comm) if config.batch_norm == "sync" else None
+        agree = config.batch_norm == "sync" and sharing.mesh is None
+        self._norms = synchronised(self.model, comm) if agree else None
         """Ranks that normalise their batches together, if there are such layers."""
         self.optimizer = make_optimizer(
             config.optimizer or DEFAULT_OPTIMIZER, self.model, config.momentum, config.weight_decay
         )
-        self.exchange = connect(
-            self.model,
-            self.optimizer,
-            config.exchange,
-            seed=config.seed,
-            pretend_nodes=config.pretend_nodes,
-            are_alike=is_found,
-            follow_steps=False,  # Gradients are clipped when they are final.
+        self.exchange, self._ghosts = connected(
+            config, self.model, self.optimizer, comm, are_alike=is_found
         )
+        self._summing = self._ghosts or self.exchange
         self.pruner = make_pruner(
             config, self.model, self.optimizer, self.exchange, self.precision, task, len(loader)
         )
-        clock = Clock(lambda: self.exchange.statistics()["wait_s"], self.device)
+        self._called = compile_model(self.model, self.device) if config.compile else self.model
+        """The model, or its compiled form."""
+        clock = Clock(lambda: self._summing.statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
         self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
         self.skipper = make_skipper(config, loader)
         # Dropout masks have to differ between ranks.
-        torch.manual_seed((config.seed + comm.rank) % 2**63)
+        torch.manual_seed((config.seed + sharing.data.rank) % 2**63)
         self.callbacks: Sequence[Callback] = ()
         self.before_update: Callable[[], object] = lambda: None
         """Called before parameters and the optimizer's state change."""
@@ -112,9 +116,9 @@ class Worker:
         """Ranks at the beginning, with spares."""
         self.recovery = recovery_of(comm)
         if begun is None or config.on_loss == "shrink" or not is_exact(config.shuffle):
-            begun = comm.size - config.spares
+            begun = sharing.data.size - config.spares
         global_batch = config.batch_size * begun
-        if begun != comm.size - config.spares:
+        if begun != sharing.data.size - config.spares:
             for each in loaders:
                 each.regroup(range(comm.size), comm.rank, global_batch)
         self.steps = math.ceil(self.samples / global_batch)
@@ -194,27 +198,23 @@ class Worker:
 
     def close(self) -> None:
         """Close the exchange, and pruner and skipper if there are any. Collective."""
-        if self.pruner is not None:
-            self.pruner.close()
-        if self.skipper is not None:
-            self.skipper.close()
-        self._dealing.close()
-        self.exchange.close()
-        if self._norms is not None:
-            self._norms.close()
+        parts = (self.pruner, self.skipper, self._dealing, self.exchange, self._ghosts, self._norms)
+        for part in parts:
+            if part is not None:
+                part.close()
 
     def epoch(
         self, epoch: int, progress: TrainingProgress, ledger: SampleLedger | None
     ) -> EpochReport:
         """Train an epoch, or the rest of it after resuming, and evaluate. Collective."""
         self._begin_epoch(epoch, progress)
-        before = self.exchange.statistics()
+        before = self._summing.statistics()
         started = time.perf_counter()
         uniform(self.comm, lambda: self._train(progress, ledger))
         self._dealing.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
-        after = self.exchange.statistics()
+        after = self._summing.statistics()
         if ledger is not None:
             ledger.end_epoch(self._dealing.of_lost, len(self.loader.data) - self.samples)
         exchanged = {key: after[key] - before[key] for key in before}
@@ -310,10 +310,9 @@ class Worker:
         self._pending += count
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
-        if count or self._norms is not None:
+        self.last_loss = torch.zeros_like(self.last_loss)
+        if count or self._norms is not None or self._sharing.mesh is not None:
             self._backward(*self._convert(batch, self.device), planned)
-        else:
-            self.last_loss = torch.zeros_like(self.last_loss)
         self.position = self._dealing.position
         if not more:
             self._first = None
@@ -327,29 +326,43 @@ class Worker:
             targets: of the task; shape (n, ...).
             planned: samples of the optimizer step, over all ranks.
         """
+        ids = self.loader.last_samples
+        if self._ghosts is None:
+            # Where ranks step on their own samples, those that share them now have more of them.
+            alone = self.recovery is not None and not self.exchange.alike
+            ranks = len(self._dealing.members) if alone else self._ranks
+            self._pass(inputs, targets, ids, planned / ranks)
+            return
+        of_batch = min(self.global_batch, self.samples - self.position)
+        for part in self._ghosts.parts(len(inputs), of_batch):
+            self._ghosts.begin_group(self.epoch_number, self.position, part, of_batch)
+            self._pass(inputs[part], targets[part], ids[part], planned)
+            self._ghosts.end_group(part.stop - part.start)
+
+    def _pass(
+        self, inputs: torch.Tensor, targets: torch.Tensor, ids: npt.NDArray[np.int64], over: float
+    ) -> None:
+        """Run forward and backward on samples: on the sum of their losses, divided by `over`."""
         if self.pruner is not None:
             self.pruner.add_batch(inputs, targets)
         with self.precision.casting():
-            outputs = self.model(inputs)
+            outputs = self._called(inputs)
             losses = self.task.losses(outputs, targets)
         with torch.no_grad():
             correct = self.task.correct(outputs, targets)
         if self.skipper is not None:
             # Samples that are often skipped count more when they are not.
-            ids = self.loader.last_samples
             weights = self.skipper.weights(ids).to(self.device, non_blocking=True)
             self.skipper.record(losses, ids)
             losses, correct = losses * weights, correct * weights
         total = losses.sum()
-        # Where ranks step on their own samples, those that share them now have more of them each.
-        alone = self.recovery is not None and not self.exchange.alike
-        mean = total.div(planned / (len(self._dealing.members) if alone else self._ranks))
-        torch.autograd.backward(self.precision.scaler.scale(mean))
+        torch.autograd.backward(self.precision.scaler.scale(total.div(over)))
         with torch.no_grad():
-            self.last_loss = total.detach()
-            self.sums[0] += self.last_loss
-            self.sums[1] += correct.sum()
-            self.sums[2] += len(inputs)
+            self.last_loss += total
+            if self._sharing.counts:
+                self.sums[0] += total
+                self.sums[1] += correct.sum()
+                self.sums[2] += len(inputs)
 
     def _pending_batches(self, done: int) -> int:
         """Number of batches to accumulate before the next optimizer step, after `done` batches."""
@@ -360,11 +373,13 @@ class Worker:
         """Step the optimizer with gradients of `planned` samples from position `first` on."""
         config, precision = self.config, self.precision
         self.exchange.before_step()
+        if self._ghosts is not None:
+            self._ghosts.finish_step(planned)
         for parameter in self.model.parameters():
             if not parameter.requires_grad:
                 parameter.grad = None  # Layers that are left as they are get no decay, either.
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if self._ranks == 1 and self._pending not in (0, planned):
+        if self._ranks == 1 and self._ghosts is None and self._pending not in (0, planned):
             # Unreadable samples do not count; with several ranks the exchange corrects for them.
             torch._foreach_mul_(gradients, planned / self._pending)
         if precision.scales and gradients:
@@ -430,7 +445,16 @@ class Worker:
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
-        mine = self._measured(seconds, exchanged)
+        mine = measured(
+            self._balancer.measured(),
+            self._dealing.stats(),
+            sums=self.sums.tolist(),
+            seconds=seconds,
+            exchanged=exchanged,
+            updates_s=self._update_s,
+            left_out=self.left_out,
+            skip_share=1 - self.samples / len(self.loader.data),
+        )
         everyone, metrics, distance = uniform(self.comm, lambda: self._compared(mine))
         accuracy = metrics.get("accuracy")
         self._balancer.agree(everyone, self._dealing.usual_batch)
@@ -474,23 +498,3 @@ class Worker:
         their average over steps. Collective."""
         model = self.model if self.average is None else self.average.model()
         return mean_state(model, self.comm, self.config.batch_norm)
-
-    def _measured(self, seconds: float, exchanged: dict[str, float]) -> RankEpoch:
-        """This rank's measurements of the epoch."""
-        stats = self._dealing.stats()
-        steps_ms = np.array(self._update_s) * 1000 if self._update_s else np.zeros(1)
-        return {
-            **self._balancer.measured(),
-            "sums": self.sums.tolist(),
-            "seconds": seconds,
-            "stall_s": stats["stall_s"],
-            "first_batch_s": stats["first_batch_s"],
-            "exchange_wait_s": exchanged["wait_s"],
-            "exchange_bytes": exchanged["bytes"],
-            "step_ms": [float(np.median(steps_ms)), float(np.quantile(steps_ms, 0.95))],
-            "left_out": self.left_out,
-            "skip_share": 1 - self.samples / len(self.loader.data),
-            **loader_counts(stats),
-            "skipped": stats["skipped"],
-            "notes": stats["notes"],
-        }

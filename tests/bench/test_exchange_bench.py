@@ -10,7 +10,16 @@ import pytest
 
 from dlio.cli import main
 from dlio.errors import UsageError
-from dlio_bench.exchange import balance, messages, overlap, slow_rank, step, training
+from dlio_bench.exchange import (
+    balance,
+    messages,
+    overlap,
+    placement,
+    slow_rank,
+    step,
+    training,
+    unequal,
+)
 from dlio_bench.exchange.drawing import draw
 from dlio_bench.exchange.options import Options
 from dlio_bench.results.terminal import show
@@ -149,9 +158,48 @@ def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.mpi
+@pytest.mark.nightly
+def test_groups_are_alike_in_all_placements_and_ranks_own_batches_are_not(
+    pictures: Path, tmp_path: Path
+) -> None:
+    options = Options(
+        source=str(pictures),
+        val=str(pictures.parent / "val"),
+        batch_norms=("ghost(16)", "average"),
+        seeds=1,
+        epochs=5,
+        keep=str(tmp_path / "kept"),
+    )
+    results: dict[str, Any] = placement.measure(options)
+    for row in results["rows"]:
+        first = row["placement"] == placement.PLACEMENTS[0].name
+        dealt_by_place = row["placement"] != placement.PLACEMENTS[-1].name
+        if row["batch_norm"] == "ghost(16)" and dealt_by_place:
+            assert (row["final_weights"], row["distance_after_5"]) == ("A", 0)
+        elif row["batch_norm"] == "average":
+            assert (row["distance_after_1"] == 0) == first
+    assert len(results["rows"]) == 2 * len(placement.PLACEMENTS)
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
+def test_the_slow_ranks_share_is_told_for_each_exchange() -> None:
+    options = replace(TINY, images=192, seeds=1, exchanges=("tree", "local-sgd(8)"))
+    results: dict[str, Any] = unequal.measure(options)
+    assert [row["exchange"] for row in results["rows"]] == ["tree", "local-sgd(8)"]
+    for row in results["rows"]:
+        *fast, slow = map(int, row["shares"].split())
+        assert sum(fast) + slow == 32 * (len(fast) + 1)
+        assert min(fast) > slow
+        assert row["balanced_over_ideal"]["median"] > 0
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (["--case", "placement"], "--val"),
+        (["--batch-norm", "ghosts"], "choose average"),
         (["--case", "telepathy"], "choose one of messages"),
         (["--case", "training"], "--val"),
         (["--exchange", "telepathy"], "choose one of allreduce"),

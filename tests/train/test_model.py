@@ -10,7 +10,7 @@ from dlio.errors import UsageError
 from dlio.train.model import MODELS, make_model
 
 SIDES = {"lenet": 32, "alexnet": 63, "resnet50": 32, "googlenet": 32, "vit": 32}
-SIDES |= {"mlp": 32, "autoencoder": 32}
+SIDES |= {"mlp": 32, "autoencoder": 32, "convnet": 32}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("resnet", "unet")])
@@ -72,3 +72,14 @@ def test_a_new_residual_block_equals_its_shortcut() -> None:
 def test_an_unknown_model_names_the_known_ones() -> None:
     with pytest.raises(UsageError, match="resnet"):
         make_model("vgg", 2, 64)
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize("name", ["unet(width=2)", "convnet(width=2)"])
+def test_networks_of_arrays_take_sides_of_any_size(name: str, dimensions: int) -> None:
+    model = make_model(name, 5, 0, {"channels": 2, "dimensions": dimensions}).eval()
+    sides = (9, 14, 11)[:dimensions]
+    outputs = model(torch.rand(2, 2, *sides))
+    assert outputs.shape == ((2, 5, *sides) if name.startswith("unet") else (2, 5))
+    with pytest.raises(UsageError, match="dimensions=4: give 1 to 3"):
+        make_model(name, 5, 0, {"channels": 2, "dimensions": 4})

@@ -41,12 +41,14 @@ def _row(source: str, ranks: int, options: Options) -> dict[str, Any]:
 
     ideal, even_s, first_s, last_s, shares = [], [], [], [], []
     for _ in range(options.repeats):
-        task = {"source": source, "epochs": _EPOCHS, "sample_s": _SAMPLE_S, "factor": _FACTOR}
-        reports: list[dict[str, Any]] = [
-            run("dlio_bench.exchange.balanced", {**task, "balance": chosen}, ranks)
-            for chosen in (False, True)
-        ]
-        even, balanced = (report["epochs"] for report in reports)
+        task = {
+            "epochs": _EPOCHS,
+            "sample_s": _SAMPLE_S,
+            "factor": _FACTOR,
+            "runs": [{"source": source, "balance": chosen} for chosen in (False, True)],
+        }
+        report: dict[str, Any] = run("dlio_bench.exchange.balanced", task, ranks)
+        even, balanced = report["runs"]
         ideal.append(options.images / sum(even[-1]["rates"]))
         even_s.append(even[-1]["seconds"])
         first_s.append(balanced[0]["seconds"])

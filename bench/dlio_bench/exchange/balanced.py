@@ -1,4 +1,4 @@
-"""One rank of `--case balance`: `python -m dlio_bench.exchange.balanced JSON`.
+"""One rank of the cases balance and unequal: `python -m dlio_bench.exchange.balanced JSON`.
 
 Its computation is almost all sleep, in proportion to its samples, so that a machine with fewer
 cores than ranks does not distort it.
@@ -15,10 +15,12 @@ __all__: list[str] = []
 _BATCH: Final = 32
 _SIZE: Final = 32
 _MODEL: Final = "sleeping"
+_GRID: Final = 8
+_WIDTH: Final = 64
 
 
 def _rank(task: dict[str, Any]) -> None:
-    """One rank's training."""
+    """One rank's trainings, one after another: options of `TrainConfig` in `runs`."""
     from dlio.comm import world
     from dlio.train.config import TrainConfig
     from dlio.train.model import MODELS
@@ -27,44 +29,53 @@ def _rank(task: dict[str, Any]) -> None:
     comm = world()
     sample_s = task["sample_s"] * (task["factor"] if comm.rank == comm.size - 1 else 1.0)
     MODELS[_MODEL] = _sleeping(sample_s)
-    report = train(
-        TrainConfig(
-            task["source"],
-            epochs=task["epochs"],
-            batch_size=_BATCH,
-            model=_MODEL,
-            image_size=_SIZE,
-            tiers="ram:1GiB",
-            workers=1,
-            balance=task["balance"],
+    runs = []
+    for options in task["runs"]:
+        report = train(
+            TrainConfig(
+                epochs=task["epochs"],
+                batch_size=_BATCH,
+                model=_MODEL,
+                image_size=_SIZE,
+                tiers="ram:1GiB",
+                workers=1,
+                **options,
+            )
         )
-    )
+        runs.append(
+            [
+                {
+                    "seconds": epoch.seconds,
+                    "samples": epoch.samples,
+                    "shares": epoch.shares,
+                    "rates": epoch.rank_samples_per_s,
+                    "val_accuracy": epoch.val_accuracy,
+                }
+                for epoch in report.epochs
+            ]
+        )
     if comm.rank == 0:
-        epochs = [
-            {
-                "seconds": epoch.seconds,
-                "shares": epoch.shares,
-                "rates": epoch.rank_samples_per_s,
-            }
-            for epoch in report.epochs
-        ]
-        print(json.dumps({"epochs": epochs}), flush=True)
+        print(json.dumps({"runs": runs}), flush=True)
 
 
 def _sleeping(sample_s: float) -> Callable[[int, int], Any]:
-    """A factory of models that take `sample_s` for each sample."""
+    """A factory of models that take `sample_s` for each training sample."""
     import torch
     from torch import nn
 
     class Sleeping(nn.Module):
         def __init__(self, classes: int, image_size: int) -> None:
             super().__init__()
-            self.head = nn.Linear(3, classes)
+            self.head = nn.Sequential(
+                *(nn.AdaptiveAvgPool2d(_GRID), nn.Flatten(), nn.Linear(3 * _GRID**2, _WIDTH)),
+                *(nn.ReLU(), nn.Linear(_WIDTH, classes)),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             # x: (n, 3, size, size) -> (n, classes)
-            time.sleep(sample_s * len(x))
-            logits: torch.Tensor = self.head(x.mean(dim=(2, 3)))
+            if self.training:
+                time.sleep(sample_s * len(x))
+            logits: torch.Tensor = self.head(x)
             return logits
 
     return Sleeping

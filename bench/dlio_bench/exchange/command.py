@@ -22,6 +22,8 @@ CASES: Final[dict[str, str]] = {
     "training": "dlio_bench.exchange.training:measure",
     "slow-rank": "dlio_bench.exchange.slow_rank:measure",
     "balance": "dlio_bench.exchange.balance:measure",
+    "placement": "dlio_bench.exchange.placement:measure",
+    "unequal": "dlio_bench.exchange.unequal:measure",
 }
 """Cases by name, and the functions that measure them: (Options) -> figures. Figures are `rows`, a
 list of mappings from headings to figures, or have other names; a figure is a number, text, or a
@@ -39,7 +41,7 @@ class Cases:
         Option(
             "Case to measure. Repeatable.",
             choices=tuple(CASES),
-            default_text="all but training",
+            default_text="all but training, placement and unequal",
         ),
     ] = ()
 
@@ -51,7 +53,8 @@ def command(options: Options, cases: Cases, output: Output) -> None:
     """Measure exchanges of gradients and weights.
 
     Messages are counted where they leave a rank. Other cases measure how much of an exchange
-    backward hides, the time of a step compared with torch's DDP, accuracy, and slow ranks.
+    backward hides, the time of a step compared with torch's DDP, accuracy, slow ranks, and
+    how far results depend on where samples are computed.
     """
     from dlio_bench.results.environment import describe_machine
 
@@ -59,8 +62,9 @@ def command(options: Options, cases: Cases, output: Output) -> None:
     if options.plot is not None:
         check_writable("--plot", options.plot)
     wanted = cases.case or _USUAL
-    if "training" in wanted:
-        options.check_training()
+    for case in ("training", "placement"):
+        if case in wanted:
+            options.check_training(case)
     report: dict[str, Any] = {
         "benchmark": "exchange",
         "options": asdict(options),

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 from dlio.errors import UsageError
 from dlio.train.exchange_spec import parse_exchange
+from dlio.train.ghost_spec import group_size
 from dlio.train.names import DEFAULT_MODEL
 from dlio.util.options import Option, check
 from dlio_bench.ranks import FABRICS, LINK
@@ -23,9 +24,10 @@ class Options:
         str | None,
         Option("Class folders of images to train on.", positional=True, metavar="SRC"),
     ] = None
-    val: Annotated[str | None, Option("Held-out data for the case training.", metavar="PATH")] = (
-        None
-    )
+    val: Annotated[
+        str | None,
+        Option("Held-out data for the cases training and placement.", metavar="PATH"),
+    ] = None
     repeats: Annotated[int, Option("Timed passes of each figure.", least=1)] = 5
     exchanges: Annotated[
         tuple[str, ...],
@@ -86,13 +88,15 @@ class Options:
     ranks: Annotated[int, Option("Ranks of the case training.", short="-n", least=2)] = 2
     counts: tuple[int, ...] = (2, 4, 8, 16)
     """Numbers of ranks whose messages are counted."""
-    seeds: Annotated[int, Option("Seeds of the case training.", least=1)] = 5
-    epochs: Annotated[int, Option("Epochs of the case training.", least=1)] = 3
+    seeds: Annotated[
+        int, Option("Seeds of the cases training, placement and unequal.", least=1)
+    ] = 5
+    epochs: Annotated[int, Option("Epochs of the cases training and placement.", least=1)] = 3
     keep: Annotated[
         str | None,
         Option(
-            "Keep reports of the case training in this folder, so that an interrupted run "
-            "continues.",
+            "Keep reports of the cases training and placement in this folder, so that an "
+            "interrupted run continues.",
             metavar="FOLDER",
         ),
     ] = None
@@ -127,7 +131,17 @@ class Options:
     seconds: float = 5.0
     """Seconds of a pass of the case slow-rank."""
     images: int = 960
-    """Images that the case balance trains on."""
+    """Images that the cases balance and unequal train on."""
+    batch_norms: Annotated[
+        tuple[str, ...],
+        Option(
+            "Batch normalisation of the case placement, as for `dlio train --batch-norm`. "
+            "Repeatable.",
+            name="batch-norm",
+            metavar="MODE",
+            default_text="average, sync and ghost(16)",
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         check(self)
@@ -135,6 +149,8 @@ class Options:
             raise UsageError(f"--plot {self.plot}: give a name that ends in .png or .svg")
         for each in self.exchanges:
             parse_exchange(each)
+        for mode in self.batch_norms:
+            group_size(mode)
         self.train_options()
 
     def train_options(self) -> dict[str, object]:
@@ -155,10 +171,10 @@ class Options:
             )
         return options
 
-    def check_training(self) -> None:
-        """Raise UsageError when the case training lacks data."""
+    def check_training(self, case: str) -> None:
+        """Raise UsageError when a case that trains lacks data."""
         if self.source is None or self.val is None:
-            raise UsageError("--case training needs a data set and held-out data: SRC --val VAL")
+            raise UsageError(f"--case {case} needs a data set and held-out data: SRC --val VAL")
 
 
 def _parsed(text: str) -> object:

@@ -31,7 +31,7 @@ def measure(options: Options) -> dict[str, object]:
     lie apart."""
     from dlio.train.exchange import NAMES
 
-    options.check_training()
+    options.check_training("training")
     exchanges = options.exchanges or (*NAMES, *_COMPRESSED)
     reports: dict[str, list[TrainingReport]] = {name: [] for name in exchanges}
     with ExitStack() as stack:

@@ -2,7 +2,6 @@
 
 | module | contents |
 |---|---|
-| `axes` | `data=2,space=2`, parsed and checked |
 | `mesh` | `dlio.Mesh`: communicators, slabs, data sets and gradients of the axes |
 | `slab` | which part of a dimension a rank has, and which part a layer needs |
 | `messages` | parts and sums between ranks, in forward and backward passes |
@@ -11,7 +10,6 @@
 | `tensor_parallel` | linear layers in parts, by torch's DTensor |
 """
 
-from dlio.train.mesh.axes import AXES, Axes, parse_axes
 from dlio.train.mesh.mesh import Mesh
 from dlio.train.mesh.slab import Slab
 from dlio.train.mesh.tensor import SplitTensor, gather, local_part
@@ -20,6 +18,7 @@ from dlio.train.mesh.tensor_parallel import (
     average_gradients,
     tensor_parallel,
 )
+from dlio.train.mesh_axes import AXES, Axes, parse_axes
 
 __all__ = [
     "AXES",

@@ -17,11 +17,11 @@ from dlio.loader.dataset import Dataset
 from dlio.loader.opened import open_dataset
 from dlio.train.exchange.distribute import Distributed, connect
 from dlio.train.exchange_spec import parse_exchange
-from dlio.train.mesh.axes import AXES, parse_axes
 from dlio.train.mesh.messages import Traffic
 from dlio.train.mesh.sharing import Sharing
 from dlio.train.mesh.slab import Slab, longest_dimension
 from dlio.train.mesh.tensor import SplitTensor, join
+from dlio.train.mesh_axes import AXES, parse_axes
 from dlio.util.arguments import PathText, one_of
 
 if TYPE_CHECKING:

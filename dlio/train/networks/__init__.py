@@ -6,6 +6,7 @@
 | `residual` | the small network for trials, and ResNet-50 |
 | `transformer`, `recurrent`, `volumes` | ViT, LSTM, 3-D U-Net |
 | `mlp`, `autoencoder`, `unet` | for tables, images without labels, and masks |
+| `convnet` | for arrays, such as volumes |
 
 `dlio.train.model` has those for images by name.
 """

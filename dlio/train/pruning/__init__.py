@@ -10,6 +10,7 @@ The idea is that of neuron apoptosis (Siegel, Daily and Vishnu, arXiv 1610.00790
 | `activations.py`      | classify the operations between a layer and its consumers            |
 | `verify.py`           | confirm each group on a copy of the model                            |
 | `layers.py`           | tensors and attributes of a layer, per side and dimension            |
+| `compiled.py`         | models that torch.compile has compiled                               |
 | `statistics.py`       | collect activation and gradient statistics with hooks                |
 | `removal.py`          | choose the neurons to remove (pure)                                  |
 | `similar.py`          | find pairs of neurons with proportional weights (pure)               |

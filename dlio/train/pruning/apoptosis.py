@@ -16,6 +16,7 @@ from dlio.errors import DlioError, UsageError
 from dlio.train.cut import Cut
 from dlio.train.exchange.distribute import exchange_around
 from dlio.train.pruning.apply import apply
+from dlio.train.pruning.compiled import forget_graphs, uncompiled, without_compiler
 from dlio.train.pruning.find import find_groups
 from dlio.train.pruning.groups import Group, ModelInput, PrunableGroups, shrunk
 from dlio.train.pruning.model_size import count_parameters
@@ -65,8 +66,9 @@ class Apoptosis:
     a copy of the model. Removals that keep the probe's loss low are carried out after the same step
     on all ranks: in the model, the optimizers' state and the exchange, and through `on_cut`.
 
-    Parameters keep their identity. Objects made from their shapes do not survive a round: torch's
-    DDP, compiled graphs, CUDA graphs.
+    Parameters keep their identity. A model that torch.compile has compiled, whole or in parts, is
+    compiled again after a round; steps that are sampled run uncompiled. Other objects made from
+    shapes do not survive a round, such as CUDA graphs; torch's DDP and FSDP are refused.
 
     All methods that change anything are collective: call them on all ranks alike. The object is a
     context manager that closes itself.
@@ -110,7 +112,7 @@ class Apoptosis:
         schedule: Schedule | None = None,
         on_cut: Iterable[Callable[[Sequence[Cut]], None]] = (),
     ) -> None:
-        self.model = model
+        self.model = model = uncompiled(model)
         self.optimizers = (
             [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         )
@@ -130,7 +132,9 @@ class Apoptosis:
         self.schedule = schedule or Schedule(tolerance=tolerance)
         self._pace = Pace(self.schedule, steps)
         self.example = example
-        self.found: PrunableGroups = find_groups(model, example)
+        with without_compiler():
+            prunable = find_groups(model, example)
+        self.found: PrunableGroups = prunable
         """Groups of the original model, and the layers left alone, with reasons."""
         self._check_groups()
         self._original = self.found.groups
@@ -257,6 +261,7 @@ class Apoptosis:
             raise DlioError(
                 "the model has been pruned already: make a new one to apply a saved layout to"
             )
+        forget_graphs()
         cuts = shrink_to(self.model, layout, self.optimizers)
         self.layout = layout
         self.groups = shrunk(self._original, layout.groups)
@@ -310,7 +315,8 @@ class Apoptosis:
         if all(group.name in alone for group in self.groups):
             pace.rested(self.steps)
             return None
-        tried = uniform(self._comm, self._tried)
+        with without_compiler():
+            tried = uniform(self._comm, self._tried)
         if tried is None:
             pace.skipped(self.steps)
             return None
@@ -345,6 +351,7 @@ class Apoptosis:
 
     def _carry_out(self, result: TrialResult, allowed: float | None) -> None:
         """Cut the model, its optimizers and exchanges, and begin a new window."""
+        forget_graphs()
         applied = apply(
             self.model,
             self.groups,
@@ -394,10 +401,16 @@ class Apoptosis:
 
 def _check_reshapable(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise UsageError for wrappers and optimizers whose state cannot be cut."""
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise UsageError(
+                f"Apoptosis cannot reshape the buffers of torch's {type(module).__name__}: give "
+                "the module inside (model.module), and distribute it with dlio.distribute"
+            )
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         raise UsageError(
-            "Apoptosis cannot reshape the buffers of torch's DistributedDataParallel: distribute "
-            "the model with dlio.distribute"
+            "Apoptosis cannot cut parameters of which ranks have parts (FSDP, tensor_parallel): "
+            "distribute the model with dlio.distribute"
         )
     if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
         raise UsageError(

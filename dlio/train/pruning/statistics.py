@@ -193,6 +193,11 @@ class Collector:
         """True after `close`."""
         return not self._handles
 
+    @property
+    def is_due(self) -> bool:
+        """True if the next step is sampled."""
+        return not self.closed and self.step_count % self._every == 0
+
     @torch.no_grad()
     def step(self, scale: float | torch.Tensor = 1.0) -> None:
         """Take a step's gradients; call it before they are clipped or used.
@@ -260,6 +265,8 @@ class Collector:
         mine = self._layers[name][0]
 
         def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if torch.compiler.is_compiling():
+                return  # Sampled steps run uncompiled: see `EagerSteps`.
             if module is not mine:
                 return  # A deep copy of the model shares its hooks.
             if module.training and self.step_count % self._every == 0 and args:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from dlio.train.pruning.compiled import EagerSteps
 from dlio.train.pruning.groups import Group
 from dlio.train.pruning.statistics import Collector, Statistics
 
@@ -31,6 +32,8 @@ class StatisticsWindow:
         self._looks_before, self._seconds_before = 0, 0.0
         self._looked = False
         self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self._eager = EagerSteps()
+        self._eager.choose(self._collector.is_due)
 
     @property
     def paused(self) -> bool:
@@ -60,6 +63,7 @@ class StatisticsWindow:
     def step_ends(self) -> None:
         """Let the next step be sampled."""
         self._looked = False
+        self._eager.choose(self._collector.is_due)
 
     def statistics(self) -> Statistics:
         """Statistics of this rank."""
@@ -71,15 +75,17 @@ class StatisticsWindow:
         self._seconds_before += self._collector.seconds
         self._looks_before += self._collector.looks
         self._collector = Collector(self._model, groups, self._every)
+        self._eager.choose(self._collector.is_due)
 
     def pause(self) -> None:
         """Stop sampling until `restart`."""
         self._collector.close()
+        self._eager.choose(False)
 
     def close(self) -> None:
         """Remove all hooks."""
         self._hook.remove()
-        self._collector.close()
+        self.pause()
 
     def state(self) -> dict[str, torch.Tensor]:
         """This rank's window so far, for a checkpoint."""
@@ -90,6 +96,7 @@ class StatisticsWindow:
         self._looks_before = looks_before
         if state:
             self._collector.load_state(state)
+            self._eager.choose(self._collector.is_due)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self._looked:

@@ -27,6 +27,7 @@ class AutoencodeImages(Task):
     """
 
     name = "autoencode"
+    is_dense = True
 
     def __init__(self, config: TrainConfig, data: Dataset) -> None:
         self._config = config

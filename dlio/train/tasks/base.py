@@ -31,6 +31,8 @@ class Task(ABC):
     """Value of `--task`."""
     watch: str = "loss"
     """The metric by which models are compared, a name in `metrics.METRICS`."""
+    is_dense: bool = False
+    """True if targets have the spatial extents of the inputs."""
     has_accuracy: bool = False
     """True if `correct` counts right answers."""
     notes: tuple[str, ...] = ()

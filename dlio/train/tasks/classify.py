@@ -12,6 +12,7 @@ from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.train.config import TrainConfig
 from dlio.train.data import difference
+from dlio.train.factory import split_options
 from dlio.train.model import make_model, normalised
 from dlio.train.tasks.auc import BINS, area, score_sums
 from dlio.train.tasks.base import Convert, Outputs, Task
@@ -35,14 +36,17 @@ class Classes:
         self.classes = classes
 
     def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
-        """Cross entropy of each sample; shape (n,)."""
+        """Cross entropy of each sample; shape (n,). Targets may be probabilities (n, classes)."""
         assert isinstance(outputs, torch.Tensor)
         return cross_entropy(outputs, targets, reduction="none")
 
     def correct(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
-        """1 where the greatest logit is the target's; shape (n,)."""
+        """1 where the greatest logit is the target's, or its probability; shape (n,)."""
         assert isinstance(outputs, torch.Tensor)
-        return outputs.argmax(1) == targets
+        best = outputs.argmax(1)
+        if targets.ndim > 1:
+            return targets.gather(1, best[:, None])[:, 0]
+        return best == targets
 
     @property
     def sum_count(self) -> int:
@@ -75,8 +79,9 @@ class Classes:
 class ClassifyImages(Classes, Task):
     """Images with a class number each.
 
-    A loader gives (uint8 (n, 3, size, size), int64 (n,)); the model maps float32 (n, 3, size, size)
-    to logits (n, classes).
+    A loader gives (uint8 (n, 3, size, size), int64 (n,)), or of mixed images (float32 (n, 3, size,
+    size), probabilities (n, classes)); the model maps float32 (n, 3, size, size) to logits (n,
+    classes).
     """
 
     name = "classify"
@@ -98,7 +103,13 @@ class ClassifyImages(Classes, Task):
         return _convert
 
     def make_model(self) -> nn.Module:
-        return make_model(self._config.model, self.classes, self._config.image_size)
+        model = self._config.model
+        if split_options("--model", model)[0] == "unet":
+            raise UsageError(
+                f"--model {model}: gives a class for each pixel: use it for --task segment, or "
+                "choose another model"
+            )
+        return make_model(model, self.classes, self._config.image_size)
 
     def example(
         self, samples: int, generator: torch.Generator

@@ -5,11 +5,21 @@ from dataclasses import replace
 from typing import Final
 
 from dlio.comm import Communicator
+from dlio.data.schema import Schema
 from dlio.errors import UsageError
 from dlio.loader.dataset import Dataset
+from dlio.train.arrays import array_fields, is_arrays
 from dlio.train.config import TrainConfig
 from dlio.train.data import is_table
-from dlio.train.names import DEFAULT_MODEL, TASK_NAMES, USUAL_MODELS, USUAL_OPTIMIZERS
+from dlio.train.mesh_axes import parse_sizes
+from dlio.train.names import (
+    ARRAY_MODELS,
+    DEFAULT_MODEL,
+    TASK_NAMES,
+    USUAL_MODELS,
+    USUAL_OPTIMIZERS,
+)
+from dlio.train.tasks.arrays import make_array_task, usual_task
 from dlio.train.tasks.autoencode import AutoencodeImages
 from dlio.train.tasks.base import Task
 from dlio.train.tasks.classify import ClassifyImages
@@ -36,35 +46,63 @@ TASKS: Final[dict[str, _Make]] = dict(
 """How tasks are made, by the names that --task accepts. Collective."""
 
 
-def settle(config: TrainConfig, data: Dataset) -> TrainConfig:
+def settle(config: TrainConfig, data: Dataset, whole: Schema | None = None) -> TrainConfig:
     """Return the configuration with the task, model and optimizer that a run of these data has.
+
+    Args:
+        whole: schema of whole samples, if this rank reads its slab of them alone.
 
     Raises UsageError for a task that the data do not suit.
     """
-    table = is_table(data.reader.schema)
+    schema = data.reader.schema if whole is None else whole
+    table, arrays = is_table(schema), is_arrays(schema)
     usual = "table" if table else "segment" if has_masks(data) else "classify"
+    if arrays:
+        usual = usual_task(array_fields(config.source, schema, config.target))
     task = config.task or usual
+    if arrays and task == "autoencode":
+        raise UsageError(f"--task autoencode needs images, and {config.source} holds arrays")
     if table and task in ("autoencode", "segment"):
         raise UsageError(f"--task {task} needs images, and {config.source} is a table")
     if task == "table" and not table:
         raise UsageError(f"--task table: {config.source} is not a table of numbers and texts")
-    if not table and (config.target or config.category):
-        option = "--target" if config.target else "--category"
+    if not table and ((config.target and not arrays) or config.category):
+        option = "--target" if config.target and not arrays else "--category"
         raise UsageError(f"{option} is for tables, and {config.source} is not one")
+    if table and config.mesh is not None and parse_sizes(config.mesh).get("space", 1) > 1:
+        raise UsageError(
+            f"--mesh {config.mesh}: ranks share arrays and pictures, and {config.source} is a "
+            "table: leave space= out"
+        )
+    if (config.mixup or config.cutmix) and (table or arrays or task != "classify"):
+        option = "--mixup" if config.mixup else "--cutmix"
+        raise UsageError(
+            f"{option} mixes images with classes (--task classify), and this is --task {task} on "
+            f"{config.source}: leave it out"
+        )
     kind = "table" if table else task
+    usual_model = (ARRAY_MODELS if arrays else USUAL_MODELS)[kind]
     return replace(
         config,
         task=task,
-        model=USUAL_MODELS[kind] if config.model == DEFAULT_MODEL else config.model,
+        model=usual_model if config.model == DEFAULT_MODEL else config.model,
         optimizer=config.optimizer or USUAL_OPTIMIZERS[kind],
     )
 
 
-def make_task(config: TrainConfig, data: Dataset, comm: Communicator) -> Task:
+def make_task(
+    config: TrainConfig, data: Dataset, comm: Communicator, whole: Schema | None = None
+) -> Task:
     """Make the task of a settled configuration. Collective.
+
+    Args:
+        whole: schema of whole samples, if this rank reads its slab of them alone.
 
     Raises UsageError for data that lack something that the task needs.
     """
+    schema = data.reader.schema if whole is None else whole
+    if is_arrays(schema):
+        return make_array_task(config, data, schema, comm)
     name = "table" if is_table(data.reader.schema) else config.task
     assert name is not None
     return TASKS[name](config, data, comm)

@@ -17,9 +17,9 @@ from dlio.train.model import make_model, normalised
 from dlio.train.tasks.base import Convert, Outputs, Task
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
 
-__all__ = ["SegmentImages", "has_masks"]
+__all__ = ["IGNORED", "SegmentImages", "Segments", "has_masks"]
 
-_IGNORED: Final = 255
+IGNORED: Final = 255
 """Class number of pixels that do not count, as in Pascal VOC."""
 _MASK: Final = "mask"
 _PIECE: Final = 64
@@ -31,65 +31,38 @@ def has_masks(data: Dataset) -> bool:
     return data.crops and _MASK in fields and "boxes" not in fields
 
 
-class SegmentImages(Task):
-    """Images with the class number of each pixel; 255 for pixels that do not count.
+class Segments:
+    """Loss and metrics of logits (n, classes, ...) and class numbers (n, ...).
 
-    A loader gives (uint8 (n, 3, size, size), uint8 (n, size, size)); the model maps float32
-    (n, 3, size, size) to logits (n, classes, size, size). IoU is intersection over union of the
-    pixels of a class over all samples; the mean is over classes that occur in masks or answers.
+    Elements of class 255 do not count. IoU is intersection over union of the elements of a class
+    over all samples; the mean is over classes that occur in targets or answers.
+
+    Args:
+        classes: number of classes, at least 1.
     """
 
-    name = "segment"
-    watch = "iou"
-    has_accuracy = True
-
-    def __init__(self, config: TrainConfig, data: Dataset, comm: Communicator) -> None:
-        """Find the number of classes, by all masks if the data do not name them. Collective."""
-        self._config = config
-        _check(data)
-        self.classes = len(data.classes) or _count_classes(data, comm)
-
-    def converter(self, data: Dataset) -> Convert:
-        _check(data)
-
-        def convert(batch: BatchData, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-            images, masks = batch
-            if masks.numel() and bool(((masks >= self.classes) & (masks != _IGNORED)).any()):
-                raise UsageError(
-                    f"{data.path}: a mask has class {int(masks[masks != _IGNORED].max())}, and "
-                    f"there are {self.classes}: repair it, or name all classes in classes.txt"
-                )
-            return normalised(images, device), masks.to(device, non_blocking=True).long()
-
-        return convert
-
-    def make_model(self) -> nn.Module:
-        return make_model(self._config.model, self.classes, self._config.image_size)
-
-    def example(
-        self, samples: int, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self._config.image_size
-        images = torch.randn(samples, 3, size, size, generator=generator)
-        return images, torch.zeros(samples, size, size, dtype=torch.int64)
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
 
     def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy of the pixels that count, of each sample; shape (n,)."""
-        each = cross_entropy(_logits(outputs), targets, reduction="none", ignore_index=_IGNORED)
-        counted = (targets != _IGNORED).sum(dim=(1, 2)).clamp(min=1)
-        return each.sum(dim=(1, 2)) / counted
+        """Mean cross entropy of the elements that count, of each sample; shape (n,)."""
+        each = cross_entropy(_logits(outputs), targets, reduction="none", ignore_index=IGNORED)
+        rest = tuple(range(1, each.ndim))
+        return each.sum(dim=rest) / (targets != IGNORED).sum(dim=rest).clamp(min=1)
 
     def correct(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
-        counts = targets != _IGNORED
+        """Share of right answers among the elements that count, of each sample; shape (n,)."""
+        counts = targets != IGNORED
         right = (_logits(outputs).argmax(1) == targets) & counts
-        return right.sum(dim=(1, 2)) / counts.sum(dim=(1, 2)).clamp(min=1)
+        rest = tuple(range(1, right.ndim))
+        return right.sum(dim=rest) / counts.sum(dim=rest).clamp(min=1)
 
     @property
     def sum_count(self) -> int:
         return 1 + REAL + self.classes**2
 
     def sums(self, outputs: Outputs, targets: torch.Tensor) -> Sums:
-        counts = targets != _IGNORED
+        counts = targets != IGNORED
         rows = targets[counts].cpu().numpy()
         columns = _logits(outputs).argmax(1)[counts].cpu().numpy()
         size = self.classes
@@ -107,6 +80,49 @@ class SegmentImages(Task):
             "iou": float((shared[occurs] / union[occurs]).mean()) if occurs.any() else 0.0,
             "loss": mean_of(sums[1 : 1 + REAL], int(sums[0])),
         }
+
+
+class SegmentImages(Segments, Task):
+    """Images with the class number of each pixel.
+
+    A loader gives (uint8 (n, 3, size, size), uint8 (n, size, size)); the model maps float32
+    (n, 3, size, size) to logits (n, classes, size, size).
+    """
+
+    name = "segment"
+    watch = "iou"
+    has_accuracy = True
+    is_dense = True
+
+    def __init__(self, config: TrainConfig, data: Dataset, comm: Communicator) -> None:
+        """Find the number of classes, by all masks if the data do not name them. Collective."""
+        self._config = config
+        _check(data)
+        super().__init__(len(data.classes) or _count_classes(data, comm))
+
+    def converter(self, data: Dataset) -> Convert:
+        _check(data)
+
+        def convert(batch: BatchData, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+            images, masks = batch
+            if masks.numel() and bool(((masks >= self.classes) & (masks != IGNORED)).any()):
+                raise UsageError(
+                    f"{data.path}: a mask has class {int(masks[masks != IGNORED].max())}, and "
+                    f"there are {self.classes}: repair it, or name all classes in classes.txt"
+                )
+            return normalised(images, device), masks.to(device, non_blocking=True).long()
+
+        return convert
+
+    def make_model(self) -> nn.Module:
+        return make_model(self._config.model, self.classes, self._config.image_size)
+
+    def example(
+        self, samples: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self._config.image_size
+        images = torch.randn(samples, 3, size, size, generator=generator)
+        return images, torch.zeros(samples, size, size, dtype=torch.int64)
 
 
 def _logits(outputs: Outputs) -> torch.Tensor:
@@ -130,7 +146,7 @@ def _count_classes(data: Dataset, comm: Communicator) -> int:
         samples = mine[begin : begin + _PIECE]
         for sample, payload in zip(samples.tolist(), reader.read(samples), strict=True):
             mask = decode_mask(reader.schema.split(payload)[_MASK], reader.name(sample))
-            counted = mask[mask != _IGNORED]
+            counted = mask[mask != IGNORED]
             most = max(most, int(counted.max()) if counted.size else 0)
     greatest = np.array([most], np.int64)
     comm.wait([comm.iallreduce(greatest, "max")], "the number of classes in masks")

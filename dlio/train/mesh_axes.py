@@ -8,7 +8,7 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 
-__all__ = ["AXES", "Axes", "parse_axes"]
+__all__ = ["AXES", "Axes", "parse_axes", "parse_sizes"]
 
 AXES: Final = ("data", "model", "space")
 """`data`: ranks of different samples. `model`: ranks that share the weights of layers. `space`:
@@ -57,7 +57,7 @@ def parse_axes(given: str | Mapping[str, int], ranks: int) -> Axes:
 
     Raises UsageError for unknown axes, invalid sizes, and sizes that do not fit the ranks.
     """
-    sizes = _sizes(given)
+    sizes = parse_sizes(given)
     rest = math.prod(sizes.values())
     if "data" not in sizes:
         if ranks % rest:
@@ -78,7 +78,8 @@ def _text(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def _sizes(given: str | Mapping[str, int]) -> dict[str, int]:
+def parse_sizes(given: str | Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of the axes that are given, by name. Raises UsageError for invalid ones."""
     if isinstance(given, str):
         pairs = [tuple(part.split("=", 1)) for part in given.split(",") if part.strip()]
         if not pairs or any(len(pair) != 2 for pair in pairs):
