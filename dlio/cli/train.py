@@ -67,7 +67,10 @@ __all__ = ["command", "find_parts", "run", "train_rank"]
             *("checkpoint", "checkpoint_every", "checkpoint_minutes", "keep", "resume", "save"),
             *("report", "tensorboard", "summaries", "trace", "trace_out", "replay"),
         ),
-        "Less work": ("skip_samples", "skip_share", "prune", "prune_tolerance", "dump_matrices"),
+        "Less work": (
+            *("skip_samples", "skip_share", "prune", "prune_tolerance", "prune_target"),
+            "dump_matrices",
+        ),
         "Configuration": ("config", "print_config"),
     },
 )

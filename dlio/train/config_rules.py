@@ -36,6 +36,13 @@ def check_together(config: TrainOptions) -> None:
         )
     if config.prune_tolerance is not None and config.prune == "off":
         raise UsageError("--prune-tolerance needs --prune apoptosis, too")
+    if config.prune_target is not None:
+        if config.prune == "off":
+            raise UsageError("--prune-target needs --prune apoptosis, too")
+        if config.prune_tolerance is not None:
+            raise UsageError(
+                "--prune-target does not go with --prune-tolerance: leave one of them out"
+            )
     _check_batch_norm(config)
     _check_task(config)
     _check_mesh(config)

@@ -191,6 +191,15 @@ class TrainOptions:
             default_text="0.5",
         ),
     ] = None
+    prune_target: Annotated[
+        float | None,
+        Option(
+            "Fraction of the parameters to keep; the others are removed after 12 steps.",
+            above=0,
+            most=1,
+            default_text="as many as the loss needs",
+        ),
+    ] = None
     exchange: Annotated[
         str,
         Option(

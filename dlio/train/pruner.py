@@ -14,7 +14,7 @@ from dlio.train.exchange.distribute import Distributed
 from dlio.train.precision import Precision
 from dlio.train.pruning.apoptosis import Apoptosis, ApoptosisState
 from dlio.train.pruning.model_size import count_parameters, flops_per_sample, parameters_by_layer
-from dlio.train.pruning.pace import TOLERANCE
+from dlio.train.pruning.pace import TOLERANCE, Schedule
 from dlio.train.pruning.pruned_layout import PrunedLayout
 from dlio.train.report import PruningReport
 from dlio.train.tasks.base import Task
@@ -26,6 +26,8 @@ _BATCHES: Final = 4
 _MOST: Final = 256
 """Most samples in a probe."""
 _EXAMPLES: Final = 2
+_EVERY: Final = 2
+"""Steps between two samplings with --prune-target: its only round is best early."""
 _IMAGE_DIMENSIONS: Final = 4
 
 
@@ -68,7 +70,7 @@ class Pruner:
             probe=self._probe,
             exchange=exchange,
             steps=steps,
-            tolerance=TOLERANCE if config.prune_tolerance is None else config.prune_tolerance,
+            schedule=_schedule(config),
             on_cut=(self._keep_cuts,),
         )
         self._flops_at_first = flops_per_sample(model, self.apoptosis.example)
@@ -172,6 +174,12 @@ class Pruner:
         with self._precision.casting():
             losses = self._task.losses(model(images), labels).sum()
         return float(losses), float(len(images))
+
+
+def _schedule(config: TrainConfig) -> Schedule:
+    if config.prune_target is not None:
+        return Schedule(target=config.prune_target, begin=0.0, every=_EVERY)
+    return Schedule(TOLERANCE if config.prune_tolerance is None else config.prune_tolerance)
 
 
 def make_pruner(

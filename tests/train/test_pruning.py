@@ -92,3 +92,9 @@ def test_a_tolerance_is_a_number_of_points() -> None:
         TrainConfig("data", prune="magnitude")
     with pytest.raises(UsageError, match="--prune-tolerance needs --prune apoptosis"):
         TrainConfig("data", prune_tolerance=0.5)
+    with pytest.raises(UsageError, match="--prune-target needs --prune apoptosis"):
+        TrainConfig("data", prune_target=0.5)
+    with pytest.raises(UsageError, match="--prune-target does not go with --prune-tolerance"):
+        TrainConfig("data", prune="apoptosis", prune_tolerance=0.5, prune_target=0.5)
+    with pytest.raises(UsageError, match="--prune-target"):
+        TrainConfig("data", prune="apoptosis", prune_target=1.5)

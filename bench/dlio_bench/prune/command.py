@@ -23,7 +23,7 @@ CASES: Final[dict[str, str]] = {
     "images": "dlio_bench.prune.images:measure",
     "tabular": "dlio_bench.prune.tabular:measure",
     "rows": "dlio_bench.prune.rows:measure",
-    "samples": "dlio_bench.prune.images:measure_samples",
+    "samples": "dlio_bench.prune.samples:measure",
 }
 """Cases by name, and the functions that measure them. They are imported when they run: --help
 needs no torch."""

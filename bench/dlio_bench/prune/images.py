@@ -1,5 +1,7 @@
-"""`--case images`: an over-wide convolutional network, and `--case samples`: skipped samples."""
+"""`--case images`: an over-wide convolutional network."""
 
+import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,33 +19,41 @@ from dlio.train.pruning.rounds import RoundRecord
 from dlio.util.files import write_json
 from dlio_bench.prune import removal
 from dlio_bench.prune.curves import Curve, summary
-from dlio_bench.prune.options import Options
+from dlio_bench.prune.options import IMAGES, Options
+from dlio_bench.prune.rivals.cutting import Size
 from dlio_bench.results.terminal import steps
 from dlio_bench.trainings import TrainedEpoch, TrainingReport, trained
 
-__all__ = ["curve_of", "measure", "measure_samples", "widths_of"]
+__all__ = ["curve_of", "measure", "widths_of"]
 
 _WIDTH: Final = 64
 _EPOCHS: Final = 5
 _SHRUNK_EPOCHS: Final = 7
 """Steps of a small network are cheap: a part of the time that they save goes into more of them."""
-_SAMPLES_EPOCHS: Final = 40
-_SAMPLES_CROP: Final = 0.5
-"""Least area of crops: with less, a network of this size stays unsure of its training samples."""
-_SAMPLES: Final[dict[str, dict[str, Any]]] = {
-    "unpruned": {},
-    "samples left out": {"skip_samples": True},
-    "both": {"skip_samples": True, "prune": "apoptosis"},
+_TARGET: Final = 0.25
+"""Fraction of the parameters that the variants with a given size keep, or somewhat less."""
+_RIVALS: Final = {
+    "prunetrain": ("PruneTrain", "prunetrain:PruneTrain(sizes={path!r})"),
+    "torch-pruning": (
+        "torch-pruning, magnitude",
+        "torchpruning:Magnitude(sizes={path!r},steps={steps})",
+    ),
+    "group-norm": (
+        "torch-pruning, group norm",
+        "torchpruning:GroupNorm(sizes={path!r},steps={steps})",
+    ),
 }
+"""Names in tables, and callbacks, of other ways to prune, by variant."""
 
 
 def measure(options: Options) -> dict[str, object]:
-    """Runs of `dlio train` by seed: the wide network, as it is and with apoptosis; and, of the
-    widths that apoptosis came to: the rest of the wide one after training, by magnitude;
-    neurons removed by chance at the steps at which apoptosis did; and a network about as large from
-    the start. Those that are or become small are trained for more epochs."""
+    """Runs of `dlio train` by seed: the wide network, as it is, with apoptosis, with a size that is
+    given, and with other ways to prune; and, of the widths that apoptosis came to: the rest of the
+    wide one after training, by magnitude; neurons removed by chance at the steps at which apoptosis
+    did; and a network about as large from the start. Those that are or become small are trained for
+    more epochs. Seconds are CPU time if there is one rank."""
     with ExitStack() as stack:
-        runs = _Runs(options, "images", stack, options.epochs or _EPOCHS)
+        runs = _Runs(options, stack, options.epochs or _EPOCHS)
         width = options.width or _WIDTH
         by_name: dict[str, list[Curve]] = {}
         for seed in steps(range(options.seeds), "seed {}".format):
@@ -52,31 +62,12 @@ def measure(options: Options) -> dict[str, object]:
     return summary(by_name, options.tolerance)
 
 
-def measure_samples(options: Options) -> dict[str, object]:
-    """Runs of `dlio train` by seed: as it is, with samples left out, with both; and, with all
-    samples, of as many whole epochs as those that leave some out train on samples."""
-    with ExitStack() as stack:
-        runs = _Runs(options, "samples", stack, options.epochs or _SAMPLES_EPOCHS, _SAMPLES_CROP)
-        width = options.width or _WIDTH // 2
-        by_name: dict[str, list[Curve]] = {}
-        for seed in steps(range(options.seeds), "seed {}".format):
-            for name, more in _SAMPLES.items():
-                by_name.setdefault(name, []).append(runs.curve(name, seed, width, **more))
-            work = by_name["samples left out"][-1].extra["trained_on"]
-            fewer = max(1, round(work / by_name["unpruned"][-1].extra["trained_on"] * runs.epochs))
-            shorter = runs.curve(f"{fewer} epochs", seed, width, epochs=fewer)
-            by_name.setdefault("fewer epochs", []).append(shorter)
-    return summary(by_name, options.tolerance)
-
-
 class _Runs:
     """Trainings of a case, by variant and seed."""
 
-    def __init__(
-        self, options: Options, case: str, stack: ExitStack, epochs: int, crop: float | None = None
-    ) -> None:
-        self.source, self.val = options.check_images(case)
-        self.options, self.epochs, self._crop = options, epochs, crop
+    def __init__(self, options: Options, stack: ExitStack, epochs: int) -> None:
+        self.source, self.val = options.check_images("images")
+        self.options, self.epochs = options, epochs
         self.folder = options.keep or stack.enter_context(
             tempfile.TemporaryDirectory(prefix="dlio-bench-")
         )
@@ -89,8 +80,10 @@ class _Runs:
 
     def report(self, name: str, seed: int, width: int, **more: Any) -> TrainingReport:
         """The report of a run, which is not repeated where its report is there."""
+        cpu = f"dlio_bench.prune.rivals.cpu:CpuTime(path={self._cpu(name, seed)!r})"
+        more["callback"] = [cpu, *more.get("callback", ())]
         return trained(
-            f"{name.replace(' ', '-')}-{seed}",
+            f"{name}-{seed}",
             self.folder,
             self.options.ranks,
             {
@@ -99,49 +92,88 @@ class _Runs:
                 "epochs": self.epochs,
                 "seed": seed,
                 "image_size": self.options.image_size,
-                "crop_scale": self._crop,
                 "model": f"resnet(width={width})",
                 **more,
             },
         )
 
     def curve(self, name: str, seed: int, width: int, **more: Any) -> Curve:
-        return self.curve_of(self.report(name, seed, width, **more), width)
+        return self.curve_of(self.report(name, seed, width, **more), width, name, seed)
 
-    def curve_of(self, report: TrainingReport, width: int) -> Curve:
-        return curve_of(report, self.model(width), self.options.image_size)
+    def curve_of(self, report: TrainingReport, width: int, name: str, seed: int) -> Curve:
+        """The curve of a report, in CPU time if there is one rank."""
+        curve = curve_of(report, self.model(width), self.options.image_size)
+        if self.options.ranks > 1:
+            return curve
+        with open(self._cpu(name, seed), encoding="utf-8") as file:
+            return replace(curve, seconds=json.load(file))
+
+    def _cpu(self, name: str, seed: int) -> str:
+        return os.path.join(self.folder, f"cpu-{name}-{seed}.json")
 
 
 def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]:
+    options = runs.options
+    chosen = options.chosen(IMAGES)
     weights = os.path.join(runs.folder, f"weights-{seed}.pt")
     # The weights are needed in addition to the report.
     report = runs.report("unpruned", seed, width, save=weights)
-    unpruned = runs.curve_of(report, width)
+    unpruned = runs.curve_of(report, width, "unpruned", seed)
     yield "unpruned", unpruned
-    epochs = runs.options.longer(runs.epochs, _SHRUNK_EPOCHS / _EPOCHS)
-    report = runs.report(
-        "apoptosis",
-        seed,
-        width,
-        epochs=epochs,
-        prune="apoptosis",
-        prune_tolerance=runs.options.tolerance,
-    )
-    pruned = runs.curve_of(report, width)
+    epochs = options.longer(runs.epochs, _SHRUNK_EPOCHS / _EPOCHS)
+    same = {"epochs": epochs, "prune": "apoptosis"}
+    report = runs.report("apoptosis", seed, width, **same, prune_tolerance=options.tolerance)
+    pruned = runs.curve_of(report, width, "apoptosis", seed)
     yield "apoptosis", pruned
+    given: Curve | None = None
+    if "target" in chosen:
+        given = runs.curve("target", seed, width, **same, prune_target=_TARGET)
+        yield f"apoptosis, target {_TARGET:g}", given
     rounds = [each for epoch in report["epochs"] for each in _rounds(epoch)]
-    yield "magnitude, after training", _cut(runs, weights, width, rounds, unpruned)
-    path = os.path.join(runs.folder, f"rounds-{seed}.json")
-    write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
-    by_chance = f"dlio_bench.prune.chance:Chance(rounds={path!r},seed={seed})"
-    chance = runs.curve("chance", seed, width, epochs=epochs, callback=[by_chance])
-    # Its report does not know that it was cut: to the same widths, at the same steps.
-    yield (
-        "by chance, as apoptosis",
-        replace(chance, parameters=pruned.parameters, widths=pruned.widths),
+    if "magnitude" in chosen:
+        yield "magnitude, after training", _cut(runs, weights, width, rounds, unpruned)
+    if "chance" in chosen:
+        path = os.path.join(runs.folder, f"rounds-{seed}.json")
+        write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
+        by_chance = f"dlio_bench.prune.chance:Chance(rounds={path!r},seed={seed})"
+        chance = runs.curve("chance", seed, width, epochs=epochs, callback=[by_chance])
+        # Its report does not know that it was cut: to the same widths, at the same steps.
+        yield (
+            "by chance, as apoptosis",
+            replace(chance, parameters=pruned.parameters, widths=pruned.widths),
+        )
+    for name in chosen:
+        if name in _RIVALS:
+            yield _RIVALS[name][0], _rival(runs, name, seed, width, epochs, report)
+    if "narrow" in chosen:
+        narrow = _as_large(runs, pruned.parameters[-1], width)
+        yield "narrow from the start", runs.curve("narrow", seed, narrow, epochs=epochs)
+        if given is not None:
+            narrow = _as_large(runs, given.parameters[-1], width)
+            curve = runs.curve("narrow-target", seed, narrow, epochs=epochs)
+            yield "narrow from the start, as the target", curve
+
+
+def _rival(
+    runs: _Runs, name: str, seed: int, width: int, epochs: int, report: TrainingReport
+) -> Curve:
+    """The curve of a way to prune that is a callback, and writes the sizes of the network.
+
+    Args:
+        report: of a run on the same ranks.
+    """
+    path = os.path.join(runs.folder, f"sizes-{name}-{seed}.json")
+    batch = int(str(report["config"]["batch_size"])) * report["ranks"]
+    steps_ = epochs * math.ceil(report["epochs"][0]["samples"] / batch)
+    callback = "dlio_bench.prune.rivals." + _RIVALS[name][1].format(path=path, steps=steps_)
+    curve = runs.curve(name, seed, width, epochs=epochs, callback=[callback])
+    with open(path, encoding="utf-8") as file:
+        sizes: list[Size] = json.load(file)
+    return replace(
+        curve,
+        parameters=[each["parameters"] for each in sizes],
+        widths=[tuple(each["widths"]) for each in sizes],
     )
-    narrow = _as_large(runs, pruned.parameters[-1], width)
-    yield "narrow from the start", runs.curve("narrow", seed, narrow, epochs=epochs)
 
 
 def _rounds(epoch: TrainedEpoch) -> Sequence[RoundRecord]:

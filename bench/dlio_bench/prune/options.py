@@ -1,12 +1,20 @@
 """Options of `dlio bench prune`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
 
-__all__ = ["Options"]
+__all__ = ["IMAGES", "SAMPLES", "Options"]
+
+SAMPLES: Final = ("dlio", "dlio(0.4)", "infobatch", "ies", "ies(0.3)", "pfb")
+"""Contenders of `--case samples`; without a number with the settings of their authors."""
+IMAGES: Final = (
+    *("target", "magnitude", "chance", "prunetrain", "torch-pruning", "group-norm", "narrow"),
+)
+"""Variants of `--case images`, apart from the network as it is and with apoptosis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +23,7 @@ class Options:
 
     source: Annotated[str | None, Option("Training images.", positional=True, metavar="SRC")] = None
     val: Annotated[str | None, Option("Held-out images.", metavar="PATH")] = None
-    ranks: Annotated[int, Option("Ranks of the cases with images.", short="-n", least=1)] = 2
+    ranks: Annotated[int, Option("Ranks of --case images.", short="-n", least=1)] = 2
     seeds: Annotated[int, Option("Number of seeds.", least=1)] = 3
     epochs: Annotated[
         int | None, Option("Number of epochs.", least=1, default_text="chosen by each case")
@@ -50,6 +58,15 @@ class Options:
         ),
     ] = None
     lr: Annotated[float, Option("First learning rate of Adam, for perceptrons.", above=0)] = 1e-3
+    variant: Annotated[
+        tuple[str, ...],
+        Option(
+            "Variant of --case samples or images to measure, apart from those that the others are "
+            "compared with. Repeatable.",
+            choices=(*SAMPLES, *IMAGES),
+            default_text="all",
+        ),
+    ] = ()
     keep: Annotated[
         str | None,
         Option(
@@ -74,6 +91,10 @@ class Options:
     def longer(self, epochs: int, times: float) -> int:
         """Return the epochs of trainings that cost less: they spend part of the time they save."""
         return self.shrunk_epochs or max(epochs, round(epochs * times))
+
+    def chosen(self, names: Sequence[str]) -> list[str]:
+        """Return the variants of a case, of which it has `names`, that are to be measured."""
+        return [name for name in names if not self.variant or name in self.variant]
 
     def check_images(self, case: str) -> tuple[str, str]:
         """Return (training data, held-out data). Raises UsageError when one is missing."""

@@ -24,6 +24,7 @@ from dlio.train.pruning.pace import TOLERANCE, Pace, Schedule
 from dlio.train.pruning.pruned_layout import LayoutRecord, PrunedLayout, shrink_to
 from dlio.train.pruning.removal import Limits
 from dlio.train.pruning.rounds import Round, RoundRecord, kinds_and_bounds
+from dlio.train.pruning.target import widths_for
 from dlio.train.pruning.trial import PlanTrials, Probe, TrialResult
 from dlio.train.pruning.window import StatisticsWindow
 
@@ -139,6 +140,7 @@ class Apoptosis:
         self._original = self.found.groups
         self.groups: tuple[Group, ...] = self.found.groups
         """Groups of the model as it is now."""
+        self._target: Mapping[str, int] = self._widths_of_target()
         self.layout = PrunedLayout()
         """The cuts so far."""
         self.parameters_at_first = count_parameters(model)
@@ -335,9 +337,11 @@ class Apoptosis:
         pace = replace(self._pace)
         for exchange in self._exchanges:
             exchange.finish()
-        trials = PlanTrials(
-            self.model, self.groups, self._window.statistics(), self._weighted_probe, self._comm
-        )
+        probe = None if self._target else self._weighted_probe
+        trials = PlanTrials(self.model, self.groups, self._window.statistics(), probe, self._comm)
+        if self._target:
+            limits = replace(self._limits, loss=math.inf, share=1.0, least=self._target)
+            return trials.round(limits, 0.0), None, None
         if trials.before is not None and not math.isfinite(trials.before):
             return None
         allowed = None if trials.before is None else pace.allowed(trials.before)
@@ -362,6 +366,15 @@ class Apoptosis:
         easily = not result.hurt and rise <= (allowed or 0.0) / 2 and has_probe
         self._pace.succeeded(self.steps, result.plan.keep, easily, result.gently, rise)
         self._window.restart(self.groups)
+        if self._target and all(each.width <= self._target[each.name] for each in self.groups):
+            self.stop("the target is reached")
+
+    def _widths_of_target(self) -> dict[str, int]:
+        """Widths by group to which the first round cuts; empty without a target."""
+        fraction = self.schedule.target
+        if fraction is None or fraction == 1:
+            return {}
+        return widths_for(self.model, self._original, fraction, self._limits.multiple)
 
     def _publish(self, cuts: Sequence[Cut]) -> None:
         """Pass the cuts on to exchanges and callbacks."""

@@ -49,6 +49,10 @@ class Schedule:
     """Fraction of a group's neurons that any round may remove."""
     patience: int = 8
     """Longest wait between rounds, in windows."""
+    target: float | None = None
+    """Fraction of the parameters to keep. The first round then removes all others, those that the
+    loss needs least, whatever that does to the loss, and is the only one; `tolerance` and the
+    settings of loss and shares have no effect. None to remove as much as the loss allows."""
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "allowed"):
@@ -62,11 +66,10 @@ class Schedule:
                 f"Schedule(begin={self.begin}, end={self.end}): choose fractions of the training "
                 "with 0 <= begin <= end <= 1"
             )
-        for name in ("keep", "share", "most", "part"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UsageError(
-                    f"Schedule({name}={getattr(self, name)}): choose a fraction above 0, up to 1"
-                )
+        for name in ("keep", "share", "most", "part", "target"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise UsageError(f"Schedule({name}={value}): choose a fraction above 0, up to 1")
 
     @property
     def window(self) -> int:

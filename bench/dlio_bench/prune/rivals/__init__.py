@@ -1,0 +1,3 @@
+"""Other ways to prune a network while it trains, as callbacks of `dlio train`."""
+
+__all__: list[str] = []

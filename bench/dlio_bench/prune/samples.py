@@ -1,0 +1,221 @@
+"""`--case samples`: ways to train on fewer samples, and trainings of fewer epochs.
+
+The yardstick is the time of a training on all samples that reaches the same accuracy, and not the
+time that the whole training took: a training of fewer epochs, its learning rate fitted to its
+length, is the simplest way to train on fewer samples.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+
+import dlio
+from dlio.image import transforms
+from dlio.train.device import channels_last
+from dlio.train.learning_rate import learning_rate
+from dlio.train.model import make_model
+from dlio.train.names import DEFAULT_OPTIMIZER
+from dlio.train.optimizers import make_optimizer, usual_lr
+from dlio_bench.prune.curves import Curve
+from dlio_bench.prune.kept import kept_curve
+from dlio_bench.prune.options import SAMPLES, Options
+from dlio_bench.prune.skipping.blocking import Blocking
+from dlio_bench.prune.skipping.contender import Contender, Make, batches
+from dlio_bench.prune.skipping.ies import EarlyStopping
+from dlio_bench.prune.skipping.infobatch import InfoBatch
+from dlio_bench.prune.skipping.own import Own
+from dlio_bench.results.statistics import deviation
+from dlio_bench.results.terminal import steps
+
+__all__ = ["cost_of_all", "measure", "table"]
+
+_BATCH: Final = 64
+_MOMENTUM: Final = 0.9
+_EPOCHS: Final = 12
+_WIDTH: Final = 16
+_CROP: Final = 0.5
+"""Least area of crops: with less, a network of this size stays unsure of its training samples."""
+_TIERS: Final = "ram:2GiB:decoded"
+_ALL: Final = "all samples"
+_SHORTER: Final = 0.8, 0.6
+"""Lengths of shorter trainings on all samples, relative to the whole one."""
+_CONTENDERS: Final[dict[str, Make]] = dict(
+    zip(
+        SAMPLES,
+        (
+            *(Own, partial(Own, share=0.4), InfoBatch),
+            *(EarlyStopping, partial(EarlyStopping, threshold=0.3), Blocking),
+        ),
+        strict=True,
+    )
+)
+
+
+def measure(options: Options) -> dict[str, object]:
+    """By seed, in one process with one thread of torch: all samples, for the epochs of `options`
+    and for fewer; and the contenders. Seconds are CPU time of the process."""
+    source, val = options.check_images("samples")
+    epochs = options.epochs or _EPOCHS
+    lengths = sorted({max(1, round(each * epochs)) for each in _SHORTER} - {epochs}, reverse=True)
+    variants: dict[str, tuple[Make, int]] = {_ALL: (Contender, epochs)}
+    variants |= {f"{_ALL}, {each} epochs": (Contender, each) for each in lengths}
+    variants |= {name: (_CONTENDERS[name], epochs) for name in options.chosen(SAMPLES)}
+    by_name: dict[str, list[Curve]] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for seed in steps(range(options.seeds), "seed {}".format):
+            for name, (make, length) in variants.items():
+                train = partial(_trained, options, source, val, seed, make, length)
+                settings: dict[str, object] = {
+                    "source": os.path.abspath(source),
+                    "val": os.path.abspath(val),
+                    "image_size": options.image_size,
+                    "width": options.width or _WIDTH,
+                    "epochs": length,
+                    "seed": seed,
+                }
+                curve = kept_curve(options.keep, f"samples {name} {seed}", settings, train)
+                by_name.setdefault(name, []).append(curve)
+    finally:
+        torch.set_num_threads(threads)
+    return table(by_name)
+
+
+def _trained(options: Options, source: str, val: str, seed: int, make: Make, epochs: int) -> Curve:
+    """Train as `dlio train` does on one rank."""
+    size = options.image_size
+    crop = transforms.Compose(
+        [transforms.RandomResizedCrop(size, (_CROP, 1.0)), transforms.RandomHorizontalFlip()]
+    )
+    data = dlio.open(source, image_size=size, train=True, transform=crop, seed=seed, tiers=_TIERS)
+    torch.manual_seed(seed)
+    model = channels_last(
+        make_model(f"resnet(width={options.width or _WIDTH})", len(data.classes), size)
+    )
+    optimizer = make_optimizer(DEFAULT_OPTIMIZER, model, _MOMENTUM, None)
+    peak, curve = usual_lr(DEFAULT_OPTIMIZER, _BATCH), Curve()
+    with (
+        dlio.DataLoader(data, _BATCH, True, num_workers=1, seed=seed) as loader,
+        dlio.DataLoader(dlio.open(val, image_size=size, train=False), 200, num_workers=1) as held,
+    ):
+        contender = make(loader, epochs, seed)
+        spent = 0.0
+        for epoch in range(epochs):
+            began = time.process_time()
+            contender.begin(epoch)
+            batch = contender.total / len(loader)
+            model.train()
+            for number, (images, labels) in enumerate(batches(loader)):
+                rate = learning_rate(
+                    peak * contender.lr_factor,
+                    epoch * contender.total + number * batch,
+                    batch,
+                    epochs * contender.total,
+                )
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.zero_grad(set_to_none=True)
+                torch.autograd.backward(contender.loss(model, images, labels))
+                optimizer.step()
+            contender.end(epoch, model)
+            spent += time.process_time() - began
+            curve.seconds.append(spent)
+            curve.accuracy.append(_accuracy(model, held))
+            curve.parameters.append(sum(p.numel() for p in model.parameters()))
+            curve.widths.append(())
+        curve.extra["forward"] = contender.work.forward / contender.total
+        curve.extra["backward"] = contender.work.backward / contender.total
+        curve.extra["work"] = contender.work.samples / contender.total
+        contender.close()
+    return curve
+
+
+@torch.no_grad()
+def _accuracy(model: torch.nn.Module, held_out: dlio.DataLoader) -> float:
+    model.eval()
+    right = sum(int((model(x).argmax(1) == labels).sum()) for x, labels in batches(held_out))
+    return right / len(held_out.data)
+
+
+def table(by_name: Mapping[str, Sequence[Curve]]) -> dict[str, object]:
+    """Return rows: accuracy, passes, CPU seconds, and the times less work and time than trainings
+    on all samples that are as accurate."""
+    yardstick = {name: runs for name, runs in by_name.items() if name.startswith(_ALL)}
+    rows: list[dict[str, Any]] = []
+    for name, runs in by_name.items():
+        whole = by_name[_ALL]
+        right = statistics.mean(run.accuracy[-1] for run in runs)
+        row: dict[str, Any] = {
+            "variant": name,
+            "held_out_percent": deviation([100 * run.accuracy[-1] for run in runs]),
+            "points_gained": deviation(
+                [
+                    100 * (run.accuracy[-1] - all_.accuracy[-1])
+                    for run, all_ in zip(runs, whole, strict=True)
+                ]
+            ),
+            "epochs_forward": statistics.mean(run.extra["forward"] for run in runs),
+            "epochs_backward": statistics.mean(run.extra["backward"] for run in runs),
+            "epochs_of_work": statistics.mean(run.extra["work"] for run in runs),
+            "cpu_seconds": deviation([run.seconds[-1] for run in runs]),
+        }
+        works = {each: _mean_work(those) for each, those in yardstick.items()}
+        times = {each: _mean_seconds(those) for each, those in yardstick.items()}
+        for key, costs, mine in (
+            ("times_less_work", works, _mean_work(runs)),
+            ("times_less_cpu", times, _mean_seconds(runs)),
+        ):
+            points = [(costs[each], _mean_accuracy(those)) for each, those in yardstick.items()]
+            cost, sign = cost_of_all(right, points)
+            row[key] = f"{sign}{cost / mine:.2f}"
+        rows.append(row)
+    return {
+        "rows": rows,
+        "raw": {name: [asdict(run) for run in runs] for name, runs in by_name.items()},
+        "said": [
+            f"{len(by_name[_ALL])} seed(s): mean ± standard deviation. Work: a forward pass is a "
+            "third, a backward pass two thirds of an epoch of all samples. Times less: work or CPU "
+            "time of a training on all samples that is as accurate, interpolated between trainings "
+            "of different lengths, over the variant's; > and < where it is longer or shorter than "
+            "all of these."
+        ],
+    }
+
+
+def cost_of_all(accuracy: float, points: Sequence[tuple[float, float]]) -> tuple[float, str]:
+    """Interpolate the least cost of a training on all samples that reaches an accuracy.
+
+    Args:
+        points: (cost, accuracy) of such trainings.
+
+    Returns (cost, sign): the sign is `>` for an accuracy above those of all trainings, with the
+    cost of the longest; `<` for one below, with the cost of the shortest; or empty.
+    """
+    ordered = sorted(points)
+    if accuracy < ordered[0][1]:
+        return ordered[0][0], "<"
+    for (less, low), (more, high) in pairwise(ordered):
+        if low <= accuracy <= high:
+            share = (accuracy - low) / (high - low) if high > low else 0.0
+            return less + share * (more - less), ""
+    return ordered[-1][0], ">"
+
+
+def _mean_work(runs: Sequence[Curve]) -> float:
+    return statistics.mean(run.extra["work"] for run in runs)
+
+
+def _mean_seconds(runs: Sequence[Curve]) -> float:
+    return statistics.mean(run.seconds[-1] for run in runs)
+
+
+def _mean_accuracy(runs: Sequence[Curve]) -> float:
+    return statistics.mean(run.accuracy[-1] for run in runs)
