@@ -25,7 +25,7 @@ def command(options: DoctorOptions, ranks: Ranks, output: Output) -> None:
 
     Python, torch, MPI and launchers; whether ranks find each other, their cores and GPUs; limits,
     memory and shared memory; tiers, the data set and clocks. Each line is ok, a warning or an
-    error, and says what to do. The exit code is 1 if there is an error.
+    error, with its remedy. The exit code is 1 if there is an error.
     """
     output.check_writable()
     on_ranks(ranks.ranks, run_rank, options, output, backend=ranks.backend)
@@ -41,19 +41,19 @@ def run_rank(options: DoctorOptions, output: Output) -> None:
     from dlio.doctor.shown import show
     from dlio.util.files import write_whole
 
-    found = []
+    lost = []
     try:
         comm: Communicator = world()
         speaks = comm.rank == 0
     except (UsageError, CommError) as problem:
-        comm, found = SingleCommunicator(), [lost_ranks(str(problem))]
+        comm, lost = SingleCommunicator(), [lost_ranks(str(problem))]
         # Copies that do not find each other: one of them speaks for all.
         speaks = all(os.environ.get(name, "0") == "0" for name in _RANK_VARIABLES)
     try:
         mpirun = find_mpirun()
     except UsageError:
         mpirun = None
-    examination = examine(options, comm, found, mpirun)
+    examination = examine(options, comm, lost, mpirun)
     if speaks:
         text = json.dumps(examination)
         if output.report is not None:

@@ -1,9 +1,9 @@
 """`dlio doctor`: checks of a machine, or of all nodes of a job, before a training fails on them.
 
-    findings.py  a finding: what was found, how good that is, and the remedy
+    findings.py  a finding: a fact, how good it is, and the remedy
     software.py  Python, torch, MPI, launchers
     probe.py     MPI as a process of its own sees it
-    ranks.py     what launchers started, whom MPI finds; cores and GPUs of each rank
+    ranks.py     ranks as launchers started them and as MPI finds them; cores and GPUs of each rank
     limits.py    descriptors, processes, memory, shared memory
     places.py    tiers and the source: file systems, free space, speed, stripes
     clocks.py    differences between the nodes' clocks

@@ -35,7 +35,7 @@ def clock_offsets(comm: Communicator) -> tuple[list[float], float]:
 
 
 def check_clocks(offsets: list[float], uncertain: float, nodes: list[str]) -> Finding:
-    """Return what the offsets of all ranks say.
+    """Return the finding of the offsets of all ranks.
 
     Args:
         nodes: name of each rank's node.

@@ -34,7 +34,7 @@ _MINUTES: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
-    """What to look at."""
+    """The things to check."""
 
     source: Annotated[
         str | None,
@@ -76,13 +76,13 @@ class Examination(TypedDict):
 def examine(
     options: DoctorOptions,
     comm: Communicator,
-    found: Sequence[Finding] = (),
+    lost: Sequence[Finding] = (),
     mpirun: str | None = None,
 ) -> Examination:
     """Check the nodes of all ranks. Collective; the result is the same on all ranks.
 
     Args:
-        found: ranks that do not find each other; what ranks have is left out then.
+        lost: ranks that do not find each other; their cores and GPUs are left out then.
         mpirun: path of the launcher that `-n` uses, None if there is none.
     """
     node = settings().node or socket.gethostname()
@@ -101,7 +101,7 @@ def examine(
         for rank, listed in enumerate(by_rank)
         if listed
     }
-    together = [*allocation(os.environ), *(found or check_ranks(facts))]
+    together = [*allocation(os.environ), *(lost or check_ranks(facts))]
     if comm.size > 1:
         together.append(check_clocks(offsets, uncertain, everyone))
     findings = [*merged(by_node), *together]
@@ -148,7 +148,7 @@ def _is_mpi() -> bool:
 def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:
     """Return the findings of all nodes, in order, those of one kind once.
 
-    What is well is shown for the first node, with the number of others whose figures differ.
+    Facts without a fault are shown for the first node, with the number of others whose figures differ.
     """
     kinds: dict[tuple[str, ...], list[tuple[str, Finding]]] = {}
     for node, findings in by_node.items():
@@ -158,8 +158,8 @@ def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:
     result = []
     for listed in kinds.values():
         (_, first), nodes = listed[0], tuple(node for node, _ in listed)
-        texts = {each.found for _, each in listed}
-        text = first.found if len(texts) == 1 else f"{first.found} (similar on the others)"
+        texts = {each.text for _, each in listed}
+        text = first.text if len(texts) == 1 else f"{first.text} (similar on the others)"
         where = () if len(nodes) == len(by_node) else nodes
         result.append(Finding(first.topic, first.subject, text, first.state, first.remedy, where))
     order = ("software", "limits", "tiers", "source")

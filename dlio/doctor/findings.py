@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Findings of checks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,34 +13,34 @@ _RANKS: Final[tuple[State, ...]] = ("ok", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fact, and what to do about it."""
+    """One fact, and the remedy if something is wrong."""
 
     topic: str
     """`software`, `ranks`, `limits`, `tiers`, `source` or `clocks`."""
     subject: str
-    """What was looked at, such as `MPI` or `/dev/shm`."""
-    found: str
-    """What was found, with units."""
+    """The thing that was checked, such as `MPI` or `/dev/shm`."""
+    text: str
+    """The fact, with units."""
     state: State = "ok"
     remedy: str = ""
-    """What to do; empty if all is well."""
+    """Empty if all is well."""
     where: tuple[str, ...] = ()
     """Nodes on which it was found; empty for all."""
 
 
-def ok(topic: str, subject: str, found: str) -> Finding:
+def ok(topic: str, subject: str, text: str) -> Finding:
     """Return a finding of something that is well."""
-    return Finding(topic, subject, found)
+    return Finding(topic, subject, text)
 
 
-def warning(topic: str, subject: str, found: str, remedy: str) -> Finding:
+def warning(topic: str, subject: str, text: str, remedy: str) -> Finding:
     """Return a finding of something that works, but not as well as it could."""
-    return Finding(topic, subject, found, "warning", remedy)
+    return Finding(topic, subject, text, "warning", remedy)
 
 
-def error(topic: str, subject: str, found: str, remedy: str) -> Finding:
+def error(topic: str, subject: str, text: str, remedy: str) -> Finding:
     """Return a finding of something that fails, or gives wrong results."""
-    return Finding(topic, subject, found, "error", remedy)
+    return Finding(topic, subject, text, "error", remedy)
 
 
 def worst(findings: Iterable[Finding]) -> State:

@@ -1,4 +1,4 @@
-"""What the system lets this process have: descriptors, processes, memory, shared memory."""
+"""Limits of this process: descriptors, processes, memory, shared memory."""
 
 import os
 import re
@@ -167,8 +167,8 @@ def _meminfo(name: str) -> int:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
     except OSError:
         return 0
-    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
-    return 0 if found is None else 1024 * int(found[1])
+    match = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    return 0 if match is None else 1024 * int(match[1])
 
 
 def _is_below(limit: int, least: int) -> bool:

@@ -126,8 +126,8 @@ def _usable(spec: TierSpec, place: Place, held: str, folder: int | None) -> Iter
 def measure_folder(folder: int, count: int = _PROBE) -> Speed:
     """Write a file in a folder of dlio, read it again, and remove it. Raises OSError.
 
-    Past the page cache where the file system allows that (O_DIRECT); otherwise what it has cached
-    is dropped before it is read.
+    Past the page cache where the file system allows that (O_DIRECT); otherwise its pages there
+    are dropped before it is read.
     """
     descriptor = _open_nameless(folder)
     try:
@@ -165,7 +165,7 @@ def _open_nameless(folder: int) -> int:
 
 
 def check_source(path: str) -> Iterator[Finding]:
-    """Yield what a data set is, where it lies, and how long a request takes."""
+    """Yield the size of a data set, its file system, and the time of a request."""
     shown = redact(path)
     try:
         reader = open_reader(path)

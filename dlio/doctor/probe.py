@@ -20,7 +20,7 @@ _OF_LAUNCHERS: Final = ("OMPI_", "PMI_", "PMIX_", "PMI", "SLURM_", "MPI_", "HYDR
 
 @dataclass(frozen=True, slots=True)
 class MpiFacts:
-    """What mpi4py says of the MPI library that it loads."""
+    """The MPI library that mpi4py loads, as it describes itself."""
 
     library: str = ""
     """Name and version; empty if none could be loaded."""
@@ -38,7 +38,7 @@ class MpiFacts:
 
 
 def probe_mpi() -> MpiFacts:
-    """Return what a process that no launcher started finds."""
+    """Return the facts of a process that no launcher started."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)
     }
@@ -67,7 +67,7 @@ def _asked(environment: Mapping[str, str]) -> MpiFacts:
 
 
 def this_process() -> MpiFacts:
-    """Return what this process finds; it initialises MPI."""
+    """Return the facts of this process; it initialises MPI."""
     try:
         import mpi4py
 

@@ -1,4 +1,4 @@
-"""What launchers started, whom the ranks find, and the cores and GPUs of each."""
+"""Ranks as launchers started them, and the cores and GPUs of each."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ _FEW_CORES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What one rank has."""
+    """Cores and GPUs of one rank."""
 
     rank: int
     node: str

@@ -24,7 +24,7 @@ def show(examination: Examination) -> None:
     for column in ("", "what", "found"):
         table.add_column(column, overflow="fold")
     for each in examination["findings"]:
-        text = Text(printable(each["found"]))
+        text = Text(printable(each["text"]))
         if each["where"]:
             text.append(f"\non {_nodes(each['where'])}")
         if each["remedy"]:

@@ -41,7 +41,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_torch(device: str) -> Iterator[Finding]:
-    """Yield what torch can compute on.
+    """Yield the devices of torch.
 
     Args:
         device: as for `dlio train --device`.
@@ -89,12 +89,12 @@ def check_torch(device: str) -> Iterator[Finding]:
 
 
 def check_mpi(facts: MpiFacts, mpirun: str | None, mpirun_version: str) -> Iterator[Finding]:
-    """Yield what MPI can do, and whether there are several libraries.
+    """Yield the abilities of MPI, and whether there are several libraries.
 
     Args:
         facts: of the library that mpi4py loads.
         mpirun: path of mpirun, None if there is none.
-        mpirun_version: what it says of itself.
+        mpirun_version: its own words.
     """
     if facts.problem:
         yield warning(
@@ -165,7 +165,7 @@ def _several(facts: MpiFacts, mpirun: str | None, said: str) -> Iterator[Finding
 
 
 def is_same_library(library: str, mpirun: str) -> bool:
-    """True if mpirun belongs to a library, by what both say of themselves."""
+    """True if mpirun belongs to a library, by the words of both."""
     return _identity(library) == _identity(mpirun) or not (_identity(library) and _identity(mpirun))
 
 
@@ -178,8 +178,8 @@ def _identity(text: str) -> tuple[str, ...] | None:
         "mpich": r"(?:MPICH|HYDRA|Version:)\D*(\d+)\.(\d+)",
     }
     for kind, pattern in kinds.items():
-        if found := re.search(pattern, text, re.IGNORECASE | re.DOTALL):
-            return (kind, *found.groups())
+        if match := re.search(pattern, text, re.IGNORECASE | re.DOTALL):
+            return (kind, *match.groups())
     return None
 
 
@@ -199,9 +199,11 @@ def version_of(program: str) -> str:
 
 
 def check_launchers() -> Iterator[Finding]:
-    """Yield the launchers of this machine, and what Slurm offers for MPI."""
-    found = [name for name in ("srun", "qsub", "jsrun", "aprun", "torchrun") if shutil.which(name)]
-    yield ok(_TOPIC, "launchers", ", ".join(["dlio -n", *found]))
+    """Yield the launchers of this machine, and the plug-ins of Slurm for MPI."""
+    launchers = [
+        name for name in ("srun", "qsub", "jsrun", "aprun", "torchrun") if shutil.which(name)
+    ]
+    yield ok(_TOPIC, "launchers", ", ".join(["dlio -n", *launchers]))
     srun = shutil.which("srun")
     if srun is None:
         return
@@ -243,7 +245,7 @@ def check_variables(names: Iterable[str]) -> Iterator[Finding]:
     settings()
     for name, close in unknown_variables(names):
         hint = f"write {close}" if close else f"unset {name}"
-        yield warning(_TOPIC, name, "is no variable of dlio, and is ignored", hint)
+        yield warning(_TOPIC, name, "is not a variable of dlio, and is ignored", hint)
 
 
 def _is_installed(package: str) -> bool:

@@ -1,4 +1,4 @@
-"""Set-up faults made on purpose: each is found, with its remedy."""
+"""Set-up faults made on purpose: each is finding, with its remedy."""
 
 import os
 import resource
@@ -39,9 +39,9 @@ def bad(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def only(findings: Iterable[Finding]) -> Finding:
-    (found,) = bad(findings)
-    assert found.remedy
-    return found
+    (finding,) = bad(findings)
+    assert finding.remedy
+    return finding
 
 
 def fact(
@@ -73,9 +73,9 @@ def test_copies_that_do_not_find_each_other(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_mpirun_of_another_library() -> None:
-    found = only(check_mpi(OPEN_MPI, "/usr/bin/mpirun", HYDRA))
-    assert (found.subject, found.state) == ("mpirun", "error")
-    assert "first in PATH" in found.remedy
+    finding = only(check_mpi(OPEN_MPI, "/usr/bin/mpirun", HYDRA))
+    assert (finding.subject, finding.state) == ("mpirun", "error")
+    assert "first in PATH" in finding.remedy
     assert not bad(check_mpi(OPEN_MPI, "/usr/bin/mpirun", "mpirun (Open MPI) 5.0.11"))
 
 
@@ -100,13 +100,13 @@ def test_libraries_are_told_apart(library: str, mpirun: str, same: bool) -> None
 
 def test_two_mpi_libraries_in_one_process() -> None:
     facts = MpiFacts("Open MPI v5.0.11", "multiple", survives=True, paths=["/a.so", "/b.so"])
-    found = only(check_mpi(facts, "/bin/mpirun", ""))
-    assert (found.state, found.subject) == ("error", "MPI libraries")
-    assert "/a.so and /b.so" in found.found
+    finding = only(check_mpi(facts, "/bin/mpirun", ""))
+    assert (finding.state, finding.subject) == ("error", "MPI libraries")
+    assert "/a.so and /b.so" in finding.text
 
 
 def test_an_mpi_that_cannot_be_loaded_or_lacks_something() -> None:
-    assert "libmpi" in only(check_mpi(MpiFacts(problem="no libmpi.so"), None, "")).found
+    assert "libmpi" in only(check_mpi(MpiFacts(problem="no libmpi.so"), None, "")).text
     old = MpiFacts("MPICH 3.3", "serialized", paths=["/a.so"])
     subjects = {each.subject for each in bad(check_mpi(old, None, ""))}
     assert subjects == {"MPI threads", "fault tolerance", "mpirun"}
@@ -126,11 +126,11 @@ def test_few_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
     try:
-        found = only(check_limits(infiniband=False))
+        finding = only(check_limits(infiniband=False))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (found.subject, found.state) == ("open files", "error")
-    assert f"ulimit -n {hard}" in found.remedy
+    assert (finding.subject, finding.state) == ("open files", "error")
+    assert f"ulimit -n {hard}" in finding.remedy
 
 
 def test_no_space_in_shared_memory(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_no_space_in_shared_memory(tmp_path: Path) -> None:
     ):
         pytest.skip("only root may mount a tmpfs")
     try:
-        found = only(check_shared_memory(0, 1, str(tmp_path)))
-        assert "--shm-size" in found.remedy
-        assert found.state == "error"
+        finding = only(check_shared_memory(0, 1, str(tmp_path)))
+        assert "--shm-size" in finding.remedy
+        assert finding.state == "error"
         (tier,) = parse_tiers("ram:1TiB")
         large = only(check_shared_memory(tier.capacity, 1))
         assert (large.state, "lower ram:" in large.remedy) == ("warning", True)
@@ -161,26 +161,26 @@ def test_tiers_that_cannot_be_used(tmp_path: Path) -> None:
     fine.mkdir()
     (well,) = check(fine)
     assert well.state == "ok"
-    assert "/s, reads" in well.found
+    assert "/s, reads" in well.text
     assert list(fine.iterdir()) == []
     open_to_all = tmp_path / "open"
     (open_to_all / user_folder()).mkdir(parents=True)
     (open_to_all / user_folder()).chmod(0o777)
-    found = only(check(open_to_all))
-    assert "mode 777" in found.found
-    assert found.remedy.startswith("remove it")
+    finding = only(check(open_to_all))
+    assert "mode 777" in finding.text
+    assert finding.remedy.startswith("remove it")
     assert "create the folder" in only(check(tmp_path / "missing")).remedy
     file = tmp_path / "file"
     file.touch()
-    assert "is not a folder" in only(check(file)).found
+    assert "is not a folder" in only(check(file)).text
     assert "free space" in only(check(fine, 1 << 60)).remedy
     assert list(fine.iterdir()) == []
 
 
 def test_a_large_file_on_one_stripe() -> None:
     lustre = Place("/lustre/data", "lustre", "lustre", "/lustre", 1, 1 << 20)
-    found = only(check_place("/lustre/data", lustre, 8 << 30))
-    assert "lfs migrate" in found.remedy
+    finding = only(check_place("/lustre/data", lustre, 8 << 30))
+    assert "lfs migrate" in finding.remedy
     assert not bad(check_place("/lustre/data", lustre, 1 << 20))
     striped = Place("/lustre/data", "lustre", "lustre", "/lustre", 8, 1 << 20)
     assert not bad(check_place("/lustre/data", striped, 8 << 30))
@@ -201,19 +201,19 @@ def test_ranks_that_share_cores_and_gpus() -> None:
     many = [fact(rank, cores=2, of=2) for rank in range(8)]
     assert "fewer ranks" in only(check_ranks(many)).remedy
     same = [fact(rank, cores=32, of=32, gpus=2, device="cuda:0") for rank in range(2)]
-    assert "share 0" in only(check_ranks(same)).found
+    assert "share 0" in only(check_ranks(same)).text
     # By CUDA_VISIBLE_DEVICES, each has one of its own.
     own = [fact(k, "a", 32, 32, 2, visible=str(k), device="cuda:0") for k in range(2)]
     assert not bad(check_ranks(own))
     mixed = [fact(0, "a", 32, 32, 2, device="cuda:0"), fact(1, "a", 32, 32)]
-    assert "rank(s) 1 see none" in only(check_ranks(mixed)).found
+    assert "rank(s) 1 see none" in only(check_ranks(mixed)).text
     uneven = [fact(0, cores=8, of=8), fact(1, cores=8, of=8), fact(2, "b")]
-    assert "a 2, b 1" in only(check_ranks(uneven)).found
+    assert "a 2, b 1" in only(check_ranks(uneven)).text
 
 
 def test_clocks_that_differ() -> None:
-    found = check_clocks([0.0, 0.01, 7.0], 0.001, ["a", "b", "c"])
-    assert (found.state, "c differs most" in found.found) == ("warning", True)
+    finding = check_clocks([0.0, 0.01, 7.0], 0.001, ["a", "b", "c"])
+    assert (finding.state, "c differs most" in finding.text) == ("warning", True)
     assert check_clocks([0.0, 0.01], 0.001, ["a", "b"]).state == "ok"
     # What is less than the uncertainty proves nothing.
     assert check_clocks([0.0, 7.0], 6.9, ["a", "b"]).state == "ok"
@@ -223,8 +223,8 @@ def test_clocks_that_differ() -> None:
 
 
 def test_misspelt_variables() -> None:
-    found = only(check_variables(["DLIO_TIRES", "HOME"]))
-    assert found.remedy == "write DLIO_TIERS"
+    finding = only(check_variables(["DLIO_TIRES", "HOME"]))
+    assert finding.remedy == "write DLIO_TIERS"
 
 
 def test_memory_of_control_groups(tmp_path: Path) -> None:
@@ -261,8 +261,8 @@ def test_what_slurm_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_allocations_are_named() -> None:
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "8"}
-    (found,) = allocation(slurm)
-    assert found.found == "job 7: 2 node(s), 8 task(s)"
+    (finding,) = allocation(slurm)
+    assert finding.text == "job 7: 2 node(s), 8 task(s)"
     assert [each.subject for each in allocation({"PBS_JOBID": "7"})] == ["PBS"]
     assert [each.subject for each in allocation({"LSB_JOBID": "7"})] == ["LSF"]
     assert list(allocation({})) == []
@@ -275,15 +275,15 @@ def test_equal_findings_of_nodes_are_shown_once() -> None:
         "b": [ok("software", "Python", "3.11"), ok("tiers", "/x:1GiB", "2 GiB free"), slow],
     }
     python, limits, tier = merged(by_node)
-    assert (python.found, python.where) == ("3.11", ())
+    assert (python.text, python.where) == ("3.11", ())
     assert limits.where == ("b",)
-    assert tier.found == "1 GiB free (similar on the others)"
+    assert tier.text == "1 GiB free (similar on the others)"
     assert worst([python, limits]) == "warning"
 
 
 def test_the_remedy_of_an_error_is_kept() -> None:
-    found = lost_ranks("srun started 4 (N=4), so: do this; or: that")
-    assert (found.found, found.remedy) == ("srun started 4 (N=4), so", "do this; or: that")
+    finding = lost_ranks("srun started 4 (N=4), so: do this; or: that")
+    assert (finding.text, finding.remedy) == ("srun started 4 (N=4), so", "do this; or: that")
 
 
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
