@@ -148,7 +148,7 @@ def _is_mpi() -> bool:
 def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:
     """Return the findings of all nodes, in order, those of one kind once.
 
-    Facts without a fault are shown for the first node, with the number of others whose figures differ.
+    Facts without a fault are shown for the first node, with a word on others whose figures differ.
     """
     kinds: dict[tuple[str, ...], list[tuple[str, Finding]]] = {}
     for node, findings in by_node.items():
