@@ -25,7 +25,7 @@ def command(options: DoctorOptions, ranks: Ranks, output: Output) -> None:
 
     Python, torch, MPI and launchers; whether ranks find each other, their cores and GPUs; limits,
     memory and shared memory; tiers, the data set and clocks. Each line is ok, a warning or an
-    error, with its remedy. The exit code is 1 if there is an error.
+    error, with its remedy. The exit code is 2 if there is an error.
     """
     output.check_writable()
     on_ranks(ranks.ranks, run_rank, options, output, backend=ranks.backend)
@@ -62,5 +62,5 @@ def run_rank(options: DoctorOptions, output: Output) -> None:
             print(text)
         else:
             show(examination)
-    if examination["worst"] == "error":
-        raise SystemExit(1)
+        if examination["worst"] == "error":
+            raise UsageError("the doctor has found errors: their remedies are in its list")

@@ -66,7 +66,7 @@ def test_copies_that_do_not_find_each_other(monkeypatch: pytest.MonkeyPatch) -> 
         timeout=120,
         check=False,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     said = " ".join(done.stdout.split())
     assert "srun started 4 processes (SLURM_NTASKS=4)" in said
     assert "srun --mpi=pmix, mpirun -n 4" in said
@@ -304,5 +304,5 @@ def test_the_command_tells_json(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert result["ranks"] == len(result["nodes"]) == 1
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--tiers", "nonsense"])
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert "/local/scratch" in " ".join(capsys.readouterr().out.split())

@@ -39,10 +39,10 @@ from dlio.comm import Communicator
 from dlio.comm.recovery import Report
 from dlio.errors import PeerLost
 from dlio.loader.planned.pipeline import Pipeline
+from dlio.train import pruner
 from dlio.train.callbacks import Callback, Run
 from dlio.train.exchange.bucket_sums import BucketSums
 from dlio.train.exchange.closing import Closing
-from dlio.train.pruning import apoptosis
 from dlio.train.pruning.pace import Schedule
 from dlio.train.report import EpochReport
 
@@ -178,7 +178,7 @@ class Resize(Callback):
 
 
 if steps := int(os.environ.get("PRUNE_EVERY", "0")):
-    vars(apoptosis)["Schedule"] = partial(Schedule, every=1, looks=steps, begin=0, end=1)
+    vars(pruner)["Schedule"] = partial(Schedule, every=1, looks=steps, begin=0, end=1)
 
 
 class Flip(Callback):
