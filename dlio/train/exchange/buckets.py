@@ -96,7 +96,8 @@ def in_buckets(named: Named, fewest: int = 1) -> list[list[tuple[str, nn.Paramet
     Args:
         fewest: buckets to aim at; those of small networks become smaller.
     """
-    most = min(BUCKET_BYTES, sum(4 * parameter.numel() for _, parameter in named) // fewest)
+    total = sum(4 * parameter.numel() for _, parameter in named)
+    most = BUCKET_BYTES if fewest == 1 else max(1, min(BUCKET_BYTES, total // fewest))
     buckets: list[list[tuple[str, nn.Parameter]]] = []
     size = most
     for name, parameter in reversed(named):

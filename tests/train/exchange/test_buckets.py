@@ -37,6 +37,12 @@ def test_buckets_hold_each_trainable_parameter_once_last_first(
         assert sum(4 * parameter.numel() for parameter in bucket) >= BUCKET_BYTES
 
 
+def test_small_networks_have_as_many_buckets_as_are_wanted() -> None:
+    layers = nn.ParameterList([nn.Parameter(torch.empty(8, 8)) for _ in range(6)])
+    for wanted, sizes in ((1, [6]), (2, [3, 3]), (3, [2, 2, 2]), (6, [1] * 6), (99, [1] * 6)):
+        assert [len(bucket) for bucket in in_buckets(trainable(layers), wanted)] == sizes
+
+
 def test_views_array_and_bytes_share_memory() -> None:
     parameters = [
         nn.Parameter(torch.empty(2, 3)),
