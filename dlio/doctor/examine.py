@@ -5,9 +5,10 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Final, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from dlio.comm import Communicator
+from dlio.comm.environment import under_mpi
 from dlio.doctor.clocks import check_clocks, clock_offsets
 from dlio.doctor.findings import Finding, State, error, worst
 from dlio.doctor.limits import check_limits, check_memory, check_shared_memory
@@ -28,8 +29,6 @@ from dlio.util.options import Option, check
 from dlio.util.settings import settings
 
 __all__ = ["DoctorOptions", "Examination", "examine", "merged"]
-
-_MINUTES: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ def _of_node(
     yield from check_torch(options.device)
     # The one that a user types, which need not be the one that -n finds.
     mpirun = shutil.which("mpirun") or mpirun
-    facts = this_process() if comm.size > 1 and _is_mpi() else probe_mpi()
+    facts = this_process() if comm.size > 1 and under_mpi() else probe_mpi()
     yield from check_mpi(facts, mpirun, "" if mpirun is None else version_of(mpirun))
     yield from check_launchers()
     yield from check_variables(os.environ)
@@ -137,12 +136,6 @@ def _of_node(
         yield from check_tier(spec, measure=not options.quick)
     if options.source is not None:
         yield from check_source(options.source)
-
-
-def _is_mpi() -> bool:
-    from dlio.comm.environment import under_mpi
-
-    return under_mpi()
 
 
 def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:

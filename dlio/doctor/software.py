@@ -184,18 +184,9 @@ def _identity(text: str) -> tuple[str, ...] | None:
 
 
 def version_of(program: str) -> str:
-    """Return the first lines that a program prints of its version; empty if it fails."""
-    try:
-        done = subprocess.run(
-            [program, "--version"],
-            capture_output=True,
-            text=True,
-            timeout=_VERSION_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return " ".join((done.stdout or done.stderr).split()[:12])
+    """Return the first words that a program prints of its version; empty if it fails."""
+    printed, complained = _said(program, "--version")
+    return " ".join((printed or complained).split()[:12])
 
 
 def check_launchers() -> Iterator[Finding]:
@@ -222,19 +213,20 @@ def check_launchers() -> Iterator[Finding]:
 
 def slurm_plugins(srun: str) -> list[str]:
     """Return the names that `srun --mpi=list` prints."""
-    try:
-        done = subprocess.run(
-            [srun, "--mpi=list"],
-            capture_output=True,
-            text=True,
-            timeout=_VERSION_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    lines = (done.stdout + "\n" + done.stderr).splitlines()
+    lines = "\n".join(_said(srun, "--mpi=list")).splitlines()
     words = [line.split(":")[-1].strip() for line in lines if "plugin" not in line.lower()]
     return sorted({each for word in words for each in word.replace(",", " ").split()})
+
+
+def _said(*command: str) -> tuple[str, str]:
+    """Return the output and the errors of a command; empty if it cannot run or does not end."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "", ""
+    return done.stdout, done.stderr
 
 
 def check_variables(names: Iterable[str]) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """Options of a training run that go together, or do not."""
 
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Final
 
@@ -53,6 +54,11 @@ def check_together(config: TrainOptions) -> None:
     _check_replay(config)
 
 
+def _chosen(options: Mapping[str, bool]) -> str | None:
+    """Return the first option that is chosen; None if none is."""
+    return next((option for option, is_chosen in options.items() if is_chosen), None)
+
+
 def _check_batch_norm(config: TrainOptions) -> None:
     group, spec = group_size(config.batch_norm), parse_exchange(config.exchange)
     if group is None and config.batch_norm != "sync":
@@ -70,11 +76,10 @@ def _check_batch_norm(config: TrainOptions) -> None:
             "--balance": config.balance,
             "--replay": config.replay is not None,
         }
-    for option, chosen in unsuitable.items():
-        if chosen:
-            raise UsageError(
-                f"--batch-norm {config.batch_norm} does not go with {option}: leave one of them out"
-            )
+    if option := _chosen(unsuitable):
+        raise UsageError(
+            f"--batch-norm {config.batch_norm} does not go with {option}: leave one of them out"
+        )
     if group is not None and config.batch_size % group:
         raise UsageError(
             f"--batch-norm {config.batch_norm}: a rank's batch of {config.batch_size} is not a "
@@ -95,9 +100,8 @@ def _check_task(config: TrainOptions) -> None:
         f"--prune {config.prune}": config.prune != "off",
         "--skip-samples": config.skip_samples,
     }
-    for option, chosen in unsuitable.items():
-        if chosen:
-            raise UsageError(f"{option} does not go with --layerwise: leave one of them out")
+    if option := _chosen(unsuitable):
+        raise UsageError(f"{option} does not go with --layerwise: leave one of them out")
 
 
 def _check_mesh(config: TrainOptions) -> None:
@@ -125,12 +129,11 @@ def _check_mesh(config: TrainOptions) -> None:
         "--trace": config.trace is not None,
         "--replay": config.replay is not None,
     }
-    for option, chosen in unsuitable.items():
-        if chosen:
-            raise UsageError(
-                f"{option} does not go with --mesh {config.mesh}, whose ranks share samples: leave "
-                "one of them out"
-            )
+    if option := _chosen(unsuitable):
+        raise UsageError(
+            f"{option} does not go with --mesh {config.mesh}, whose ranks share samples: leave "
+            "one of them out"
+        )
 
 
 def _check_compile(config: TrainOptions) -> None:
@@ -141,12 +144,11 @@ def _check_compile(config: TrainOptions) -> None:
         in ("half", "outer-pairs"),
         "--layerwise": config.layerwise is not None,
     }
-    for option, chosen in unsuitable.items():
-        if chosen:
-            raise UsageError(
-                f"--compile does not go with {option}, which changes the model between its layers "
-                "or in each epoch: leave one of them out"
-            )
+    if option := _chosen(unsuitable):
+        raise UsageError(
+            f"--compile does not go with {option}, which changes the model between its layers "
+            "or in each epoch: leave one of them out"
+        )
 
 
 def _check_mixing(config: TrainOptions) -> None:
@@ -156,12 +158,11 @@ def _check_mixing(config: TrainOptions) -> None:
             "--replay": config.replay is not None,
             f"--fault-tolerance {config.fault_tolerance}": config.fault_tolerance != "off",
         }
-        for other, chosen in unsuitable.items():
-            if chosen and alpha is not None:
-                raise UsageError(
-                    f"{option} does not go with {other}: an image is mixed with the one before it "
-                    "in the batch; leave one of them out"
-                )
+        if alpha is not None and (other := _chosen(unsuitable)):
+            raise UsageError(
+                f"{option} does not go with {other}: an image is mixed with the one before it in "
+                "the batch; leave one of them out"
+            )
 
 
 def _check_replay(config: TrainOptions) -> None:
@@ -174,12 +175,11 @@ def _check_replay(config: TrainOptions) -> None:
         f"--prune {config.prune}": config.prune != "off",
         "--skip-samples": config.skip_samples,
     }
-    for option, chosen in unsuitable.items():
-        if chosen:
-            raise UsageError(
-                f"{option} does not go with --replay: its weights depend on more than the "
-                "batches that the trace has"
-            )
+    if option := _chosen(unsuitable):
+        raise UsageError(
+            f"{option} does not go with --replay: its weights depend on more than the "
+            "batches that the trace has"
+        )
 
 
 def _check_nodes(config: TrainOptions) -> None:
