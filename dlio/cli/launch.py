@@ -35,7 +35,6 @@ __all__ = [
     "SURVIVING",
     "SURVIVING_ENVIRONMENT",
     "ErrorFilter",
-    "close_relay",
     "code_of",
     "end",
     "find_mpirun",
@@ -260,31 +259,29 @@ def _relayed(
         end(process)
         raise
     finally:
-        close_relay(relay, process)
+        relay.close()
 
 
 def relay_output(process: subprocess.Popen[str], sorter: "ErrorFilter", live: LiveLine) -> Workers:
-    """Start threads that pass on the output of mpirun, above a live line; see `close_relay`."""
+    """Start threads that pass on the output of mpirun, above a live line.
+
+    At the end close them: all that mpirun wrote has then been passed on, unless another process
+    holds a pipe.
+    """
     errors, output = process.stderr, process.stdout
     assert errors is not None
 
     def read(number: int) -> None:
         if number == 0:
-            relay_lines(errors, live.above(sys.stderr), sorter)
-            return
-        for line in output or ():
-            live.feed(line)
+            with errors:
+                relay_lines(errors, live.above(sys.stderr), sorter)
+        elif output is not None:
+            with output:
+                for line in output:
+                    live.feed(line)
 
     count = 1 if output is None else 2
     return Workers("dlio-stderr", read, count, stop_timeout_s=_END_TIMEOUT_S).start()
-
-
-def close_relay(relay: Workers, process: subprocess.Popen[str]) -> None:
-    """Wait until all that mpirun wrote has been passed on, unless another process holds a pipe."""
-    if not relay.close():
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
 
 
 def _until_end(

@@ -194,9 +194,7 @@ class _Output:
         """Read to the end, unless a process that outlives its rank holds a pipe."""
         if self.pipes:
             self.start()
-        if not self._relay.close():
-            for _, stream in self._streams:
-                stream.close()
+        self._relay.close()
         if self._capture:
             self.text, self.errors = ("".join(lines) for lines in self._lines)
 
@@ -207,16 +205,20 @@ class _Output:
 
     def _read(self, thread: int) -> None:
         number, stream = self._streams[thread]
-        for line in stream:
-            with self._lock:
-                if self._capture:
-                    self._lines[number].append(line)
-                elif number == 0:
-                    self._live.feed(line)
-                elif shown := self._filter.feed(line):
-                    to = self._live.above(sys.stderr)
-                    to.writelines(shown)
-                    to.flush()
+        with stream:
+            for line in stream:
+                with self._lock:
+                    self._pass_on(number, line)
+
+    def _pass_on(self, number: int, line: str) -> None:
+        if self._capture:
+            self._lines[number].append(line)
+        elif number == 0:
+            self._live.feed(line)
+        elif shown := self._filter.feed(line):
+            to = self._live.above(sys.stderr)
+            to.writelines(shown)
+            to.flush()
 
 
 class _Job:

@@ -50,7 +50,7 @@ class Mpirun:
         if self._ending is not None:
             self._ending.close()
         # A remote shell to a lost node may hold the other end for longer.
-        launch.close_relay(self._relay, self.process)
+        self._relay.close()
 
     def _end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):

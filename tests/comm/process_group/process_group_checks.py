@@ -3,10 +3,12 @@
 Usage: python process_group_checks.py CHECK... runs the named checks on one default group.
 """
 
+import contextlib
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -343,25 +345,23 @@ def check_async() -> None:
     work.get_future().add_done_callback(lambda _: done.set())
     assert done.wait(20)
     assert tensor[0] == SIZE
-    # It completes on other ranks while one rank is busy.
+    # It completes on other ranks while rank 0 does not wait: it goes on once they tell it so.
+    store: Any = dist.distributed_c10d._get_default_store()
     other = torch.ones(30_000, dtype=torch.bfloat16)
-    dist.barrier()
-    began = time.monotonic()
     work = dist.all_reduce(other, async_op=True)
-    if RANK == 0:
-        time.sleep(3)
     assert work is not None
-    work.wait()
-    assert RANK == 0 or time.monotonic() - began < 2
-    # One rank is late; the others' calls return at once.
     if RANK == 0:
-        time.sleep(0.5)
-    began = time.monotonic()
+        store.wait([f"rank {rank} has its sum" for rank in range(1, SIZE)], timedelta(seconds=60))
+    work.wait()
+    store.set(f"rank {RANK} has its sum", "1")
+    # Rank 0 begins only when the others' calls have returned.
+    if RANK == 0:
+        store.wait([f"rank {rank} has called" for rank in range(1, SIZE)], timedelta(seconds=60))
     work = dist.all_reduce(tensor, async_op=True)
-    assert time.monotonic() - began < 0.4
     assert work is not None
     if RANK:
         raises(CommTimeout, "all_reduce", lambda: work.wait(timedelta(seconds=0.05)))
+    store.set(f"rank {RANK} has called", "1")
     work.wait()
     assert tensor[0] == SIZE * SIZE
 
@@ -405,11 +405,32 @@ def check_unfinished() -> None:
     print("kept the promises", flush=True)
 
 
+def _set_deadline() -> None:
+    """Give the default group a deadline of 2 s, once all ranks have begun."""
+    dist.barrier()
+    group: Any = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=2))
+
+
+@contextlib.contextmanager
+def _while_rank_1_is_absent() -> Iterator[None]:
+    """A block for rank 0; rank 1 goes on after its end."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    if RANK == 0:
+        yield
+        store.set("rank 0 has waited", "1")
+    else:
+        yield
+        store.wait(["rank 0 has waited"], timedelta(seconds=60))
+
+
 def check_absent() -> None:
     """Waiting for an absent rank ends at the deadline; then all further operations fail."""
-    waiting: Any = None
-    if RANK == 0:
-        waiting = dist.all_reduce(torch.ones(50_000, dtype=torch.bfloat16), async_op=True)
+    _set_deadline()
+    with _while_rank_1_is_absent():
+        if RANK == 1:
+            return
+        waiting: Any = dist.all_reduce(torch.ones(50_000, dtype=torch.bfloat16), async_op=True)
         behind: Any = dist.all_reduce(torch.ones(3), async_op=True)
         future = behind.get_future().then(lambda future: future.value())
         raises(CommTimeout, "rank 0 of 2", waiting.wait)
@@ -417,27 +438,25 @@ def check_absent() -> None:
         raises(CommTimeout, "all_reduce", behind.wait)
         raises(CommTimeout, "all_reduce", future.wait)
         raises(CommError, "after a failure", lambda: dist.barrier())
-    else:
-        time.sleep(4)
 
 
 def check_member() -> None:
     """Making a group fails when a member is absent, although it took part before."""
     dist.new_group([0, 1])
-    if RANK == 0:
-        raises(CommTimeout, "1 of its 2 ranks did not join", lambda: dist.new_group([0, 1]))
-    else:
-        time.sleep(4)
+    _set_deadline()
+    with _while_rank_1_is_absent():
+        if RANK == 0:
+            raises(CommTimeout, "1 of its 2 ranks did not join", lambda: dist.new_group([0, 1]))
 
 
 def check_bereaved() -> None:
     """DDP waits for gradients in C++, and its error names the deadline."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
-    if RANK == 1:
-        time.sleep(4)
-        return
-    loss = model(torch.ones(2, 3)).sum()
-    raises(RuntimeError, "waited 2 s for all_reduce", loss.backward)
+    _set_deadline()
+    with _while_rank_1_is_absent():
+        if RANK == 0:
+            loss = model(torch.ones(2, 3)).sum()
+            raises(RuntimeError, "waited 2 s for all_reduce", loss.backward)
 
 
 def check_mismatch() -> None:

@@ -58,11 +58,11 @@ def test_mpi_with_a_single_thread_is_refused(mpirun: MpiRun) -> None:
 
 
 def test_waiting_for_an_absent_rank_ends_at_the_deadline(mpirun: MpiRun) -> None:
-    _kept(mpirun, 2, CHECKS, "absent", DLIO_TIMEOUT="2")
+    _kept(mpirun, 2, CHECKS, "absent")
 
 
 def test_making_a_group_without_one_of_its_members_fails(mpirun: MpiRun) -> None:
-    _kept(mpirun, 2, CHECKS, "member", DLIO_TIMEOUT="2")
+    _kept(mpirun, 2, CHECKS, "member")
 
 
 def test_a_program_ends_with_operations_under_way(mpirun: MpiRun) -> None:
@@ -70,7 +70,7 @@ def test_a_program_ends_with_operations_under_way(mpirun: MpiRun) -> None:
 
 
 def test_ddp_raises_a_clear_error_when_a_rank_has_ended(mpirun: MpiRun) -> None:
-    _kept(mpirun, 2, CHECKS, "bereaved", DLIO_TIMEOUT="2")
+    _kept(mpirun, 2, CHECKS, "bereaved")
 
 
 def test_ranks_that_call_different_operations_are_reported(mpirun: MpiRun) -> None:
