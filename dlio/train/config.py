@@ -1,16 +1,22 @@
 """The configuration of a training run: options that go together."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from dlio.errors import UsageError
 from dlio.plan.epoch import check_mode, check_shares
 from dlio.train.config_rules import check_together
+from dlio.train.exchange_spec import parse_exchange
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.options import MIN_IMAGE_SIZE, MODEL_NAMES, TrainOptions
 from dlio.util.files import check_writable
 from dlio.util.options import check
 
 __all__ = ["MIN_IMAGE_SIZE", "MODEL_NAMES", "TrainConfig"]
+
+_INNER: Final = 0.4
+"""Default learning rate of the steps between which an outer optimizer acts, over the usual one of a
+rank's batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +30,19 @@ class TrainConfig(TrainOptions):
         check_together(self)
 
     def peak_lr(self, ranks: int) -> float:
-        """Return the peak learning rate on a number of ranks."""
+        """Return the peak learning rate on a number of ranks.
+
+        Steps between which an outer optimizer acts are of one rank's batch, and smaller still: the
+        outer momentum makes up for it (docs/LOG.md).
+        """
         from dlio.train.optimizers import usual_lr  # It loads torch.
 
         if self.lr is not None:
             return self.lr
-        return usual_lr(
-            self.optimizer or DEFAULT_OPTIMIZER, self.batch_size * self.accumulate * ranks
-        )
+        usual, batch = self.optimizer or DEFAULT_OPTIMIZER, self.batch_size * self.accumulate
+        if ranks > 1 and parse_exchange(self.exchange).has_outer:
+            return _INNER * usual_lr(usual, batch)
+        return usual_lr(usual, batch * ranks)
 
     def check_run(self) -> None:
         """Raise UsageError before the run when one of its results cannot be written, or when it

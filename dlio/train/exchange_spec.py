@@ -12,8 +12,11 @@ a period in steps and a rule for merging received values. The presets name publi
 | `local-sgd(STEPS)` | local SGD (arXiv 1805.09767): averages changes of weights periodically |
 | `diloco(STEPS)` | DiLoCo (arXiv 2311.08105): local SGD with an outer optimizer |
 
-With a sparse compressor (`diloco(32)+adaptive`) DiLoCo is SparseLoCo (arXiv 2508.15706): there is
-no outer momentum, as the residual of error feedback, which decays, does its work.
+Behind the steps, `diloco` and `noloco` take the `rate` and `momentum` of their outer optimizer:
+`diloco(32,rate=0.7,momentum=0.9)` has those of its paper.
+
+With a compressor, `diloco` is SparseLoCo (arXiv 2508.15706), with error feedback. What `threshold`
+sends is so little that there is no outer momentum: the residual, which decays, does its work.
 
 `diloco(32,fragments=4)` is Streaming DiLoCo (arXiv 2501.18512): a quarter of the weights every 8
 steps. `local-sgd` takes fragments, too.
@@ -23,8 +26,10 @@ nodes, with the mean within each. Otherwise they are between ranks, even on one 
 `gossip(flat)` is always between ranks.
 """
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from dlio.errors import UsageError
@@ -32,10 +37,10 @@ from dlio.util.arguments import nearest
 
 __all__ = ["COMPRESSORS", "NAMES", "USAGE", "ExchangeSpec", "parse_exchange"]
 
-COMPRESSORS: Final = ("onebit", "threshold", "adaptive", "int8", "bf16", "fp16")
+COMPRESSORS: Final = ("onebit", "ternary", "threshold", "adaptive", "int8", "bf16", "fp16")
 """Names of compressors; see `dlio.train.exchange.compress`."""
 _PATTERN: Final = re.compile(r"([a-z-]+)(?:\(([^)]*)\))?(?:\+([a-z0-9]+))?")
-_SPARSE: Final = ("onebit", "threshold", "adaptive")
+_SPARSE: Final = ("onebit", "ternary", "threshold", "adaptive")
 """Compressors that defer most of a message to the residual: for sums, not for weights."""
 
 
@@ -59,11 +64,31 @@ class ExchangeSpec:
     """Gossip between all ranks, regardless of nodes."""
     fragments: int = 1
     """Parts of the weights that are exchanged at different times of a period."""
+    rate: float = 1.0
+    """Learning rate of the outer optimizer."""
+    momentum: float = 0.0
+    """Momentum of the outer optimizer."""
 
     @property
     def alike(self) -> bool:
         """True if all ranks have bit-identical weights after every step."""
         return self.payload == "gradient" and self.merge == "sum"
+
+    @property
+    def has_outer(self) -> bool:
+        """True if changes of weights go through an outer optimizer with momentum."""
+        return self.merge in ("outer", "outer-pairs")
+
+    @property
+    def codec(self) -> str | None:
+        """The compressor that makes the messages.
+
+        Changes of local steps are sent rarely: `adaptive` sends more of them, so that the network
+        trains nearly as without compression.
+        """
+        if self.compressor == "adaptive" and self.payload == "delta" and self.period > 1:
+            return "ternary"
+        return self.compressor
 
     @property
     def decay(self) -> float:
@@ -72,9 +97,14 @@ class ExchangeSpec:
 
     def __str__(self) -> str:
         text = self.preset
-        if self.preset in _PERIODS:
-            fragments = f",{_FRAGMENTS}={self.fragments}" if self.fragments > 1 else ""
-            text += f"({self.period}{fragments})"
+        if self.preset in _RHYTHMS:
+            usual = _RHYTHMS[self.preset]
+            more = [
+                f"{name}={getattr(self, name)!r}"
+                for name in _ARGUMENTS[self.preset]
+                if getattr(self, name) != getattr(usual, name)
+            ]
+            text += f"({','.join([str(self.period), *more])})"
         elif self.preset == "gossip":
             arguments = [self.topology] if self.topology != _PRESETS["gossip"][1] else []
             arguments += ["gradient"] if self.payload == "gradient" else []
@@ -94,17 +124,39 @@ _PRESETS: Final = {
     "local-sgd": ("delta", "all", "sum"),
     "diloco": ("delta", "all", "outer"),
 }
-_PERIODS: Final = {"noloco": 32, "local-sgd": 8, "diloco": 32}
-"""Default periods of the presets that take one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rhythm:
+    """How often and how local steps are merged; fields of ExchangeSpec."""
+
+    period: int = 1
+    fragments: int = 1
+    rate: float = 1.0
+    momentum: float = 0.0
+
+
+_RHYTHMS: Final = {
+    "noloco": _Rhythm(32, rate=1.0, momentum=0.7),
+    "local-sgd": _Rhythm(8),
+    "diloco": _Rhythm(32, rate=1.0, momentum=0.7),
+}
+"""Defaults of the presets that take steps. The outer rates and momenta differ from those of the
+papers, 0.7 with 0.5 and 0.7 with 0.9: they were found together with `lr_factor`."""
+_ARGUMENTS: Final = {
+    "noloco": ("rate", "momentum"),
+    "local-sgd": ("fragments",),
+    "diloco": ("fragments", "rate", "momentum"),
+}
+"""What may follow the steps."""
 _DECAY: Final = 0.95
-_FRAGMENTS: Final = "fragments"
 _GOSSIP: Final = ("dissemination", "hypercube", "gradient", "flat")
 """Arguments of gossip, separated by commas."""
 NAMES: Final = tuple(_PRESETS)
 USAGE: Final = (
     f"choose one of {', '.join(NAMES)}; gossip(hypercube), gossip(gradient), gossip(flat), "
-    "noloco(STEPS), local-sgd(STEPS), diloco(STEPS), diloco(STEPS,fragments=NUMBER); and "
-    "behind it, with a +, one of "
+    "noloco(STEPS), local-sgd(STEPS), diloco(STEPS); diloco(STEPS,fragments=NUMBER), "
+    "diloco(STEPS,rate=NUMBER,momentum=NUMBER); and behind it, with a +, one of "
     f"{', '.join(COMPRESSORS)}"
 )
 
@@ -120,11 +172,10 @@ def parse_exchange(text: str) -> ExchangeSpec:
         raise UsageError(f"exchange {text!r}: {USAGE}{nearest(first, NAMES)}")
     name, argument, compressor = match.groups()
     payload, topology, merge = _PRESETS[name]
-    period, fragments, flat = 1, 1, False
-    if name in _PERIODS:
-        period = _PERIODS[name]
-        if argument is not None:
-            period, fragments = _period(text, name, argument)
+    flat = False
+    rhythm = _Rhythm()
+    if name in _RHYTHMS:
+        rhythm = _rhythm(text, name, argument)
     elif argument is not None:
         kinds = [kind.strip() for kind in argument.split(",")]
         if name != "gossip" or not set(kinds) <= set(_GOSSIP):
@@ -146,24 +197,58 @@ def parse_exchange(text: str) -> ExchangeSpec:
                     f"exchange {text!r}: {name} sends whole weights, of which {compressor} would "
                     "send only a small part: choose bf16, fp16 or int8"
                 )
-        if merge == "outer" and compressor in _SPARSE:
+        if merge == "outer" and compressor == "threshold":
+            if argument is not None and ("rate" in argument or "momentum" in argument):
+                raise UsageError(
+                    f"exchange {text!r}: with threshold the residual takes the place of the outer "
+                    "optimizer: leave out its rate and momentum, or choose adaptive or onebit"
+                )
             merge = "accumulated"
-    return ExchangeSpec(name, payload, topology, merge, period, compressor, flat, fragments)
+    return ExchangeSpec(
+        name, payload, topology, merge, compressor=compressor, flat=flat, **asdict(rhythm)
+    )
 
 
-def _period(text: str, name: str, argument: str) -> tuple[int, int]:
-    """Return the steps and fragments of `name(STEPS)` or `name(STEPS,fragments=NUMBER)`."""
-    steps, comma, rest = (part.strip() for part in argument.partition(","))
+def _rhythm(text: str, name: str, argument: str | None) -> _Rhythm:
+    """Return the arguments of `name(STEPS,NAME=VALUE...)`."""
+    usual = _RHYTHMS[name]
+    if argument is None:
+        return usual
+    steps, *rest = (part.strip() for part in argument.split(","))
     if not steps.isdigit() or int(steps) < 1:
         raise UsageError(f"exchange {text!r}: {name}(STEPS) wants a number of steps from 1")
-    if not comma:
-        return int(steps), 1
-    key, _, count = (part.strip() for part in rest.partition("="))
-    if name == "noloco" or key != _FRAGMENTS:
-        raise UsageError(f"exchange {text!r}: {USAGE}")
-    if not count.isdigit() or not 1 <= int(count) <= int(steps):
+    given: dict[str, str] = {}
+    for part in rest:
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key not in _ARGUMENTS[name] or key in given:
+            raise UsageError(f"exchange {text!r}: {USAGE}{nearest(key, _ARGUMENTS[name])}")
+        given[key] = value
+    fragments = given.get("fragments", "1")
+    if not fragments.isdigit() or not 1 <= int(fragments) <= int(steps):
         raise UsageError(
             f"exchange {text!r}: give fragments from 1 to the period, {steps} steps: each is "
             "exchanged at another step"
         )
-    return int(steps), int(count)
+    rate = _number(text, "rate", given, usual.rate)
+    momentum = _number(text, "momentum", given, usual.momentum)
+    if rate <= 0 or not 0 <= momentum < 1:
+        raise UsageError(
+            f"exchange {text!r}: the outer optimizer wants a rate above 0, and a momentum from 0 "
+            "to below 1"
+        )
+    if name == "noloco" and rate <= momentum:
+        raise UsageError(
+            f"exchange {text!r}: ranks of noloco stay together only if the rate exceeds the "
+            "momentum"
+        )
+    return _Rhythm(int(steps), int(fragments), rate, momentum)
+
+
+def _number(text: str, key: str, given: Mapping[str, str], usual: float) -> float:
+    try:
+        number = float(given.get(key, usual))
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"exchange {text!r}: {key}={given[key]} is not a number")
+    return number

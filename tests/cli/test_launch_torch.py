@@ -63,6 +63,20 @@ def test_no_rank_outlasts_the_deadline(tmp_path: Path) -> None:
     assert not any(is_running(int(path.name)) for path in tmp_path.iterdir())
 
 
+def test_pipes_are_closed_once_a_process_that_outlives_its_rank_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch_torch, "_END_TIMEOUT_S", 0.2)
+    before = len(os.listdir("/dev/fd"))
+    end = tmp_path / "end"
+    wait = f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.02)"
+    child = f"subprocess.Popen([sys.executable, '-c', {wait!r}], start_new_session=True)"
+    assert _launch(f"import subprocess\n{child}", 1).returncode == 0
+    assert len(os.listdir("/dev/fd")) > before
+    end.touch()
+    assert in_time(lambda: len(os.listdir("/dev/fd")) == before)
+
+
 @pytest.mark.nightly
 def test_deaths_are_events_of_the_store() -> None:
     """A rank sees the death of another, in the store to which its environment points."""

@@ -55,6 +55,7 @@ class _Lane:
 
     def __init__(self, group: Named, setting: Setting) -> None:
         spec, scratch = setting.spec, setting.scratch
+        self._spec = spec
         self.outgoing, self.incoming = Bucket(group), Bucket(group)
         self.requests: list[Request] = []
         self.under_way = False
@@ -79,7 +80,10 @@ class _Lane:
         self.outer: SlowWeights | None = None
         if spec.merge == "outer-pairs":
             self.read(self.outgoing)
-            self.outer = SlowWeights(self.outgoing.flat)
+            self.outer = self.outer_of(self.outgoing.flat)
+
+    def outer_of(self, slow: torch.Tensor) -> SlowWeights:
+        return SlowWeights(slow, self._spec.rate, self._spec.momentum)
 
     @staticmethod
     @torch.no_grad()
@@ -223,7 +227,7 @@ class Gossip:
             lane.before = state.get(f"before/{number}", torch.empty(0)).numpy().copy()
             if lane.outer is not None:
                 lane.read(lane.outgoing)
-                outer = SlowWeights(state.get(f"slow/{number}", lane.outgoing.flat))
+                outer = lane.outer_of(state.get(f"slow/{number}", lane.outgoing.flat))
                 outer.velocity.copy_(state.get(f"velocity/{number}", outer.velocity))
                 lane.outer = outer
 

@@ -19,11 +19,16 @@ def partners(
     """Return (rank to send to, rank to receive from) at a step; both `rank` if it has no partner.
 
     Dissemination with rotation, arXiv 1803.05880. In a `hypercube` both are the same rank; unless
-    the number of ranks is a power of two, some ranks have no partner at some steps. `pairs` are
-    random ones at each step, as in arXiv 2506.10911; of an odd number of ranks one has none.
+    the number of ranks is a power of two, some ranks have no partner at some steps. `pairs` of a
+    power of two are those of a hypercube without rotation, so that any log2(ranks) steps one after
+    another mix the weights of all ranks; of other numbers, they are random ones at each step, as in
+    arXiv 2506.10911, and of an odd number one rank has none.
     """
     if ranks == 1:
         return rank, rank
+    if topology == "pairs" and ranks & (ranks - 1) == 0:
+        peer = rank ^ 1 << step % (ranks.bit_length() - 1)
+        return peer, peer
     period = 1 if topology == "pairs" else max(1, math.ceil(math.log2(ranks)))
     rotation = step // period % _ROTATIONS
     permutation = Order(ranks, seed, rotation).samples(np.arange(ranks, dtype=np.int64))

@@ -1,8 +1,7 @@
 """Local SGD (arXiv 1805.09767) and DiLoCo (arXiv 2311.08105).
 
 Ranks train independently and periodically average the changes of their weights. `diloco` passes the
-mean change to an outer optimizer as its gradient: Nesterov momentum 0.9 and learning rate 0.7, as
-published.
+mean change to an outer optimizer as its gradient: SGD with Nesterov momentum.
 
 With fragments (Streaming DiLoCo, arXiv 2501.18512) the buckets are dealt out to them in turn, and
 the k-th of n fragments is exchanged after k / n of a period: as many bytes, of which only an n-th
@@ -27,8 +26,6 @@ from dlio.train.exchange.sums import load_states, make_sum, states_of
 __all__ = ["Periodic"]
 
 _FIRST_TAG: Final = 1
-_OUTER_RATE: Final = 0.7
-_OUTER_MOMENTUM: Final = 0.9
 
 
 class Periodic:
@@ -192,9 +189,9 @@ class Periodic:
             bucket.swap()
         change = torch.div(sums, ranks, out=bucket.flat)
         if self._spec.merge == "outer":
-            momentum.mul_(_OUTER_MOMENTUM).add_(change)
-            change.add_(momentum, alpha=_OUTER_MOMENTUM)
-            common.add_(change, alpha=_OUTER_RATE)
+            momentum.mul_(self._spec.momentum).add_(change)
+            change.add_(momentum, alpha=self._spec.momentum)
+            common.add_(change, alpha=self._spec.rate)
         else:
             common.add_(change)
         bucket.flat.copy_(common)

@@ -13,14 +13,9 @@ that the slow weights of the partner cancel out:
 Only fast weights travel: half of the bytes.
 """
 
-from typing import Final
-
 import torch
 
 __all__ = ["SlowWeights"]
-
-_MOMENTUM: Final = 0.5
-_RATE: Final = 0.7
 
 
 class SlowWeights:
@@ -28,9 +23,12 @@ class SlowWeights:
 
     Args:
         weights: the weights at the beginning; shape (entries,). Copied.
+        rate: b above.
+        momentum: a above.
     """
 
-    def __init__(self, weights: torch.Tensor) -> None:
+    def __init__(self, weights: torch.Tensor, rate: float, momentum: float) -> None:
+        self._rate, self._momentum = rate, momentum
         self.slow = weights.clone()
         self.velocity = torch.zeros_like(weights)
 
@@ -41,6 +39,6 @@ class SlowWeights:
             mean: of the fast weights of a pair of ranks; shape (entries,).
         """
         mean -= self.slow
-        self.velocity.mul_(_MOMENTUM).add_(mean, alpha=_RATE)
+        self.velocity.mul_(self._momentum).add_(mean, alpha=self._rate)
         self.slow += self.velocity
         mean.copy_(self.slow)

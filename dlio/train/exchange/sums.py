@@ -100,10 +100,10 @@ def make_sum(setting: Setting, tensors: Tensors, tag: int) -> Sum:
     spec, comm = setting.spec, setting.comm
     if spec.topology in ("hierarchical", "tree", "star"):
         return RoutedSum(setting, tensors, tag)
-    if spec.compressor is not None:
+    if spec.codec is not None:
         keeps = setting.recovery is not None
         scratch, decay = setting.scratch, spec.decay
-        return QuantisedAllreduce(comm, tensors, spec.compressor, tag, scratch, keeps, decay)
+        return QuantisedAllreduce(comm, tensors, spec.codec, tag, scratch, keeps, decay)
     return AllreduceSum(comm)
 
 

@@ -159,7 +159,7 @@ def check_noloco(comm: Communicator) -> None:
     momentum, rate, keeps = 0.5, 0.7, 0.7
     period, rounds = 3, 4
     net = make_net(1)
-    exchange = started(f"noloco({period})", net, comm, seed=5)
+    exchange = started(f"noloco({period},rate={rate},momentum={momentum})", net, comm, seed=5)
     trained = parameters_of(net)
     slow = [_flat(trained)] * comm.size
     velocity = [torch.zeros_like(slow[0])] * comm.size

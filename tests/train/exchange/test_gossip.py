@@ -57,8 +57,22 @@ def test_pairs_leave_out_one_rank_at_most(step: int, ranks: int, seed: int) -> N
 
 
 def test_each_rank_meets_all_others_in_pairs() -> None:
-    met = {partners(step, 0, 8, 1, "pairs")[0] for step in range(64)}
-    assert met == set(range(1, 8))
+    met = {partners(step, 0, 10, 1, "pairs")[0] for step in range(64)}
+    assert met == set(range(1, 10))
+
+
+@given(step=STEPS, power=st.integers(1, 5), seed=SEEDS)
+def test_pairs_of_a_power_of_two_mix_in_any_rounds_in_a_row(
+    step: int, power: int, seed: int
+) -> None:
+    ranks = 2**power
+    mixing = np.eye(ranks)
+    for turn in range(step, step + power):
+        merge = np.eye(ranks) / 2
+        for rank in range(ranks):
+            merge[rank, partners(turn, rank, ranks, seed, "pairs")[1]] += 0.5
+        mixing = merge @ mixing
+    assert np.allclose(mixing, 1 / ranks, rtol=0, atol=1e-12)
 
 
 def test_partners_rotate() -> None:

@@ -3,6 +3,7 @@
 | name        | bits per entry | content of a message                                       |
 |-------------|----------------|------------------------------------------------------------|
 | `onebit`    | about 1.02     | signs after a random rotation; a magnitude per 1,024 signs |
+| `ternary`   | about 1.6      | signs of the largest two fifths; a mean per sign           |
 | `threshold` | about 0.27     | index and sign of entries beyond a threshold               |
 | `adaptive`  | about 0.27     | index and sign of the largest entries; a mean per sign     |
 | `int8`      | 8.03           | integer multiples of a power of two per 256 entries        |
@@ -25,7 +26,7 @@ or infinite entry a compressor raises DlioError with the tensor's name, because 
 carry it into all later steps. The residual is undefined after such an error.
 
 Tensors too small for useful means and thresholds, mainly biases and norms, travel as `int8` in the
-messages of `onebit`, `threshold` and `adaptive` (see `layout.is_small`); the bits above include
+messages of `onebit`, `ternary`, `threshold` and `adaptive` (see `layout.is_small`); the bits above include
 them. Of the next larger tensors, `threshold` and `adaptive` send a larger share (see `sparse`).
 """
 
@@ -102,6 +103,8 @@ def make_compressor(name: str, pieces: Sequence[Piece], scratch: Scratch) -> Com
     match name:
         case "onebit":
             return OneBit(pieces, scratch)
+        case "ternary":
+            return Sparse(pieces, scratch, Adaptive(), dense=True)
         case "threshold":
             return Sparse(pieces, scratch, Threshold())
         case "adaptive":

@@ -11,7 +11,8 @@ bytes.
 Dense tensors: the smallest tensors, in up to half of a message's bytes, send two fifths of their
 entries under every rule, as the mean of the entries of the same sign. Each entry is a ternary digit
 (zero, positive, negative), five of them in a byte. These tensors have most of the gradient's
-energy, and a threshold would delay much of it.
+energy, and a threshold would delay much of it. Under `ternary` all tensors are dense: 1.6 bits per
+entry.
 
 Other tensors: a sent entry takes one byte, its sign and the number of entries skipped since the
 previous one. If that number exceeds 126, escape bytes that skip 127 entries each precede it. A
@@ -161,10 +162,18 @@ class Sparse:
     tensors as int8, of fixed length; and the bytes of the large tensors' entries, tensor by tensor.
     The words of the head are: two bfloat16 numbers, for positive (lower half) and negative entries;
     the index of the entry from which distances count; the length of the tensor's bytes.
+
+    Args:
+        dense: all tensors are dense.
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], scratch: Scratch, rule: Rule, seed: int = 0
+        self,
+        pieces: Sequence[Piece],
+        scratch: Scratch,
+        rule: Rule,
+        seed: int = 0,
+        dense: bool = False,
     ) -> None:
         self._pieces = pieces
         self._scratch = scratch
@@ -173,7 +182,11 @@ class Sparse:
         self.entries = pieces[-1].stop if pieces else 0
         self._small = SmallTensors(pieces, scratch)
         large = [piece for piece in pieces if not piece.small]
-        whole, ratios = plan(np.array([piece.size for piece in large], np.int64))
+        sizes = np.array([piece.size for piece in large], np.int64)
+        ratios = np.full(len(sizes), WHOLE_RATIO)
+        whole = np.full(len(sizes), dense)
+        if not dense:
+            whole, ratios = plan(sizes)
         self._tensors = [
             _Tensor(piece, WHOLE_RATIO, piece.size, whole=True)
             if is_whole

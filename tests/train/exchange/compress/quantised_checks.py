@@ -196,13 +196,13 @@ def check_training(comm: Communicator) -> None:
             region = slope.contiguous().numpy().reshape(-1)
             reduction.start(region)
             reduction.wait()
-            rate = {"onebit": 0.02, "threshold": 0.01, "adaptive": 0.01}.get(name, 0.1)
+            rate = {"onebit": 0.02, "ternary": 0.02, "threshold": 0.01, "adaptive": 0.01}.get(name, 0.1)
             weights -= rate * torch.from_numpy(region).view(8, 200)
             if step % 50 == 49:
                 reduction.flush(region)
                 weights -= rate * torch.from_numpy(region).view(8, 200)
         error = float((weights - truth).square().mean())
-        limit = {"onebit": 0.01, "threshold": 0.05, "adaptive": 0.05}.get(name, 1e-4)
+        limit = {"onebit": 0.01, "ternary": 0.01, "threshold": 0.05, "adaptive": 0.05}.get(name, 1e-4)
         assert error < limit, f"{name}: error {error}"
         reduction.close()
 
@@ -227,9 +227,10 @@ def _gradient(step: int, rank: int) -> npt.NDArray[np.float32]:
 
 
 def _ratio(name: str) -> float:
-    return {"onebit": 30, "threshold": 90, "adaptive": 90, "int8": 3.9, "bf16": 2, "fp16": 1.99}[
-        name
-    ]
+    return {
+        **{"onebit": 30, "ternary": 19, "threshold": 90, "adaptive": 90},
+        **{"int8": 3.9, "bf16": 2, "fp16": 1.99},
+    }[name]
 
 
 def _same_everywhere(comm: Communicator, array: npt.NDArray[np.float32]) -> bool:

@@ -159,7 +159,7 @@ def test_error_feedback_delivers_everything_over_time(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "ratio"),
     [
-        *(("onebit", 30), ("threshold", 100), ("adaptive", 100)),
+        *(("onebit", 30), ("ternary", 19), ("threshold", 100), ("adaptive", 100)),
         *(("int8", 3.9), ("bf16", 2), ("fp16", 1.99)),
     ],
 )
@@ -289,7 +289,7 @@ def test_blocks_have_scales_of_their_own(name: str, relative: float, scale: floa
     assert np.abs(q - values).max() <= relative * np.abs(values).max()
 
 
-@pytest.mark.parametrize("name", ["onebit", "threshold", "adaptive"])
+@pytest.mark.parametrize("name", ["onebit", "ternary", "threshold", "adaptive"])
 def test_biases_and_norms_travel_in_eight_bits(name: str) -> None:
     layout: Layout = [("w", (300, 300)), ("norm", (600,)), ("tiny", (3, 4)), ("v", (300, 300))]
     compressor = make(name, layout)
@@ -302,7 +302,7 @@ def test_biases_and_norms_travel_in_eight_bits(name: str) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="onebit, threshold, adaptive"):
+    with pytest.raises(UsageError, match="onebit, ternary, threshold, adaptive"):
         make("zip", MLP)
     with pytest.raises(UsageError, match="threshold of 0"):
         Threshold(0)

@@ -20,6 +20,10 @@ class TestOneBit(_Named):
     lossless_feedback = False
 
 
+class TestTernary(_Named):
+    name = "ternary"
+
+
 class TestThreshold(_Named):
     name = "threshold"
 
