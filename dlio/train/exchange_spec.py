@@ -16,7 +16,7 @@ Behind the steps, `diloco` and `noloco` take the `rate` and `momentum` of their 
 `diloco(32,rate=0.7,momentum=0.9)` has those of its paper.
 
 With a compressor, `diloco` is SparseLoCo (arXiv 2508.15706), with error feedback. What `threshold`
-sends is so little that there is no outer momentum: the residual, which decays, does its work.
+sends is so little that the residual, which decays, takes the place of the outer momentum.
 
 `diloco(32,fragments=4)` is Streaming DiLoCo (arXiv 2501.18512): a quarter of the weights every 8
 steps. `local-sgd` takes fragments, too.

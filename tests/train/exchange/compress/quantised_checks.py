@@ -196,13 +196,17 @@ def check_training(comm: Communicator) -> None:
             region = slope.contiguous().numpy().reshape(-1)
             reduction.start(region)
             reduction.wait()
-            rate = {"onebit": 0.02, "ternary": 0.02, "threshold": 0.01, "adaptive": 0.01}.get(name, 0.1)
+            rate = {"onebit": 0.02, "ternary": 0.02, "threshold": 0.01, "adaptive": 0.01}.get(
+                name, 0.1
+            )
             weights -= rate * torch.from_numpy(region).view(8, 200)
             if step % 50 == 49:
                 reduction.flush(region)
                 weights -= rate * torch.from_numpy(region).view(8, 200)
         error = float((weights - truth).square().mean())
-        limit = {"onebit": 0.01, "ternary": 0.01, "threshold": 0.05, "adaptive": 0.05}.get(name, 1e-4)
+        limit = {"onebit": 0.01, "ternary": 0.01, "threshold": 0.05, "adaptive": 0.05}.get(
+            name, 1e-4
+        )
         assert error < limit, f"{name}: error {error}"
         reduction.close()
 
