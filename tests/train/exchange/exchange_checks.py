@@ -188,8 +188,13 @@ def check_compressed(comm: Communicator) -> None:
 
 
 _FEWER: Final = {
-    **{"onebit": 20, "ternary": 15, "threshold": 50, "adaptive": 50},
-    **{"int8": 3, "bf16": 1.9, "fp16": 1.9},
+    "onebit": 20,
+    "ternary": 15,
+    "threshold": 50,
+    "adaptive": 50,
+    "int8": 3,
+    "bf16": 1.9,
+    "fp16": 1.9,
 }
 """Factor by which each compressor at least reduces the bytes, for layers as narrow as these."""
 

@@ -26,8 +26,9 @@ or infinite entry a compressor raises DlioError with the tensor's name, because 
 carry it into all later steps. The residual is undefined after such an error.
 
 Tensors too small for useful means and thresholds, mainly biases and norms, travel as `int8` in the
-messages of `onebit`, `ternary`, `threshold` and `adaptive` (see `layout.is_small`); the bits above include
-them. Of the next larger tensors, `threshold` and `adaptive` send a larger share (see `sparse`).
+messages of `onebit`, `ternary`, `threshold` and `adaptive` (see `layout.is_small`); the bits above
+include them. Of the next larger tensors, `threshold` and `adaptive` send a larger share (see
+`sparse`).
 """
 
 from collections.abc import Sequence

@@ -232,8 +232,13 @@ def _gradient(step: int, rank: int) -> npt.NDArray[np.float32]:
 
 def _ratio(name: str) -> float:
     return {
-        **{"onebit": 30, "ternary": 19, "threshold": 90, "adaptive": 90},
-        **{"int8": 3.9, "bf16": 2, "fp16": 1.99},
+        "onebit": 30,
+        "ternary": 19,
+        "threshold": 90,
+        "adaptive": 90,
+        "int8": 3.9,
+        "bf16": 2,
+        "fp16": 1.99,
     }[name]
 
 
