@@ -14,9 +14,9 @@ from dlio.util.options import check
 
 __all__ = ["MIN_IMAGE_SIZE", "MODEL_NAMES", "TrainConfig"]
 
-_INNER: Final = 0.4
-"""Default learning rate of the steps between which an outer optimizer acts, over the usual one of a
-rank's batch."""
+_LOCAL: Final = 0.75
+"""Default learning rate where an outer optimizer acts between local steps, over the usual one, for
+the same progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,18 @@ class TrainConfig(TrainOptions):
     def peak_lr(self, ranks: int) -> float:
         """Return the peak learning rate on a number of ranks.
 
-        Steps between which an outer optimizer acts are of one rank's batch, and smaller still: the
-        outer momentum makes up for it (docs/LOG.md).
+        An outer optimizer multiplies the progress of local steps, whose rate is lower for it.
         """
         from dlio.train.optimizers import usual_lr  # It loads torch.
 
         if self.lr is not None:
             return self.lr
-        usual, batch = self.optimizer or DEFAULT_OPTIMIZER, self.batch_size * self.accumulate
-        if ranks > 1 and parse_exchange(self.exchange).has_outer:
-            return _INNER * usual_lr(usual, batch)
-        return usual_lr(usual, batch * ranks)
+        batch = self.batch_size * self.accumulate * ranks
+        usual = usual_lr(self.optimizer or DEFAULT_OPTIMIZER, batch)
+        exchange = parse_exchange(self.exchange)
+        if ranks > 1 and exchange.has_outer:
+            usual *= _LOCAL * (1 - exchange.momentum) / exchange.rate
+        return usual
 
     def check_run(self) -> None:
         """Raise UsageError before the run when one of its results cannot be written, or when it

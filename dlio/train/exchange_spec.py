@@ -50,9 +50,10 @@ class ExchangeSpec:
 
     preset: str
     payload: str
-    """`gradient`, `weight` or `delta`."""
+    """`gradient`, `weight`, `delta`, or `difference` to what a partner has heard."""
     topology: str
-    """`all`, `hierarchical`, `tree`, `star`, `dissemination`, `hypercube`, `pairs` or `random`."""
+    """`all`, `hierarchical`, `tree`, `star`, `dissemination`, `hypercube`, `pairs`, `fixed-pairs`
+    or `random`."""
     merge: str
     """`sum` over all ranks, `half` of two ranks, `parzen` of accepted ones, `outer` optimizer of
     the sum, `outer-pairs` of the mean of two ranks, or `accumulated`: the sum, whose residual
@@ -192,10 +193,13 @@ def parse_exchange(text: str) -> ExchangeSpec:
         if payload == "weight" and compressor in _SPARSE:
             if name == "gossip":
                 payload = "delta"  # Most changes are nearly zero; most weights never are.
+            elif name == "noloco" and compressor == "onebit":
+                payload, topology = "difference", "fixed-pairs"
             else:
                 raise UsageError(
                     f"exchange {text!r}: {name} sends whole weights, of which {compressor} would "
                     "send only a small part: choose bf16, fp16 or int8"
+                    + (", or onebit" if name == "noloco" else "")
                 )
         if merge == "outer" and compressor == "threshold":
             if argument is not None and ("rate" in argument or "momentum" in argument):

@@ -11,7 +11,8 @@ change of a rank's weights since the last step, minus the residual. Changes alon
 apart, too, so every REFRESH steps whole weights travel as bfloat16.
 
 `noloco` is gossip between random pairs after every `period` steps, whose mean goes to an outer
-optimizer; see `slow_weights`.
+optimizer; see `slow_weights`. With a sparse compressor, a pair sends differences to what it has
+heard of each other; see `copies`.
 
 Where ranks may be lost, nothing is merged before all messages of a step have arrived. After a loss
 messages under way are dropped, and each rank goes on with its own weights. Ranks that are behind
@@ -36,6 +37,7 @@ from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress import Compressor, make_compressor
 from dlio.train.exchange.compress.layout import pieces_of
+from dlio.train.exchange.copies import Copies
 from dlio.train.exchange.hearing import Hearing
 from dlio.train.exchange.joining import join_before_use
 from dlio.train.exchange.partners import partners
@@ -64,14 +66,21 @@ class _Lane:
         """True if `incoming` holds values that parameters do not have yet."""
         pieces = pieces_of(self.outgoing.tensors)
         self.codec: Compressor | None = None
-        if spec.compressor is not None:
-            self.codec = make_compressor(spec.compressor, pieces, scratch)
-        self.whole = make_compressor("bf16", pieces, scratch) if spec.payload == "delta" else None
+        if spec.codec is not None:
+            self.codec = make_compressor(spec.codec, pieces, scratch)
+        self.whole: Compressor | None = None
         """Compressor of the occasional whole weights, if changes travel otherwise."""
+        self.copies: Copies | None = None
+        """What partners have heard of each other, if differences to it travel."""
+        if spec.payload in ("delta", "difference"):
+            self.whole = make_compressor("bf16", pieces, scratch)
+        if spec.payload == "difference" and self.codec is not None and self.whole is not None:
+            self.copies = Copies(self.codec, self.whole)
         codecs = [codec for codec in (self.codec, self.whole) if codec is not None]
         longest = max([codec.max_bytes for codec in codecs], default=0)
         self.message, self.arrived = np.empty(longest, np.uint8), np.empty(longest, np.uint8)
-        self.residual = np.zeros(self.outgoing.flat.numel() if codecs else 0, np.float32)
+        feedback = bool(codecs) and self.copies is None
+        self.residual = np.zeros(self.outgoing.flat.numel() if feedback else 0, np.float32)
         self.before = np.empty(0, np.float32)
         """Weights of the last step, relative to which changes are computed."""
         self.own = np.empty(0, np.float32)
@@ -178,7 +187,7 @@ class Gossip:
             self.step += 1
         else:
             # The first layers are used first, and the last bucket holds them: send it first.
-            whole = self._spec.payload == "weight" or self.step % REFRESH == REFRESH - 1
+            whole = self._spec.payload != "delta" or self.step % REFRESH == REFRESH - 1
             self._send(tuple(reversed(range(len(self._lanes)))), whole)
 
     def watch(self, module: nn.Module) -> None:
@@ -206,6 +215,9 @@ class Gossip:
                 state[f"owed/{number}"] = torch.from_numpy(lane.residual)
             if lane.codec is not None:
                 state[f"codec/{number}"] = torch.from_numpy(lane.codec.state())
+            if lane.copies is not None:
+                for name, copy in lane.copies.state().items():
+                    state[f"copy/{number}/{name}"] = copy
             if len(lane.before):
                 state[f"before/{number}"] = torch.from_numpy(lane.before)
             if lane.outer is not None:
@@ -224,6 +236,11 @@ class Gossip:
                 lane.residual[:] = state[f"owed/{number}"].numpy()
             if lane.codec is not None and f"codec/{number}" in state:
                 lane.codec.load_state(state[f"codec/{number}"].numpy())
+            if lane.copies is not None:
+                mine = f"copy/{number}/"
+                lane.copies.load_state(
+                    {name[len(mine) :]: each for name, each in state.items() if mine in name}
+                )
             lane.before = state.get(f"before/{number}", torch.empty(0)).numpy().copy()
             if lane.outer is not None:
                 lane.read(lane.outgoing)
@@ -252,7 +269,9 @@ class Gossip:
         if any(lane.under_way for lane in self._lanes):
             for lane in self._lanes:
                 lane.requests, lane.under_way, lane.merged = [], False, False
-                if lane.whole is not None:
+                if lane.copies is not None:
+                    lane.copies.clear()
+                elif lane.whole is not None:
                     lane.before = lane.outgoing.array.copy()
         self._sources = ()
         self._find_places()
@@ -299,7 +318,7 @@ class Gossip:
         to, source = places[there][0], places[here][0]
         self._sources = self.hearing.members(places[here]) if here != own else ()
         self.step += 1
-        self._whole = whole
+        self._whole, self._pair = whole, own ^ there
         for number in numbers:
             lane = self._lanes[number]
             self._fill(lane)
@@ -312,7 +331,10 @@ class Gossip:
                 continue
             codec = lane.whole if whole and lane.whole is not None else lane.codec
             into, message = lane.incoming.bytes, lane.outgoing.bytes
-            if codec is not None:
+            if lane.copies is not None:
+                used = lane.copies.encode(self._pair, lane.outgoing.array, lane.message)
+                into, message = lane.arrived, lane.message[:used]
+            elif codec is not None:
                 values = self._values(lane, whole)
                 # Weights leave no residual: the next message holds whole weights again.
                 residual = np.zeros_like(values) if whole else lane.residual
@@ -418,7 +440,9 @@ class Gossip:
         """Average local and received values, into the parameters or the incoming bucket."""
         codec = lane.whole if self._whole and lane.whole is not None else lane.codec
         bucket = lane.incoming
-        if codec is not None:
+        if lane.copies is not None:
+            lane.copies.add(self._pair, lane.arrived, bucket.array)
+        elif codec is not None:
             # Both ranks move by half of the difference of their decoded messages.
             theirs = bucket.array
             theirs[:] = 0
@@ -429,7 +453,7 @@ class Gossip:
                 mine = target.to(view.device, view.dtype)
                 if codec is None:
                     view.lerp_(mine, 0.5)
-                else:
+                else:  # The difference to the partner.
                     torch.add(mine, view, alpha=0.5, out=view)
                 continue
             there = view.to(target.device, target.dtype)

@@ -22,13 +22,14 @@ def partners(
     the number of ranks is a power of two, some ranks have no partner at some steps. `pairs` of a
     power of two are those of a hypercube without rotation, so that any log2(ranks) steps one after
     another mix the weights of all ranks; of other numbers, they are random ones at each step, as in
-    arXiv 2506.10911, and of an odd number one rank has none.
+    arXiv 2506.10911, and of an odd number one rank has none. `fixed-pairs` are those of a hypercube
+    without rotation for any number of ranks, so that a rank has few partners.
     """
     if ranks == 1:
         return rank, rank
-    if topology == "pairs" and ranks & (ranks - 1) == 0:
-        peer = rank ^ 1 << step % (ranks.bit_length() - 1)
-        return peer, peer
+    if topology == "fixed-pairs" or (topology == "pairs" and ranks & (ranks - 1) == 0):
+        peer = rank ^ 1 << step % (ranks - 1).bit_length()
+        return (peer, peer) if peer < ranks else (rank, rank)
     period = 1 if topology == "pairs" else max(1, math.ceil(math.log2(ranks)))
     rotation = step // period % _ROTATIONS
     permutation = Order(ranks, seed, rotation).samples(np.arange(ranks, dtype=np.int64))

@@ -12,6 +12,7 @@ from dlio.comm import Communicator
 from dlio.plan.order import share
 from dlio.train.exchange import RunningExchange
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
+from dlio.train.exchange.copies import REFRESH
 from dlio.train.exchange.partners import partners
 from tests.train.exchange.training import (
     BATCH,
@@ -199,6 +200,58 @@ def check_noloco(comm: Communicator) -> None:
     exchange.close()
 
 
+def check_noloco_of_differences(comm: Communicator) -> None:
+    """Without training, ranks agree on the mean of their weights, by messages of few bits."""
+    net = make_net(1)
+    exchange = started("noloco(1,rate=1,momentum=0)+onebit", net, comm)
+    with torch.no_grad():
+        for parameter in parameters_of(net):
+            seed = 7 * comm.rank + parameter.numel()
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.add_(noise)
+    mean = averaged_state(net, comm)
+    distances = [consensus_distance(net, mean, comm)]
+    turns = math.ceil(math.log2(comm.size)) if comm.size > 1 else 1
+    for count in (30, REFRESH - 30 + 1):
+        for _ in range(count * turns):
+            exchange.after_step()
+            exchange.finish()
+        distances.append(consensus_distance(net, mean, comm))
+    if comm.size > 1:
+        assert distances[1] < 0.4 * distances[0], distances
+        # Only pairs of a power of two meet in turns that mix all ranks.
+        most = 0.1 if comm.size & (comm.size - 1) else 0.02
+        assert distances[2] < most * distances[0], distances
+    entries = sum(each.numel() for each in parameters_of(net))
+    # Two of the messages to each partner hold whole weights, in two bytes each.
+    later = exchange.statistics()["bytes"] - 2 * 2 * entries * turns
+    assert later < 4 * entries * REFRESH * turns / 20
+    exchange.close()
+
+
+def check_differences_resume(comm: Communicator) -> None:
+    """A resumed exchange of differences goes on exactly as an uninterrupted one."""
+    nets = [make_net(1), make_net(1)]
+    exchanges = [started("noloco(2)+onebit", net, comm, seed=3) for net in nets]
+    for step in range(12):
+        if step == 7:
+            nets[1].load_state_dict(nets[0].state_dict())
+            exchanges[1].load_state({k: v.clone() for k, v in exchanges[0].state().items()})
+        for net, exchange in zip(nets, exchanges, strict=True):
+            if step < 7 and net is nets[1]:
+                continue
+            exchange.finish()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.mul_(0.9).add_(0.01 * (comm.rank + 1) * (step - 4))
+            exchange.after_step()
+            exchange.finish()
+    ours, theirs = (_flat(list(net.parameters())) for net in nets)
+    assert torch.equal(ours, theirs)
+    for exchange in exchanges:
+        exchange.close()
+
+
 def _flat(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     return torch.cat([each.detach().reshape(-1) for each in parameters])
 
@@ -231,5 +284,7 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "gossips": check_gossips,
     "noloco": check_noloco,
     "noloco_trains": check_noloco_trains,
+    "noloco_of_differences": check_noloco_of_differences,
+    "differences_resume": check_differences_resume,
     "asgd": check_asgd,
 }

@@ -36,6 +36,8 @@ BODY = Path(__file__).with_name("exchange_checks.py")
         (2, ("sums", "compressed", "gossips", "noloco", "distribute", "parts")),
         (3, ("sums", "compressed", "noloco", "asgd", "distribute")),
         (4, ("sums", "gossips", "noloco", "noloco_trains", "asgd")),
+        (4, ("noloco_of_differences", "differences_resume")),
+        (3, ("noloco_of_differences",)),
     ],
 )
 @pytest.mark.daily("2-checks0", "3-checks1", "4-checks2", "2-checks3")

@@ -28,6 +28,8 @@ from dlio.train.exchange_spec import NAMES, parse_exchange
         ("diloco(50)+int8", "delta", "all", 50, "int8"),
         ("asgd+bf16", "weight", "random", 1, "bf16"),
         ("noloco(50)+int8", "weight", "pairs", 50, "int8"),
+        ("noloco(4,rate=0.9,momentum=0.5)+onebit", "difference", "fixed-pairs", 4, "onebit"),
+        ("diloco(16,fragments=2,rate=0.7,momentum=0.9)", "delta", "all", 16, None),
         ("diloco(50, fragments=5)+int8", "delta", "all", 50, "int8"),
     ],
 )
@@ -56,8 +58,16 @@ def test_specifications_are_parsed(
         ("local-sgd(4,fragments=5)", "fragments from 1 to the period, 4 steps"),
         ("local-sgd(4,parts=2)", "fragments=NUMBER"),
         ("noloco(4,fragments=2)", "fragments=NUMBER"),
+        ("noloco(4,rate=0.5,momentum=0.5)", "only if the rate exceeds the momentum"),
+        ("diloco(4,rate=0)", "a rate above 0"),
+        ("diloco(4,momentum=1)", "a momentum from 0 to below 1"),
+        ("diloco(4,momentum=x)", "momentum=x is not a number"),
+        ("diloco(4,rate=1,rate=2)", "choose one of"),
+        ("diloco(4,rat=1)", "did you mean rate"),
+        ("diloco(4,momentum=0.5)+threshold", "leave out its rate and momentum"),
         ("allreduce+zip", "compressor 'zip'"),
         ("asgd+adaptive", "whole weights"),
+        ("noloco+adaptive", "choose bf16, fp16 or int8, or onebit"),
         ("", "choose one of"),
     ],
 )
@@ -69,7 +79,9 @@ def test_combinations_that_do_not_compose_are_refused_with_a_reason(text: str, w
 def test_all_other_combinations_compose() -> None:
     for name in NAMES:
         for compressor in COMPRESSORS:
-            if name not in ("asgd", "noloco") or compressor in ("bf16", "fp16", "int8"):
+            if (name, compressor) == ("noloco", "onebit"):
+                assert parse_exchange(f"{name}+{compressor}").payload == "difference"
+            elif name not in ("asgd", "noloco") or compressor in ("bf16", "fp16", "int8"):
                 assert parse_exchange(f"{name}+{compressor}").compressor == compressor
 
 
