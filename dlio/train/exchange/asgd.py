@@ -4,20 +4,27 @@ Each rank steps on its own and sends its weights to random ranks without waiting
 merges only weights that its Parzen filter accepts.
 
 The filter: let w be a rank's weights after its last merge and w' its weights now. Received weights
-w_n are accepted if they lie ahead in the direction of w' - w, that is if (w' - w) . (w_n - w) > 0.
-The accepted ones and w' are averaged. The paper accepts w_n if a step brings w nearer to it, which
-asks the product to exceed |w' - w|^2 / 2 in place of 0, and takes w before the last step only. With
-millions of weights a step is mostly noise of its batch: the noise increases that length but hardly
-changes the product, and almost nothing would be accepted.
+w_n are refused if they lie as far behind w as w' lies ahead of it: (w' - w) . (w_n - w) must be
+-|w' - w|^2 or more. The accepted ones and w' are averaged. The paper accepts w_n if a step brings w
+nearer to it, which asks for +|w' - w|^2 / 2, with w before the last step only. With millions of
+weights w' - w is mostly the noise of its batches, which averaging is to remove: of a rank that has
+as much noise of its own, w_n is about as near to w as to w'. The paper's bound refuses nearly all,
+and 0 those that would remove the most.
+
+Weights that arrive are old, and the rank has moved since. An average with them would take a part of
+that way back: with one message a step, training would slow down by 1 / (1 + age / 2). So a rank
+remembers its weights of the last steps, and merges how the sender's differ from those that it had
+itself when they were sent, by the clocks of both. Clocks of nodes that differ by more than a step
+cost some of this, no more (`dlio doctor` compares them).
 
 A rank adapts how often it sends ("communication load balancing"): its interval shrinks when its
 queue is below a set point and doubles when it is not.
 
-A message is a notice of 24 bytes (the sender's step, version of the parameters' shapes, bytes that
-follow), then the weights. A receiver keeps a receive posted for each rank's notice, and receives a
-few messages' weights at a time. Messages are two-sided, so that a dead rank blocks no other. After
-neurons were cut, messages of an older version are dropped. After a loss all messages under way are
-dropped, and nothing waits for the lost rank.
+A message is a notice of 32 bytes (the sender's step, version of the parameters' shapes, bytes that
+follow, time), then the weights. A receiver keeps a receive posted for each rank's notice, and
+receives a few messages' weights at a time. Messages are two-sided, so that a dead rank blocks no
+other. After neurons were cut, messages of an older version are dropped. After a loss all messages
+under way are dropped, and nothing waits for the lost rank.
 """
 
 import random
@@ -42,6 +49,7 @@ from dlio.train.exchange.compress.layout import pieces_of
 from dlio.train.exchange.hearing import Hearing
 from dlio.train.exchange.reshape_state import reshape_flats
 from dlio.train.exchange.setting import Setting
+from dlio.train.exchange.trail import Trail
 
 __all__ = ["Asgd"]
 
@@ -80,6 +88,8 @@ class _Arriving:
     memory: npt.NDArray[np.uint8]
     count: int
     """Length in bytes."""
+    sent_ns: int
+    """Time at which it was sent, by the sender's clock."""
 
 
 class Asgd:
@@ -99,6 +109,7 @@ class Asgd:
         self._before = torch.empty_like(self._now.flat)
         """Weights after the last merge."""
         self._started = False
+        self._trail = Trail()
         self._spare = [np.empty(self._longest, np.uint8) for _ in range(_MAILBOX)]
         self._out: list[npt.NDArray[np.uint8]] = []
         self._sends: list[_Sent] = []
@@ -123,10 +134,10 @@ class Asgd:
         """Begin to exchange messages with all other ranks."""
         peers = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         self._peers = peers
-        self._notices = {peer: np.zeros(3, np.int64) for peer in peers}
+        self._notices = {peer: np.zeros(4, np.int64) for peer in peers}
         self._expected: dict[int, Request] = {}
-        self._waiting: list[tuple[int, int, int, int]] = []
-        """(rank, step, version, bytes) of notices whose weights have no receive posted yet."""
+        self._waiting: list[tuple[int, int, int, int, int]] = []
+        """(rank, step, version, bytes, time) of notices whose weights are not received yet."""
         self._sent = dict.fromkeys(peers, 0)
         self._heard = dict.fromkeys(peers, 0)
         for peer in peers:
@@ -148,6 +159,7 @@ class Asgd:
         if self._peers and not self._started:
             self._read()
             self._before.copy_(self._now.flat)
+            self._trail.note(time.time_ns(), self._now.flat)
             self._started = True
 
     def after_step(self) -> None:
@@ -163,10 +175,10 @@ class Asgd:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        merged = self._take()
+        self._read()
+        self._take()
+        self._trail.note(time.time_ns(), self._now.flat)
         if self._time_to_send():
-            if not merged:
-                self._read()
             self._send()
         if self._sends or self._arriving:
             self._progress.go()
@@ -179,6 +191,7 @@ class Asgd:
 
         Receives other ranks' messages, as a step does, so that theirs can leave.
         """
+        self._read()
         self._take()
         self._clear_sent()
         return not self._sends
@@ -190,6 +203,13 @@ class Asgd:
         self._make_bucket()
         if self._peers:
             (self._before,) = reshape_flats([self._before], [before], [self._now], cuts)
+            self._trail.replace(
+                [
+                    flat
+                    for each in self._trail.weights
+                    for flat in reshape_flats([each], [before], [self._now], cuts)
+                ]
+            )
         self._out = []
 
     def tell(self) -> Report:
@@ -276,69 +296,77 @@ class Asgd:
         for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
             view.copy_(parameter)
 
-    def _take(self) -> bool:
-        """Merge arrived messages; True if there were any, and weights are in the bucket."""
+    def _take(self) -> None:
+        """Merge arrived messages into the weights, which are in the bucket."""
         messages = self._collect()
         if messages:
-            self._read()
-            merged = self._merge([each.memory[: each.count] for each in messages])
+            if not self._trail.weights:  # After a checkpoint, before the first step.
+                self._trail.note(0, self._now.flat)
+            merged = self._merge(messages)
             for each, was_merged in zip(messages, merged, strict=True):
                 if was_merged and self._recovery is not None:
                     self.hearing.note(self.hearing.members([each.peer]), each.step)
-        return bool(messages)
 
     def _collect(self) -> list[_Arriving]:
         """Return arrived messages; post receives for announced ones."""
         for peer, request in list(self._expected.items()):
             if request.done():
                 self._heard[peer] += 1
-                step, version, count = self._notices[peer].tolist()
-                self._waiting.append((peer, step, version, count))
+                step, version, count, sent_ns = self._notices[peer].tolist()
+                self._waiting.append((peer, step, version, count, sent_ns))
                 self._expected[peer] = self._listen(peer)
         arrived = [each for each in self._arriving if each.request.done()]
         self._arriving = [each for each in self._arriving if each not in arrived]
         while self._waiting and self._spare and len(self._arriving) < _MAILBOX:
-            (peer, step, version, count), memory = self._waiting.pop(0), self._spare.pop(0)
+            notice, memory = self._waiting.pop(0), self._spare.pop(0)
+            peer, step, version, count, sent_ns = notice
             if len(memory) < count:
                 memory = np.empty(count, np.uint8)
             request = self._comm.irecv(memory[:count], peer, _WEIGHTS)
-            self._arriving.append(_Arriving(request, peer, step, version, memory, count))
+            self._arriving.append(_Arriving(request, peer, step, version, memory, count, sent_ns))
         # The caller reads them before its next call, which may reuse their memory.
         self._spare += [each.memory for each in arrived]
         ours = [each for each in arrived if each.version == self._version]
         self._dropped += len(arrived) - len(ours)
         return ours
 
-    def _merge(self, messages: Sequence[npt.NDArray[np.uint8]]) -> list[bool]:
-        """Average the bucket's weights with those received ones that lie ahead; tells which do."""
-        taken, ahead = [], []
-        for message in messages:
+    def _merge(self, messages: Sequence[_Arriving]) -> list[bool]:
+        """Average the bucket's weights with the received ones; tells which ones are accepted."""
+        taken: list[torch.Tensor] = []
+        """Weights of others, and those that this rank had when they were sent, in turn."""
+        accepted = []
+        for each in messages:
+            message = each.memory[: each.count]
             if self._codec is None:
                 theirs = torch.from_numpy(message.view(np.float32))
             else:
                 unpacked = np.zeros(self._now.flat.numel(), np.float32)
                 self._codec.add(message, unpacked)
                 theirs = torch.from_numpy(unpacked)
-            ahead.append(self._lies_ahead(theirs))
-            if ahead[-1]:
-                taken.append(theirs)
-        self._accepted += len(taken)
-        self._refused += len(messages) - len(taken)
+            then = self._trail.at(each.sent_ns)
+            accepted.append(self._accepts(theirs, then))
+            taken += [theirs, then] if accepted[-1] else []
+        count = sum(accepted)
+        self._accepted += count
+        self._refused += len(messages) - count
         if not taken:
-            return ahead
+            return accepted
         for now, before, *others in self._parts(self._before, *taken):
-            for theirs in others:
-                now += theirs
-            before.copy_(now.div_(1 + len(taken)))
+            for theirs, then in zip(others[::2], others[1::2], strict=True):
+                now.add_(theirs - then, alpha=1 / (1 + count))
+            before.copy_(now)
         for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
             parameter.copy_(view)
-        return ahead
+        return accepted
 
-    def _lies_ahead(self, theirs: torch.Tensor) -> bool:
-        product = 0.0
-        for now, before, other in self._parts(self._before, theirs):
-            product += float(torch.dot(now - before, other - before))
-        return product > 0
+    def _accepts(self, theirs: torch.Tensor, then: torch.Tensor) -> bool:
+        """The Parzen filter, for weights that were sent when this rank had the weights `then`."""
+        ahead = length = 0.0
+        for now, before, other, own in self._parts(self._before, theirs, then):
+            way = now - before
+            length += float(torch.dot(way, way))
+            ahead += float(torch.dot(way, way + other - own))
+        return ahead >= -length
 
     def _parts(self, *others: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """Yield the weights and the others in parts that fit a core's cache.
@@ -378,7 +406,7 @@ class Asgd:
         else:
             used = self._codec.encode(self._now.array, np.zeros_like(self._now.array), memory)
         self._sent[peer] += 1
-        notice = np.array([self._made, self._version, used])
+        notice = np.array([self._made, self._version, used, time.time_ns()])
         requests = [
             self._comm.isend(notice.view(np.uint8), peer, _NOTICE),
             self._comm.isend(memory[:used], peer, _WEIGHTS),

@@ -2,7 +2,8 @@
 
 import runpy
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from dlio.comm import Op, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.exchange import NAMES, Setting, parse_exchange
-from dlio.train.exchange.asgd import Asgd
+from dlio.train.exchange.asgd import Asgd, _Arriving
 from dlio.train.exchange.buckets import BUCKET_BYTES, trainable
 from tests.conftest import TorchRun
 from tests.train.exchange.training import started
@@ -213,30 +214,55 @@ def _setting() -> Setting:
     return Setting(parse_exchange("asgd"), _Alone(), np.zeros(2, np.int32))
 
 
-def test_asgd_merges_only_weights_that_lie_ahead() -> None:
+def _message(weights: Sequence[float], sent_ns: int) -> _Arriving:
+    memory = np.array(weights, np.float32).view(np.uint8)
+    return _Arriving(_Never(), 1, 0, 0, memory, len(memory), sent_ns)
+
+
+@torch.no_grad()
+def _move(exchange: Asgd, weight: torch.Tensor, to: Sequence[float], time_ns: int) -> None:
+    weight.copy_(torch.tensor([to]))
+    exchange._read()
+    exchange._trail.note(time_ns, exchange._now.flat)
+
+
+@torch.no_grad()
+def test_asgd_refuses_weights_that_lie_far_behind() -> None:
     model = nn.Linear(2, 1, bias=False)
+    model.weight.zero_()
     exchange = Asgd(trainable(model), _setting())
-    ahead, behind = (np.array(each, np.float32) for each in ([3.0, 0.1], [-3.0, 0.0]))
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[0.0, 0.0]]))
-        exchange.before_step()
-        model.weight.copy_(torch.tensor([[1.0, 0.0]]))
-        exchange._read()
-        exchange._merge([behind.view(np.uint8)])
-        assert model.weight.tolist() == [[1.0, 0.0]]
-        exchange._merge([ahead.view(np.uint8), behind.view(np.uint8)])
+    exchange.before_step()
+    now = time.time_ns() + 1
+    _move(exchange, model.weight, [1.0, 0.0], now)
+    ahead, behind = _message([3.0, 0.1], now), _message([-1.5, 0.0], now)
+    assert exchange._merge([behind]) == [False]
+    assert model.weight.tolist() == [[1.0, 0.0]]
+    assert exchange._merge([ahead, behind]) == [True, False]
     assert model.weight[0].tolist() == pytest.approx([2.0, 0.05])
     counts = exchange.statistics()
     assert (counts["accepted"], counts["refused"]) == (1, 2)
-    # Since the last merge this rank has not moved, so no weights lie ahead.
-    with torch.no_grad():
-        exchange._merge([ahead.view(np.uint8)])
-        assert model.weight[0].tolist() == pytest.approx([2.0, 0.05])
-        # A noisy step leads sideways, away from weights that are a little ahead.
-        model.weight.add_(torch.tensor([[0.2, 3.0]]))
-        exchange._read()
-        exchange._merge([np.array([2.3, 0.06], np.float32).view(np.uint8)])
-    assert model.weight[0].tolist() == pytest.approx([2.25, 1.555])
+    # A rank that has the same noise in another direction is accepted, and takes noise away.
+    _move(exchange, model.weight, [2.0, 3.05], now + 1)
+    assert exchange._merge([_message([5.0, 0.05], now + 1)]) == [True]
+    assert model.weight[0].tolist() == pytest.approx([3.5, 1.55])
+
+
+@torch.no_grad()
+def test_asgd_takes_no_way_back_for_old_messages() -> None:
+    """All ranks go the same way: weights of an earlier time are merged as if sent now."""
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.zero_()
+    exchange = Asgd(trainable(model), _setting())
+    exchange.before_step()
+    began = time.time_ns()
+    for step in range(1, 7):
+        _move(exchange, model.weight, [float(step), 0.0], began + 10 * step)
+    # Sent when this rank was at 4; the other had gone as far, and one to the side.
+    assert exchange._merge([_message([4.0, 1.0], began + 45)]) == [True]
+    assert model.weight[0].tolist() == pytest.approx([6.0, 0.5])
+    # Older than this rank remembers: compared with the oldest weights that it knows, at 3.
+    assert exchange._merge([_message([3.0, 2.0], began)]) == [True]
+    assert model.weight[0].tolist() == pytest.approx([6.0, 1.5])
 
 
 def test_asgd_sends_less_often_when_its_queue_is_full() -> None:
