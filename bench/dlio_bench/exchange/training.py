@@ -65,7 +65,8 @@ def measure(options: Options) -> dict[str, object]:
     said = [
         f"{options.ranks} ranks, {options.seeds} seed(s), {options.epochs} epoch(s): mean ± "
         "standard deviation. Accuracy lies on a line between the ends of epochs, for the time to "
-        "it; seconds are of training, evaluation aside. Bytes are all ranks', over the run."
+        "it; seconds are of training, evaluation aside. Points are of one seed with both "
+        "exchanges. Bytes are all ranks', over the run."
     ]
     if goal is not None:
         said.append(f"The goal is {goal:.1%}, allreduce's mean less a point.")
@@ -106,6 +107,8 @@ def _row(
         row["seconds_to_goal"] = deviation(reached) if reached else "-"
         row["reached"] = f"{len(reached)} of {len(times)}"
     if yardstick is not None:
+        pairs = zip(finals, map(final_accuracy, yardstick), strict=True)
+        row["points_from_allreduce"] = deviation([100 * (own - its) for own, its in pairs])
         exact = [sum(epoch["exchange_bytes"] for epoch in each["epochs"]) for each in yardstick]
         row["allreduce_over_sent"] = statistics.mean(exact) / max(1.0, statistics.mean(sent))
     return row
