@@ -160,7 +160,9 @@ def _search(
         def command(record: Record) -> list[str]:
             if words:
                 return ["dlio", "run", *filled_in(words, record.point)]
-            return ["dlio", "train", *_given_words(run), *train_words(record.point, run)]
+            several = search.ranks_per_trial > 1
+            ranks = ["-n", str(search.ranks_per_trial)] if several else []
+            return ["dlio", "train", *_given_words(run), *train_words(record.point, run), *ranks]
 
         with Shown(study, trials) as shown:
             searcher = Searcher(
@@ -222,9 +224,7 @@ def _train_work(
     )
 
 
-def _script_work(
-    words: Sequence[str], run: SearchedRun, objectives: Sequence[Objective]
-) -> Work:
+def _script_work(words: Sequence[str], run: SearchedRun, objectives: Sequence[Objective]) -> Work:
     options = RunOptions(exchange=run.exchange, tiers=run.tiers, seed=run.seed)
     return Work(
         "dlio.search.trial:run_script_trial",
@@ -240,9 +240,7 @@ def _task(objectives: Sequence[Objective]) -> tuple[str, dict[str, object]]:
     return "dlio.search.trial:Task", {"objectives": [each.name for each in objectives]}
 
 
-def _fixed(
-    run: SearchedRun, search: SearchOptions, words: Sequence[str]
-) -> dict[str, object]:
+def _fixed(run: SearchedRun, search: SearchOptions, words: Sequence[str]) -> dict[str, object]:
     """Return the options that a search goes on with, by their names for users."""
     fixed: dict[str, object] = {
         field.flag: getattr(run, field.name)

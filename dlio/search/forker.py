@@ -1,9 +1,9 @@
 """The forker: a process that has imported torch, and forks the ranks of trials.
 
-    python -P -m dlio.search.forker CONTROL PARENT MODULES...
+    python -P -m dlio.search.forker MODULES...
 
 It has a single thread and neither MPI nor CUDA, so that its children may start either. Ranks end
-with it, and it ends with the searcher. Messages over CONTROL, a socket, are JSON:
+with it, and it ends with the searcher. Standard input is a socket to it; messages are JSON:
 
 | the searcher sends | the forker answers |
 |---|---|
@@ -14,6 +14,7 @@ with it, and it ends with the searcher. Messages over CONTROL, a socket, are JSO
 """
 
 import importlib
+import io
 import os
 import runpy
 import selectors
@@ -46,14 +47,10 @@ class Forker:
         self.control, its = socket.socketpair()
         with its:
             self._process = subprocess.Popen(
-                [
-                    *module_command("dlio.search.forker", str(its.fileno()), str(os.getpid())),
-                    *modules,
-                ],
-                stdin=subprocess.DEVNULL,
+                module_command("dlio.search.forker", *modules),
+                stdin=its.fileno(),
                 stdout=subprocess.DEVNULL,
-                pass_fds=[its.fileno()],
-                # OpenBLAS and OpenMP start threads when they are loaded; ranks set their own number.
+                # OpenBLAS starts threads when it is loaded.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,
             )
@@ -200,16 +197,18 @@ def _become(request: Mapping[str, Any], output: int, link: int) -> None:
     if request["cores"]:
         os.sched_setaffinity(0, request["cores"])
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
-def main(control: int, parent: int, modules: Sequence[str]) -> None:
+def main(modules: Sequence[str]) -> None:
     """Import modules and fork ranks. Returns in the forker at its end, and in ranks at theirs."""
-    end_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # The searcher decides.
-    searcher = socket.socket(fileno=control)
-    os.set_inheritable(control, False)
+    searcher = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     for name in modules:
         importlib.import_module(name)
     if "mpi4py.MPI" in sys.modules or len(os.listdir("/proc/self/task")) > 1:
@@ -224,4 +223,4 @@ def main(control: int, parent: int, modules: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1:])

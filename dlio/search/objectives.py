@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
@@ -28,7 +28,7 @@ class Objective:
     is_minimised: bool
 
     @property
-    def direction(self) -> str:
+    def direction(self) -> Literal["minimize", "maximize"]:
         """Word of Optuna."""
         return "minimize" if self.is_minimised else "maximize"
 

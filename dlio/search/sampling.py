@@ -8,7 +8,7 @@ import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from dlio.errors import UsageError
 from dlio.search.space import Axis, grid_of
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
     from optuna.trial import FrozenTrial
+
+Direction = Literal["minimize", "maximize"]
 
 __all__ = ["Choice", "Sampling", "distributions", "quiet_optuna"]
 
@@ -73,13 +75,13 @@ class Sampling:
     Args:
         name: tpe, cmaes, random or grid.
         lag: trial k knows the trials up to k - lag.
-        directions: minimize or maximize, for each objective.
+        directions: of the objectives.
 
     Raises UsageError if the sampler cannot search the parameters.
     """
 
     def __init__(
-        self, name: str, axes: Sequence[Axis], seed: int, lag: int, directions: Sequence[str]
+        self, name: str, axes: Sequence[Axis], seed: int, lag: int, directions: Sequence[Direction]
     ) -> None:
         self._name, self._axes, self._seed, self._lag = name, axes, seed, lag
         self._directions = list(directions)
@@ -121,9 +123,7 @@ class Sampling:
             return Choice(self._grid[number], {})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study = optuna.create_study(
-                directions=self._directions, sampler=self._sampler(number)
-            )
+            study = optuna.create_study(directions=self._directions, sampler=self._sampler(number))
             study.add_trials(known)
             trial = study.ask(distributions(self._axes))
         return Choice(dict(trial.params), dict(study.trials[-1].system_attrs))

@@ -292,7 +292,7 @@ class Searcher:
             self._study.end(record, "pruned")
         elif code == 0 and not team.was_killed and record.epochs:
             self._study.end(record, "complete")
-        elif code < 0 or code == STOPPED or team.was_killed and not self._failed_itself(team):
+        elif code < 0 or code == STOPPED or (team.was_killed and not _failed_itself(team)):
             self._again = sorted([*self._again, record], key=lambda each: each.number)
             if not self._stopping:
                 self._deaths[record.number] += 1
@@ -306,11 +306,6 @@ class Searcher:
             self._study.end(record, "failed", said)
         self._study.tidy()
         self._give_up_if_hopeless()
-
-    @staticmethod
-    def _failed_itself(team: Team) -> bool:
-        """True if a rank has ended by an error, after which the others were killed."""
-        return team.code > 0 and team.code != STOPPED
 
     def _give_up_if_hopeless(self) -> None:
         records = self._study.records
@@ -326,7 +321,7 @@ class Searcher:
         if self._forkers >= _FORKERS:
             raise SearchFailed(f"the process that starts ranks has died {_FORKERS} times")
         self._forkers += 1
-        modules = ["dlio.search.trial", "dlio.cli.rank", "dlio.train.trainer"]
+        modules = ["dlio.search.trial", "dlio.cli.ranks", "dlio.train.trainer"]
         if self._setup.is_script:
             modules.append("dlio.script.runner")
         self._forker, self._is_ready = Forker(modules), False
@@ -384,6 +379,11 @@ class Searcher:
             team.close()
         if self._forker is not None:
             self._forker.close()
+
+
+def _failed_itself(team: Team) -> bool:
+    """True if a rank has ended by an error, after which the others were killed."""
+    return team.code > 0 and team.code != STOPPED
 
 
 def _last_error(path: str) -> str:

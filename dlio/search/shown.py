@@ -186,9 +186,12 @@ def write_page(study: Study, path: str, command: Callable[[Record], Sequence[str
         parts.append(figure.to_html(full_html=False, include_plotlyjs=is_first))
         is_first = False
     rows = json.dumps(results(study, command)["trials"])
-    parts.append(f'<script type="application/json" id="trials">{rows.replace("<", "&lt;")}</script>')
-    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>dlio search</title>{{}}'
-    write_whole(path, lambda file: file.write(page.format("\n".join(parts)).encode()))
+    parts.append(
+        f'<script type="application/json" id="trials">{rows.replace("<", "&lt;")}</script>'
+    )
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>dlio search</title>'
+    page = "\n".join([head, *parts]).encode()
+    write_whole(path, lambda file: file.write(page))
 
 
 def _figures(study: Study) -> list[Any]:
@@ -215,9 +218,7 @@ def _figures(study: Study) -> list[Any]:
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                made.append(
-                    plots.plot_param_importances(of, evaluator=evaluator, target_name=name)
-                )
+                made.append(plots.plot_param_importances(of, evaluator=evaluator, target_name=name))
     return made
 
 

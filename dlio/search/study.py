@@ -242,9 +242,7 @@ class Study:
         """Optuna's study, to be read."""
         return self._study
 
-    def _check_fixed(
-        self, fixed: Mapping[str, object], first: Mapping[str, int]
-    ) -> dict[str, int]:
+    def _check_fixed(self, fixed: Mapping[str, object], first: Mapping[str, int]) -> dict[str, int]:
         path = os.path.join(self.folder, "search.json")
         plain = json.loads(json.dumps(fixed))
         try:
@@ -270,7 +268,8 @@ class Study:
 
         path = os.path.join(self.folder, _JOURNAL)
         _drop_torn_line(path)
-        backend = JournalFileBackend(path, lock_obj=_no_lock())
+        lock: Any = _NoLock()
+        backend = JournalFileBackend(path, lock_obj=lock)
         return optuna.create_study(
             storage=optuna.storages.JournalStorage(backend),
             study_name=NAME,
@@ -297,12 +296,6 @@ class Study:
             epochs,
             attributes.get(_NOTE, ""),
         )
-
-
-def _no_lock() -> Any:
-    from optuna.storages.journal import BaseJournalFileLock
-
-    return type("NoLock", (_NoLock, BaseJournalFileLock), {})()
 
 
 def _drop_torn_line(path: str) -> None:

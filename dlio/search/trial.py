@@ -83,7 +83,7 @@ def run_script_trial(call: ScriptCall, options: "RunOptions", task: Task) -> Non
     with Link() as link:
         link.begin()
         stream = _MetricLines(sys.stdout, link, task.objectives)
-        sys.stdout = stream  # type: ignore[assignment] # the methods that scripts call
+        sys.stdout = stream
         try:
             run_script(call.words[0], call.words[1:], options)
         finally:

@@ -275,7 +275,7 @@ INTERNAL: Final[dict[str, str]] = {
     STORE: "Folder of the launcher's store, set for ranks of torch.distributed that it starts.",
     SECRET: "Secret by which ranks know each other, set for ranks of torch.distributed that dlio "
     "starts; under torchrun, set it yourself, to the same on all nodes.",
-    TRIAL: "Folder of the trial, set for ranks of `dlio search`: scripts may keep checkpoints there.",
+    TRIAL: "Folder of the trial, set for ranks of `dlio search`: scripts may keep files there.",
     TRIAL_LINK: "Descriptor by which a trial of `dlio search` tells its results.",
     REHEARSAL: "Set for a process that reads files before the one that needs them does.",
     RECORD: "Options of the command as JSON, set for the ranks that it starts.",
