@@ -69,7 +69,7 @@ _CALLBACK: Final = "dlio.search.trial:make_callback"
             *("space", "trials", "sampler", "lag", "objective", "pruner", "first_look"),
             *("reduction", "study", "html", "as_json"),
         ),
-        "Ranks": ("ranks", "ranks_per_trial"),
+        "Ranks": ("ranks", "ranks_per_trial", "cores_per_rank"),
         "Options of all trials, as for `dlio train`": tuple(
             field.name for field in fields(TrainOptions)
         ),
@@ -130,19 +130,21 @@ def _search(
 
     lag = search.lag or 2 * search.at_a_time
     Sampling(search.sampler, axes, run.seed, lag, [each.direction for each in objectives])
-    given = checked_tiers(run.tiers) if run.tiers is not None else None
-    first = {"lag": lag, "cores of a rank": max(1, available_cores() // search.ranks)}
+    shared = checked_tiers(run.tiers) if run.tiers is not None else None
+    cores = search.cores_per_rank or max(1, available_cores() // search.ranks)
+    first = {"--lag": lag, "--cores-per-rank": cores}
     with Study(search.study, axes, objectives, _fixed(run, search, words), first) as study:
         sampling = Sampling(
-            search.sampler, axes, run.seed, study.first["lag"], [o.direction for o in objectives]
+            search.sampler, axes, run.seed, study.first["--lag"], [o.direction for o in objectives]
         )
-        if search.lag is not None and search.lag != study.first["lag"]:
-            raise UsageError(
-                f"--lag {search.lag}: the search in {search.study} has begun with "
-                f"{study.first['lag']}: leave it out"
-            )
+        for name, given in (("--lag", search.lag), ("--cores-per-rank", search.cores_per_rank)):
+            if given not in (None, study.first[name]):
+                raise UsageError(
+                    f"{name} {given}: the search in {search.study} has begun with "
+                    f"{study.first[name]}: leave it out"
+                )
         paths = [path for path in (run.source, run.val) if path]
-        tiers = given or (own_tiers(search.study, paths) if paths else None)
+        tiers = shared or (own_tiers(search.study, paths) if paths else None)
         trials = min(search.trials or sampling.most or _TRIALS, sampling.most or 1 << 62)
         if tiers is not None and any(not r.has_ended for r in study.records) | (
             len(study.records) < trials
@@ -172,7 +174,7 @@ def _search(
                     trials=trials,
                     ranks=search.ranks,
                     ranks_per_trial=search.ranks_per_trial,
-                    cores_per_rank=study.first["cores of a rank"],
+                    cores_per_rank=study.first["--cores-per-rank"],
                     is_script=bool(words),
                     work=work,
                     halving=_halving(search, run.epochs),

@@ -66,6 +66,15 @@ class SearchOptions:
         Option("Number of ranks on this machine, which trials share.", short="-n", least=1),
     ] = 1
     ranks_per_trial: Annotated[int, Option("Ranks that each trial trains on.", least=1)] = 1
+    cores_per_rank: Annotated[
+        int | None,
+        Option(
+            "Cores that each rank computes on; results may differ in rounding for other numbers.",
+            unit="cores",
+            least=1,
+            default_text="an equal part of this machine's",
+        ),
+    ] = None
     sampler: Annotated[
         Literal["tpe", "cmaes", "random", "grid"],
         Option(

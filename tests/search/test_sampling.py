@@ -74,9 +74,10 @@ def test_cmaes_needs_two_ranges() -> None:
 
 def test_two_searches_on_one_folder_are_refused_and_so_are_other_options(tmp_path: Path) -> None:
     fixed = {"--epochs": 3}
-    with Study(str(tmp_path), AXES, GOALS, fixed, FIRST):
-        with pytest.raises(UsageError, match="another dlio search"):
-            Study(str(tmp_path), AXES, GOALS, fixed, FIRST)
+    study = Study(str(tmp_path), AXES, GOALS, fixed, FIRST)
+    with pytest.raises(UsageError, match="another dlio search"):
+        Study(str(tmp_path), AXES, GOALS, fixed, FIRST)
+    study.close()
     with pytest.raises(UsageError, match="--epochs 3, not 4"):
         Study(str(tmp_path), AXES, GOALS, {"--epochs": 4}, FIRST)
     with Study(str(tmp_path), AXES, GOALS, fixed, {"lag": 9}) as study:
@@ -84,7 +85,7 @@ def test_two_searches_on_one_folder_are_refused_and_so_are_other_options(tmp_pat
 
 
 def test_a_journal_whose_last_line_is_torn_goes_on(tmp_path: Path) -> None:
-    point = {"lr": 0.01, "momentum": 0.5, "exchange": "gossip"}
+    point: Point = {"lr": 0.01, "momentum": 0.5, "exchange": "gossip"}
     with Study(str(tmp_path), AXES, GOALS, {}, FIRST) as study:
         record = study.add(Choice(point, {}))
         study.report(record, 0, Epoch((0.25,), 7))

@@ -24,11 +24,12 @@ from dlio.train.callbacks import Callback
 class Kill(Callback):
     def epoch_ends(self, run, report):
         folder = os.environ["DLIO_TRIAL"]
-        parent = os.getppid()
-        victims = {"rank": os.getpid(), "forker": parent, "searcher": int(os.environ["DLIO_LAUNCHER_PID"])}
+        searcher = int(os.environ["DLIO_LAUNCHER_PID"])
+        victims = {"rank": os.getpid(), "forker": os.getppid(), "searcher": searcher}
         for victim, trial, epoch in eval(os.environ.get("TEST_KILLS", "[]")):
             flag = f"{folder}/{victim}{epoch}"
-            if folder.endswith(f"{trial:04}") and report.epoch == epoch and not os.path.exists(flag):
+            is_here = folder.endswith(f"{trial:04}") and report.epoch == epoch
+            if is_here and not os.path.exists(flag):
                 open(flag, "w").close()
                 os.kill(victims[victim], signal.SIGKILL)
                 signal.pause()
@@ -83,6 +84,7 @@ def _train_words(study: str, ranks: int = 2) -> list[str]:
         *("train.csv", "--val", "val.csv", "--epochs", "4", "--json", "--study", study),
         *("--set", "lr=1e-4..1e-1:log", "--set", "batch-size=8,16", "--trials", "5"),
         *("--pruner", "asha", "--callback", "kills:Kill", "-n", str(ranks)),
+        *("--cores-per-rank", "1"),
     ]
 
 
