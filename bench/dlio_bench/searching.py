@@ -197,17 +197,17 @@ def _kill(searcher: int, draw: random.Random) -> str | None:
 
 def _children(process: int, word: str = "") -> list[int]:
     """Return the children of a process whose command line has a word."""
-    found = []
+    matching = []
     try:
         with open(f"/proc/{process}/task/{process}/children", encoding="ascii") as file:
             children = file.read().split()
         for child in children:
             with open(f"/proc/{child}/cmdline", encoding="utf-8", errors="replace") as file:
                 if word in file.read():
-                    found.append(int(child))
+                    matching.append(int(child))
     except OSError:
-        return found
-    return found
+        return matching
+    return matching
 
 
 def command(choice: Choice, output: Output) -> None:

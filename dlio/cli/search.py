@@ -57,6 +57,8 @@ _OWN: Final = {
 """Options of `dlio train` that a search refuses, with the reason."""
 _FREE: Final = ("tiers", "source", "val", "workers", "device", "on_error")
 """Options that may differ when a search goes on; the data are compared by their paths."""
+_OF_SCRIPTS: Final = ("source", "epochs", "exchange", "seed", "tiers")
+"""Options of `dlio train` that a search of a script takes."""
 _CALLBACK: Final = "dlio.search.trial:make_callback"
 
 
@@ -107,6 +109,11 @@ def command(
         raise UsageError("SRC is missing: name the data, or a script after --")
     if words and not os.path.isfile(words[0]):
         raise UsageError(f"{words[0]}: no such script")
+    for field in options_of(SearchedRun) if words else ():
+        if field.name not in _OF_SCRIPTS and getattr(run, field.name) != field.default:
+            raise UsageError(
+                f"{field.flag} is an option of `dlio train`, not of a script: give it to the script"
+            )
     if words and not search.objective:
         raise UsageError("--objective is missing: name the metric that the script prints")
     if run.source:
@@ -262,7 +269,7 @@ def _fixed(run: SearchedRun, search: SearchOptions, words: Sequence[str]) -> dic
 
 def _given_words(run: SearchedRun) -> list[str]:
     """Return the arguments of `dlio train` for options that differ from their defaults."""
-    found = [run.source]
+    words = [run.source]
     for field in options_of(TrainOptions):
         value = getattr(run, field.name)
         if field.option.positional or field.name == "tiers" or value == field.default:
@@ -270,8 +277,8 @@ def _given_words(run: SearchedRun) -> list[str]:
         if field.name == "model" and value == DEFAULT_MODEL:
             continue
         if isinstance(value, bool):
-            found.append(field.flag if value else f"--no-{field.flag[2:]}")
+            words.append(field.flag if value else f"--no-{field.flag[2:]}")
             continue
         for each in value if isinstance(value, tuple) else (value,):
-            found += [field.flag, str(each)]
-    return found
+            words += [field.flag, str(each)]
+    return words

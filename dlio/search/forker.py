@@ -92,7 +92,7 @@ class Forker:
         with suppress(OSError):
             self.control.sendall(pack({"signal": key, "number": number}))
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> Mapping[str, object]:
         """Return the next message. Raises EOFError or OSError if the forker is gone."""
         message, _ = receive_exactly(self.control)
         return message

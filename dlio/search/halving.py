@@ -44,11 +44,11 @@ class Halving:
 
     def looks(self, number: int) -> list[int]:
         """Return the numbers of epochs after which a trial may be stopped."""
-        look, found = self.first_look * self.reduction ** (number % self.brackets), []
+        look, looks = self.first_look * self.reduction ** (number % self.brackets), []
         while look < self.epochs:
-            found.append(look)
+            looks.append(look)
             look *= self.reduction
-        return found
+        return looks
 
     def goes_on(self, number: int, epochs: int, courses: Mapping[int, Course]) -> bool | None:
         """Decide on a trial after a number of epochs.

@@ -47,16 +47,16 @@ def parse_objectives(texts: Sequence[str], has_val: bool) -> tuple[Objective, ..
 
     Raises UsageError.
     """
-    found = []
+    objectives = []
     for text in texts or ("val_accuracy" if has_val else "loss",):
         name, colon, word = text.partition(":")
         if not name or (colon and word not in ("min", "max")):
             raise UsageError(f"--objective {text}: write NAME, NAME:min or NAME:max")
         small = word == "min" if colon else _SMALL.fullmatch(name) is not None
-        found.append(Objective(name, small))
-    if len({each.name for each in found}) < len(found):
+        objectives.append(Objective(name, small))
+    if len({each.name for each in objectives}) < len(objectives):
         raise UsageError(f"--objective {' '.join(texts)}: names a metric twice")
-    return tuple(found)
+    return tuple(objectives)
 
 
 def metrics_of(report: "EpochReport") -> dict[str, float | None]:

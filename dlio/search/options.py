@@ -139,6 +139,10 @@ class SearchOptions:
             )
         if not self.space:
             raise UsageError("--set is missing: name what to search, as in --set lr=1e-4..1e-1:log")
+        if self.pruner == "none" and (self.first_look, self.reduction) != (1, 3):
+            raise UsageError("--first-look and --reduction need --pruner, too")
+        if self.lag is not None and self.sampler in ("random", "grid"):
+            raise UsageError(f"--lag: --sampler {self.sampler} does not use results: leave it out")
         if self.pruner != "none" and len(self.objective) > 1:
             raise UsageError("--pruner does not go with several objectives: give one --objective")
 

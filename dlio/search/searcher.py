@@ -40,7 +40,7 @@ class SearchFailed(DlioError):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a searcher runs."""
+    """The trials that a searcher runs."""
 
     trials: int
     """Trials in all."""
@@ -263,12 +263,15 @@ class Searcher:
         if "ready" in message:
             self._is_ready = True
             given = os.environ.get("CUDA_VISIBLE_DEVICES")
-            count = int(message["ready"])
+            count = message["ready"]
+            assert isinstance(count, int)
             self._gpus = given.split(",")[:count] if given else [str(k) for k in range(count)]
         elif "ended" in message:
+            key, code = message["ended"], message["code"]
+            assert isinstance(code, int)
             for team in list(self._teams):
-                if team.ended(message["ended"], message["code"]):
-                    self._rank_ended(team, message["code"])
+                if team.ended(str(key), code):
+                    self._rank_ended(team, code)
 
     def _rank_ended(self, team: Team, code: int) -> None:
         if not team.left:
@@ -394,6 +397,6 @@ def _last_error(path: str) -> str:
             lines = file.read().decode(errors="replace").strip().splitlines()
     except OSError as error:
         return str(error)
-    told = [line for line in lines if line.startswith("dlio: error: ")]
-    last = (told or lines or ["it wrote nothing"])[-1]
+    errors = [line for line in lines if line.startswith("dlio: error: ")]
+    last = (errors or lines or ["it wrote nothing"])[-1]
     return last.removeprefix("dlio: error: ")[:_LONGEST_NOTE]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from dlio.errors import UsageError
+from dlio.util.named import make_folders
 from dlio.util.processes import module_command
 from dlio.util.units import format_bytes
 
@@ -44,7 +45,7 @@ def own_tiers(folder: str, paths: Sequence[str]) -> str:
         total += data_bytes(reader)
         reader.close()
     root = os.path.abspath(os.path.join(folder, "tiers"))
-    os.makedirs(root, exist_ok=True)
+    os.close(make_folders(root))
     size = total + total // 8 + _SPARE
     return f"{root}:{-(-size >> 20)}MiB"
 

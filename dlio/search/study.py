@@ -14,7 +14,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +24,9 @@ from dlio.search.halving import Course
 from dlio.search.objectives import Objective
 from dlio.search.sampling import Choice, distributions
 from dlio.search.space import Axis, Point
-from dlio.util.files import take_lock, unwritable, write_json
+from dlio.util.files import open_own, remove_file, take_lock, unwritable, write_json
+from dlio.util.folders import remove_path
+from dlio.util.named import make_folders
 from dlio.util.opening import closing_descriptor
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ class Study:
         self.folder, self.objectives = folder, objectives
         self._distributions = distributions(axes)
         try:
-            os.makedirs(os.path.join(folder, "trials"), exist_ok=True)
-            self._lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o644)
+            os.close(make_folders(os.path.join(folder, "trials")))
+            self._lock = open_own(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise unwritable(f"--study {folder}", error) from error
         try:
@@ -230,12 +231,9 @@ class Study:
         for record in self.records:
             if not record.has_ended:
                 continue
-            shutil.rmtree(
-                os.path.join(self.trial_folder(record.number), "checkpoint"), ignore_errors=True
-            )
+            remove_path(os.path.join(self.trial_folder(record.number), "checkpoint"))
             if record.number not in best:
-                with suppress(FileNotFoundError):
-                    os.unlink(self.weights(record.number))
+                remove_file(self.weights(record.number))
 
     @property
     def optuna_study(self) -> "optuna.Study":
@@ -300,7 +298,7 @@ class Study:
 
 def _drop_torn_line(path: str) -> None:
     """Remove the end of a journal whose writer was killed within a line."""
-    with suppress(FileNotFoundError), closing_descriptor(os.open(path, os.O_RDWR)) as journal:
+    with suppress(FileNotFoundError), closing_descriptor(open_own(path, os.O_RDWR)) as journal:
         with os.fdopen(os.dup(journal), "rb") as file:
             data = file.read()
         if data and not data.endswith(b"\n"):

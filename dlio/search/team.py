@@ -15,6 +15,8 @@ from dlio.agent.places import pack, receive_exactly
 from dlio.comm.private_store import StoreServer
 from dlio.search.forker import Forker
 from dlio.search.study import Record
+from dlio.util.files import open_own
+from dlio.util.named import make_folders
 from dlio.util.settings import LAUNCHER, RECORD, SECRET, STORE, TRIAL
 
 __all__ = ["OpenFolder", "Team", "Work"]
@@ -93,10 +95,9 @@ class Team:
         mine, its = socket.socketpair()
         with ExitStack() as stack, its:
             stack.callback(mine.close)
-            os.makedirs(folder, exist_ok=True)
-            log = os.open(
-                os.path.join(folder, "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
-            )
+            os.close(make_folders(folder))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            log = open_own(os.path.join(folder, "log.txt"), flags, 0o644)
             try:
                 common = _environment(work, folder, gpus)
                 if len(slots) > 1:

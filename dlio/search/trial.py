@@ -18,12 +18,19 @@ if TYPE_CHECKING:
 
     from dlio.script.options import RunOptions
 
-__all__ = ["ScriptCall", "Task", "TellSearcher", "run_script_trial", "run_training"]
+__all__ = [
+    "ScriptCall",
+    "Task",
+    "TellSearcher",
+    "make_callback",
+    "run_script_trial",
+    "run_training",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a trial tells, beyond its options."""
+    """The results that a trial tells."""
 
     objectives: tuple[str, ...]
     """Names of the metrics."""
