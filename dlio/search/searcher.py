@@ -99,9 +99,9 @@ class Searcher:
             stack.enter_context(self._told_to_end())
             stack.callback(self._end_all)
             while True:
+                self._settle()
                 if self._asked and not self._stopping:
                     self._ask_to_end()
-                self._settle()
                 if not self._stopping:
                     self._start_trials()
                 self._changed(self._teams)
@@ -121,12 +121,14 @@ class Searcher:
                 self._study.end(record, "pruned")
                 self._study.tidy()
         for team in self._teams:
-            if team.waits and (goes_on := self._decided(team.record)) is not None:
+            if not team.waits:
+                continue
+            if (goes_on := self._decided(team.record)) is not None:
                 self._answer(team, goes_on)
+            elif self._stopping:
+                team.signal(signal.SIGKILL)  # It has a checkpoint, and would wait for ever.
 
     def _answer(self, team: Team, goes_on: bool) -> None:
-        if self._stopping and goes_on:
-            return  # It is being ended.
         team.is_stopped = not goes_on
         team.answer(goes_on)
         if team.is_stopped and self._setup.is_script:
@@ -366,16 +368,12 @@ class Searcher:
                     signal.signal(number, handler)
 
     def _ask_to_end(self) -> None:
-        """Have trials write a checkpoint and end; one that waits has none to write."""
+        """Have trials write a checkpoint and end."""
         self._stopping = True
         print("dlio search: trials write checkpoints and end", file=sys.stderr, flush=True)
         for team in self._teams:
-            if team.waits:
-                team.signal(signal.SIGKILL)
-            else:
-                script = self._setup.is_script
-                team.signal(signal.SIGTERM if script else signal.SIGUSR1)
-                self._kill_at[team.record.number] = time.monotonic() + _PATIENCE_S
+            team.signal(signal.SIGTERM if self._setup.is_script else signal.SIGUSR1)
+            self._kill_at[team.record.number] = time.monotonic() + _PATIENCE_S
 
     def _end_all(self) -> None:
         for team in self._teams:

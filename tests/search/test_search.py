@@ -31,16 +31,22 @@ class Kill(Callback):
             is_here = folder.endswith(f"{trial:04}") and report.epoch == epoch
             if is_here and not os.path.exists(flag):
                 open(flag, "w").close()
-                os.kill(victims[victim], signal.SIGKILL)
-                signal.pause()
+                if victim == "told":
+                    os.kill(searcher, signal.SIGTERM)
+                else:
+                    os.kill(victims[victim], signal.SIGKILL)
+                    signal.pause()
 '''
 SCRIPT = """
 import argparse
+from types import SimpleNamespace
+
+from kills import Kill
 parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float)
 lr = parser.parse_args().lr
 for epoch in range(3):
-    print("epoch", epoch)
+    Kill().epoch_ends(None, SimpleNamespace(epoch=epoch))
     print("dlio: metric loss", abs(lr - 0.03) / (epoch + 1))
 """
 
@@ -88,6 +94,7 @@ def _train_words(study: str, ranks: int = 2) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 def test_kills_of_rank_forker_and_searcher_change_no_result(tables: Path) -> None:
     calm = _results(_search(tables, *_train_words("calm", ranks=1)))
     states = [trial["state"] for trial in calm["trials"]]
@@ -98,9 +105,11 @@ def test_kills_of_rank_forker_and_searcher_change_no_result(tables: Path) -> Non
     kills = [("rank", 0, 0), ("forker", 0, 1), ("rank", 1, 0), ("searcher", 0, 2)]
     words = _train_words("stormy")
     _search(tables, *words, kills=kills, code=-signal.SIGKILL)
+    told = _search(tables, *words, kills=[("told", 0, 3)], code=75)
+    assert "the same command goes on" in told.stdout
     stormy = _results(_search(tables, *words, kills=kills))
-    assert sorted(each.name for each in tables.glob("stormy/trials/000[01]/[rfs]*[0-9]")) == [
-        *("forker1", "rank0", "rank0", "searcher2")
+    assert sorted(each.name for each in tables.glob("stormy/trials/000[01]/[rfst]*[0-9]")) == [
+        *("forker1", "rank0", "rank0", "searcher2", "told3"),
     ]
     assert stormy["trials"] == calm["trials"]
     assert stormy["best"][0]["values"] == calm["best"][0]["values"]
@@ -113,12 +122,33 @@ def test_kills_of_rank_forker_and_searcher_change_no_result(tables: Path) -> Non
     assert _results(_search(tables, *words))["trials"] == calm["trials"]
 
 
-def test_an_unmodified_script_is_searched_by_its_metric_lines(tables: Path) -> None:
+def test_a_search_that_is_told_to_end_goes_on_from_checkpoints(tables: Path) -> None:
+    words = [*_train_words("told"), "--trials", "2"]
+    _search(tables, *words, kills=[("told", 0, 1)], code=75)
+    log = tables / "told/trials/0000/log.txt"
+    assert "told to end at epoch 3" in log.read_text()
+    results = _results(_search(tables, *words))
+    assert "resumed from" in log.read_text()
+    assert log.read_text().count("epoch 2/4") == 1
+    assert [len(trial["epochs"]) for trial in results["trials"]] == [4, 4]
+    assert (results["trial_source_bytes"], len(results["best"])) == (0, 1)
+
+
+def test_a_script_is_searched_by_its_metric_lines_whatever_is_killed(tables: Path) -> None:
     (tables / "script.py").write_text(SCRIPT)
     page = tables / "page.html"
     words = ["--set", "lr=0.01,0.03,0.1,1", "--sampler", "grid", "--objective", "loss"]
     words += ["--pruner", "asha", "--epochs", "3", "-n", "2", "--html", str(page), "--json"]
-    results = _results(_search(tables, *words, "--", "script.py", "--lr", "{lr}"))
+    words += ["--", "script.py", "--lr", "{lr}"]
+    kills = [("rank", 0, 1), ("forker", 1, 0), ("searcher", 1, 2)]
+    _search(tables, *words, kills=kills, code=-signal.SIGKILL)
+    results = _results(_search(tables, *words, kills=kills))
+    assert sorted(each.name for each in tables.glob("search/trials/*/[rfs]*[0-9]")) == [
+        *("forker0", "rank1", "searcher2"),
+    ]
+    for trial, lr in zip(results["trials"], (0.01, 0.03, 0.1, 1), strict=True):
+        losses = [[abs(lr - 0.03) / (epoch + 1)] for epoch in range(3)]
+        assert trial["epochs"] == losses[: len(trial["epochs"])]
     assert [each["state"] for each in results["trials"]] == ["complete"] * 2 + ["pruned"] * 2
     assert [len(each["epochs"]) for each in results["trials"]] == [3, 3, 1, 1]
     assert results["best"][0]["command"] == "dlio run script.py --lr 0.03"
