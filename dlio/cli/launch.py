@@ -257,9 +257,14 @@ def relayed(
     """
     process = started(command, environment, subprocess.PIPE if live.shown else None)
     relay = relay_output(process, sorter, live)
-    try:
+
+    def ask_to_end() -> None:
         # mpirun passes SIGUSR1 on to its ranks; SIGTERM would have it kill them after a second.
-        with receiving(lambda: process.send_signal(signal.SIGUSR1)):
+        sorter.interrupted = True
+        process.send_signal(signal.SIGUSR1)
+
+    try:
+        with receiving(ask_to_end):
             return _exit_code(_until_end(process, process.wait, timeout_s, done_file))
     except BaseException as error:
         sorter.interrupted = isinstance(error, KeyboardInterrupt)
