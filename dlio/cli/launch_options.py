@@ -116,7 +116,7 @@ class Started:
     is_dlio: bool
     """False for a program of another kind."""
     records: dict[str, object] = field(default_factory=dict)
-    """Records of options of a command of dlio; empty for a program, and for a plug-in of typer's."""
+    """Records of options of a command of dlio; empty for programs and plug-ins of typer's."""
     named: int = 1
     """Number of words that name the command: two for `bench train`."""
 
@@ -186,5 +186,3 @@ def _records(words: Sequence[str]) -> tuple[dict[str, object], int] | None:
     named = len(command.name.split())
     records = parse(command, words[named:])
     return None if records is None else (records, named)
-
-

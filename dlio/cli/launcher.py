@@ -20,7 +20,6 @@ from dlio.comm.allocation import Allocation, find_allocation
 from dlio.comm.environment import under_mpi, under_torch
 from dlio.comm.launchers import check_launch, under_torchrun
 from dlio.errors import UsageError
-from dlio.util.extras import how_to_install
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
 from dlio.util.signals import passing_on, passing_on_warnings
@@ -168,7 +167,8 @@ def job_script(started: Started, options: LaunchOptions) -> JobScript:
         slurm,
         ("dlio", "launch", *backend, *words),
         setup=setup,
-        resumes=resumes or not started.is_dlio,
+        # A program of another kind says by code 75 that it goes on when it is started again.
+        resumes=resumes or not started.is_dlio or started.words[0] in ("pack", "stage"),
     )
     return _with_staging(script, started, backend) if options.stage else script
 
@@ -204,5 +204,3 @@ def _shown(started: Started) -> str:
 
 def _say(line: str) -> None:
     print_line(f"dlio: {line}", sys.stderr)
-
-

@@ -47,7 +47,12 @@ def run_by_remote_shell(argv: Sequence[str], counts: Mapping[str, int]) -> int:
             stack.callback(_end, agent)
             agents.append(agent)
             _send(agent, order)
-        with receiving(lambda: [_send(agent, {"signal": "USR1"}) for agent in agents]):
+
+        def ask_to_end() -> None:
+            for agent in agents:
+                _send(agent, {"signal": "USR1"})
+
+        with receiving(ask_to_end):
             return _wait(agents, list(counts))
 
 

@@ -30,6 +30,7 @@ __all__ = ["JobScript", "submit"]
 _MARK: Final = "# Written by `dlio launch --slurm`"
 _VARIABLE: Final = re.compile(r"\$(?:[A-Za-z_][A-Za-z0-9_]*|\{[A-Za-z_][A-Za-z0-9_]*\})")
 _SUBMIT_TIMEOUT_S: Final = 60
+_WIDTH: Final = 90
 _RUN: Final = """
 # Bash handles signals while it waits, and not while a command runs: `run` waits for one that runs
 # in the background, and passes on $passed at Slurm's warning.
@@ -97,7 +98,9 @@ class JobScript:
         again = self.resumes and self.options.requeue
         parts = ["\n".join(self._head(again)), _RUN]
         if self.stage:
-            parts.append("\n# Fill the nodes' disks. Blocks that are in place are not read again.\n")
+            parts.append(
+                "\n# Fill the nodes' disks. Blocks that are in place are not read again.\n"
+            )
             parts.append("passed=TERM\n")
             parts += [self._step(command) for command in self.stage]
         parts.append("\npassed=USR1\n" + self._step(self.command))
@@ -112,7 +115,7 @@ class JobScript:
     def _step(self, command: Sequence[str]) -> str:
         """Return lines that run a command, unless an earlier one has failed."""
         first = command == (self.stage[0] if self.stage else self.command)
-        lines = f"run {shell_words(command)}\ncode=$?\n"
+        lines = f"{shell_words(('run', *command))}\ncode=$?\n"
         if first:
             return lines
         indented = "".join(f"  {line}\n" for line in lines.splitlines())
@@ -158,8 +161,23 @@ class JobScript:
 
 
 def shell_words(words: Sequence[str]) -> str:
-    """Return words as bash reads them, with variables such as `$TMPDIR` left to the job."""
-    return " ".join(map(_quoted, words))
+    """Return words as bash reads them, with variables such as `$TMPDIR` left to the job.
+
+    Lines that would be longer than 90 characters end before an option.
+    """
+    pieces: list[str] = []
+    for word in map(_quoted, words):
+        if not pieces or word.startswith("-"):
+            pieces.append(word)
+        else:
+            pieces[-1] += f" {word}"
+    lines = pieces[:1]
+    for piece in pieces[1:]:
+        if len(lines[-1]) + len(piece) > _WIDTH:
+            lines.append(piece)
+        else:
+            lines[-1] += f" {piece}"
+    return " \\\n  ".join(lines)
 
 
 def _quoted(word: str) -> str:

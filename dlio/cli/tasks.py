@@ -83,7 +83,7 @@ def become_rank(argv: Sequence[str], ranks: int | None, backend: str) -> NoRetur
             )
         more = task_variables(os.environ)
     try:
-        os.execvpe(argv[0], list(argv), {**os.environ, **more})
+        os.execvpe(argv[0], list(argv), {**os.environ, **more})  # noqa: S606 - the user's command
     except OSError as error:
         raise UsageError(f"{argv[0]} cannot be started: {error.strerror}") from error
 

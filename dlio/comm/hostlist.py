@@ -7,7 +7,7 @@ from typing import Final
 
 from dlio.errors import UsageError
 
-__all__ = ["expand_hosts", "expand_counts"]
+__all__ = ["expand_counts", "expand_hosts"]
 
 _PART: Final = re.compile(r"([^\[\],]*)\[([0-9,-]+)\]|([^\[\],]+)|(,)")
 _RANGE: Final = re.compile(r"(\d+)(?:-(\d+))?")

@@ -41,7 +41,17 @@ from dlio_staging.stagereport import (
     start_report,
 )
 
-__all__ = ["PARTIAL", "STOPPED", "StageOptions", "Staged", "Staging", "Verify", "command", "stage", "stage_rank"]
+__all__ = [
+    "PARTIAL",
+    "STOPPED",
+    "StageOptions",
+    "Staged",
+    "Staging",
+    "Verify",
+    "command",
+    "stage",
+    "stage_rank",
+]
 
 STOPPED: Final = 3
 """Exit code when the deadline passes before all blocks are in place."""
@@ -143,9 +153,10 @@ def command(
     """Fill this node's disk tiers with a data set, ahead of a job.
 
     Runs alone, in ranks of this machine (-n), or by dlio launch, mpirun or srun with at least one
-    rank on each node; ranks share the work. Run again, it continues where it stopped. Exit codes: 0 when all blocks are in place, 2 for an error, 3 when
-    the deadline came first, 4 when the tiers have no room for all blocks (those that fit are in
-    place; --allow-partial makes it 0), 130 when interrupted.
+    rank on each node; ranks share the work. Run again, it continues where it stopped. Exit codes:
+    0 when all blocks are in place, 2 for an error, 3 when the deadline came first, 4 when the
+    tiers have no room for all blocks (those that fit are in place; --allow-partial makes it 0),
+    130 when interrupted.
     """
     output.check_writable()
     on_ranks(ranks.ranks, stage_rank, staging, options, output, backend=ranks.backend)

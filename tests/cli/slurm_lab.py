@@ -20,7 +20,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=2
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/ctld
 SlurmdSpoolDir={folder}/%n

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from dlio.cli.launch_options import LaunchOptions, Program
+from dlio.cli.launcher import command
 from dlio.cli.spread import mpirun_command, passed_variables, srun_command
 from dlio.cli.tasks import is_task, task_variables
 from dlio.comm.environment import local_rank
 from dlio.util.processes import module_command
+from dlio_staging.pack import pack_rank
 
 _PREFIXES = ("SLURM", "PBS", "LSB", "OMPI_COMM", "PMI", "MASTER", "TORCHELASTIC", "RANK", "WORLD")
 _TASK = {
@@ -25,11 +28,18 @@ _TASK = {
     "SLURM_STEP_TASKS_PER_NODE": "2,1",
     "SLURM_STEP_NODELIST": "n[1-2]",
 }
-_PLACE = "import os; print(*[os.environ.get(k) for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')])"
-_MEET = (
-    "from dlio.comm import world; import os; w = world();"
-    "print(w.rank, w.size, *w.allgather(os.environ['LOCAL_RANK']))"
-)
+_PLACE = """
+import os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+sys.stdout.write(" ".join(os.environ.get(name, "-") for name in names) + "\\n")
+"""
+_MEET = """
+import os, sys
+from dlio.comm import world
+ranks = world()
+local = " ".join(ranks.allgather(os.environ["LOCAL_RANK"]))
+sys.stdout.write(f"{ranks.rank} {ranks.size} {local}\\n")
+"""
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -74,14 +84,33 @@ def test_stage_and_pack_share_their_work_among_ranks(
     launch: Launch, pictures: Path, tmp_path: Path
 ) -> None:
     packed = tmp_path / "packed"
-    done = launch("-n", "2", "pack", str(pictures), str(packed), "--report", "pack.json")
+    done = launch("-n", "2", "pack", str(pictures), str(packed))
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "pack.json").read_text())["ranks"] == 2
     (tmp_path / "tier").mkdir()
-    where = ("--tiers", f"{tmp_path}/tier:1GiB", "--report", "stage.json")
+    where = ("--tiers", f"{tmp_path}/tier:1GiB", "--pretend-nodes", "2", "--report", "stage.json")
     done = launch("-n", "2", "stage", str(packed), *where)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "stage.json").read_text())["complete"]
+    report = json.loads((tmp_path / "stage.json").read_text())
+    assert (report["complete"], report["nodes"]) == (True, 2)
+
+
+def test_pack_starts_as_many_ranks_as_launch_says(
+    monkeypatch: pytest.MonkeyPatch, pictures: Path, tmp_path: Path
+) -> None:
+    started: list[tuple[object, int]] = []
+
+    def start(function: object, task: str, ranks: int, *_: object) -> int:
+        started.append((function, ranks))
+        return 0
+
+    monkeypatch.setattr("dlio.cli.ranks._launch", start)
+    for name in [name for name in os.environ if name.startswith(_PREFIXES)]:
+        monkeypatch.delenv(name)
+    command(
+        Program("pack", (str(pictures), str(tmp_path / "packed"), "--workers", "1")),
+        LaunchOptions(ranks=3),
+    )
+    assert started == [(pack_rank, 3)]
 
 
 @pytest.mark.parametrize(
@@ -164,16 +193,17 @@ def test_ranks_of_a_pbs_job_meet_by_a_remote_shell(launch: Launch, tmp_path: Pat
 def test_mpirun_gets_hosts_counts_and_variables() -> None:
     environment = {"DLIO_TIERS": "none", "CUDA_VISIBLE_DEVICES": "0", "HOME": "/x", "PATH": "/b"}
     assert passed_variables(environment) == ["DLIO_TIERS", "PATH"]
-    command = mpirun_command("mpirun", ["prog"], {"a": 2, "b": 1}, environment, None)
-    assert command[:3] == ["mpirun", "--host", "a:2,b:1"]
-    assert command[-7:] == ["-x", "DLIO_TIERS", "-x", "PATH", "-n", "3", "prog"]
-    assert mpirun_command("m", ["p"], {"a": 2}, {}, "file") == "m -machinefile file -n 2 p".split()
+    line = mpirun_command("mpirun", ["prog"], {"a": 2, "b": 1}, environment, None)
+    assert line[:3] == ["mpirun", "--host", "a:2,b:1"]
+    assert line[-7:] == ["-x", "DLIO_TIERS", "-x", "PATH", "-n", "3", "prog"]
+    line = mpirun_command("m", ["p"], {"a": 2}, {}, "file")
+    assert line == ["m", "-machinefile", "file", "-n", "2", "p"]
 
 
 def test_srun_places_unequal_numbers_of_tasks() -> None:
     assert "--ntasks-per-node=2" in srun_command(["p"], {"a": 2, "b": 2})
-    command = srun_command(["p"], {"a": 2, "b": 1})
-    assert {"--distribution=arbitrary", "--nodelist=a,a,b", "--ntasks=3"} <= set(command)
+    line = srun_command(["p"], {"a": 2, "b": 1})
+    assert {"--distribution=arbitrary", "--nodelist=a,a,b", "--ntasks=3"} <= set(line)
 
 
 def test_a_job_is_submitted_with_a_script_to_keep(launch: Launch, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_staging_needs_a_disk(pictures: Path) -> None:
     with pytest.raises(UsageError, match="has no disk"):
         _script(pictures, "--tiers", "ram:1GiB", stage=True)
     text = _script(pictures, "--tiers", "$TMPDIR:1GiB", stage=True).text()
+    text = " ".join(text.replace("\\\n", " ").split())
     where = '--tiers "$TMPDIR:1GiB"'
     assert f"stage {shlex.quote(str(pictures))} {where} --allow-partial" in text
     assert f'dlio evict --job "$SLURM_JOB_ID" {where}' in text

@@ -59,7 +59,9 @@ def _joined(counts: list[int]) -> str:
     ],
 )
 def test_slurm_tells_nodes_and_tasks(more: dict[str, str], slots: tuple[int, ...]) -> None:
-    assert find_allocation({**_SLURM, **more}) == Allocation("Slurm", "7", ("n1", "n2", "m07"), slots)
+    assert find_allocation({**_SLURM, **more}) == Allocation(
+        "Slurm", "7", ("n1", "n2", "m07"), slots
+    )
 
 
 def test_tasks_of_srun_and_processes_outside_of_jobs_have_no_allocation() -> None:
