@@ -31,6 +31,8 @@ class Storage(TypedDict):
     kind: str
     stripe_count: int
     stripe_bytes: int
+    stripes: str
+    """Both in the file system's own words; may be empty."""
 
 
 class Description(TypedDict):
@@ -99,6 +101,7 @@ def describe(path: str) -> Description:
             "kind": place.kind,
             "stripe_count": place.stripe_count,
             "stripe_bytes": place.stripe_bytes,
+            "stripes": place.stripes,
         },
         "fingerprint": reader.fingerprint,
         "decoder": native.name(),
@@ -159,11 +162,7 @@ def command(options: Listing) -> None:
     print_line(f"  blocks       {about['blocks']:,} of about {format_bytes(about['block_bytes'])}")
     print_line(f"  fingerprint  {about['fingerprint']}")
     storage = about["storage"]
-    stripes = (
-        f", {storage['stripe_count']} stripes of {format_bytes(storage['stripe_bytes'])}"
-        if storage["stripe_bytes"]
-        else ""
-    )
+    stripes = f", {storage['stripes']}" if storage["stripes"] else ""
     print_line(f"  storage      {storage['kind']}{stripes}")
     if any(kind in _IMAGES for _, kind in about["schema"]):
         print_line(f"  decoder      {about['decoder']}")

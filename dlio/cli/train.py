@@ -14,6 +14,7 @@ from dlio.train.config import MODEL_NAMES, TrainConfig
 from dlio.train.factory import check_name
 from dlio.train.finished import finished_epochs
 from dlio.train.mesh_axes import parse_axes
+from dlio.train.names import CALLBACKS
 from dlio.util.liveline import LiveLine
 from dlio.util.printable import print_line
 
@@ -223,7 +224,7 @@ def _check(config: TrainConfig, ranks: int) -> None:
         parse_axes(config.mesh, ranks)
     check_name("--model", config.model, MODEL_NAMES)
     for callback in config.callback:
-        check_name("--callback", callback, ())
+        check_name("--callback", callback, tuple(CALLBACKS))
     config.check_run()
     choose_tiers(config.tiers, 0)
     for path in (config.source, config.val, *config.replica):

@@ -35,6 +35,12 @@ _SAMPLES: Final = 16
 _LARGE: Final = 1 << 30
 """Files from this size on gain by several stripes."""
 _SLOW_S: Final = 0.005
+_RESTRIPE: Final = {
+    "lustre": "lfs migrate -c -1 -S 4M FILE, or lfs setstripe -c -1 on a folder and copy the files "
+    "there",
+    "beegfs": "beegfs-ctl --setpattern --numtargets=4 --chunksize=1m on a folder (BeeGFS 8: beegfs "
+    "entry set --num-targets=4), and copy the files there",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,19 +200,15 @@ def check_place(shown: str, place: Place, largest: int) -> Iterator[Finding]:
     mounted = None if is_remote(place.path) else holding(place.mount, read_mounts())
     options = "" if mounted is None else f" ({mounted.options})"
     text = f"{place.filesystem} at {place.mount}{options}"
-    if place.kind == "lustre":
-        text += f", {place.stripe_count} stripe(s)"
-        if place.stripe_bytes:
-            text += f" of {format_bytes(place.stripe_bytes)}"
-        if place.stripe_count == 1 and largest >= _LARGE:
-            yield warning(
-                "source",
-                f"stripes of {shown}",
-                f"{text}; its largest file has {format_bytes(largest)}",
-                "lfs migrate -c -1 -S 4M FILE, or lfs setstripe -c -1 on a folder and copy the "
-                "files there: one server serves all ranks now",
-            )
-            return
+    text += f", {place.stripes}" if place.stripes else ""
+    if place.kind in _RESTRIPE and place.stripe_count == 1 and largest >= _LARGE:
+        yield warning(
+            "source",
+            f"stripes of {shown}",
+            f"{text}; its largest file has {format_bytes(largest)}",
+            f"{_RESTRIPE[place.kind]}: one server serves all ranks now",
+        )
+        return
     yield ok("source", f"file system of {shown}", text)
 
 

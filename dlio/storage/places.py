@@ -2,15 +2,14 @@
 
 import os
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from typing import Final
 
 from dlio.data.source import is_remote
+from dlio.storage.stripes import Stripes, find_stripes
 from dlio.util.mounts import Mounted, holding, read_mounts
 
-__all__ = ["NETWORK", "Place", "find_place", "parse_stripes", "scratch_places"]
+__all__ = ["NETWORK", "Place", "find_place", "scratch_places"]
 
 NETWORK: Final = ("lustre", "beegfs", "nfs", "gpfs", "cifs", "fuse", "ceph", "remote")
 """Kinds of places that are reached over a network."""
@@ -27,7 +26,6 @@ _KINDS: Final = (
     ("ramfs", "memory"),
     ("fuse", "fuse"),
 )
-_LFS_TIMEOUT_S: Final = 10.0
 _CANDIDATES: Final = (
     "SLURM_TMPDIR",
     "LOCAL_SCRATCH",
@@ -49,16 +47,21 @@ class Place:
     kind: str
     """One of NETWORK, `memory`, `pmem` (mounted with dax), or `disk`."""
     filesystem: str
-    """The kernel's name for it: ext4, lustre, ..."""
+    """The kernel's name for it: ext4, lustre, ...; `beeond` for a BeeGFS On Demand."""
     mount: str
     stripe_count: int = 1
     stripe_bytes: int = 0
-    """Stripe size of a Lustre file or folder, 0 where it is unknown."""
+    """See `Stripes`."""
 
     @property
     def network(self) -> bool:
         """True if requests go over a network."""
         return self.kind in NETWORK
+
+    @property
+    def stripes(self) -> str:
+        """A phrase about the stripes of a file, in the file system's own words; may be empty."""
+        return Stripes(self.stripe_count, self.stripe_bytes).describe(self.kind)
 
     def requests(self, objects: bool) -> int:
         """Return the number of requests in flight that suits the place.
@@ -81,8 +84,10 @@ def find_place(path: str) -> Place:
     kind = next((name for word, name in _KINDS if word in filesystem.lower()), "disk")
     if kind == "disk" and re.search(r"\bdax(=always)?\b", options) and "dax=never" not in options:
         kind = "pmem"
-    stripes = _stripes(real) if kind == "lustre" else (1, 0)
-    return Place(path, kind, filesystem, held.mountpoint, *stripes)
+    if kind == "beegfs" and re.search("beeond|ondemand", f"{held.source} {held.mountpoint}"):
+        filesystem = "beeond"
+    stripes = find_stripes(kind, real, options)
+    return Place(path, kind, filesystem, held.mountpoint, stripes.count, stripes.bytes)
 
 
 def scratch_places() -> dict[str, Place]:
@@ -108,36 +113,3 @@ def _mounts() -> list[Mounted]:
         return read_mounts()
     except OSError:
         return []
-
-
-def _stripes(path: str) -> tuple[int, int]:
-    """Return (stripe count, stripe bytes) of a Lustre path; (1, 0) where `lfs` gives none."""
-    lfs = shutil.which("lfs")
-    if lfs is None:
-        return 1, 0
-    try:
-        done = subprocess.run(
-            [lfs, "getstripe", "-d" if os.path.isdir(path) else "-q", "-c", "-S", path],
-            capture_output=True,
-            text=True,
-            timeout=_LFS_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 1, 0
-    return parse_stripes(done.stdout)
-
-
-def parse_stripes(text: str) -> tuple[int, int]:
-    """Parse the output of `lfs getstripe -c -S`, labelled or bare numbers.
-
-    Returns (stripe count, stripe bytes).
-    """
-    count = re.search(r"stripe_count:?\s+(-?\d+)", text)
-    size = re.search(r"stripe_size:?\s+(\d+)", text)
-    if count is None or size is None:
-        bare = re.findall(r"-?\d+", text)
-        if len(bare) < 2:
-            return 1, 0
-        return max(1, int(bare[0])), max(0, int(bare[1]))
-    return max(1, int(count[1])), int(size[1])

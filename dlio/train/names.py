@@ -4,6 +4,7 @@ from typing import Final
 
 __all__ = [
     "ARRAY_MODELS",
+    "CALLBACKS",
     "DEFAULT_MODEL",
     "DEFAULT_OPTIMIZER",
     "TASK_NAMES",
@@ -28,3 +29,9 @@ USUAL_OPTIMIZERS: Final = dict(
 )
 """Optimizers by task, if --optimizer names none. The usual rate of nesterov needs a loss whose
 gradient is bounded, which a squared error's is not."""
+CALLBACKS: Final = {
+    "prometheus": "dlio.train.callbacks.prometheus:Prometheus",
+    "wandb": "dlio.train.callbacks.trackers:WandB",
+    "mlflow": "dlio.train.callbacks.trackers:MLflow",
+}
+"""Callbacks that --callback takes by a name; both packages are the user's to install."""

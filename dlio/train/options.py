@@ -489,7 +489,7 @@ class TrainOptions:
     callback: Annotated[
         tuple[str, ...],
         Option(
-            "Factory of a dlio.train.callbacks.Callback, as module:factory. Repeatable.",
+            "prometheus(file='m.prom'), wandb(...), mlflow(...), or module:factory. Repeatable.",
             metavar="FACTORY",
         ),
     ] = ()

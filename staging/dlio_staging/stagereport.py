@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dlio.data.reader import Reader, data_bytes
+from dlio.storage.intake import piece_bytes
 from dlio.storage.mount import Layout, Mount
+from dlio.storage.places import find_place
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 
@@ -31,6 +33,10 @@ class Staged:
     layout: str
     workers: int
     """Requests to the source that each rank has in flight."""
+    request_bytes: int = 0
+    """Most bytes of a request; 0 where blocks are read whole, or samples one by one."""
+    storage: str = ""
+    """File system of the source, and how it spreads a file over its servers."""
     read_bytes: int = 0
     """Bytes read from the source by this run."""
     copied_bytes: int = 0
@@ -55,6 +61,7 @@ class Staged:
 
 def start_report(reader: Reader, mounted: Mount, layout: Layout) -> Staged:
     """Return a report with the facts that are known before anything is moved. Collective."""
+    place = find_place(reader.path)
     return Staged(
         source=reader.path,
         format=reader.format,
@@ -66,6 +73,10 @@ def start_report(reader: Reader, mounted: Mount, layout: Layout) -> Staged:
         nodes=len(mounted.nodes.names),
         layout=layout,
         workers=mounted.requests,
+        request_bytes=piece_bytes(place.stripe_bytes)
+        if place.network and not reader.objects
+        else 0,
+        storage=", ".join(filter(None, (place.filesystem, place.stripes))),
         evicted=[note for notes in mounted.comm.allgather(mounted.notes) for note in notes],
     )
 
@@ -105,6 +116,10 @@ def print_plan(done: Staged, bandwidth: float | None) -> None:
     """
     rate = bandwidth / done.nodes if bandwidth is not None else _ASSUMED_RATE
     print_line(f"{done.source}: {done.format}, {done.samples:,} samples in {done.blocks:,} blocks")
+    size = f" of {format_bytes(done.request_bytes)} at most" if done.request_bytes else ""
+    print_line(
+        f"  source on {done.storage}: {done.workers} request(s){size} in flight from each rank"
+    )
     longest = 0.0
     if done.unplaced_blocks:
         print_line(f"  {shortfall(done)}")

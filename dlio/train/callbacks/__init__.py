@@ -1,11 +1,13 @@
 """Callbacks that observe a training run and may influence it.
 
-Users add their own with `--callback module:factory`, which may be repeated.
+Users add their own with `--callback module:factory`, which may be repeated, or one of `CALLBACKS`
+by its name.
 """
 
 from dlio.errors import UsageError
 from dlio.train.callbacks.base import Callback, Run
 from dlio.train.config import TrainConfig
+from dlio.train.names import CALLBACKS
 
 __all__ = ["Callback", "Run", "make_callbacks"]
 
@@ -37,7 +39,7 @@ def make_callbacks(config: TrainConfig, rank: int) -> list[Callback]:
         callbacks.append(EarlyStopping(config.early_stopping))
     for text in config.callback:
         name, options = split_options("--callback", text)
-        factory = load_factory("--callback", name)
+        factory = load_factory("--callback", CALLBACKS.get(name, name))
         callback = call_with("--callback", name, factory, options, ())
         if not isinstance(callback, Callback):
             raise UsageError(

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from dlio.errors import UsageError
-from dlio.storage.counters import PLACES
 from dlio.train.callbacks.base import Callback, Run
-from dlio.train.report import EpochReport, removed_by_kind
+from dlio.train.callbacks.figures import figures_of
+from dlio.train.report import EpochReport
 from dlio.util.extras import how_to_install
 from dlio.util.files import unwritable
 
@@ -84,24 +84,8 @@ class TensorBoard(Callback):
             return
         self._tell_losses(run)
         step = run.updates
-        for name, value in {
-            "epoch/loss": report.loss,
-            "epoch/accuracy": report.accuracy,
-            "epoch/val_accuracy": report.val_accuracy,
-            "epoch/samples_per_s": report.samples_per_s,
-            "epoch/stall_fraction": report.stall_fraction,
-            "epoch/step_ms_median": report.step_ms["median"],
-            "epoch/step_ms_p95": report.step_ms["p95"],
-            "epoch/skip_share": report.skip_share,
-            "exchange/wait_s": report.exchange_wait_s,
-            "exchange/bytes": float(report.exchange_bytes),
-            "exchange/consensus_distance": report.consensus_distance,
-            **{f"data/bytes_{place}": float(report.bytes[place]) for place in PLACES},
-            **_pruning(report),
-            **{f"epoch/val_{name}": value for name, value in report.metrics.items()},
-        }.items():
-            if value is not None:
-                self._scalar(name, value, step)
+        for name, value in figures_of(report).items():
+            self._scalar(name, value, step)
         self._writer.flush()
 
     def _tell_losses(self, run: Run) -> None:
@@ -129,20 +113,3 @@ class TensorBoard(Callback):
 
     def _scalar(self, name: str, value: float, step: int) -> None:
         self._writer.add_scalar(name, value, step)
-
-
-def _pruning(report: EpochReport) -> dict[str, float]:
-    """Scalars of a model that is pruned."""
-    pruning = report.pruning
-    if pruning is None:
-        return {}
-    removed = removed_by_kind([pruning])
-    return {
-        "pruning/parameters": float(pruning["parameters"]),
-        "pruning/flops_per_sample": float(pruning["flops_per_sample"]),
-        "pruning/rounds": float(len(pruning["rounds"])),
-        "pruning/undone": float(pruning["undone"]),
-        "pruning/statistics_share": pruning["statistics"]["share"],
-        **{f"pruning/removed_{kind}": float(count) for kind, count in removed.items()},
-        **{f"parameters/{name}": float(count) for name, count in pruning["layers"].items()},
-    }

@@ -1,0 +1,44 @@
+"""The figures of an epoch, by names that group them, for what draws curves."""
+
+from dlio.storage.counters import PLACES
+from dlio.train.report import EpochReport, removed_by_kind
+
+__all__ = ["figures_of"]
+
+
+def figures_of(report: EpochReport) -> dict[str, float]:
+    """Return the figures that an epoch has, such as `epoch/loss` and `data/bytes_ram`."""
+    figures = {
+        "epoch/loss": report.loss,
+        "epoch/accuracy": report.accuracy,
+        "epoch/val_accuracy": report.val_accuracy,
+        "epoch/samples_per_s": report.samples_per_s,
+        "epoch/stall_fraction": report.stall_fraction,
+        "epoch/step_ms_median": report.step_ms["median"],
+        "epoch/step_ms_p95": report.step_ms["p95"],
+        "epoch/skip_share": report.skip_share,
+        "exchange/wait_s": report.exchange_wait_s,
+        "exchange/bytes": float(report.exchange_bytes),
+        "exchange/consensus_distance": report.consensus_distance,
+        **{f"data/bytes_{place}": float(report.bytes[place]) for place in PLACES},
+        **_pruning(report),
+        **{f"epoch/val_{name}": value for name, value in report.metrics.items()},
+    }
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _pruning(report: EpochReport) -> dict[str, float]:
+    """Figures of a model that is pruned."""
+    pruning = report.pruning
+    if pruning is None:
+        return {}
+    removed = removed_by_kind([pruning])
+    return {
+        "pruning/parameters": float(pruning["parameters"]),
+        "pruning/flops_per_sample": float(pruning["flops_per_sample"]),
+        "pruning/rounds": float(len(pruning["rounds"])),
+        "pruning/undone": float(pruning["undone"]),
+        "pruning/statistics_share": pruning["statistics"]["share"],
+        **{f"pruning/removed_{kind}": float(count) for kind, count in removed.items()},
+        **{f"parameters/{name}": float(count) for name, count in pruning["layers"].items()},
+    }
