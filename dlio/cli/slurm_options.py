@@ -106,8 +106,12 @@ KEYS: Final = (
 """All keys."""
 _OWN: Final = {
     **{flag: key for key, (flag, _) in _DIRECTIVES.items()},
-    "--nodes": "nodes", "--ntasks-per-node": "ranks-per-node", "--job-name": "name",
-    "--signal": "signal", "--requeue": "requeue", "--no-requeue": "requeue",
+    "--nodes": "nodes",
+    "--ntasks-per-node": "ranks-per-node",
+    "--job-name": "name",
+    "--signal": "signal",
+    "--requeue": "requeue",
+    "--no-requeue": "requeue",
 }
 """Options of sbatch that have a key of their own."""
 
