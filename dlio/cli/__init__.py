@@ -19,7 +19,7 @@ from dlio.errors import CommError, DlioError, UsageError
 from dlio.util.processes import die
 from dlio.util.settings import DONE, LAUNCHER, START, STORE, settings, unknown_variables
 
-__all__ = ["guarded", "main"]
+__all__ = ["guarded", "main", "run_command"]
 
 _FAILED = 2
 _AGAIN = 75
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         argv: arguments without the program's name; None for those of the process.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
-    guarded(lambda: _run(tokens))
+    guarded(lambda: run_command(tokens))
 
 
 def guarded(run: Callable[[], object]) -> NoReturn:
@@ -117,8 +117,8 @@ def _end_alone(code: int) -> None:
         os._exit(code)
 
 
-def _run(tokens: list[str]) -> None:
-    """Parse a command line and run its command."""
+def run_command(tokens: list[str]) -> None:
+    """Parse a command line, without `dlio`, and run its command. Raises UsageError."""
     from dlio.cli.app import find_command, make_app, places, run_app
     from dlio.util.arguments import nearest
 

@@ -5,6 +5,7 @@ without importing them.
 """
 
 import ast
+import functools
 import importlib.util
 import inspect
 import pkgutil
@@ -17,7 +18,7 @@ from typing import Annotated, Any, Final
 from cyclopts import App, CycloptsError, Parameter
 
 from dlio import __version__
-from dlio.cli.command import Command, CommandFunction, describe, is_command
+from dlio.cli.command import LINKS, Command, CommandFunction, describe, is_command
 from dlio.cli.grouping import examples_of
 from dlio.cli.help import TwoColumns
 from dlio.errors import DlioError, UsageError
@@ -28,6 +29,7 @@ __all__ = [
     "all_commands",
     "find_command",
     "make_app",
+    "parse",
     "places",
     "run_app",
     "run_function",
@@ -35,6 +37,7 @@ __all__ = [
 
 CORE: Final[Mapping[str, str]] = {
     "train": "dlio.cli.train:command",
+    "launch": "dlio.cli.launcher:command",
     "eval": "dlio.cli.eval:command",
     "run": "dlio.cli.run:command",
     "search": "dlio.cli.search:command",
@@ -135,6 +138,27 @@ def run_app(app: App, tokens: Sequence[str], command: Command | None = None) -> 
         fields = () if command is None else command.fields
         name = tokens[0] if command is None and tokens else getattr(command, "name", "")
         raise UsageError(describe(error, name, fields)) from error
+
+
+def parse(command: Command, tokens: Sequence[str]) -> dict[str, object] | None:
+    """Return the records of options of a command line, by parameter, without running the command.
+
+    Args:
+        tokens: arguments without the command's name.
+
+    Returns None if the command line asks for help, or for the configuration, which is printed.
+
+    Raises UsageError for a wrong option.
+    """
+    records: dict[str, object] = {}
+
+    @functools.wraps(command.function)
+    def keep(**given: object) -> None:
+        records.update(given)
+
+    own, rest = command.split([token for token in tokens if token != LINKS])
+    run_app(_of_function(command.name, keep, rest), own, Command(command.name, keep))
+    return records or None
 
 
 def run_function(name: str, function: CommandFunction, tokens: Sequence[str]) -> None:

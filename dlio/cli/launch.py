@@ -38,9 +38,11 @@ __all__ = [
     "code_of",
     "end",
     "find_mpirun",
+    "is_open_mpi",
     "launch",
     "relay_lines",
     "relay_output",
+    "relayed",
     "run_module",
     "run_ranks",
     "started",
@@ -175,7 +177,7 @@ def launch(
                 done = _captured(command, full, timeout_s, done_file)
                 sorter.not_started = _NOT_STARTED in done.stderr
             else:
-                code = _relayed(command, full, sorter, timeout_s, done_file, live)
+                code = relayed(command, full, sorter, timeout_s, done_file, live)
                 done = subprocess.CompletedProcess(command, code)
             if not sorter.not_started:
                 break
@@ -208,7 +210,7 @@ def _prepared(
         size = shutil.get_terminal_size()
         full.update(**{TERMINAL: "1"}, COLUMNS=str(size.columns), LINES=str(size.lines))
     options = []
-    if _is_open_mpi(mpirun):
+    if is_open_mpi(mpirun):
         options = ["--bind-to", "none"]
         if ranks > available_cores():
             options.append("--oversubscribe")
@@ -239,7 +241,7 @@ def _captured(
     return subprocess.CompletedProcess(command, _exit_code(process.returncode), output, errors)
 
 
-def _relayed(
+def relayed(
     command: Sequence[str],
     environment: Mapping[str, str],
     sorter: "ErrorFilter",
@@ -247,12 +249,22 @@ def _relayed(
     done_file: str | None,
     live: LiveLine,
 ) -> int:
-    """Run mpirun, pass standard error on through `sorter`, and return the exit code."""
+    """Run mpirun or another launcher, and return its exit code.
+
+    Args:
+        sorter: filter of its standard error, which is passed on.
+        done_file: file in which a rank leaves its exit code, where ranks survive others.
+    """
     process = started(command, environment, subprocess.PIPE if live.shown else None)
     relay = relay_output(process, sorter, live)
-    try:
+
+    def ask_to_end() -> None:
         # mpirun passes SIGUSR1 on to its ranks; SIGTERM would have it kill them after a second.
-        with receiving(lambda: process.send_signal(signal.SIGUSR1)):
+        sorter.interrupted = True
+        process.send_signal(signal.SIGUSR1)
+
+    try:
+        with receiving(ask_to_end):
             return _exit_code(_until_end(process, process.wait, timeout_s, done_file))
     except BaseException as error:
         sorter.interrupted = isinstance(error, KeyboardInterrupt)
@@ -432,7 +444,8 @@ def _exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _is_open_mpi(mpirun: str) -> bool:
+def is_open_mpi(mpirun: str) -> bool:
+    """True if an mpirun is Open MPI's."""
     try:
         done = subprocess.run(
             [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False

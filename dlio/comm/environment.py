@@ -12,6 +12,7 @@ from dlio.util.threads import Workers
 
 __all__ = [
     "launched",
+    "local_rank",
     "shows_terminal",
     "under_mpi",
     "under_torch",
@@ -28,6 +29,14 @@ _RANK_VARIABLES = (
     "MV2_COMM_WORLD_SIZE",
     "JSM_NAMESPACE_SIZE",
     "PALS_RANKID",
+)
+_LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "LOCAL_RANK",
 )
 _POLL_S = 0.5
 
@@ -51,6 +60,21 @@ def shows_terminal() -> bool:
     better and sets DLIO_TERMINAL.
     """
     return bool(os.environ.get(TERMINAL)) if under_mpi() else sys.stdout.isatty()
+
+
+def local_rank(rank: int) -> int:
+    """Return the number of this rank among those of its host, as its launcher says.
+
+    Args:
+        rank: returned where no launcher says.
+    """
+    # Slurm numbers its own tasks: mpirun's daemons, if mpirun has started the ranks.
+    names = _LOCAL_RANKS if LAUNCHER in os.environ else (*_LOCAL_RANKS, "SLURM_LOCALID")
+    for name in names:
+        text = os.environ.get(name, "")
+        if text.isascii() and text.isdigit():
+            return int(text)
+    return rank
 
 
 def launched() -> bool:

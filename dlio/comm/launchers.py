@@ -5,13 +5,14 @@ by itself, and its copies would overwrite each other's files. `check_launch` ref
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from dlio.errors import UsageError
 from dlio.util.settings import LAUNCHER, settings
 
-__all__ = ["check_launch", "torchrun_place", "under_torchrun"]
+__all__ = ["check_launch", "slurm_step", "torchrun_place", "under_torchrun"]
 
 _MPI_SIZES: Final = (
     "OMPI_COMM_WORLD_SIZE",
@@ -119,7 +120,7 @@ def _of_srun() -> _Started | None:
 
     In a batch script and in a shell of salloc, SLURM_NTASKS counts tasks that nobody has started.
     """
-    rank, step = _number("SLURM_PROCID"), _step()
+    rank, step = _number("SLURM_PROCID"), slurm_step()
     if rank < 0 or (step is None and not rank):
         return None
     if "SLURM_PTY_PORT" in os.environ and not rank:
@@ -127,17 +128,20 @@ def _of_srun() -> _Started | None:
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID")
     name = next(name for name in names if _number(name) >= max(1, rank) or name == names[-1])
     count = max(_number(name), rank + 1)
-    remedy = f"start them with srun --mpi=pmix, mpirun -n {count}, or dlio train -n {count}"
+    remedy = (
+        f"start them with srun --mpi=pmix, srun dlio launch, mpirun -n {count}, or "
+        f"dlio train -n {count}"
+    )
     return _Started("srun", count, f"{name}={os.environ[name]}", remedy)
 
 
-def _step() -> int | None:
+def slurm_step(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of the Slurm step that this process belongs to, None outside steps."""
-    numbers = [_number(name) for name in ("SLURM_STEP_ID", "SLURM_STEPID")]
+    numbers = [_number(name, environment) for name in ("SLURM_STEP_ID", "SLURM_STEPID")]
     return next((number for number in numbers if 0 <= number < _LARGEST_STEP), None)
 
 
-def _number(name: str) -> int:
+def _number(name: str, environment: Mapping[str, str] = os.environ) -> int:
     """Return a variable's whole number, -1 if it is not set or is not one."""
-    text = os.environ.get(name, "")
+    text = environment.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else -1

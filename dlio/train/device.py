@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
+from dlio.comm.environment import local_rank
 from dlio.errors import UsageError
 from dlio.util.arguments import unknown_word
 
@@ -23,13 +24,17 @@ def channels_last(model: nn.Module) -> nn.Module:
 
 
 def choose_device(name: str, comm: Communicator) -> torch.device:
-    """Return the device of --device; `auto` prefers a GPU. Raises UsageError."""
+    """Return the device of --device; `auto` prefers a GPU. Raises UsageError.
+
+    Ranks of one host take its GPUs in turn. Where the launcher shows each rank a GPU of its own
+    (CUDA_VISIBLE_DEVICES), that is the one.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         if not torch.cuda.is_available():
             raise UsageError("--device cuda: torch finds no GPU here; use --device cpu")
-        name = f"cuda:{comm.rank % torch.cuda.device_count()}"
+        name = f"cuda:{local_rank(comm.rank) % torch.cuda.device_count()}"
     if name.split(":")[0] not in ("cpu", "cuda"):
         raise unknown_word("--device", name, ("auto", "cpu", "cuda"))
     return torch.device(name)

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-__all__ = ["Asked", "passing_on", "receiving", "terminate_as_interrupt"]
+__all__ = [
+    "Asked",
+    "passing_on",
+    "passing_on_warnings",
+    "receiving",
+    "terminate_as_interrupt",
+]
 
 _SAME_S: Final = 1.0
 """Time in which signals are one: a launcher passes on those that its ranks may have got, too."""
@@ -79,6 +85,24 @@ def passing_on(enabled: bool) -> Iterator[None]:
         yield
     finally:
         asked.stop()
+
+
+@contextmanager
+def passing_on_warnings() -> Iterator[None]:
+    """Within a `with` statement, SIGUSR1 goes to the receivers of `receiving`, each time.
+
+    SIGTERM keeps its effect: for programs that may not know how to end at SIGUSR1.
+    """
+
+    def act(*_: object) -> None:
+        for receiver in _receivers:
+            receiver()
+
+    before = signal.signal(signal.SIGUSR1, act)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Final
 
-from dlio.comm.environment import under_mpi
+from dlio.comm.environment import under_mpi, under_torch
 from dlio.util.printable import print_line
 from dlio.util.processes import end_with_parent
 from dlio.util.settings import settings
@@ -28,9 +28,9 @@ _HUNG: Final = 2
 def abandonable() -> None:
     """Continue in a child process; the parent waits, forwards signals and exits as the child does.
 
-    Call it before any thread is started. In a rank of MPI, whose launcher ends it, nothing happens.
+    Call it before any thread is started. In a rank, whose launcher ends it, nothing happens.
     """
-    if under_mpi() or settings().no_fork:
+    if under_mpi() or under_torch() or settings().no_fork:
         return
     sys.stdout.flush()
     sys.stderr.flush()

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from dlio.cli.grouping import with_help
-from dlio.cli.records import ConfigFile, Output
+from dlio.cli.ranks import on_ranks
+from dlio.cli.records import ConfigFile, Output, Ranks
 from dlio.util.cores import available_cores
 from dlio.util.files import write_json
 from dlio.util.options import Option, check
@@ -15,7 +16,7 @@ from dlio.util.units import format_bytes
 from dlio_staging.packing import Packed, describe, pack, summary
 from dlio_staging.packplan import PackOptions
 
-__all__ = ["PackOptions", "Packed", "Packing", "command", "pack"]
+__all__ = ["PackOptions", "Packed", "Packing", "command", "pack", "pack_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Packing:
             "Number of processes that read and write.",
             name="workers",
             least=1,
-            default_text="one for each core",
+            default_text="one for each core; with -n divided among the ranks",
         ),
     ] = None
     dry_run: Annotated[bool, Option("Show what would be written, and write nothing.")] = False
@@ -49,22 +50,30 @@ class Packing:
 def command(
     packing: Packing,
     options: PackOptions,
+    ranks: Ranks,
     output: Output,
     file: ConfigFile,  # noqa: ARG001 - read before
 ) -> None:
     """Write a data set as few large files, verified, in a shuffled order.
 
     DST appears complete, or not at all. After an interruption, the same command continues. Runs
-    alone, or under mpirun or srun, where each rank writes files of its own.
+    alone, in ranks of this machine (-n), or by dlio launch, mpirun or srun, where each rank writes
+    files of its own.
     """
-    from dlio.comm import world
-    from dlio_staging.progress import show_progress
-
     output.check_writable()
-    options = replace(options, workers=packing.processes or available_cores())
+    here = max(1, available_cores() // (ranks.ranks or 1))
+    options = replace(options, workers=packing.processes or here)
     if packing.dry_run:
         _print_plan(packing, options)
         return
+    on_ranks(ranks.ranks, pack_rank, packing, options, output, backend=ranks.backend)
+
+
+def pack_rank(packing: Packing, options: PackOptions, output: Output) -> None:
+    """Pack as this rank; rank 0 prints the result."""
+    from dlio.comm import world
+    from dlio_staging.progress import show_progress
+
     rank = world().rank
     with show_progress(1, rank == 0, "packing") as show:
         scale: list[int] = []

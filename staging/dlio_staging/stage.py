@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.cli.grouping import with_help
-from dlio.cli.records import ConfigFile, Output
+from dlio.cli.ranks import on_ranks
+from dlio.cli.records import ConfigFile, Output, Ranks
 from dlio.data.reader import Reader, data_bytes
 from dlio.errors import SourceError, TierError, UsageError
 from dlio.storage.mount import Mount, MountOptions, mount
@@ -40,7 +41,17 @@ from dlio_staging.stagereport import (
     start_report,
 )
 
-__all__ = ["PARTIAL", "STOPPED", "StageOptions", "Staged", "Staging", "Verify", "command", "stage"]
+__all__ = [
+    "PARTIAL",
+    "STOPPED",
+    "StageOptions",
+    "Staged",
+    "Staging",
+    "Verify",
+    "command",
+    "stage",
+    "stage_rank",
+]
 
 STOPPED: Final = 3
 """Exit code when the deadline passes before all blocks are in place."""
@@ -130,27 +141,37 @@ def stage(
 @with_help(
     "dlio stage packed --tiers /local/scratch:200GiB",
     "dlio stage /lustre/imagenet --tiers /local/scratch:200GB --dry-run",
-    "srun --ntasks-per-node 1 dlio stage packed --tiers /local/scratch:200GiB",
+    "dlio launch --ranks-per-node 1 stage packed --tiers /local/scratch:200GiB",
 )
 def command(
     staging: Staging,
     options: StageOptions,
+    ranks: Ranks,
     output: Output,
     file: ConfigFile,  # noqa: ARG001 - read before
 ) -> None:
     """Fill this node's disk tiers with a data set, ahead of a job.
 
-    Runs alone, or under mpirun or srun with at least one rank on each node. Run again, it
-    continues where it stopped. Exit codes: 0 when all blocks are in place, 2 for an error, 3 when
-    the deadline came first, 4 when the tiers have no room for all blocks (those that fit are in
-    place; --allow-partial makes it 0), 130 when interrupted.
+    Runs alone, in ranks of this machine (-n), or by dlio launch, mpirun or srun with at least one
+    rank on each node; ranks share the work. Run again, it continues where it stopped. Exit codes:
+    0 when all blocks are in place, 2 for an error, 3 when the deadline came first, 4 when the
+    tiers have no room for all blocks (those that fit are in place; --allow-partial makes it 0),
+    130 when interrupted.
+    """
+    output.check_writable()
+    on_ranks(ranks.ranks, stage_rank, staging, options, output, backend=ranks.backend)
+
+
+def stage_rank(staging: Staging, options: StageOptions, output: Output) -> None:
+    """Stage as this rank; rank 0 prints the result.
+
+    Raises SystemExit with one of the command's exit codes.
     """
     from dlio_staging.abandon import abandonable
 
     abandonable()
     from dlio.comm import world
 
-    output.check_writable()
     if not staging.resume and not staging.dry_run:
         _evict_earlier(staging.source, options.tiers)
     done = stage(staging.source, options, dry=staging.dry_run, quiet=False)

@@ -105,8 +105,8 @@ def test_kills_of_rank_forker_and_searcher_change_no_result(tables: Path) -> Non
     kills = [("rank", 0, 0), ("forker", 0, 1), ("rank", 1, 0), ("searcher", 0, 2)]
     words = _train_words("stormy")
     _search(tables, *words, kills=kills, code=-signal.SIGKILL)
-    stopped = _search(tables, *words, kills=[("told", 0, 3)], code=75)
-    assert "the same command goes on" in stopped.stdout
+    ended = _search(tables, *words, kills=[("told", 0, 3)], code=75)
+    assert "the same command goes on" in ended.stdout
     stormy = _results(_search(tables, *words, kills=kills))
     assert sorted(each.name for each in tables.glob("stormy/trials/000[01]/[rfst]*[0-9]")) == [
         *("forker1", "rank0", "rank0", "searcher2", "told3"),

@@ -1,0 +1,129 @@
+"""The nodes that a batch system has allocated to this job, by its environment variables.
+
+Slurm, PBS (Torque, PBS Pro, OpenPBS) and LSF. Outside of an allocation, and in a step of Slurm's
+(`srun`), whose processes are started already, there is none.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from dlio.comm.hostlist import expand_counts, expand_hosts
+from dlio.comm.launchers import slurm_step
+from dlio.errors import UsageError
+
+__all__ = ["Allocation", "find_allocation"]
+
+_BATCH_HOSTS: Final = ("batch", "login")
+"""Beginnings of the names of LSF's hosts that run the script and no rank (CORAL)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The nodes of a job."""
+
+    manager: str
+    """The batch system: `Slurm`, `PBS` or `LSF`."""
+    job: str
+    """Id of the job."""
+    hosts: tuple[str, ...]
+    slots: tuple[int, ...]
+    """Ranks that the allocation has room for, on each host."""
+
+    def counts(self, ranks: int | None, per_node: int | None) -> dict[str, int]:
+        """Return the number of ranks on each host; hosts without ranks are left out.
+
+        Args:
+            ranks: number of all ranks; None for as many as the slots, or as `per_node` makes.
+            per_node: ranks on each host; None for the slots, or for an even share of `ranks`.
+
+        Raises UsageError if that many ranks do not fit so.
+        """
+        hosts = len(self.hosts)
+        if per_node is not None:
+            total = per_node * hosts if ranks is None else ranks
+            if total > per_node * hosts:
+                raise UsageError(
+                    f"-n {ranks}: {hosts} node(s) of {per_node} ranks have {per_node * hosts}: "
+                    "give a smaller -n or a larger --ranks-per-node"
+                )
+            shares = [min(per_node, max(0, total - per_node * k)) for k in range(hosts)]
+        elif ranks is None or ranks == sum(self.slots):
+            shares = list(self.slots)
+        else:
+            shares = [ranks // hosts + (k < ranks % hosts) for k in range(hosts)]
+        return {h: n for h, n in zip(self.hosts, shares, strict=True) if n}
+
+
+def find_allocation(environment: Mapping[str, str] = os.environ) -> Allocation | None:
+    """Return the allocation that this process is the first of; None outside of one.
+
+    Raises UsageError for variables that contradict each other.
+    """
+    return _of_slurm(environment) or _of_pbs(environment) or _of_lsf(environment)
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Allocation | None:
+    job = environment.get("SLURM_JOB_ID", "")
+    nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
+    if not job or not nodes or slurm_step(environment) is not None:
+        return None
+    hosts = expand_hosts(nodes)
+    # Without a number of tasks Slurm counts cores here.
+    tasks = environment.get("SLURM_NTASKS") and environment.get("SLURM_TASKS_PER_NODE")
+    slots = expand_counts(tasks) if tasks else (_gpus(environment) or 1,) * len(hosts)
+    if len(slots) != len(hosts):
+        raise UsageError(
+            f"SLURM_TASKS_PER_NODE={tasks}: numbers for {len(slots)} node(s), but the list of "
+            f"nodes {nodes} has {len(hosts)}: unset it, and give --ranks-per-node"
+        )
+    return Allocation("Slurm", job, hosts, slots)
+
+
+def _gpus(environment: Mapping[str, str]) -> int:
+    text = environment.get("SLURM_GPUS_ON_NODE", "")
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _of_pbs(environment: Mapping[str, str]) -> Allocation | None:
+    path = environment.get("PBS_NODEFILE")
+    if not path:
+        return None
+    return _counted("PBS", environment.get("PBS_JOBID", "?"), _lines("PBS_NODEFILE", path), path)
+
+
+def _of_lsf(environment: Mapping[str, str]) -> Allocation | None:
+    job, path = environment.get("LSB_JOBID", "?"), environment.get("LSB_DJOB_HOSTFILE")
+    if path:
+        hosts = _lines("LSB_DJOB_HOSTFILE", path)
+        if len(set(hosts)) > 1 and hosts[0].startswith(_BATCH_HOSTS):
+            hosts = hosts[1:]
+        return _counted("LSF", job, hosts, path)
+    words = environment.get("LSB_MCPU_HOSTS", "").split()
+    if not words:
+        return None
+    names, counts = words[::2], words[1::2]
+    if len(names) != len(counts) or not all(each.isdigit() for each in counts):
+        raise UsageError(f"LSB_MCPU_HOSTS={' '.join(words)}: not pairs of a host and a number")
+    if len(names) > 1 and names[0].startswith(_BATCH_HOSTS):
+        names, counts = names[1:], counts[1:]
+    return Allocation("LSF", job, tuple(names), tuple(map(int, counts)))
+
+
+def _counted(manager: str, job: str, hosts: Iterable[str], path: str) -> Allocation:
+    counts = Counter(hosts)
+    if not counts:
+        raise UsageError(f"{path}: the list of {manager}'s hosts is empty")
+    return Allocation(manager, job, tuple(counts), tuple(counts.values()))
+
+
+def _lines(variable: str, path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [line.split()[0] for line in file if line.split()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{variable}={path} cannot be read ({error}): unset it outside of a job"
+        ) from error
