@@ -25,6 +25,7 @@ __all__ = [
     "passed_variables",
     "run_under_mpirun",
     "run_under_srun",
+    "slurm_address",
     "srun_command",
 ]
 
