@@ -55,6 +55,7 @@ _ERROR = "dlio: error:"
 _NOT_STARTED = "PMIx server's listener thread failed to start"
 """Message of mpirun if a network interface disappeared while mpirun listed them. No rank has been
 started then, so mpirun can be started again."""
+_NODE_LOST = "PRTE has lost communication with a remote daemon"
 LOOK_S = 0.2
 _T = TypeVar("_T")
 _ALL_LOST = 1
@@ -375,11 +376,15 @@ class ErrorFilter:
         self.not_started = False
         """True if mpirun failed before it started any rank, and may succeed if started again."""
 
+        self.lost_node = False
+        """True if mpirun has lost its daemon on another node; its exit code may then be 0."""
+
     def feed(self, line: str) -> list[str]:
         """Add a line; return the lines to show now."""
         line = line.replace("\0", "")  # Open MPI ends its banners with a null character.
         if not line:
             return []
+        self.lost_node |= _NODE_LOST in line
         if self._survives and (not line.strip() or any(words in line for words in _NOISE)):
             return []
         if _ERROR not in line:

@@ -31,9 +31,9 @@ _SHOWN_HOSTS: Final = 4
 
 @with_help(
     "dlio launch -n 4 train /data/train --epochs 10",
-    "dlio launch -- python my.py                          # in a job: on all of its nodes",
-    "dlio launch --slurm nodes=4,ranks-per-node=8,time=2h train /data --checkpoint ckpt",
-    "dlio launch --slurm nodes=2,time=1h --stage --print train /data --tiers '$TMPDIR:1TiB'",
+    "dlio launch -- python my.py",
+    "dlio launch --slurm nodes=4,time=2h train /data --checkpoint ckpt",
+    "dlio launch --slurm nodes=2 --stage --print train /data --tiers '$TMPDIR:1TiB'",
     groups={
         "Ranks": ("ranks", "ranks_per_node", "backend"),
         "Slurm": ("slurm", "print_script", "script", "setup", "stage"),

@@ -8,6 +8,7 @@ batch systems each node has an agent for its ranks (`dlio.cli.node_ranks`).
 import os
 import secrets
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ __all__ = [
     "passed_variables",
     "run_under_mpirun",
     "run_under_srun",
+    "slurm_address",
     "srun_command",
 ]
 
@@ -33,6 +35,7 @@ _PASSED: Final = (
     *("HF_", "WANDB_", "MLFLOW_", "AWS_", "UCX_", "FI_", "MPI4PY_", "XDG_CACHE_HOME"),
 )
 """Beginnings of the variables that mpirun passes to other nodes: those of a node stay with it."""
+_NODE_LOST: Final = 1
 _FIRST_PORT: Final = 20000
 _PORTS: Final = 12000
 """Ports for the meeting of ranks: below those that systems give to clients."""
@@ -150,5 +153,10 @@ def _environment(counts: Mapping[str, int]) -> dict[str, str]:
 
 
 def _relayed(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    sorter = launch.ErrorFilter()
     live = LiveLine("", shown=False)
-    return launch.relayed(command, environment, launch.ErrorFilter(), None, None, live)
+    code = launch.relayed(command, environment, sorter, None, None, live)
+    if sorter.lost_node and not code:
+        sys.stderr.write("dlio: error: mpirun lost a node, and the ranks with it\n")
+        return _NODE_LOST
+    return code

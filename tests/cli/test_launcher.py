@@ -11,7 +11,12 @@ import pytest
 
 from dlio.cli.launch_options import LaunchOptions, Program
 from dlio.cli.launcher import command
-from dlio.cli.spread import mpirun_command, passed_variables, srun_command
+from dlio.cli.spread import (
+    mpirun_command,
+    passed_variables,
+    run_under_mpirun,
+    srun_command,
+)
 from dlio.cli.tasks import is_task, task_variables
 from dlio.comm.environment import local_rank
 from dlio.util.processes import module_command
@@ -198,6 +203,21 @@ def test_mpirun_gets_hosts_counts_and_variables() -> None:
     assert line[-7:] == ["-x", "DLIO_TIERS", "-x", "PATH", "-n", "3", "prog"]
     line = mpirun_command("m", ["p"], {"a": 2}, {}, "file")
     assert line == ["m", "-machinefile", "file", "-n", "2", "p"]
+
+
+def test_a_job_whose_node_mpirun_has_lost_has_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(
+        "#!/bin/sh\n[ -z $LOST ] || echo 'PRTE has lost communication with a remote daemon.' >&2\n"
+    )
+    mpirun.chmod(0o755)
+    monkeypatch.setattr("dlio.cli.launch.find_mpirun", lambda: str(mpirun))
+    assert run_under_mpirun(["true"], {"a": 1, "b": 1}) == 0
+    monkeypatch.setenv("LOST", "1")
+    assert run_under_mpirun(["true"], {"a": 1, "b": 1}) == 1
+    assert "mpirun lost a node" in capfd.readouterr().err
 
 
 def test_srun_places_unequal_numbers_of_tasks() -> None:
