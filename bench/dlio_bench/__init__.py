@@ -19,6 +19,7 @@ command: Final = Group(
         "peers": "dlio_bench.peers.command:command",
         "prune": "dlio_bench.prune.command:command",
         "readers": "dlio_bench.readers:command",
+        "search": "dlio_bench.searching:command",
         "shuffle": "dlio_bench.shuffle:command",
         "staging": "dlio_bench.staging:command",
         "storage": "dlio_bench.storage.command:command",

@@ -40,6 +40,7 @@ CORE: Final[Mapping[str, str]] = {
     "launch": "dlio.cli.launcher:command",
     "eval": "dlio.cli.eval:command",
     "run": "dlio.cli.run:command",
+    "search": "dlio.cli.search:command",
     "join": "dlio.cli.resize:join",
     "leave": "dlio.cli.resize:leave",
     "export": "dlio.cli.export:command",

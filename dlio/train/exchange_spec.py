@@ -138,12 +138,13 @@ class _Rhythm:
 
 
 _RHYTHMS: Final = {
-    "noloco": _Rhythm(32, rate=1.0, momentum=0.7),
+    "noloco": _Rhythm(32, rate=1.0, momentum=0.5),
     "local-sgd": _Rhythm(8),
     "diloco": _Rhythm(32, rate=1.0, momentum=0.7),
 }
 """Defaults of the presets that take steps. The outer rates and momenta differ from those of the
-papers, 0.7 with 0.5 and 0.7 with 0.9: they were found together with `lr_factor`."""
+papers, 0.7 with 0.5 and 0.7 with 0.9: they were found together with the learning rate of local
+steps, see `TrainConfig.peak_lr`."""
 _ARGUMENTS: Final = {
     "noloco": ("rate", "momentum"),
     "local-sgd": ("fragments",),

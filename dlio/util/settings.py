@@ -23,6 +23,8 @@ __all__ = [
     "SETTINGS",
     "STORE",
     "TERMINAL",
+    "TRIAL",
+    "TRIAL_LINK",
     "Setting",
     "Settings",
     "settings",
@@ -261,6 +263,8 @@ SECRET: Final = "DLIO_SECRET"  # noqa: S105 - the name of the variable
 RECORD: Final = "DLIO_RECORD"
 AGENT: Final = "DLIO_AGENT"
 START: Final = "DLIO_START"
+TRIAL: Final = "DLIO_TRIAL"
+TRIAL_LINK: Final = "DLIO_TRIAL_LINK"
 REHEARSAL: Final = "DLIO_REHEARSAL"
 INTERNAL: Final[dict[str, str]] = {
     LAUNCHER: "Process id of the launcher, set for the ranks that it starts.",
@@ -271,6 +275,8 @@ INTERNAL: Final[dict[str, str]] = {
     STORE: "Folder of the launcher's store, set for ranks of torch.distributed that it starts.",
     SECRET: "Secret by which ranks know each other, set for ranks of torch.distributed that dlio "
     "starts; under torchrun, set it yourself, to the same on all nodes.",
+    TRIAL: "Folder of the trial, set for ranks of `dlio search`: scripts may keep files there.",
+    TRIAL_LINK: "Descriptor by which a trial of `dlio search` tells its results.",
     REHEARSAL: "Set for a process that reads files before the one that needs them does.",
     RECORD: "Options of the command as JSON, set for the ranks that it starts.",
     AGENT: "Folder of the node's agent, set for the ranks that it keeps state for.",

@@ -21,7 +21,7 @@ _LINE = re.compile(
 
 
 def test_prometheus_gets_whole_files(dlio: Dlio, pictures: Path, here: Path) -> None:
-    """Of two ranks one writes; counters are those of the report."""
+    """One of two ranks writes; counters are those of the report."""
     done = dlio(
         *("train", str(pictures), "-n", "2", "--epochs", "2", "--batch-size", "4"),
         *("--image-size", "32", "--model", "resnet(width=4)"),

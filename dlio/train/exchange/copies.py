@@ -3,7 +3,7 @@
 Weights compress badly to a few bits, and changes of weights alone let ranks drift apart. So the two
 ranks of a pair keep the same two copies, one of each rank's weights. A rank sends the compressed
 difference between its weights and their copy, and both add what was sent to the copy. What a
-message leaves out is in the next difference: there is no residual. Then each rank moves by half of
+message leaves out is in the next difference, without a residual. Then each rank moves by half of
 the difference between the copies, so that the mean of their weights stays.
 
 What messages of few bits leave out again and again is concentrated in few entries, which they

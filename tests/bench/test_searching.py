@@ -1,0 +1,69 @@
+"""`dlio bench search`: SIGKILLs change no result, and the source is read once."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlio.cli.demo_pictures import draw_dataset
+from dlio_bench.searching import Choice, measure
+
+
+@pytest.fixture(name="pictures")
+def _pictures(tmp_path: Path) -> Path:
+    """A folder with drawn pictures in class folders, `train` and `val`."""
+    folder = tmp_path / "drawn"
+    draw_dataset(str(folder), images=48, validation=16, classes=4)
+    return folder
+
+
+@pytest.mark.nightly
+@pytest.mark.cold
+def test_ten_kills_of_24_trials_change_no_result(pictures: Path, tmp_path: Path) -> None:
+    folders = (str(pictures / "train"), str(pictures / "val"))
+    choice = Choice(*folders, epochs=4, sample_ms=4, every_s=2.5, seed=3)
+    report: dict[str, Any] = measure(choice, str(tmp_path))
+    rows = {row["case"]: row for row in report["rows"]}
+    assert [row["trials"] for row in rows.values()] == [24] * 4
+    assert [row["source_read_times"] for row in rows.values()] == [1] * 4
+    assert rows["asha"]["epochs"] < rows["packed"]["epochs"] == 96
+    assert rows["storm"]["best"] == rows["asha"]["best"]
+    assert not [line for line in report["said"] if "DIFFER" in line], report["said"]
+    assert sum(map(int, re.findall(r": (\d+)", report["said"][-1]))) == 10
+
+
+@pytest.mark.nightly
+@pytest.mark.cold
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+def test_the_kernel_sees_each_byte_of_the_source_read_once(pictures: Path, tmp_path: Path) -> None:
+    log = tmp_path / "calls"
+    subprocess.run(
+        [
+            *("strace", "-f", "-y", "-qq", "-e", "trace=read,pread64,readv,preadv,mmap"),
+            *("-o", str(log), sys.executable, "-P", "-m", "dlio.cli", "search", "train"),
+            *("--val", "val", "--set", "lr=0.01..0.1", "--sampler", "random", "--trials", "3"),
+            *("--epochs", "2", "-n", "2", "--image-size", "32", "--model", "lenet"),
+            *("--study", str(tmp_path / "search")),
+        ],
+        cwd=pictures,
+        check=True,
+        timeout=600,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    read: dict[str, int] = {}
+    for line in log.read_text(errors="replace").splitlines():
+        match = re.search(r"\b(\w+)\(\d*<?.*?(/(?:train|val)/[^>]*\.jpg)>.* = (\d+)$", line)
+        if match is not None:
+            assert match[1] != "mmap"
+            read[match[2]] = read.get(match[2], 0) + int(match[3])
+    sizes = {
+        str(path).removeprefix(str(pictures)): path.stat().st_size
+        for path in pictures.glob("*/*/*.jpg")
+    }
+    assert read == sizes
