@@ -33,7 +33,7 @@ _SHOWN_HOSTS: Final = 4
     "dlio launch -n 4 train /data/train --epochs 10",
     "dlio launch -- python my.py",
     "dlio launch --slurm nodes=4,time=2h train /data --checkpoint ckpt",
-    "dlio launch --slurm nodes=2 --stage --print train /data --tiers '$TMPDIR:1TiB'",
+    "dlio launch --slurm nodes=2 --stage --print train /data --tiers '$TMPDIR:9TB'",
     groups={
         "Ranks": ("ranks", "ranks_per_node", "backend"),
         "Slurm": ("slurm", "print_script", "script", "setup", "stage"),

@@ -58,7 +58,7 @@ def test_examples_can_be_run(example: str) -> None:
     command = find_command(tokens)
     assert command is not None
     own, _ = command.split(tokens[1:])
-    flags = {field.flag for field in command.fields} | {"-n"}
+    flags = {field.flag for field in command.fields} | {"-n", "--"}
     for word in own:
         assert not word.startswith("-") or word in flags
 
