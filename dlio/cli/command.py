@@ -137,7 +137,7 @@ class Command:
         """Split tokens into those of this command and those of the field that takes the rest."""
         if not any(field.option.rest for field in self.fields):
             return list(tokens), []
-        if not any(field.option.positional and field.required for field in self.fields):
+        if any(field.option.after_dashes for field in self.fields):
             at = tokens.index("--") if "--" in tokens else len(tokens)
             return list(tokens[:at]), list(tokens[at + 1 :])
         flags = {field.flag for field in self.fields if field.type is bool}

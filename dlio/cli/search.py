@@ -63,9 +63,9 @@ _CALLBACK: Final = "dlio.search.trial:make_callback"
 
 
 @with_help(
-    "dlio search /data --set lr=1e-3..1:log --set batch-size=16,32,64 -n 4 --pruner asha",
-    "dlio search /data --set model.width=16..64 --trials 50 --sampler random --html plots.html",
-    "dlio search --set lr=1e-4..1e-1:log --objective loss -n 4 -- train.py --lr {lr}",
+    "dlio search /data --set lr=1e-3..1:log --set batch-size=16,32 -n 4",
+    "dlio search /data --set model.width=16..64 --trials 50 --html plots.html",
+    "dlio search --set lr=1e-4..1e-1:log --objective loss -- train.py --lr {lr}",
     groups={
         "Search": (
             *("space", "trials", "sampler", "lag", "objective", "pruner", "first_look"),

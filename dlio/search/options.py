@@ -35,6 +35,7 @@ class SearchedScript:
             "After --: a script and its arguments, in which {lr} stands for the value of --set "
             "lr=...",
             rest=True,
+            after_dashes=True,
             metavar="-- SCRIPT ARGS",
         ),
     ] = ()
@@ -104,7 +105,7 @@ class SearchOptions:
         int, Option("Epochs before the first look of --pruner.", unit="epochs", least=1)
     ] = 1
     reduction: Annotated[
-        int, Option("Of so many trials, --pruner lets one go on at each look.", least=2)
+        int, Option("Number of trials of which --pruner lets one go on at each look.", least=2)
     ] = 3
     objective: Annotated[
         tuple[str, ...],

@@ -158,7 +158,7 @@ NAMES: Final = tuple(_PRESETS)
 USAGE: Final = (
     f"choose one of {', '.join(NAMES)}; gossip(hypercube), gossip(gradient), gossip(flat), "
     "noloco(STEPS), local-sgd(STEPS), diloco(STEPS); diloco(STEPS,fragments=NUMBER), "
-    "diloco(STEPS,rate=NUMBER,momentum=NUMBER); and behind it, with a +, one of "
+    "diloco(STEPS,rate=R,momentum=M); and behind it, with a +, one of "
     f"{', '.join(COMPRESSORS)}"
 )
 

@@ -78,6 +78,8 @@ class Option:
     positional: bool = False
     """True if the value is given by its position on the command line, without a name."""
     rest: bool = False
+    after_dashes: bool = False
+    """Of a field that takes the rest: it is what follows `--`, wherever options stand before."""
     """True if the field takes all arguments after the last positional one, including options."""
     needs: str | None = None
     """Field that must be set for this option to be allowed."""

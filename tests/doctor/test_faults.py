@@ -69,7 +69,7 @@ def test_copies_that_do_not_find_each_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert done.returncode == 2
     said = " ".join(done.stdout.split())
     assert "srun started 4 processes (SLURM_NTASKS=4)" in said
-    assert "srun --mpi=pmix, mpirun -n 4" in said
+    assert "srun --mpi=pmix, srun dlio launch, mpirun -n 4" in said
 
 
 def test_a_mpirun_of_another_library() -> None:

@@ -351,10 +351,17 @@ class Asgd:
         self._refused += len(messages) - count
         if not taken:
             return accepted
-        for now, before, *others in self._parts(self._before, *taken):
+        trail = self._trail.weights
+        for now, before, *others in self._parts(self._before, *trail, *taken):
+            known, others = others[: len(trail)], others[len(trail) :]
+            shift = torch.zeros_like(now)
             for theirs, then in zip(others[::2], others[1::2], strict=True):
-                now.add_(theirs - then, alpha=1 / (1 + count))
+                shift.add_(theirs - then, alpha=1 / (1 + count))
+            now += shift
             before.copy_(now)
+            # What this merge has corrected is no way that the rank has gone.
+            for each in known:
+                each += shift
         for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
             parameter.copy_(view)
         return accepted

@@ -3,6 +3,7 @@
 import copy
 import json
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -380,7 +381,7 @@ class _Mailbox(SingleCommunicator):
     def deliver(self, version: int, weights: torch.Tensor) -> None:
         """Put weights of the other rank into the mail."""
         message = weights.numpy().view(np.uint8).copy()
-        self.mail.append((np.array([1, version, len(message)], np.int64), message))
+        self.mail.append((np.array([1, version, len(message), time.time_ns()], np.int64), message))
 
     def irecv(self, into: object, source: int, tag: int) -> Request:
         array = np.asarray(into)
@@ -426,4 +427,4 @@ def test_asgd_drops_messages_of_another_layout() -> None:
     if not record["accepted"]:
         assert digest(net) == before
     # A notice of this rank names the layout and the length of its weights.
-    assert {(version, count) for _, version, count in comm.notices} == {(1, 4 * small)}
+    assert {(version, count) for _, version, count, _ in comm.notices} == {(1, 4 * small)}
