@@ -359,9 +359,9 @@ class Asgd:
                 shift.add_(theirs - then, alpha=1 / (1 + count))
             now += shift
             before.copy_(now)
-            # What this merge has corrected is no way that the rank has gone.
-            for each in known:
-                each += shift
+            # Only steps of its own count as the rank's way, not what merges correct.
+            for weights in known:
+                weights += shift
         for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
             parameter.copy_(view)
         return accepted
