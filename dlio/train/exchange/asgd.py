@@ -359,7 +359,7 @@ class Asgd:
                 shift.add_(theirs - then, alpha=1 / (1 + count))
             now += shift
             before.copy_(now)
-            # Only steps of its own count as the rank's way, not what merges correct.
+            # Only steps of its own count as the rank's way, not corrections by merges.
             for weights in known:
                 weights += shift
         for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
