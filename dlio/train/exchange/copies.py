@@ -2,11 +2,11 @@
 
 Weights compress badly to a few bits, and changes of weights alone let ranks drift apart. So the two
 ranks of a pair keep the same two copies, one of each rank's weights. A rank sends the compressed
-difference between its weights and their copy, and both add what was sent to the copy. What a
+difference between its weights and their copy, and both add the message to the copy. The part that a
 message leaves out is in the next difference, without a residual. Then each rank moves by half of
 the difference between the copies, so that the mean of their weights stays.
 
-What messages of few bits leave out again and again is concentrated in few entries, which they
+The part that messages of few bits leave out gathers in few entries, which they
 approximate ever worse. So every `REFRESH`-th message to a partner holds whole weights as bfloat16:
 a quarter of a bit per entry and message.
 
