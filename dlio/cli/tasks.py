@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 
 from dlio.comm.environment import under_mpi
 from dlio.comm.hostlist import expand_counts, expand_hosts
-from dlio.comm.launchers import slurm_step
+from dlio.comm.launchers import slurm_step, whole_number
 from dlio.errors import UsageError
 
 __all__ = ["become_rank", "is_task", "task_variables"]
@@ -24,7 +24,7 @@ def is_task(environment: Mapping[str, str] = os.environ) -> bool:
     """True if srun started this process among others."""
     if slurm_step(environment) is None or "SLURM_PTY_PORT" in environment:
         return False
-    return _number("SLURM_PROCID", environment) >= 0 and _tasks(environment) > 1
+    return whole_number("SLURM_PROCID", environment) >= 0 and _tasks(environment) > 1
 
 
 def task_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -32,7 +32,7 @@ def task_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
     Raises UsageError if Slurm's variables do not tell the task's place.
     """
-    node = _number("SLURM_NODEID", environment)
+    node = whole_number("SLURM_NODEID", environment)
     try:
         per_node = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
         hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
@@ -42,7 +42,7 @@ def task_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "srun's variables SLURM_STEP_TASKS_PER_NODE, SLURM_STEP_NODELIST and SLURM_NODEID do "
             "not tell this task's place: start the ranks by `dlio launch` in the job's script"
         ) from None
-    job, step = _number("SLURM_JOB_ID", environment), slurm_step(environment) or 0
+    job, step = whole_number("SLURM_JOB_ID", environment), slurm_step(environment) or 0
     port = _FIRST_PORT + (max(job, 0) * 31 + step) % _PORTS
     return {
         "MASTER_ADDR": environment.get("MASTER_ADDR") or hosts[0],
@@ -90,10 +90,5 @@ def become_rank(argv: Sequence[str], ranks: int | None, backend: str) -> NoRetur
 
 def _tasks(environment: Mapping[str, str]) -> int:
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    counts = [_number(name, environment) for name in names]
+    counts = [whole_number(name, environment) for name in names]
     return next((count for count in counts if count > 0), 1)
-
-
-def _number(name: str, environment: Mapping[str, str]) -> int:
-    text = environment.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() else -1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dlio.comm.hostlist import expand_counts, expand_hosts
-from dlio.comm.launchers import slurm_step
+from dlio.comm.launchers import slurm_step, whole_number
 from dlio.errors import UsageError
 
 __all__ = ["Allocation", "find_allocation"]
@@ -73,18 +73,17 @@ def _of_slurm(environment: Mapping[str, str]) -> Allocation | None:
     hosts = expand_hosts(nodes)
     # Without a number of tasks Slurm counts cores here.
     tasks = environment.get("SLURM_NTASKS") and environment.get("SLURM_TASKS_PER_NODE")
-    slots = expand_counts(tasks) if tasks else (_gpus(environment) or 1,) * len(hosts)
+    slots = (
+        expand_counts(tasks)
+        if tasks
+        else (max(1, whole_number("SLURM_GPUS_ON_NODE", environment)),) * len(hosts)
+    )
     if len(slots) != len(hosts):
         raise UsageError(
             f"SLURM_TASKS_PER_NODE={tasks}: numbers for {len(slots)} node(s), but the list of "
             f"nodes {nodes} has {len(hosts)}: unset it, and give --ranks-per-node"
         )
     return Allocation("Slurm", job, hosts, slots)
-
-
-def _gpus(environment: Mapping[str, str]) -> int:
-    text = environment.get("SLURM_GPUS_ON_NODE", "")
-    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _of_pbs(environment: Mapping[str, str]) -> Allocation | None:

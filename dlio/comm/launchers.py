@@ -12,7 +12,7 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.settings import LAUNCHER, settings
 
-__all__ = ["check_launch", "slurm_step", "torchrun_place", "under_torchrun"]
+__all__ = ["check_launch", "slurm_step", "torchrun_place", "under_torchrun", "whole_number"]
 
 _MPI_SIZES: Final = (
     "OMPI_COMM_WORLD_SIZE",
@@ -54,9 +54,9 @@ def torchrun_place() -> tuple[int, int] | None:
 
     Raises UsageError if some of them are missing or invalid.
     """
-    if _number("WORLD_SIZE") < 2 or "RANK" not in os.environ:
+    if whole_number("WORLD_SIZE") < 2 or "RANK" not in os.environ:
         return None
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    rank, size = whole_number("RANK"), whole_number("WORLD_SIZE")
     missing = [name for name in _TORCHRUN if not os.environ.get(name)]
     if missing or not 0 <= rank < size:
         wrong = f"{' and '.join(missing)} not set" if missing else f"RANK={os.environ['RANK']}"
@@ -104,11 +104,11 @@ def _started() -> list[_Started]:
 
 
 def _of_mpi() -> _Started | None:
-    name = next((name for name in _MPI_SIZES if _number(name) > 0), None)
-    count = 0 if name is None else _number(name)
-    rank = next((rank for rank in _MPI_RANKS if _number(rank) >= max(1, count)), None)
+    name = next((name for name in _MPI_SIZES if whole_number(name) > 0), None)
+    count = 0 if name is None else whole_number(name)
+    rank = next((rank for rank in _MPI_RANKS if whole_number(rank) >= max(1, count)), None)
     if rank is not None:
-        name, count = rank, _number(rank) + 1
+        name, count = rank, whole_number(rank) + 1
     if name is None:
         return None
     remedy = f"start them with the mpirun (-n {count}) of the MPI library that mpi4py loads"
@@ -120,14 +120,14 @@ def _of_srun() -> _Started | None:
 
     In a batch script and in a shell of salloc, SLURM_NTASKS counts tasks that nobody has started.
     """
-    rank, step = _number("SLURM_PROCID"), slurm_step()
+    rank, step = whole_number("SLURM_PROCID"), slurm_step()
     if rank < 0 or (step is None and not rank):
         return None
     if "SLURM_PTY_PORT" in os.environ and not rank:
         return None  # A shell of `srun --pty`.
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID")
-    name = next(name for name in names if _number(name) >= max(1, rank) or name == names[-1])
-    count = max(_number(name), rank + 1)
+    name = next(name for name in names if whole_number(name) >= max(1, rank) or name == names[-1])
+    count = max(whole_number(name), rank + 1)
     remedy = (
         f"start them with srun --mpi=pmix, srun dlio launch, mpirun -n {count}, or "
         f"dlio train -n {count}"
@@ -137,11 +137,11 @@ def _of_srun() -> _Started | None:
 
 def slurm_step(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of the Slurm step that this process belongs to, None outside steps."""
-    numbers = [_number(name, environment) for name in ("SLURM_STEP_ID", "SLURM_STEPID")]
+    numbers = [whole_number(name, environment) for name in ("SLURM_STEP_ID", "SLURM_STEPID")]
     return next((number for number in numbers if 0 <= number < _LARGEST_STEP), None)
 
 
-def _number(name: str, environment: Mapping[str, str] = os.environ) -> int:
+def whole_number(name: str, environment: Mapping[str, str] = os.environ) -> int:
     """Return a variable's whole number, -1 if it is not set or is not one."""
     text = environment.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else -1

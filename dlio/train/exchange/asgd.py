@@ -175,8 +175,8 @@ class Asgd:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        self._read()
-        self._take()
+        if not self._take():
+            self._read()
         self._trail.note(time.time_ns(), self._now.flat)
         if self._time_to_send():
             self._send()
@@ -191,7 +191,6 @@ class Asgd:
 
         Receives other ranks' messages, as a step does, so that theirs can leave.
         """
-        self._read()
         self._take()
         self._clear_sent()
         return not self._sends
@@ -296,16 +295,18 @@ class Asgd:
         for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
             view.copy_(parameter)
 
-    def _take(self) -> None:
-        """Merge arrived messages into the weights, which are in the bucket."""
+    def _take(self) -> bool:
+        """Merge arrived messages; True if there were any, and weights are in the bucket."""
         messages = self._collect()
         if messages:
+            self._read()
             if not self._trail.weights:  # After a checkpoint, before the first step.
                 self._trail.note(0, self._now.flat)
             merged = self._merge(messages)
             for each, was_merged in zip(messages, merged, strict=True):
                 if was_merged and self._recovery is not None:
                     self.hearing.note(self.hearing.members([each.peer]), each.step)
+        return bool(messages)
 
     def _collect(self) -> list[_Arriving]:
         """Return arrived messages; post receives for announced ones."""
