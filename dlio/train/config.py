@@ -15,8 +15,8 @@ from dlio.util.options import check
 __all__ = ["MIN_IMAGE_SIZE", "MODEL_NAMES", "TrainConfig"]
 
 _LOCAL: Final = 0.75
-"""Default learning rate where an outer optimizer acts between local steps, over the usual one, for
-the same progress."""
+"""Default learning rate where an outer optimizer with momentum acts between local steps, over the
+usual one, for the same progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class TrainConfig(TrainOptions):
         usual = usual_lr(self.optimizer or DEFAULT_OPTIMIZER, batch)
         exchange = parse_exchange(self.exchange)
         if ranks > 1 and exchange.has_outer:
-            usual *= _LOCAL * (1 - exchange.momentum) / exchange.rate
+            local = _LOCAL if exchange.momentum else 1.0
+            usual *= local * (1 - exchange.momentum) / exchange.rate
         return usual
 
     def check_run(self) -> None:
