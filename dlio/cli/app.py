@@ -50,6 +50,7 @@ CORE: Final[Mapping[str, str]] = {
     "cache": "dlio.cli.cache:GROUP",
     "ledger": "dlio.cli.ledger:command",
     "doctor": "dlio.cli.doctor:command",
+    "top": "dlio.cli.top:command",
     "plan": "dlio.cli.forecast:plan",
     "simulate": "dlio.cli.forecast:simulate",
 }

@@ -326,7 +326,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
                 tiers = "none"
             self._mount = mount(self.reader, tiers, comm, pretend_nodes, options=options)
             if chunks is not None:
-                self._mount.hierarchy.counters = chunks.hierarchy.counters
+                self._mount.count_with(chunks)
         return self._mount
 
     def close(self) -> None:

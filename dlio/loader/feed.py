@@ -121,8 +121,11 @@ class Stats:
 
     def wait_ends(self, samples: int) -> None:
         now = time.perf_counter()
-        self.stall_s += now - self._waiting_since
+        waited_s = now - self._waiting_since
+        self.stall_s += waited_s
         self.samples += samples
+        if self.hierarchy is not None:
+            self.hierarchy.counters.hand_over(samples, waited_s)
         self.batches += 1
         if self.first_batch_s is None:
             self.first_batch_s = now - self._started

@@ -14,6 +14,7 @@ from dlio.search.study import Record, Study
 from dlio.train.tasks.metrics import show_metric
 from dlio.util.extras import how_to_install
 from dlio.util.files import write_whole
+from dlio.util.live import publish
 from dlio.util.printable import print_line, printable
 from dlio.util.units import format_bytes
 
@@ -46,8 +47,14 @@ class Shown:
         self._study, self._trials = study, trials
         self._told = {record.number for record in study.records if record.has_ended}
         self._live: Any = None
+        self._figures: dict[str, object] = {}
+
+    def figures(self) -> dict[str, object]:
+        """Return what `dlio top` shows of the search, as of the last update."""
+        return self._figures
 
     def __enter__(self) -> Self:
+        self._published = publish("search", self.figures)
         if sys.stdout.isatty():
             from rich.live import Live
 
@@ -56,6 +63,7 @@ class Shown:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._published.close()
         if self._live is not None:
             self._live.stop()
 
@@ -65,6 +73,7 @@ class Shown:
         Args:
             running: trials that run by number; True for one that waits for others.
         """
+        self._figures = self._counted(running)
         if self._live is not None:
             self._live.update(self._table(running), refresh=True)
             return
@@ -72,6 +81,17 @@ class Shown:
             if record.has_ended and record.number not in self._told:
                 self._told.add(record.number)
                 print_line(self._line(record))
+
+    def _counted(self, running: Mapping[int, bool]) -> dict[str, object]:
+        best = self._study.best()
+        return {
+            "study": self._study.folder,
+            "trials": self._trials,
+            "ended": sum(record.has_ended for record in self._study.records),
+            "running": [number for number, waits in running.items() if not waits],
+            "waiting": [number for number, waits in running.items() if waits],
+            "best": _values(best[0], self._study.objectives) if best else None,
+        }
 
     def _line(self, record: Record) -> str:
         values = _values(record, self._study.objectives)
@@ -82,6 +102,7 @@ class Shown:
         )
 
     def _table(self, running: Mapping[int, bool] | Sequence[int]) -> "RenderableType":
+        from rich.markup import escape
         from rich.table import Table
 
         records = self._study.records
@@ -106,7 +127,7 @@ class Shown:
                 f"{state}{' *' if record.number in best else ''}",
                 str(len(record.epochs)),
                 *_columns(record, self._study.objectives),
-                printable(_point(record)),
+                escape(printable(_point(record))),
             )
         return table
 

@@ -36,6 +36,10 @@ class Counters:
     """Samples taken from a tier of decoded images."""
     decode_saved_s: float = 0.0
     """Seconds of decoding that these samples saved, estimated from the first images."""
+    samples: int = 0
+    """Samples that were handed to the consumer, in all passes."""
+    waited_s: float = 0.0
+    """Seconds that the consumer waited for batches, in all passes."""
     by_source: Callable[[], dict[str, int]] | None = field(default=None, repr=False)
     """Returns the payload bytes read from each source of a mixture."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -49,6 +53,12 @@ class Counters:
         """Add to the counter named `event`."""
         with self._lock:
             setattr(self, event, getattr(self, event) + count)
+
+    def hand_over(self, samples: int, waited_s: float) -> None:
+        """Count a batch that the consumer takes."""
+        with self._lock:
+            self.samples += samples
+            self.waited_s += waited_s
 
     def snapshot(self) -> dict[str, object]:
         """Return all counts, for a report."""

@@ -32,6 +32,7 @@ from dlio.storage.hierarchy import Hierarchy, Pins
 from dlio.storage.intake import Intake
 from dlio.storage.inventory import Use, make_room, stored_data
 from dlio.storage.known import remember_root
+from dlio.storage.live_figures import LiveFigures
 from dlio.storage.places import Place, find_place
 from dlio.storage.sample_fill import SampleFiller
 from dlio.storage.spec import Tiers, TierSpec, choose_tiers, decoded_spec, is_parsed
@@ -90,6 +91,7 @@ class Mount:
     """The tier of decoded images, None if none is specified."""
     _progress: StreamProgress | None = None
     _decoded: DecodedTier | None = None
+    _live: LiveFigures = field(init=False)
     _mounted_on: npt.NDArray[np.int32] = field(init=False)
     """Node number of each rank that mounted the data set."""
 
@@ -99,6 +101,7 @@ class Mount:
     def __post_init__(self) -> None:
         self._mounted_on = self.ranks.node_of
         self._members = tuple(range(self.ranks.size))
+        self._live = LiveFigures(self.comm, self.hierarchy, self.tiers, self.block_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -196,8 +199,14 @@ class Mount:
             spare.append(replace(spec, capacity=max(0, spec.capacity - max(used))))
         return spare
 
+    def count_with(self, chunks: "Mount") -> None:
+        """Count reads and batches in the mount of the chunks that samples are cut from."""
+        self.hierarchy.counters = chunks.hierarchy.counters
+        self._live.close()  # Its figures are those of the other mount.
+
     def close(self) -> None:
         """Stop filling and close the tiers; those in shared memory are removed."""
+        self._live.close()
         self.hierarchy.settle()
         if self._filler is not None:
             self._filler.close()

@@ -8,6 +8,7 @@ from dlio.comm.environment import shows_terminal
 from dlio.comm.recovery import Loss
 from dlio.train.report import EpochReport
 from dlio.train.tasks.metrics import show_metric
+from dlio.util.live import publish
 from dlio.util.liveline import tell_launcher, tells_launcher
 from dlio.util.progress import Bar
 
@@ -19,7 +20,7 @@ _FIRST = "waiting for the first batch"
 
 
 class TrainingProgress:
-    """Show the progress of a run, on rank 0 only. Owns the bar."""
+    """Show the progress of a run, on rank 0 only, and that of each rank to `dlio top`."""
 
     def __init__(self, epochs: int, steps: int, rank: int) -> None:
         speaks = rank == 0
@@ -30,11 +31,21 @@ class TrainingProgress:
         self._tells = speaks and tells_launcher()
         draws = speaks and not self._tells and shows_terminal()
         self._bar = Bar(force=True, transient=True) if draws else None
-        self._epoch = -1
+        self._epoch, self._step = -1, 0
         self._last = self._started = time.perf_counter()
         self._samples = 0
 
+    def figures(self) -> dict[str, object]:
+        """Return what `dlio top` shows of this rank's training."""
+        return {
+            "epoch": max(0, self._epoch) + 1,
+            "epochs": self._epochs,
+            "step": self._step,
+            "steps": self.steps,
+        }
+
     def __enter__(self) -> Self:
+        self._live = publish("training", self.figures)
         if self._bar is not None:
             self._bar.__enter__()
             self._bar.begin(_FIRST, None)
@@ -43,6 +54,7 @@ class TrainingProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._live.close()
         if self._tells:
             tell_launcher("ending", 0, None)
         if self._bar is not None:
@@ -57,12 +69,14 @@ class TrainingProgress:
             samples: samples of the step, over all ranks.
             stall_s: seconds that this rank has waited for data in this epoch.
         """
+        now, self._step = time.perf_counter(), step + 1
+        is_first = epoch != self._epoch
+        self._epoch = epoch
         if not self._speaks:
             return
-        now = time.perf_counter()
-        if epoch != self._epoch:
+        if is_first:
             # Do not time the first step, whose beginning is unknown here.
-            self._epoch, self._samples, self._started = epoch, -samples, now
+            self._samples, self._started = -samples, now
             if self._bar is not None:
                 self._bar.begin(f"epoch {epoch + 1}/{self._epochs}", self.steps)
         self._samples += samples

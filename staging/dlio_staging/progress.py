@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from dlio.util.live import publish
 from dlio.util.printable import print_line
 from dlio.util.progress import Bar
 from dlio.util.units import format_bytes
@@ -17,10 +18,16 @@ _FIRST_NEWS_S: Final = 2.0
 
 
 class Shown:
-    """Display of progress in bytes, called with the bytes done so far. This one shows nothing."""
+    """Display of progress in bytes, called with the bytes done so far. This one shows nothing, but
+    to `dlio top`."""
 
-    def __init__(self, total: int) -> None:
-        self._total = total
+    def __init__(self, total: int, title: str) -> None:
+        self._total, self._title = total, title
+        self._done = 0
+
+    def figures(self) -> dict[str, object]:
+        """Return the bytes done and those of the whole work."""
+        return {"title": self._title, "done": self._done, "total": self._total}
 
     def total(self, total: int) -> None:
         """Set the bytes of the whole work, when they become known later."""
@@ -28,28 +35,31 @@ class Shown:
 
     def __call__(self, done: int) -> None:
         """Show that `done` bytes of the work are done."""
+        self._done = done
 
 
 class _OnTerminal(Shown):
-    def __init__(self, total: int, bar: Bar) -> None:
-        super().__init__(total)
+    def __init__(self, total: int, title: str, bar: Bar) -> None:
+        super().__init__(total, title)
         self._bar = bar
 
     def total(self, total: int) -> None:
+        super().total(total)
         self._bar.update(total=total)
 
     def __call__(self, done: int) -> None:
+        super().__call__(done)
         self._bar.update(done)
 
 
 class _InLines(Shown):
     def __init__(self, total: int, title: str) -> None:
-        super().__init__(total)
-        self._title = title
+        super().__init__(total, title)
         self._started = time.monotonic()
         self._next = self._started + _FIRST_NEWS_S
 
     def __call__(self, done: int) -> None:
+        super().__call__(done)
         now = time.monotonic()
         if now < self._next:
             return
@@ -74,9 +84,20 @@ def show_progress(total: int, shown: bool, title: str = "staging") -> Iterator[S
     from dlio.comm.environment import shows_terminal
 
     if not shown or not total:
-        yield Shown(total)
+        with _published(Shown(total, title)) as quiet:
+            yield quiet
     elif shows_terminal():
-        with Bar(title, total=total, in_bytes=True, transient=True, to_stderr=True) as bar:
-            yield _OnTerminal(total, bar)
+        with (
+            Bar(title, total=total, in_bytes=True, transient=True, to_stderr=True) as bar,
+            _published(_OnTerminal(total, title, bar)) as drawn,
+        ):
+            yield drawn
     else:
-        yield _InLines(total, title)
+        with _published(_InLines(total, title)) as told:
+            yield told
+
+
+@contextmanager
+def _published(shown: Shown) -> Iterator[Shown]:
+    with publish("work", shown.figures):
+        yield shown
