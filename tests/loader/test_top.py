@@ -1,0 +1,82 @@
+"""`dlio top` is told of the reads, tiers and progress that there really are."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+import dlio
+from dlio.search.shown import Shown
+from dlio.train.progress import TrainingProgress
+from dlio.util.live import ask_all
+from dlio_staging.progress import show_progress
+
+_TIMEOUT_S = 10.0
+
+
+def parts(kind: str) -> list[dict[str, Any]]:
+    mine = [each for each in ask_all(_TIMEOUT_S) if each.pid == os.getpid()]
+    return [dict(part) for each in mine for part in each.parts if part["kind"] == kind]
+
+
+def test_a_loader_tells_samples_bytes_and_tiers_while_its_data_set_is_open(tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(4000, dtype=np.float32).reshape(100, 40))
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    with (
+        dlio.open(path, tiers=f"{tier}:20MiB") as data,
+        dlio.DataLoader(data, batch_size=10, num_workers=1) as loader,
+    ):
+        assert parts("data") == []  # Nothing is read yet.
+        for _ in range(2):
+            assert sum(1 for _ in loader) == 10
+        (part,) = parts("data")
+        counted = loader.stats()["bytes"]
+    assert parts("data") == []
+    assert (part["path"], part["rank"], part["ranks"]) == (str(path), 0, 1)
+    assert part["samples"] == 200
+    assert part["waited_s"] > 0
+    assert part["bytes"]["source"] >= 16_000
+    assert part["bytes"]["disk"] >= counted["disk"] == 16_000
+    (shown,) = part["tiers"]
+    assert shown["kind"] == "disk"
+    assert shown["capacity"] == 20 << 20
+    assert shown["used"] == shown["wanted"] > 16_000
+    assert not [each for each in threading.enumerate() if each.name == "dlio-live"]
+
+
+def test_a_training_tells_epoch_and_step_on_every_rank() -> None:
+    for rank in (0, 1):
+        with TrainingProgress(3, 10, rank) as progress:
+            assert parts("training")[0]["epoch"] == 1
+            progress.step(1, 4, 8, 0.0)
+            (part,) = parts("training")
+        assert part == {"kind": "training", "epoch": 2, "epochs": 3, "step": 5, "steps": 10}
+    assert parts("training") == []
+
+
+def test_staging_tells_bytes_even_if_it_shows_nothing() -> None:
+    with show_progress(0, shown=False, title="packing") as shown:
+        shown.total(50)
+        shown(20)
+        assert parts("work") == [{"kind": "work", "title": "packing", "done": 20, "total": 50}]
+    assert parts("work") == []
+
+
+def test_a_search_tells_its_trials() -> None:
+    class Study:
+        folder = "found"
+        records = ()
+        objectives = ()
+
+        def best(self) -> list[object]:
+            return []
+
+    with Shown(cast("Any", Study()), 24) as shown:
+        shown.update({3: False, 4: True})
+        (part,) = parts("search")
+    counts = {"trials": 24, "ended": 0, "running": [3], "waiting": [4], "best": None}
+    assert part == {"kind": "search", "study": "found", **counts}
