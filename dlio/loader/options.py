@@ -12,9 +12,11 @@ from torch.utils.data import IterableDataset, default_collate
 
 from dlio.comm.data_ranks import place
 from dlio.errors import UsageError
+from dlio.image.device.library import REMEDY, is_installed
 from dlio.loader.contract import (
     BatchData,
     CollateFn,
+    DecodePlace,
     IndexBatches,
     Indices,
     ScalarWriter,
@@ -24,6 +26,7 @@ from dlio.loader.dataset import Dataset
 from dlio.loader.dealt import Dealt
 from dlio.loader.mixture import Mixture
 from dlio.loader.passes import FormulaOrder
+from dlio.loader.planned.device_maker import check_recipe
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.plan.shares import checked_shares
@@ -130,6 +133,7 @@ class LoaderOptions:
     workers: WorkerKind | None
     on_error: OnError | None
     device: torch.device | str | int | None
+    decode: DecodePlace
     mesh: "AnyMesh | None"
     group: "Group | None"
     shares: Sequence[int] | None
@@ -169,12 +173,15 @@ class LoaderOptions:
             one_of("workers", self.workers, ("thread", "process"))
         if self.on_error is not None:
             one_of("on_error", self.on_error, ("stop", "skip"))
+        one_of("decode", self.decode, ("cpu", "device"))
         whole_number("num_workers", self.num_workers, 0, _MOST_WORKERS)
         for name, given in (("sampler", self.sampler), ("batch_sampler", self.batch_sampler)):
             if given is not None and not hasattr(given, "__iter__"):
                 raise UsageError(f"{named(name, given)}: give a sampler, or a list of indices")
         if self.device is not None:
             _check_device(self.device)
+        if self.decode == "device":
+            self._check_decoding()
         if self.seed is not None:
             whole_number("seed", self.seed, 0, _MOST_SEED)
         if self.pretend_nodes is not None:
@@ -191,6 +198,22 @@ class LoaderOptions:
             raise UsageError(f"{named('writer', self.writer)}: give TensorBoard's SummaryWriter")
         if self.tiers is not None:
             parse_tiers(self.tiers)
+
+    def _check_decoding(self) -> None:
+        """Raise UsageError where no device can decode."""
+        if self.device is None:
+            raise UsageError(
+                "decode='device' decodes on the loader's device: give device='cuda', too, or 'cpu'"
+            )
+        if torch.device(self.device).type not in ("cpu", "cuda"):
+            raise UsageError(
+                f"decode='device' on {torch.device(self.device)}: nvImageCodec decodes on 'cuda' "
+                "and 'cpu' alone: leave decode= out"
+            )
+        if not is_installed():
+            raise UsageError(f"decode='device' needs nvImageCodec: {REMEDY}, or leave decode= out")
+        if isinstance(self.dataset, Dataset):
+            check_recipe(self.dataset.recipe)
 
     def _engine_choice(self) -> bool | None:
         if self.iterable:
