@@ -12,7 +12,6 @@ from torch.utils.data import IterableDataset, default_collate
 
 from dlio.comm.data_ranks import place
 from dlio.errors import UsageError
-from dlio.image.device.library import REMEDY, is_installed
 from dlio.loader.contract import (
     BatchData,
     CollateFn,
@@ -24,9 +23,9 @@ from dlio.loader.contract import (
 )
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealt import Dealt
+from dlio.loader.decoding import check_device, check_recipe
 from dlio.loader.mixture import Mixture
 from dlio.loader.passes import FormulaOrder
-from dlio.loader.planned.device_maker import check_recipe
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.plan.shares import checked_shares
@@ -181,7 +180,9 @@ class LoaderOptions:
         if self.device is not None:
             _check_device(self.device)
         if self.decode == "device":
-            self._check_decoding()
+            check_device(self.device)
+            if isinstance(self.dataset, Dataset):
+                check_recipe(self.dataset.recipe)
         if self.seed is not None:
             whole_number("seed", self.seed, 0, _MOST_SEED)
         if self.pretend_nodes is not None:
@@ -198,22 +199,6 @@ class LoaderOptions:
             raise UsageError(f"{named('writer', self.writer)}: give TensorBoard's SummaryWriter")
         if self.tiers is not None:
             parse_tiers(self.tiers)
-
-    def _check_decoding(self) -> None:
-        """Raise UsageError where no device can decode."""
-        if self.device is None:
-            raise UsageError(
-                "decode='device' decodes on the loader's device: give device='cuda', too, or 'cpu'"
-            )
-        if torch.device(self.device).type not in ("cpu", "cuda"):
-            raise UsageError(
-                f"decode='device' on {torch.device(self.device)}: nvImageCodec decodes on 'cuda' "
-                "and 'cpu' alone: leave decode= out"
-            )
-        if not is_installed():
-            raise UsageError(f"decode='device' needs nvImageCodec: {REMEDY}, or leave decode= out")
-        if isinstance(self.dataset, Dataset):
-            check_recipe(self.dataset.recipe)
 
     def _engine_choice(self) -> bool | None:
         if self.iterable:

@@ -18,7 +18,7 @@ import torch
 from dlio.comm.waiting import default_timeout_s
 from dlio.data.reader import SampleName
 from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.errors import CorruptBlock, SourceError
 from dlio.image.crop import Shown
 from dlio.image.device.codec import Codec
 from dlio.image.device.encoded import Encoded, encoded, header_of
@@ -28,38 +28,18 @@ from dlio.loader.planned.pairs import Pairs
 from dlio.loader.recipe import Recipe
 from dlio.storage.counters import Counters
 
-__all__ = ["DeviceMaker", "check_recipe"]
+__all__ = ["DeviceMaker"]
 
 _log = logging.getLogger("dlio")
 _MOST_SLOTS: Final = 3
 """Batches that a device decodes at a time: one is copied, one decoded, one cropped."""
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Raise UsageError for samples that a device cannot make."""
-    path, instead = recipe.reader.path, "or leave decode='device' out"
-    if not recipe.crops:
-        raise UsageError(
-            f"decode='device': samples of {path} are not crops of images: give image_size= or a "
-            f"transform that begins with RandomResizedCrop, {instead}"
-        )
-    if recipe.transforms:
-        raise UsageError(
-            f"decode='device': the transform= of {path} has steps for each sample, which the CPU "
-            f"does: leave only crops, flips, Normalize, RandomErasing, MixUp and CutMix, {instead}"
-        )
-    if recipe.decoder.kept:
-        raise UsageError(
-            f"decode='device': a tier of decoded images keeps what the CPU decodes: leave "
-            f"':decoded' out of tiers= of {path}, {instead}"
-        )
-
-
 class DeviceMaker:
     """Images as crops on a device, in batches like those of `CropMaker`. Owner: the engine.
 
     Args:
-        recipe: one that `check_recipe` lets pass.
+        recipe: one that `dlio.loader.decoding.check_recipe` lets pass.
         collate: a collate function of the user, which gets crops on the device; None for torch's.
         device: "cpu" or a CUDA device.
         threads: of the loader.
@@ -240,7 +220,7 @@ class _DeviceCrops:
             mixed = np.array(extra, np.int64), np.array(partners, np.int64)
         made = crops
         if recipe.crop.crops > 1:
-            made = crops.unflatten(0, (-1, recipe.crop.crops))
+            made = crops.view(-1, recipe.crop.crops, *crops.shape[1:])
         if rows != list(range(len(made))):
             # In channels-last memory, as selecting rows would not leave it.
             last = made.movedim(-3, -1)

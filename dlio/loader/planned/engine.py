@@ -17,10 +17,11 @@ from dlio.comm.waiting import default_timeout_s, peer_timeout_s
 from dlio.data.schema import IMAGES, Buffer
 from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
+from dlio.loader.decoding import check_recipe
 from dlio.loader.feed import Begun, Fed, Feed, Stats
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
-from dlio.loader.planned.device_maker import DeviceMaker, check_recipe
+from dlio.loader.planned.device_maker import DeviceMaker
 from dlio.loader.planned.makers import Maker, maker_for
 from dlio.loader.planned.pairs import Pairing
 from dlio.loader.planned.pipeline import SKIPPED, Batch, Pipeline, Work, first_failure
