@@ -139,8 +139,9 @@ class Codec:
             try:
                 if images:
                     self._decode(slot, images, places, pixels, made)
-                about, boxes = _about(images, places, rows, count, made.failed)
-                crop_batch(pixels, order.send(about), order.send(boxes), size, out)
+                about = _about(images, places, rows, count, made.failed)
+                numbers, boxes, factors = (order.send(each) for each in about)
+                crop_batch(pixels, numbers, boxes, size, out, factors=factors)
                 for row, crop in ready.items():
                     out[row] = order.send(torch.from_numpy(crop).permute(2, 0, 1))
             finally:
@@ -203,17 +204,19 @@ def _about(
     rows: Sequence[Sequence[int]],
     count: int,
     failed: dict[int, DecodeError],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (images, boxes) for `crop_batch`; rows without an image have boxes of height 0."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (images, boxes, factors) for `crop_batch`; rows without an image have boxes of height 0."""
     about = np.zeros((count, 3), np.int64)
     boxes = np.zeros((count, 6), np.int32)
+    factors = np.ones(count, np.int32)
     for k, (image, at, own) in enumerate(zip(images, places, rows, strict=True)):
         if k in failed:
             continue
-        for row, box in zip(own, image.boxes, strict=True):
+        for row, (box, factor) in zip(own, image.crops, strict=True):
+            factors[row] = factor
             about[row] = at, image.part.height, image.part.width
             boxes[row] = box.top, box.left, box.height, box.width, box.flip, box.upend
-    return torch.from_numpy(about), torch.from_numpy(boxes)
+    return torch.from_numpy(about), torch.from_numpy(boxes), torch.from_numpy(factors)
 
 
 def _by_cpu(image: Encoded) -> torch.Tensor:

@@ -19,7 +19,6 @@ from dlio.comm.waiting import default_timeout_s
 from dlio.data.reader import SampleName
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
-from dlio.image.crop import Shown
 from dlio.image.device.codec import Codec
 from dlio.image.device.encoded import Encoded, encoded, header_of
 from dlio.image.moving import Move
@@ -124,11 +123,10 @@ class _DeviceCrops:
             self._ready[row] = crop
             self._maker.by_cpu([name])
             return
-        size = header.frame.height, header.frame.width
-        boxes = recipe.crop.boxes(*size, uniforms.tolist())
-        move = Move(Shown(boxes[0], *size), recipe.crop.size, recipe.crop.width)
+        made = encoded(image, header, recipe.decoder, uniforms.tolist(), name)
+        move = Move(made.shown, recipe.crop.size, recipe.crop.width)
         self._companions[row] = recipe.accompanying(values, move, sample)
-        self._encoded[row] = encoded(image, header, boxes, name)
+        self._encoded[row] = made
 
     def settle(self, intact: Sequence[int]) -> dict[int, Exception]:
         """Decode the batch; return the errors of slots.
