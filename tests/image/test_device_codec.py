@@ -71,7 +71,8 @@ def test_pixels_are_the_cpu_decoders(crop: Crop) -> None:
     codec.close()
     assert not made.failed
     assert not made.by_cpu
-    pixels = made.crops.permute(0, 2, 3, 1).unflatten(0, (100, crop.crops)).numpy().astype(np.int64)
+    pixels = made.crops.permute(0, 2, 3, 1).numpy().astype(np.int64)
+    pixels = pixels.reshape(100, crop.crops, *pixels.shape[1:])
     for k, image in enumerate(images):
         assert np.abs(pixels[k] - _by_cpu(image, decoder, k)).max() <= 1
 
@@ -114,7 +115,7 @@ def test_what_is_not_a_jpeg_is_left_to_the_cpu() -> None:
 
 def test_only_the_restart_intervals_of_a_crop_are_sent() -> None:
     rng, decoder = np.random.default_rng(2), Decoder(Crop(24, True, scale=(0.05, 0.1)), 5)
-    images = []
+    images: list[bytes] = []
     while len(images) < 10:
         image = drawn(rng, "lengths", 400)
         header = header_of(image)
@@ -160,7 +161,7 @@ class _Recorder:
         self._at_decode = b""
         self.allocated = 0
 
-    def running(self) -> AbstractContextManager[Any]:
+    def running(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def host_memory(self, size: int) -> torch.Tensor:
@@ -174,7 +175,7 @@ class _Recorder:
 
     def decode(
         self,
-        images: Sequence[Any],
+        images: Sequence[npt.NDArray[np.uint8]],
         parts: Sequence[tuple[int, int, int, int]],
         into: Sequence[torch.Tensor],
         stream: int,
@@ -246,7 +247,7 @@ def test_an_image_that_the_device_refuses_is_decoded_by_the_cpu() -> None:
     class Refusing(_Recorder):
         def decode(
             self,
-            images: Sequence[Any],
+            images: Sequence[npt.NDArray[np.uint8]],
             parts: Sequence[tuple[int, int, int, int]],
             into: Sequence[torch.Tensor],
             stream: int,

@@ -35,7 +35,7 @@ needs_library = pytest.mark.skipif(
 def _mixed(partners: Any) -> T.Compose:
     erasing = T.RandomErasing(0.5, value="random")
     normal = T.Normalize([0.5] * 3, [0.2] * 3)
-    steps = [T.RandomResizedCrop(32), T.RandomHorizontalFlip(), normal, erasing]
+    steps: list[Any] = [T.RandomResizedCrop(32), T.RandomHorizontalFlip(), normal, erasing]
     return T.Compose([*steps, T.MixUp(partners=partners)])
 
 
@@ -62,7 +62,7 @@ def jpegs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _batches(
-    folder: Path, decode: str, transform: Any, epochs: int = 1, **options: Any
+    folder: Path, decode: Any, transform: Any, epochs: int = 1, **options: Any
 ) -> tuple[list[tuple[Any, list[int]]], Any]:
     """((batch, its samples) in order, statistics of the last pass)."""
     with (
@@ -249,12 +249,13 @@ def test_what_a_device_cannot_make_is_refused(jpegs: Path, tmp_path: Path) -> No
         _refused(data, "leave decode= out", sampler=iter([1, 2]))
         _refused(data, "decode", decode="gpu")
     _refused(torch.utils.data.TensorDataset(torch.arange(4)), "leave decode= out")
-    for options in (
+    unsuitable: list[dict[str, Any]] = [
         {"transform": T.Compose([T.RandomResizedCrop(16), T.ColorJitter(0.4)])},
         {"transform": T.Compose([T.RandomResizedCrop(16), lambda image: image])},
         {"image_size": None},
         {"image_size": 16, "train": True, "tiers": "ram:1MiB:decoded"},
-    ):
+    ]
+    for options in unsuitable:
         with dlio.open(str(jpegs), **{"tiers": "none", **options}) as data:
             _refused(data, "decode='device'")
 

@@ -205,7 +205,7 @@ def _about(
     count: int,
     failed: dict[int, DecodeError],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (images, boxes, factors) for `crop_batch`; rows without an image have boxes of height 0."""
+    """Return (images, boxes, factors) for `crop_batch`; rows without an image are black."""
     about = np.zeros((count, 3), np.int64)
     boxes = np.zeros((count, 6), np.int32)
     factors = np.ones(count, np.int32)
