@@ -197,6 +197,10 @@ class _Recorder:
         self.done.append("close")
 
 
+def _recorded(recorder: _Recorder) -> Codec:
+    return Codec(HOST, 1, 1, 60, library=lambda *_: recorder, queue_of=lambda _: recorder)
+
+
 def test_order_of_work_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     recorders: list[_Recorder] = []
     of_thread = threading.local()
@@ -212,7 +216,7 @@ def test_order_of_work_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec_module, "crop_batch", cropped)
     rng, decoder = np.random.default_rng(4), Decoder(Crop(20, True), 5)
     images = [_encoded(drawn(rng, "baseline", 60), decoder, k) for k in range(6)]
-    codec = Codec(HOST, 2, 1, 60, library, lambda _: recorders[-1])
+    codec = Codec(HOST, 2, 1, 60, library=library, queue_of=lambda _: recorders[-1])
     for slot in codec._slots:
         original = slot.gather
 
@@ -227,7 +231,7 @@ def test_order_of_work_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
             pool.map(lambda k: _crops(codec, images[k % 3 : k % 3 + 3], decoder), range(24))
         )
     codec.close()
-    step = ["copy", "decode", "send", "send", "send", "crop", "wait"]
+    step = ["copy", "decode", "send", "send", "send", "crop", "wait", "wait"]
     for recorder in recorders:
         assert recorder.done[-1] == "close"
         count = (len(recorder.done) - 1) // len(step)
@@ -235,6 +239,23 @@ def test_order_of_work_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert recorder.allocated <= 3
     for k, made in enumerate(batches):
         assert torch.equal(made.crops, batches[k % 3].crops)
+
+
+@pytest.mark.parametrize("most", [1, 20_000, 1 << 30])
+def test_large_batches_are_decoded_in_parts(most: int) -> None:
+    rng, decoder = np.random.default_rng(7), Decoder(Crop(20, True, crops=2), 5)
+    images = [_encoded(drawn(rng, "baseline", 90), decoder, k) for k in range(9)]
+    sizes = [3 * image.part.height * image.part.width for image in images]
+    recorder = _Recorder()
+    codec = Codec(HOST, 1, 1, 60, most, library=lambda *_: recorder, queue_of=lambda _: recorder)
+    made = _crops(codec, images, decoder)
+    assert torch.equal(made.crops, _crops(_recorded(_Recorder()), images, decoder).crops)
+    assert made.sent == sum(len(image.data) for image in images)
+    parts = recorder.done.count("decode")
+    assert parts == {1: 9, 1 << 30: 1}.get(most, parts)
+    assert 1 <= parts <= 9
+    slot = codec._slots[0]
+    assert len(slot._pixels) <= 1.25 * max(max(sizes) + 64, min(most, sum(sizes)) + 64 * 9)
 
 
 def test_a_device_that_hangs_ends_in_an_error() -> None:
@@ -259,11 +280,9 @@ def test_an_image_that_the_device_refuses_is_decoded_by_the_cpu() -> None:
     rng, decoder = np.random.default_rng(5), Decoder(Crop(20, True, crops=2), 5)
     images = [_encoded(drawn(rng, "rows", 60), decoder, k) for k in range(3)]
     refusing = Refusing()
-    refused = _crops(
-        Codec(HOST, 1, 1, 60, lambda *_: refusing, lambda _: refusing), images, decoder
-    )
+    refused = _crops(_recorded(refusing), images, decoder)
     other = _Recorder()
-    made = _crops(Codec(HOST, 1, 1, 60, lambda *_: other, lambda _: other), images, decoder)
+    made = _crops(_recorded(other), images, decoder)
     assert refused.by_cpu == [1]
     assert torch.equal(refused.crops, made.crops)
 
