@@ -7,12 +7,12 @@ Triton is installed.
 import importlib
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
 
 from dlio.errors import UsageError
+from dlio.image.decode import opencv
 from dlio.image.device.crops import Normal, crop_batch
 from dlio.transforms import Normalize
 
@@ -43,6 +43,7 @@ def _by_opencv(batch: Batch, k: int, size: tuple[int, int]) -> tuple[np.ndarray[
     top, left, high, wide, flip, upend = batch[2][k].tolist()
     image = batch[0][first : first + 3 * height * width].view(height, width, 3).numpy()
     shrinks = high >= 2 * size[0] and wide >= 2 * size[1]
+    cv2 = opencv()
     made = cv2.resize(
         image[top : top + high, left : left + wide],
         size[::-1],
