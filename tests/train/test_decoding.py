@@ -13,7 +13,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.data import make_loader, open_data
 
 
-def _batches(folder: Path, training: bool, **options: Any) -> list[tuple[torch.Tensor, ...]]:
+def _batches(folder: Path, training: bool, **options: Any) -> list[tuple[Any, Any]]:
     config = TrainConfig(str(folder), image_size=64, batch_size=5, **options)
     with (
         open_data(SingleCommunicator(), config.source, config, "none", training) as data,

@@ -143,8 +143,9 @@ class Codec:
                     self._decode(slot, images, rows, run, made)
                     # Its memory is for the next run, or the next batch.
                     order.wait()
-                for row, crop in ready.items():
-                    made.crops[row] = order.send(torch.from_numpy(crop).permute(2, 0, 1))
+                if ready:
+                    crops = torch.from_numpy(np.stack(list(ready.values()))).permute(0, 3, 1, 2)
+                    made.crops[order.send(torch.tensor(list(ready)))] = order.send(crops)
             finally:
                 order.wait()
             return made
