@@ -94,7 +94,7 @@ def test_a_batch_is_decoded_by_one_call(
 def test_a_gpu_needs_nvjpeg(module: _Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    with pytest.raises(UsageError, match=r"nvJPEG: pip install 'dlio\[gpu\]'"):
+    with pytest.raises(UsageError, match=r"nvJPEG: .*nvimgcodec-cu12\[nvjpeg\]"):
         NvImageCodec(torch.device("cuda:0"), 1)
     NvImageCodec(torch.device("cpu"), 1).close()
 

@@ -21,7 +21,8 @@ from dlio.errors import UsageError
 
 __all__ = ["REMEDY", "Library", "NvImageCodec", "is_installed"]
 
-REMEDY: Final = "pip install 'dlio[gpu]'"
+REMEDY: Final = "`pip install 'nvidia-nvimgcodec-cu12[nvjpeg]'` (dlio's extra gpu)"
+"""Names the package, as `dlio.util.extras` does."""
 _MODULE: Final = "nvidia.nvimgcodec"
 _VERBOSITY: Final = "PYNVIMGCODEC_VERBOSITY"
 _OPTIONS: Final = ":fancy_upsampling=0 :fast_idct=1"

@@ -8,6 +8,7 @@ Images that the device does not take are decoded by those threads, as `CropMaker
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -61,7 +62,8 @@ class DeviceMaker:
         slots = min(_MOST_SLOTS, threads)
         each = max(1, threads // slots)
         self.codec = Codec(device, slots, each, default_timeout_s())
-        self._has_said = False
+        self._to_say = threading.Lock()
+        """Held from the first word about the CPU's part on."""
 
     def begin(
         self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
@@ -75,8 +77,7 @@ class DeviceMaker:
     def by_cpu(self, names: Sequence[object]) -> None:
         """Count images that the CPU decodes in place of the device, and say so once."""
         self.counters.add("fallbacks", len(names))
-        if names and not self._has_said:
-            self._has_said = True
+        if names and self._to_say.acquire(blocking=False):
             _log.warning(
                 "%s is decoded by the CPU, as nvImageCodec does not take it: baseline JPEGs alone "
                 "are decoded on the device (stats()['fallbacks'] counts the others)",
