@@ -128,8 +128,8 @@ def test_the_decoder_of_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
     for is_there, words in ((True, "can decode"), (False, "pip install")):
         monkeypatch.setattr("dlio.doctor.software.is_installed", lambda is_there=is_there: is_there)
-        found = {each.subject: each for each in check_torch("cuda")}
-        assert words in str(found["nvImageCodec"])
+        named = {each.subject: each for each in check_torch("cuda")}
+        assert words in str(named["nvImageCodec"])
 
 
 def test_few_descriptors() -> None:
