@@ -77,6 +77,21 @@ def test_pixels_are_the_cpu_decoders(crop: Crop) -> None:
         assert np.abs(pixels[k] - _by_cpu(image, decoder, k)).max() <= 1
 
 
+def test_the_parts_that_crops_show_are_the_cpu_decoders() -> None:
+    rng = np.random.default_rng(8)
+    factors = set()
+    for k in range(300):
+        high, wide = (int(side) for side in rng.integers(3, 24, 2))
+        decoder = Decoder(Crop(high, bool(k % 2), across=wide, crops=1 + k % 3, upend=0.5), 5)
+        image = drawn(rng, TAKEN[k % len(TAKEN)], 160)
+        coded = _encoded(image, decoder, k)
+        out = np.empty(decoder.crop.shape, np.uint8)
+        uniforms = decoder.draw(0, np.array([k]))[0]
+        assert decoder.decode(image, "a picture", uniforms, out) == coded.shown
+        factors |= {factor for _, factor in coded.crops}
+    assert factors == {1, 2, 4, 8}
+
+
 @pytest.mark.parametrize(("size", "factor"), [(100, 2), (50, 4), (24, 8)])
 def test_shrunk_photos_are_within_the_stated_bound(
     pictures: Path, size: int, factor: int, tmp_path: Path

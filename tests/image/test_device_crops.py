@@ -14,7 +14,8 @@ import torch
 from dlio.errors import UsageError
 from dlio.image.decode import opencv
 from dlio.image.device.crops import Normal, crop_batch
-from dlio.transforms import Normalize
+from dlio.image.fusion import Batchwise
+from dlio.transforms import Normalize, RandomErasing, ToTensor
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -184,3 +185,15 @@ def test_triton_kernel_compiles_for_a_gpu(dtype: str, monkeypatch: pytest.Monkey
     target = triton.backends.compiler.GPUTarget("cuda", 80, 32)
     made = triton.compile(source, target=target, options={"enable_fp_fusion": False})
     assert ".visible .entry" in made.asm["ptx"]
+
+
+def test_which_normalisation_the_kernel_does() -> None:
+    """The others are left to the steps of a whole batch, which then have uint8 crops."""
+    normal = Normalize(_MEAN, _STD)
+    assert Batchwise([(1, normal)], 0, 0).normal == Normal(_MEAN, _STD)
+    for steps in ([], [(1, Normalize(_MEAN, _STD, torch.float16))], [(1, ToTensor()), (2, normal)]):
+        assert Batchwise(steps, 0, 0).normal is None
+    batch = _batch(6, 3, 60)
+    both = Batchwise([(1, normal), (2, RandomErasing(1.0))], 3, 0)
+    plain, done = crop_batch(*batch, (16, 16)), crop_batch(*batch, (16, 16), normal=both.normal)
+    assert torch.equal(both(done, None, 0, [4, 5, 6])[0], both(plain, None, 0, [4, 5, 6])[0])

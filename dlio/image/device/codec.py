@@ -24,6 +24,7 @@ from dlio.image.decode import decode_whole
 from dlio.image.device.crops import crop_batch
 from dlio.image.device.encoded import Encoded
 from dlio.image.device.library import Library, NvImageCodec
+from dlio.image.device.normal import Normal
 from dlio.image.device.queue import DeviceQueue, queue_for
 
 __all__ = ["Codec", "Made"]
@@ -37,7 +38,8 @@ class Made:
     """A batch of crops."""
 
     crops: torch.Tensor
-    """uint8, shape (n, 3, height, width), in channels-last memory; black where an image failed."""
+    """Shape (n, 3, height, width), in channels-last memory; uint8, or normalised. Black where an
+    image failed."""
     failed: dict[int, DecodeError] = field(default_factory=dict)
     """Error of each image that is damaged, by its number."""
     sent: int = 0
@@ -121,6 +123,7 @@ class Codec:
         size: tuple[int, int],
         ready: dict[int, npt.NDArray[np.uint8]],
         count: int,
+        normal: Normal | None = None,
     ) -> Made:
         """Decode images and cut their crops out; return when the device is done.
 
@@ -129,23 +132,26 @@ class Codec:
             size: (height, width) of the crops.
             ready: rows that are crops already, of shape (height, width, 3).
             count: rows of the result.
+            normal: None for uint8 pixels.
 
         Raises DlioError if no slot becomes free in time.
         """
         with self._slot() as slot, slot.queue.running():
             order = slot.queue
             shape = (count, *size, 3)
-            made = Made(
-                torch.zeros(shape, dtype=torch.uint8, device=self.device).permute(0, 3, 1, 2)
-            )
+            dtype = torch.uint8 if normal is None else normal.dtype
+            out = torch.zeros(shape, dtype=dtype, device=self.device)
+            made = Made(out.permute(0, 3, 1, 2))
             try:
                 for run in _runs(images, self._most_bytes):
-                    self._decode(slot, images, rows, run, made)
+                    self._decode(slot, images, rows, run, normal, made)
                     # Its memory is for the next run, or the next batch.
                     order.wait()
                 if ready:
-                    crops = torch.from_numpy(np.stack(list(ready.values()))).permute(0, 3, 1, 2)
-                    made.crops[order.send(torch.tensor(list(ready)))] = order.send(crops)
+                    crops = order.send(torch.from_numpy(np.stack(list(ready.values()))))
+                    crops = crops if normal is None else normal(crops)
+                    numbers = order.send(torch.tensor(list(ready)))
+                    made.crops[numbers] = crops.permute(0, 3, 1, 2)
             finally:
                 order.wait()
             return made
@@ -156,6 +162,7 @@ class Codec:
         images: Sequence[Encoded],
         rows: Sequence[Sequence[int]],
         run: range,
+        normal: Normal | None,
         made: Made,
     ) -> None:
         """Decode and crop a run of the images."""
@@ -184,9 +191,9 @@ class Codec:
         wanted = [row for k in run for row in rows[k]]
         size = made.crops.shape[2], made.crops.shape[3]
         if wanted == list(range(len(made.crops))):
-            crop_batch(pixels, numbers, boxes, size, made.crops, factors=factors)
+            crop_batch(pixels, numbers, boxes, size, made.crops, normal, factors)
         else:
-            crops = crop_batch(pixels, numbers, boxes, size, factors=factors)
+            crops = crop_batch(pixels, numbers, boxes, size, None, normal, factors)
             made.crops[order.send(torch.tensor(wanted))] = crops
 
     @contextmanager

@@ -178,11 +178,7 @@ def _crop(
             made = (_area if shrinks else _linear)(part, height, width)
             mirrored = [axis for axis, does in ((0, upend), (1, flip)) if does]
             made = made.flip(mirrored) if mirrored else made
-        if normal is None:
-            out[k] = made
-        else:
-            mean, std = (torch.tensor(each, device=out.device) for each in normal.scaled())
-            out[k] = (made.float() - mean) / std
+        out[k] = made if normal is None else normal(made)
 
 
 def _shrunk(image: torch.Tensor, box: tuple[int, int, int, int], factor: int) -> torch.Tensor:

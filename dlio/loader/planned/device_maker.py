@@ -58,6 +58,9 @@ class DeviceMaker:
         counters: Counters,
     ) -> None:
         self.recipe, self.collate, self.counters = recipe, collate, counters
+        steps = recipe.batch_transform
+        self.normal = None if steps is None else steps.normal
+        """Done by the kernel that crops; the other steps of a whole batch follow."""
         self.batch_bytes = batch_size * int(np.prod(recipe.crop.shape))
         slots = min(_MOST_SLOTS, threads)
         each = max(1, threads // slots)
@@ -148,6 +151,7 @@ class _DeviceCrops:
             (self._recipe.crop.size, self._recipe.crop.width),
             self._ready_rows(rows),
             count * crops,
+            self._maker.normal,
         )
         self._crops = made.crops
         counters = self._maker.counters
