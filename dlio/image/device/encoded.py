@@ -88,8 +88,8 @@ def _has_its_markers(image: Buffer, frame: Frame) -> bool:
 def encoded(
     image: Buffer, header: Header, decoder: Decoder, uniforms: Sequence[float], name: object
 ) -> Encoded:
-    """Copy the bytes that the crops of an image need: of a JPEG whose rows are restart intervals, those that
-    a crop touches.
+    """Copy the bytes that the crops of an image need: of a JPEG whose rows are restart intervals,
+    those that a crop touches.
 
     The crops are those of `Decoder.decode`, and of the same pixels: where it decodes at a fraction,
     they are cut out of an image that is shrunk by that factor.
