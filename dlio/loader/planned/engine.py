@@ -212,7 +212,7 @@ class PlannedEngine:
         )
 
     def close(self) -> None:
-        """Give the communicators back, and end the decoders on devices."""
+        """Give the communicators back, and end what decodes on devices."""
         for maker in self._on_devices:
             maker.close()
             self._made = None
