@@ -17,9 +17,11 @@ from dlio.comm.waiting import default_timeout_s, peer_timeout_s
 from dlio.data.schema import IMAGES, Buffer
 from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
+from dlio.loader.decoding import check_recipe
 from dlio.loader.feed import Begun, Fed, Feed, Stats
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
+from dlio.loader.planned.device_maker import DeviceMaker
 from dlio.loader.planned.makers import Maker, maker_for
 from dlio.loader.planned.pairs import Pairing
 from dlio.loader.planned.pipeline import SKIPPED, Batch, Pipeline, Work, first_failure
@@ -77,6 +79,7 @@ class _Made:
     data: Dataset
     collate: CollateFn
     pin_memory: bool
+    decodes_on: torch.device | None
     batch_size: int
     maker: Maker
 
@@ -86,6 +89,7 @@ class _Made:
             self.data is data
             and self.collate is options.collate_fn
             and self.pin_memory == options.pin_memory
+            and self.decodes_on == _decodes_on(options)
             and batch_size <= self.batch_size
         )
 
@@ -102,6 +106,8 @@ class PlannedEngine:
         self.generation = 0
         """Number of passes; the same on all ranks."""
         self._made: _Made | None = None
+        self._on_devices: list[DeviceMaker] = []
+        """Makers to close; a pass that was begun ahead may use an earlier one."""
         self._memory = MessageMemory()
 
     def mount(self, options: LoaderOptions, data: Dataset) -> Mount:
@@ -206,7 +212,11 @@ class PlannedEngine:
         )
 
     def close(self) -> None:
-        """Give the communicators back."""
+        """Give the communicators back, and end what decodes on devices."""
+        for maker in self._on_devices:
+            maker.close()
+            self._made = None
+        self._on_devices.clear()
         for comm in (self._comm, self._other_comm):
             if comm is not None:
                 comm.close()
@@ -214,17 +224,36 @@ class PlannedEngine:
 
     def _maker(self, options: LoaderOptions, data: Dataset, mounted: Mount, size: int) -> Maker:
         if self._made is None or not self._made.serves(data, options, size):
-            recipe = data.recipe
-            maker = maker_for(
-                recipe,
-                size,
-                options.collate_fn,
-                options.collates_by_default,
-                options.pin_memory and torch.cuda.is_available(),
-                mounted.decoded(recipe.decoder.recipe),
-            )
-            self._made = _Made(data, options.collate_fn, options.pin_memory, size, maker)
+            device, collate = _decodes_on(options), options.collate_fn
+            if device is not None:
+                maker = self._device_maker(options, data, mounted, size, device)
+            else:
+                recipe = data.recipe
+                maker = maker_for(
+                    recipe,
+                    size,
+                    collate,
+                    options.collates_by_default,
+                    options.pin_memory and torch.cuda.is_available(),
+                    mounted.decoded(recipe.decoder.recipe),
+                )
+            self._made = _Made(data, collate, options.pin_memory, device, size, maker)
         return self._made.maker
+
+    def _device_maker(
+        self, options: LoaderOptions, data: Dataset, mounted: Mount, size: int, device: torch.device
+    ) -> Maker:
+        check_recipe(data.recipe)
+        made = DeviceMaker(
+            data.recipe,
+            size,
+            None if options.collates_by_default else options.collate_fn,
+            device,
+            options.num_workers or decode_threads(mounted),
+            mounted.hierarchy.counters,
+        )
+        self._on_devices.append(made)
+        return made
 
     def _next_comm(self, options: LoaderOptions) -> Communicator:
         """The communicator of this pass: passes take turns with two where the last one's messages
@@ -247,6 +276,16 @@ def _begun(batches: Pass, planned: _Pass, epoch: EpochPlan, shared: EpochPlan | 
     feed = _feed(planned, epoch, alone=shared is None)
     next(feed)
     return Begun(batches, planned.stats, feed, planned.spans, shared)
+
+
+def _decodes_on(options: LoaderOptions) -> torch.device | None:
+    """Return the device that decodes; None for the loader's threads."""
+    if options.decode == "cpu" or options.device is None:
+        return None
+    device = torch.device(options.device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def decode_threads(mounted: Mount) -> int:
