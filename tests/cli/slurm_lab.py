@@ -50,8 +50,8 @@ def two_nodes(folder: Path) -> Iterator[dict[str, str]]:
 
     Skips the test where Slurm or munge is not installed, and for users other than root.
     """
-    own = sysconfig.get_path("scripts")  # The `dlio` under test, wherever pytest was started.
-    path = os.pathsep.join([own, os.environ["PATH"], "/usr/sbin", "/sbin"])
+    scripts = sysconfig.get_path("scripts")  # The `dlio` under test, wherever pytest was started.
+    path = os.pathsep.join([scripts, os.environ["PATH"], "/usr/sbin", "/sbin"])
     missing = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed (Debian: slurm-wlm, munge)")

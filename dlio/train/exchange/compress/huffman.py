@@ -43,7 +43,7 @@ class Huffman:
             return 0
         used = self._inner.encode(values, residual, self._plain)
         coder = zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW, strategy=zlib.Z_HUFFMAN_ONLY)
-        coded = coder.compress(self._plain[:used]) + coder.flush()
+        coded = coder.compress(self._plain[:used].data) + coder.flush()
         message[:_HEAD].view(np.uint32)[0] = len(coded)
         message[_HEAD : _HEAD + len(coded)] = np.frombuffer(coded, np.uint8)
         return _HEAD + len(coded)
@@ -56,7 +56,7 @@ class Huffman:
             raise CommError(f"a message of {len(message)} bytes is damaged: its head is wrong")
         decoder = zlib.decompressobj(_WINDOW)
         try:
-            plain = decoder.decompress(message[_HEAD : _HEAD + length], len(self._plain))
+            plain = decoder.decompress(message[_HEAD : _HEAD + length].data, len(self._plain))
         except zlib.error as error:
             raise CommError(f"a message is damaged: {error}") from None
         if not decoder.eof:
