@@ -7,6 +7,7 @@ from torch.utils.data import BatchSampler
 
 from dlio.errors import UsageError
 from dlio.loader.dataset import Dataset
+from dlio.loader.device import Delivery
 from dlio.loader.empty import EmptyAware
 from dlio.loader.feed import Begun, Stats
 from dlio.loader.foreign.adapt import holds_own
@@ -67,6 +68,7 @@ class Engines:
         self.planned = PlannedEngine()
         self.threads = ThreadEngine()
         self.torch = TorchEngine()
+        self.delivered = Delivery()
         self.ahead: Begun | None = None
         """The next pass, if it has begun while the last batches of the current one are used."""
         self.iterator: Any = None

@@ -23,6 +23,7 @@ from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned.makers import Maker, maker_for
 from dlio.loader.planned.pairs import Pairing
 from dlio.loader.planned.pipeline import SKIPPED, Batch, Pipeline, Work, first_failure
+from dlio.loader.streams import Pinned
 from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
@@ -76,7 +77,7 @@ class _Made:
 
     data: Dataset
     collate: CollateFn
-    pin_memory: bool
+    pinned: Pinned
     batch_size: int
     maker: Maker
 
@@ -85,7 +86,7 @@ class _Made:
         return (
             self.data is data
             and self.collate is options.collate_fn
-            and self.pin_memory == options.pin_memory
+            and self.pinned is _pinned(options)
             and batch_size <= self.batch_size
         )
 
@@ -214,16 +215,16 @@ class PlannedEngine:
 
     def _maker(self, options: LoaderOptions, data: Dataset, mounted: Mount, size: int) -> Maker:
         if self._made is None or not self._made.serves(data, options, size):
-            recipe = data.recipe
+            recipe, pinned = data.recipe, _pinned(options)
             maker = maker_for(
                 recipe,
                 size,
                 options.collate_fn,
                 options.collates_by_default,
-                options.pin_memory and torch.cuda.is_available(),
+                pinned,
                 mounted.decoded(recipe.decoder.recipe),
             )
-            self._made = _Made(data, options.collate_fn, options.pin_memory, size, maker)
+            self._made = _Made(data, options.collate_fn, pinned, size, maker)
         return self._made.maker
 
     def _next_comm(self, options: LoaderOptions) -> Communicator:
@@ -247,6 +248,13 @@ def _begun(batches: Pass, planned: _Pass, epoch: EpochPlan, shared: EpochPlan | 
     feed = _feed(planned, epoch, alone=shared is None)
     next(feed)
     return Begun(batches, planned.stats, feed, planned.spans, shared)
+
+
+def _pinned(options: LoaderOptions) -> Pinned:
+    """Kind of memory that batches are made in."""
+    if options.device is not None and torch.device(options.device).type == "cuda":
+        return Pinned.IN_POOL
+    return Pinned.BY_TORCH if options.pin_memory and torch.cuda.is_available() else Pinned.NO
 
 
 def decode_threads(mounted: Mount) -> int:

@@ -19,6 +19,7 @@ from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.planned.pairs import Pairs, decode_partners
 from dlio.loader.recipe import Recipe
+from dlio.loader.streams import Pinned, pinned_memory
 from dlio.storage.decoded import DecodedTier
 from dlio.util.pool import Pool
 
@@ -44,24 +45,22 @@ _MOST_SPARE: Final = 64
 class BatchMemory:
     """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
 
-    Page-locked memory is left to torch's own caching allocator: a copy to the GPU may be under way
-    when the last reference ends, and torch knows how long.
-
     Args:
         shape: of one batch.
-        pinned: page-locked, for asynchronous copies to a GPU.
+        pinned: page-locked or not, and whose copies to a GPU they wait for.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, pinned: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, pinned: Pinned) -> None:
         self._shape = shape
         self._dtype = np.dtype(dtype)
         self._bytes = math.prod(shape) * self._dtype.itemsize
         self._pinned = pinned
-        self._pool = Pool(_MOST_SPARE)
+        in_pool = pinned is Pinned.IN_POOL
+        self._pool = Pool(_MOST_SPARE, allocate=pinned_memory if in_pool else None)
 
     def take(self) -> npt.NDArray[Any]:
         """Return an uninitialised array; its memory comes back with its last tensor or view."""
-        if self._pinned:
+        if self._pinned is Pinned.BY_TORCH:
             kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
             return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
         return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
@@ -119,14 +118,14 @@ def maker_for(
     batch_size: int,
     collate: CollateFn,
     default: bool,
-    pinned: bool,
+    pinned: Pinned,
     decoded: DecodedTier | None = None,
 ) -> Maker:
     """Choose the maker for a data set.
 
     Args:
         collate: of the loader; `default` is True if it is torch's own.
-        pinned: use page-locked memory.
+        pinned: kind of the batches' memory.
         decoded: tier of decoded images.
     """
     if recipe.crops:
@@ -158,7 +157,7 @@ class CropMaker:
         recipe: Recipe,
         batch_size: int,
         collate: CollateFn | None,
-        pinned: bool,
+        pinned: Pinned,
         decoded: DecodedTier | None,
     ) -> None:
         self.recipe = recipe
@@ -276,7 +275,7 @@ class ArrayMaker:
 
     owns_payloads = False
 
-    def __init__(self, recipe: Recipe, batch_size: int, pinned: bool) -> None:
+    def __init__(self, recipe: Recipe, batch_size: int, pinned: Pinned) -> None:
         self.recipe = recipe
         self.schema = schema = recipe.reader.schema
         self.memories = {
