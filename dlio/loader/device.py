@@ -10,6 +10,7 @@ from dlio.loader.feed import Fed, Feed
 from dlio.loader.handover import MadeOnDevice, Staging, handed_over
 from dlio.loader.nested import map_leaves
 from dlio.loader.streams import streams_of
+from dlio.storage.device_tier import Event
 
 __all__ = ["Delivery", "moved", "target_of"]
 
@@ -93,16 +94,43 @@ def _transformed_batch(fed: Fed, transform: Batchwise) -> BatchData:
 
 def moved(data: BatchData, device: torch.device) -> BatchData:
     """Return a batch of any structure with its tensors on a device."""
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device)
+    copies = _InPlace(device)
 
     def move(leaf: BatchData) -> BatchData:
         if isinstance(leaf, torch.Tensor):
-            return copy(leaf)
+            return copies.to_device(leaf)
         if isinstance(leaf, MadeOnDevice):
-            return leaf.made_on_device(copy)
+            return leaf.made_on_device(copies)
         to: Callable[[torch.device], BatchData] | None = getattr(leaf, "to", None)
         return to(device) if callable(to) else leaf
 
     return map_leaves(move, data)
+
+
+class _InPlace:
+    """Copies that are complete when the call returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
+
+    def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        target.copy_(tensor)
+
+    def record(self) -> Event:
+        return _Passed()
+
+    def wait(self, event: Event) -> None:
+        pass
+
+
+class _Passed:
+    """An event of work that is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass

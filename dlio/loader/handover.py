@@ -17,7 +17,7 @@ queue, and for the event of a copy when `_UNDER_WAY` of them have not passed.
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final, Protocol, Self, runtime_checkable
 
@@ -27,7 +27,8 @@ from dlio.comm.funnel import waiting
 from dlio.loader.contract import BatchData
 from dlio.loader.feed import Fed, Feed
 from dlio.loader.nested import map_leaves, tensors_in
-from dlio.loader.streams import Event, Streams
+from dlio.loader.streams import Streams
+from dlio.storage.device_tier import Copies, Event
 from dlio.util.pool import Lease, Pool
 from dlio.util.threads import Workers
 
@@ -46,12 +47,11 @@ _JOIN_TIMEOUT_S: Final = 10.0
 class MadeOnDevice(Protocol):
     """A part of a batch that is computed on the device, from host memory and the device's own."""
 
-    def made_on_device(self, to_device: Callable[[torch.Tensor], torch.Tensor]) -> BatchData:
+    def made_on_device(self, copies: Copies) -> BatchData:
         """Return the part. Called once, by the thread that copies, with the copy stream current.
 
         Args:
-            to_device: copies a tensor. What it is given may be used again once its copy is
-                complete, which the caller sees to.
+            copies: keeps host memory that it is given until the copy is complete.
         """
 
 
@@ -62,22 +62,6 @@ class _Copied:
     """Completes with the copy; None for an error, which has nothing to copy."""
 
 
-@dataclass(slots=True)
-class _Source:
-    """Host memory that copies are made from."""
-
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    leases: list[Lease] = field(default_factory=list)
-    event: Event | None = None
-
-    def release(self) -> None:
-        """Let the memory be used again."""
-        self.tensors.clear()
-        for lease in self.leases:
-            lease.release()
-        self.leases.clear()
-
-
 class Staging:
     """Streams of a device and page-locked memory for copies to it. Owner: the loader."""
 
@@ -85,29 +69,49 @@ class Staging:
         self.streams = streams
         self.pool = Pool(_MOST_SPARE, allocate=streams.pinned)
 
-    def copy(self, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
-        """Start a tensor's copy on the current stream; return the copy.
 
-        Args:
-            source: notes the memory that must stay as it is until the copy is complete.
-        """
-        if tensor.device.type == "cpu" and not self.streams.is_pinned(tensor):
-            tensor = self._staged(tensor, source)
-        copied = self.streams.to_device(tensor)
-        if copied is not tensor:
-            source.tensors.append(tensor)
-        return copied
+class _BatchCopies:
+    """Copies of one batch, and the host memory that they are made from."""
 
-    def _staged(self, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
-        """Return a copy in page-locked memory."""
-        if not tensor.nbytes:
+    def __init__(self, staging: Staging) -> None:
+        self._streams, self._pool = staging.streams, staging.pool
+        self._tensors: list[torch.Tensor] = []
+        self._leases: list[Lease] = []
+        self.event: Event | None = None
+        """Completes with all of them, once they have begun."""
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._streams.to_device(self._page_locked(tensor))
+
+    def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._streams.into(target, self._page_locked(tensor))
+
+    def record(self) -> Event:
+        return self._streams.record()
+
+    def wait(self, event: Event) -> None:
+        self._streams.wait(event)
+
+    def release(self) -> None:
+        """Let the host memory be used again."""
+        self._tensors.clear()
+        for lease in self._leases:
+            lease.release()
+        self._leases.clear()
+
+    def _page_locked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, or a copy in page-locked memory, which is kept until `release`."""
+        if tensor.device.type != "cpu" or not tensor.nbytes:
             return tensor
-        lease = self.pool.take(tensor.nbytes)
-        source.leases.append(lease)
-        shape = torch.empty_like(tensor, device="meta")  # Dense, and in the same order.
-        memory = torch.from_numpy(lease.array).view(tensor.dtype)
-        staged = memory.as_strided(shape.size(), shape.stride())
-        return staged.copy_(tensor.detach())
+        if not self._streams.is_pinned(tensor):
+            lease = self._pool.take(tensor.nbytes)
+            self._leases.append(lease)
+            shape = torch.empty_like(tensor, device="meta")  # Dense, and in the same order.
+            memory = torch.from_numpy(lease.array).view(tensor.dtype)
+            staged = memory.as_strided(shape.size(), shape.stride())
+            return staged.copy_(tensor.detach())
+        self._tensors.append(tensor)
+        return tensor
 
 
 def handed_over(feed: Feed, staging: Staging) -> Feed:
@@ -149,7 +153,7 @@ class _Copier:
         self._ready: SimpleQueue[_Copied | BaseException | None] = SimpleQueue()
         self._room = threading.Semaphore(_AHEAD)
         self._taken: list[_Copied | BaseException | None] = []
-        self._under_way: deque[_Source] = deque()
+        self._under_way: deque[_BatchCopies] = deque()
         self._workers = Workers(
             "dlio-device", self._run, wake=self._room.release, stop_timeout_s=_JOIN_TIMEOUT_S
         )
@@ -203,31 +207,28 @@ class _Copier:
 
     def _copy(self, fed: Fed) -> Event:
         """Start the copies of a batch; return the event after them."""
-        source = _Source()
-        self._under_way.append(source)
-
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            return self._staging.copy(tensor, source)
+        copies = _BatchCopies(self._staging)
+        self._under_way.append(copies)
 
         def on_device(leaf: BatchData) -> BatchData:
             if _is_plain(leaf):
-                return copy(leaf)
-            return leaf.made_on_device(copy) if isinstance(leaf, MadeOnDevice) else leaf
+                return copies.to_device(leaf)
+            return leaf.made_on_device(copies) if isinstance(leaf, MadeOnDevice) else leaf
 
         try:
             fed.data = map_leaves(on_device, fed.data)
         finally:
-            source.event = self._staging.streams.record()
+            copies.event = copies.record()
         self._release(most=_UNDER_WAY)
-        return source.event
+        return copies.event
 
     def _release(self, most: int) -> None:
         """Release the host memory of complete copies; wait for the oldest beyond `most`."""
         while self._under_way:
-            source = self._under_way[0]
-            if source.event is not None and not source.event.query():
+            oldest = self._under_way[0]
+            if oldest.event is not None and not oldest.event.query():
                 if len(self._under_way) <= most:
                     return
-                source.event.synchronize()
-            source.release()
+                oldest.event.synchronize()
+            oldest.release()
             self._under_way.popleft()

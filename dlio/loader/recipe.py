@@ -190,20 +190,31 @@ class Recipe:
             uniforms: the sample's row of `decoder.draw`.
             tier: is offered the decoded image.
         """
-        decoder, companion = self.decoder, self.companion
+        if tier is not None:
+            pixels, label, seconds = self.prepared(sample, payload)
+            tier.put(sample, pixels, label, seconds)
+            self.decoder.finish(pixels, uniforms, slot)
+            return label
+        companion = self.companion
         assert companion is not None
         values = self.fields(sample, payload)
         encoded, name = values[companion.image], SampleName(self.reader, sample)
-        if tier is None:
-            shown = decoder.decode(encoded, name, uniforms, slot)
-            move = None if shown is None else Move(shown, self.crop.size, self.crop.width)
-            return self.accompanying(values, move, sample)
-        label = self.accompanying(values, None, sample)
+        shown = self.decoder.decode(encoded, name, uniforms, slot)
+        move = None if shown is None else Move(shown, self.crop.size, self.crop.width)
+        return self.accompanying(values, move, sample)
+
+    def prepared(self, sample: int, payload: Buffer) -> tuple[npt.NDArray[np.uint8], Any, float]:
+        """Decode an image as tiers of decoded images keep it. Raises as `one`.
+
+        Returns: (pixels, see `Decoder.prepare`; what belongs to it; seconds that decoding took).
+        """
+        assert self.companion is not None
+        values = self.fields(sample, payload)
+        beside = self.accompanying(values, None, sample)
         began = time.thread_time()  # Leaves out the time in which other threads ran.
-        pixels = decoder.prepare(encoded, name)
-        tier.put(sample, pixels, label, time.thread_time() - began)
-        decoder.finish(pixels, uniforms, slot)
-        return label
+        encoded, name = values[self.companion.image], SampleName(self.reader, sample)
+        pixels = self.decoder.prepare(encoded, name)
+        return pixels, beside, time.thread_time() - began
 
     def accompanying(self, values: dict[str, Any], move: Move | None, sample: int) -> Any:
         """Make what belongs to a picture, of a payload's fields. Raises as `one`.

@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["CudaStreams", "Event", "Pinned", "Streams", "pinned_memory", "streams_of"]
+from dlio.storage.device_tier import Event
+
+__all__ = ["CudaStreams", "Pinned", "Streams", "pinned_memory", "streams_of"]
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its streams and events.
 
@@ -28,16 +30,6 @@ class Pinned(Enum):
     IN_POOL = "in pool"
     """Page-locked, used again as soon as nothing refers to the batch: the hand-over, which alone
     copies it, refers to it until its copy is complete."""
-
-
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def query(self) -> bool:
-        """True once the stream has passed it."""
-
-    def synchronize(self) -> None:
-        """Wait, without the interpreter's lock, until the stream has passed it."""
 
 
 class Streams(Protocol):
@@ -57,6 +49,9 @@ class Streams(Protocol):
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Start a copy on the current stream; return the copy, or the tensor if it is there."""
+
+    def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Start a copy into memory of the device, on the current stream."""
 
     def record(self) -> Event:
         """Return an event that completes with all that the copy stream has been given so far."""
@@ -91,6 +86,9 @@ class CudaStreams:
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
+
+    def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        target.copy_(tensor, non_blocking=True)
 
     def record(self) -> Event:
         event = _cuda.Event(blocking=True)  # Waiting for it leaves the processor to others.

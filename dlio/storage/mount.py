@@ -10,6 +10,7 @@ from typing import Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dlio.comm import Communicator
 from dlio.comm.nodes import Nodes, find_nodes
@@ -26,6 +27,7 @@ from dlio.plan.placement import Node, Placement, place
 from dlio.plan.schedule import Ranks
 from dlio.storage.block import aligned, block_sizes
 from dlio.storage.decoded import DecodedTier
+from dlio.storage.device_tier import DeviceTier
 from dlio.storage.fill import IN_FLIGHT_BYTES, Filler, blocks_in_order, filler_threads
 from dlio.storage.health import LostTier, is_fault
 from dlio.storage.hierarchy import Hierarchy, Pins
@@ -35,7 +37,7 @@ from dlio.storage.known import remember_root
 from dlio.storage.live_figures import LiveFigures
 from dlio.storage.places import Place, find_place
 from dlio.storage.sample_fill import SampleFiller
-from dlio.storage.spec import Tiers, TierSpec, choose_tiers, decoded_spec, is_parsed
+from dlio.storage.spec import Tiers, TierSpec, choose_tiers, decoded_spec, device_spec, is_parsed
 from dlio.storage.streamed import StreamProgress
 from dlio.storage.tier import Tier
 from dlio.util.shared import SHARED_MEMORY, user_folder
@@ -88,7 +90,10 @@ class Mount:
     notes: list[str] = field(default_factory=list)
     _filler: Filler | SampleFiller | None = None
     decoded_spec: TierSpec | None = None
-    """The tier of decoded images, None if none is specified."""
+    """The tier of decoded images in RAM, None if none is specified."""
+    device_spec: TierSpec | None = None
+    """The tier of decoded images on this rank's device, None if none is specified."""
+    _device_tier: DeviceTier | None = None
     _progress: StreamProgress | None = None
     _decoded: DecodedTier | None = None
     _live: LiveFigures = field(init=False)
@@ -173,6 +178,19 @@ class Mount:
             self._decoded = DecodedTier(name, len(reader), capacity, self.hierarchy.note)
         return self._decoded
 
+    @property
+    def all_tiers(self) -> list[TierSpec]:
+        """The tiers of blocks, and those of decoded images."""
+        decoded = self.device_spec, self.decoded_spec
+        return [*self.tiers, *(spec for spec in decoded if spec is not None)]
+
+    def on_device(self, device: torch.device) -> DeviceTier | None:
+        """Return this rank's tier on its device, opened once; None if none is specified."""
+        if self._device_tier is None and self.device_spec is not None:
+            count, capacity = len(self.hierarchy.reader), self.device_spec.capacity
+            self._device_tier = DeviceTier(count, capacity, device, self.hierarchy.note)
+        return self._device_tier
+
     def regroup(self, members: Sequence[int]) -> None:
         """Go on with the ranks that are left; nodes keep their numbers.
 
@@ -217,6 +235,8 @@ class Mount:
         self.hierarchy.close()
         if self._decoded is not None:
             self._decoded.close()
+        if self._device_tier is not None:
+            self._device_tier.close()
         for use in self.uses:
             if use is not None:
                 use.close()
@@ -323,6 +343,7 @@ def mount(
         uses=uses,
         notes=notes,
         decoded_spec=decoded_spec(tiers),
+        device_spec=device_spec(tiers),
     )
 
 

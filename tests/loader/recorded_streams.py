@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.loader.streams import Event
+from dlio.storage.device_tier import Event
 
 __all__ = ["RecordedEvent", "RecordedStreams"]
 
@@ -30,11 +30,17 @@ class RecordedEvent:
 
 class RecordedStreams:
     """Streams of the host. A copy reads its source when the event after it is passed: memory that
-    is used again too early gives the wrong values."""
+    is used again too early gives the wrong values.
+
+    Args:
+        pinned: all memory is page-locked.
+        eager: copies are made at once, for work on the host that reads them.
+    """
 
     device = torch.device("cpu")
 
-    def __init__(self, pinned: bool = False) -> None:
+    def __init__(self, pinned: bool = False, eager: bool = False) -> None:
+        self._eager = eager
         self.log: list[tuple[str, int]] = []
         """(call, number of the event, or address of the memory)."""
         self.copying_threads: set[int] = set()
@@ -62,10 +68,18 @@ class RecordedStreams:
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         assert threading.get_ident() in self.copying_threads
         with self._lock:
-            made = torch.empty_like(tensor)
+            made = tensor.clone() if self._eager else torch.empty_like(tensor)
             self._begun.append((made, tensor))
             self.log.append(("copy", tensor.data_ptr()))
             return made
+
+    def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        assert threading.get_ident() in self.copying_threads
+        with self._lock:
+            if self._eager:
+                target.copy_(tensor)
+            self._begun.append((target, tensor))
+            self.log.append(("copy", tensor.data_ptr()))
 
     def record(self) -> RecordedEvent:
         assert threading.get_ident() in self.copying_threads

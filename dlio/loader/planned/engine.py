@@ -2,6 +2,7 @@
 decode."""
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,14 +16,17 @@ from dlio.comm import Communicator, world
 from dlio.comm.data_ranks import communicator
 from dlio.comm.waiting import default_timeout_s, peer_timeout_s
 from dlio.data.schema import IMAGES, Buffer
+from dlio.errors import UsageError
 from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
+from dlio.loader.device import target_of
 from dlio.loader.feed import Begun, Fed, Feed, Stats
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned.makers import Maker, maker_for
 from dlio.loader.planned.pairs import Pairing
 from dlio.loader.planned.pipeline import SKIPPED, Batch, Pipeline, Work, first_failure
+from dlio.loader.planned.tier_maker import TierMaker
 from dlio.loader.streams import Pinned
 from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
@@ -34,10 +38,13 @@ from dlio.plan.schedule import Ranks
 from dlio.plan.tail_order import blocks_of
 from dlio.shuffle.shuffle import Shuffle, windows_of
 from dlio.shuffle.wire import MessageMemory
+from dlio.storage.device_tier import DeviceTier
 from dlio.storage.fill import filler_threads
 from dlio.storage.mount import Mount
 from dlio.storage.streamed import BlockStream
 from dlio.util.cores import available_cores
+from dlio.util.settings import DEVICE_TIER
+from dlio.util.units import format_bytes
 
 __all__ = ["PlannedEngine", "decode_threads", "epoch_plan"]
 
@@ -216,14 +223,13 @@ class PlannedEngine:
     def _maker(self, options: LoaderOptions, data: Dataset, mounted: Mount, size: int) -> Maker:
         if self._made is None or not self._made.serves(data, options, size):
             recipe, pinned = data.recipe, _pinned(options)
-            maker = maker_for(
-                recipe,
-                size,
-                options.collate_fn,
-                options.collates_by_default,
-                pinned,
-                mounted.decoded(recipe.decoder.recipe),
-            )
+            decoded = mounted.decoded(recipe.decoder.recipe)
+            maker: Maker
+            if (tier := _device_tier(options, mounted)) is not None:
+                maker = TierMaker(recipe, size, pinned, tier, decoded)
+            else:
+                collate, default = options.collate_fn, options.collates_by_default
+                maker = maker_for(recipe, size, collate, default, pinned, decoded)
             self._made = _Made(data, options.collate_fn, pinned, size, maker)
         return self._made.maker
 
@@ -255,6 +261,29 @@ def _pinned(options: LoaderOptions) -> Pinned:
     if options.device is not None and torch.device(options.device).type == "cuda":
         return Pinned.IN_POOL
     return Pinned.BY_TORCH if options.pin_memory and torch.cuda.is_available() else Pinned.NO
+
+
+def _device_tier(options: LoaderOptions, mounted: Mount) -> DeviceTier | None:
+    """Return the tier on the device of the batches; None if none is specified.
+
+    Raises UsageError for a loader that cannot use it.
+    """
+    spec = mounted.device_spec
+    if spec is None:
+        return None
+    device = None if options.device is None else target_of(options.device)
+    if device is None or (device.type != "cuda" and not os.environ.get(DEVICE_TIER)):
+        raise UsageError(
+            f"tier {spec} is on the GPU that batches are handed out on, and this loader's device "
+            f"is {options.device}: give device='cuda' (dlio train: --device cuda), or write "
+            f"ram:{format_bytes(spec.capacity).replace(' ', '')}:decoded"
+        )
+    if not options.collates_by_default:
+        raise UsageError(
+            f"tier {spec}: its crops are made on the device, where collate_fn= cannot take single "
+            "samples: leave collate_fn out, or write ram:SIZE:decoded"
+        )
+    return mounted.on_device(device)
 
 
 def decode_threads(mounted: Mount) -> int:

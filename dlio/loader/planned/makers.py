@@ -30,6 +30,7 @@ __all__ = [
     "CropMaker",
     "DirectSlots",
     "Maker",
+    "ManyCachedSlots",
     "SampleMaker",
     "Slots",
     "maker_for",
@@ -86,6 +87,15 @@ class CachedSlots(Slots, Protocol):
 
         None if the tier does not have the image; then `make` is called.
         """
+
+
+@runtime_checkable
+class ManyCachedSlots(CachedSlots, Protocol):
+    """Slots whose samples are looked up many at a time, which costs a tenth as much."""
+
+    def take_cached_many(self, slots: list[int]) -> tuple[list[int], float]:
+        """Make those of the samples that a tier has; return (the other slots, the seconds of
+        decoding that this saved)."""
 
 
 @runtime_checkable
@@ -226,7 +236,14 @@ class _Crops:
         if self._pairs is not None:
             pairs = self._pairs if slots is None else self._pairs.of(slots)
             labels = np.array(companions, np.int64)
-            labels, *rest = decode_partners(pairs, recipe, self._epoch, samples, images, labels)
+
+
+            def partner(row: int, sample: int, uniforms: npt.NDArray[np.float64]) -> int:
+                label: int = recipe.into(images[row], sample, pairs.fetch(sample), uniforms)
+                recipe.transformed(images[row], self._epoch, sample)
+                return label
+
+            labels, *rest = decode_partners(pairs, recipe, self._epoch, samples, partner, labels)
             companions, mixed, count = labels.tolist(), tuple(rest), len(labels)
         crops = torch.from_numpy(images[:count]).movedim(-1, -3)
         if collate is not None:
