@@ -1,0 +1,224 @@
+"""Decode and crop batches of JPEGs on a device, in independent slots.
+
+A slot has a decoder of nvImageCodec, a queue of the device (a CUDA stream), and page-locked memory
+for coded bytes. Batches in different slots overlap. In a slot, one batch goes through these steps:
+its bytes are copied to the page-locked memory, decoded to one flat buffer in the order of the
+batch, cropped by one kernel, and waited for. The page-locked memory is used again only then.
+
+An image that the device does not decode is decoded by the CPU, which names the damage if there is
+any.
+"""
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.errors import DecodeError, DlioError
+from dlio.image.decode import decode_whole
+from dlio.image.device.crops import crop_batch
+from dlio.image.device.encoded import Encoded
+from dlio.image.device.library import Library, NvImageCodec
+from dlio.image.device.queue import DeviceQueue, queue_for
+
+__all__ = ["Codec", "Made"]
+
+_ALIGNMENT: Final = 64
+"""Bytes at whose multiples images begin in a slot's memory."""
+
+
+@dataclass(slots=True)
+class Made:
+    """A batch of crops."""
+
+    crops: torch.Tensor
+    """uint8, shape (n, 3, height, width), in channels-last memory; black where an image failed."""
+    failed: dict[int, DecodeError] = field(default_factory=dict)
+    """Error of each image that is damaged, by its number."""
+    sent: int = 0
+    """Coded bytes that the device was given."""
+    by_cpu: list[int] = field(default_factory=list)
+    """Numbers of images that the CPU decoded in place of the device."""
+
+
+class _Slot:
+    """A decoder, a queue and memory. One batch at a time."""
+
+    def __init__(self, library: Library, order: DeviceQueue) -> None:
+        self.library, self.queue = library, order
+        self._coded = order.host_memory(0)
+        self._pixels = torch.empty(0, dtype=torch.uint8, device=order.device)
+
+    def gather(self, images: Sequence[Encoded]) -> list[npt.NDArray[np.uint8]]:
+        """Copy coded images to the page-locked memory."""
+        places, size = _places([len(image.data) for image in images])
+        if len(self._coded) < size:
+            self._coded = self.queue.host_memory(size + size // 4)
+        memory = self._coded.numpy()
+        views = []
+        for image, at in zip(images, places, strict=True):
+            view = memory[at : at + len(image.data)]
+            view[:] = image.data
+            views.append(view)
+        return views
+
+    def pixels(self, size: int) -> torch.Tensor:
+        """Return memory of the device for decoded images, flat; it is valid until the next call."""
+        if len(self._pixels) < size:
+            self._pixels = torch.empty(
+                size + size // 4, dtype=torch.uint8, device=self.queue.device
+            )
+        return self._pixels
+
+
+class Codec:
+    """Decodes JPEGs on a device, and crops them. Thread-safe; owner: who closes it.
+
+    Args:
+        device: "cpu" or a CUDA device.
+        slots: batches that are decoded at a time.
+        threads: of the CPU, for each slot.
+        timeout_s: for the wait for a slot.
+        library, queue: make the parts of a slot; others than nvImageCodec and CUDA for tests.
+
+    Raises UsageError where nvImageCodec is not installed.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        slots: int,
+        threads: int,
+        timeout_s: float,
+        library: Callable[[torch.device, int], Library] = NvImageCodec,
+        queue_of: Callable[[torch.device], DeviceQueue] = queue_for,
+    ) -> None:
+        self.device = device
+        self._timeout_s = timeout_s
+        self._slots = [_Slot(library(device, threads), queue_of(device)) for _ in range(slots)]
+        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        for slot in self._slots:
+            self._free.put(slot)
+
+    def close(self) -> None:
+        """End the decoders' threads. No batch may be under way."""
+        for slot in self._slots:
+            slot.library.close()
+        self._slots.clear()
+
+    def crops(
+        self,
+        images: Sequence[Encoded],
+        rows: Sequence[Sequence[int]],
+        size: tuple[int, int],
+        ready: dict[int, npt.NDArray[np.uint8]],
+        count: int,
+    ) -> Made:
+        """Decode images and cut their crops out; return when the device is done.
+
+        Args:
+            rows: for each image, the rows of the result for its crops.
+            size: (height, width) of the crops.
+            ready: rows that are crops already, of shape (height, width, 3).
+            count: rows of the result.
+
+        Raises DlioError if no slot becomes free in time.
+        """
+        with self._slot() as slot, slot.queue.running():
+            order = slot.queue
+            shape = (count, *size, 3)
+            out = torch.empty(shape, dtype=torch.uint8, device=self.device).permute(0, 3, 1, 2)
+            made = Made(out)
+            places, total = _places([3 * i.part.height * i.part.width for i in images])
+            pixels = slot.pixels(total)
+            try:
+                if images:
+                    self._decode(slot, images, places, pixels, made)
+                about = _about(images, places, rows, count, made.failed)
+                crop_batch(pixels, *map(order.send, about), size, out)
+                for row, crop in ready.items():
+                    out[row] = order.send(torch.from_numpy(crop).permute(2, 0, 1))
+            finally:
+                order.wait()
+            return made
+
+    def _decode(
+        self,
+        slot: _Slot,
+        images: Sequence[Encoded],
+        places: Sequence[int],
+        pixels: torch.Tensor,
+        made: Made,
+    ) -> None:
+        views = []
+        for image, at in zip(images, places, strict=True):
+            high, wide = image.part.height, image.part.width
+            views.append(pixels[at : at + 3 * high * wide].view(high, wide, 3))
+        coded = slot.gather(images)
+        made.sent = sum(map(len, coded))
+        parts = [
+            (b.top, b.left, b.top + b.height, b.left + b.width) for b in (i.part for i in images)
+        ]
+        done = slot.library.decode(coded, parts, views, slot.queue.number)
+        for k, is_done in enumerate(done):
+            if not is_done:
+                made.by_cpu.append(k)
+                try:
+                    views[k].copy_(slot.queue.send(_by_cpu(images[k])))
+                except DecodeError as error:
+                    made.failed[k] = error
+
+    @contextmanager
+    def _slot(self) -> Iterator[_Slot]:
+        try:
+            slot = self._free.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise DlioError(
+                f"no decoder of {self.device} became free within {self._timeout_s:.0f} s: the "
+                "device may hang (DLIO_TIMEOUT sets the deadline)"
+            ) from None
+        try:
+            yield slot
+        finally:
+            self._free.put(slot)
+
+
+def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return (where each of consecutive stretches of memory begins, bytes of all)."""
+    places, at = [], 0
+    for size in sizes:
+        places.append(at)
+        at += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return places, at
+
+
+def _about(
+    images: Sequence[Encoded],
+    places: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    count: int,
+    failed: dict[int, DecodeError],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (images, boxes) for `crop_batch`; rows without an image have boxes of height 0."""
+    about = np.zeros((count, 3), np.int64)
+    boxes = np.zeros((count, 6), np.int32)
+    for k, (image, at, own) in enumerate(zip(images, places, rows, strict=True)):
+        if k in failed:
+            continue
+        for row, box in zip(own, image.boxes, strict=True):
+            about[row] = at, image.part.height, image.part.width
+            boxes[row] = box.top, box.left, box.height, box.width, box.flip, box.upend
+    return torch.from_numpy(about), torch.from_numpy(boxes)
+
+
+def _by_cpu(image: Encoded) -> torch.Tensor:
+    """Decode the part of an image. Raises DecodeError."""
+    part = image.part
+    pixels = decode_whole(image.data, image.name)
+    pixels = pixels[part.top : part.top + part.height, part.left : part.left + part.width]
+    return torch.from_numpy(np.ascontiguousarray(pixels))

@@ -1,0 +1,106 @@
+"""The bytes of an image that a device decodes: those that its crops need."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.schema import Buffer
+from dlio.image import native
+from dlio.image.crop import Box, enclosing
+from dlio.image.decode import MAX_PIXELS
+from dlio.image.jpeg import Frame, cut, interval_starts, parse_frame, touched
+
+__all__ = ["Encoded", "Header", "encoded", "header_of"]
+
+_END: Final = 0xD9
+
+
+class Header(NamedTuple):
+    """A JPEG that a device decodes, by its header."""
+
+    frame: Frame
+    starts: npt.NDArray[np.int64] | None
+    """Offsets of the restart intervals (`interval_starts`), if rows begin with one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A part of a JPEG, to be decoded by a device."""
+
+    data: npt.NDArray[np.uint8]
+    """A JPEG; memory of its own."""
+    part: Box
+    """The part of it to decode, in pixels."""
+    boxes: tuple[Box, ...]
+    """The crops, in pixels of `part`."""
+    name: object
+    """Names the image in errors, as a str or by its `__str__`."""
+
+
+def header_of(image: Buffer) -> Header | None:
+    """Return the header of a JPEG that all decoders of nvImageCodec take; None for other images.
+
+    These are baseline JPEGs with 8 bits and one scan, grey or YCbCr, with all markers in place:
+    truncated files, and those with lost restart intervals, are left to the CPU and its errors.
+    """
+    frame = parse_frame(image)
+    if frame is None or frame.height * frame.width > MAX_PIXELS or not _has_known_colours(image):
+        return None
+    if frame.intervals_a_row:
+        starts = interval_starts(image, frame)
+        return None if starts is None else Header(frame, starts)
+    return Header(frame, None) if _has_its_markers(image, frame) else None
+
+
+def _has_known_colours(image: Buffer) -> bool:
+    """True if the image is grey or YCbCr, with 8 bits."""
+    library = native.find()
+    if library is not None:
+        return library.shape(image) is not None
+    import simplejpeg
+
+    try:
+        _, _, colours, _ = simplejpeg.decode_jpeg_header(image)
+    except (ValueError, KeyError):  # KeyError: subsampling such as 4:1:1, which has no name.
+        return False
+    return colours in ("Gray", "YCbCr")
+
+
+def _has_its_markers(image: Buffer, frame: Frame) -> bool:
+    """True if the coded data have the markers that the header promises, and end."""
+    data = np.frombuffer(image, np.uint8)[frame.scan_at :]
+    marks = np.flatnonzero(data[:-1] == 0xFF)
+    kinds = data[marks + 1]
+    kinds = kinds[(kinds != 0) & (kinds != 0xFF)]
+    blocks = frame.rows * frame.blocks_a_row
+    restarts = (blocks - 1) // frame.restart_interval if frame.restart_interval else 0
+    if len(kinds) <= restarts or int(kinds[restarts]) != _END:
+        return False
+    return np.array_equal(kinds[:restarts], 0xD0 + (np.arange(restarts) & 7))
+
+
+def encoded(image: Buffer, header: Header, boxes: Sequence[Box], name: object) -> Encoded:
+    """Copy what the crops of an image need: of a JPEG whose rows are restart intervals, those that
+    a crop touches.
+
+    Args:
+        header: result of `header_of`.
+        boxes: of the crops, in pixels of the image.
+    """
+    frame, starts = header
+    part = enclosing(boxes)
+    within = tuple(replace(box, top=box.top - part.top, left=box.left - part.left) for box in boxes)
+    if starts is not None:
+        bottom, right = part.top + part.height, part.left + part.width
+        needed = touched(frame, part.top, bottom, part.left, right)
+        rows, columns = needed.bottom - needed.top, needed.right - needed.left
+        if rows < frame.rows or columns < frame.intervals_a_row:
+            made, _, _ = cut(image, frame, starts, needed)
+            top = part.top - needed.top * frame.block_height
+            left = part.left - needed.left * frame.interval_width
+            data = np.frombuffer(made, np.uint8)
+            return Encoded(data, replace(part, top=top, left=left), within, name)
+    return Encoded(np.frombuffer(image, np.uint8).copy(), part, within, name)

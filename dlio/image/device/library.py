@@ -1,0 +1,176 @@
+"""nvImageCodec, loaded at first use, and its decoders.
+
+Source: https://docs.nvidia.com/cuda/nvimagecodec. Its CPU backend needs neither a GPU nor CUDA.
+"""
+
+import ctypes.util
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final, Protocol
+
+import torch
+
+from dlio.errors import UsageError
+
+__all__ = ["REMEDY", "Library", "NvImageCodec", "is_installed", "load"]
+
+REMEDY: Final = "pip install 'dlio[gpu]'"
+_MODULE: Final = "nvidia.nvimgcodec"
+_VERBOSITY: Final = "PYNVIMGCODEC_VERBOSITY"
+_OPTIONS: Final = ":fancy_upsampling=0 :fast_idct=1"
+"""The pixels of the CPU decoder: upsampling by repetition and libjpeg's fast inverse transform."""
+_UNUSED: Final = (b"nvjpeg2k", b"nvJPEG2000", b"nvtiff", b"nvTIFF", b"load nvjpeg library")
+"""Words in complaints about libraries for other formats, and about nvJPEG, which `NvImageCodec`
+looks for itself where it needs it."""
+_lock = threading.Lock()
+
+
+class Library(Protocol):
+    """Decodes batches of JPEGs into memory of the caller. One call at a time."""
+
+    def decode(
+        self,
+        images: Sequence[Any],
+        parts: Sequence[tuple[int, int, int, int]],
+        into: Sequence[torch.Tensor],
+        stream: int,
+    ) -> list[bool]:
+        """Decode a part of each image; False for those that could not be decoded.
+
+        Args:
+            images: uint8 arrays, which are not copied.
+            parts: (top, left, bottom, right), in pixels.
+            into: uint8, shape (height, width, 3): RGB; on the library's device.
+            stream: the `cudaStream_t` in whose order the pixels are written.
+        """
+
+    def close(self) -> None:
+        """End the library's threads."""
+
+
+class NvImageCodec:
+    """A decoder of nvImageCodec.
+
+    Args:
+        device: "cpu" or a CUDA device.
+        threads: of the CPU, for what a device leaves to it.
+
+    Raises UsageError where nvImageCodec, or nvJPEG for a CUDA device, is not installed.
+    """
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self._module = module = load()
+        kinds = [module.BackendKind.CPU_ONLY]
+        number = module.NVIMGCODEC_DEVICE_CPU_ONLY
+        if device.type == "cuda":
+            wheel = importlib.util.find_spec("nvidia.nvjpeg")
+            if wheel is None and ctypes.util.find_library("nvjpeg") is None:
+                raise UsageError(f"decode='device' on {device} needs nvJPEG: {REMEDY}")
+            # Hardware engines where the GPU has them, then its processors; not the CPU, whose
+            # pixels would lie on the host.
+            kinds = [
+                module.BackendKind.HW_GPU_ONLY,
+                module.BackendKind.GPU_ONLY,
+                module.BackendKind.HYBRID_CPU_GPU,
+            ]
+            number = torch.cuda.current_device() if device.index is None else device.index
+        self._decoder = module.Decoder(
+            device_id=number,
+            max_num_cpu_threads=threads,
+            backends=[module.Backend(kind) for kind in kinds],
+            options=_OPTIONS,
+        )
+        self._params = module.DecodeParams(
+            apply_exif_orientation=False,
+            color_spec=module.ColorSpec.SRGB,
+            sample_format=module.SampleFormat.I_RGB,
+        )
+
+    def decode(
+        self,
+        images: Sequence[Any],
+        parts: Sequence[tuple[int, int, int, int]],
+        into: Sequence[torch.Tensor],
+        stream: int,
+    ) -> list[bool]:
+        module = self._module
+        made = [False] * len(images)
+        sources, targets, numbers = [], [], []
+        for k, (image, part, memory) in enumerate(zip(images, parts, into, strict=True)):
+            try:
+                source = module.CodeStream(image)
+                if part != (0, 0, source.height, source.width):
+                    source = source.get_sub_code_stream(region=module.Region(*part))
+            except RuntimeError:  # The CPU decoder says why.
+                continue
+            sources.append(source)
+            targets.append(memory.numpy() if memory.device.type == "cpu" else memory)
+            numbers.append(k)
+        if not sources:
+            return made
+        wrapped = module.as_images(targets, stream, sample_format=module.SampleFormat.I_RGB)
+        done = self._decoder.decode(
+            sources, images=wrapped, params=self._params, cuda_stream=stream
+        )
+        for k, image in zip(numbers, done, strict=True):
+            made[k] = image is not None
+        return made
+
+    def close(self) -> None:
+        self._decoder = None
+
+
+def is_installed() -> bool:
+    """True if nvImageCodec can be loaded."""
+    with suppress(ModuleNotFoundError):
+        return importlib.util.find_spec(_MODULE) is not None
+    return False
+
+
+def load() -> Any:
+    """Return the module of nvImageCodec. Raises UsageError where it is not installed."""
+    if _MODULE in sys.modules:
+        return sys.modules[_MODULE]
+    with _lock, _without_complaints():
+        try:
+            return importlib.import_module(_MODULE)
+        except ImportError as error:
+            raise UsageError(
+                f"decode='device' needs nvImageCodec ({error}): {REMEDY}, or leave decode= out"
+            ) from error
+
+
+@contextmanager
+def _without_complaints() -> Iterator[None]:
+    """Keep from stderr what is written about libraries for other formats; pass on the rest.
+
+    They are written by C++ code that knows no setting for it. Other threads' lines come late.
+    """
+    chosen = os.environ.get(_VERBOSITY)
+    os.environ.setdefault(_VERBOSITY, "0")
+    try:
+        with tempfile.TemporaryFile() as held:
+            sys.stderr.flush()
+            try:
+                stderr = os.dup(2)
+            except OSError:  # Closed.
+                yield
+                return
+            os.dup2(held.fileno(), 2)
+            try:
+                yield
+            finally:
+                os.dup2(stderr, 2)
+                os.close(stderr)
+                held.seek(0)
+                for line in held.read().splitlines(keepends=True):
+                    if not any(word in line for word in _UNUSED):
+                        os.write(2, line)
+    finally:
+        if chosen is None:
+            os.environ.pop(_VERBOSITY, None)

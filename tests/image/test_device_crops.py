@@ -1,0 +1,151 @@
+"""Cropping a batch on the device gives the pixels of the CPU's resizing.
+
+The Triton kernel is run by Triton's interpreter, and compiled for a GPU without having one, where
+Triton is installed.
+"""
+
+import importlib
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from dlio.errors import UsageError
+from dlio.image.device.crops import Normal, crop_batch
+from dlio.transforms import Normalize
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _batch(seed: int, count: int, most: int, offset: int = 0) -> Batch:
+    """Random images of sides up to `most` in one flat tensor, and a box in each."""
+    rng = np.random.default_rng(seed)
+    flat, images, boxes = [np.zeros(offset, np.uint8)], [], []
+    at = offset
+    for _ in range(count):
+        height, width = (int(side) for side in rng.integers(1, most, 2))
+        high, wide = int(rng.integers(1, height + 1)), int(rng.integers(1, width + 1))
+        top, left = int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1))
+        flat.append(rng.integers(0, 256, 3 * height * width, np.uint8))
+        images.append((at, height, width))
+        boxes.append((top, left, high, wide, *rng.integers(0, 2, 2).tolist()))
+        at += flat[-1].size
+    pixels = torch.from_numpy(np.concatenate(flat))
+    return pixels, torch.tensor(images), torch.tensor(boxes, dtype=torch.int32)
+
+
+def _by_opencv(batch: Batch, k: int, size: tuple[int, int]) -> tuple[np.ndarray[Any, Any], bool]:
+    """(crop number k, True if it shrinks twofold)."""
+    first, height, width = batch[1][k].tolist()
+    top, left, high, wide, flip, upend = batch[2][k].tolist()
+    image = batch[0][first : first + 3 * height * width].view(height, width, 3).numpy()
+    shrinks = high >= 2 * size[0] and wide >= 2 * size[1]
+    made = cv2.resize(
+        image[top : top + high, left : left + wide],
+        size[::-1],
+        interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR,
+    )
+    return made[:: -1 if upend else 1, :: -1 if flip else 1], shrinks
+
+
+def test_pixels_are_opencvs() -> None:
+    worst = {True: 0, False: 0}
+    counts = {True: 0, False: 0}
+    for seed in range(40):
+        rng = np.random.default_rng(100 + seed)
+        size = int(rng.integers(1, 60)), int(rng.integers(1, 60))
+        batch = _batch(seed, 4, 200, offset=seed)
+        made = crop_batch(*batch, size)
+        assert made.shape == (4, 3, *size)
+        assert made.is_contiguous(memory_format=torch.channels_last)
+        for k in range(4):
+            wanted, shrinks = _by_opencv(batch, k, size)
+            off = np.abs(made[k].permute(1, 2, 0).numpy().astype(int) - wanted)
+            worst[shrinks] = max(worst[shrinks], int(off.max()))
+            counts[shrinks] += 1
+    assert min(counts.values()) > 20
+    # OpenCV's own pixels depend on the processor: dlio's are those that it gives with AVX2.
+    assert worst[False] <= 1
+    assert worst[True] <= 1
+
+
+def test_normalised_crops_equal_normalize() -> None:
+    batch = _batch(1, 5, 90)
+    plain = crop_batch(*batch, (24, 31))
+    made = crop_batch(*batch, (24, 31), normal=Normal(_MEAN, _STD))
+    assert torch.equal(made, Normalize(_MEAN, _STD)(plain))
+    half = crop_batch(*batch, (24, 31), normal=Normal(_MEAN, _STD, torch.bfloat16))
+    assert torch.equal(half, made.to(torch.bfloat16))
+
+
+def test_crops_are_written_where_they_belong() -> None:
+    batch = _batch(2, 3, 90)
+    memory = torch.full((4, 20, 30, 3), 7, dtype=torch.uint8).permute(0, 3, 1, 2)
+    batch[2][1] = 0
+    made = crop_batch(*batch, (20, 30), out=memory[:3])
+    assert made.data_ptr() == memory.data_ptr()
+    assert torch.equal(made, crop_batch(*batch, (20, 30)))
+    assert not made[1].any()
+    assert bool((memory[3] == 7).all())
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [((0, 0), -1), ((0, 1), -1), ((0, 2), 1000), ((0, 3), 1000), ((0, 3), 0)],
+)
+def test_boxes_outside_their_image_are_refused(place: tuple[int, int], value: int) -> None:
+    pixels, images, boxes = _batch(3, 2, 90)
+    boxes[place] = value
+    with pytest.raises(UsageError, match="outside"):
+        crop_batch(pixels, images, boxes, (8, 8))
+
+
+def test_unsuitable_tensors_are_refused() -> None:
+    pixels, images, boxes = _batch(3, 2, 90)
+    for wrong in (
+        (pixels.float(), images, boxes),
+        (pixels, images.int(), boxes),
+        (pixels, images, boxes[:, :5]),
+        (pixels[:-1], images, boxes),
+    ):
+        with pytest.raises(UsageError, match="crop_batch"):
+            crop_batch(*wrong, (8, 8))
+    with pytest.raises(UsageError, match="channels-last"):
+        crop_batch(pixels, images, boxes, (8, 8), out=torch.empty(2, 3, 8, 8, dtype=torch.uint8))
+
+
+def test_triton_kernel_gives_the_same_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernel = importlib.reload(importlib.import_module("dlio.image.device.triton_crops"))
+    batch = _batch(4, 5, 70)
+    batch[2][1] = 0
+    shrinks = [_by_opencv(batch, k, (11, 9))[1] for k in (0, 2, 3, 4)]
+    assert len(set(shrinks)) == 2
+    for normal in (None, Normal(_MEAN, _STD), Normal(_MEAN, _STD, torch.bfloat16)):
+        wanted = crop_batch(*batch, (11, 9), normal=normal)
+        out = torch.empty((5, 11, 9, 3), dtype=wanted.dtype)
+        kernel.crop(*batch, out, normal)
+        # The interpreter truncates to bfloat16 where a GPU rounds.
+        rtol = 2**-7 if normal is not None and normal.dtype == torch.bfloat16 else 0.0
+        torch.testing.assert_close(out.permute(0, 3, 1, 2), wanted, rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", ["u8", "fp32", "bf16"])
+def test_triton_kernel_compiles_for_a_gpu(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    kernel = importlib.reload(importlib.import_module("dlio.image.device.triton_crops"))
+    signature = {"pixels": "*u8", "images": "*i64", "boxes": "*i32", "out": f"*{dtype}"}
+    signature |= {"height": "i32", "width": "i32"}
+    names = ("mean_red", "mean_green", "mean_blue", "std_red", "std_green", "std_blue")
+    signature |= dict.fromkeys(names, "fp32") | dict.fromkeys(("IS_NORMAL", "BLOCK"), "constexpr")
+    source = triton.compiler.ASTSource(
+        kernel._kernel, signature, {"IS_NORMAL": dtype != "u8", "BLOCK": kernel._BLOCK}
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", 80, 32)
+    made = triton.compile(source, target=target, options={"enable_fp_fusion": False})
+    assert ".visible .entry" in made.asm["ptx"]
