@@ -30,8 +30,8 @@ def boxes_of(crop: Crop, heights: _I64, widths: _I64, uniforms: _F64) -> npt.NDA
     count = len(heights)
     if not crop.train:
         whole = [crop.box(height, width, ()) for height, width in _sides(heights, widths)]
-        rows = [[box.top, box.left, box.height, box.width, 0, 0] for box in whole]
-        middle = np.array(rows, np.int32).reshape(count, 1, NUMBERS)
+        numbers = [[box.top, box.left, box.height, box.width, 0, 0] for box in whole]
+        middle = np.array(numbers, np.int32).reshape(count, 1, NUMBERS)
         return np.repeat(middle, crop.crops, axis=1)
     drawn = uniforms.reshape(count * crop.crops, DRAWS)
     rows, columns = (np.repeat(sides, crop.crops) for sides in (heights, widths))

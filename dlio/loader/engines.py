@@ -21,6 +21,7 @@ from dlio.loader.sampled import SamplerPass
 from dlio.loader.threads import ThreadEngine
 from dlio.loader.trace import Spans
 from dlio.plan.listed_order import ListedOrder
+from dlio.storage.spec import device_spec
 
 __all__ = ["Engines", "choose_engine", "described"]
 
@@ -115,6 +116,12 @@ class Engines:
                     begun.feed = raising_at_end(begun.feed, drawn.error)
                     next(begun.feed)
                 return begun
+        spec = None if data is None else device_spec(data.tiers)
+        if spec is not None:
+            raise UsageError(
+                f"tier {spec} is for batches that dlio makes in its own threads and order: leave "
+                "out the sampler, worker processes and batch_size=None, or the tier"
+            )
         if data is not None and data.recipe.mixes:
             raise UsageError(
                 "MixUp and CutMix in transform= mix the batches that dlio makes itself: leave out "

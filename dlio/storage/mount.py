@@ -20,12 +20,13 @@ from dlio.data.agreement import check_same_data
 from dlio.data.flow import Flow
 from dlio.data.reader import Reader, StoredBlocks, data_bytes
 from dlio.data.source import is_remote
-from dlio.errors import TierFull, UsageError
+from dlio.errors import UsageError
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
 from dlio.plan.placement import Node, Placement, place
 from dlio.plan.schedule import Ranks
 from dlio.storage.block import aligned, block_sizes
+from dlio.storage.checks import check_room, check_size
 from dlio.storage.decoded import DecodedTier
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.fill import IN_FLIGHT_BYTES, Filler, blocks_in_order, filler_threads
@@ -93,6 +94,8 @@ class Mount:
     """The tier of decoded images in RAM, None if none is specified."""
     device_spec: TierSpec | None = None
     """The tier of decoded images on this rank's device, None if none is specified."""
+    on_devices: bool = False
+    """True if all ranks have such a tier."""
     _device_tier: DeviceTier | None = None
     _progress: StreamProgress | None = None
     _decoded: DecodedTier | None = None
@@ -283,7 +286,7 @@ def mount(
     nodes = find_nodes(comm, pretend_nodes)
     ranks = Ranks(nodes.node_of)
     specs = choose_tiers(tiers, data_bytes(reader), nodes.per_machine)
-    folder = nodes.names[nodes.here]
+    folder, on_device = nodes.names[nodes.here], device_spec(tiers)
     block_bytes = block_bytes_of(reader)
     source = find_place(reader.path)
     requests = options.requests or source.requests(reader.objects)
@@ -313,9 +316,9 @@ def mount(
         placed = _gather_capacities(comm, nodes, ranks, opened, reader.fingerprint)
         placement = place(block_bytes, placed, reader.fingerprint)
         if not is_parsed(tiers):
-            _check_size(specs, block_bytes)
+            check_size(specs, block_bytes)
         pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
-        _check_room(opened, pins, block_bytes)
+        check_room(opened, pins.tier, block_bytes)
         rate = None if options.rate is None else options.rate / comm.size
         intake = undo.enter_context(closing(Intake(reader, requests, rate, options.timeout_s)))
         hierarchy = Hierarchy(
@@ -343,7 +346,8 @@ def mount(
         uses=uses,
         notes=notes,
         decoded_spec=decoded_spec(tiers),
-        device_spec=device_spec(tiers),
+        device_spec=on_device,
+        on_devices=None not in comm.allgather(on_device and on_device.capacity),
     )
 
 
@@ -480,30 +484,3 @@ def _capacity(tier: Tier, fingerprint: str) -> int:
 def _absolute(path: str) -> str:
     """Return a path that a later `dlio verify --heal` can open from any folder."""
     return path if is_remote(path) or not os.path.exists(path) else os.path.abspath(path)
-
-
-def _check_size(specs: Sequence[TierSpec], block_bytes: npt.NDArray[np.int64]) -> None:
-    smallest = int(block_bytes.min(initial=1 << 62))
-    for spec in specs:
-        if spec.capacity < smallest:
-            raise UsageError(
-                f"tier {spec} is too small for a single block of {format_bytes(smallest)}: give "
-                "it more capacity, or leave it out"
-            )
-
-
-def _check_room(tiers: Sequence[Tier], pins: Pins, block_bytes: npt.NDArray[np.int64]) -> None:
-    """Raise TierFull now, not after an hour of filling, if a tier has too little room."""
-    for number, tier in enumerate(tiers):
-        if not tier.writable:
-            continue
-        pinned = np.flatnonzero(pins.tier == number)
-        here = np.fromiter(tier.blocks(), np.int64)
-        wanted = int(block_bytes[np.setdiff1d(pinned, here)].sum())
-        if wanted > tier.free_bytes():
-            place = "shared memory" if tier.kind == "ram" else tier.spec.root
-            raise TierFull(
-                f"tier {tier.spec} needs {format_bytes(wanted)} more, but {place} has only "
-                f"{format_bytes(tier.free_bytes())} free: lower its capacity in --tiers, or "
-                "free space"
-            )

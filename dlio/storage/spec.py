@@ -59,8 +59,9 @@ def parse_tiers(tiers: Tiers) -> list[TierSpec]:
     """Parse a comma-separated list of tiers, or a list of its parts, fastest first.
 
     `ram:SIZE` is shared memory, `FOLDER:SIZE` a disk, `ram:SIZE:decoded` (at most one) keeps
-    decoded images, `gpu:SIZE:decoded` keeps them on each rank's device, and `none` means that there are none. Persistent memory is a folder on its file
-    system, with or without `pmem:` before it; `disk:` before a folder changes nothing.
+    decoded images, `gpu:SIZE:decoded` keeps them on each rank's device, and `none` means that there
+    are none. Persistent memory is a folder on its file system, with or without `pmem:` before it;
+    `disk:` before a folder changes nothing.
 
     Raises UsageError that quotes the part that is invalid.
     """
@@ -120,7 +121,11 @@ def _parsed(part: TierSpec | str) -> list[TierSpec]:
             f"or gpu:{size}:decoded"
         )
     root = os.path.abspath(os.path.expanduser(path_in("tiers", place)))
-    close = "" if "/" in place or os.path.exists(root) else nearest(place, ("ram", "gpu", "pmem", "none"))
+    close = (
+        ""
+        if "/" in place or os.path.exists(root)
+        else nearest(place, ("ram", "gpu", "pmem", "none"))
+    )
     if close:
         raise UsageError(f"tier {part!r}: the folder {root} does not exist{close}")
     return [TierSpec("disk", root, capacity)]

@@ -1,7 +1,7 @@
 """Batches are copied ahead, and memory is used again only after the copies from it are complete."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import dlio
 from dlio.loader.feed import Fed, Feed
 from dlio.loader.handover import Staging, handed_over
+from dlio.storage.device_tier import Copies
 from dlio.util.pool import Pool
 from tests.loader.recorded_streams import RecordedStreams
 
@@ -47,7 +48,7 @@ def _batches(count: int = _BATCHES) -> Iterator[Any]:
 
 def test_a_batch_is_copied_then_awaited_by_its_users_stream_then_kept_for_it() -> None:
     streams = RecordedStreams()
-    handed = []
+    handed: list[set[int]] = []
     for fed in _handed(streams, _batches()):
         assert fed is not None
         images, rest = fed.data
@@ -148,9 +149,9 @@ class _Movable:
 
 
 class _Made:
-    def made_on_device(self, to_device: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def made_on_device(self, copies: Copies) -> torch.Tensor:
         self.made_by = threading.get_ident()
-        return to_device(torch.tensor([5]))
+        return copies.to_device(torch.tensor([5]))
 
 
 def test_parts_are_made_on_the_copy_stream_and_users_objects_moved_on_their_own() -> None:

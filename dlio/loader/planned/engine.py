@@ -155,6 +155,8 @@ class PlannedEngine:
         formula = batches.formula
         ranks = mounted.ranks if formula.left is None else mounted.ranks_of(formula.members)
         epoch = epoch_plan(batches, mounted, options.mode, ranks)
+        if isinstance(planned.maker, TierMaker):
+            planned.maker.keeps = epoch.keeps
         return _begun(batches, planned, epoch, epoch)
 
     def begin_listed(
@@ -366,6 +368,7 @@ def epoch_plan(batches: PlannedPass, mounted: Mount, mode: str, ranks: Ranks) ->
         layout=layout,
         shares=batches.shares,
         left=formula.left,
+        on_devices=mounted.on_devices,
     )
 
 

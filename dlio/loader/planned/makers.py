@@ -237,7 +237,6 @@ class _Crops:
             pairs = self._pairs if slots is None else self._pairs.of(slots)
             labels = np.array(companions, np.int64)
 
-
             def partner(row: int, sample: int, uniforms: npt.NDArray[np.float64]) -> int:
                 label: int = recipe.into(images[row], sample, pairs.fetch(sample), uniforms)
                 recipe.transformed(images[row], self._epoch, sample)

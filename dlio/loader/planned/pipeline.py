@@ -310,9 +310,7 @@ class Pipeline:
         if transforming:
             spent["transform"] = spent.get("transform", 0.0) + transforming
 
-    def _take_many(
-        self, batch: Batch, slots: list[int], spent: dict[str, float]
-    ) -> list[int]:
+    def _take_many(self, batch: Batch, slots: list[int], spent: dict[str, float]) -> list[int]:
         """Make those of the samples that a tier keeps decoded; queue the others. Return the slots
         that are made."""
         began = time.perf_counter()

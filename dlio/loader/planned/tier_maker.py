@@ -8,7 +8,7 @@ cropped on the host, copied, and put in their rows.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,6 +69,8 @@ class TierMaker:
                 "(Normalize, ToDtype, MixUp and CutMix), or ram:...:decoded"
             )
         self.recipe, self.tier, self.decoded = recipe, tier, decoded
+        self.keeps: Callable[[_I64], npt.NDArray[np.bool_]] = _all
+        """True for the samples that this rank keeps, as the plan of a pass says."""
         shape = recipe.crop.shape
         rows = 2 * batch_size if recipe.pairs else batch_size
         self.memory = BatchMemory((rows, *shape), np.uint8, pinned)
@@ -85,12 +87,15 @@ class TierMaker:
         return _TierSlots(self, epoch, samples, pairs)
 
 
+def _all(samples: _I64) -> npt.NDArray[np.bool_]:
+    return np.ones(len(samples), np.bool_)
+
+
 class _TierSlots:
-    def __init__(
-        self, maker: TierMaker, epoch: int, samples: _I64, pairs: Pairs | None
-    ) -> None:
+    def __init__(self, maker: TierMaker, epoch: int, samples: _I64, pairs: Pairs | None) -> None:
         self._maker, self._epoch, self._samples, self._pairs = maker, epoch, samples, pairs
         self._uniforms = maker.recipe.decoder.draw(epoch, samples)
+        self._keeps = maker.keeps(samples)
         self._labels = np.zeros(len(samples), np.int64)
         self._images = np.full((len(samples), 3), -1, np.int64)
         """(first byte, rows, columns) of images in the tier; -1 for the others."""
@@ -121,17 +126,20 @@ class _TierSlots:
         maker = self._maker
         pixels, label, seconds = maker.recipe.prepared(sample, payload)
         maker.tier.count(seconds)
-        if maker.decoded is not None and maker.tier.is_full:
+        if maker.decoded is not None and not self._may_keep(slot):
             maker.decoded.put(sample, pixels, label, seconds)
         self._take(slot, pixels, label)
         return 0.0
 
     def _take(self, slot: int, pixels: _U8, label: int) -> None:
         self._labels[slot] = label
-        if self._maker.tier.is_full:
-            self._crop(slot, pixels, self._uniforms[slot])
-        else:
+        if self._may_keep(slot):
             self._new[slot] = pixels
+        else:
+            self._crop(slot, pixels, self._uniforms[slot])
+
+    def _may_keep(self, slot: int) -> bool:
+        return bool(self._keeps[slot]) and not self._maker.tier.is_full
 
     def _crop(self, slot: int, pixels: _U8, uniforms: npt.NDArray[np.float64]) -> None:
         row = next(self._crop_rows)
@@ -153,9 +161,7 @@ class _TierSlots:
                 crop_of[row] = self._crop_of.pop(-1)
                 return int(label)
 
-            labels, *rest = decode_partners(
-                pairs, recipe, self._epoch, samples, partner, labels
-            )
+            labels, *rest = decode_partners(pairs, recipe, self._epoch, samples, partner, labels)
             mixed = tuple(rest)
         images = np.full((len(labels), 3), -1, np.int64)
         images[: len(chosen)] = self._images[chosen]
