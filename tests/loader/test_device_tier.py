@@ -1,6 +1,9 @@
 """The tier on a device, with the host in its place: the same crops as from RAM, nothing evicted."""
 
-from collections.abc import Iterator
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +127,6 @@ def test_mixtures_and_normalised_batches_are_those_of_the_tier_in_ram(folder: Pa
 
 
 def test_damaged_images_are_left_out_and_take_no_room(folder: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "damaged"
     shutil.copytree(folder, copy)
     victims = sorted(copy.rglob("*.jpg"))[:3]
@@ -150,6 +151,23 @@ def test_uses_of_the_memory_follow_each_other_on_the_device(
     assert calls.count("record") == 2 * batches  # Of the tier's use, and of the whole batch.
     waited = [number for call, number in streams.log if call == "copies wait"]
     assert waited == sorted(waited)
+
+
+@pytest.mark.mpi
+def test_ranks_of_a_node_keep_different_images_and_get_nearly_all_that_they_keep(
+    mpirun: Callable[..., subprocess.CompletedProcess[str]], folder: Path
+) -> None:
+    body = str(Path(__file__).with_name("device_tier_checks.py"))
+    done = mpirun(2, "-W", "error", body, str(folder))
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    kept = [set(report["kept"]) for report in reports]
+    assert not kept[0] & kept[1]
+    assert len(kept[0] | kept[1]) > 0.8 * _IMAGES
+    for epoch in (1, 2):
+        assert sum(report["epochs"][epoch][0] for report in reports) == _IMAGES
+        # Without a preference for the rank that keeps an image, half of these.
+        assert sum(report["epochs"][epoch][1] for report in reports) > 0.7 * _IMAGES
 
 
 def _host() -> torch.device:
