@@ -42,7 +42,7 @@ __all__ = ["command", "find_parts", "run", "train_rank"]
                 "image_size",
                 "crop_scale",
             ),
-            *("shuffle", "source_order", "on_error", "workers", "seed"),
+            *("shuffle", "source_order", "on_error", "workers", "decode", "seed"),
         ),
         "Tiers": ("tiers", "pretend_nodes"),
         "Model and optimizer": (

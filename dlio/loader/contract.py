@@ -6,13 +6,14 @@ name those places; `Any` stands in no other public signature of the loader.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch.utils.data import Sampler
 
 __all__ = [
     "BatchData",
     "CollateFn",
+    "DecodePlace",
     "Index",
     "IndexBatches",
     "Indices",
@@ -37,6 +38,8 @@ IndexBatches = Sampler[list[Any]] | Iterable[list[Any]]
 """A sampler of lists of indices."""
 CollateFn = Callable[[list[Any]], Any]
 """Makes a batch of a list of samples."""
+DecodePlace = Literal["cpu", "device"]
+"""Decoder of images: the loader's threads, or the loader's device."""
 Transform = Callable[[Any], Any]
 """A user's function of a sample, or of a part of it."""
 State = dict[str, Any]

@@ -19,6 +19,7 @@ from dlio.errors import UsageError
 from dlio.loader.contract import (
     BatchData,
     CollateFn,
+    DecodePlace,
     IndexBatches,
     Indices,
     Sample,
@@ -99,6 +100,8 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         on_error: `stop` at a sample that cannot be read, or `skip` and count it; by default the
             data set's own choice, or `stop`.
         device: hand out batches on this device, copied ahead of their use.
+        decode: `device` decodes JPEGs on `device` ("cuda" or "cpu") by nvImageCodec, within a bound
+            of the CPU's pixels (docs/guides/gpu.md); for samples that are crops of images.
         mesh, group: the ranks that share the data, as a `dlio.Mesh`, a DeviceMesh with a
             data-parallel dimension or a process group; ranks of one model-parallel group, and those
             that share samples, get the same samples.
@@ -143,6 +146,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         workers: WorkerKind | None = None,
         on_error: OnError | None = None,
         device: torch.device | str | int | None = None,
+        decode: DecodePlace = "cpu",
         mesh: "AnyMesh | None" = None,
         group: "Group | None" = None,
         shares: Sequence[int] | None = None,
@@ -172,16 +176,13 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
             in_order=in_order,
         )
         # Public, under their own names: frameworks that make a loader anew from this one read them.
-        self.shuffle, self.device = shuffle, device
+        self.shuffle, self.device, self.decode = shuffle, device, decode
         self.tiers, self.mode, self.source_order = tiers, mode, source_order
         self.seed, self.workers, self.on_error = seed, workers, on_error
-        self.mesh, self.group = mesh, group
-        self.shares = shares
-        self.trace, self.writer = trace, writer
-        self.pretend_nodes = pretend_nodes
-        self.snapshot_every_n_steps = (
-            self._snapshot_every if snapshot_every_n_steps is None else snapshot_every_n_steps
-        )
+        self.mesh, self.group, self.shares = mesh, group, shares
+        self.trace, self.writer, self.pretend_nodes = trace, writer, pretend_nodes
+        every = self._snapshot_every if snapshot_every_n_steps is None else snapshot_every_n_steps
+        self.snapshot_every_n_steps = every
         self.last_samples: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """Indices of the samples of the batch that was handed out last."""
         self.follows_sampler = sampler is not None or batch_sampler is not None
@@ -443,8 +444,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         transform = None
         if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
             transform = data.recipe.batch_transform
-        if device is not None or transform is not None:
-            begun.feed = engines.delivered(begun.feed, device, transform)
+        begun.feed = engines.delivered(begun.feed, device, transform)
         return begun
 
     def _options(self) -> LoaderOptions:

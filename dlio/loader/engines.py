@@ -101,6 +101,11 @@ class Engines:
                 "batch_size=None"
             )
         self._warn(options, data)
+        if options.decode == "device" and choose_engine(options, data)[0] != "planned":
+            raise UsageError(
+                f"decode='device' is for batches that dlio makes itself, and "
+                f"{choose_engine(options, data)[1]}: leave decode= out"
+            )
         if data is not None and not isinstance(batches, PlannedPass) and data.epoch == self._crops:
             # Unless the user has chosen the epoch whose crops are taken.
             self._crops = batches.epoch

@@ -15,6 +15,7 @@ from dlio.errors import UsageError
 from dlio.loader.contract import (
     BatchData,
     CollateFn,
+    DecodePlace,
     IndexBatches,
     Indices,
     ScalarWriter,
@@ -22,6 +23,7 @@ from dlio.loader.contract import (
 )
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealt import Dealt
+from dlio.loader.decoding import check_device, check_recipe
 from dlio.loader.mixture import Mixture
 from dlio.loader.passes import FormulaOrder
 from dlio.plan.block_order import window_of
@@ -130,6 +132,7 @@ class LoaderOptions:
     workers: WorkerKind | None
     on_error: OnError | None
     device: torch.device | str | int | None
+    decode: DecodePlace
     mesh: "AnyMesh | None"
     group: "Group | None"
     shares: Sequence[int] | None
@@ -169,12 +172,17 @@ class LoaderOptions:
             one_of("workers", self.workers, ("thread", "process"))
         if self.on_error is not None:
             one_of("on_error", self.on_error, ("stop", "skip"))
+        one_of("decode", self.decode, ("cpu", "device"))
         whole_number("num_workers", self.num_workers, 0, _MOST_WORKERS)
         for name, given in (("sampler", self.sampler), ("batch_sampler", self.batch_sampler)):
             if given is not None and not hasattr(given, "__iter__"):
                 raise UsageError(f"{named(name, given)}: give a sampler, or a list of indices")
         if self.device is not None:
             _check_device(self.device)
+        if self.decode == "device":
+            check_device(self.device)
+            if isinstance(self.dataset, Dataset):
+                check_recipe(self.dataset.recipe)
         if self.seed is not None:
             whole_number("seed", self.seed, 0, _MOST_SEED)
         if self.pretend_nodes is not None:

@@ -49,6 +49,12 @@ class PassStats(TypedDict):
     decoded: NotRequired[int]
     """Samples from a tier of decoded images."""
     decode_saved_s: NotRequired[float]
+    device_images: NotRequired[int]
+    """Images that a device decoded, with `decode="device"`."""
+    device_bytes: NotRequired[int]
+    """Coded bytes that it was given for them."""
+    fallbacks: NotRequired[int]
+    """Images that the CPU decoded in place of the device."""
     source_bytes: NotRequired[dict[str, int]]
     """Payload bytes that were read from the storage of each source of a mixture."""
     source_samples: NotRequired[dict[str, int]]

@@ -36,6 +36,12 @@ class Counters:
     """Samples taken from a tier of decoded images."""
     decode_saved_s: float = 0.0
     """Seconds of decoding that these samples saved, estimated from the first images."""
+    device_images: int = 0
+    """Images that a device decoded."""
+    device_bytes: int = 0
+    """Coded bytes that it was given for them."""
+    fallbacks: int = 0
+    """Images that the CPU decoded in place of the device."""
     samples: int = 0
     """Samples that were handed to the consumer, in all passes."""
     waited_s: float = 0.0
@@ -76,4 +82,7 @@ class Counters:
                 "messages": self.messages,
                 "decoded": self.decoded,
                 "decode_saved_s": self.decode_saved_s,
+                "device_images": self.device_images,
+                "device_bytes": self.device_bytes,
+                "fallbacks": self.fallbacks,
             }

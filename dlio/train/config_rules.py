@@ -52,6 +52,7 @@ def check_together(config: TrainOptions) -> None:
     _check_skipping(config)
     _check_fault_tolerance(config)
     _check_replay(config)
+    _check_decoding(config)
 
 
 def _chosen(options: Mapping[str, bool]) -> str | None:
@@ -163,6 +164,20 @@ def _check_mixing(config: TrainOptions) -> None:
                 f"{option} does not go with {other}: an image is mixed with the one before it in "
                 "the batch; leave one of them out"
             )
+
+
+def _check_decoding(config: TrainOptions) -> None:
+    if config.decode == "cpu":
+        return
+    unsuitable = {
+        f"--tiers {config.tiers}": ":decoded" in (config.tiers or ""),
+        "--replay": config.replay is not None,
+    }
+    if option := _chosen(unsuitable):
+        raise UsageError(
+            f"--decode device does not go with {option}, whose samples the CPU decodes: leave one "
+            "of them out"
+        )
 
 
 def _check_replay(config: TrainOptions) -> None:

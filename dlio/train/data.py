@@ -97,12 +97,17 @@ def is_table(schema: Schema) -> bool:
 
 
 def make_loader(
-    data: Dataset, config: TrainConfig, training: bool, mesh: Mesh | None = None
+    data: Dataset,
+    config: TrainConfig,
+    training: bool,
+    mesh: Mesh | None = None,
+    device: torch.device | None = None,
 ) -> DataLoader:
     """Make the loader of a data set; it shuffles and records its trace only for training.
 
     Args:
         mesh: ranks that share samples get the same ones.
+        device: of the model; with --decode device it decodes.
     """
     loader = DataLoader(
         data,
@@ -114,6 +119,8 @@ def make_loader(
         pretend_nodes=config.pretend_nodes,
         pin_memory=torch.cuda.is_available(),
         trace=config.trace_out if training else None,
+        device=device if config.decode == "device" else None,
+        decode=config.decode,
         mesh=mesh,
     )
     loader.deals = False  # The worker does, for all of its loaders.

@@ -66,12 +66,12 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
                 "dlio eval does not know the units of a network that predicts numbers of images "
                 "or arrays: give `dlio train` the data as --val"
             )
-        loader = stack.enter_context(make_loader(data, config, training=False))
+        device = choose_device(config.device, comm)
+        loader = stack.enter_context(make_loader(data, config, False, device=device))
         data.mount(comm, config.pretend_nodes)
         torch.set_num_threads(max(1, available_cores() // comm.size))
         keep_freed_memory()
         task = make_task(config, data, comm)
-        device = choose_device(config.device, comm)
         model = channels_last(task.make_model()).to(device)
         _check_state(config, state, model.state_dict())
         evaluator = Evaluator(model, task, loader, Precision(config.precision, device), comm)

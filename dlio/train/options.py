@@ -79,10 +79,7 @@ class TrainOptions:
     ] = DEFAULT_MODEL
     weights: Annotated[
         str | None,
-        Option(
-            "Begin with those weights in this file of --save whose names and shapes fit.",
-            metavar="FILE",
-        ),
+        Option("Begin with the weights in this file that fit by name and shape.", metavar="FILE"),
     ] = None
     layerwise: Annotated[
         int | None,
@@ -386,6 +383,10 @@ class TrainOptions:
         Literal["stop", "skip"],
         Option("Action when a sample cannot be decoded: stop the run, or skip the sample."),
     ] = "stop"
+    decode: Annotated[
+        Literal["cpu", "device"],
+        Option("Decode JPEGs by the CPU, or on the device by nvImageCodec (extra gpu)."),
+    ] = "cpu"
     device: Annotated[
         str,
         Option("Device to train on: auto, cpu, cuda or cuda:N.", metavar="DEVICE"),
@@ -395,9 +396,7 @@ class TrainOptions:
     ] = None
     trace_out: Annotated[
         str | None,
-        Option(
-            "Write a trace of the loader's threads, for Perfetto, to this file.", metavar="FILE"
-        ),
+        Option("Write the loader's trace, for Perfetto, to this file.", metavar="FILE"),
     ] = None
     trace: Annotated[
         str | None,

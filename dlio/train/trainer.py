@@ -26,6 +26,7 @@ from dlio.train.checkpoint.callback import CheckpointCallback
 from dlio.train.checkpoint.state import restore
 from dlio.train.config import TrainConfig
 from dlio.train.data import make_loader, open_data
+from dlio.train.device import choose_device
 from dlio.train.exchange_spec import parse_exchange
 from dlio.train.ghost_spec import group_size
 from dlio.train.joining import Joining
@@ -78,7 +79,8 @@ def train(config: TrainConfig) -> RunReport:
             open_data(comm, config.source, config, config.tiers, True, sharing)
         )
         config = settle(config, data, sharing.schema(data))
-        loader = stack.enter_context(make_loader(data, config, True, sharing.mesh))
+        device = choose_device(config.device, comm)
+        loader = stack.enter_context(make_loader(data, config, True, sharing.mesh, device))
         mounted = data.mount(sharing.data, config.pretend_nodes)
         sharing.check_order(mounted)
         held_out = _open_held_out(stack, config, comm, mounted, sharing)
@@ -201,7 +203,8 @@ def _open_held_out(
     val = stack.enter_context(
         open_data(comm, config.val, config, mounted.spare_tiers(), False, sharing)
     )
-    return stack.enter_context(make_loader(val, config, False, sharing.mesh))
+    device = choose_device(config.device, comm)
+    return stack.enter_context(make_loader(val, config, False, sharing.mesh, device))
 
 
 def _epochs(

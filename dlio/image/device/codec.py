@@ -139,8 +139,8 @@ class Codec:
             try:
                 if images:
                     self._decode(slot, images, places, pixels, made)
-                about = _about(images, places, rows, count, made.failed)
-                crop_batch(pixels, *map(order.send, about), size, out)
+                about, boxes = _about(images, places, rows, count, made.failed)
+                crop_batch(pixels, order.send(about), order.send(boxes), size, out)
                 for row, crop in ready.items():
                     out[row] = order.send(torch.from_numpy(crop).permute(2, 0, 1))
             finally:
@@ -219,6 +219,6 @@ def _about(
 def _by_cpu(image: Encoded) -> torch.Tensor:
     """Decode the part of an image. Raises DecodeError."""
     part = image.part
-    pixels = decode_whole(image.data, image.name)
+    pixels = decode_whole(image.data.data, image.name)
     pixels = pixels[part.top : part.top + part.height, part.left : part.left + part.width]
     return torch.from_numpy(np.ascontiguousarray(pixels))

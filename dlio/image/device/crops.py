@@ -13,13 +13,13 @@ CUDA bring Triton), and operations of torch for every other device. Tests compar
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Final
 
 import torch
 
 from dlio.errors import UsageError
+from dlio.image.device.normal import Normal
 
 __all__ = ["BOX", "IMAGE", "Normal", "crop_batch", "find_triton"]
 
@@ -29,24 +29,6 @@ BOX: Final = 6
 """Numbers of a box: top, left, height, width, flip, upend."""
 _MOST_SIDE: Final = 32767
 """Largest side of a crop: areas are counted in 1 / (its side), in 32 bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Normal:
-    """Normalisation of pixels: (pixel / 255 - mean) / std, computed in float32.
-
-    In float32 the result equals that of `dlio.transforms.Normalize`.
-    """
-
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    dtype: torch.dtype = torch.float32
-    """Of the result: float32, float16 or bfloat16."""
-
-    def scaled(self) -> tuple[list[float], list[float]]:
-        """Return (mean, std) for pixels from 0 to 255, rounded to float32."""
-        mean, std = torch.tensor(self.mean) * 255.0, torch.tensor(self.std) * 255.0
-        return mean.tolist(), std.tolist()
 
 
 def crop_batch(

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlio.image.device.crops import Normal
+from dlio.image.device.normal import Normal
 
 __all__ = ["crop"]
 

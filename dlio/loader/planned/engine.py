@@ -2,32 +2,27 @@
 decode."""
 
 import functools
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-import torch
 import xxhash
 
 from dlio.comm import Communicator, world
 from dlio.comm.data_ranks import communicator
 from dlio.comm.waiting import default_timeout_s, peer_timeout_s
 from dlio.data.schema import IMAGES, Buffer
-from dlio.errors import UsageError
-from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
-from dlio.loader.device import target_of
 from dlio.loader.feed import Begun, Fed, Feed, Stats
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
-from dlio.loader.planned.makers import Maker, maker_for
+from dlio.loader.planned.choosing import Makers
+from dlio.loader.planned.makers import Maker
 from dlio.loader.planned.pairs import Pairing
 from dlio.loader.planned.pipeline import SKIPPED, Batch, Pipeline, Work, first_failure
 from dlio.loader.planned.tier_maker import TierMaker
-from dlio.loader.streams import Pinned
 from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
@@ -38,13 +33,10 @@ from dlio.plan.schedule import Ranks
 from dlio.plan.tail_order import blocks_of
 from dlio.shuffle.shuffle import Shuffle, windows_of
 from dlio.shuffle.wire import MessageMemory
-from dlio.storage.device_tier import DeviceTier
 from dlio.storage.fill import filler_threads
 from dlio.storage.mount import Mount
 from dlio.storage.streamed import BlockStream
 from dlio.util.cores import available_cores
-from dlio.util.settings import DEVICE_TIER
-from dlio.util.units import format_bytes
 
 __all__ = ["PlannedEngine", "decode_threads", "epoch_plan"]
 
@@ -78,26 +70,6 @@ class _Pass:
     pairing: Pairing | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Made:
-    """A maker, and the choices that it was made for."""
-
-    data: Dataset
-    collate: CollateFn
-    pinned: Pinned
-    batch_size: int
-    maker: Maker
-
-    def serves(self, data: Dataset, options: LoaderOptions, batch_size: int) -> bool:
-        """True if batches of these options can be made by it."""
-        return (
-            self.data is data
-            and self.collate is options.collate_fn
-            and self.pinned is _pinned(options)
-            and batch_size <= self.batch_size
-        )
-
-
 class PlannedEngine:
     """Makes the batches of planned passes. Owner: the loader, which closes it.
 
@@ -109,7 +81,7 @@ class PlannedEngine:
         self._other_comm: Communicator | None = None
         self.generation = 0
         """Number of passes; the same on all ranks."""
-        self._made: _Made | None = None
+        self._makers = Makers()
         self._memory = MessageMemory()
 
     def mount(self, options: LoaderOptions, data: Dataset) -> Mount:
@@ -191,8 +163,8 @@ class PlannedEngine:
             about: (order, steps, epoch, samples of the largest batch).
         """
         order, steps, number, largest = about
-        maker = self._maker(options, data, mounted, largest)
         threads = options.num_workers or decode_threads(mounted)
+        maker = self._makers.get(options, data, mounted, largest, threads)
         on_error = data.on_error if options.on_error is None else options.on_error
         # Made before the first block is brought, so that filling the tiers counts as this pass's.
         images = any(kind in IMAGES for _, kind in data.reader.schema.fields)
@@ -216,24 +188,12 @@ class PlannedEngine:
         )
 
     def close(self) -> None:
-        """Give the communicators back."""
+        """Give the communicators back, and end what decodes on devices."""
+        self._makers.close()
         for comm in (self._comm, self._other_comm):
             if comm is not None:
                 comm.close()
         self._comm = self._other_comm = None
-
-    def _maker(self, options: LoaderOptions, data: Dataset, mounted: Mount, size: int) -> Maker:
-        if self._made is None or not self._made.serves(data, options, size):
-            recipe, pinned = data.recipe, _pinned(options)
-            decoded = mounted.decoded(recipe.decoder.recipe)
-            maker: Maker
-            if (tier := _device_tier(options, mounted)) is not None:
-                maker = TierMaker(recipe, size, pinned, tier, decoded)
-            else:
-                collate, default = options.collate_fn, options.collates_by_default
-                maker = maker_for(recipe, size, collate, default, pinned, decoded)
-            self._made = _Made(data, options.collate_fn, pinned, size, maker)
-        return self._made.maker
 
     def _next_comm(self, options: LoaderOptions) -> Communicator:
         """The communicator of this pass: passes take turns with two where the last one's messages
@@ -256,36 +216,6 @@ def _begun(batches: Pass, planned: _Pass, epoch: EpochPlan, shared: EpochPlan | 
     feed = _feed(planned, epoch, alone=shared is None)
     next(feed)
     return Begun(batches, planned.stats, feed, planned.spans, shared)
-
-
-def _pinned(options: LoaderOptions) -> Pinned:
-    """Kind of memory that batches are made in."""
-    if options.device is not None and torch.device(options.device).type == "cuda":
-        return Pinned.IN_POOL
-    return Pinned.BY_TORCH if options.pin_memory and torch.cuda.is_available() else Pinned.NO
-
-
-def _device_tier(options: LoaderOptions, mounted: Mount) -> DeviceTier | None:
-    """Return the tier on the device of the batches; None if none is specified.
-
-    Raises UsageError for a loader that cannot use it.
-    """
-    spec = mounted.device_spec
-    if spec is None:
-        return None
-    device = None if options.device is None else target_of(options.device)
-    if device is None or (device.type != "cuda" and not os.environ.get(DEVICE_TIER)):
-        raise UsageError(
-            f"tier {spec} is on the GPU that batches are handed out on, and this loader's device "
-            f"is {options.device}: give device='cuda' (dlio train: --device cuda), or write "
-            f"ram:{format_bytes(spec.capacity).replace(' ', '')}:decoded"
-        )
-    if not options.collates_by_default:
-        raise UsageError(
-            f"tier {spec}: its crops are made on the device, where collate_fn= cannot take single "
-            "samples: leave collate_fn out, or write ram:SIZE:decoded"
-        )
-    return mounted.on_device(device)
 
 
 def decode_threads(mounted: Mount) -> int:

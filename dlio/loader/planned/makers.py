@@ -1,8 +1,9 @@
 """Makers of batches: payloads are decoded into the slots of a batch, and the batch is finished.
 
-There are three makers, and two optional abilities of a batch's slots, which the pipeline uses
-where they are there: `CachedSlots` take a sample from a tier of decoded images, `DirectSlots` have
-a payload's bytes read into the batch itself.
+There are four makers (`DeviceMaker` in a file of its own), and three optional abilities of a
+batch's slots, which the pipeline uses where they are there: `CachedSlots` take a sample from a tier
+of decoded images, `DirectSlots` have a payload's bytes read into the batch itself, `SettledSlots`
+decode all samples together.
 """
 
 import math
@@ -32,6 +33,7 @@ __all__ = [
     "Maker",
     "ManyCachedSlots",
     "SampleMaker",
+    "SettledSlots",
     "Slots",
     "maker_for",
 ]
@@ -107,6 +109,17 @@ class DirectSlots(Slots, Protocol):
 
     def filled(self, slot: int, pieces: list[memoryview]) -> None:
         """Finish a slot whose pieces have been read; called in place of `make`."""
+
+
+@runtime_checkable
+class SettledSlots(Slots, Protocol):
+    """Slots whose samples are decoded together: `make` only gathers what that needs."""
+
+    def settle(self, intact: Sequence[int]) -> dict[int, Exception]:
+        """Decode the slots that have been made; called once, before `finish`.
+
+        Returns: the error of each slot that failed.
+        """
 
 
 class Maker(Protocol):

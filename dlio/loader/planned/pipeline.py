@@ -29,6 +29,7 @@ from dlio.loader.planned.makers import (
     DirectSlots,
     Maker,
     ManyCachedSlots,
+    SettledSlots,
     Slots,
 )
 from dlio.loader.planned.pairs import Pairing
@@ -264,14 +265,15 @@ class Pipeline:
         """Make the batch of its slots, and mark it as done."""
         began = time.perf_counter()
         try:
-            intact: list[int] | None = None
-            if batch.failed:
-                error = first_failure(batch)
-                if not (self._work.skip and isinstance(error, SKIPPED)):
-                    return
-                intact = [k for k in range(len(batch.step.samples)) if k not in batch.failed]
-            assert batch.slots is not None
-            batch.data = batch.slots.finish(intact)
+            slots = batch.slots
+            assert slots is not None
+            if isinstance(slots, SettledSlots) and not self._is_lost(batch):
+                batch.failed.update(slots.settle(_intact(batch)))
+                settled = time.perf_counter()
+                self._work.clock.add("decode", settled - began)
+                began = settled
+            if not self._is_lost(batch):
+                batch.data = slots.finish(_intact(batch) if batch.failed else None)
         except Exception as error:
             batch.failed = {-1: error}
         finally:
@@ -279,6 +281,12 @@ class Pipeline:
             self._work.clock.add("collate", time.perf_counter() - began)
             self._completed(1, len(batch.step.samples))
             batch.done.set()
+
+    def _is_lost(self, batch: Batch) -> bool:
+        """True if a sample failed that may not be left out."""
+        return bool(batch.failed) and not (
+            self._work.skip and isinstance(first_failure(batch), SKIPPED)
+        )
 
     def _make(
         self, batch: Batch, slot: int, scratch: Scratch | None, spent: dict[str, float]
@@ -361,6 +369,11 @@ class Pipeline:
         if place != "source":
             hierarchy.counters.add_bytes(place, sum(len(piece) for piece in pieces))
         spent[place] = spent.get(place, 0.0) + time.perf_counter() - began
+
+
+def _intact(batch: Batch) -> list[int]:
+    """Return the slots that have not failed."""
+    return [k for k in range(len(batch.step.samples)) if k not in batch.failed]
 
 
 def first_failure(batch: Batch) -> Exception:
