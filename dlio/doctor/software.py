@@ -12,6 +12,7 @@ from typing import Final
 
 from dlio.doctor.findings import Finding, error, ok, warning
 from dlio.doctor.probe import MpiFacts
+from dlio.image.device.library import REMEDY, is_installed
 from dlio.util.extras import how_to_install
 from dlio.util.settings import settings, unknown_variables
 
@@ -59,6 +60,13 @@ def check_torch(device: str) -> Iterator[Finding]:
         count = torch.cuda.device_count()
         names = sorted({torch.cuda.get_device_name(k) for k in range(count)})
         yield ok(_TOPIC, "torch", f"{version}, {count} GPU(s): {', '.join(names)}")
+        yield ok(
+            _TOPIC,
+            "nvImageCodec",
+            "--decode device can decode on GPUs"
+            if is_installed()
+            else f"not installed, and needed for --decode device: {REMEDY}",
+        )
         number = device.partition(":")[2]
         if wanted and number.isdigit() and int(number) >= count:
             yield error(

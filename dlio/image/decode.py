@@ -36,7 +36,7 @@ from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
 from dlio.plan.order import keyed_uniforms
 from dlio.util.settings import settings
 
-__all__ = ["MAX_PIXELS", "Decoder", "decode_whole", "image_size", "opencv"]
+__all__ = ["MAX_PIXELS", "Decoder", "decode_whole", "image_size", "opencv", "scaled"]
 
 MAX_PIXELS: Final = settings().max_pixels
 """Most pixels of an image: half a gigabyte of RGB, and twice the size of which Pillow warns."""
@@ -162,7 +162,7 @@ class Decoder:
                 box = boxes[k]
                 if factor > 1:
                     whole = (pixels.shape[0] + top // factor, pixels.shape[1] + left // factor)
-                    box = _scaled(box, factor, whole)
+                    box = scaled(box, factor, whole)
                     shown = shown if k else box.times(factor)
                 box = replace(box, top=box.top - top // factor, left=box.left - left // factor)
                 _resize(pixels, box, parts[k])
@@ -179,11 +179,11 @@ class Decoder:
             width: of the image, in pixels.
         """
         if len(boxes) == 1:
-            return [(self._factor(boxes[0]), [0])]
+            return [(self.factor(boxes[0]), [0])]
         groups: dict[int, list[int]] = {}
         alone: list[tuple[int, list[int]]] = []
         for k, box in enumerate(boxes):
-            factor = self._factor(box)
+            factor = self.factor(box)
             if factor > 1 and not _is_free(box, factor):
                 alone.append((factor, [k]))
             else:
@@ -200,7 +200,8 @@ class Decoder:
         """Return the part that is cut out of an image of this size; pure."""
         return self.crop.box(height, width, uniforms)
 
-    def _factor(self, box: Box) -> int:
+    def factor(self, box: Box) -> int:
+        """Return the fraction at which a JPEG is decoded for a crop: 1, 2, 4 or 8 for 1/8."""
         for factor in _FACTORS:
             if box.height >= factor * self.crop.size and box.width >= factor * self.crop.width:
                 return factor
@@ -264,8 +265,12 @@ def _is_free(box: Box, factor: int) -> bool:
     )
 
 
-def _scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
-    """The box in an image that was decoded at 1/factor, to the nearest pixel."""
+def scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
+    """Return the box in an image that was decoded at 1/factor, to the nearest pixel.
+
+    Args:
+        shape: of that image: (rows, columns).
+    """
     top, left = round(box.top / factor), round(box.left / factor)
     return Box(
         top,

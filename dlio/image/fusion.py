@@ -19,6 +19,7 @@ import torch
 from dlio.errors import UsageError
 from dlio.image.compose import RandomChoice, is_pixelwise
 from dlio.image.crop import Crop
+from dlio.image.device.normal import Normal
 from dlio.image.draws import KeyedDraws, stream_of
 from dlio.image.mixing import Mixer
 from dlio.image.picture import Pixels, PixelTransform, Transform
@@ -117,6 +118,16 @@ class Batchwise:
         return any(_is_mixer(step) for _, step in self._steps)
 
     @property
+    def normal(self) -> Normal | None:
+        """The normalisation that comes first, if the kernel that crops on a device can do it with
+        the same result: of three channels, in float32."""
+        step = self._steps[0][1] if self._steps else None
+        if not isinstance(step, Normalize) or step.dtype != torch.float32 or len(step.mean) != 3:
+            return None
+        (red, green, blue), (one, two, three) = step.mean, step.std
+        return Normal((red, green, blue), (one, two, three))
+
+    @property
     def pairs(self) -> bool:
         """True if a sample is mixed with any other sample of the step."""
         return any(_is_mixer(step) and step.partners == "step" for _, step in self._steps)
@@ -134,7 +145,7 @@ class Batchwise:
 
         Args:
             images: shape (n + m, 3, height, width); or (n, crops, 3, height, width), where each
-                crop draws for itself.
+                crop draws for itself. Of uint8; of float32 if `normal` has been done.
             labels: shape (n + m,).
             samples: the samples' indices, n.
             extra: m samples behind them, which others are mixed with.
@@ -162,7 +173,7 @@ class Batchwise:
         partners: npt.NDArray[np.int64] | None,
     ) -> tuple[torch.Tensor, Any]:
         everyone = [*samples, *extra]
-        for number, step in self._steps:
+        for number, step in self._steps[1:] if images.is_floating_point() else self._steps:
             if isinstance(step, RandomErasing):
                 images = step.erase_each(images, self._draws(number, epoch, everyone))
             elif _is_mixer(step):

@@ -122,6 +122,16 @@ def test_a_gpu_is_wanted_of_a_torch_without_one() -> None:
     assert not bad(check_torch("auto"))
 
 
+def test_the_decoder_of_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
+    for is_there, words in ((True, "can decode"), (False, "pip install")):
+        monkeypatch.setattr("dlio.doctor.software.is_installed", lambda is_there=is_there: is_there)
+        named = {each.subject: each for each in check_torch("cuda")}
+        assert words in str(named["nvImageCodec"])
+
+
 def test_few_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))

@@ -131,4 +131,6 @@ def test_images_decoded_on_the_gpu_have_the_order_and_labels_of_the_host(folder:
 
     for (mine, labels), (other, expected) in zip(one("device"), one("cpu"), strict=True):
         assert labels == expected
-        assert float((mine - other).abs().float().mean()) < 8  # Of 255; other pictures differ by 60.
+        assert (
+            float((mine - other).abs().float().mean()) < 8
+        )  # Of 255; other pictures differ by 60.

@@ -122,7 +122,7 @@ def test_real_pictures_keep_their_pixels(imagenet: Path) -> None:
         assert plain.size == (pixels.shape[1], pixels.shape[0])
         whole = decode_whole(image, "a")
         box = decoder.box(whole.shape[0], whole.shape[1], uniforms[k].tolist())
-        if decoder._factor(box) == 1:
+        if decoder.factor(box) == 1:
             from dlio.image.decode import opencv
 
             cv2 = opencv()

@@ -24,6 +24,7 @@ from dlio.image.decode import decode_whole
 from dlio.image.device.crops import crop_batch
 from dlio.image.device.encoded import Encoded
 from dlio.image.device.library import Library, NvImageCodec
+from dlio.image.device.normal import Normal
 from dlio.image.device.queue import DeviceQueue, queue_for
 
 __all__ = ["Codec", "Made"]
@@ -37,7 +38,8 @@ class Made:
     """A batch of crops."""
 
     crops: torch.Tensor
-    """uint8, shape (n, 3, height, width), in channels-last memory; black where an image failed."""
+    """Shape (n, 3, height, width), in channels-last memory; uint8, or normalised. Black where an
+    image failed."""
     failed: dict[int, DecodeError] = field(default_factory=dict)
     """Error of each image that is damaged, by its number."""
     sent: int = 0
@@ -84,7 +86,9 @@ class Codec:
         slots: batches that are decoded at a time.
         threads: of the CPU, for each slot.
         timeout_s: for the wait for a slot.
-        library, queue: make the parts of a slot; others than nvImageCodec and CUDA for tests.
+        most_bytes: of decoded images that a slot holds at a time; a larger batch is decoded in
+            parts, but for a single image that is larger.
+        library, queue_of: make the parts of a slot; others than nvImageCodec and CUDA for tests.
 
     Raises UsageError where nvImageCodec is not installed.
     """
@@ -95,11 +99,12 @@ class Codec:
         slots: int,
         threads: int,
         timeout_s: float,
+        most_bytes: int = 1 << 30,
         library: Callable[[torch.device, int], Library] = NvImageCodec,
         queue_of: Callable[[torch.device], DeviceQueue] = queue_for,
     ) -> None:
         self.device = device
-        self._timeout_s = timeout_s
+        self._timeout_s, self._most_bytes = timeout_s, most_bytes
         self._slots = [_Slot(library(device, threads), queue_of(device)) for _ in range(slots)]
         self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         for slot in self._slots:
@@ -118,6 +123,7 @@ class Codec:
         size: tuple[int, int],
         ready: dict[int, npt.NDArray[np.uint8]],
         count: int,
+        normal: Normal | None = None,
     ) -> Made:
         """Decode images and cut their crops out; return when the device is done.
 
@@ -126,23 +132,26 @@ class Codec:
             size: (height, width) of the crops.
             ready: rows that are crops already, of shape (height, width, 3).
             count: rows of the result.
+            normal: None for uint8 pixels.
 
         Raises DlioError if no slot becomes free in time.
         """
         with self._slot() as slot, slot.queue.running():
             order = slot.queue
             shape = (count, *size, 3)
-            out = torch.empty(shape, dtype=torch.uint8, device=self.device).permute(0, 3, 1, 2)
-            made = Made(out)
-            places, total = _places([3 * i.part.height * i.part.width for i in images])
-            pixels = slot.pixels(total)
+            dtype = torch.uint8 if normal is None else normal.dtype
+            out = torch.zeros(shape, dtype=dtype, device=self.device)
+            made = Made(out.permute(0, 3, 1, 2))
             try:
-                if images:
-                    self._decode(slot, images, places, pixels, made)
-                about, boxes = _about(images, places, rows, count, made.failed)
-                crop_batch(pixels, order.send(about), order.send(boxes), size, out)
-                for row, crop in ready.items():
-                    out[row] = order.send(torch.from_numpy(crop).permute(2, 0, 1))
+                for run in _runs(images, self._most_bytes):
+                    self._decode(slot, images, rows, run, normal, made)
+                    # Its memory is for the next run, or the next batch.
+                    order.wait()
+                if ready:
+                    crops = order.send(torch.from_numpy(np.stack(list(ready.values()))))
+                    crops = crops if normal is None else normal(crops)
+                    numbers = order.send(torch.tensor(list(ready)))
+                    made.crops[numbers] = crops.permute(0, 3, 1, 2)
             finally:
                 order.wait()
             return made
@@ -151,27 +160,41 @@ class Codec:
         self,
         slot: _Slot,
         images: Sequence[Encoded],
-        places: Sequence[int],
-        pixels: torch.Tensor,
+        rows: Sequence[Sequence[int]],
+        run: range,
+        normal: Normal | None,
         made: Made,
     ) -> None:
-        views = []
-        for image, at in zip(images, places, strict=True):
-            high, wide = image.part.height, image.part.width
-            views.append(pixels[at : at + 3 * high * wide].view(high, wide, 3))
-        coded = slot.gather(images)
-        made.sent = sum(map(len, coded))
-        parts = [
-            (b.top, b.left, b.top + b.height, b.left + b.width) for b in (i.part for i in images)
+        """Decode and crop a run of the images."""
+        own, order = images[run.start : run.stop], slot.queue
+        places, total = _places([_bytes(image) for image in own])
+        pixels = slot.pixels(total)
+        views = [
+            pixels[at : at + _bytes(image)].view(image.part.height, image.part.width, 3)
+            for image, at in zip(own, places, strict=True)
         ]
-        done = slot.library.decode(coded, parts, views, slot.queue.number)
+        coded = slot.gather(own)
+        made.sent += sum(map(len, coded))
+        parts = [(b.top, b.left, b.top + b.height, b.left + b.width) for b in (i.part for i in own)]
+        done = slot.library.decode(coded, parts, views, order.number)
+        lost = set()
         for k, is_done in enumerate(done):
             if not is_done:
-                made.by_cpu.append(k)
+                made.by_cpu.append(run[k])
                 try:
-                    views[k].copy_(slot.queue.send(_by_cpu(images[k])))
+                    views[k].copy_(order.send(_by_cpu(own[k])))
                 except DecodeError as error:
-                    made.failed[k] = error
+                    made.failed[run[k]] = error
+                    lost.add(k)
+        about = _about(own, places, lost)
+        numbers, boxes, factors = (order.send(each) for each in about)
+        wanted = [row for k in run for row in rows[k]]
+        size = made.crops.shape[2], made.crops.shape[3]
+        if wanted == list(range(len(made.crops))):
+            crop_batch(pixels, numbers, boxes, size, made.crops, normal, factors)
+        else:
+            crops = crop_batch(pixels, numbers, boxes, size, None, normal, factors)
+            made.crops[order.send(torch.tensor(wanted))] = crops
 
     @contextmanager
     def _slot(self) -> Iterator[_Slot]:
@@ -197,23 +220,40 @@ def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
     return places, at
 
 
+def _bytes(image: Encoded) -> int:
+    """Bytes of an image's part, decoded."""
+    return 3 * image.part.height * image.part.width
+
+
+def _runs(images: Sequence[Encoded], most: int) -> Iterator[range]:
+    """Yield runs of images that are decoded at a time: of so many bytes, or of one image."""
+    start = held = 0
+    for k, image in enumerate(images):
+        if held and held + _bytes(image) > most:
+            yield range(start, k)
+            start, held = k, 0
+        held += _bytes(image)
+    if held:
+        yield range(start, len(images))
+
+
 def _about(
-    images: Sequence[Encoded],
-    places: Sequence[int],
-    rows: Sequence[Sequence[int]],
-    count: int,
-    failed: dict[int, DecodeError],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (images, boxes) for `crop_batch`; rows without an image have boxes of height 0."""
-    about = np.zeros((count, 3), np.int64)
-    boxes = np.zeros((count, 6), np.int32)
-    for k, (image, at, own) in enumerate(zip(images, places, rows, strict=True)):
-        if k in failed:
-            continue
-        for row, box in zip(own, image.boxes, strict=True):
-            about[row] = at, image.part.height, image.part.width
-            boxes[row] = box.top, box.left, box.height, box.width, box.flip, box.upend
-    return torch.from_numpy(about), torch.from_numpy(boxes)
+    images: Sequence[Encoded], places: Sequence[int], lost: set[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (images, boxes, factors) for `crop_batch`, of all crops of some images in order; those
+    of lost images are black."""
+    about, boxes, factors = [], [], []
+    for k, (image, at) in enumerate(zip(images, places, strict=True)):
+        for box, factor in image.crops:
+            height = 0 if k in lost else box.height
+            about.append((at, image.part.height, image.part.width))
+            boxes.append((box.top, box.left, height, box.width, box.flip, box.upend))
+            factors.append(factor)
+    return (
+        torch.tensor(about, dtype=torch.int64),
+        torch.tensor(boxes, dtype=torch.int32),
+        torch.tensor(factors, dtype=torch.int32),
+    )
 
 
 def _by_cpu(image: Encoded) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """Crop, resize, mirror and normalise a batch of decoded images, on the device where they lie.
 
 Resizing follows the rules of the CPU decoder (`dlio.image.decode`): linear with half-pixel centres,
-and the mean of the area that a pixel covers where both sides shrink by 2 or more.
+and the mean of the area that a pixel covers where both sides shrink by 2 or more. In place of the
+CPU's decoding at a half, a quarter or an eighth, an image can be shrunk to the means of its blocks
+of 2, 4 or 8 pixels a side first.
 
 - linear: the fixed-point arithmetic of OpenCV's INTER_LINEAR for 8 bits, with its pixels.
 - area: exact sums in integers, rounded half up. OpenCV's INTER_AREA sums in float32; the results
@@ -21,10 +23,12 @@ import torch
 from dlio.errors import UsageError
 from dlio.image.device.normal import Normal
 
-__all__ = ["BOX", "IMAGE", "Normal", "crop_batch", "find_triton"]
+__all__ = ["BOX", "FACTORS", "IMAGE", "Normal", "crop_batch", "find_triton"]
 
 IMAGE: Final = 3
 """Numbers of an image: first byte, height, width."""
+FACTORS: Final = (1, 2, 4, 8)
+"""By which an image can be shrunk first."""
 BOX: Final = 6
 """Numbers of a box: top, left, height, width, flip, upend."""
 _MOST_SIDE: Final = 32767
@@ -38,6 +42,7 @@ def crop_batch(
     size: tuple[int, int],
     out: torch.Tensor | None = None,
     normal: Normal | None = None,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cut a crop out of each image of a batch, and resize it.
 
@@ -53,6 +58,9 @@ def crop_batch(
         size: (height, width) of the crops.
         out: memory for the result, shape (n, 3, height, width) in channels-last memory.
         normal: None for uint8 pixels.
+        factors: int32, shape (n,): 1, 2, 4 or 8. Each image is shrunk by its factor first, to the
+            means of blocks of pixels, of which the last row and column may reach beyond its edge
+            (which is repeated); its box is in pixels of that smaller image. None for 1.
 
     Returns: the crops, in channels-last memory; uint8, or of `normal`'s dtype.
 
@@ -60,14 +68,14 @@ def crop_batch(
     lie outside their image.
     """
     count = len(boxes)
-    _check(pixels, images, boxes, size)
+    _check(pixels, images, boxes, factors, size)
     out = _memory(out, (count, *size, 3), torch.uint8 if normal is None else normal.dtype, pixels)
     if count:
         library = find_triton() if pixels.is_cuda else None
         if library is not None:
-            library.crop(pixels, images, boxes, out.permute(0, 2, 3, 1), normal)
+            library.crop(pixels, images, boxes, factors, out.permute(0, 2, 3, 1), normal)
         else:
-            _crop(pixels, images, boxes, out.permute(0, 2, 3, 1), normal)
+            _crop(pixels, images, boxes, factors, out.permute(0, 2, 3, 1), normal)
     return out
 
 
@@ -82,13 +90,19 @@ def find_triton() -> ModuleType | None:
 
 
 def _check(
-    pixels: torch.Tensor, images: torch.Tensor, boxes: torch.Tensor, size: tuple[int, int]
+    pixels: torch.Tensor,
+    images: torch.Tensor,
+    boxes: torch.Tensor,
+    factors: torch.Tensor | None,
+    size: tuple[int, int],
 ) -> None:
-    wanted = (
+    wanted: list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]] = [
         ("pixels", pixels, torch.uint8, (pixels.numel(),)),
         ("images", images, torch.int64, (len(boxes), IMAGE)),
         ("boxes", boxes, torch.int32, (len(boxes), BOX)),
-    )
+    ]
+    if factors is not None:
+        wanted.append(("factors", factors, torch.int32, (len(boxes),)))
     for name, tensor, dtype, shape in wanted:
         alike = tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous()
         if not alike or tensor.device != pixels.device:
@@ -99,13 +113,19 @@ def _check(
     if not all(1 <= side <= _MOST_SIDE for side in size):
         raise UsageError(f"crop_batch: size={size}: give sides from 1 to {_MOST_SIDE}")
     if pixels.device.type == "cpu":
-        _check_boxes(pixels, images, boxes)
+        _check_boxes(pixels, images, boxes, factors)
 
 
-def _check_boxes(pixels: torch.Tensor, images: torch.Tensor, boxes: torch.Tensor) -> None:
+def _check_boxes(
+    pixels: torch.Tensor, images: torch.Tensor, boxes: torch.Tensor, factors: torch.Tensor | None
+) -> None:
     first, sides = images[:, 0], images[:, 1:]
     corner, extent = boxes[:, :2].long(), boxes[:, 2:4].long()
-    ends = first + 3 * sides.prod(1)
+    ends = first + 3 * sides.prod(1)  # Of the image as it is.
+    if factors is not None:
+        if not bool(torch.isin(factors, torch.tensor(FACTORS, dtype=torch.int32)).all()):
+            raise UsageError(f"crop_batch: factors={factors.tolist()}: give one of {FACTORS} each")
+        sides = -(-sides // factors[:, None])
     used = extent[:, 0] > 0
     inside = (corner >= 0).all(1) & (corner + extent <= sides).all(1) & (extent[:, 1] > 0)
     inside &= (first >= 0) & (ends <= pixels.numel())
@@ -139,28 +159,38 @@ def _crop(
     pixels: torch.Tensor,
     images: torch.Tensor,
     boxes: torch.Tensor,
+    factors: torch.Tensor | None,
     out: torch.Tensor,
     normal: Normal | None,
 ) -> None:
     """The form in operations of torch; `out` has shape (n, height, width, 3)."""
     height, width = out.shape[1:3]
+    shrunk = [1] * len(boxes) if factors is None else factors.tolist()
     for k, (image, box) in enumerate(zip(images.tolist(), boxes.tolist(), strict=True)):
-        first, _, columns = image
+        first, rows, columns = image
         top, left, high, wide, flip, upend = box
         if not high:
             made = torch.zeros((height, width, 3), dtype=torch.int32, device=pixels.device)
         else:
-            begin = first + 3 * (top * columns + left)
-            part = pixels.as_strided((high, wide, 3), (3 * columns, 3, 1), begin)
+            whole = pixels.as_strided((rows, columns, 3), (3 * columns, 3, 1), first)
+            part = _shrunk(whole, (top, left, high, wide), shrunk[k])
             shrinks = high >= 2 * height and wide >= 2 * width
-            made = (_area if shrinks else _linear)(part.int(), height, width)
+            made = (_area if shrinks else _linear)(part, height, width)
             mirrored = [axis for axis, does in ((0, upend), (1, flip)) if does]
             made = made.flip(mirrored) if mirrored else made
-        if normal is None:
-            out[k] = made
-        else:
-            mean, std = (torch.tensor(each, device=out.device) for each in normal.scaled())
-            out[k] = (made.float() - mean) / std
+        out[k] = made if normal is None else normal(made)
+
+
+def _shrunk(image: torch.Tensor, box: tuple[int, int, int, int], factor: int) -> torch.Tensor:
+    """Return a box of an image that is shrunk by a factor; int32."""
+    top, left, high, wide = box
+    if factor == 1:
+        return image[top : top + high, left : left + wide].int()
+    rows = torch.arange(factor * top, factor * (top + high), device=image.device)
+    columns = torch.arange(factor * left, factor * (left + wide), device=image.device)
+    part = image[rows.clamp_(max=len(image) - 1)][:, columns.clamp_(max=image.shape[1] - 1)]
+    blocks = part.view(high, factor, wide, factor, 3).sum((1, 3), dtype=torch.int32)
+    return (blocks + factor * factor // 2) // (factor * factor)
 
 
 def _linear(part: torch.Tensor, height: int, width: int) -> torch.Tensor:

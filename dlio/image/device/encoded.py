@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from dlio.data.schema import Buffer
 from dlio.image import native
-from dlio.image.crop import Box, enclosing
-from dlio.image.decode import MAX_PIXELS
+from dlio.image.crop import Box, Shown, enclosing
+from dlio.image.decode import MAX_PIXELS, Decoder, scaled
 from dlio.image.jpeg import Frame, cut, interval_starts, parse_frame, touched
 
 __all__ = ["Encoded", "Header", "encoded", "header_of"]
@@ -34,8 +34,11 @@ class Encoded:
     """A JPEG; memory of its own."""
     part: Box
     """The part of it to decode, in pixels."""
-    boxes: tuple[Box, ...]
-    """The crops, in pixels of `part`."""
+    crops: tuple[tuple[Box, int], ...]
+    """(box, factor) of each crop: the box is in pixels of the part after it is shrunk by 1, 2, 4
+    or 8."""
+    shown: Shown
+    """The part of the image that the first crop shows."""
     name: object
     """Names the image in errors, as a str or by its `__str__`."""
 
@@ -82,17 +85,37 @@ def _has_its_markers(image: Buffer, frame: Frame) -> bool:
     return np.array_equal(kinds[:restarts], 0xD0 + (np.arange(restarts) & 7))
 
 
-def encoded(image: Buffer, header: Header, boxes: Sequence[Box], name: object) -> Encoded:
+def encoded(
+    image: Buffer, header: Header, decoder: Decoder, uniforms: Sequence[float], name: object
+) -> Encoded:
     """Copy what the crops of an image need: of a JPEG whose rows are restart intervals, those that
     a crop touches.
 
+    The crops are those of `Decoder.decode`, and of the same pixels: where it decodes at a fraction,
+    they are cut out of an image that is shrunk by that factor.
+
     Args:
         header: result of `header_of`.
-        boxes: of the crops, in pixels of the image.
+        uniforms: the image's row of `Decoder.draw`.
     """
     frame, starts = header
-    part = enclosing(boxes)
-    within = tuple(replace(box, top=box.top - part.top, left=box.left - part.left) for box in boxes)
+    size = frame.height, frame.width
+    drawn = decoder.crop.boxes(*size, uniforms)
+    factors = [decoder.factor(box) for box in drawn]
+    boxes = [
+        box if factor == 1 else scaled(box, factor, _decoded_shape(header, box, factor))
+        for box, factor in zip(drawn, factors, strict=True)
+    ]
+    wholes = [box.times(factor) for box, factor in zip(boxes, factors, strict=True)]
+    part = _within(enclosing(wholes), max(factors), size)
+    crops = tuple(
+        (
+            replace(box, top=box.top - part.top // factor, left=box.left - part.left // factor),
+            factor,
+        )
+        for box, factor in zip(boxes, factors, strict=True)
+    )
+    shown = Shown(wholes[0], *size)
     if starts is not None:
         bottom, right = part.top + part.height, part.left + part.width
         needed = touched(frame, part.top, bottom, part.left, right)
@@ -101,6 +124,26 @@ def encoded(image: Buffer, header: Header, boxes: Sequence[Box], name: object) -
             made, _, _ = cut(image, frame, starts, needed)
             top = part.top - needed.top * frame.block_height
             left = part.left - needed.left * frame.interval_width
-            data = np.frombuffer(made, np.uint8)
-            return Encoded(data, replace(part, top=top, left=left), within, name)
-    return Encoded(np.frombuffer(image, np.uint8).copy(), part, within, name)
+            own = replace(part, top=top, left=left)
+            return Encoded(np.frombuffer(made, np.uint8), own, crops, shown, name)
+    return Encoded(np.frombuffer(image, np.uint8).copy(), part, crops, shown, name)
+
+
+def _decoded_shape(header: Header, box: Box, factor: int) -> tuple[int, int]:
+    """Rows and columns to the end of what `Decoder` decodes for a box, at 1/factor."""
+    frame, starts = header
+    bottom, right = box.top + box.height, frame.width
+    if starts is not None:
+        right = -(-(box.left + box.width) // frame.interval_width) * frame.interval_width
+    elif frame.restart_interval:
+        bottom = frame.height
+    bottom = -(-bottom // frame.block_height) * frame.block_height
+    return -(-min(bottom, frame.height) // factor), -(-min(right, frame.width) // factor)
+
+
+def _within(box: Box, factor: int, size: tuple[int, int]) -> Box:
+    """Begin a part at multiples of a factor, and end it within the image."""
+    top, left = box.top // factor * factor, box.left // factor * factor
+    bottom = min(box.top + box.height, size[0])
+    right = min(box.left + box.width, size[1])
+    return Box(top, left, bottom - top, right - left, flip=False)

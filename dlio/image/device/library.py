@@ -13,13 +13,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dlio.errors import UsageError
 
-__all__ = ["REMEDY", "Library", "NvImageCodec", "is_installed", "load"]
+__all__ = ["REMEDY", "Library", "NvImageCodec", "is_installed"]
 
-REMEDY: Final = "pip install 'dlio[gpu]'"
+REMEDY: Final = "`pip install 'nvidia-nvimgcodec-cu12[nvjpeg]'` (dlio's extra gpu)"
+"""Names the package, as `dlio.util.extras` does."""
 _MODULE: Final = "nvidia.nvimgcodec"
 _VERBOSITY: Final = "PYNVIMGCODEC_VERBOSITY"
 _OPTIONS: Final = ":fancy_upsampling=0 :fast_idct=1"
@@ -35,7 +38,7 @@ class Library(Protocol):
 
     def decode(
         self,
-        images: Sequence[Any],
+        images: Sequence[npt.NDArray[np.uint8]],
         parts: Sequence[tuple[int, int, int, int]],
         into: Sequence[torch.Tensor],
         stream: int,
@@ -64,7 +67,7 @@ class NvImageCodec:
     """
 
     def __init__(self, device: torch.device, threads: int) -> None:
-        self._module = module = load()
+        self._module = module = _load()
         kinds = [module.BackendKind.CPU_ONLY]
         number = module.NVIMGCODEC_DEVICE_CPU_ONLY
         if device.type == "cuda":
@@ -93,7 +96,7 @@ class NvImageCodec:
 
     def decode(
         self,
-        images: Sequence[Any],
+        images: Sequence[npt.NDArray[np.uint8]],
         parts: Sequence[tuple[int, int, int, int]],
         into: Sequence[torch.Tensor],
         stream: int,
@@ -132,7 +135,7 @@ def is_installed() -> bool:
     return False
 
 
-def load() -> Any:
+def _load() -> Any:
     """Return the module of nvImageCodec. Raises UsageError where it is not installed."""
     if _MODULE in sys.modules:
         return sys.modules[_MODULE]

@@ -23,3 +23,8 @@ class Normal:
         """Return (mean, std) for pixels from 0 to 255, rounded to float32."""
         mean, std = torch.tensor(self.mean) * 255.0, torch.tensor(self.std) * 255.0
         return mean.tolist(), std.tolist()
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Normalise pixels from 0 to 255; shape (..., 3)."""
+        mean, std = (torch.tensor(each, device=pixels.device) for each in self.scaled())
+        return ((pixels.float() - mean) / std).to(self.dtype)

@@ -19,7 +19,7 @@ class DeviceQueue(Protocol):
     number: int
     """The `cudaStream_t`; 0 on the CPU."""
 
-    def running(self) -> AbstractContextManager[Any]:
+    def running(self) -> AbstractContextManager[object]:
         """Queue torch's work here, and allocate its memory for here."""
 
     def host_memory(self, size: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ class HostQueue:
     device = torch.device("cpu")
     number = 0
 
-    def running(self) -> AbstractContextManager[Any]:
+    def running(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def host_memory(self, size: int) -> torch.Tensor:
@@ -62,8 +62,8 @@ class CudaQueue:
         self._done = cuda.Event(blocking=True)
         self.number = int(self._stream.cuda_stream)
 
-    def running(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+    def running(self) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
     def host_memory(self, size: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ Images that the device does not take are decoded by those threads, as `CropMaker
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,7 +20,6 @@ from dlio.comm.waiting import default_timeout_s
 from dlio.data.reader import SampleName
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
-from dlio.image.crop import Shown
 from dlio.image.device.codec import Codec
 from dlio.image.device.encoded import Encoded, encoded, header_of
 from dlio.image.moving import Move
@@ -58,11 +58,15 @@ class DeviceMaker:
         counters: Counters,
     ) -> None:
         self.recipe, self.collate, self.counters = recipe, collate, counters
+        steps = recipe.batch_transform
+        self.normal = None if steps is None else steps.normal
+        """Done by the kernel that crops; the other steps of a whole batch follow."""
         self.batch_bytes = batch_size * int(np.prod(recipe.crop.shape))
         slots = min(_MOST_SLOTS, threads)
         each = max(1, threads // slots)
         self.codec = Codec(device, slots, each, default_timeout_s())
-        self._has_said = False
+        self._to_say = threading.Lock()
+        """Held from the first word about the CPU's part on."""
 
     def begin(
         self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
@@ -76,8 +80,7 @@ class DeviceMaker:
     def by_cpu(self, names: Sequence[object]) -> None:
         """Count images that the CPU decodes in place of the device, and say so once."""
         self.counters.add("fallbacks", len(names))
-        if names and not self._has_said:
-            self._has_said = True
+        if names and self._to_say.acquire(blocking=False):
             _log.warning(
                 "%s is decoded by the CPU, as nvImageCodec does not take it: baseline JPEGs alone "
                 "are decoded on the device (stats()['fallbacks'] counts the others)",
@@ -124,11 +127,10 @@ class _DeviceCrops:
             self._ready[row] = crop
             self._maker.by_cpu([name])
             return
-        size = header.frame.height, header.frame.width
-        boxes = recipe.crop.boxes(*size, uniforms.tolist())
-        move = Move(Shown(boxes[0], *size), recipe.crop.size, recipe.crop.width)
+        made = encoded(image, header, recipe.decoder, uniforms.tolist(), name)
+        move = Move(made.shown, recipe.crop.size, recipe.crop.width)
         self._companions[row] = recipe.accompanying(values, move, sample)
-        self._encoded[row] = encoded(image, header, boxes, name)
+        self._encoded[row] = made
 
     def settle(self, intact: Sequence[int]) -> dict[int, Exception]:
         """Decode the batch; return the errors of slots.
@@ -149,6 +151,7 @@ class _DeviceCrops:
             (self._recipe.crop.size, self._recipe.crop.width),
             self._ready_rows(rows),
             count * crops,
+            self._maker.normal,
         )
         self._crops = made.crops
         counters = self._maker.counters
