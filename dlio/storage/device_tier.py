@@ -138,7 +138,7 @@ class DeviceTier:
         return first
 
     def close(self) -> None:
-        """Free the memory once the device has done what it was given."""
+        """Free the memory once the device has done its work."""
         with self._lock:
             self.is_full = True
             self._table[:, _FIRST] = -1

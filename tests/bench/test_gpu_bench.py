@@ -1,11 +1,10 @@
-"""`dlio bench gpu` runs what needs no GPU, and names what it skips."""
+"""`dlio bench gpu` runs the cases that need no GPU, and names those that it skips."""
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 
@@ -13,6 +12,8 @@ from dlio.cli import main
 from dlio_bench.gpu.command import CASES
 from dlio_bench.gpu.profiled import covered, traced
 from dlio_bench.results import envelope
+
+jsonschema = pytest.importorskip("jsonschema")
 
 
 def _report(path: Path, *options: str) -> Any:
@@ -97,7 +98,7 @@ def test_copies_that_kernels_cover_are_summed_once() -> None:
         span = SimpleNamespace(start=start, end=end)
         return SimpleNamespace(name=name, time_range=span, device_type=device)
 
-    found = traced(
+    sums = traced(
         [
             event("Memcpy HtoD (Pinned -> Device)", 0, 10),
             event("Memcpy HtoD (Pinned -> Device)", 20, 30),
@@ -108,5 +109,5 @@ def test_copies_that_kernels_cover_are_summed_once() -> None:
             event("aten::mm", 0, 100, "DeviceType.CPU"),
         ]
     )
-    assert (found.copies_us, found.covered_us, found.waits) == (20, 6, 1)
+    assert (sums.copies_us, sums.covered_us, sums.waits) == (20, 6, 1)
     assert covered([(0, 4)], []) == 0

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 _IMAGES, _BATCH = 96, 8
 _CYCLES = 20_000_000
 """Of the GPU's clock: about 10 ms, in which ten batches could be copied."""
+_cuda: Any = torch.cuda  # `_sleep` has no types.
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_batches_are_those_of_the_host_while_the_gpu_lags_behind(
     folder: Path, workers: Any
 ) -> None:
     def epochs(device: str | None) -> tuple[list[list[int]], list[int]]:
-        busy = (lambda: torch.cuda._sleep(_CYCLES)) if device else (lambda: None)
+        busy = (lambda: _cuda._sleep(_CYCLES)) if device else (lambda: None)
         sums, allocated = [], []
         with (
             dlio.open(folder, image_size=64, tiers="ram:64MiB") as data,
@@ -76,7 +77,7 @@ def test_the_tier_on_the_gpu_gives_the_crops_of_the_tier_in_ram(folder: Path) ->
             for _ in range(3):
                 samples: dict[int, Any] = {}
                 for images, labels in loader:
-                    torch.cuda._sleep(_CYCLES)
+                    _cuda._sleep(_CYCLES)
                     for k, sample in enumerate(loader.last_samples.tolist()):
                         samples[sample] = images[k].clone(), labels[k].clone()
                 made.append(samples)
@@ -108,13 +109,14 @@ def test_the_kernel_crops_as_torchs_operations_do(size: int) -> None:
     count, height, width = 32, 90, 120
     generator = np.random.default_rng(0)
     crop = Crop(size, True, upend=0.5)
-    sides = [np.full(count, side, np.int64) for side in (height, width)]
-    boxes = boxes_of(crop, *sides, generator.random((count, crop.draws)))[:, 0].copy()
-    images = np.stack([np.arange(count) * height * width * 3, *sides], 1)
+    heights, widths = (np.full(count, side, np.int64) for side in (height, width))
+    boxes = boxes_of(crop, heights, widths, generator.random((count, crop.draws)))[:, 0].copy()
+    firsts = np.arange(count) * height * width * 3
+    images = torch.from_numpy(np.stack([firsts, heights, widths], 1))
+    places = torch.from_numpy(boxes)
     pixels = torch.from_numpy(generator.integers(0, 256, count * height * width * 3, np.uint8))
-    given = [pixels, torch.from_numpy(images), torch.from_numpy(boxes)]
-    on_host = crop_batch(*given, (size, size))
-    on_gpu = crop_batch(*(each.cuda() for each in given), (size, size))
+    on_host = crop_batch(pixels, images, places, (size, size))
+    on_gpu = crop_batch(pixels.cuda(), images.cuda(), places.cuda(), (size, size))
     assert torch.equal(on_gpu.cpu(), on_host)
 
 

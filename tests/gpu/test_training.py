@@ -19,6 +19,7 @@ from dlio.train.exchange.paths import NcclPath
 pytestmark = pytest.mark.gpu
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 _CYCLES = 20_000_000
+_cuda: Any = torch.cuda  # `_sleep` has no types.
 
 
 def _exchanged(mpirun: MpiRun, device: str, exchange: str) -> Any:
@@ -54,7 +55,7 @@ def test_nccl_sums_a_bucket_in_place() -> None:
         bucket = Bucket([("weight", parameter)], 1, device)
         path = NcclPath(bucket, 1, None)
         for number in (1.0, 2.0):
-            torch.cuda._sleep(_CYCLES)
+            _cuda._sleep(_CYCLES)
             bucket.flat.fill_(number)
             path.start()
             path.begin()
@@ -70,7 +71,7 @@ def test_checkpoints_hold_the_values_of_their_step() -> None:
     strange = torch.arange(60.0, device="cuda").reshape(3, 4, 5).permute(2, 0, 1)[:, ::2]
     copies = Copies()
     for step in range(3):
-        torch.cuda._sleep(_CYCLES)
+        _cuda._sleep(_CYCLES)
         weights.fill_(step)
         copies.begin({"weights": weights, "strange": strange}, later={"weights", "strange"})
         copies.finish()

@@ -199,8 +199,8 @@ def test_the_capacity_is_used_and_not_exceeded_and_nothing_is_placed_twice() -> 
         assert places[10:] == [None] * 10
         assert tier.place(3, 5, 6, 3) is None
         assert tier.place(50, 1, 1, 0) is None  # The first that did not fit was the last.
-    found = tier.find(np.array([9, 10, 3]))
-    assert found.tolist() == [[864, 5, 6, 9], [-1, -1, -1, -1], [288, 5, 6, 3]]
+    entries = tier.find(np.array([9, 10, 3]))
+    assert entries.tolist() == [[864, 5, 6, 9], [-1, -1, -1, -1], [288, 5, 6, 3]]
     assert len(notes) == 1
     tier.close()
     assert (tier.find(np.arange(100))[:, 0] == -1).all()

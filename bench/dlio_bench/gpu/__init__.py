@@ -1,7 +1,7 @@
 """`dlio bench gpu`: everything that dlio does on a GPU, in one run of a few minutes.
 
     command.py     options, the cases in turn, the report
-    measuring.py   what cases share: settings, time limit, rates, reasons to skip
+    measuring.py   parts that cases share: settings, rates, reasons to skip
     decode.py      decoding by the loader's threads and on the device, and by other libraries
     dali.py        NVIDIA DALI's pipeline on the device
     tier.py        the tier of decoded images, and its kernel alone

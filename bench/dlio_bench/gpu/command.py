@@ -53,7 +53,9 @@ class GpuCase:
     ] = ""
     device: Annotated[
         str,
-        Option("cuda, or cpu for a small form of what needs no GPU.", choices=("cuda", "cpu")),
+        Option(
+            "cuda, or cpu for a small form of the cases that need no GPU.", choices=("cuda", "cpu")
+        ),
     ] = "cuda"
     case: Annotated[
         tuple[str, ...],
@@ -161,7 +163,7 @@ def _drawn(scratch: str, count: int) -> str:
 
 
 def command(case: GpuCase, output: Output) -> None:
-    """Measure what dlio does on a GPU: decoding, the decoded tier, hand-over, steps, exchanges.
+    """Measure dlio on a GPU: decoding, the decoded tier, hand-over, steps, exchanges.
 
     Cases that cannot run here are skipped by name with the reason, and the report says so in
     `skipped`. Without a GPU all are, and the command succeeds.

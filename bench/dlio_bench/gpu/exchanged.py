@@ -4,6 +4,7 @@ Usage: python -m dlio_bench.gpu.exchanged JSON. Rank 0 prints one line of JSON.
 """
 
 import json
+import socket
 import sys
 from typing import Any
 
@@ -30,8 +31,8 @@ def main(text: str) -> None:
         device = torch.device("cuda", comm.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if task["nccl"]:
-        store = dist.TCPStore(*_meeting(comm), comm.size, comm.rank == 0)
-        dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)
+        place = f"tcp://127.0.0.1:{_free_port(comm)}"
+        dist.init_process_group("nccl", place, rank=comm.rank, world_size=comm.size)
     seconds: dict[str, list[float]] = {}
     paths: dict[str, str] = {}
     for name in ["none", *task["exchanges"]]:
@@ -43,16 +44,14 @@ def main(text: str) -> None:
         print(json.dumps({"seconds": seconds, "paths": paths}), flush=True)
 
 
-def _meeting(comm: Communicator) -> tuple[str, int]:
-    """Return the host and the port of rank 0's store. Collective."""
-    import socket
-
+def _free_port(comm: Communicator) -> int:
+    """Return a port that is free on rank 0. Collective."""
     port = 0
     if comm.rank == 0:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-    return "127.0.0.1", comm.tell(port)
+    return comm.tell(port)
 
 
 def _path(name: str, device: torch.device, comm: Communicator) -> str:

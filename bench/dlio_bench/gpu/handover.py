@@ -15,7 +15,7 @@ from dlio_bench.results.values import Figure
 __all__ = ["handover"]
 
 _SPARE: Final = 1.5
-"""Computation of a batch, in times of what loading it takes: a loader that hands over in time has
+"""Computation of a batch, as a multiple of its loading: a loader that hands over in time has
 no stall then."""
 
 
@@ -74,11 +74,11 @@ class _Work:
         self._times = 1
         images = torch.zeros(1, dtype=torch.uint8, device=place.device)
         self(images)
-        each = _timed(lambda: [self(images) for _ in range(10)], place) / 10
+        each = _timed(lambda: _consume([(images, None)] * 10, self), place) / 10
         self._times = max(1, round(seconds / each))
 
     def __call__(self, images: torch.Tensor) -> None:
-        matrix = self._matrix + images.view(-1)[:1]
+        matrix = self._matrix + images.flatten()[:1]
         for _ in range(self._times):
             matrix = matrix @ self._matrix
 
@@ -86,7 +86,7 @@ class _Work:
 def _consume(batches: Iterable[Any], work: Callable[[torch.Tensor], object] | None) -> None:
     for images, _ in batches:
         if work is not None:
-            work(images.movedim(1, -1))
+            work(images)
 
 
 def _timed(run: Callable[[], object], place: Place) -> float:
@@ -103,10 +103,10 @@ def _trace(run: Callable[[], object], place: Place, measured: Measured) -> None:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         run()
         place.wait()
-    found = traced(seen.events())
-    share = 100 * found.covered_us / found.copies_us if found.copies_us else 100.0
+    sums = traced(seen.events())
+    share = 100 * sums.covered_us / sums.copies_us if sums.copies_us else 100.0
     measured.figures += [
         Figure("hand-over, copies under kernels", "% of their time", (share,), better="higher"),
-        Figure("hand-over, waits of the host", "", (float(found.waits),), better="lower"),
+        Figure("hand-over, waits of the host", "", (float(sums.waits),), better="lower"),
     ]
     measured.notes.append("hand-over: one wait of the host ends the traced pass itself")

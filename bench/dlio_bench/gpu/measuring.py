@@ -1,12 +1,12 @@
-"""What the cases of `dlio bench gpu` share: settings, time limit, rates, reasons to skip."""
+"""Parts that the cases of `dlio bench gpu` share: settings, rates, reasons to skip."""
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from dlio import DataLoader
 from dlio_bench.results.values import Figure, Ratio
 
 __all__ = ["Measured", "Place", "passes", "rates_in_turn", "tiers_for"]
@@ -55,7 +55,7 @@ class Measured:
         self.ratios.append(Ratio(name, values))
 
 
-def passes(loader: Any, place: Place) -> Callable[[], int]:
+def passes(loader: DataLoader, place: Place) -> Callable[[], int]:
     """Return a function that makes one pass and counts its samples."""
 
     def run() -> int:

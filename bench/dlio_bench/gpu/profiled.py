@@ -2,12 +2,29 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final, Protocol
 
 __all__ = ["Traced", "covered", "traced"]
 
 Span = tuple[float, float]
 """Beginning and end, in microseconds."""
+
+
+class _Range(Protocol):
+    start: float
+    end: float
+
+
+class _Event(Protocol):
+    """An event of `torch.profiler.profile.events()`."""
+
+    name: str
+    device_type: object
+
+    @property
+    def time_range(self) -> _Range: ...
+
+
 _WAITS: Final = ("cudaDeviceSynchronize", "cudaStreamSynchronize")
 
 
@@ -23,12 +40,8 @@ class Traced:
     """Calls by which the host waited for the device or for a whole stream."""
 
 
-def traced(events: Iterable[Any]) -> Traced:
-    """Sum up the events of a profile.
-
-    Args:
-        events: of `torch.profiler.profile.events()`.
-    """
+def traced(events: Iterable[_Event]) -> Traced:
+    """Sum up the events of a profile."""
     copies: list[Span] = []
     kernels: list[Span] = []
     waits = 0

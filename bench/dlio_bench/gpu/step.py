@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -63,32 +63,28 @@ def step(place: Place, measured: Measured) -> None:
             fed = _endless(loader)
             for _ in range(len(loader) + 2):  # Fills the tiers; the device compiles and chooses.
                 training(*next(fed))
-            resident = next(fed)
-            rates = _in_turn(
-                {"fed": lambda fed=fed: next(fed), "resident": lambda batch=resident: batch},
-                training,
-                place,
-            )
+            sources = {"fed": fed, "resident": itertools.repeat(next(fed))}
+            rates = _in_turn(sources, training, place)
             fed.close()
         measured.rates(f"ResNet-50 step, {name}", rates)
         measured.ratio(f"ResNet-50 step, {name}: fed / resident", rates["fed"], rates["resident"])
 
 
-def _endless(loader: Any) -> Iterator[Any]:
+def _endless(loader: Any) -> Generator[Any, None, None]:
     for _ in itertools.count():
         yield from loader
 
 
 def _in_turn(
-    sources: dict[str, Callable[[], Any]], training: "_Training", place: Place
+    sources: dict[str, Iterator[Any]], training: "_Training", place: Place
 ) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {name: [] for name in sources}
     for _ in range(place.repeats):
-        for name, take in sources.items():
+        for name, batches in sources.items():
             place.wait()
             began = time.perf_counter()
             for _ in range(place.steps):
-                training(*take())
+                training(*next(batches))
             place.wait()
             rates[name].append(place.steps * place.batch_size / (time.perf_counter() - began))
     return rates

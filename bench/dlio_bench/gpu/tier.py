@@ -27,7 +27,7 @@ def tier(place: Place, measured: Measured) -> None:
         with dlio.open(place.source, tiers="none", image_size=None) as files:
             count = len(files)
         room = count * 3 * short * 3 * short + (1 << 20)
-        rates = {}
+        rates: dict[str, list[float]] = {}
         for kind in ("gpu", "ram"):
             tiers = f"{kind}:{room}B:decoded,{blocks}"
             with (

@@ -107,10 +107,10 @@ class _TierSlots:
         """By slot, the row of `_crops` of an image that was cropped on the host."""
 
     def take_cached_many(self, slots: list[int]) -> tuple[list[int], float]:
-        found = self._maker.tier.find(self._samples[slots])
-        there = found[:, _FIRST] >= 0
+        entries = self._maker.tier.find(self._samples[slots])
+        there = entries[:, _FIRST] >= 0
         mine = np.array(slots, np.intp)[there]
-        self._images[mine], self._labels[mine] = found[there, :3], found[there, 3]
+        self._images[mine], self._labels[mine] = entries[there, :3], entries[there, 3]
         rest = [slot for slot, is_there in zip(slots, there.tolist(), strict=True) if not is_there]
         return rest, len(mine) * self._maker.tier.saves_s
 
