@@ -79,7 +79,7 @@ class Makers:
         return self._made.maker
 
     def close(self) -> None:
-        """End what decodes on devices."""
+        """End the decoders of devices."""
         for maker in self._on_devices:
             maker.close()
             self._made = None
