@@ -444,7 +444,8 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         transform = None
         if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
             transform = data.recipe.batch_transform
-        begun.feed = engines.delivered(begun.feed, device, transform)
+        if device is not None or transform is not None:
+            begun.feed = engines.delivered(begun.feed, device, transform)
         return begun
 
     def _options(self) -> LoaderOptions:
