@@ -167,7 +167,7 @@ def test_damage_that_the_device_finds_is_the_cpus_error() -> None:
 
 
 class _Recorder:
-    """A queue and a library of the CPU that record what is done, and check the coded bytes."""
+    """A queue and a library of the CPU that record their calls, and check the coded bytes."""
 
     def __init__(self) -> None:
         self.device, self.number = HOST, 0

@@ -5,7 +5,7 @@
 - `library`: nvImageCodec, loaded at first use
 - `queue`: the order of work on a device, a CUDA stream or the CPU
 - `crops.crop_batch`: crops, resizes, mirrors and normalises a batch of decoded images
-- `triton_crops`: its form for CUDA, one kernel a batch; `normal`: what it normalises by
+- `triton_crops`: its form for CUDA, one kernel a batch; `normal`: its mean and deviation
 """
 
 __all__: list[str] = []

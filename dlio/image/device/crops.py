@@ -234,7 +234,7 @@ def _area(part: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def _covered(part: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-    """Sum what each of `count` pixels covers along an axis, in units of 1/count of a pixel."""
+    """Sum the pixels under each of `count` along an axis, in units of 1/count of a pixel."""
     size = part.shape[axis]
     begin = torch.arange(count, device=part.device) * size
     shape: Sequence[int] = (-1, 1, 1) if axis == 0 else (-1, 1)

@@ -88,8 +88,8 @@ def _has_its_markers(image: Buffer, frame: Frame) -> bool:
 def encoded(
     image: Buffer, header: Header, decoder: Decoder, uniforms: Sequence[float], name: object
 ) -> Encoded:
-    """Copy what the crops of an image need: of a JPEG whose rows are restart intervals, those that
-    a crop touches.
+    """Copy the bytes that the crops of an image need: of a JPEG whose rows are restart intervals,
+    those that a crop touches.
 
     The crops are those of `Decoder.decode`, and of the same pixels: where it decodes at a fraction,
     they are cut out of an image that is shrunk by that factor.
@@ -130,7 +130,7 @@ def encoded(
 
 
 def _decoded_shape(header: Header, box: Box, factor: int) -> tuple[int, int]:
-    """Rows and columns to the end of what `Decoder` decodes for a box, at 1/factor."""
+    """Rows and columns to the end of the part that `Decoder` decodes for a box, at 1/factor."""
     frame, starts = header
     bottom, right = box.top + box.height, frame.width
     if starts is not None:

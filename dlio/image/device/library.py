@@ -61,7 +61,7 @@ class NvImageCodec:
 
     Args:
         device: "cpu" or a CUDA device.
-        threads: of the CPU, for what a device leaves to it.
+        threads: of the CPU, for the work that a device leaves to it.
 
     Raises UsageError where nvImageCodec, or nvJPEG for a CUDA device, is not installed.
     """
@@ -150,7 +150,7 @@ def _load() -> Any:
 
 @contextmanager
 def _without_complaints() -> Iterator[None]:
-    """Keep from stderr what is written about libraries for other formats; pass on the rest.
+    """Keep complaints about libraries for other formats from stderr; pass on the rest.
 
     They are written by C++ code that knows no setting for it. Other threads' lines come late.
     """

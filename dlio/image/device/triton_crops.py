@@ -113,7 +113,7 @@ def _crops(
     blue = tl.full([BLOCK], 0, tl.int32)
     if high > 0:
         if (high >= 2 * height) & (wide >= 2 * width):
-            # Sums of what a pixel covers, in units of 1 / (height * width) of a pixel.
+            # Sums of the area under a pixel, in units of 1 / (height * width) of a pixel.
             reds = tl.full([BLOCK], 0, tl.int64)
             greens = tl.full([BLOCK], 0, tl.int64)
             blues = tl.full([BLOCK], 0, tl.int64)

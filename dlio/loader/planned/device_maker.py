@@ -245,6 +245,6 @@ class _DeviceCrops:
 
 
 def _wait(tensor: torch.Tensor) -> None:
-    """Wait for what this thread has queued on a CUDA device: other streams use its result."""
+    """Wait for this thread's work on a CUDA device: other streams use its result."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()

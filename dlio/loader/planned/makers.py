@@ -113,7 +113,7 @@ class DirectSlots(Slots, Protocol):
 
 @runtime_checkable
 class SettledSlots(Slots, Protocol):
-    """Slots whose samples are decoded together: `make` only gathers what that needs."""
+    """Slots whose samples are decoded together: `make` only gathers their bytes."""
 
     def settle(self, intact: Sequence[int]) -> dict[int, Exception]:
         """Decode the slots that have been made; called once, before `finish`.
