@@ -126,6 +126,22 @@ def test_mixtures_and_normalised_batches_are_those_of_the_tier_in_ram(folder: Pa
             assert np.abs(pixels - other[sample][0]).max() <= 1.01 / 255
 
 
+@pytest.mark.parametrize("room", ["16MiB", "150KiB"])
+def test_the_kernel_normalises_as_the_transform_does(folder: Path, room: str) -> None:
+    import dlio.transforms as T  # noqa: N812 - as everybody calls them
+
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+    transform = T.Compose([T.RandomResizedCrop(48), T.Normalize(mean, std)])
+    ours, (decoded, _) = _passes(folder, f"gpu:{room}:decoded,ram:64MiB", transform=transform)
+    ram, _ = _passes(folder, "ram:16MiB:decoded,ram:64MiB", transform=transform)
+    assert decoded[2] > 0
+    for mine, other in zip(ours, ram, strict=True):
+        for sample, (pixels, label) in mine.items():
+            assert label == other[sample][1]
+            assert pixels.dtype == np.float32
+            assert np.abs(pixels - other[sample][0]).max() <= 1.01 / 255 / min(std)
+
+
 def test_damaged_images_are_left_out_and_take_no_room(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "damaged"
     shutil.copytree(folder, copy)

@@ -69,6 +69,9 @@ class TierMaker:
                 "(Normalize, ToDtype, MixUp and CutMix), or ram:...:decoded"
             )
         self.recipe, self.tier, self.decoded = recipe, tier, decoded
+        steps = recipe.batch_transform
+        self.normal = None if steps is None else steps.normal
+        """Done by the kernel that crops; the other steps of a whole batch follow."""
         self.keeps: Callable[[_I64], npt.NDArray[np.bool_]] = _all
         """True for the samples that this rank keeps, as the plan of a pass says."""
         shape = recipe.crop.shape
@@ -216,18 +219,27 @@ class _Part:
     """Rows of `crops` that are free."""
 
     def made_on_device(self, copies: Copies) -> torch.Tensor:
-        """Return the crops: uint8, shape (n, 3, height, width) or (n, crops, 3, height, width), in
-        channels-last memory."""
-        crop, made = self.maker.recipe.crop, None
+        """Return the crops: uint8, or float32 if they are normalised; shape (n, 3, height, width),
+        or (n, crops, 3, height, width); in channels-last memory."""
+        made = None
         with self.maker.tier.turn(copies) as pixels:
             self._keep_new(pixels, copies)
             if len(self.crop_of) < len(self.images):
                 images, boxes = map(copies.to_device, self._descriptors())
-                made = crop_batch(pixels, images, boxes, (crop.size, crop.width))
-                made = made.permute(0, 2, 3, 1).view(-1, *crop.shape)
+                made = self._cropped(pixels, images, boxes)
         if self.crop_of or made is None:
             made = self._with_crops(made, copies)
         return made.movedim(-1, -3)
+
+    def _cropped(
+        self, pixels: torch.Tensor, images: torch.Tensor, boxes: torch.Tensor
+    ) -> torch.Tensor:
+        """Crop, and normalise if that comes next; shape (n, height, width, 3), or of several crops
+        (n, crops, height, width, 3)."""
+        crop = self.maker.recipe.crop
+        size, normal = (crop.size, crop.width), self.maker.normal
+        made = crop_batch(pixels, images, boxes, size, normal=normal)
+        return made.permute(0, 2, 3, 1).view(-1, *crop.shape)
 
     def _keep_new(self, pixels: torch.Tensor, copies: Copies) -> None:
         """Copy new images into the tier; crop those on the host that it has no room for."""
@@ -258,6 +270,15 @@ class _Part:
         images = np.repeat(np.maximum(self.images, 0), crop.crops, axis=0)
         return torch.from_numpy(images), torch.from_numpy(boxes.reshape(-1, NUMBERS))
 
+    def _whole(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the images and boxes that leave `count` rows of `crops` as they are."""
+        crop = self.maker.recipe.crop
+        height, width, count = crop.size, crop.width, count * crop.crops
+        images = torch.tensor([0, height, width]).repeat(count, 1)
+        images[:, _FIRST] = 3 * height * width * torch.arange(count)
+        boxes = torch.tensor([0, 0, height, width, 0, 0], dtype=torch.int32).repeat(count, 1)
+        return images, boxes
+
     def _with_crops(self, made: torch.Tensor | None, copies: Copies) -> torch.Tensor:
         """Put the crops that were made on the host in their rows.
 
@@ -266,6 +287,9 @@ class _Part:
         """
         used = 1 + max(self.crop_of.values(), default=-1)
         crops = copies.to_device(torch.from_numpy(self.crops[:used]))
+        if self.maker.normal is not None:
+            whole = map(copies.to_device, self._whole(used))
+            crops = self._cropped(crops.view(-1), *whole)
         if made is None and all(row == crop for row, crop in self.crop_of.items()):
             return crops[: len(self.crop_of)]
         rows, source = (
