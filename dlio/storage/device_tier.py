@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.errors import UsageError
+from dlio.errors import DlioError, UsageError
 from dlio.util.units import format_bytes
 
 __all__ = ["Copies", "DeviceTier", "Event", "free_bytes"]
@@ -77,6 +77,7 @@ class DeviceTier:
         self._pixels: torch.Tensor | None = None
         self._used = self._images = 0
         self._last: Event | None = None
+        self._is_closed = False
         self._decode_s, self._decoded = 0.0, 0
         free = free_bytes(device)
         if free is not None and capacity > free:
@@ -105,8 +106,12 @@ class DeviceTier:
     @contextmanager
     def turn(self, copies: Copies) -> Iterator[torch.Tensor]:
         """Use the memory, a flat uint8 tensor, on a stream: after all earlier uses, before later
-        ones. Raises UsageError if the device lacks the memory."""
+        ones. Raises UsageError if the device lacks the memory, DlioError after `close`."""
         with self._lock:
+            if self._is_closed:
+                raise DlioError(
+                    "a data set was closed while a batch of it was copied: close its loader first"
+                )
             if self._last is not None:
                 copies.wait(self._last)
             if self._pixels is None:
@@ -140,7 +145,7 @@ class DeviceTier:
     def close(self) -> None:
         """Free the memory once the device has done its work."""
         with self._lock:
-            self.is_full = True
+            self.is_full = self._is_closed = True
             self._table[:, _FIRST] = -1
             if self._last is not None:
                 self._last.synchronize()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dlio
-from dlio.errors import UsageError
+from dlio.errors import DlioError, UsageError
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.spec import TierSpec, device_spec, parse_tiers
 from dlio.util.settings import DEVICE_TIER
@@ -220,6 +220,8 @@ def test_the_capacity_is_used_and_not_exceeded_and_nothing_is_placed_twice() -> 
     assert len(notes) == 1
     tier.close()
     assert (tier.find(np.arange(100))[:, 0] == -1).all()
+    with pytest.raises(DlioError, match="close its loader first"), tier.turn(_Copies()):
+        pass
 
 
 def test_specifications_are_parsed_and_others_refused_with_the_remedy() -> None:
