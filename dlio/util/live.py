@@ -1,7 +1,7 @@
 """Figures of running processes, for `dlio top`.
 
 A process that publishes figures listens at an abstract socket, `@dlio-live-<uid>-<pid>-<token>`,
-which is no file and is gone with the process. Whoever connects as the same user, or as root, gets
+without a file: it is gone with the process. Whoever connects as the same user, or as root, gets
 one JSON object, and the connection ends. Nothing is counted or copied unless someone asks.
 """
 

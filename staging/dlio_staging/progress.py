@@ -93,8 +93,8 @@ def show_progress(total: int, shown: bool, title: str = "staging") -> Iterator[S
         ):
             yield drawn
     else:
-        with _published(_InLines(total, title)) as told:
-            yield told
+        with _published(_InLines(total, title)) as line_wise:
+            yield line_wise
 
 
 @contextmanager

@@ -22,8 +22,8 @@ def _sources(text: str) -> set[str]:
 def _packages(text: str) -> set[str]:
     """Packages of Debian and of pip that a recipe installs, without options."""
     joined = re.sub(r'"[^"]*"', "", text).replace("\\\n", " ")
-    found = re.findall(r"(?:apt-get install|/pip install)(.*?)(?:&&|$)", joined, re.MULTILINE)
-    words = {word.strip("'") for each in found for word in each.split()}
+    lists = re.findall(r"(?:apt-get install|/pip install)(.*?)(?:&&|$)", joined, re.MULTILINE)
+    words = {word.strip("'") for each in lists for word in each.split()}
     return {word for word in words if not word.startswith("-")}
 
 

@@ -24,6 +24,10 @@ class TestTernary(_Named):
     name = "ternary"
 
 
+class TestSparse(_Named):
+    name = "sparse"
+
+
 class TestThreshold(_Named):
     name = "threshold"
 
