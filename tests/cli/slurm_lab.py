@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,7 +50,8 @@ def two_nodes(folder: Path) -> Iterator[dict[str, str]]:
 
     Skips the test where Slurm or munge is not installed, and for users other than root.
     """
-    path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
+    own = sysconfig.get_path("scripts")  # The `dlio` under test, wherever pytest was started.
+    path = os.pathsep.join([own, os.environ["PATH"], "/usr/sbin", "/sbin"])
     missing = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed (Debian: slurm-wlm, munge)")
