@@ -11,7 +11,7 @@ JOBS ?= 4
 # Without bytecode, each of the many processes that tests start would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools demo test test-all coverage lint lint-in-one-piece check bench bench-watch docs clean
+.PHONY: help setup tools demo test test-all coverage lint lint-in-one-piece check bench bench-watch gpu-check docs clean
 help:
 	@echo "make demo [DATA=folder]  train on pictures drawn for it, or on yours, with 2 MPI ranks (1.3 GB)"
 	@echo "make test [JOBS=4]       run the tests"
@@ -21,6 +21,7 @@ help:
 	@echo "make check               all that CI does: tests and lint"
 	@echo "make bench               loading speed compared with torch's DataLoader, on the demo's pictures"
 	@echo "make bench-watch         small runs of the benchmarks, compared with bench/baseline.json"
+	@echo "make gpu-check           tests that need a GPU, then dlio bench gpu into gpu.json: 9 minutes at most"
 	@echo "make docs                the documentation as a site, in .cache/site"
 	@echo "make clean               remove the environment and the files of demo and tests"
 
@@ -114,6 +115,13 @@ bench: setup
 
 bench-watch: setup
 	$(BIN)/dlio bench watch --baseline bench/baseline.json
+
+# On a machine without a GPU: skips by name, and succeeds. PYTHON with CUDA's torch: see docs/guides/gpu.md.
+GPU_PYTHON ?= $(BIN)/python
+gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
+	timeout 210 $(GPU_PYTHON) -m pytest -m gpu -rs --timeout 90 tests/gpu tests/image tests/loader; tests=$$?; \
+	  timeout 320 $(GPU_PYTHON) -m dlio.cli bench gpu --minutes 4 --report gpu.json; bench=$$?; \
+	  exit $$((tests > bench ? tests : bench))
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -126,6 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = any("::" in each for each in config.args)
     if not named:
         _check_daily(items)
+    _skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])
     nightly = [item for item in items if _is_nightly(item)]
     if config.getoption("--nightly"):
         for item in nightly:
@@ -138,6 +139,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # To report each as skipped would take seconds.
         items[:] = [item for item in items if not _is_nightly(item)]
         config.hook.pytest_deselected(items=nightly)
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
+    if not items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def _is_nightly(item: pytest.Item) -> bool:

@@ -14,6 +14,7 @@ command: Final = Group(
         "checkpoint": "dlio_bench.checkpoint.command:command",
         "compare": "dlio_bench.results.compare:command",
         "exchange": "dlio_bench.exchange.command:command",
+        "gpu": "dlio_bench.gpu.command:command",
         "html": "dlio_bench.results.page.command:command",
         "loader": "dlio_bench.loader:command",
         "peers": "dlio_bench.peers.command:command",

@@ -29,7 +29,6 @@ from dlio.loader.contract import (
 )
 from dlio.loader.dataset import Dataset
 from dlio.loader.dealing import Dealing, DealtIterator
-from dlio.loader.device import delivered
 from dlio.loader.diagnosis import diagnose, report
 from dlio.loader.engines import Engines, described
 from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
@@ -446,7 +445,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         if begun.stats.engine == "planned" and data is not None and options.collates_by_default:
             transform = data.recipe.batch_transform
         if device is not None or transform is not None:
-            begun.feed = delivered(begun.feed, device, transform)
+            begun.feed = engines.delivered(begun.feed, device, transform)
         return begun
 
     def _options(self) -> LoaderOptions:

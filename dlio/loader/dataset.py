@@ -21,7 +21,7 @@ from dlio.loader.cutting import PatchRecipe, PatchSource
 from dlio.loader.recipe import Finish, MappedRecipe, Recipe
 from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
-from dlio.storage.spec import Tiers, choose_tiers, decoded_spec
+from dlio.storage.spec import Tiers, choose_tiers, decoded_spec, device_spec
 from dlio.util.arguments import (
     check_callable,
     check_flag,
@@ -365,7 +365,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         return self._make_recipe() if getattr(self.reader, "inspected", True) else None
 
     def _make_recipe(self) -> Recipe:
-        through_decoded = decoded_spec(self.tiers) is not None
+        through_decoded = any(find(self.tiers) for find in (decoded_spec, device_spec))
         if through_decoded and self.maps:
             raise UsageError(
                 f"tiers={self.tiers!r}: map() makes samples one by one, and decoded tiers keep "

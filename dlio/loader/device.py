@@ -1,77 +1,73 @@
-"""Batches on a GPU ahead of their use: copied from page-locked memory on a stream of their own."""
+"""Batches on a device ahead of their use, transformed there."""
 
-import queue
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Self
 
 import torch
 
 from dlio.image.fusion import Batchwise
 from dlio.loader.contract import BatchData
 from dlio.loader.feed import Fed, Feed
-from dlio.loader.nested import map_leaves, tensors_in
-from dlio.util.threads import Workers
+from dlio.loader.handover import MadeOnDevice, Staging, handed_over
+from dlio.loader.nested import map_leaves
+from dlio.loader.streams import streams_of
+from dlio.storage.device_tier import Event
 
-__all__ = ["delivered", "moved"]
-
-_AHEAD: Final = 2
-"""Largest number of batches that wait on the device."""
-_POLL_S: Final = 0.2
-_JOIN_TIMEOUT_S: Final = 10.0
+__all__ = ["Delivery", "moved", "target_of"]
 
 
-@dataclass(slots=True)
-class _Copied:
-    fed: Fed
-    event: torch.cuda.Event | None
-    """Completes with the copy; None for an error, which has nothing to copy."""
+class Delivery:
+    """Brings batches to a device. Owner: the loader, which uses it for all passes: page-locked
+    memory and the copy stream are made once."""
+
+    def __init__(self) -> None:
+        self._staging: dict[torch.device, Staging | None] = {}
+
+    def __call__(
+        self, feed: Feed, device: torch.device | str | int | None, transform: Batchwise | None
+    ) -> Feed:
+        """Return the batches of `feed` on a device, transformed there.
+
+        On CUDA a thread copies them on a stream of its own, ahead of their use. On other devices
+        they are copied when they are handed out.
+
+        Args:
+            device: where they are to be; where they are for None.
+            transform: None to leave them as they are.
+        """
+        if device is not None:
+            target = target_of(device)
+            staging = self.staging(target)
+            feed = _in_place(feed, target) if staging is None else handed_over(feed, staging)
+            next(feed)
+        if transform is not None:
+            feed = _transformed(feed, transform)
+            next(feed)
+        return feed
+
+    def staging(self, device: torch.device) -> Staging | None:
+        """Return the streams and the memory for copies; None if copies are made in place."""
+        if device not in self._staging:
+            streams = streams_of(device)
+            self._staging[device] = None if streams is None else Staging(streams)
+        return self._staging[device]
 
 
-def delivered(
-    feed: Feed, device: torch.device | str | int | None, transform: Batchwise | None
-) -> Feed:
-    """Return the batches of `feed` on a device, transformed there.
-
-    On CUDA a thread takes batches and copies them on a stream of its own, ahead of their use. On
-    other devices they are copied when they are handed out.
-
-    Args:
-        device: where they are to be; where they are for None.
-        transform: None to leave them as they are.
-    """
-    if device is not None:
-        target = torch.device(device)
-        if target.type == "cuda" and target.index is None:
-            target = torch.device("cuda", torch.cuda.current_device())
-        feed = _on_device(feed, target)
-        next(feed)
-    if transform is not None:
-        feed = _transformed(feed, transform)
-        next(feed)
-    return feed
+def target_of(device: torch.device | str | int) -> torch.device:
+    """Return a device with its number: the current one for "cuda"."""
+    target = torch.device(device)
+    if target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    return target
 
 
-def _on_device(feed: Feed, device: torch.device) -> Feed:
-    if device.type != "cuda":
-        yield None
-        for fed in feed:
-            assert fed is not None
-            fed.data = moved(fed.data, device, non_blocking=False)
-            yield fed
-        return
-    with _Copier(feed, device) as copier:
-        yield None
-        while (copied := copier.take()) is not None:
-            fed = copied.fed
-            if copied.event is not None:
-                stream = torch.cuda.current_stream(device)
-                stream.wait_event(copied.event)
-                for tensor in tensors_in(fed.data):
-                    tensor.record_stream(stream)
-            del copied
-            yield fed
-            del fed
+def _in_place(feed: Feed, device: torch.device) -> Feed:
+    yield None
+    for fed in feed:
+        assert fed is not None
+        if fed.error is None:
+            fed.data = moved(fed.data, device)
+        yield fed
+        del fed
 
 
 def _transformed(feed: Feed, transform: Batchwise) -> Feed:
@@ -96,75 +92,45 @@ def _transformed_batch(fed: Fed, transform: Batchwise) -> BatchData:
     return transform(images, labels, fed.epoch, samples, *pairs)
 
 
-def moved(data: BatchData, device: torch.device, non_blocking: bool) -> BatchData:
+def moved(data: BatchData, device: torch.device) -> BatchData:
     """Return a batch of any structure with its tensors on a device."""
+    copies = _InPlace(device)
 
     def move(leaf: BatchData) -> BatchData:
         if isinstance(leaf, torch.Tensor):
-            return leaf.to(device, non_blocking=non_blocking)
+            return copies.to_device(leaf)
+        if isinstance(leaf, MadeOnDevice):
+            return leaf.made_on_device(copies)
         to: Callable[[torch.device], BatchData] | None = getattr(leaf, "to", None)
         return to(device) if callable(to) else leaf
 
     return map_leaves(move, data)
 
 
-class _Copier:
-    """The thread that copies. Owner: the feed."""
+class _InPlace:
+    """Copies that are complete when the call returns."""
 
-    def __init__(self, feed: Feed, device: torch.device) -> None:
-        self._feed, self._device = feed, device
-        self._ready: queue.Queue[_Copied | BaseException | None] = queue.Queue(_AHEAD)
-        self._workers = Workers("dlio-device", self._run, stop_timeout_s=_JOIN_TIMEOUT_S)
-        self._workers.start()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    def __enter__(self) -> Self:
-        return self
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
 
-    def __exit__(self, *_: object) -> None:
-        self._workers.close()
+    def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        target.copy_(tensor)
 
-    def take(self) -> _Copied | None:
-        """Return the next batch; None after the last. Raises the error that ended the thread."""
-        while True:
-            try:
-                item = self._ready.get(timeout=_POLL_S)
-            except queue.Empty:
-                if not self._workers.alive():
-                    return None
-                continue
-            if isinstance(item, BaseException):
-                raise item
-            return item
+    def record(self) -> Event:
+        return _Passed()
 
-    def _run(self, _: int) -> None:
-        last: BaseException | None = None
-        try:
-            torch.cuda.set_device(self._device)
-            cuda: Any = torch.cuda  # torch gives these constructors no types.
-            stream = cuda.Stream(self._device)
-            for fed in self._feed:
-                assert fed is not None
-                event = None
-                if fed.error is None:
-                    with torch.cuda.stream(stream):
-                        fed.data = moved(fed.data, self._device, non_blocking=True)
-                        event = cuda.Event()
-                        event.record(stream)
-                if not self._hand(_Copied(fed, event)):
-                    break
-                del fed
-        except BaseException as error:
-            last = error
-        finally:
-            self._feed.close()
-            self._hand(last)
+    def wait(self, event: Event) -> None:
+        pass
 
-    def _hand(self, item: _Copied | BaseException | None) -> bool:
-        """Queue an item once the queue has room; False if the loader is being closed."""
-        while not self._workers.stopping.is_set():
-            try:
-                self._ready.put(item, timeout=_POLL_S)
-            except queue.Full:
-                continue
-            return True
-        return False
+
+class _Passed:
+    """An event of work that is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass

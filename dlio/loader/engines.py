@@ -7,6 +7,7 @@ from torch.utils.data import BatchSampler
 
 from dlio.errors import UsageError
 from dlio.loader.dataset import Dataset
+from dlio.loader.device import Delivery
 from dlio.loader.empty import EmptyAware
 from dlio.loader.feed import Begun, Stats
 from dlio.loader.foreign.adapt import holds_own
@@ -20,6 +21,7 @@ from dlio.loader.sampled import SamplerPass
 from dlio.loader.threads import ThreadEngine
 from dlio.loader.trace import Spans
 from dlio.plan.listed_order import ListedOrder
+from dlio.storage.spec import device_spec
 
 __all__ = ["Engines", "choose_engine", "described"]
 
@@ -67,6 +69,7 @@ class Engines:
         self.planned = PlannedEngine()
         self.threads = ThreadEngine()
         self.torch = TorchEngine()
+        self.delivered = Delivery()
         self.ahead: Begun | None = None
         """The next pass, if it has begun while the last batches of the current one are used."""
         self.iterator: Any = None
@@ -118,6 +121,12 @@ class Engines:
                     begun.feed = raising_at_end(begun.feed, drawn.error)
                     next(begun.feed)
                 return begun
+        spec = None if data is None else device_spec(data.tiers)
+        if spec is not None:
+            raise UsageError(
+                f"tier {spec} is for batches that dlio makes in its own threads and order: leave "
+                "out the sampler, worker processes and batch_size=None, or the tier"
+            )
         if data is not None and data.recipe.mixes:
             raise UsageError(
                 "MixUp and CutMix in transform= mix the batches that dlio makes itself: leave out "

@@ -59,6 +59,7 @@ def open_dataset(
             map-style data set of torch. Paths may be of pathlib.
         tiers: `"ram:2GiB,/local/scratch:20GiB"`, bytes per node, fastest first; `"none"` for no
             tiers; None for DLIO_TIERS, or for RAM up to a quarter of the free memory.
+            `"gpu:40GiB:decoded"` keeps decoded images on each rank's device.
         image_size: side of the square crops of images, in pixels; None for samples as they are.
             Boxes, masks and keypoints move with the crop.
         train: random resized crops and flips, keyed by (seed, epoch, sample); otherwise the

@@ -40,7 +40,7 @@ class Finish(Protocol):
 class Recipe:
     """From a payload to a sample; the same for `dataset[i]` and for batches. Thread-safe.
 
-    Images become crops, next to their label or what else belongs to them, and samples of other
+    Images become crops, next to their label or other companions, and samples of other
     kinds are decoded whole. `Dataset` and the makers of batches hold one recipe together.
 
     Args:
@@ -55,7 +55,7 @@ class Recipe:
         crops: of each image, where the transform does not begin with crops.
 
     Raises UsageError for a transform that would move pixels, and leave boxes behind, for mixtures
-    of images without classes, and for several crops of what has none.
+    of images without classes, and for several crops of samples that have none.
     """
 
     where = "transform="
@@ -77,13 +77,13 @@ class Recipe:
         self.reader = reader
         self.finish = finish
         self.companion = None if finish is not None else companion_of(reader.schema, min_visible)
-        """Makes what belongs to a picture; None if the samples are of another kind."""
+        """Makes the companion of a picture; None if the samples are of another kind."""
         self._seed, self._parts = seed, fused(transform)
         parts, companion = self._parts, self.companion
         self.moves = companion is not None and companion.moves
         """True if samples have boxes or masks, which move with the pixels."""
         self._pictures = companion is not None and not self.moves and parts.whole is not None
-        """True if the transform takes whole pictures, without what belongs to them."""
+        """True if the transform takes whole pictures, without their companions."""
         self.crops = (
             companion is not None
             and not self._pictures
@@ -91,7 +91,7 @@ class Recipe:
         )
         """True if samples are crops of images."""
         self.ragged = self.moves and not self.crops
-        """True if batches are lists of whole pictures and of what belongs to them."""
+        """True if batches are lists of whole pictures and of their companions."""
         self.crop = parts.crop or Crop(image_size or 1, train, crops=crops)
         if crops > 1 and (parts.crop is not None or not self.crops):
             raise UsageError(
@@ -182,7 +182,7 @@ class Recipe:
         uniforms: npt.NDArray[np.float64],
         tier: DecodedTier | None = None,
     ) -> Any:
-        """Decode a sample's crops into its slot of a batch; return what belongs to it. Raises as
+        """Decode a sample's crops into its slot of a batch; return its companion. Raises as
         `one`.
 
         Args:
@@ -190,23 +190,34 @@ class Recipe:
             uniforms: the sample's row of `decoder.draw`.
             tier: is offered the decoded image.
         """
-        decoder, companion = self.decoder, self.companion
+        if tier is not None:
+            pixels, label, seconds = self.prepared(sample, payload)
+            tier.put(sample, pixels, label, seconds)
+            self.decoder.finish(pixels, uniforms, slot)
+            return label
+        companion = self.companion
         assert companion is not None
         values = self.fields(sample, payload)
         encoded, name = values[companion.image], SampleName(self.reader, sample)
-        if tier is None:
-            shown = decoder.decode(encoded, name, uniforms, slot)
-            move = None if shown is None else Move(shown, self.crop.size, self.crop.width)
-            return self.accompanying(values, move, sample)
-        label = self.accompanying(values, None, sample)
+        shown = self.decoder.decode(encoded, name, uniforms, slot)
+        move = None if shown is None else Move(shown, self.crop.size, self.crop.width)
+        return self.accompanying(values, move, sample)
+
+    def prepared(self, sample: int, payload: Buffer) -> tuple[npt.NDArray[np.uint8], Any, float]:
+        """Decode an image as tiers of decoded images keep it. Raises as `one`.
+
+        Returns: (pixels, see `Decoder.prepare`; its companion; seconds that decoding took).
+        """
+        assert self.companion is not None
+        values = self.fields(sample, payload)
+        beside = self.accompanying(values, None, sample)
         began = time.thread_time()  # Leaves out the time in which other threads ran.
-        pixels = decoder.prepare(encoded, name)
-        tier.put(sample, pixels, label, time.thread_time() - began)
-        decoder.finish(pixels, uniforms, slot)
-        return label
+        encoded, name = values[self.companion.image], SampleName(self.reader, sample)
+        pixels = self.decoder.prepare(encoded, name)
+        return pixels, beside, time.thread_time() - began
 
     def accompanying(self, values: dict[str, Any], move: Move | None, sample: int) -> Any:
-        """Make what belongs to a picture, of a payload's fields. Raises as `one`.
+        """Make the companion of a picture, of a payload's fields. Raises as `one`.
 
         Args:
             move: of the picture's crop; None for the whole picture.

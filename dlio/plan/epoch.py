@@ -21,7 +21,16 @@ from dlio.plan.layout import Layout
 from dlio.plan.listed_order import ListedOrder, ListedPlan
 from dlio.plan.mixture import MixtureOrder
 from dlio.plan.order import Order
-from dlio.plan.schedule import Ranks, Window, cut_window, deal, plan_window, senders_of, with_ranks
+from dlio.plan.schedule import (
+    Ranks,
+    Window,
+    cut_window,
+    deal,
+    keepers_of,
+    plan_window,
+    senders_of,
+    with_ranks,
+)
 from dlio.plan.shares import Shares
 from dlio.plan.tail_order import TailOrder
 from dlio.util.arguments import nearest
@@ -112,12 +121,23 @@ class EpochPlan:
     left: tuple[int, ...] | None = None
     """Those of `ranks` that are left, if an inexact mode goes on with an epoch after a loss; `rank`
     is then -1 for a rank that did not begin it."""
+    on_devices: bool = False
+    """Ranks keep samples on their devices; in `batch` mode each gets those that it keeps."""
 
     @property
     def global_batch(self) -> int:
         if self.shares is not None:
             return self.shares.global_batch
         return self.batch_size * self.ranks.size
+
+    def keeps(self, samples: _I64) -> npt.NDArray[np.bool_]:
+        """True for the samples that this rank keeps on its device: all that it consumes, unless
+        the mode brings a sample to the same rank in most epochs. Shape (n,)."""
+        if not self.on_devices or self.mode != "batch":
+            return np.ones(len(samples), np.bool_)
+        homes = with_ranks(self.home[self.layout.block_of(samples)], self.ranks)
+        kept: npt.NDArray[np.bool_] = keepers_of(samples, homes, self.ranks) == self.rank
+        return kept
 
     @property
     def largest_batch(self) -> int:
@@ -189,6 +209,7 @@ class _ExactPlan:
             plan.rank,
             "batch" if plan.mode == "batch" else "global",
             plan.shares,
+            plan.on_devices,
         )
 
 

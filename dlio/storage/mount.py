@@ -10,6 +10,7 @@ from typing import Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dlio.comm import Communicator
 from dlio.comm.nodes import Nodes, find_nodes
@@ -19,13 +20,15 @@ from dlio.data.agreement import check_same_data
 from dlio.data.flow import Flow
 from dlio.data.reader import Reader, StoredBlocks, data_bytes
 from dlio.data.source import is_remote
-from dlio.errors import TierFull, UsageError
+from dlio.errors import UsageError
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
 from dlio.plan.placement import Node, Placement, place
 from dlio.plan.schedule import Ranks
 from dlio.storage.block import aligned, block_sizes
+from dlio.storage.checks import check_room, check_size
 from dlio.storage.decoded import DecodedTier
+from dlio.storage.device_tier import DeviceTier
 from dlio.storage.fill import IN_FLIGHT_BYTES, Filler, blocks_in_order, filler_threads
 from dlio.storage.health import LostTier, is_fault
 from dlio.storage.hierarchy import Hierarchy, Pins
@@ -35,7 +38,7 @@ from dlio.storage.known import remember_root
 from dlio.storage.live_figures import LiveFigures
 from dlio.storage.places import Place, find_place
 from dlio.storage.sample_fill import SampleFiller
-from dlio.storage.spec import Tiers, TierSpec, choose_tiers, decoded_spec, is_parsed
+from dlio.storage.spec import Tiers, TierSpec, choose_tiers, decoded_spec, device_spec, is_parsed
 from dlio.storage.streamed import StreamProgress
 from dlio.storage.tier import Tier
 from dlio.util.shared import SHARED_MEMORY, user_folder
@@ -88,7 +91,12 @@ class Mount:
     notes: list[str] = field(default_factory=list)
     _filler: Filler | SampleFiller | None = None
     decoded_spec: TierSpec | None = None
-    """The tier of decoded images, None if none is specified."""
+    """The tier of decoded images in RAM, None if none is specified."""
+    device_spec: TierSpec | None = None
+    """The tier of decoded images on this rank's device, None if none is specified."""
+    on_devices: bool = False
+    """True if all ranks have such a tier."""
+    _device_tier: DeviceTier | None = None
     _progress: StreamProgress | None = None
     _decoded: DecodedTier | None = None
     _live: LiveFigures = field(init=False)
@@ -173,6 +181,19 @@ class Mount:
             self._decoded = DecodedTier(name, len(reader), capacity, self.hierarchy.note)
         return self._decoded
 
+    @property
+    def all_tiers(self) -> list[TierSpec]:
+        """The tiers of blocks, and those of decoded images."""
+        decoded = self.device_spec, self.decoded_spec
+        return [*self.tiers, *(spec for spec in decoded if spec is not None)]
+
+    def on_device(self, device: torch.device) -> DeviceTier | None:
+        """Return this rank's tier on its device, opened once; None if none is specified."""
+        if self._device_tier is None and self.device_spec is not None:
+            count, capacity = len(self.hierarchy.reader), self.device_spec.capacity
+            self._device_tier = DeviceTier(count, capacity, device, self.hierarchy.note)
+        return self._device_tier
+
     def regroup(self, members: Sequence[int]) -> None:
         """Go on with the ranks that are left; nodes keep their numbers.
 
@@ -217,6 +238,8 @@ class Mount:
         self.hierarchy.close()
         if self._decoded is not None:
             self._decoded.close()
+        if self._device_tier is not None:
+            self._device_tier.close()
         for use in self.uses:
             if use is not None:
                 use.close()
@@ -263,7 +286,7 @@ def mount(
     nodes = find_nodes(comm, pretend_nodes)
     ranks = Ranks(nodes.node_of)
     specs = choose_tiers(tiers, data_bytes(reader), nodes.per_machine)
-    folder = nodes.names[nodes.here]
+    folder, on_device = nodes.names[nodes.here], device_spec(tiers)
     block_bytes = block_bytes_of(reader)
     source = find_place(reader.path)
     requests = options.requests or source.requests(reader.objects)
@@ -293,9 +316,9 @@ def mount(
         placed = _gather_capacities(comm, nodes, ranks, opened, reader.fingerprint)
         placement = place(block_bytes, placed, reader.fingerprint)
         if not is_parsed(tiers):
-            _check_size(specs, block_bytes)
+            check_size(specs, block_bytes)
         pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
-        _check_room(opened, pins, block_bytes)
+        check_room(opened, pins.tier, block_bytes)
         rate = None if options.rate is None else options.rate / comm.size
         intake = undo.enter_context(closing(Intake(reader, requests, rate, options.timeout_s)))
         hierarchy = Hierarchy(
@@ -323,6 +346,8 @@ def mount(
         uses=uses,
         notes=notes,
         decoded_spec=decoded_spec(tiers),
+        device_spec=on_device,
+        on_devices=None not in comm.allgather(on_device and on_device.capacity),
     )
 
 
@@ -459,30 +484,3 @@ def _capacity(tier: Tier, fingerprint: str) -> int:
 def _absolute(path: str) -> str:
     """Return a path that a later `dlio verify --heal` can open from any folder."""
     return path if is_remote(path) or not os.path.exists(path) else os.path.abspath(path)
-
-
-def _check_size(specs: Sequence[TierSpec], block_bytes: npt.NDArray[np.int64]) -> None:
-    smallest = int(block_bytes.min(initial=1 << 62))
-    for spec in specs:
-        if spec.capacity < smallest:
-            raise UsageError(
-                f"tier {spec} is too small for a single block of {format_bytes(smallest)}: give "
-                "it more capacity, or leave it out"
-            )
-
-
-def _check_room(tiers: Sequence[Tier], pins: Pins, block_bytes: npt.NDArray[np.int64]) -> None:
-    """Raise TierFull now, not after an hour of filling, if a tier has too little room."""
-    for number, tier in enumerate(tiers):
-        if not tier.writable:
-            continue
-        pinned = np.flatnonzero(pins.tier == number)
-        here = np.fromiter(tier.blocks(), np.int64)
-        wanted = int(block_bytes[np.setdiff1d(pinned, here)].sum())
-        if wanted > tier.free_bytes():
-            place = "shared memory" if tier.kind == "ram" else tier.spec.root
-            raise TierFull(
-                f"tier {tier.spec} needs {format_bytes(wanted)} more, but {place} has only "
-                f"{format_bytes(tier.free_bytes())} free: lower its capacity in --tiers, or "
-                "free space"
-            )

@@ -17,6 +17,7 @@ __all__ = [
     "choose_tiers",
     "decoded_spec",
     "default_tiers",
+    "device_spec",
     "is_parsed",
     "parse_tiers",
 ]
@@ -31,16 +32,16 @@ class TierSpec:
     """One tier of a node, as specified by the user."""
 
     kind: str
-    """`ram` or `disk`; reports count bytes by it."""
+    """`ram`, `disk` or `gpu`; reports count bytes by it."""
     root: str
-    """Folder that the tier's private folder is made in."""
+    """Folder that the tier's private folder is made in; `gpu` for a rank's device."""
     capacity: int
-    """Bytes per node."""
+    """Bytes per node; per rank on its device."""
     decoded: bool = False
     """True if it keeps decoded images, above the tiers of blocks."""
 
     def __str__(self) -> str:
-        place = "ram" if self.kind == "ram" else self.root
+        place = self.root if self.kind == "disk" else self.kind
         text = f"{place}:{format_bytes(self.capacity).replace(' ', '')}"
         return f"{text}:decoded" if self.decoded else text
 
@@ -58,8 +59,9 @@ def parse_tiers(tiers: Tiers) -> list[TierSpec]:
     """Parse a comma-separated list of tiers, or a list of its parts, fastest first.
 
     `ram:SIZE` is shared memory, `FOLDER:SIZE` a disk, `ram:SIZE:decoded` (at most one) keeps
-    decoded images, and `none` means that there are none. Persistent memory is a folder on its file
-    system, with or without `pmem:` before it; `disk:` before a folder changes nothing.
+    decoded images, `gpu:SIZE:decoded` keeps them on each rank's device, and `none` means that there
+    are none. Persistent memory is a folder on its file system, with or without `pmem:` before it;
+    `disk:` before a folder changes nothing.
 
     Raises UsageError that quotes the part that is invalid.
     """
@@ -109,10 +111,21 @@ def _parsed(part: TierSpec | str) -> list[TierSpec]:
     place = place.removeprefix("pmem:").removeprefix("disk:")
     if place == "ram":
         return [TierSpec("ram", SHARED_MEMORY, capacity, decoded)]
+    if place == "gpu":
+        if not decoded:
+            raise UsageError(f"tier {part!r}: a GPU keeps decoded images: write {part}:decoded")
+        return [TierSpec("gpu", "gpu", capacity, decoded)]
     if decoded:
-        raise UsageError(f"tier {part!r}: decoded images are kept in RAM alone")
+        raise UsageError(
+            f"tier {part!r}: decoded images are kept in RAM or on a GPU: write ram:{size}:decoded "
+            f"or gpu:{size}:decoded"
+        )
     root = os.path.abspath(os.path.expanduser(path_in("tiers", place)))
-    close = "" if "/" in place or os.path.exists(root) else nearest(place, ("ram", "pmem", "none"))
+    close = (
+        ""
+        if "/" in place or os.path.exists(root)
+        else nearest(place, ("ram", "gpu", "pmem", "none"))
+    )
     if close:
         raise UsageError(f"tier {part!r}: the folder {root} does not exist{close}")
     return [TierSpec("disk", root, capacity)]
@@ -164,10 +177,21 @@ def choose_tiers(tiers: Tiers | None, data_bytes: int, nodes_here: int = 1) -> l
 
 
 def decoded_spec(tiers: Tiers | None) -> TierSpec | None:
-    """Return the tier of decoded images, None if none is specified. Raises UsageError."""
+    """Return the tier of decoded images in RAM, None if none is specified. Raises UsageError."""
+    return _decoded(tiers, "ram")
+
+
+def device_spec(tiers: Tiers | None) -> TierSpec | None:
+    """Return the tier of decoded images on each rank's device, None if none is specified. Raises
+    UsageError."""
+    return _decoded(tiers, "gpu")
+
+
+def _decoded(tiers: Tiers | None, kind: str) -> TierSpec | None:
     if tiers is None:
         tiers = settings().tiers or "none"
-    return next((spec for spec in parse_tiers(tiers) if spec.decoded), None)
+    specs = parse_tiers(tiers)
+    return next((spec for spec in specs if spec.decoded and spec.kind == kind), None)
 
 
 def _available_memory() -> int:

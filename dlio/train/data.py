@@ -12,7 +12,7 @@ from dlio.image import transforms
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.loader.opened import open_dataset
-from dlio.storage.spec import Tiers
+from dlio.storage.spec import Tiers, device_spec
 from dlio.train.arrays import is_arrays
 from dlio.train.config import TrainConfig
 from dlio.train.mesh import Mesh
@@ -107,7 +107,7 @@ def make_loader(
 
     Args:
         mesh: ranks that share samples get the same ones.
-        device: of the model; with --decode device it decodes.
+        device: of the model; see `_hands_over`.
     """
     loader = DataLoader(
         data,
@@ -119,12 +119,22 @@ def make_loader(
         pretend_nodes=config.pretend_nodes,
         pin_memory=torch.cuda.is_available(),
         trace=config.trace_out if training else None,
-        device=device if config.decode == "device" else None,
+        device=device if _hands_over(data, config, device) else None,
         decode=config.decode,
         mesh=mesh,
     )
     loader.deals = False  # The worker does, for all of its loaders.
     return loader
+
+
+def _hands_over(data: Dataset, config: TrainConfig, device: torch.device | None) -> bool:
+    """True if the loader hands out batches on the model's device: where the device decodes or keeps
+    images, and where a GPU can have crops ahead of their use, without boxes or masks whose
+    values the host checks."""
+    if config.decode == "device" or device_spec(data.tiers) is not None:
+        return True
+    on_gpu = device is not None and device.type == "cuda"
+    return on_gpu and data.crops and not data.recipe.moves
 
 
 def difference(one: Iterable[str], other: Iterable[str]) -> str:

@@ -337,7 +337,8 @@ class TrainOptions:
     tiers: Annotated[
         str | None,
         Option(
-            "Tiers of each node, fastest first, such as ram:2GiB,/local/scratch:20GiB, or none.",
+            "Tiers of each node, fastest first, such as ram:2GiB,/local/scratch:20GiB, or none. "
+            "gpu:40GiB:decoded keeps decoded images on each rank's GPU.",
             metavar="TIERS",
             default_text="DLIO_TIERS, or RAM",
         ),

@@ -107,7 +107,7 @@ def train(config: TrainConfig) -> RunReport:
             dataset={"samples": len(data), "bytes": sharing.payload_bytes(data)},
             ranks=comm.size if start is None else start.begun,
             nodes=len(mounted.nodes.names),
-            tiers=[str(s) for s in (*mounted.tiers, mounted.decoded_spec) if s is not None],
+            tiers=[str(s) for s in mounted.all_tiers],
             config=config,
             notes=list(task.notes),
         )

@@ -12,6 +12,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -29,6 +30,8 @@ class PoolStatistics:
     spare: int
     out_bytes: int
     spare_bytes: int
+    allocated: int
+    """Buffers that have been allocated since the pool exists."""
 
 
 class Lease:
@@ -75,11 +78,20 @@ class Pool:
         waste: or of at most this many bytes less than its size.
         headroom: share by which a new buffer exceeds the requested size, so that it can later
             serve slightly larger requests.
+        allocate: returns a new buffer of so many bytes; ordinary memory by default.
     """
 
     def __init__(
-        self, most_spare: int, *, slack: float = 2.0, waste: int = 0, headroom: float = 0.0
+        self,
+        most_spare: int,
+        *,
+        slack: float = 2.0,
+        waste: int = 0,
+        headroom: float = 0.0,
+        allocate: Callable[[int], npt.NDArray[np.uint8]] | None = None,
     ) -> None:
+        self._allocate = allocate or _ordinary
+        self._allocated = 0
         self._most_spare = most_spare
         self._slack, self._waste = slack, waste
         self._headroom = headroom
@@ -113,7 +125,9 @@ class Pool:
         with self._lock:
             self._collect()
             spare_bytes = sum(len(buffer) for buffer in self._spare)
-            return PoolStatistics(self._out, len(self._spare), self._out_bytes, spare_bytes)
+            return PoolStatistics(
+                self._out, len(self._spare), self._out_bytes, spare_bytes, self._allocated
+            )
 
     def clear(self) -> None:
         """Free the spare memory."""
@@ -128,7 +142,8 @@ class Pool:
                 buffer = self._spare.pop(k)
                 break
         else:
-            buffer = np.empty(max(1, size + int(self._headroom * size)), np.uint8)
+            buffer = self._allocate(max(1, size + int(self._headroom * size)))
+            self._allocated += 1
         self._out += 1
         self._out_bytes += len(buffer)
         return buffer
@@ -147,3 +162,7 @@ class Pool:
         self._out_bytes -= len(buffer)
         self._spare.append(buffer)
         del self._spare[: len(self._spare) - self._most_spare]
+
+
+def _ordinary(size: int) -> npt.NDArray[np.uint8]:
+    return np.empty(size, np.uint8)

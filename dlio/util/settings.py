@@ -15,6 +15,7 @@ from typing import Any, Final
 from dlio.errors import UsageError
 
 __all__ = [
+    "DEVICE_TIER",
     "INTERNAL",
     "LAUNCHER",
     "PROGRESS",
@@ -266,6 +267,7 @@ START: Final = "DLIO_START"
 TRIAL: Final = "DLIO_TRIAL"
 TRIAL_LINK: Final = "DLIO_TRIAL_LINK"
 REHEARSAL: Final = "DLIO_REHEARSAL"
+DEVICE_TIER: Final = "DLIO_TEST_DEVICE_TIER"
 INTERNAL: Final[dict[str, str]] = {
     LAUNCHER: "Process id of the launcher, set for the ranks that it starts.",
     DONE: "File that the ranks make at their successful end, where they survive others.",
@@ -282,6 +284,7 @@ INTERNAL: Final[dict[str, str]] = {
     AGENT: "Folder of the node's agent, set for the ranks that it keeps state for.",
     START: "Number of the start and ranks of a job that starts again, as JSON.",
     "DLIO_BUILD_NATIVE": "Read when dlio is built: 0 leaves out its JPEG decoder, 1 requires it.",
+    DEVICE_TIER: "Set by tests: the tier gpu:SIZE:decoded may be in the memory of any device.",
     "DLIO_TEST_DATA": "Folder with real images for dlio's own tests.",
 }
 """Variables that dlio sets for its own processes, or that only its tests read."""

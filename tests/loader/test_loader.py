@@ -15,6 +15,7 @@ import torch
 import dlio
 from dlio.errors import DecodeError, DlioError, SourceError, UsageError
 from dlio.loader.planned.makers import BatchMemory
+from dlio.loader.streams import Pinned
 from dlio.util.shared import SharedFolder
 
 N = 90
@@ -228,7 +229,7 @@ def test_batches_that_are_kept_are_not_overwritten(folder: Path) -> None:
 
 
 def test_a_steady_epoch_allocates_no_batch() -> None:
-    memory = BatchMemory((2, 4, 4, 3), "uint8", pinned=False)
+    memory = BatchMemory((2, 4, 4, 3), "uint8", Pinned.NO)
     first = memory.take()
     tensor = torch.from_numpy(first[:1]).permute(0, 3, 1, 2)
     address = first.ctypes.data

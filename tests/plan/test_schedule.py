@@ -15,6 +15,7 @@ from dlio.plan.schedule import (
     Ranks,
     Window,
     assign,
+    keepers_of,
     plan_window,
     steps_in_epoch,
     window_steps,
@@ -160,6 +161,45 @@ def test_batch_mode_moves_only_the_overflow(nodes: int, ranks_a_node: int, batch
     binomial = 1 / math.sqrt(2 * math.pi * node_batch) * math.sqrt(1 - 1 / nodes)
     assert moved["batch"] == pytest.approx(binomial, rel=0.1)
     assert moved["global"] == pytest.approx(1 - 1 / nodes, rel=0.02)
+
+
+@settings(max_examples=150)
+@given(jobs())
+def test_a_rank_gets_the_samples_that_it_keeps_as_far_as_its_share_allows(job: Job) -> None:
+    order, position, batch, ranks, homes = job
+    steps = range(steps_in_epoch(len(order), position, batch * ranks.size))
+    near, plain = (
+        assign(order, position, batch, steps, homes.__getitem__, ranks, "batch", None, on_devices)
+        for on_devices in (True, False)
+    )
+    keepers = keepers_of(near.samples, homes[near.samples], ranks)
+    away = homes[near.samples] >= 0
+    assert (ranks.node_of[keepers[away]] == homes[near.samples[away]]).all()
+    for step in steps:
+        inside = near.step == step
+        counts = np.bincount(near.consumer[inside], minlength=ranks.size)
+        expected = np.bincount(plain.consumer[inside], minlength=ranks.size)
+        assert counts.tolist() == expected.tolist()
+        wanted = np.bincount(keepers[inside], minlength=ranks.size)
+        got = np.bincount(keepers[inside & (near.consumer == keepers)], minlength=ranks.size)
+        # Samples of an overfull node may take the place of some that a rank keeps.
+        if ranks.nodes == 1:
+            assert got.tolist() == np.minimum(wanted, counts).tolist()
+        assert (got <= np.minimum(wanted, counts)).all()
+    if away.all():
+        assert (near.sender < 0).sum() == (plain.sender < 0).sum()
+
+
+def test_eight_ranks_of_a_node_get_nearly_all_samples_that_they_keep() -> None:
+    ranks, n, batch = Ranks(np.zeros(8, np.int32)), 1 << 15, 256
+    homes = np.zeros(n, np.int32)
+    steps = range(n // (8 * batch))
+    for epoch in range(2):
+        dealt = assign(
+            Order(n, 1, epoch), 0, batch, steps, homes.__getitem__, ranks, "batch", None, True
+        )
+        keepers = keepers_of(dealt.samples, np.zeros(n, np.int32), ranks)
+        assert (dealt.consumer == keepers).mean() > 1 - 1.3 / math.sqrt(2 * math.pi * batch)
 
 
 def test_two_nodes_of_batch_32_move_at_most_12_percent() -> None:

@@ -2,8 +2,8 @@
 decode."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import os
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,61 +15,40 @@ from dlio.comm import Communicator, world
 from dlio.comm.data_ranks import communicator
 from dlio.comm.waiting import default_timeout_s, peer_timeout_s
 from dlio.data.schema import IMAGES, Buffer
+from dlio.errors import UsageError
 from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
 from dlio.loader.decoding import check_recipe
-from dlio.loader.feed import Begun, Fed, Feed, Stats
+from dlio.loader.device import target_of
+from dlio.loader.feed import Begun, Feed, Stats
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned.device_maker import DeviceMaker
 from dlio.loader.planned.makers import Maker, maker_for
 from dlio.loader.planned.pairs import Pairing
-from dlio.loader.planned.pipeline import SKIPPED, Batch, Pipeline, Work, first_failure
+from dlio.loader.planned.pipeline import Pipeline, Work
+from dlio.loader.planned.running import Running, fed_of, streamed_blocks
+from dlio.loader.planned.tier_maker import TierMaker
+from dlio.loader.streams import Pinned
 from dlio.loader.trace import Spans
-from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
 from dlio.plan.listed_order import ListedOrder
 from dlio.plan.order import Order
 from dlio.plan.sample_mask import masked_layout
 from dlio.plan.schedule import Ranks
 from dlio.plan.tail_order import blocks_of
-from dlio.shuffle.shuffle import Shuffle, windows_of
+from dlio.shuffle.shuffle import Shuffle
 from dlio.shuffle.wire import MessageMemory
-from dlio.storage.fill import filler_threads
+from dlio.storage.device_tier import DeviceTier
 from dlio.storage.mount import Mount
-from dlio.storage.streamed import BlockStream
 from dlio.util.cores import available_cores
+from dlio.util.settings import DEVICE_TIER
+from dlio.util.units import format_bytes
 
 __all__ = ["PlannedEngine", "decode_threads", "epoch_plan"]
 
 _MOST_THREADS: Final = 16
 _AHEAD_BYTES: Final = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """A planned pass, with all that its work needs."""
-
-    order: Order
-    steps: int
-    epoch: int
-    """Number of the epoch, for crops."""
-    data: Dataset
-    mounted: Mount
-    comm: Communicator
-    """For this loader's messages alone."""
-    maker: Maker
-    mode: str
-    threads: int
-    ahead: int
-    """Batches under way at a time."""
-    generation: int
-    """Number of this pass over the loader, the same on all ranks."""
-    skip: bool
-    spans: Spans | None
-    memory: MessageMemory
-    stats: Stats
-    pairing: Pairing | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +57,7 @@ class _Made:
 
     data: Dataset
     collate: CollateFn
-    pin_memory: bool
+    pinned: Pinned
     decodes_on: torch.device | None
     batch_size: int
     maker: Maker
@@ -88,10 +67,67 @@ class _Made:
         return (
             self.data is data
             and self.collate is options.collate_fn
-            and self.pin_memory == options.pin_memory
+            and self.pinned is _pinned(options)
             and self.decodes_on == _decodes_on(options)
             and batch_size <= self.batch_size
         )
+
+
+class _Makers:
+    """The maker of a loader's passes, made anew when its options change. Owner: the engine."""
+
+    def __init__(self) -> None:
+        self._made: _Made | None = None
+        self._on_devices: list[DeviceMaker] = []
+        """Makers to close; a pass that was begun ahead may use an earlier one."""
+
+    def get(
+        self,
+        options: LoaderOptions,
+        data: Dataset,
+        mounted: Mount,
+        batch_size: int,
+        threads: int,
+    ) -> Maker:
+        """Return the maker.
+
+        Args:
+            batch_size: samples of the largest batch.
+            threads: of the loader.
+
+        Raises UsageError for options that do not go together with the data set or its tiers.
+        """
+        if self._made is None or not self._made.serves(data, options, batch_size):
+            pinned, device = _pinned(options), _decodes_on(options)
+            if device is not None:
+                maker = self._decoding(options, data, mounted, batch_size, (device, threads))
+            else:
+                maker = _on_host(options, data, mounted, batch_size, pinned)
+            self._made = _Made(data, options.collate_fn, pinned, device, batch_size, maker)
+        return self._made.maker
+
+    def close(self) -> None:
+        """End the decoders of devices."""
+        for maker in self._on_devices:
+            maker.close()
+            self._made = None
+        self._on_devices.clear()
+
+    def _decoding(
+        self,
+        options: LoaderOptions,
+        data: Dataset,
+        mounted: Mount,
+        batch_size: int,
+        place: tuple[torch.device, int],
+    ) -> Maker:
+        """Return a maker that decodes on a device, with so many threads."""
+        check_recipe(data.recipe)
+        collate = None if options.collates_by_default else options.collate_fn
+        counters = mounted.hierarchy.counters
+        made = DeviceMaker(data.recipe, batch_size, collate, *place, counters)
+        self._on_devices.append(made)
+        return made
 
 
 class PlannedEngine:
@@ -105,9 +141,7 @@ class PlannedEngine:
         self._other_comm: Communicator | None = None
         self.generation = 0
         """Number of passes; the same on all ranks."""
-        self._made: _Made | None = None
-        self._on_devices: list[DeviceMaker] = []
-        """Makers to close; a pass that was begun ahead may use an earlier one."""
+        self._makers = _Makers()
         self._memory = MessageMemory()
 
     def mount(self, options: LoaderOptions, data: Dataset) -> Mount:
@@ -153,6 +187,8 @@ class PlannedEngine:
         formula = batches.formula
         ranks = mounted.ranks if formula.left is None else mounted.ranks_of(formula.members)
         epoch = epoch_plan(batches, mounted, options.mode, ranks)
+        if isinstance(planned.maker, TierMaker):
+            planned.maker.keeps = epoch.keeps
         return _begun(batches, planned, epoch, epoch)
 
     def begin_listed(
@@ -180,20 +216,20 @@ class PlannedEngine:
         mounted: Mount,
         about: tuple[Order, int, int, int],
         spans: Spans | None,
-    ) -> _Pass:
+    ) -> Running:
         """Return all that the work of a pass needs.
 
         Args:
             about: (order, steps, epoch, samples of the largest batch).
         """
         order, steps, number, largest = about
-        maker = self._maker(options, data, mounted, largest)
         threads = options.num_workers or decode_threads(mounted)
+        maker = self._makers.get(options, data, mounted, largest, threads)
         on_error = data.on_error if options.on_error is None else options.on_error
         # Made before the first block is brought, so that filling the tiers counts as this pass's.
         images = any(kind in IMAGES for _, kind in data.reader.schema.fields)
         stats = Stats(mounted.hierarchy, threads, "planned", images)
-        return _Pass(
+        return Running(
             order=order,
             steps=steps,
             epoch=number,
@@ -213,47 +249,11 @@ class PlannedEngine:
 
     def close(self) -> None:
         """Give the communicators back, and end what decodes on devices."""
-        for maker in self._on_devices:
-            maker.close()
-            self._made = None
-        self._on_devices.clear()
+        self._makers.close()
         for comm in (self._comm, self._other_comm):
             if comm is not None:
                 comm.close()
         self._comm = self._other_comm = None
-
-    def _maker(self, options: LoaderOptions, data: Dataset, mounted: Mount, size: int) -> Maker:
-        if self._made is None or not self._made.serves(data, options, size):
-            device, collate = _decodes_on(options), options.collate_fn
-            if device is not None:
-                maker = self._device_maker(options, data, mounted, size, device)
-            else:
-                recipe = data.recipe
-                maker = maker_for(
-                    recipe,
-                    size,
-                    collate,
-                    options.collates_by_default,
-                    options.pin_memory and torch.cuda.is_available(),
-                    mounted.decoded(recipe.decoder.recipe),
-                )
-            self._made = _Made(data, collate, options.pin_memory, device, size, maker)
-        return self._made.maker
-
-    def _device_maker(
-        self, options: LoaderOptions, data: Dataset, mounted: Mount, size: int, device: torch.device
-    ) -> Maker:
-        check_recipe(data.recipe)
-        made = DeviceMaker(
-            data.recipe,
-            size,
-            None if options.collates_by_default else options.collate_fn,
-            device,
-            options.num_workers or decode_threads(mounted),
-            mounted.hierarchy.counters,
-        )
-        self._on_devices.append(made)
-        return made
 
     def _next_comm(self, options: LoaderOptions) -> Communicator:
         """The communicator of this pass: passes take turns with two where the last one's messages
@@ -267,7 +267,7 @@ class PlannedEngine:
         return self._comm
 
 
-def _begun(batches: Pass, planned: _Pass, epoch: EpochPlan, shared: EpochPlan | None) -> Begun:
+def _begun(batches: Pass, planned: Running, epoch: EpochPlan, shared: EpochPlan | None) -> Begun:
     """Begin the work of a pass.
 
     Args:
@@ -278,14 +278,53 @@ def _begun(batches: Pass, planned: _Pass, epoch: EpochPlan, shared: EpochPlan | 
     return Begun(batches, planned.stats, feed, planned.spans, shared)
 
 
+def _on_host(
+    options: LoaderOptions, data: Dataset, mounted: Mount, batch_size: int, pinned: Pinned
+) -> Maker:
+    """Return a maker that decodes in the loader's threads."""
+    recipe, collate = data.recipe, options.collate_fn
+    decoded = mounted.decoded(recipe.decoder.recipe)
+    tier = _device_tier(options, mounted)
+    if tier is not None:
+        return TierMaker(recipe, batch_size, pinned, tier, decoded)
+    return maker_for(recipe, batch_size, collate, options.collates_by_default, pinned, decoded)
+
+
+def _pinned(options: LoaderOptions) -> Pinned:
+    """Kind of memory that batches are made in."""
+    if options.device is not None and torch.device(options.device).type == "cuda":
+        return Pinned.IN_POOL
+    return Pinned.BY_TORCH if options.pin_memory and torch.cuda.is_available() else Pinned.NO
+
+
 def _decodes_on(options: LoaderOptions) -> torch.device | None:
     """Return the device that decodes; None for the loader's threads."""
     if options.decode == "cpu" or options.device is None:
         return None
-    device = torch.device(options.device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return target_of(options.device)
+
+
+def _device_tier(options: LoaderOptions, mounted: Mount) -> DeviceTier | None:
+    """Return the tier on the device of the batches; None if none is specified.
+
+    Raises UsageError for a loader that cannot use it.
+    """
+    spec = mounted.device_spec
+    if spec is None:
+        return None
+    device = None if options.device is None else target_of(options.device)
+    if device is None or (device.type != "cuda" and not os.environ.get(DEVICE_TIER)):
+        raise UsageError(
+            f"tier {spec} is on the GPU that batches are handed out on, and this loader's device "
+            f"is {options.device}: give device='cuda' (dlio train: --device cuda), or write "
+            f"ram:{format_bytes(spec.capacity).replace(' ', '')}:decoded"
+        )
+    if not options.collates_by_default:
+        raise UsageError(
+            f"tier {spec}: its crops are made on the device, where collate_fn= cannot take single "
+            "samples: leave collate_fn out, or write ram:SIZE:decoded"
+        )
+    return mounted.on_device(device)
 
 
 def decode_threads(mounted: Mount) -> int:
@@ -305,7 +344,7 @@ def _ahead(factor: int | None, threads: int, batch_bytes: int) -> int:
     return max(2, min(2 * threads, _AHEAD_BYTES // max(1, batch_bytes)))
 
 
-def _feed(planned: _Pass, epoch: EpochPlan, alone: bool) -> Feed:
+def _feed(planned: Running, epoch: EpochPlan, alone: bool) -> Feed:
     """Yield the batches of a pass.
 
     Args:
@@ -316,7 +355,7 @@ def _feed(planned: _Pass, epoch: EpochPlan, alone: bool) -> Feed:
         streamed = None
         if (blocks := blocks_of(planned.order)) is not None:
             # Before the shuffle starts, so that samples of these blocks are not read one by one.
-            streamed = stack.enter_context(_streamed(planned, epoch, blocks))
+            streamed = stack.enter_context(streamed_blocks(planned, epoch, blocks))
         hierarchy = planned.mounted.hierarchy
         shuffle = Shuffle(
             planned.comm,
@@ -336,7 +375,7 @@ def _feed(planned: _Pass, epoch: EpochPlan, alone: bool) -> Feed:
             if streamed is not None:
                 done = min(batch.step.number + 1, shuffle.sent)
                 streamed.done(epoch.position + done * epoch.global_batch)
-            fed = _fed(batch, planned)
+            fed = fed_of(batch, planned)
             del batch
             yield fed
             del fed
@@ -368,10 +407,11 @@ def epoch_plan(batches: PlannedPass, mounted: Mount, mode: str, ranks: Ranks) ->
         layout=layout,
         shares=batches.shares,
         left=formula.left,
+        on_devices=mounted.on_devices,
     )
 
 
-def _hurry_first_batch(planned: _Pass, epoch: EpochPlan) -> WindowPlan | None:
+def _hurry_first_batch(planned: Running, epoch: EpochPlan) -> WindowPlan | None:
     """Start filling the tiers, the first batch's samples first; return the planner used for it."""
     mounted = planned.mounted
     if not mounted.hierarchy.missing():
@@ -386,7 +426,7 @@ def _hurry_first_batch(planned: _Pass, epoch: EpochPlan) -> WindowPlan | None:
     return planner
 
 
-def _work(planned: _Pass) -> Work:
+def _work(planned: Running) -> Work:
     return Work(
         hierarchy=planned.mounted.hierarchy,
         maker=planned.maker,
@@ -402,7 +442,7 @@ def _work(planned: _Pass) -> Work:
     )
 
 
-def _pairing(planned: _Pass, batches: PlannedPass) -> Pairing:
+def _pairing(planned: Running, batches: PlannedPass) -> Pairing:
     """Return the partners of samples in a pass whose batches are mixed."""
     hierarchy = planned.mounted.hierarchy
 
@@ -417,46 +457,3 @@ def _pairing(planned: _Pass, batches: PlannedPass) -> Pairing:
         fetch=fetch,
         skip=planned.skip,
     )
-
-
-@contextmanager
-def _streamed(planned: _Pass, epoch: EpochPlan, order: BlockOrder) -> Iterator[BlockStream]:
-    """Bring the blocks of this pass that no tier pins, ahead of their use."""
-    hierarchy, ranks = planned.mounted.hierarchy, planned.mounted.ranks
-    steps = planned.ahead
-    if ranks.nodes > 1:
-        # Messages of two windows are under way.
-        steps += 2 * max(map(len, windows_of(epoch, float(hierarchy.reader.sizes.mean()))))
-    window = int(np.diff(order.edges).max(initial=1))
-    here = (epoch.home == planned.mounted.nodes.here) & (planned.mounted.placement.home < 0)
-    streamed = BlockStream(
-        hierarchy,
-        order,
-        here,
-        epoch.position,
-        ahead=steps * epoch.global_batch + window,
-        progress=planned.mounted.stream_progress,
-        generation=planned.generation,
-        threads=filler_threads(planned.mounted.block_bytes, planned.mounted.requests),
-    )
-    try:
-        yield streamed
-    finally:
-        streamed.close()
-
-
-def _fed(batch: Batch, planned: _Pass) -> Fed:
-    samples, data, skip, stats = batch.step.samples, planned.data, planned.skip, planned.stats
-    if batch.failed:
-        error = first_failure(batch)
-        if -1 in batch.failed or not skip or not isinstance(error, SKIPPED):
-            slot = min(batch.failed)
-            is_named = isinstance(error, SKIPPED) or getattr(error, "__notes__", None)
-            if slot >= 0 and not is_named:
-                error.add_note(f"for sample {data.reader.name(int(samples[slot]))!r}")
-            return Fed(None, len(samples), samples, error)
-        for slot in sorted(batch.failed):
-            stats.skipped.append(data.reader.name(int(samples[slot])))
-        samples = samples[[k for k in range(len(samples)) if k not in batch.failed]]
-    made, batch.data = batch.data, None
-    return Fed(made, len(samples), samples, epoch=planned.epoch)

@@ -20,6 +20,7 @@ from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.planned.pairs import Pairs, decode_partners
 from dlio.loader.recipe import Recipe
+from dlio.loader.streams import Pinned, pinned_memory
 from dlio.storage.decoded import DecodedTier
 from dlio.util.pool import Pool
 
@@ -30,6 +31,7 @@ __all__ = [
     "CropMaker",
     "DirectSlots",
     "Maker",
+    "ManyCachedSlots",
     "SampleMaker",
     "SettledSlots",
     "Slots",
@@ -46,24 +48,22 @@ _MOST_SPARE: Final = 64
 class BatchMemory:
     """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
 
-    Page-locked memory is left to torch's own caching allocator: a copy to the GPU may be under way
-    when the last reference ends, and torch knows how long.
-
     Args:
         shape: of one batch.
-        pinned: page-locked, for asynchronous copies to a GPU.
+        pinned: page-locked or not, and whose copies to a GPU they wait for.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, pinned: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, pinned: Pinned) -> None:
         self._shape = shape
         self._dtype = np.dtype(dtype)
         self._bytes = math.prod(shape) * self._dtype.itemsize
         self._pinned = pinned
-        self._pool = Pool(_MOST_SPARE)
+        in_pool = pinned is Pinned.IN_POOL
+        self._pool = Pool(_MOST_SPARE, allocate=pinned_memory if in_pool else None)
 
     def take(self) -> npt.NDArray[Any]:
         """Return an uninitialised array; its memory comes back with its last tensor or view."""
-        if self._pinned:
+        if self._pinned is Pinned.BY_TORCH:
             kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
             return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
         return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
@@ -89,6 +89,15 @@ class CachedSlots(Slots, Protocol):
 
         None if the tier does not have the image; then `make` is called.
         """
+
+
+@runtime_checkable
+class ManyCachedSlots(CachedSlots, Protocol):
+    """Slots whose samples are looked up many at a time, which costs a tenth as much."""
+
+    def take_cached_many(self, slots: list[int]) -> tuple[list[int], float]:
+        """Make those of the samples that a tier has; return (the other slots, the seconds of
+        decoding that this saved)."""
 
 
 @runtime_checkable
@@ -132,14 +141,14 @@ def maker_for(
     batch_size: int,
     collate: CollateFn,
     default: bool,
-    pinned: bool,
+    pinned: Pinned,
     decoded: DecodedTier | None = None,
 ) -> Maker:
     """Choose the maker for a data set.
 
     Args:
         collate: of the loader; `default` is True if it is torch's own.
-        pinned: use page-locked memory.
+        pinned: kind of the batches' memory.
         decoded: tier of decoded images.
     """
     if recipe.crops:
@@ -171,7 +180,7 @@ class CropMaker:
         recipe: Recipe,
         batch_size: int,
         collate: CollateFn | None,
-        pinned: bool,
+        pinned: Pinned,
         decoded: DecodedTier | None,
     ) -> None:
         self.recipe = recipe
@@ -240,7 +249,13 @@ class _Crops:
         if self._pairs is not None:
             pairs = self._pairs if slots is None else self._pairs.of(slots)
             labels = np.array(companions, np.int64)
-            labels, *rest = decode_partners(pairs, recipe, self._epoch, samples, images, labels)
+
+            def partner(row: int, sample: int, uniforms: npt.NDArray[np.float64]) -> int:
+                label: int = recipe.into(images[row], sample, pairs.fetch(sample), uniforms)
+                recipe.transformed(images[row], self._epoch, sample)
+                return label
+
+            labels, *rest = decode_partners(pairs, recipe, self._epoch, samples, partner, labels)
             companions, mixed, count = labels.tolist(), tuple(rest), len(labels)
         crops = torch.from_numpy(images[:count]).movedim(-1, -3)
         if collate is not None:
@@ -289,7 +304,7 @@ class ArrayMaker:
 
     owns_payloads = False
 
-    def __init__(self, recipe: Recipe, batch_size: int, pinned: bool) -> None:
+    def __init__(self, recipe: Recipe, batch_size: int, pinned: Pinned) -> None:
         self.recipe = recipe
         self.schema = schema = recipe.reader.schema
         self.memories = {

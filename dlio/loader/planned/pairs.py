@@ -78,7 +78,7 @@ def decode_partners(
     recipe: Recipe,
     epoch: int,
     samples: _I64,
-    images: npt.NDArray[np.uint8],
+    make: Callable[[int, int, npt.NDArray[np.float64]], int],
     labels: _I64,
 ) -> tuple[_I64, _I64, _I64]:
     """Decode the partners that are not among a batch's samples into the rows behind them.
@@ -86,7 +86,8 @@ def decode_partners(
     Args:
         pairs: of the samples.
         samples: shape (n,).
-        images: shape (2 n or more, height, width, 3), of which the first n are made.
+        make: makes an image, called with (row, sample, the sample's row of `Decoder.draw`), and
+            returns its label; its errors leave the row as it is.
         labels: shape (n,).
 
     Returns: (labels of the samples and of m partners, the m partners, the image of each sample's
@@ -101,15 +102,14 @@ def decode_partners(
     extra: list[int] = []
     more: list[int] = []
     for sample, own in zip(missing, uniforms, strict=True):
-        slot = images[count + len(extra)]
+        at = count + len(extra)
         try:
-            more.append(recipe.into(slot, sample, pairs.fetch(sample), own))
+            more.append(make(at, sample, own))
         except (SourceError, CorruptBlock):
             if not pairs.skip:
                 raise
             continue
-        recipe.transformed(slot, epoch, sample)
-        row[sample] = count + len(extra)
+        row[sample] = at
         extra.append(sample)
     rows = [row.get(sample, k) for k, sample in enumerate(wanted)]
     labels = np.concatenate([labels, np.array(more, np.int64)])

@@ -24,7 +24,14 @@ from dlio.data.schema import Buffer
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
 from dlio.loader.contract import BatchData
 from dlio.loader.feed import Clock
-from dlio.loader.planned.makers import CachedSlots, DirectSlots, Maker, SettledSlots, Slots
+from dlio.loader.planned.makers import (
+    CachedSlots,
+    DirectSlots,
+    Maker,
+    ManyCachedSlots,
+    SettledSlots,
+    Slots,
+)
 from dlio.loader.planned.pairs import Pairing
 from dlio.loader.trace import Spans
 from dlio.shuffle.shuffle import Shuffle, Step
@@ -42,6 +49,10 @@ _LEAST_READY = 2
 """Batches of which the samples are urgent, at least."""
 SKIPPED: Final = (SourceError, CorruptBlock)
 """Errors that on_error="skip" leaves out: samples that cannot be read, checked or decoded."""
+
+
+class _Unsought(list[int]):
+    """Slots that are to be looked up together before they are made one by one."""
 
 
 @dataclass(slots=True)
@@ -174,21 +185,28 @@ class Pipeline:
         cached = slots if isinstance(slots, CachedSlots) else None
         direct = slots if isinstance(slots, DirectSlots) else None
         batch = Batch(step, slots, cached, direct, count)
+        many = isinstance(slots, ManyCachedSlots)
         if count == 0:
             self._finish(batch)
         self._under_way.append(batch)
-
-        each = min(_SAMPLES_A_TASK, max(1, count // (_TASKS_A_THREAD * work.threads)))
 
         def queue_slots(slots: list[int]) -> None:
             if cached is None:  # Otherwise the tier of decoded images may have them.
                 missing = [slot for slot in slots if step.payloads[slot] is None]
                 work.hierarchy.expect(step.samples[missing])
-            for start in range(0, len(slots), each):
-                part = slots[start : start + each]
-                self._queue.put((step.number, next(self._ticket), batch, part))
+            if many:
+                self._queue.put((step.number, next(self._ticket), batch, _Unsought(slots)))
+            else:
+                self._queue_parts(batch, slots)
 
         return queue_slots
+
+    def _queue_parts(self, batch: Batch, slots: list[int]) -> None:
+        count, threads = len(batch.step.samples), self._work.threads
+        each = min(_SAMPLES_A_TASK, max(1, count // (_TASKS_A_THREAD * threads)))
+        for start in range(0, len(slots), each):
+            part = slots[start : start + each]
+            self._queue.put((batch.step.number, next(self._ticket), batch, part))
 
     def _wait(self, batch: Batch) -> None:
         started = time.monotonic()
@@ -222,11 +240,17 @@ class Pipeline:
                 continue
             began = time.perf_counter()
             spent: dict[str, float] = {}
-            for slot in slots:
-                try:
-                    self._make(batch, slot, scratch, spent)
-                except Exception as error:
-                    batch.failed[slot] = error
+            if isinstance(slots, _Unsought):
+                slots = self._take_many(batch, slots, spent)
+                if not slots:
+                    del batch
+                    continue
+            else:
+                for slot in slots:
+                    try:
+                        self._make(batch, slot, scratch, spent)
+                    except Exception as error:
+                        batch.failed[slot] = error
             with batch.lock:
                 batch.left -= len(slots)
                 last = batch.left == 0
@@ -293,6 +317,23 @@ class Pipeline:
         spent["decode"] = spent.get("decode", 0.0) + made - read - transforming
         if transforming:
             spent["transform"] = spent.get("transform", 0.0) + transforming
+
+    def _take_many(self, batch: Batch, slots: list[int], spent: dict[str, float]) -> list[int]:
+        """Make those of the samples that a tier keeps decoded; queue the others. Return the slots
+        that are made."""
+        began = time.perf_counter()
+        assert isinstance(batch.slots, ManyCachedSlots)
+        rest, saved_s = batch.slots.take_cached_many(slots)
+        others = set(rest)
+        made = [slot for slot in slots if slot not in others]
+        for slot in made:
+            batch.step.payloads[slot] = None
+        counters = self._work.hierarchy.counters
+        counters.add("decoded", len(made))
+        counters.add("decode_saved_s", saved_s)
+        spent["decode"] = time.perf_counter() - began
+        self._queue_parts(batch, rest)
+        return made
 
     def _take_cached(self, cached: CachedSlots, step: Step, slot: int) -> bool:
         """True if the sample is made of an image that a tier keeps decoded."""

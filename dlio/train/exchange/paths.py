@@ -8,8 +8,8 @@
 | `pinned` | on the GPU | a `Sum` of pinned memory, copied there and back on a separate stream |
 
 Compressors and routes work on the host, so they use `host` or `pinned`. Ranks with and without a
-GPU exchange host memory. The three paths of a GPU are tested with stand-ins for its streams; they
-have not run on a GPU.
+GPU exchange host memory. The three paths of a GPU are tested with stand-ins for its streams, and
+on a GPU by `make gpu-check`.
 """
 
 from collections.abc import Sequence

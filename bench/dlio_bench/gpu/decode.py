@@ -1,0 +1,122 @@
+"""Decoding of JPEGs into crops on the device: by the loader's threads, and by nvImageCodec."""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable
+
+import dlio
+from dlio.image.device.library import REMEDY, is_installed
+from dlio_bench.gpu.measuring import Measured, Place, passes, rates_in_turn, tiers_for
+
+__all__ = ["decode", "payload_bytes"]
+
+
+def decode(place: Place, measured: Measured) -> None:
+    """Passes over files as they are, and over the same JPEGs packed with restart rows; `threads`
+    are the loader's, `device` is `decode="device"`. Other libraries decode the files."""
+    from dlio_staging.pack import pack
+
+    packed = os.path.join(place.scratch, "rows")
+    pack(place.source, packed)
+    sources = {"files": place.source, "restart rows": packed}
+    ways = ["cpu", "device"] if is_installed() else ["cpu"]
+    if "device" not in ways:
+        measured.skipped["decode: device"] = f"nvImageCodec is not installed: {REMEDY}"
+    counts: dict[str, dlio.DataLoader] = {}
+    with contextlib.ExitStack() as stack:
+        contenders: dict[str, Callable[[], int]] = {}
+        for name, path in sources.items():
+            for way in ways:
+                data = stack.enter_context(
+                    dlio.open(
+                        path, tiers=tiers_for(payload_bytes(path)), image_size=place.image_size
+                    )
+                )
+                loader = stack.enter_context(_loader(data, place, way))
+                label = f"{'threads' if way == 'cpu' else 'device'}, {name}"
+                counts[label] = loader
+                contenders[label] = passes(loader, place)
+        contenders.update(_others(place, measured))
+        rates = rates_in_turn(contenders, place.repeats)
+        for label, loader in counts.items():
+            stats = loader.stats()
+            if label.startswith("device"):
+                measured.notes.append(
+                    f"decode, {label}: {stats.get('device_images', 0)} images on the device, "
+                    f"{stats.get('fallbacks', 0)} by the CPU, {stats.get('device_bytes', 0)} bytes "
+                    "sent a pass"
+                )
+    measured.rates("decode", rates)
+    for mine, other in (
+        ("device, restart rows", "device, files"),
+        ("device, files", "DALI"),
+        ("device, restart rows", "DALI"),
+        ("device, files", "threads, files"),
+    ):
+        if mine in rates and other in rates:
+            measured.ratio(f"decode, {mine} / {other}", rates[mine], rates[other])
+    _turboloader(place, measured)
+
+
+def payload_bytes(path: str) -> int:
+    """Bytes of all samples of a data set."""
+    from dlio.data.reader import data_bytes, open_reader
+
+    reader = open_reader(path)
+    try:
+        return data_bytes(reader)
+    finally:
+        reader.close()
+
+
+def _loader(data: dlio.Dataset, place: Place, way: str) -> dlio.DataLoader:
+    return dlio.DataLoader(
+        data,
+        place.batch_size,
+        shuffle=True,
+        num_workers=place.workers,
+        device=place.device,
+        decode="device" if way == "device" else "cpu",
+    )
+
+
+def _others(place: Place, measured: Measured) -> dict[str, Callable[[], int]]:
+    name = "decode: DALI"
+    if place.device.type != "cuda":
+        measured.skipped[name] = "needs a CUDA device: its decoder `mixed` is measured"
+    elif importlib.util.find_spec("nvidia.dali") is None:
+        measured.skipped[name] = "not installed: pip install nvidia-dali-cuda120"
+    else:
+        from dlio_bench.gpu.dali import best_pass
+
+        return {"DALI": best_pass(place, measured)}
+    return {}
+
+
+def _turboloader(place: Place, measured: Measured) -> None:
+    """TurboLoader decodes on the processor, in a process of its own."""
+    from dlio_bench.loader import Case, measure
+    from dlio_bench.peers.environments import missing
+
+    why = missing("turboloader")
+    if why is None:
+        case = Case(
+            place.source,
+            place.image_size,
+            place.batch_size,
+            place.workers,
+            place.repeats,
+            60.0,
+            ("turboloader_uint8",),
+        )
+        report = measure(case)
+        rates, absent = report["samples_per_s"], report["absent"]
+        assert isinstance(rates, dict)
+        assert isinstance(absent, dict)
+        if rates:
+            (only,) = rates.values()
+            measured.rates("decode", {"TurboLoader": only["all"]})
+            return
+        why = str(next(iter(absent.values())))
+    measured.skipped["decode: TurboLoader"] = why

@@ -1,0 +1,107 @@
+"""Training steps of a ResNet-50: fed by dlio, and on one batch that stays on the device."""
+
+import itertools
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import dlio
+import dlio.transforms as T  # noqa: N812 - as everybody calls them
+from dlio.train.device import channels_last
+from dlio.train.networks.residual import resnet50
+from dlio.train.precision import Precision
+from dlio_bench.gpu.decode import payload_bytes
+from dlio_bench.gpu.measuring import Measured, Place, tiers_for
+
+__all__ = ["step"]
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def step(place: Place, measured: Measured) -> None:
+    """Samples/s of training steps (bfloat16, channels last, SGD with momentum), in turn: images
+    decoded by the loader's threads, on the device where nvImageCodec is installed, from the tier
+    of decoded images where there is a GPU; and the same normalised batch again and again."""
+    from dlio.image.device.library import REMEDY, is_installed
+
+    size = payload_bytes(place.source)
+    blocks = tiers_for(size)
+    ways: dict[str, tuple[str, str]] = {"threads": (blocks, "cpu")}
+    if is_installed():
+        ways["device"] = blocks, "device"
+    else:
+        measured.skipped["step: device"] = f"nvImageCodec is not installed: {REMEDY}"
+    if place.device.type == "cuda":
+        ways["tier"] = f"gpu:4GiB:decoded,{blocks}", "cpu"
+    else:
+        measured.skipped["step: tier"] = "needs a CUDA device"
+    training = _Training(place)
+    transform = T.Compose([T.ToDtype(torch.float32, scale=True), T.Normalize(_MEAN, _STD)])
+    for name, (tiers, way) in ways.items():
+        with (
+            dlio.open(
+                place.source, tiers=tiers, image_size=place.image_size, transform=transform
+            ) as data,
+            dlio.DataLoader(
+                data,
+                place.batch_size,
+                shuffle=True,
+                drop_last=True,
+                num_workers=place.workers,
+                device=place.device,
+                decode="device" if way == "device" else "cpu",
+                persistent_workers=True,
+            ) as loader,
+        ):
+            if not len(loader):
+                measured.skipped[f"step: {name}"] = f"{len(data)} images are less than a batch"
+                continue
+            fed = _endless(loader)
+            for _ in range(len(loader) + 2):  # Fills the tiers; the device compiles and chooses.
+                training(*next(fed))
+            sources = {"fed": fed, "resident": itertools.repeat(next(fed))}
+            rates = _in_turn(sources, training, place)
+            fed.close()
+        measured.rates(f"ResNet-50 step, {name}", rates)
+        measured.ratio(f"ResNet-50 step, {name}: fed / resident", rates["fed"], rates["resident"])
+
+
+def _endless(loader: Any) -> Generator[Any, None, None]:
+    for _ in itertools.count():
+        yield from loader
+
+
+def _in_turn(
+    sources: dict[str, Iterator[Any]], training: "_Training", place: Place
+) -> dict[str, list[float]]:
+    rates: dict[str, list[float]] = {name: [] for name in sources}
+    for _ in range(place.repeats):
+        for name, batches in sources.items():
+            place.wait()
+            began = time.perf_counter()
+            for _ in range(place.steps):
+                training(*next(batches))
+            place.wait()
+            rates[name].append(place.steps * place.batch_size / (time.perf_counter() - began))
+    return rates
+
+
+class _Training:
+    """A ResNet-50 and its optimizer."""
+
+    def __init__(self, place: Place) -> None:
+        torch.manual_seed(0)
+        self._model: nn.Module = channels_last(resnet50(1000)).to(place.device).train()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
+        self._precision = Precision("bf16", place.device)
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._precision.casting():
+            loss = cross_entropy(self._model(images), labels)
+        torch.autograd.backward(loss)
+        self._optimizer.step()
