@@ -162,8 +162,8 @@ _GOSSIP: Final = ("dissemination", "hypercube", "gradient", "flat")
 NAMES: Final = tuple(_PRESETS)
 USAGE: Final = (
     f"choose one of {', '.join(NAMES)}; gossip(hypercube), gossip(gradient), gossip(flat), "
-    "noloco(STEPS), local-sgd(STEPS), diloco(STEPS); diloco(STEPS,fragments=NUMBER), "
-    "diloco(STEPS,rate=R,momentum=M); and behind it, with a +, one of "
+    "noloco(STEPS), local-sgd(STEPS), diloco(STEPS,fragments=NUMBER,rate=R,momentum=M); and behind "
+    "it, with a +, one of "
     f"{', '.join(COMPRESSORS)}"
 )
 
