@@ -37,13 +37,10 @@ from dlio.util.arguments import nearest
 
 __all__ = ["COMPRESSORS", "NAMES", "USAGE", "ExchangeSpec", "parse_exchange"]
 
-COMPRESSORS: Final = (
-    *("onebit", "ternary", "sparse", "threshold", "adaptive"),
-    *("int8", "bf16", "fp16"),
-)
+COMPRESSORS: Final = ("onebit", "ternary", "threshold", "adaptive", "int8", "bf16", "fp16")
 """Names of compressors; see `dlio.train.exchange.compress`."""
 _PATTERN: Final = re.compile(r"([a-z-]+)(?:\(([^)]*)\))?(?:\+([a-z0-9]+))?")
-_SPARSE: Final = COMPRESSORS[:5]
+_SPARSE: Final = ("onebit", "ternary", "threshold", "adaptive")
 """Compressors that defer most of a message to the residual: for sums, not for weights."""
 
 
@@ -154,8 +151,6 @@ _ARGUMENTS: Final = {
     "diloco": ("fragments", "rate", "momentum"),
 }
 """What may follow the steps."""
-_DIFFERENCES: Final = ("onebit", "sparse")
-"""Compressors of the differences that pairs of ranks send."""
 _DECAY: Final = 0.95
 _GOSSIP: Final = ("dissemination", "hypercube", "gradient", "flat")
 """Arguments of gossip, separated by commas."""
@@ -199,13 +194,13 @@ def parse_exchange(text: str) -> ExchangeSpec:
         if payload == "weight" and compressor in _SPARSE:
             if name == "gossip":
                 payload = "delta"  # Most changes are nearly zero; most weights never are.
-            elif name == "noloco" and compressor in _DIFFERENCES:
+            elif name == "noloco" and compressor == "onebit":
                 payload, topology = "difference", "fixed-pairs"
             else:
                 raise UsageError(
                     f"exchange {text!r}: {name} sends whole weights, of which {compressor} would "
                     "send only a small part: choose bf16, fp16 or int8"
-                    + (", or onebit or sparse" if name == "noloco" else "")
+                    + (", or onebit" if name == "noloco" else "")
                 )
         if merge == "outer" and compressor == "threshold":
             if argument is not None and ("rate" in argument or "momentum" in argument):

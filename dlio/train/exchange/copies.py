@@ -6,9 +6,9 @@ difference between its weights and their copy, and both add the message to the c
 message leaves out is in the next difference, without a residual. Then each rank moves by half of
 the difference between the copies, so that the mean of their weights stays.
 
-The part that signs of all entries leave out gathers in few entries, which they approximate ever
-worse. So with `onebit` every 64th message to a partner holds whole weights as bfloat16: a quarter
-of a bit per entry and message. `sparse` sends these entries first, and needs none but the first.
+The part that messages of few bits leave out gathers in few entries, which they
+approximate ever worse. So every `REFRESH`-th message to a partner holds whole weights as bfloat16:
+a quarter of a bit per entry and message.
 
 A rank keeps two copies for each of its partners, of which it has log2(ranks).
 """
@@ -23,10 +23,9 @@ import torch
 
 from dlio.train.exchange.compress import Compressor
 
-__all__ = ["Copies"]
+__all__ = ["REFRESH", "Copies"]
 
-_REFRESH: Final = {"onebit": 64}
-"""Messages between two of whole weights, by compressor."""
+REFRESH: Final = 64
 _F32 = npt.NDArray[np.float32]
 
 
@@ -44,7 +43,6 @@ class _Side:
 
     codec: Compressor
     whole: Compressor
-    refresh: int | None
     copies: dict[int, _Copy] = field(default_factory=dict)
 
     def of(self, partner: int, entries: int) -> tuple[_Copy, Compressor]:
@@ -53,7 +51,7 @@ class _Side:
             self.copies[partner] = _Copy(np.zeros(entries, np.float32))
         copy = self.copies[partner]
         codec = self.codec
-        if copy.messages == 0 or (self.refresh and copy.messages % self.refresh == 0):
+        if copy.messages % REFRESH == 0:
             codec = self.whole
             copy.weights[:] = 0
         copy.messages += 1
@@ -64,12 +62,12 @@ class Copies:
     """The copies of one bucket.
 
     Args:
-        name: of the compressor of differences, `codec`.
+        codec: compressor of differences.
         whole: compressor of whole weights.
     """
 
-    def __init__(self, name: str, codec: Compressor, whole: Compressor) -> None:
-        self._sides = {side: _Side(codec, whole, _REFRESH.get(name)) for side in ("mine", "theirs")}
+    def __init__(self, codec: Compressor, whole: Compressor) -> None:
+        self._sides = {"mine": _Side(codec, whole), "theirs": _Side(codec, whole)}
 
     def clear(self) -> None:
         """Forget all copies, because a message was lost or parameters have other shapes."""

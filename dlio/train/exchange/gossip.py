@@ -75,7 +75,7 @@ class _Lane:
         if spec.payload in ("delta", "difference"):
             self.whole = make_compressor("bf16", pieces, scratch)
         if spec.payload == "difference" and self.codec is not None and self.whole is not None:
-            self.copies = Copies(str(spec.codec), self.codec, self.whole)
+            self.copies = Copies(self.codec, self.whole)
         codecs = [codec for codec in (self.codec, self.whole) if codec is not None]
         longest = max([codec.max_bytes for codec in codecs], default=0)
         self.message, self.arrived = np.empty(longest, np.uint8), np.empty(longest, np.uint8)

@@ -190,7 +190,6 @@ def check_compressed(comm: Communicator) -> None:
 _FEWER: Final = {
     "onebit": 20,
     "ternary": 15,
-    "sparse": 20,
     "threshold": 50,
     "adaptive": 50,
     "int8": 3,

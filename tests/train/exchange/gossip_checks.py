@@ -12,7 +12,7 @@ from dlio.comm import Communicator
 from dlio.plan.order import share
 from dlio.train.exchange import RunningExchange
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
-from dlio.train.exchange.gossip import REFRESH
+from dlio.train.exchange.copies import REFRESH
 from dlio.train.exchange.partners import partners
 from tests.train.exchange.training import (
     BATCH,
@@ -202,13 +202,8 @@ def check_noloco(comm: Communicator) -> None:
 
 def check_noloco_of_differences(comm: Communicator) -> None:
     """Without training, ranks agree on the mean of their weights, by messages of few bits."""
-    for compressor in ("onebit", "sparse"):
-        _agree_by_differences(comm, compressor)
-
-
-def _agree_by_differences(comm: Communicator, compressor: str) -> None:
     net = make_net(1)
-    exchange = started(f"noloco(1,rate=1,momentum=0)+{compressor}", net, comm)
+    exchange = started("noloco(1,rate=1,momentum=0)+onebit", net, comm)
     with torch.no_grad():
         for parameter in parameters_of(net):
             seed = 7 * comm.rank + parameter.numel()
@@ -228,22 +223,16 @@ def _agree_by_differences(comm: Communicator, compressor: str) -> None:
         most = 0.1 if comm.size & (comm.size - 1) else 0.02
         assert distances[2] < most * distances[0], distances
     entries = sum(each.numel() for each in parameters_of(net))
-    # One or two of the messages to each partner hold whole weights, in two bytes each.
-    whole = 2 if compressor == "onebit" else 1
-    later = exchange.statistics()["bytes"] - 2 * whole * entries * turns
+    # Two of the messages to each partner hold whole weights, in two bytes each.
+    later = exchange.statistics()["bytes"] - 2 * 2 * entries * turns
     assert later < 4 * entries * REFRESH * turns / 20
     exchange.close()
 
 
 def check_differences_resume(comm: Communicator) -> None:
     """A resumed exchange of differences goes on exactly as an uninterrupted one."""
-    for compressor in ("onebit", "sparse"):
-        _resume_differences(comm, compressor)
-
-
-def _resume_differences(comm: Communicator, compressor: str) -> None:
     nets = [make_net(1), make_net(1)]
-    exchanges = [started(f"noloco(2)+{compressor}", net, comm, seed=3) for net in nets]
+    exchanges = [started("noloco(2)+onebit", net, comm, seed=3) for net in nets]
     for step in range(12):
         if step == 7:
             nets[1].load_state_dict(nets[0].state_dict())

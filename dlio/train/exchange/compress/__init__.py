@@ -4,7 +4,6 @@
 |-------------|----------------|------------------------------------------------------------|
 | `onebit`    | about 1.02     | signs after a random rotation; a magnitude per 1,024 signs |
 | `ternary`   | about 1.6      | signs of the largest two fifths; a mean per sign           |
-| `sparse`    | about 0.75     | signs of the largest seventh; Huffman-coded                |
 | `threshold` | about 0.27     | index and sign of entries beyond a threshold               |
 | `adaptive`  | about 0.27     | index and sign of the largest entries; a mean per sign     |
 | `int8`      | 8.03           | integer multiples of a power of two per 256 entries        |
@@ -27,9 +26,9 @@ or infinite entry a compressor raises DlioError with the tensor's name, because 
 carry it into all later steps. The residual is undefined after such an error.
 
 Tensors too small for useful means and thresholds, mainly biases and norms, travel as `int8` in the
-messages of `onebit`, `ternary`, `sparse`, `threshold` and `adaptive` (see `layout.is_small`); the
-bits above include them. Of the next larger tensors, `threshold` and `adaptive` send a larger share
-(see `sparse`).
+messages of `onebit`, `ternary`, `threshold` and `adaptive` (see `layout.is_small`); the bits above
+include them. Of the next larger tensors, `threshold` and `adaptive` send a larger share (see
+`sparse`).
 """
 
 from collections.abc import Sequence
@@ -45,8 +44,6 @@ from dlio.util.arguments import unknown_word
 __all__ = ["NAMES", "Compressor", "make_compressor"]
 
 NAMES: Final = COMPRESSORS
-_SEVENTH: Final = 7.0
-"""Entries per entry that `sparse` sends."""
 
 
 class Compressor(Protocol):
@@ -99,19 +96,16 @@ def make_compressor(name: str, pieces: Sequence[Piece], scratch: Scratch) -> Com
     """Create a compressor. Raises UsageError for a name that is not in NAMES."""
     from dlio.train.exchange.compress.adaptive import Adaptive
     from dlio.train.exchange.compress.half import Bfloat16, Float16
-    from dlio.train.exchange.compress.huffman import Huffman
     from dlio.train.exchange.compress.int8 import Int8
     from dlio.train.exchange.compress.onebit import OneBit
-    from dlio.train.exchange.compress.sparse import WHOLE_RATIO, Sparse
+    from dlio.train.exchange.compress.sparse import Sparse
     from dlio.train.exchange.compress.threshold import Threshold
 
     match name:
         case "onebit":
             return OneBit(pieces, scratch)
         case "ternary":
-            return Sparse(pieces, scratch, Adaptive(), dense=WHOLE_RATIO)
-        case "sparse":
-            return Huffman(Sparse(pieces, scratch, Adaptive(), dense=_SEVENTH))
+            return Sparse(pieces, scratch, Adaptive(), dense=True)
         case "threshold":
             return Sparse(pieces, scratch, Threshold())
         case "adaptive":

@@ -11,8 +11,8 @@ bytes.
 Dense tensors: the smallest tensors, in up to half of a message's bytes, send two fifths of their
 entries under every rule, as the mean of the entries of the same sign. Each entry is a ternary digit
 (zero, positive, negative), five of them in a byte. These tensors have most of the gradient's
-energy, and a threshold would delay much of it. Under `ternary` and `sparse` all tensors are dense,
-under `sparse` with a seventh of their entries.
+energy, and a threshold would delay much of it. Under `ternary` all tensors are dense: 1.6 bits per
+entry.
 
 Other tensors: a sent entry takes one byte, its sign and the number of entries skipped since the
 previous one. If that number exceeds 126, escape bytes that skip 127 entries each precede it. A
@@ -164,7 +164,7 @@ class Sparse:
     the index of the entry from which distances count; the length of the tensor's bytes.
 
     Args:
-        dense: number of entries per entry to send, if all tensors are to be dense.
+        dense: all tensors are dense.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Sparse:
         scratch: Scratch,
         rule: Rule,
         seed: int = 0,
-        dense: float | None = None,
+        dense: bool = False,
     ) -> None:
         self._pieces = pieces
         self._scratch = scratch
@@ -183,12 +183,12 @@ class Sparse:
         self._small = SmallTensors(pieces, scratch)
         large = [piece for piece in pieces if not piece.small]
         sizes = np.array([piece.size for piece in large], np.int64)
-        of_dense = WHOLE_RATIO if dense is None else dense
-        whole, ratios = np.full(len(sizes), True), np.full(len(sizes), of_dense)
-        if dense is None:
+        ratios = np.full(len(sizes), WHOLE_RATIO)
+        whole = np.full(len(sizes), dense)
+        if not dense:
             whole, ratios = plan(sizes)
         self._tensors = [
-            _Tensor(piece, of_dense, piece.size, whole=True)
+            _Tensor(piece, WHOLE_RATIO, piece.size, whole=True)
             if is_whole
             else _Tensor(piece, ratio, max(1, int(piece.size / ratio * SHARE / ROOM)), whole=False)
             for piece, is_whole, ratio in zip(large, whole.tolist(), ratios.tolist(), strict=True)

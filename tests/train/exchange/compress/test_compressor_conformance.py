@@ -24,10 +24,6 @@ class TestTernary(_Named):
     name = "ternary"
 
 
-class TestSparse(_Named):
-    name = "sparse"
-
-
 class TestThreshold(_Named):
     name = "threshold"
 

@@ -67,5 +67,5 @@ def test_a_region_of_another_length_is_refused() -> None:
 
 
 def test_an_unknown_compressor_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="onebit, ternary, sparse, threshold, adaptive"):
+    with pytest.raises(UsageError, match="onebit, ternary, threshold, adaptive"):
         QuantisedAllreduce(SingleCommunicator(), [("w", (50, 50))], "zip", tag=0)
