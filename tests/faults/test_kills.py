@@ -155,13 +155,13 @@ def _check_pack_kills(pictures: Path, tmp_path: Path, count: int, seed: int) -> 
 def test_staging_that_is_killed_at_a_system_call_is_whole_or_absent(
     pictures: Path, tmp_path: Path
 ) -> None:
-    assert _check_stage_kills(pictures, tmp_path, 8, 0) == 8
+    assert _check_stage_kills(pictures, tmp_path, 4, 0) == 4
 
 
 def test_packing_that_is_killed_at_a_system_call_is_whole_or_absent(
     pictures: Path, tmp_path: Path
 ) -> None:
-    assert _check_pack_kills(pictures, tmp_path, 8, 1) == 8
+    assert _check_pack_kills(pictures, tmp_path, 6, 1) == 6
 
 
 @pytest.mark.nightly

@@ -111,7 +111,7 @@ def test_message_and_residual_add_up_to_the_gradient(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     hnp.arrays(
         np.float32,
