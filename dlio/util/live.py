@@ -11,7 +11,6 @@ import os
 import secrets
 import shlex
 import socket
-import struct
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+from dlio.util.private_sockets import is_own, user_of
 from dlio.util.threads import Workers
 
 __all__ = ["Answer", "Figures", "Published", "ask_all", "publish"]
@@ -33,7 +33,6 @@ VERSION: Final = 1
 """Of the answers; others are not shown."""
 _PREFIX: Final = "dlio-live-"
 _SOCKETS: Final = "/proc/net/unix"
-_CREDENTIALS: Final = struct.Struct("3i")
 _BACKLOG: Final = 16
 _SEND_TIMEOUT_S: Final = 1.0
 _AGAIN_S: Final = 0.5
@@ -122,7 +121,7 @@ def _ask(name: str, timeout_s: float) -> Answer | None:
         try:
             connection.settimeout(timeout_s)
             connection.connect("\0" + name[1:])
-            if _peer(connection) != os.geteuid():
+            if not is_own(connection):
                 return None  # Another user listens at a name like ours.
             text = bytearray()
             while piece := connection.recv(1 << 16):
@@ -150,12 +149,6 @@ def _checked(answer: object) -> Answer | None:
     if not all(isinstance(answer[name], kind) for name, kind in kinds.items()):
         return None
     return Answer(**answer)
-
-
-def _peer(connection: socket.socket) -> int:
-    """Return the user of the process at the other end."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(raw)[1])
 
 
 class _Server:
@@ -194,7 +187,7 @@ class _Server:
                 self._workers.stopping.wait(_AGAIN_S)
                 continue
             with connection, suppress(OSError):
-                if _peer(connection) in {0, os.geteuid()}:
+                if user_of(connection) in {0, os.geteuid()}:
                     connection.settimeout(_SEND_TIMEOUT_S)
                     connection.sendall(json.dumps(self._answer()).encode())
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from dlio.errors import TierError
 
-__all__ = ["connect", "is_own", "listen"]
+__all__ = ["connect", "is_own", "listen", "user_of"]
 
 _BACKLOG: Final = 1024
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -54,5 +54,10 @@ def connect(folder: str, name: str, timeout_s: float | None) -> socket.socket:
 
 def is_own(connection: socket.socket) -> bool:
     """True if a process of this user has connected."""
+    return user_of(connection) == os.geteuid()
+
+
+def user_of(connection: socket.socket) -> int:
+    """Return the number of the user whose process is at the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(raw)[1]) == os.geteuid()
+    return int(_CREDENTIALS.unpack(raw)[1])
