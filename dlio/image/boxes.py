@@ -6,14 +6,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.image.crop import DRAWS, Crop
+from dlio.image.crop import DRAWS, FLIP, LEFT, TOP, TRIES, UPEND, Crop
 
 __all__ = ["NUMBERS", "boxes_of"]
 
 NUMBERS: Final = 6
 """Numbers of a box: top, left, height, width, flip, upend."""
-_TRIES: Final = (DRAWS - 4) // 2
-_TOP, _LEFT, _FLIP, _UPEND = (2 * _TRIES + k for k in range(4))
 _F64 = npt.NDArray[np.float64]
 _I64 = npt.NDArray[np.int64]
 
@@ -36,11 +34,11 @@ def boxes_of(crop: Crop, heights: _I64, widths: _I64, uniforms: _F64) -> npt.NDA
     drawn = uniforms.reshape(count * crop.crops, DRAWS)
     rows, columns = (np.repeat(sides, crop.crops) for sides in (heights, widths))
     boxes = np.empty((len(drawn), NUMBERS), np.int32)
-    boxes[:, 4] = drawn[:, _FLIP] < crop.flip
-    boxes[:, 5] = drawn[:, _UPEND] < crop.upend
+    boxes[:, 4] = drawn[:, FLIP] < crop.flip
+    boxes[:, 5] = drawn[:, UPEND] < crop.upend
     left = np.arange(len(drawn))
     (smallest, largest), (low, high) = crop.scale, map(math.log, crop.ratio)
-    for k in range(_TRIES):
+    for k in range(TRIES):
         own, height, width = drawn[left], rows[left], columns[left]
         target = height * width * (smallest + (largest - smallest) * own[:, 2 * k])
         logs = low + (high - low) * own[:, 2 * k + 1]
@@ -49,8 +47,8 @@ def boxes_of(crop: Crop, heights: _I64, widths: _I64, uniforms: _F64) -> npt.NDA
         w, h = np.rint(np.sqrt(target * ratio)), np.rint(np.sqrt(target / ratio))
         fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
         h, w, chosen = h[fits], w[fits], left[fits]
-        boxes[chosen, 0] = own[fits, _TOP] * (height[fits] - h + 1)
-        boxes[chosen, 1] = own[fits, _LEFT] * (width[fits] - w + 1)
+        boxes[chosen, 0] = own[fits, TOP] * (height[fits] - h + 1)
+        boxes[chosen, 1] = own[fits, LEFT] * (width[fits] - w + 1)
         boxes[chosen, 2], boxes[chosen, 3] = h, w
         left = left[~fits]
         if not len(left):

@@ -5,11 +5,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["DRAWS", "Box", "Crop", "Shown", "are_near", "enclosing"]
+__all__ = [
+    "DRAWS",
+    "FLIP",
+    "LEFT",
+    "TOP",
+    "TRIES",
+    "UPEND",
+    "Box",
+    "Crop",
+    "Shown",
+    "are_near",
+    "enclosing",
+]
 
-_TRIES: Final = 10
-_TOP, _LEFT, _FLIP, _UPEND = (2 * _TRIES + k for k in range(4))
-DRAWS: Final = 2 * _TRIES + 4
+TRIES: Final = 10
+"""Draws of (area, ratio) for a crop; the first one that fits is taken."""
+TOP: Final = 2 * TRIES
+"""Place of the random number for a crop's first row, among its DRAWS."""
+LEFT: Final = TOP + 1
+FLIP: Final = TOP + 2
+UPEND: Final = TOP + 3
+DRAWS: Final = 2 * TRIES + 4
 """Random numbers per crop: (area, ratio) for each try, then row, column, flip, upend."""
 _AREA: Final = 1.3
 """Cost of decoding a pixel, for that of passing one in coded rows: 2.3 ns and 1.8 ns in dlio's own
@@ -101,17 +118,17 @@ class Crop:
         """
         if not self.train:
             return self._middle(height, width)
-        flip, upend = uniforms[_FLIP] < self.flip, uniforms[_UPEND] < self.upend
+        flip, upend = uniforms[FLIP] < self.flip, uniforms[UPEND] < self.upend
         area = height * width
         smallest, largest = self.scale
         log_low, log_high = math.log(self.ratio[0]), math.log(self.ratio[1])
-        for k in range(_TRIES):
+        for k in range(TRIES):
             target = area * (smallest + (largest - smallest) * uniforms[2 * k])
             ratio = math.exp(log_low + (log_high - log_low) * uniforms[2 * k + 1])
             w, h = round(math.sqrt(target * ratio)), round(math.sqrt(target / ratio))
             if 0 < w <= width and 0 < h <= height:
-                top = int(uniforms[_TOP] * (height - h + 1))
-                left = int(uniforms[_LEFT] * (width - w + 1))
+                top = int(uniforms[TOP] * (height - h + 1))
+                left = int(uniforms[LEFT] * (width - w + 1))
                 return Box(top, left, h, w, flip, upend)
         # No try fitted a very long image: take its middle, with the nearest allowed ratio.
         if width / height < self.ratio[0]:

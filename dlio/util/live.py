@@ -55,8 +55,8 @@ class Answer:
 class Published:
     """Figures that are published until `close`; a context manager."""
 
-    def __init__(self, figures: "Callable[[], Figures | None]") -> None:
-        self._figures = figures
+    def __init__(self, kind: str, figures: Callable[[], Figures]) -> None:
+        self._kind, self._method = kind, weakref.WeakMethod(figures)
 
     def __enter__(self) -> Self:
         return self
@@ -68,9 +68,20 @@ class Published:
         """Publish these no longer; with the last ones of the process its socket is closed."""
         _board.remove(self)
 
+    @property
+    def is_gone(self) -> bool:
+        """True if the owner of the figures has ended without closing them."""
+        return self._method() is None
+
     def read(self) -> Figures | None:
         """Return the figures of now; None if their owner is gone."""
-        return self._figures()
+        method = self._method()
+        if method is None:
+            return None
+        try:
+            return {"kind": self._kind, **method()}
+        except Exception as error:  # An owner that is being closed; the thread answers on.
+            return {"kind": self._kind, "problem": str(error)}
 
 
 def publish(kind: str, figures: Callable[[], Figures]) -> Published:
@@ -81,18 +92,7 @@ def publish(kind: str, figures: Callable[[], Figures]) -> Published:
         figures: a method, called in a thread of its own when someone asks. Its object is not kept
             alive by this.
     """
-    method = weakref.WeakMethod(figures)
-
-    def now() -> Figures | None:
-        living = method()
-        if living is None:
-            return None
-        try:
-            return {"kind": kind, **living()}
-        except Exception as error:  # An owner that is being closed; the thread answers on.
-            return {"kind": kind, "problem": str(error)}
-
-    made = Published(now)
+    made = Published(kind, figures)
     _board.add(made)
     return made
 
@@ -202,7 +202,8 @@ class _Board:
 
     def add(self, published: Published) -> None:
         with self._lock:
-            self._published.append(published)
+            living = [each for each in self._published if not each.is_gone]
+            self._published = [*living, published]
             if self._server is None:
                 try:
                     self._server = _Server(self._answer)

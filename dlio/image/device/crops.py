@@ -21,16 +21,15 @@ from typing import Final
 import torch
 
 from dlio.errors import UsageError
+from dlio.image.boxes import NUMBERS
 from dlio.image.device.normal import Normal
 
-__all__ = ["BOX", "FACTORS", "IMAGE", "Normal", "crop_batch", "find_triton"]
+__all__ = ["FACTORS", "IMAGE", "Normal", "crop_batch", "find_triton"]
 
 IMAGE: Final = 3
 """Numbers of an image: first byte, height, width."""
 FACTORS: Final = (1, 2, 4, 8)
 """By which an image can be shrunk first."""
-BOX: Final = 6
-"""Numbers of a box: top, left, height, width, flip, upend."""
 _MOST_SIDE: Final = 32767
 """Largest side of a crop: areas are counted in 1 / (its side), in 32 bits."""
 
@@ -99,7 +98,7 @@ def _check(
     wanted: list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]] = [
         ("pixels", pixels, torch.uint8, (pixels.numel(),)),
         ("images", images, torch.int64, (len(boxes), IMAGE)),
-        ("boxes", boxes, torch.int32, (len(boxes), BOX)),
+        ("boxes", boxes, torch.int32, (len(boxes), NUMBERS)),
     ]
     if factors is not None:
         wanted.append(("factors", factors, torch.int32, (len(boxes),)))
