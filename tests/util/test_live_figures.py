@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from dlio.cli.top_table import view
+from dlio.util import live
 from dlio.util.live import Answer, Figures, ask_all, publish
 
 _TIMEOUT_S = 5.0
@@ -26,6 +27,13 @@ class Source:
         if isinstance(self.value, Exception):
             raise self.value
         return {"value": self.value}
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> None:
+    """Publish nothing of other tests' data sets, which end when they are collected."""
+    for each in list(live._board._published):
+        each.close()
 
 
 def own() -> list[Figures]:
