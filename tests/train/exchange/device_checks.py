@@ -1,0 +1,206 @@
+"""Checks of exchanges in a device's memory, with CPU tensors by gloo: `device_checks.py CHECK...`.
+
+Run as ranks of torchrun. Each exchange is compared with the one through the host on the same ranks.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch import nn
+
+from dlio.comm import Communicator
+from dlio.errors import CommTimeout, DlioError
+from dlio.train.exchange import RunningExchange
+from dlio.train.exchange.buckets import averaged_state
+from dlio.train.exchange.place import find_path
+from dlio.train.exchange_spec import parse_exchange
+from dlio.util.settings import DEVICE_EXCHANGE
+from tests.train.exchange.training import (
+    BATCH,
+    Net,
+    difference,
+    make_net,
+    parameters_of,
+    run,
+    samples,
+    started,
+    train_step,
+)
+
+_STEPS: Final = 6
+_SUMS: Final = ("allreduce", "tree", "hierarchical", "parameter-server")
+_EXACT: Final = (
+    *("allreduce", "allreduce+int8", "allreduce+bf16", "allreduce+fp16", "tree+bf16"),
+    *("local-sgd(2)", "local-sgd(4,fragments=2)+int8", "diloco(2)", "diloco(3,fragments=3)+bf16"),
+    *("gossip", "gossip(hypercube)+int8", "gossip(gradient)", "gossip(gradient)+fp16"),
+    *("noloco(2)", "noloco(2)+bf16"),
+)
+"""Exchanges whose messages are the host's, up to the rounding of sums."""
+_SIGNS: Final = ("allreduce+onebit", "diloco(2)+onebit", "gossip+onebit", "noloco(2)+onebit")
+"""Exchanges of signs: one of a value near zero may differ, and few weights with it."""
+
+
+@contextmanager
+def _path(path: str) -> Iterator[None]:
+    """Have exchanges that are started in the body take a path: `host` or `gloo`."""
+    os.environ.pop(DEVICE_EXCHANGE, None)
+    if path == "gloo":
+        os.environ[DEVICE_EXCHANGE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(DEVICE_EXCHANGE, None)
+
+
+def _started(path: str, name: str, net: Net, comm: Communicator) -> RunningExchange:
+    with _path(path):
+        cpu = [torch.device("cpu")]
+        assert find_path(cpu, parse_exchange(name), comm) == path, name
+        return started(name, net, comm, seed=1, pretend_nodes=comm.size)
+
+
+def _train(
+    exchange: RunningExchange, net: Net, comm: Communicator, steps: Sequence[int]
+) -> torch.Tensor:
+    """Train, with fewer samples at some steps; return this rank's weights."""
+    optimizer = torch.optim.SGD(parameters_of(net), lr=0.02)
+    for step in steps:
+        planned = comm.size * BATCH - step % 3
+        inputs, labels = samples(step, planned)
+        mine = slice(comm.rank * BATCH, (comm.rank + 1) * BATCH)
+        train_step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
+    exchange.finish()
+    return torch.cat([p.detach().reshape(-1) for p in parameters_of(net)])
+
+
+def _both(comm: Communicator, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Train through the host and by the group, which must count the same; return the weights."""
+    weights, counts = [], []
+    for path in ("host", "gloo"):
+        net = make_net(1)
+        exchange = _started(path, name, net, comm)
+        weights.append(_train(exchange, net, comm, range(_STEPS)))
+        counted = exchange.statistics()
+        heads = 0.0
+        if path == "host" and "+" in name and name.startswith(_SUMS[1:]):
+            heads = 8 * counted["messages"]  # Their lengths, which a device's messages leave out.
+        counts.append((counted["messages"], counted["bytes"] - heads))
+        exchange.close()
+    assert counts[0] == counts[1], f"{name}: {counts}"
+    assert counts[0][0] > 0, name
+    return weights[0], weights[1]
+
+
+def check_exact(comm: Communicator) -> None:
+    """Weights and counts are those through the host, within the rounding of sums."""
+    for name in _EXACT:
+        host, group = _both(comm, name)
+        error = difference(host, group)
+        # Where sums differ by rounding, a compressed value may differ by its last bit.
+        assert error < (2e-4 if "+" in name else 1e-6), f"{name} differs by {error}"
+
+
+def check_routes(comm: Communicator) -> None:
+    for name in ("tree", "hierarchical", "parameter-server", "hierarchical+int8"):
+        host, group = _both(comm, name)
+        assert difference(host, group) < 2e-4, name
+
+
+def check_signs(comm: Communicator) -> None:
+    for name in _SIGNS:
+        host, group = _both(comm, name)
+        moved = difference(host, torch.cat([p.reshape(-1) for p in parameters_of(make_net(1))]))
+        apart = float((host - group).abs().mean())
+        assert apart < 1e-2 * moved, f"{name} differs by {apart} of {moved}"
+
+
+def check_resumed(comm: Communicator) -> None:
+    """A checkpoint of either path goes on on the other."""
+    names = ("allreduce+int8", "diloco(4)+bf16", "gossip", "gossip+onebit", "noloco(2)+onebit")
+    for name in names:
+        for first, second in (("gloo", "host"), ("host", "gloo")):
+            whole = make_net(1)
+            exchange = _started("host", name, whole, comm)
+            _train(exchange, whole, comm, range(3))
+            expected = _train(exchange, whole, comm, range(3, _STEPS))
+            exchange.close()
+            net = make_net(1)
+            exchange = _started(first, name, net, comm)
+            _train(exchange, net, comm, range(3))
+            state = {key: value.clone() for key, value in exchange.state().items()}
+            assert all(value.device.type == "cpu" for value in state.values())
+            exchange.close()
+            exchange = _started(second, name, net, comm)
+            exchange.load_state(state)
+            got = _train(exchange, net, comm, range(3, _STEPS))
+            exchange.close()
+            apart = float((got - expected).abs().mean())
+            assert apart < 1e-4, f"{name} from {first} to {second} differs by {apart}"
+
+
+def check_distances(comm: Communicator) -> None:
+    """Ranks of gossip come to the mean of their weights."""
+    net = make_net(comm.rank)
+    mean = averaged_state(net, comm)
+    exchange = _started("gloo", "gossip", net, comm)
+    for _ in range((comm.size - 1).bit_length()):
+        exchange.before_backward(0, comm.size)
+        exchange.before_step()
+        exchange.after_step()
+    exchange.finish()
+    for name, parameter in net.named_parameters():
+        if parameter.requires_grad:
+            assert difference(parameter, mean[name]) < 1e-6
+    exchange.close()
+
+
+def check_infinite(comm: Communicator) -> None:
+    """A gradient that is not finite is refused by the name of its tensor."""
+    net = make_net(1)
+    exchange = _started("gloo", "allreduce+int8", net, comm)
+    exchange.weigh(1.0)
+    try:
+        (net(samples(0, BATCH)[0]).sum() * float("nan")).backward()
+        raise AssertionError("NaN was compressed")
+    except DlioError as error:
+        assert "the gradient of last." in str(error), error
+    comm.barrier()
+    exchange.close()
+
+
+def check_lost(comm: Communicator) -> None:
+    """A rank that leaves is an error of those that wait for it, before the deadline."""
+    for name in ("allreduce", "allreduce+int8", "gossip"):
+        net = nn.Linear(3, 3)
+        with _path("gloo"):
+            exchange = started(name, net, comm, seed=0)
+        comm.barrier()
+        if comm.rank == 0:
+            began = time.monotonic()
+            try:
+                net(torch.ones(1, 3)).sum().backward()
+                exchange.after_step()
+                exchange.finish()
+                raise AssertionError(f"{name} did not notice")
+            except CommTimeout as error:
+                assert "another rank is stopped, far behind, or left" in str(error), error
+            assert time.monotonic() - began < 10
+        comm.barrier()
+
+
+CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
+    "exact": check_exact,
+    "routes": check_routes,
+    "signs": check_signs,
+    "resumed": check_resumed,
+    "distances": check_distances,
+    "infinite": check_infinite,
+    "lost": check_lost,
+}
+
+if __name__ == "__main__":
+    run(CHECKS)
