@@ -17,7 +17,7 @@ from dlio.comm import Communicator, Request
 from dlio.comm.devices import sums_device_memory
 from dlio.train.exchange.buckets import Bucket, Named
 from dlio.train.exchange.compress.layout import Piece
-from dlio.train.exchange.device.codec import DEVICE_CODECS, Codec, make_codec
+from dlio.train.exchange.device.codec import Codec, make_codec
 from dlio.train.exchange.device.group import DeviceGroup, Flight
 from dlio.train.exchange.device.paths import GroupMemory, group_path
 from dlio.train.exchange.paths import (
@@ -64,8 +64,6 @@ def host_reason(spec: ExchangeSpec) -> str | None:
     """Why an exchange needs the host's memory even with NCCL; None if it does not. Pure."""
     if spec.merge == "parzen":
         return f"{spec.preset} sends without the receiver's knowledge, which NCCL cannot"
-    if spec.codec is not None and spec.codec not in DEVICE_CODECS:
-        return f"{spec.codec} compresses on the host"
     return None
 
 

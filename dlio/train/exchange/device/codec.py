@@ -1,10 +1,11 @@
 """Compressors of tensors in any memory, with error feedback.
 
 A device's compressors make messages of fixed lengths, because NCCL's receivers have to know these:
-`max_bytes`, which is what is sent and counted. Those of `bf16`, `fp16`, `int8` and `onebit` have
-the same bytes as the host's, up to rounding in the rotation of `onebit`. Those of `ternary`,
-`threshold` and `adaptive` have a fixed place for each tensor's entries, see `sparse`. Their values
-are the host's, within the rounding of sums.
+`max_bytes`, which is sent and counted. The values are the host's, within the rounding of sums, and
+so are the bytes; but `threshold` and `adaptive` fill up what they do not use, see `sparse`.
+
+Nothing here waits for the device: no tensor of it is indexed by a tensor without dimensions, turned
+into a Python number, or of a length that depends on values.
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,12 @@ import numpy as np
 import torch
 
 from dlio.errors import DlioError
-from dlio.train.exchange.compress import make_compressor
+from dlio.train.exchange.compress import NAMES, make_compressor
 from dlio.train.exchange.compress.layout import Piece, Scratch, refuse_not_finite
+from dlio.util.arguments import unknown_word
 
-__all__ = ["DEVICE_CODECS", "Codec", "DeviceCodec", "make_codec"]
+__all__ = ["Codec", "DeviceCodec", "make_codec"]
 
-DEVICE_CODECS: Final = ("onebit", "int8", "bf16", "fp16")
-"""Names of the compressors that a device has."""
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its events.
 
 
@@ -94,7 +94,7 @@ class Finite:
         bad = ~values.isfinite()
         first = bad.to(torch.uint8).argmax()
         number = torch.where(bad.any(), first, -1)
-        found = torch.stack([number.double(), values[first].double()])
+        found = torch.stack([number.double(), values.take(first).double()])
         self._found.copy_(found, non_blocking=True)
         if self._written is not None:
             self._written.record()
@@ -162,14 +162,23 @@ def make_codec(
     from dlio.train.exchange.device.half import DeviceBfloat16, DeviceFloat16
     from dlio.train.exchange.device.int8 import DeviceInt8
     from dlio.train.exchange.device.onebit import DeviceOneBit
+    from dlio.train.exchange.device.sparse import DeviceSparse
 
-    if device is None or name not in DEVICE_CODECS:
+    if device is None:
         return HostCodec(name, pieces, scratch)
     match name:
         case "onebit":
             return DeviceOneBit(pieces, device)
+        case "ternary":
+            return DeviceSparse(pieces, device, dense=True)
+        case "threshold":
+            return DeviceSparse(pieces, device, thresholds=True)
+        case "adaptive":
+            return DeviceSparse(pieces, device)
         case "int8":
             return DeviceInt8(pieces, device)
         case "bf16":
             return DeviceBfloat16(pieces, device)
-    return DeviceFloat16(pieces, device)
+        case "fp16":
+            return DeviceFloat16(pieces, device)
+    raise unknown_word("compressor (behind a +)", name, NAMES)

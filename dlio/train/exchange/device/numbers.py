@@ -1,11 +1,9 @@
 """Bits of floating-point numbers and bytes of messages, by operations of a device."""
 
 import torch
+from torch.nn import functional
 
 __all__ = ["bytes_of", "exponents_of", "packed", "power", "typed", "unpacked"]
-
-_BITS = (128, 64, 32, 16, 8, 4, 2, 1)
-"""Weights of a byte's bits, in numpy's order."""
 
 
 def exponents_of(values: torch.Tensor, added: int = 0) -> torch.Tensor:
@@ -37,12 +35,15 @@ def typed(message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def packed(bits: torch.Tensor) -> torch.Tensor:
     """Pack booleans, shape (n,), as `numpy.packbits`: eight in a byte, the first in the highest."""
     rest = -bits.numel() % 8
-    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, rest)).view(-1, 8)
-    weights = torch.tensor(_BITS, dtype=torch.uint8, device=bits.device)
-    return (padded * weights).sum(1, dtype=torch.uint8)
+    padded = functional.pad(bits.to(torch.uint8), (0, rest)).view(-1, 8)
+    return (padded << _shifts(bits.device)).sum(1, dtype=torch.uint8)
 
 
 def unpacked(packed_bits: torch.Tensor, count: int) -> torch.Tensor:
     """Return the first `count` bits of bytes, uint8 of 0 and 1."""
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed_bits.device)
-    return ((packed_bits[:, None] >> shifts) & 1).view(-1)[:count]
+    return ((packed_bits[:, None] >> _shifts(packed_bits.device)) & 1).view(-1)[:count]
+
+
+def _shifts(device: torch.device) -> torch.Tensor:
+    """Places of a byte's bits, in numpy's order."""
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
