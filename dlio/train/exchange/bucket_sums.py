@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dlio.comm.progress import Progress
-from dlio.train.exchange.buckets import Bucket, Named, in_buckets
+from dlio.train.exchange.buckets import Named, in_buckets
 from dlio.train.exchange.compress.reduce import TAGS
 from dlio.train.exchange.paths import Path
 from dlio.train.exchange.place import Place

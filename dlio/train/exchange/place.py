@@ -17,7 +17,8 @@ from dlio.comm import Communicator, Request
 from dlio.comm.devices import sums_device_memory
 from dlio.train.exchange.buckets import Bucket, Named
 from dlio.train.exchange.compress.layout import Piece
-from dlio.train.exchange.device.codec import Codec, make_codec
+from dlio.train.exchange.device.codec import Codec
+from dlio.train.exchange.device.compressors import make_codec
 from dlio.train.exchange.device.group import DeviceGroup, Flight
 from dlio.train.exchange.device.paths import GroupMemory, group_path
 from dlio.train.exchange.paths import (
@@ -150,7 +151,7 @@ class Place:
         self.memory: GroupMemory | None = None
         if self.path in GROUP_PATHS:
             self.memory = GroupMemory.of(DeviceGroup(comm, devices[0]))
-        self._stream = _cuda.Stream(self.device) if self.path == "pinned" else None
+        self._stream: Any = _cuda.Stream(self.device) if self.path == "pinned" else None
 
     @property
     def group(self) -> DeviceGroup | None:

@@ -1,4 +1,4 @@
-"""Exchanges in a device's memory: real ranks with CPU tensors by gloo, and stand-ins for streams."""
+"""Exchanges in a device's memory: ranks with CPU tensors by gloo, and stand-ins for streams."""
 
 import time
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import CommTimeout
@@ -58,7 +59,7 @@ def test_a_lost_rank_is_an_error_long_before_the_deadline(
 @pytest.fixture
 def alone() -> Iterator[DeviceGroup]:
     """A group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     group = DeviceGroup(SingleCommunicator(), CPU)
     yield group
     group.close()
@@ -217,10 +218,24 @@ def test_a_group_of_other_ranks_is_not_taken(
     ("exchange", "group", "other", "survives", "path", "why"),
     [
         ("gossip", "nccl", None, False, "nccl", ""),
-        ("gossip", "nccl", None, True, "pinned", ", because NCCL does not go on without lost ranks"),
+        (
+            "gossip",
+            "nccl",
+            None,
+            True,
+            "pinned",
+            ", because NCCL does not go on without lost ranks",
+        ),
         ("gossip", "", None, False, "pinned", ", because torch.distributed has no NCCL group"),
         ("asgd", "nccl", None, False, "pinned", ", because asgd sends without the receiver's know"),
-        ("allreduce", "nccl", "host", False, "pinned", ", because the ranks have different ones: h"),
+        (
+            "allreduce",
+            "nccl",
+            "host",
+            False,
+            "pinned",
+            ", because the ranks have different ones: h",
+        ),
     ],
 )
 def test_the_log_names_the_path_of_a_gpu_and_the_reason(

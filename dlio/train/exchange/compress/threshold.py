@@ -23,7 +23,8 @@ REACH: Final = 2.0**17
 significant bits, four of the threshold's and three of `SENT`."""
 STEPS: Final = 8
 """Number of thresholds per power of two: 1, 1.125, and so on to 1.875."""
-LOWEST, HIGHEST = -126 * STEPS, 127 * STEPS
+LOWEST: Final = -126 * STEPS
+HIGHEST: Final = 127 * STEPS
 
 
 class Threshold:

@@ -5,8 +5,11 @@
 | `group` | the ranks as a process group: sums, pairs, and bytes from each rank to each |
 | `side` | the stream of an exchange next to the training's, and the time that the training waits |
 | `paths` | a bucket's sum on its device: plain, compressed, or along a route |
-| `codec` | compressors of tensors; `half`, `int8`, `onebit` and `sparse` are those of a device |
+| `codec`, `compressors` | compressors of tensors: the contract, and the ones by name |
+| `half`, `int8`, `onebit`, `sparse`, `levels`, `numbers` | those of a device |
 
 One code path serves GPUs, by NCCL, and the CPU, by gloo; tests run the latter. On a GPU the host
 launches all of a sum and waits for none of it.
 """
+
+__all__: list[str] = []

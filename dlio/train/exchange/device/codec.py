@@ -14,12 +14,9 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from dlio.errors import DlioError
-from dlio.train.exchange.compress import NAMES, make_compressor
-from dlio.train.exchange.compress.layout import Piece, Scratch, refuse_not_finite
-from dlio.util.arguments import unknown_word
+from dlio.train.exchange.compress.layout import Piece, refuse_not_finite
 
-__all__ = ["Codec", "DeviceCodec", "make_codec"]
+__all__ = ["Codec", "DeviceCodec"]
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its events.
 
@@ -55,28 +52,10 @@ class Codec(Protocol):
         """Restore the `state` of a codec with the same name and pieces, of any memory."""
 
 
-class HostCodec:
-    """A compressor of the host, for tensors in its memory."""
-
-    def __init__(self, name: str, pieces: Sequence[Piece], scratch: Scratch) -> None:
-        self._compressor = make_compressor(name, pieces, scratch)
-        self.entries, self.max_bytes = self._compressor.entries, self._compressor.max_bytes
-
-    def encode(self, values: torch.Tensor, residual: torch.Tensor, message: torch.Tensor) -> int:
-        return self._compressor.encode(values.numpy(), residual.numpy(), message.numpy())
-
-    def add(self, message: torch.Tensor, into: torch.Tensor) -> None:
-        self._compressor.add(message.numpy(), into.numpy())
-
-    def state(self) -> torch.Tensor:
-        return torch.from_numpy(self._compressor.state())
-
-    def load_state(self, state: torch.Tensor) -> None:
-        self._compressor.load_state(state.numpy())
-
-
-class Finite:
+class _Finite:
     """Finds entries that are not finite, without waiting for the device.
+
+    They stay in the residual, so that a check that comes too early finds them the next time.
 
     Args:
         pieces: those of the region, for the tensor's name.
@@ -85,7 +64,7 @@ class Finite:
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
         self._pieces = pieces
         on_gpu = device.type == "cuda"
-        self._found = torch.full((2,), -1.0, dtype=torch.float64, pin_memory=on_gpu)
+        self._first = torch.full((2,), -1.0, dtype=torch.float64, pin_memory=on_gpu)
         """Number of the first entry that is not finite, and the entry; -1 for none."""
         self._written = _cuda.Event() if on_gpu else None
 
@@ -94,8 +73,8 @@ class Finite:
         bad = ~values.isfinite()
         first = bad.to(torch.uint8).argmax()
         number = torch.where(bad.any(), first, -1)
-        found = torch.stack([number.double(), values.take(first).double()])
-        self._found.copy_(found, non_blocking=True)
+        entry = torch.stack([number.double(), values.take(first).double()])
+        self._first.copy_(entry, non_blocking=True)
         if self._written is not None:
             self._written.record()
 
@@ -103,14 +82,13 @@ class Finite:
         """Raise DlioError if a `note` that the device has carried out saw such an entry."""
         if self._written is not None and not self._written.query():
             return
-        number, entry = self._found.tolist()
+        number, entry = self._first.tolist()
         if number >= 0:
             refuse_not_finite(np.array([entry], np.float32), int(number), self._pieces)
-            raise DlioError("unreachable")
 
 
 class DeviceCodec:
-    """What the compressors of a device have in common: messages of a fixed length.
+    """The common part of a device's compressors, whose messages have a fixed length.
 
     Args:
         pieces: those of the region.
@@ -121,7 +99,7 @@ class DeviceCodec:
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
         self.entries = pieces[-1].stop if pieces else 0
         self.device = device
-        self._finite = Finite(pieces, device)
+        self._finite = _Finite(pieces, device)
 
     def encode(self, values: torch.Tensor, residual: torch.Tensor, message: torch.Tensor) -> int:
         if not self.entries:
@@ -146,39 +124,3 @@ class DeviceCodec:
 
     def load_state(self, state: torch.Tensor) -> None:
         pass
-
-
-def make_codec(
-    name: str, pieces: Sequence[Piece], scratch: Scratch, device: torch.device | None
-) -> Codec:
-    """Create a compressor.
-
-    Args:
-        scratch: working memory of the host's.
-        device: the device whose compressor is made; the host's for None.
-
-    Raises UsageError for an unknown name.
-    """
-    from dlio.train.exchange.device.half import DeviceBfloat16, DeviceFloat16
-    from dlio.train.exchange.device.int8 import DeviceInt8
-    from dlio.train.exchange.device.onebit import DeviceOneBit
-    from dlio.train.exchange.device.sparse import DeviceSparse
-
-    if device is None:
-        return HostCodec(name, pieces, scratch)
-    match name:
-        case "onebit":
-            return DeviceOneBit(pieces, device)
-        case "ternary":
-            return DeviceSparse(pieces, device, dense=True)
-        case "threshold":
-            return DeviceSparse(pieces, device, thresholds=True)
-        case "adaptive":
-            return DeviceSparse(pieces, device)
-        case "int8":
-            return DeviceInt8(pieces, device)
-        case "bf16":
-            return DeviceBfloat16(pieces, device)
-        case "fp16":
-            return DeviceFloat16(pieces, device)
-    raise unknown_word("compressor (behind a +)", name, NAMES)

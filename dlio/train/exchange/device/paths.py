@@ -14,13 +14,14 @@ import torch
 
 from dlio.train.exchange.buckets import Bucket
 from dlio.train.exchange.compress.layout import pieces_of, split
-from dlio.train.exchange.device.codec import Codec, make_codec
+from dlio.train.exchange.device.codec import Codec
+from dlio.train.exchange.device.compressors import make_codec
 from dlio.train.exchange.device.group import DeviceGroup, Flight
 from dlio.train.exchange.device.side import Side, Waits
 from dlio.train.exchange.routes import route
 from dlio.train.exchange.setting import Setting
 
-__all__ = ["GroupMemory", "SumPath", "group_path"]
+__all__ = ["CompressedPath", "GroupMemory", "RoutedPath", "SumPath", "group_path"]
 
 _ONE_HOP: Final = 2
 """Number of ranks that exchange their whole regions, as those of `QuantisedAllreduce`."""
@@ -50,11 +51,11 @@ def group_path(bucket: Bucket, setting: Setting, memory: GroupMemory) -> "_Group
 
 
 class _GroupPath:
-    """What the paths have in common: all of a sum is launched by `start`, on the side stream."""
+    """A path whose `start` launches all of a sum, on the side stream."""
 
     def __init__(self, bucket: Bucket, memory: GroupMemory) -> None:
         self._bucket, self._memory, self._group = bucket, memory, memory.group
-        self._mark: Any = None
+        self._mark: torch.cuda.Event | None = None
         self._wait_s = 0.0
         self._messages = self._bytes = 0.0
 
@@ -146,9 +147,7 @@ class CompressedPath(_GroupPath):
         own = self._parts[0 if self._one_hop else group.rank].codec.max_bytes
         parts = self._parts * group.size if self._one_hop else self._parts
         others = [rank != group.rank for rank in range(group.size)]
-        self._to = [
-            each.codec.max_bytes * other for each, other in zip(parts, others, strict=True)
-        ]
+        self._to = [each.codec.max_bytes * other for each, other in zip(parts, others, strict=True)]
         """Bytes of this rank's share of each rank's part."""
         self._shares = [own * other for other in others]
         """Bytes of each rank's share of this rank's part."""
@@ -176,12 +175,12 @@ class CompressedPath(_GroupPath):
     def _add_shares(self, region: torch.Tensor) -> None:
         own = self._parts[self._group.rank]
         shares = self._message(sum(self._to))
-        for part, message in zip(self._parts, shares.split(self._to), strict=True):
+        for part, message in zip(self._parts, torch.split(shares, self._to), strict=True):
             if len(message):
                 part.codec.encode(region[part.span], self._owed[part.span], message)
         arrived = self._deal(shares, self._to, self._shares)
         total = torch.zeros_like(region[own.span])
-        for rank, message in enumerate(arrived.split(self._shares)):
+        for rank, message in enumerate(torch.split(arrived, self._shares)):
             if rank == self._group.rank:
                 total += region[own.span]
             elif len(message):
@@ -190,7 +189,7 @@ class CompressedPath(_GroupPath):
         if len(mine):
             own.codec.encode(total, self._owed[own.span], mine)
         sums = self._deal(mine.repeat(self._group.size - 1), self._shares, self._to)
-        for rank, message in enumerate(sums.split(self._to)):
+        for rank, message in enumerate(torch.split(sums, self._to)):
             part = self._parts[rank]
             region[part.span] = 0
             if part.codec.entries:
@@ -233,9 +232,7 @@ class RoutedPath(_GroupPath):
         self._ops = route(spec.topology, self._group.rank, setting.nodes(), compressed)
         self._codec: Codec | None = None
         if spec.codec is not None:
-            self._codec = make_codec(
-                spec.codec, pieces_of(bucket.tensors), setting.scratch, device
-            )
+            self._codec = make_codec(spec.codec, pieces_of(bucket.tensors), setting.scratch, device)
         self._owed = torch.zeros(self._codec.entries if self._codec else 0, device=device)
 
     def _sum(self, region: torch.Tensor) -> None:

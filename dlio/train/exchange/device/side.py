@@ -33,11 +33,12 @@ class Side:
         with _cuda.stream(self._stream):
             yield
 
-    def mark(self) -> Any:
+    def mark(self) -> torch.cuda.Event | None:
         """Return an event after all that this stream was given."""
-        return None if self._stream is None else self._stream.record_event()
+        event: torch.cuda.Event | None = self._stream and self._stream.record_event()
+        return event
 
-    def join(self, mark: Any) -> None:
+    def join(self, mark: torch.cuda.Event | None) -> None:
         """Have later work of the current stream wait for a `mark`."""
         if self._stream is not None and mark is not None:
             _cuda.current_stream(self._device).wait_event(mark)
@@ -53,7 +54,7 @@ class Waits:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Time the waits that the body gives to the current stream. The CPU's host times its own."""
+        """Time the waits that the body gives to the current stream; nothing on the CPU."""
         if self._device.type != "cuda":
             yield
             return
@@ -67,7 +68,7 @@ class Waits:
 
     @property
     def seconds(self) -> float:
-        """Of all waits that are over; of all of them, once the device is synchronised."""
+        """Seconds of the waits that are over: all of them, once the device is synchronised."""
         self._settle()
         return self._seconds
 

@@ -41,9 +41,7 @@ from dlio.train.exchange.device.numbers import bytes_of, typed
 
 __all__ = ["DeviceSparse"]
 
-_Cut = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
-]
+_Cut = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _SEED = 0
 _LOWER = 0xFFFF
 
@@ -123,9 +121,7 @@ class DeviceSparse(DeviceCodec):
             here = into[tensor.piece.start : tensor.piece.stop]
             if tensor.whole:
                 digits = ((coded[:, None] // self._powers) % 3).view(-1)[: len(here)]
-                here += torch.where(
-                    digits == 1, positive, torch.where(digits == 0, 0.0, negative)
-                )
+                here += torch.where(digits == 1, positive, torch.where(digits == 0, 0.0, negative))
                 continue
             over = (coded & (SIGN - 1)).long()
             ahead = (over + 1).clamp(max=LONGEST).cumsum(0) - 1
@@ -242,6 +238,4 @@ def _placed(places: torch.Tensor, values: torch.Tensor, count: int, rest: int) -
 
 def _escapes(ahead: torch.Tensor) -> torch.Tensor:
     """Number of escape bytes before each entry's own byte."""
-    return (functional.pad(ahead, (1, 0), value=-1).diff() - 1).div(
-        LONGEST, rounding_mode="floor"
-    )
+    return (functional.pad(ahead, (1, 0), value=-1).diff() - 1).div(LONGEST, rounding_mode="floor")

@@ -7,7 +7,8 @@ import torch
 from dlio.errors import DlioError
 from dlio.train.exchange.compress import NAMES
 from dlio.train.exchange.compress.layout import Scratch, pieces_of
-from dlio.train.exchange.device.codec import Codec, DeviceCodec, make_codec
+from dlio.train.exchange.device.codec import Codec, DeviceCodec
+from dlio.train.exchange.device.compressors import make_codec
 from dlio.train.exchange.device.numbers import packed, unpacked
 from tests.train.exchange.compress.compressing import KINDS, Layout, drawn, make
 
