@@ -86,18 +86,31 @@ def find_path(
     """
     over_mpi = isinstance(comm, SumsDeviceMemory) and sums_device_memory()
     group = "" if survives else _backend(devices, comm)
+    gpus = [gpu for gpu in comm.allgather(_gpu(devices)) if gpu is not None]
+    shared = len(set(gpus)) < len(gpus)
+    if shared:
+        group = ""
     mine = choose(devices, spec, group, over_mpi)
     everyone = comm.allgather(mine)
     path = mine
     if agreed(everyone) is not None:
         path = "pinned" if devices[0].type == "cuda" and mine != "host" else "host"
     if comm.rank == 0 and any(each != "host" for each in everyone):
-        _log.info("exchange %s: path %s%s", spec, path, _why(spec, everyone, group, survives))
+        why = ", because ranks share a GPU" if shared else _why(spec, everyone, group, survives)
+        _log.info("exchange %s: path %s%s", spec, path, why)
     return path
 
 
+def _gpu(devices: Sequence[torch.device]) -> str | None:
+    """Return an identifier of these devices' GPU; None for the CPU, and if torch has none."""
+    if not devices or devices[0].type != "cuda" or not torch.cuda.is_available():
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(devices[0]), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
 def _why(spec: ExchangeSpec, everyone: Sequence[str], group: str, survives: bool) -> str:
-    """The reason why GPUs do not exchange by NCCL, for the log."""
+    """Return the reason why GPUs do not exchange by NCCL, for the log."""
     if agreed(everyone) is not None:
         return f", because the ranks have different ones: {', '.join(sorted(set(everyone)))}"
     if everyone[0] in GROUP_PATHS:

@@ -15,6 +15,7 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.errors import CommTimeout, DlioError
+from dlio.train.cut import Cut
 from dlio.train.exchange import RunningExchange
 from dlio.train.exchange.buckets import averaged_state
 from dlio.train.exchange.place import find_path
@@ -162,6 +163,41 @@ def check_resumed(comm: Communicator) -> None:
             assert apart < 1e-4, f"{name} from {first} to {second} differs by {apart}"
 
 
+def _cut(net: Net) -> list[Cut]:
+    """Remove every sixth neuron of the first layer."""
+    keep = torch.tensor([k for k in range(600) if k % 6])
+    of = {"first.weight": (0,), "first.bias": (0,), "second.weight": (1,)}
+    cuts = []
+    for name, parameter in net.named_parameters():
+        if name in of:
+            shape = tuple(parameter.shape)
+            cut = Cut(name, parameter, shape, tuple((dim, keep) for dim in of[name]))
+            parameter.data = cut.of(parameter.data)
+            parameter.grad = None
+            cuts.append(cut)
+    return cuts
+
+
+def check_reshaped(comm: Communicator) -> None:
+    """After neurons were removed, both paths go on with what they owe, and with the momenta."""
+    for name in ("allreduce+int8", "diloco(4)+bf16", "gossip+onebit", "noloco(2)"):
+        weights, states = [], []
+        for path in ("host", "gloo"):
+            net = make_net(1)
+            exchange = _started(path, name, net, comm)
+            _train(exchange, net, comm, range(2))
+            exchange.reshape(_cut(net))
+            states.append({key: value.clone() for key, value in exchange.state().items()})
+            weights.append(_train(exchange, net, comm, range(2, 5)))
+            exchange.close()
+        assert states[0].keys() == states[1].keys(), name
+        assert any(each.is_floating_point() and each.any() for each in states[0].values()), name
+        for key, value in states[0].items():
+            assert value.shape == states[1][key].shape, f"{name}: {key}"
+            assert torch.allclose(value.float(), states[1][key].float(), atol=2e-3), f"{name}: {key}"
+        assert float((weights[0] - weights[1]).abs().mean()) < 1e-4, name
+
+
 def check_distances(comm: Communicator) -> None:
     """Ranks of gossip come to the mean of their weights."""
     net = make_net(comm.rank)
@@ -237,6 +273,7 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "routes": check_routes,
     "signs": check_signs,
     "resumed": check_resumed,
+    "reshaped": check_reshaped,
     "distances": check_distances,
     "mixed": check_mixed,
     "infinite": check_infinite,

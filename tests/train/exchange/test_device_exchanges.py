@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
     ("ranks", "checks"),
     [
         (2, ("few", "distances", "mixed", "infinite")),
-        (2, ("exact", "routes", "signs", "resumed")),
+        (2, ("exact", "routes", "signs", "resumed", "reshaped")),
         (3, ("exact", "routes", "signs", "infinite")),
         (4, ("exact", "routes", "distances", "resumed")),
     ],
@@ -255,6 +255,17 @@ def test_the_log_names_the_path_of_a_gpu_and_the_reason(
     (line,) = caplog.messages
     assert line.startswith(f"exchange {exchange}: path {path}{why}")
     assert bool(why) or line.endswith(path)
+
+
+def test_ranks_that_share_a_gpu_do_not_use_nccl(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(place, "_backend", lambda devices, comm: "nccl")
+    monkeypatch.setattr(place, "_gpu", lambda devices: "GPU-7")
+    with caplog.at_level("INFO", "dlio"):
+        path = find_path([torch.device("cuda", 0)], parse_exchange("allreduce"), _Two())
+    assert path == "pinned"
+    assert caplog.messages == ["exchange allreduce: path pinned, because ranks share a GPU"]
 
 
 class _Slow:

@@ -154,7 +154,8 @@ class DeviceGroup:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError | CommTimeout):
                 raise
-            raise self.failure(what, str(error).splitlines()[0]) from error
+            why = str(error) or type(error).__name__
+            raise self.failure(what, why.splitlines()[0]) from error
 
     def failure(self, what: str, why: str) -> CommTimeout:
         """The error of a transfer."""

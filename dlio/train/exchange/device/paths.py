@@ -8,7 +8,7 @@ these may be lost: then the host's paths are chosen.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
