@@ -197,6 +197,11 @@ class Settings:
             default_text="asked of the library",
         )
     )
+    nccl: bool = _switch(
+        "DLIO_NCCL",
+        "Has `dlio train` connect the GPUs of its ranks by NCCL, for exchanges in their memory; "
+        "otherwise these pass through the host. Not yet tried on GPUs.",
+    )
     node: str | None = _text(
         "DLIO_NODE",
         "Name of the node that this rank runs on; ranks with the same name share tiers.",

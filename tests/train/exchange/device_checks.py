@@ -194,7 +194,9 @@ def check_reshaped(comm: Communicator) -> None:
         assert any(each.is_floating_point() and each.any() for each in states[0].values()), name
         for key, value in states[0].items():
             assert value.shape == states[1][key].shape, f"{name}: {key}"
-            assert torch.allclose(value.float(), states[1][key].float(), atol=2e-3), f"{name}: {key}"
+            assert torch.allclose(value.float(), states[1][key].float(), atol=2e-3), (
+                f"{name}: {key}"
+            )
         assert float((weights[0] - weights[1]).abs().mean()) < 1e-4, name
 
 

@@ -3,6 +3,7 @@
 | module | contents |
 |---|---|
 | `group` | the ranks as a process group: sums, pairs, and bytes from each rank to each |
+| `connect` | torch's default group of the ranks' GPUs, for `dlio train` |
 | `side` | the stream of an exchange next to the training's, and the time that the training waits |
 | `paths` | a bucket's sum on its device: plain, compressed, or along a route |
 | `codec`, `compressors` | compressors of tensors: the contract, and the ones by name |
