@@ -51,7 +51,7 @@ def choose(
         group: the backend by which torch.distributed connects exactly these ranks on such a device;
             "" if there is none, or if ranks may be lost.
     """
-    if len(set(devices)) != 1 or (devices[0].type != "cuda" and not group):
+    if len(set(devices)) != 1:
         return "host"
     if group and host_reason(spec) is None:
         return group

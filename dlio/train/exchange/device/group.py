@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -16,6 +16,8 @@ from dlio.errors import CommTimeout
 
 __all__ = ["DeviceGroup", "Flight"]
 
+_WATCHDOG: Final = 1.25
+"""Deadline of NCCL's watchdog, which ends the process, in multiples of that of the launches."""
 _BACKENDS: Final = {"cuda": "nccl", "cpu": "gloo"}
 
 
@@ -57,8 +59,7 @@ class DeviceGroup:
     the group, after what the current stream was given before their launch, and the host waits for
     none. So a rank that is lost or far behind is found at a later launch: CommTimeout, once a
     transfer has been under way for DLIO_TIMEOUT seconds. A host that waits for its device meanwhile
-    does not come to that launch: torch's watchdog of NCCL then ends the process at the same
-    deadline.
+    does not come to that launch: torch's watchdog of NCCL then ends the process a little later.
 
     Collective, as is `close`. Not thread-safe.
 
@@ -75,10 +76,9 @@ class DeviceGroup:
         self._limit_s = default_timeout_s()
         self._flights: deque[Flight] = deque()
         self._group: Any = None
+        limit_s = self._limit_s * (_WATCHDOG if self.backend == "nccl" else 1.0)
         with self.errors("meeting the other ranks"):
-            self._group = dist.new_group(
-                backend=self.backend, timeout=timedelta(seconds=self._limit_s)
-            )
+            self._group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=limit_s))
             # Ranks without a partner would miss the first pair, at which NCCL connects all ranks.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
@@ -136,7 +136,7 @@ class DeviceGroup:
         self._group = None
         self._flights.clear()
 
-    def _launch(self, what: str, launch: Any) -> Flight:
+    def _launch(self, what: str, launch: Callable[[], Sequence[Any]]) -> Flight:
         while self._flights and self._flights[0].done():
             self._flights.popleft()
         if self._flights and self._flights[0].is_overdue(self._limit_s):
