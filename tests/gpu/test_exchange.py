@@ -70,7 +70,7 @@ def test_a_sum_of_one_rank_and_its_residual_are_its_values(alone: DeviceGroup, n
             summed = bucket.flat.clone()
         left = path.state().get("owed", torch.zeros(bucket.flat.numel())).cuda()
         assert torch.allclose(summed + left, values + owed, atol=1e-5), f"{name}: sum {number}"
-        owed = left
+        owed = left.clone()
     path.close()
 
 
