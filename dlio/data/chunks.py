@@ -5,7 +5,6 @@ some chunks of each; a tier brings a chunk once for all patches that touch it.
 """
 
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from dlio.data.schema import MAX_PAYLOAD, Schema
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
+from dlio.util.forks import new_lock
 
 __all__ = ["Box", "ChunkReader", "ChunkedArray", "chunked_of", "plain_chunks"]
 
@@ -184,7 +184,7 @@ class ChunkReader:
         self.fingerprint = fingerprint_of(
             "chunks", 1, *[reader.fingerprint for reader in readers], repr(list(self.arrays))
         )
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._kept: OrderedDict[int, Future[memoryview]] = OrderedDict()
         self._kept_bytes = 0
 

@@ -11,10 +11,11 @@ requests in flight, of requests that began since the limit was changed last.
 """
 
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from typing import Final
+
+from dlio.util.forks import new_lock
 
 __all__ = ["MOST_REQUESTS", "Flow"]
 
@@ -48,7 +49,7 @@ class Flow:
         self.limit = min(first, most)
         """Requests that may be in flight now."""
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._changes = 0
         self._round: list[float] = []
         self._computed_s = 0.0

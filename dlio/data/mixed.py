@@ -1,6 +1,5 @@
 """The sources of a mixture as one data set: side by side, in blocks of their own, counted apart."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from dlio.data.schema import IMAGES, LABEL, Schema
 from dlio.errors import UsageError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
+from dlio.util.forks import new_lock
 
 __all__ = ["MixedReader", "SideBySide"]
 
@@ -104,7 +104,7 @@ class MixedReader:
             *self.classes,
             *(each.fingerprint for each in readers),
         )
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._bytes = dict.fromkeys(self.names, 0)
 
     @property

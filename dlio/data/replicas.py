@@ -3,7 +3,6 @@
 Each read goes to the replica that is expected to finish it first, and to another one if it fails.
 """
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from dlio.data.reader import Reader, StoredBlocks
 from dlio.data.speeds import Speed, measured
 from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.util.forks import new_lock
 
 __all__ = ["Replicated", "ReplicatedBlocks", "replicated"]
 
@@ -47,7 +47,7 @@ class Replicated:
             _check_same(first, other)
         self._replicas = [_Replica(reader) for reader in readers]
         self._first: Any = first
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._served: dict[int, _Replica] = {}
         """Replica that each stored block came from, until the block is checked."""
 

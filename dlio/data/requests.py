@@ -8,12 +8,12 @@ Requests of readers that use a library of the format's own (HDF5, Parquet) are n
 """
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from dlio.util.forks import new_lock
 from dlio.util.limits import check_regular, open_unchecked
 
 __all__ = ["fill", "observed_requests", "pread", "pread_into", "request"]
@@ -22,7 +22,7 @@ _UNCHECKED_BYTES: Final = 16 << 20
 """Bytes that are read without asking first whether the file has them."""
 
 _observers: Final[list[list[float]]] = []
-_lock: Final = threading.Lock()
+_lock: Final = new_lock()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import xxhash
 
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import check_link, links_followed
+from dlio.data.remote import Remote, fsspec
 from dlio.data.requests import pread, pread_into, request
 from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_regular, open_regular
@@ -70,13 +71,23 @@ class Entry:
     name: str
     folder: bool
     size: int
+    """Bytes; -1 for a file of a server that lists names alone."""
     modified_ns: int
     """Time of the last change of the contents; of a remote file a hash of its ETag or time."""
     changed_ns: int = 0
     """Time of the last change of contents or attributes, which no user can set; 0 if unknown."""
 
+    def known_size(self) -> int:
+        """Return the size in bytes. Raises SourceError if it is unknown."""
+        if self.size < 0:
+            raise SourceError(
+                f"{self.name}: the server lists files without their sizes, which dlio needs; read "
+                "a packed data set or an archive from it, or copy the folder"
+            )
+        return self.size
 
-class Source:
+
+class Source(Remote):
     """The file system below one path or URL. Thread-safe; keeps no file open.
 
     Paths are relative to the root, with forward slashes.
@@ -84,12 +95,11 @@ class Source:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._files: Any = None
         self._follow = links_followed()
         self.root = os.path.abspath(os.path.expanduser(url))
         if is_remote(url):
             try:
-                self._files, self.root = _fsspec().core.url_to_fs(url)
+                self._opened, self.root = fsspec().core.url_to_fs(url)
             except Exception as error:
                 raise SourceError(f"{redact(url)} cannot be opened: {error}") from error
             self.root = self.root.rstrip("/")
@@ -142,7 +152,7 @@ class Source:
             Entry(
                 row["name"].rstrip("/").rsplit("/", 1)[-1],
                 row["type"] == "directory",
-                int(row.get("size") or 0),
+                _size_of(row),
                 xxhash.xxh3_64_intdigest(stamp_of(row).encode()) >> 1,
             )
             for row in rows
@@ -238,7 +248,7 @@ class Source:
         return failed(self.path(name), error)
 
 
-class File:
+class File(Remote):
     """One file, local or behind fsspec. Thread-safe; stays closed between calls.
 
     Raises SourceError when there is not a file at `url`.
@@ -249,13 +259,12 @@ class File:
         self.name = redact(url)
         """The URL without secrets, for messages."""
         self.local_path: str | None = None
-        self._files: Any = None
         self._path = url
         self.times = self._changed = ""
         """Text of the time of change."""
         try:
             if is_remote(url):
-                self._files, self._path = _fsspec().core.url_to_fs(url)
+                self._opened, self._path = fsspec().core.url_to_fs(url)
                 info = self._files.info(self._path)
                 if info["type"] != "file" or info["size"] is None:
                     raise SourceError(f"{self.name} is not a file of a known size: check the path")
@@ -305,6 +314,12 @@ class File:
                 data: bytes = self._files.cat_file(self._path, start=offset, end=end)
         except Exception as error:
             raise failed(self.url, error) from error
+        if count is not None and len(data) > count:
+            raise SourceError(
+                f"{self.name}: the server sent {len(data)} bytes for a request of {count}: it "
+                "does not serve parts of files (HTTP range requests); use one that does, such as "
+                "nginx, or copy the files"
+            )
         return data
 
     def read_into(self, offset: int, into: memoryview) -> None:
@@ -429,10 +444,9 @@ def failed(url: str, error: Exception) -> SourceError:
     return SourceError(f"{redact(url)} cannot be read: {redact(reason)}")
 
 
-def _fsspec() -> Any:
-    import fsspec
-
-    return fsspec
+def _size_of(row: dict[str, Any]) -> int:
+    size = row.get("size")
+    return -1 if size is None and row["type"] == "file" else int(size or 0)
 
 
 def _own_part(url: str) -> str:
@@ -446,7 +460,7 @@ def _globbed(url: str) -> list[str]:
         matches = sorted(glob.glob(os.path.expanduser(url)))
     else:
         try:
-            system, root = _fsspec().core.url_to_fs(url)
+            system, root = fsspec().core.url_to_fs(url)
             names = sorted(system.glob(root))
         except Exception as error:
             raise failed(url, error) from error

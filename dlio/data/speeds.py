@@ -9,12 +9,12 @@ import json
 import math
 import os
 import platform
-import threading
 import time
 from typing import Any, Final
 
 from dlio.data.index import cache_folder, open_cache
 from dlio.util.files import unwritable, write_whole_at
+from dlio.util.forks import new_lock
 from dlio.util.opening import read_small
 
 __all__ = ["Observation", "Speed", "measured", "remember"]
@@ -38,7 +38,7 @@ class Speed:
         self._first = (latency_s, 1 / rate)
         self._latency_s, self._s_per_byte = self._first
         self._waiting = 0
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def expected_s(self, count: int) -> float:
         """Return the seconds until `count` more bytes arrive, after those that are being read."""

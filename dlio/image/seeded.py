@@ -12,9 +12,7 @@ they give numbers that follow from (seed, epoch, sample):
 """
 
 import dis
-import os
 import random
-import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dlio.image.draws import CROP_STREAMS, KeyedDraws, drawing
+from dlio.util.forks import new_rlock
 from dlio.util.reach import reachable
 
 __all__ = ["Seeded"]
@@ -64,17 +63,8 @@ _GLOBAL: Final = (
 """The generators behind the functions of `random` and of `numpy.random`."""
 _MASK_32: Final = 2**32 - 1
 
-_lock = threading.RLock()
+_lock = new_rlock()
 """Held while shared generators are those of one sample."""
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked process, where its holder does not go on."""
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Seeded:

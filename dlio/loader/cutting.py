@@ -20,6 +20,7 @@ from dlio.loader.recipe import Recipe
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.places import find_place
 from dlio.storage.spec import Tiers
+from dlio.util.forks import call_in_child
 
 __all__ = ["PatchRecipe", "PatchSource", "open_patches"]
 
@@ -43,6 +44,7 @@ class PatchSource:
         self._users = 0
         self._readers: ThreadPoolExecutor | None = None
         """Read the chunks of a patch at a time, where each is a request over a network."""
+        call_in_child(self._lose_readers)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_mount": None, "_users": 0, "_readers": None}
@@ -58,6 +60,9 @@ class PatchSource:
             if find_place(self.chunks.path).network:
                 self._readers = ThreadPoolExecutor(self._mount.requests, "dlio-chunks")
         return self._mount
+
+    def _lose_readers(self) -> None:
+        self._readers = None  # Their threads are the parent's.
 
     def unmount(self) -> None:
         """Close the tiers, if nobody else uses it."""

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data._utils import worker as _theirs
 
 from dlio.loader.contract import UserDataset
+from dlio.util.forks import new_lock
 
 __all__ = ["clear_worker_info", "set_worker_info"]
 
@@ -28,7 +29,7 @@ _here: Any = threading.local()
 _dlio_worker_info: Any = _here
 _dlio_collates: Final = "torch.utils.data._utils.collate"
 _worker_info: Any = None
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def set_worker_info(number: int, threads: int, seed: int, dataset: UserDataset) -> None:

@@ -17,6 +17,7 @@ from dlio.storage.notes import Notes
 from dlio.storage.pieces import Pieces
 from dlio.storage.targets import Targets
 from dlio.storage.tier import Tier
+from dlio.util.forks import call_in_child, new_lock
 from dlio.util.settings import settings
 
 __all__ = ["Arrivals"]
@@ -63,7 +64,7 @@ class Arrivals:
         if fill_timeout_s is None:
             fill_timeout_s = settings().fill_timeout_s
         self.fill_timeout_s = fill_timeout_s
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._places: dict[int, int] = {}
         """Number of the fastest tier that a block was seen in."""
         self._filling: dict[int, threading.Event] = {}
@@ -74,6 +75,7 @@ class Arrivals:
         """(block, tier) whose file is damaged: not used before it is written anew."""
         self._broken: set[int] = set()
         """Blocks with a sample that cannot be read: each of their samples is read on its own."""
+        call_in_child(self._begin_anew)
 
     def place(self, block: int) -> int:
         """Return the number of the fastest tier that has a block, -1 for none."""
@@ -197,6 +199,11 @@ class Arrivals:
             self._reserved.difference_update(left)
         for block in left:
             self._targets.tiers[self._targets.number(block)].release(block)
+
+    def _begin_anew(self) -> None:
+        """Fill nothing yet, in a forked child: its parent does."""
+        self._filling.clear()
+        self._reserved.clear()
 
     def _begin(self, block: int, deadline: float) -> bool | None:
         """Become the thread that fills a block: None. Otherwise wait for the one that does, until

@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dlio.util.forks import new_lock
+
 __all__ = ["PLACES", "Counters"]
 
 PLACES = ("source", "peer", "ram", "disk")
@@ -48,7 +50,7 @@ class Counters:
     """Seconds that the consumer waited for batches, in all passes."""
     by_source: Callable[[], dict[str, int]] | None = field(default=None, repr=False)
     """Returns the payload bytes read from each source of a mixture."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: threading.Lock = field(default_factory=new_lock, repr=False)
 
     def add_bytes(self, place: str, count: int) -> None:
         """Add payload bytes that were read from one of PLACES."""

@@ -15,7 +15,6 @@ one, the time to bring it back raw or from LZ4, and how many images fit either w
 import fcntl
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import xxhash
 from dlio.agent.keeping import keep
 from dlio.errors import CorruptBlock
 from dlio.storage.block import NO_ROOM, decompress_exactly
+from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 from dlio.util.opening import open_file
 from dlio.util.shared import SharedFolder
@@ -75,7 +75,7 @@ class DecodedTier:
         self._note = note
         self._folder = SharedFolder(name)
         keep(self._folder.alive)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._tried: _Tried | None = _Tried()
         self._samples = samples
         self._form = "raw"

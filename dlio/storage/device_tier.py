@@ -8,7 +8,6 @@ Copies into the tensor and kernels that read it may be on several streams, one p
 waits on the device for the one before.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from dlio.errors import DlioError, UsageError
+from dlio.util.forks import new_lock
 from dlio.util.units import format_bytes
 
 __all__ = ["Copies", "DeviceTier", "Event", "free_bytes"]
@@ -71,7 +71,7 @@ class DeviceTier:
         self.is_full = False
         """True once an image did not fit; no other is kept from then on."""
         self._note = note
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._table = np.full((samples, 4), -1, np.int64)
         """First byte, rows, columns, label of each sample; -1 for those that are not here."""
         self._pixels: torch.Tensor | None = None

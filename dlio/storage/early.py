@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from dlio.data.schema import Buffer
+from dlio.util.forks import call_in_child
 
 __all__ = ["EarlyPayloads"]
 
@@ -20,6 +21,7 @@ class EarlyPayloads:
         self._expected: set[int] = set()
         self.payloads: dict[int, Buffer] = {}
         """The payloads that are here."""
+        call_in_child(self._begin_anew)
 
     def expect(self, samples: Iterable[int]) -> None:
         """Have readers of these samples wait for them."""
@@ -47,6 +49,11 @@ class EarlyPayloads:
             with self._changed:
                 self._changed.wait_for(lambda: sample not in self._expected, timeout_s)
         return self.payloads.get(sample)
+
+    def _begin_anew(self) -> None:
+        """Expect nothing in a forked child: the threads that read are its parent's."""
+        self._changed = threading.Condition()
+        self._expected.clear()
 
     def drop(self, samples: Sequence[int]) -> None:
         """Forget samples whose block is in its tier."""

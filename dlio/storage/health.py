@@ -7,7 +7,6 @@ each tier and kind of error, and every error is counted.
 """
 
 import errno
-import threading
 from typing import Final
 
 from dlio.errors import TierError
@@ -15,6 +14,7 @@ from dlio.storage.counters import Counters
 from dlio.storage.notes import Notes
 from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
+from dlio.util.forks import new_lock
 from dlio.util.printable import printable
 
 __all__ = ["Health", "LostTier", "is_fault"]
@@ -71,7 +71,7 @@ class Health:
 
     def __init__(self, counters: Counters, notes: Notes) -> None:
         self._counters, self._notes = counters, notes
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._noted: set[tuple[str, str, int | None]] = set()
 
     def failed(self, path: str, doing: str, error: BaseException, then: str) -> None:

@@ -23,6 +23,7 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block import encode_block
 from dlio.storage.large import read_samples
 from dlio.storage.places import find_place
+from dlio.util.forks import new_lock
 from dlio.util.pool import Lease, Pool
 from dlio.util.threads import Workers
 
@@ -64,7 +65,7 @@ class Throttle:
         self._rate = rate
         self._stopping = stopping
         self._free_at = time.monotonic()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def take(self, count: int) -> None:
         """Wait until `count` more bytes may be read."""
@@ -170,11 +171,15 @@ class Intake:
     def map(self, function: Callable[[T], R], items: Sequence[T], block: int) -> list[R]:
         """Call `function` on each item in parallel, and return the results in order.
 
+        Without threads, as in a forked child, one after another.
+
         Args:
             block: named in errors.
 
         Raises the first error when all are done, SourceError when they are not done in time.
         """
+        if not self._workers:
+            return [function(item) for item in items]
         results: list[R | None] = [None] * len(items)
         errors: list[BaseException] = []
         left = threading.Semaphore(0)

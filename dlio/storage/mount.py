@@ -99,6 +99,7 @@ class Mount:
     _device_tier: DeviceTier | None = None
     _progress: StreamProgress | None = None
     _decoded: DecodedTier | None = None
+    _process: int = field(default_factory=os.getpid, init=False)
     _live: LiveFigures = field(init=False)
     _mounted_on: npt.NDArray[np.int32] = field(init=False)
     """Node number of each rank that mounted the data set."""
@@ -226,7 +227,12 @@ class Mount:
         self._live.close()  # Its figures are those of the other mount.
 
     def close(self) -> None:
-        """Stop filling and close the tiers; those in shared memory are removed."""
+        """Stop filling and close the tiers; those in shared memory are removed.
+
+        A forked child's are its parent's, which goes on with them: nothing is closed there.
+        """
+        if os.getpid() != self._process:
+            return
         self._live.close()
         self.hierarchy.settle()
         if self._filler is not None:

@@ -1,7 +1,8 @@
 """Things that went wrong and were handled, in words, for the report of a run."""
 
-import threading
 from typing import Final
+
+from dlio.util.forks import new_lock
 
 __all__ = ["Notes"]
 
@@ -13,7 +14,7 @@ class Notes:
     """Sentences that users should read once. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._events: list[str] = []
 
     def add(self, event: str) -> None:

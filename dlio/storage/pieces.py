@@ -19,7 +19,6 @@ disk.
 
 import fcntl
 import os
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -51,6 +50,7 @@ from dlio.storage.block_format import (
 from dlio.storage.byte_locks import lock_byte
 from dlio.storage.tier import Tier
 from dlio.util.folders import unlink
+from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 from dlio.util.opening import closing_descriptor, open_file
 
@@ -84,8 +84,8 @@ class Pieces:
         self._table_at = table_offset(self._schema_bytes)
         self._folder = os.dup(tier.folder)
         self._locks = open_file(self._folder, "samples", os.O_RDWR | os.O_CREAT)
-        self._lock = threading.Lock()
-        self._stripes = [threading.Lock() for _ in range(_STRIPES)]
+        self._lock = new_lock()
+        self._stripes = [new_lock() for _ in range(_STRIPES)]
 
     def claim(self, samples: Sequence[int]) -> list[int]:
         """Become the one process that reads these samples from the source.

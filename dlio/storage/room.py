@@ -1,10 +1,10 @@
 """The room that is left in a tier, where the sizes of samples become known as they come."""
 
 import os
-import threading
 
 from dlio.errors import TierFull
 from dlio.storage.tier import Tier
+from dlio.util.forks import new_lock
 from dlio.util.units import format_bytes
 
 __all__ = ["Room"]
@@ -22,7 +22,7 @@ class Room:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._left = 0
         """Bytes that may be added before the folder is looked at again."""
 

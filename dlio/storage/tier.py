@@ -18,7 +18,6 @@ import fcntl
 import os
 import re
 import secrets
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -39,6 +38,7 @@ from dlio.storage.block import (
 from dlio.storage.byte_locks import lock_byte
 from dlio.storage.spec import TierSpec
 from dlio.util.folders import open_private, remove_entry, unlink
+from dlio.util.forks import new_lock
 from dlio.util.limits import open_regular
 from dlio.util.memory import new_memory
 from dlio.util.opening import open_file, publish_file
@@ -74,13 +74,15 @@ class Tier:
         self._fingerprint = fingerprint
         names = (user_folder(), *names)
         self.path = os.path.join(spec.root, *names)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._tables: OrderedDict[int, BlockInfo] = OrderedDict()
         self._table_bytes = 0
         self.hits = 0
         """Samples that this process has read from here."""
         self._share = checked_share()
         self._claimed: set[int] = set()
+        self._claims_of = os.getpid()
+        """The process whose claims the open file holds."""
         self._shared: SharedFolder | None = None
         if self.kind == "ram":
             self._shared = SharedFolder(names[-1])
@@ -300,10 +302,20 @@ class Tier:
         Raises OSError if the file system cannot lock.
         """
         with self._lock:
+            self._own_claims()
             if block in self._claimed or not lock_byte(self._claims, block):
                 return False
             self._claimed.add(block)
             return True
+
+    def _own_claims(self) -> None:
+        """Open the file of claims once more in a forked child: its locks are its parent's."""
+        if self._claims_of == os.getpid() or self._claims < 0:
+            return
+        inherited, self._claims = self._claims, open_file(self._folder, "claims", os.O_RDWR)
+        os.close(inherited)
+        self._claims_of = os.getpid()
+        self._claimed.clear()
 
     def release(self, block: int) -> None:
         """Let other processes claim `block`."""

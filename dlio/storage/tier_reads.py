@@ -1,6 +1,5 @@
 """Samples out of a node's tiers, and the repair of damaged blocks."""
 
-import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -12,6 +11,7 @@ from dlio.storage.health import Health
 from dlio.storage.notes import Notes
 from dlio.storage.targets import Targets
 from dlio.storage.tier import Tier
+from dlio.util.forks import new_lock
 
 __all__ = ["TierReads"]
 
@@ -48,7 +48,7 @@ class TierReads:
     ) -> None:
         self._reader, self._targets, self._arrivals = reader, targets, arrivals
         self._counters, self._notes, self._health = counters, notes, health
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._renewed: set[int] = set()
         self.budget_bytes = int(_ON_THEIR_OWN_SHARE * data_bytes(reader) / ranks)
         """Bytes that may still be read sample by sample."""

@@ -9,7 +9,6 @@ There are two ways to get memory from a `Pool`:
 """
 
 import itertools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+
+from dlio.util.forks import new_lock
 
 __all__ = ["Lease", "Pool", "PoolStatistics"]
 
@@ -95,7 +96,7 @@ class Pool:
         self._most_spare = most_spare
         self._slack, self._waste = slack, waste
         self._headroom = headroom
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._spare: list[npt.NDArray[np.uint8]] = []
         self._out = self._out_bytes = 0
         self._lent: dict[int, tuple[weakref.ref[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]] = {}

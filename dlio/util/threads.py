@@ -15,7 +15,7 @@ alive, all at once, and joins them within a deadline. This is correct because of
 
 A thread that does not end in time (a system call on a hung file system cannot be interrupted) is
 reported in one line on the logger "dlio" and not waited for. A forked child has none of its
-parent's threads and forgets their groups.
+parent's threads: their groups are empty there, and it forgets them.
 """
 
 import atexit
@@ -136,6 +136,11 @@ class Workers:
         self.stop()
         return self._ended_within(self.stop_timeout_s if timeout_s is None else timeout_s)
 
+    def _lose_threads(self) -> None:
+        """Be an empty group, in a forked child."""
+        self._threads.clear()
+        self._lock = threading.Lock()
+
     def _main(self, number: int) -> None:
         # A method: a running thread thereby keeps its group alive, and in the registry.
         self._run(number)
@@ -225,6 +230,8 @@ _registry = _Registry()
 
 def _forget() -> None:
     global _registry
+    for group in _registry._groups:
+        group._lose_threads()
     _registry = _Registry()
 
 

@@ -9,7 +9,6 @@ it, and `<name>__shape` the shape of each array.
 """
 
 import json
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
@@ -25,6 +24,7 @@ from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.util.arguments import nearest
+from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
 from dlio_readers.slabs import Part, Select, check_select, slab_shape
 
@@ -193,7 +193,7 @@ class ColumnReader:
         self._unit = unit
         self._kept: OrderedDict[int, list[bytes | memoryview]] = OrderedDict()
         self._kept_bytes = 0
-        self._kept_lock = threading.Lock()
+        self._kept_lock = new_lock()
         self.fingerprint = fingerprint_of(
             type(self).__name__, 1, self.schema.to_json(), *stamps, self.layout.starts
         )

@@ -8,7 +8,6 @@ Shapes and types are read from the files' headers, once: they are kept as other 
 """
 
 import json
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from dlio.data.urls import inside
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+from dlio.util.forks import new_lock
 from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
 from dlio_readers.concurrent import concurrently
@@ -104,7 +104,7 @@ class FilesReader:
         hdf5 = [file for file in files if own_name(file.name).endswith(HDF5_SUFFIXES)]
         if hdf5:
             rehearse("hdf5", "h5py", [file.url for file in hdf5], hdf5)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._opened: OrderedDict[int, tuple[dict[str, ChunkedArray], Hdf5File | None]]
         self._opened = OrderedDict()
         index = cached_index("files", _VERSION, files, self._build)

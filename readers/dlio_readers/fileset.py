@@ -77,7 +77,7 @@ class FileSet:
                 if name not in listed or listed[name].folder:
                     lost.append(k)
                 else:
-                    rows[k, :2] = listed[name].size, listed[name].modified_ns
+                    rows[k, :2] = listed[name].known_size(), listed[name].modified_ns
         if lost:
             shown = ", ".join(names[k] for k in lost[:3])
             raise SourceError(

@@ -315,9 +315,9 @@ def _read_table(source: Source, table: str) -> dict[str, str]:
 
 
 def _check_sizes(images: Sequence[Entry]) -> None:
-    """Raise SourceError for an image that is too large for a sample."""
+    """Raise SourceError for an image that is too large for a sample, or of an unknown size."""
     for entry in images:
-        if entry.size > MAX_SAMPLE_BYTES - IMAGE_LABEL.overhead:
+        if entry.known_size() > MAX_SAMPLE_BYTES - IMAGE_LABEL.overhead:
             raise SourceError(f"{entry.name} of {entry.size} bytes is not an image: remove it")
 
 

@@ -5,7 +5,6 @@ other files. Contiguous data sets are read in parallel without the HDF5 library.
 through the library, one read at a time because of its global lock.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -17,6 +16,7 @@ from dlio.data.schema import Schema
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
+from dlio.util.forks import new_rlock
 from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
 from dlio_readers.columns import (
@@ -55,7 +55,7 @@ class Hdf5File:
         self.classes: list[str] = []
         self.packed_schema: Schema | None = None
         """The schema that `dlio pack` wrote, if it wrote the file."""
-        self.lock = threading.RLock()
+        self.lock = new_rlock()
         self.chunked: dict[str, ChunkedArray] = {}
         """Arrays of numbers, with their chunks."""
         self._opened: Any = None

@@ -1,7 +1,6 @@
 """Random access into LZ4 frames of independent blocks."""
 
 import struct
-import threading
 from collections import OrderedDict
 from typing import Final
 
@@ -11,6 +10,7 @@ import numpy as np
 from dlio.data.index import Arrays
 from dlio.data.source import File
 from dlio.errors import SourceError
+from dlio.util.forks import new_lock
 
 __all__ = ["Frame", "frame_index"]
 
@@ -33,7 +33,7 @@ class Frame:
         self._raw_bytes = int(index["frame_raw"][0])
         self.size = int(index["frame_raw"][1])
         self._kept: OrderedDict[int, bytes] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` with decompressed bytes from `offset` on. Raises SourceError."""

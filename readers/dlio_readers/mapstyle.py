@@ -26,6 +26,7 @@ from dlio.errors import DlioError, SourceError, UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.util.arguments import whole_number
+from dlio.util.forks import new_lock
 from dlio_readers.leaves import Leaf, flatten, structure_of
 from dlio_readers.randomness import Draws, may_be_random
 
@@ -107,7 +108,7 @@ class MapStyleReader:
         """Limits the samples that are asked for at a time."""
         self._turns = threading.Semaphore(self.flow.most)
         """Whoever reads, the data set is not asked for more at a time."""
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._kept: dict[int, bytes | memoryview] = {}
         """Payloads of inspected samples that have not been used."""
 

@@ -28,6 +28,7 @@ from dlio.data.source import Source, expand
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
 
 __all__ = ["MdsReader"]
@@ -261,7 +262,7 @@ class _Shard:
     """One shard file; decompressed on first use, and cached."""
 
     _kept: ClassVar[OrderedDict[tuple[str, str], bytes]] = OrderedDict()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[threading.Lock] = new_lock()
 
     def __init__(
         self, file: KeptFile, raw_bytes: int, opener: Callable[[bytes, int], bytes] | None

@@ -4,7 +4,6 @@ A group is decoded as a whole, and the last few are kept, for callers that read 
 """
 
 import json
-import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.arguments import nearest
+from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.arrowcolumns import ColumnFacts, class_names, decoded, take
 from dlio_readers.rehearsal import note_opening, rehearse
@@ -92,7 +92,7 @@ class RowGroupReader(ABC):
         self._files = [File(url) for url in files]
         rehearse(self.format, "pyarrow", path, self._files)
         self._opened: dict[int, Any] = {}
-        self._lock = threading.RLock()
+        self._lock = new_rlock()
         self._kept: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
         kind = f"{self.format}-" + ("-".join(names)[:64].replace("/", "_") or "all")
         index = cached_index(kind, _VERSION, self._files, lambda: self._build(names))

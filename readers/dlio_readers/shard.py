@@ -1,6 +1,5 @@
 """The reader of dlio's native format: a folder of shards, as `dlio pack` writes it."""
 
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from dlio.storage.block import (
     read_info,
 )
 from dlio.storage.shard import SUFFIX, ShardIndex, read_footer
+from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 
 __all__ = ["ShardReader"]
@@ -78,7 +78,7 @@ class ShardReader:
         self._tables: OrderedDict[int, BlockInfo] = OrderedDict()
         self._names: tuple[int, int, list[bytes]] = (-1, 0, [])
         """Shard, first sample and names of those that were asked for last."""
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._again

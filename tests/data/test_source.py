@@ -8,11 +8,12 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlio.data.index import Names, cached_index, fingerprint_of
-from dlio.data.source import File, expand, redact, split_fields
+from dlio.data.source import File, Source, expand, redact, split_fields
 from dlio.errors import SourceError, UsageError
 
 
@@ -145,3 +146,29 @@ def test_a_fingerprint_changes_with_any_part() -> None:
         parts[:2],
     ]
     assert len({fingerprint_of("x", 1, *each) for each in (parts, *others)}) == 4
+
+
+def test_a_server_without_ranges_or_sizes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, listed = MemoryFileSystem.cat_file, MemoryFileSystem.ls
+
+    def whole(self: MemoryFileSystem, path: str, start: Any = None, end: Any = None) -> bytes:
+        return bytes(served(self, path))
+
+    def names(self: MemoryFileSystem, path: str, detail: bool = True) -> list[dict[str, Any]]:
+        return [{**row, "size": None} for row in listed(self, path, detail=True)]
+
+    files = fsspec.filesystem("memory")
+    files.pipe("/served/a.png", b"0123456789")
+    try:
+        monkeypatch.setattr(MemoryFileSystem, "cat_file", whole)
+        file = File("memory://served/a.png")
+        assert file.read() == b"0123456789"
+        with pytest.raises(SourceError, match="sent 10 bytes for a request of 4: it does not"):
+            file.read_into(2, memoryview(bytearray(4)))
+        monkeypatch.setattr(MemoryFileSystem, "ls", names)
+        (entry,) = Source("memory://served").listing()
+        with pytest.raises(SourceError, match=r"a\.png: the server lists files without their size"):
+            entry.known_size()
+    finally:
+        monkeypatch.undo()
+        files.rm("/served", recursive=True)

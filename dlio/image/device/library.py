@@ -8,7 +8,6 @@ import importlib.util
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from dlio.errors import UsageError
+from dlio.util.forks import new_lock
 
 __all__ = ["REMEDY", "Library", "NvImageCodec", "is_installed"]
 
@@ -30,7 +30,7 @@ _OPTIONS: Final = ":fancy_upsampling=0 :fast_idct=1"
 _UNUSED: Final = (b"nvjpeg2k", b"nvJPEG2000", b"nvtiff", b"nvTIFF", b"load nvjpeg library")
 """Words in complaints about libraries for other formats, and about nvJPEG, which `NvImageCodec`
 looks for itself where it needs it."""
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 class Library(Protocol):

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.schema import Buffer
+from dlio.util.forks import new_lock
 from dlio.util.settings import settings
 
 __all__ = ["LIBRARY", "Library", "Shape", "agrees", "find", "name", "resizes_alike"]
@@ -141,7 +142,7 @@ def _address(array: npt.NDArray[np.uint8]) -> int:
     return address
 
 
-_lock = threading.Lock()
+_lock = new_lock()
 _searched: tuple[Library | None, str] | None = None
 """The library and its name, or None and the reason; None before the first search."""
 
