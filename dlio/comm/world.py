@@ -17,7 +17,7 @@ from dlio.comm.protocol import Communicator
 from dlio.util.files import write_whole
 from dlio.util.settings import DONE, SPARES, settings
 
-__all__ = ["abort", "membership", "mpi_ranks", "replace_world", "world"]
+__all__ = ["abort", "keep_world", "membership", "mpi_ranks", "replace_world", "world"]
 
 _world: Communicator | None = None
 _torch_world: object = None
@@ -64,6 +64,13 @@ def replace_world(comm: Communicator) -> None:
     """Have `world` return another communicator of the same ranks, from its first use on."""
     global _world
     _world = comm
+
+
+def keep_world() -> None:
+    """Have `world` return the same communicator as before, although torch.distributed has been
+    initialised or ended since."""
+    global _torch_world
+    _torch_world = _torch_group()
 
 
 def _launched_world() -> Communicator:

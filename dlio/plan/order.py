@@ -23,10 +23,14 @@ import numpy.typing as npt
 from dlio.errors import UsageError
 
 __all__ = [
+    "GOLDEN",
     "MAX_SAMPLES",
+    "MIX_1",
+    "MIX_2",
     "Cursor",
     "Order",
     "again_of",
+    "keyed_state",
     "keyed_uniforms",
     "keyed_words",
     "mix",
@@ -39,9 +43,9 @@ _ROUNDS = 8
 _CHUNK = 1 << 14
 """Positions evaluated at a time: their temporaries fit in the second-level cache."""
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 _U64 = npt.NDArray[np.uint64]
@@ -186,7 +190,7 @@ def keyed_uniforms(
     """
     key = np.uint64(_key(seed, epoch, 0x5EED + stream))
     base = mix(np.asarray(samples, np.int64).astype(np.uint64), key)
-    counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     bits = mix(base[:, None] + counters, np.uint64(0))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -196,16 +200,22 @@ def keyed_words(seed: int, epoch: int, sample: int, stream: int = 0) -> Iterator
 
     `word >> 11`, times 2**-53, are the numbers of `keyed_uniforms`. Cost 0.6 µs a number.
     """
-    state = _mixed((sample + _key(seed, epoch, 0x5EED + stream)) & _MASK)
+    state = keyed_state(seed, epoch, sample, stream)
     while True:
-        state = (state + _GOLDEN) & _MASK
+        state = (state + GOLDEN) & _MASK
         yield _mixed(state)
+
+
+def keyed_state(seed: int, epoch: int, sample: int, stream: int = 0) -> int:
+    """Return the state before a sample's random numbers: the k-th one, from 1, is its sum with k
+    GOLDEN, mixed."""
+    return _mixed((sample + _key(seed, epoch, 0x5EED + stream)) & _MASK)
 
 
 def _mixed(x: int) -> int:
     """Mix 64 bits as `mix` does, in plain integers."""
-    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
-    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
+    x = ((x ^ (x >> 30)) * MIX_1) & _MASK
+    x = ((x ^ (x >> 27)) * MIX_2) & _MASK
     return x ^ (x >> 31)
 
 
@@ -252,9 +262,9 @@ def mix(values: _U64, key: np.uint64) -> _U64:
     """Mix 64 bits thoroughly (the finaliser of splitmix64; Steele, Lea and Flood, 2014)."""
     x = values + key
     x ^= x >> np.uint64(30)
-    x *= np.uint64(_MIX_1)
+    x *= np.uint64(MIX_1)
     x ^= x >> np.uint64(27)
-    x *= np.uint64(_MIX_2)
+    x *= np.uint64(MIX_2)
     x ^= x >> np.uint64(31)
     return x
 
@@ -264,7 +274,7 @@ def _key(seed: int, epoch: int, number: int) -> int:
     """A 64-bit key for one purpose, from seed and epoch: splitmix64 in plain integers."""
     state = 0
     for word in (seed, epoch, number):
-        state = _mixed((state + word + _GOLDEN) & _MASK)
+        state = _mixed((state + word + GOLDEN) & _MASK)
     return state
 
 
@@ -277,7 +287,7 @@ def _network(n: int, seed: int, epoch: int) -> _Network:
 def _sorted_hashes(n: int, seed: int, epoch: int) -> tuple[_I64, _I64]:
     """A small permutation and its inverse, as tables of at most 64 KiB."""
     hashes = mix(
-        np.arange(n, dtype=np.uint64) * np.uint64(_GOLDEN & 0xFFFFFFFF),
+        np.arange(n, dtype=np.uint64) * np.uint64(GOLDEN & 0xFFFFFFFF),
         np.uint64(_key(seed, epoch, 0)),
     )
     forward = np.argsort(hashes, kind="stable").astype(np.int64)

@@ -27,6 +27,7 @@ from dlio.train.checkpoint.state import restore
 from dlio.train.config import TrainConfig
 from dlio.train.data import make_loader, open_data
 from dlio.train.device import choose_device
+from dlio.train.exchange.device.connect import devices_connected
 from dlio.train.exchange_spec import parse_exchange
 from dlio.train.ghost_spec import group_size
 from dlio.train.joining import Joining
@@ -80,6 +81,7 @@ def train(config: TrainConfig) -> RunReport:
         )
         config = settle(config, data, sharing.schema(data))
         device = choose_device(config.device, comm)
+        stack.enter_context(devices_connected(comm, device))
         loader = stack.enter_context(make_loader(data, config, True, sharing.mesh, device))
         mounted = data.mount(sharing.data, config.pretend_nodes)
         sharing.check_order(mounted)

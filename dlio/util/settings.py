@@ -15,6 +15,7 @@ from typing import Any, Final
 from dlio.errors import UsageError
 
 __all__ = [
+    "DEVICE_EXCHANGE",
     "DEVICE_TIER",
     "INTERNAL",
     "LAUNCHER",
@@ -196,6 +197,11 @@ class Settings:
             default_text="asked of the library",
         )
     )
+    nccl: bool = _switch(
+        "DLIO_NCCL",
+        "Has `dlio train` connect the GPUs of its ranks by NCCL, for exchanges in their memory; "
+        "otherwise these pass through the host. Not yet tried on GPUs.",
+    )
     node: str | None = _text(
         "DLIO_NODE",
         "Name of the node that this rank runs on; ranks with the same name share tiers.",
@@ -268,6 +274,7 @@ TRIAL: Final = "DLIO_TRIAL"
 TRIAL_LINK: Final = "DLIO_TRIAL_LINK"
 REHEARSAL: Final = "DLIO_REHEARSAL"
 DEVICE_TIER: Final = "DLIO_TEST_DEVICE_TIER"
+DEVICE_EXCHANGE: Final = "DLIO_TEST_DEVICE_EXCHANGE"
 INTERNAL: Final[dict[str, str]] = {
     LAUNCHER: "Process id of the launcher, set for the ranks that it starts.",
     DONE: "File that the ranks make at their successful end, where they survive others.",
@@ -284,6 +291,7 @@ INTERNAL: Final[dict[str, str]] = {
     AGENT: "Folder of the node's agent, set for the ranks that it keeps state for.",
     START: "Number of the start and ranks of a job that starts again, as JSON.",
     "DLIO_BUILD_NATIVE": "Read when dlio is built: 0 leaves out its JPEG decoder, 1 requires it.",
+    DEVICE_EXCHANGE: "Set by tests: exchanges of CPU tensors go by gloo as those of GPUs by NCCL.",
     DEVICE_TIER: "Set by tests: the tier gpu:SIZE:decoded may be in the memory of any device.",
     "DLIO_TEST_DATA": "Folder with real images for dlio's own tests.",
 }

@@ -12,7 +12,7 @@ import torch
 
 from dlio.comm import world
 from dlio.train.exchange import parse_exchange
-from dlio.train.exchange.paths import find_path
+from dlio.train.exchange.place import find_path
 from tests.train.exchange.training import (
     BATCH,
     make_net,

@@ -1,7 +1,6 @@
-"""Training on a GPU: exchanges, checkpoint copies, and steps as on the processor."""
+"""Training on a GPU: exchanges of two ranks, checkpoint copies, and steps as on the processor."""
 
 import json
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from dlio.train.checkpoint.copies import Copies
-from dlio.train.exchange.buckets import Bucket
-from dlio.train.exchange.paths import NcclPath
 
 pytestmark = pytest.mark.gpu
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
@@ -42,28 +37,6 @@ def test_two_ranks_on_one_gpu_exchange_as_on_the_processor(mpirun: MpiRun, excha
     apart = torch.tensor(on_gpu["weights"]) - torch.tensor(on_host["weights"])
     bound = 1e-2 if "onebit" in exchange else 1e-4
     assert float(apart.abs().mean()) < bound
-
-
-def test_nccl_sums_a_bucket_in_place() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    try:
-        device = torch.device("cuda", 0)
-        parameter = nn.Parameter(torch.ones(1000, device=device))
-        bucket = Bucket([("weight", parameter)], 1, device)
-        path = NcclPath(bucket, 1, None)
-        for number in (1.0, 2.0):
-            _cuda._sleep(_CYCLES)
-            bucket.flat.fill_(number)
-            path.start()
-            path.begin()
-            path.wait()
-            assert torch.equal(bucket.flat, torch.full_like(bucket.flat, number))
-        path.close()
-    finally:
-        dist.destroy_process_group()
 
 
 def test_checkpoints_hold_the_values_of_their_step() -> None:

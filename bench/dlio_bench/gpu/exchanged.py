@@ -14,7 +14,7 @@ from torch import nn
 
 import dlio
 from dlio.comm import Communicator, world
-from dlio.train.exchange.paths import find_path
+from dlio.train.exchange.place import find_path
 from dlio.train.exchange_spec import parse_exchange
 from dlio_bench.exchange.variants import timed
 

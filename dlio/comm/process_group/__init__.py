@@ -5,24 +5,16 @@ DeviceMesh and torch.distributed.checkpoint then run on MPI. Importing this modu
 torch to know the backend "dlio-mpi".
 """
 
-import contextlib
-import socket
 import zlib
 from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
 from mpi4py import MPI
-from torch._C._distributed_c10d import (
-    DebugLevel,
-    HashStore,
-    Store,
-    TCPStore,
-    get_debug_level,
-)
+from torch._C._distributed_c10d import DebugLevel, Store, get_debug_level
 
+from dlio.comm.common_store import common_store
 from dlio.comm.mpi import one_at_a_time
-from dlio.comm.net.address import INTERFACE, candidates, listen, own_place, reaches
 from dlio.comm.process_group.collectives import MpiProcessGroup
 from dlio.comm.process_group.group import BACKEND, CHECKED_STEPS, STEPS, devices
 from dlio.comm.waiting import default_timeout_s
@@ -67,7 +59,7 @@ def init_process_group(backend: str = BACKEND, timeout_s: float | None = None) -
     limit_s = default_timeout_s() if timeout_s is None else timeout_s
     dist.init_process_group(
         backend,
-        store=_store(limit_s),
+        store=common_store(world(), limit_s),
         rank=MPI.COMM_WORLD.rank,
         world_size=MPI.COMM_WORLD.size,
         timeout=timedelta(seconds=limit_s),
@@ -143,59 +135,6 @@ def check_threads() -> None:
             "MPI_THREAD_SERIALIZED), but a process group needs a thread of its own: use Open MPI 5 "
             f"({how_to_install('mpi')}) or an MPI built with thread support"
         )
-
-
-def _store(timeout_s: float) -> Store:
-    """Start a store on rank 0 and connect every rank to it. Collective over MPI.
-
-    It listens at one address only, which all ranks reach: loopback on one node.
-
-    Raises CommError if they do not all reach one.
-    """
-    comm = world()
-    if MPI.COMM_WORLD.size == 1:
-        return HashStore()
-    limit = timedelta(seconds=timeout_s)
-    machines = comm.allgather(own_place())
-    listeners = _listeners(machines) if comm.rank == 0 else []
-    with contextlib.ExitStack() as stack:
-        stack.callback(_close, listeners)
-        places = [listener.getsockname() for listener in listeners]
-        places = [(str(host), int(port)) for host, port in comm.tell(places)]
-        seen = comm.allgather([reaches(*place) for place in places])
-        common = [k for k in range(len(places)) if all(each[k] for each in seen)]
-        if not common:
-            names = ", ".join(host for host, _ in places) or "no address"
-            raise CommError(
-                f"the ranks do not all reach rank 0 at any of {names}: is there a firewall between "
-                f"compute nodes? {INTERFACE} names the network interface to use"
-            )
-        host, port = places[common[0]]
-        if comm.rank > 0:
-            return TCPStore(host, port, timeout=limit, wait_for_workers=False)
-        listener = listeners.pop(common[0])
-        listener.setblocking(True)
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-
-def _listeners(places: list[str]) -> list[socket.socket]:
-    """Listen at each address that others may reach; none if none is known."""
-    try:
-        return [listen(address) for address in candidates(places)]
-    except (CommError, OSError):
-        return []
-
-
-def _close(listeners: list[socket.socket]) -> None:
-    for listener in listeners:
-        listener.close()
 
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=devices())

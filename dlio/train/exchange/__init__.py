@@ -7,6 +7,7 @@
 | `setting`, `running` | the setting of an exchange; how it is started and called |
 | `distribute` | `dlio.distribute`, on which the trainer, `dlio run` and Lightning are based |
 | `gradients`, `phases`, `buckets`, `paths`, `sums`, `routes` | averages of gradients |
+| `place`, `device` | where buckets lie and how they travel; exchanges in a device's memory |
 | `gossip`, `node_gossip`, `joining` | GossipGraD between ranks, and between nodes |
 | `asgd`, `periodic` | asynchronous weights; local SGD and DiLoCo |
 | `compress` | compressors with error feedback |

@@ -1,27 +1,20 @@
 """The buckets of an exchange of gradients, and the sum of each over all ranks."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dlio.comm.progress import Progress
-from dlio.train.exchange.buckets import Bucket, Named, in_buckets
+from dlio.train.exchange.buckets import Named, in_buckets
 from dlio.train.exchange.compress.reduce import TAGS
-from dlio.train.exchange.paths import (
-    CudaCopies,
-    DeviceMpiPath,
-    HostPath,
-    NcclPath,
-    Path,
-    PinnedPath,
-)
+from dlio.train.exchange.paths import Path
+from dlio.train.exchange.place import Place
 from dlio.train.exchange.setting import Setting
-from dlio.train.exchange.sums import Sum, load_states, make_sum, states_of
+from dlio.train.exchange.sums import load_states, states_of
 
 __all__ = ["BucketSums"]
 
@@ -37,9 +30,7 @@ class BucketSums:
 
     Args:
         named: parameters; one rank has no buckets.
-        path: how a bucket is summed, see `dlio.train.exchange.paths`.
-        device: device of the buckets; the host for None.
-        group: process group for NCCL.
+        place: where the buckets lie, and how they are summed.
         progress: told when messages are under way.
     """
 
@@ -47,9 +38,7 @@ class BucketSums:
         self,
         named: Named,
         setting: Setting,
-        path: str,
-        device: torch.device | None,
-        group: dist.ProcessGroup | None,
+        place: Place,
         progress: Progress,
     ) -> None:
         self.carries_weight = setting.spec.compressor is None
@@ -58,24 +47,13 @@ class BucketSums:
         # A rank that is left alone goes on as before: a loss is scaled by the ranks at first.
         groups = in_buckets(named) if setting.comm.size > 1 or self._keeps else []
         self._progress = progress
-        self.buckets = [Bucket(each, int(self.carries_weight), device) for each in groups]
-        self._paths: list[Path] = []
-        self._sums: list[Sum] = []
-        cuda: Any = torch.cuda
-        stream: Any = cuda.Stream(device) if path == "pinned" else None
-        for number, bucket in enumerate(self.buckets):
-            if path == "nccl":
-                self._paths.append(NcclPath(bucket, setting.comm.size, group))
-            elif path == "mpi":
-                self._paths.append(DeviceMpiPath(bucket, setting.comm))
-            else:
-                weight = [("", (1,))] if self.carries_weight else []
-                tag = _FIRST_TAG + number * TAGS
-                total = make_sum(setting, [*bucket.tensors, *weight], tag)
-                self._sums.append(total)
-                host = HostPath(bucket, total) if path == "host" else None
-                self._paths.append(host or PinnedPath(bucket, total, CudaCopies(stream)))
-        self._place = {
+        extra = int(self.carries_weight)
+        self.buckets = [place.for_gradients(each, extra) for each in groups]
+        self._paths: list[Path] = [
+            place.path_of(bucket, extra, _FIRST_TAG + number * TAGS)
+            for number, bucket in enumerate(self.buckets)
+        ]
+        self._position = {
             parameter: (number, place)
             for number, bucket in enumerate(self.buckets)
             for place, parameter in enumerate(bucket.parameters)
@@ -97,11 +75,11 @@ class BucketSums:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, in the order of buckets."""
-        return list(self._place)
+        return list(self._position)
 
     def hold(self, parameter: nn.Parameter) -> None:
         """Note a gradient that is accumulated and not sent yet."""
-        self._held.add(self._place[parameter][0])
+        self._held.add(self._position[parameter][0])
 
     def add(self, parameter: nn.Parameter, factor: float) -> bool:
         """Copy a gradient into its bucket, times `factor`.
@@ -109,7 +87,7 @@ class BucketSums:
         Returns False if its bucket has been started: the gradient is then the second one of this
         backward, and the sum of both is taken at the end.
         """
-        number = self._place[parameter][0]
+        number = self._position[parameter][0]
         if number < self._started:
             return False
         self._copy(parameter, factor)
@@ -172,12 +150,17 @@ class BucketSums:
 
     @torch.no_grad()
     def take(
-        self, numbers: list[int], weight: float | None, scale: float, everything: bool
+        self,
+        numbers: list[int],
+        weight: float | torch.Tensor | None,
+        scale: float,
+        everything: bool,
     ) -> None:
         """Write the means of these buckets into `.grad`, and begin the next step.
 
         Args:
-            weight: sum of the ranks' weights; None if it is each bucket's last element.
+            weight: sum of the ranks' weights, also on the device; None if it is each bucket's last
+                element.
             scale: factor of the means.
             everything: parameters without a gradient on this rank have one on another.
         """
@@ -190,15 +173,20 @@ class BucketSums:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the residuals and the compressors' memories."""
-        return states_of(self._sums)
+        return states_of(self._paths)
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        load_states(self._sums, state)
+        load_states(self._paths, state)
 
     def statistics(self) -> dict[str, float]:
         """Totals of `messages` and `bytes` sent."""
         each = [path.statistics() for path in self._paths]
         return {key: sum(counts[key] for counts in each) for key in ("messages", "bytes")}
+
+    @property
+    def own_s(self) -> float:
+        """Seconds that the host has waited for its own device."""
+        return sum(path.statistics().get("own_s", 0.0) for path in self._paths)
 
     def close(self) -> None:
         for path in self._paths:
@@ -219,7 +207,7 @@ class BucketSums:
 
     @torch.no_grad()
     def _copy(self, parameter: nn.Parameter, factor: float) -> None:
-        number, place = self._place[parameter]
+        number, place = self._position[parameter]
         view = self.buckets[number].views[place]
         if parameter.grad is None:
             view.zero_()
@@ -228,13 +216,16 @@ class BucketSums:
         if factor != 1.0:
             view.mul_(factor)
 
-    def _take(self, number: int, weight: float | None, scale: float, everything: bool) -> None:
+    def _take(
+        self, number: int, weight: float | torch.Tensor | None, scale: float, everything: bool
+    ) -> None:
         bucket = self.buckets[number]
+        total = bucket.flat[-1] if weight is None else weight
         factor: float | torch.Tensor
-        if weight is None and bucket.flat.device.type != "cpu":
-            factor = scale / bucket.flat[-1].clamp(min=1e-12)  # Without waiting for the device.
+        if isinstance(total, torch.Tensor) and total.device.type != "cpu":
+            factor = scale / total.clamp(min=1e-12)  # Without waiting for the device.
         else:
-            factor = scale / max(float(bucket.flat[-1]) if weight is None else weight, 1e-12)
+            factor = scale / max(float(total), 1e-12)
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is None:
                 if parameter in self._missing[number] and not everything:

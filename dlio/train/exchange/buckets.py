@@ -36,16 +36,21 @@ class Bucket:
         named: parameters with their names.
         extra: number of additional elements at the buffer's end.
         device: the buffer's device; `array` and `bytes` require the host.
+        pinned: the buffer is page-locked memory of the host.
     """
 
     def __init__(
-        self, named: Named, extra: int = 0, device: torch.device | str | None = None
+        self,
+        named: Named,
+        extra: int = 0,
+        device: torch.device | str | None = None,
+        pinned: bool = False,
     ) -> None:
         self.tensors = [(name, tuple(parameter.shape)) for name, parameter in named]
         """(name, shape) of the parameters in the order of the buffer."""
         self.parameters = parameters = [parameter for _, parameter in named]
         count = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.zeros(count + extra, device=device)
+        self.flat = torch.zeros(count + extra, device=device, pin_memory=pinned)
         self.views = self._views()
         self._other: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 

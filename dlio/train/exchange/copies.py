@@ -17,23 +17,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from dlio.train.exchange.compress import Compressor
+from dlio.train.exchange.device.codec import Codec
 
 __all__ = ["REFRESH", "Copies"]
 
 REFRESH: Final = 64
-_F32 = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
     """One rank's weights, as both ranks of a pair know them."""
 
-    weights: _F32
+    weights: torch.Tensor
     messages: int = 0
 
 
@@ -41,14 +38,14 @@ class _Copy:
 class _Side:
     """The copies of the weights of one side of each pair, by partner."""
 
-    codec: Compressor
-    whole: Compressor
+    codec: Codec
+    whole: Codec
     copies: dict[int, _Copy] = field(default_factory=dict)
 
-    def of(self, partner: int, entries: int) -> tuple[_Copy, Compressor]:
+    def of(self, partner: int, like: torch.Tensor) -> tuple[_Copy, Codec]:
         """Return a copy, and the compressor of the message that is added to it next."""
         if partner not in self.copies:
-            self.copies[partner] = _Copy(np.zeros(entries, np.float32))
+            self.copies[partner] = _Copy(torch.zeros_like(like))
         copy = self.copies[partner]
         codec = self.codec
         if copy.messages % REFRESH == 0:
@@ -66,7 +63,7 @@ class Copies:
         whole: compressor of whole weights.
     """
 
-    def __init__(self, codec: Compressor, whole: Compressor) -> None:
+    def __init__(self, codec: Codec, whole: Codec) -> None:
         self._sides = {"mine": _Side(codec, whole), "theirs": _Side(codec, whole)}
 
     def clear(self) -> None:
@@ -74,39 +71,39 @@ class Copies:
         for side in self._sides.values():
             side.copies.clear()
 
-    def encode(self, partner: int, weights: _F32, message: npt.NDArray[np.uint8]) -> int:
+    def encode(self, partner: int, weights: torch.Tensor, message: torch.Tensor) -> int:
         """Write the message for a partner; return its length in bytes.
 
         Args:
             partner: any number that both ranks of a pair mean each other by.
             weights: this rank's; shape (entries,).
         """
-        copy, codec = self._sides["mine"].of(partner, len(weights))
-        used = codec.encode(weights - copy.weights, np.zeros_like(weights), message)
+        copy, codec = self._sides["mine"].of(partner, weights)
+        used = codec.encode(weights - copy.weights, torch.zeros_like(weights), message)
         codec.add(message[:used], copy.weights)
         return used
 
-    def add(self, partner: int, message: npt.NDArray[np.uint8], into: _F32) -> None:
+    def add(self, partner: int, message: torch.Tensor, into: torch.Tensor) -> None:
         """Set `into` to what the partner's copy has more than this rank's, after its message.
 
         Call it after `encode` of the same turn. Raises CommError for a damaged message.
         """
-        copy, codec = self._sides["theirs"].of(partner, len(into))
+        copy, codec = self._sides["theirs"].of(partner, into)
         codec.add(message, copy.weights)
-        np.subtract(copy.weights, self._sides["mine"].copies[partner].weights, out=into)
+        torch.sub(copy.weights, self._sides["mine"].copies[partner].weights, out=into)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The copies, for a checkpoint, under `<side>/<partner>/<messages>`."""
         return {
-            f"{name}/{partner}/{copy.messages}": torch.from_numpy(copy.weights)
+            f"{name}/{partner}/{copy.messages}": copy.weights.cpu()
             for name, side in self._sides.items()
             for partner, copy in side.copies.items()
         }
 
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore `state`."""
+    def load_state(self, state: Mapping[str, torch.Tensor], like: torch.Tensor) -> None:
+        """Restore `state`, into memory of the kind of `like`."""
         self.clear()
         for key, weights in state.items():
             name, partner, messages = key.split("/")
-            copy = _Copy(weights.numpy().copy(), int(messages))
+            copy = _Copy(weights.to(like.device, copy=True), int(messages))
             self._sides[name].copies[int(partner)] = copy

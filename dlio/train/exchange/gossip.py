@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -35,12 +34,13 @@ from dlio.comm.waiting import await_end, leave
 from dlio.errors import PeerLost
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
-from dlio.train.exchange.compress import Compressor, make_compressor
 from dlio.train.exchange.compress.layout import pieces_of
 from dlio.train.exchange.copies import Copies
+from dlio.train.exchange.device.codec import Codec
 from dlio.train.exchange.hearing import Hearing
 from dlio.train.exchange.joining import join_before_use
 from dlio.train.exchange.partners import partners
+from dlio.train.exchange.place import Place
 from dlio.train.exchange.reshape_state import reshape_state
 from dlio.train.exchange.setting import Setting
 from dlio.train.exchange.slow_weights import SlowWeights
@@ -55,35 +55,37 @@ _FIRST_TAG: Final = 1
 class _Lane:
     """The messages of one bucket."""
 
-    def __init__(self, group: Named, setting: Setting) -> None:
-        spec, scratch = setting.spec, setting.scratch
-        self._spec = spec
-        self.outgoing, self.incoming = Bucket(group), Bucket(group)
+    def __init__(self, group: Named, setting: Setting, place: Place) -> None:
+        spec = self._spec = setting.spec
+        self.outgoing, self.incoming = place.for_weights(group), place.for_weights(group)
+        flat = self.outgoing.flat
         self.requests: list[Request] = []
         self.under_way = False
         """True while messages are awaited."""
         self.merged = False
         """True if `incoming` holds values that parameters do not have yet."""
         pieces = pieces_of(self.outgoing.tensors)
-        self.codec: Compressor | None = None
+        self.codec: Codec | None = None
         if spec.codec is not None:
-            self.codec = make_compressor(spec.codec, pieces, scratch)
-        self.whole: Compressor | None = None
+            self.codec = place.codec(spec.codec, pieces)
+        self.whole: Codec | None = None
         """Compressor of the occasional whole weights, if changes travel otherwise."""
         self.copies: Copies | None = None
         """What partners have heard of each other, if differences to it travel."""
         if spec.payload in ("delta", "difference"):
-            self.whole = make_compressor("bf16", pieces, scratch)
+            self.whole = place.codec("bf16", pieces)
         if spec.payload == "difference" and self.codec is not None and self.whole is not None:
             self.copies = Copies(self.codec, self.whole)
         codecs = [codec for codec in (self.codec, self.whole) if codec is not None]
         longest = max([codec.max_bytes for codec in codecs], default=0)
-        self.message, self.arrived = np.empty(longest, np.uint8), np.empty(longest, np.uint8)
+        self.message, self.arrived = (
+            torch.empty(longest, dtype=torch.uint8, device=flat.device) for _ in range(2)
+        )
         feedback = bool(codecs) and self.copies is None
-        self.residual = np.zeros(self.outgoing.flat.numel() if feedback else 0, np.float32)
-        self.before = np.empty(0, np.float32)
+        self.residual = flat.new_zeros(flat.numel() if feedback else 0)
+        self.before = flat.new_empty(0)
         """Weights of the last step, relative to which changes are computed."""
-        self.own = np.empty(0, np.float32)
+        self.own = flat.new_empty(0)
         """Decoded values of this rank's own message; the merge moves weights by half of the
         difference between it and the partner's."""
         self.outer: SlowWeights | None = None
@@ -130,6 +132,7 @@ class Gossip:
         self._setting, self._comm, self._spec = setting, setting.comm, setting.spec
         self._named, self._modules = named, list(modules)
         self._progress = Progress(setting.comm)
+        self._place = Place(named, setting, needs_host=onward is not None)
         self._make_lanes()
         self._onward = onward
         self.step = 0
@@ -151,7 +154,7 @@ class Gossip:
     def _make_lanes(self) -> None:
         """Create lanes of the parameters in their current shapes, and the hooks that join them."""
         self._groups = in_buckets(self._named) if self._comm.size > 1 else []
-        self._lanes = [_Lane(group, self._setting) for group in self._groups]
+        self._lanes = [_Lane(group, self._setting, self._place) for group in self._groups]
         users = self._modules if self._spec.payload != "gradient" else ()
         self._hooks = join_before_use(users, self._groups, self._join)
 
@@ -171,7 +174,7 @@ class Gossip:
         nodes = ranks if self._onward is None else self._setting.nodes()
         each = dict.fromkeys(nodes.tolist())
         self._places = [np.flatnonzero(nodes == node).tolist() for node in each]
-        self._place = [each[0] for each in self._places].index(self._comm.rank)
+        self._own_place = [each[0] for each in self._places].index(self._comm.rank)
 
     def before_step(self) -> None:
         # Parameters that no forward pass of this step used have not been joined yet.
@@ -212,17 +215,17 @@ class Gossip:
         state = {"step": torch.tensor(self.step)}
         for number, lane in enumerate(self._lanes):
             if len(lane.residual):
-                state[f"owed/{number}"] = torch.from_numpy(lane.residual)
+                state[f"owed/{number}"] = lane.residual.cpu()
             if lane.codec is not None:
-                state[f"codec/{number}"] = torch.from_numpy(lane.codec.state())
+                state[f"codec/{number}"] = lane.codec.state()
             if lane.copies is not None:
                 for name, copy in lane.copies.state().items():
                     state[f"copy/{number}/{name}"] = copy
             if len(lane.before):
-                state[f"before/{number}"] = torch.from_numpy(lane.before)
+                state[f"before/{number}"] = lane.before.cpu()
             if lane.outer is not None:
-                state[f"slow/{number}"] = lane.outer.slow
-                state[f"velocity/{number}"] = lane.outer.velocity
+                state[f"slow/{number}"] = lane.outer.slow.cpu()
+                state[f"velocity/{number}"] = lane.outer.velocity.cpu()
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -233,15 +236,15 @@ class Gossip:
         self.step = int(state.get("step", 0))
         for number, lane in enumerate(self._lanes):
             if f"owed/{number}" in state:
-                lane.residual[:] = state[f"owed/{number}"].numpy()
+                lane.residual.copy_(state[f"owed/{number}"])
             if lane.codec is not None and f"codec/{number}" in state:
-                lane.codec.load_state(state[f"codec/{number}"].numpy())
+                lane.codec.load_state(state[f"codec/{number}"])
             if lane.copies is not None:
                 mine = f"copy/{number}/"
-                lane.copies.load_state(
-                    {name[len(mine) :]: each for name, each in state.items() if mine in name}
-                )
-            lane.before = state.get(f"before/{number}", torch.empty(0)).numpy().copy()
+                copies = {name[len(mine) :]: each for name, each in state.items() if mine in name}
+                lane.copies.load_state(copies, lane.outgoing.flat)
+            before = state.get(f"before/{number}", torch.empty(0))
+            lane.before = before.to(lane.outgoing.flat.device, copy=True)
             if lane.outer is not None:
                 lane.read(lane.outgoing)
                 outer = lane.outer_of(state.get(f"slow/{number}", lane.outgoing.flat))
@@ -250,7 +253,7 @@ class Gossip:
 
     def statistics(self) -> dict[str, float]:
         return {
-            "wait_s": self._wait_s,
+            "wait_s": self._wait_s + self._place.waited_s,
             "messages": float(self._messages),
             "bytes": float(self._bytes),
         }
@@ -272,7 +275,7 @@ class Gossip:
                 if lane.copies is not None:
                     lane.copies.clear()
                 elif lane.whole is not None:
-                    lane.before = lane.outgoing.array.copy()
+                    lane.before = lane.outgoing.flat.clone()
         self._sources = ()
         self._find_places()
         self._progress.rest()
@@ -287,6 +290,7 @@ class Gossip:
                 if not request.done() and not request.cancel():
                     leave(request, lane.incoming, lane.outgoing, lane.message, lane.arrived)
         self._progress.close()
+        self._place.close()
         if self._comm.size > 1:
             self._comm.close()
 
@@ -309,7 +313,7 @@ class Gossip:
 
     @torch.no_grad()
     def _post(self, numbers: tuple[int, ...], whole: bool) -> None:
-        comm, places, own = self._comm, self._places, self._place
+        comm, places, own = self._comm, self._places, self._own_place
         there, here = own, own
         if self.step >= self._resume:
             seed, topology = self._setting.seed, self._spec.topology
@@ -327,29 +331,37 @@ class Gossip:
                     lane.incoming.flat.copy_(lane.outgoing.flat)
                     lane.merged = lane.outer is not None
                     self._pass_on(number)
-                lane.before = lane.outgoing.array.copy() if lane.whole is not None else lane.before
+                lane.before = lane.outgoing.flat.clone() if lane.whole is not None else lane.before
                 continue
-            codec = lane.whole if whole and lane.whole is not None else lane.codec
-            into, message = lane.incoming.bytes, lane.outgoing.bytes
-            if lane.copies is not None:
-                used = lane.copies.encode(self._pair, lane.outgoing.array, lane.message)
-                into, message = lane.arrived, lane.message[:used]
-            elif codec is not None:
-                values = self._values(lane, whole)
-                # Weights leave no residual: the next message holds whole weights again.
-                residual = np.zeros_like(values) if whole else lane.residual
-                used = codec.encode(values, residual, lane.message)
-                into, message = lane.arrived, lane.message[:used]
-                lane.own = np.zeros_like(values)
-                codec.add(lane.message, lane.own)
-            tag = _FIRST_TAG + number
-            lane.requests = [comm.irecv(into, source, tag), comm.isend(message, to, tag)]
+            with self._place.aside():
+                into, message = self._message(lane, whole)
+                lane.requests = self._place.swap(message, to, into, source, _FIRST_TAG + number)
             lane.under_way = True
             self._messages += 1
-            self._bytes += len(message)
+            self._bytes += message.nbytes
             self._progress.go()
         if to == comm.rank:
             self.merged = self.step
+
+    def _message(self, lane: _Lane, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the memory of a partner's message, and the message of this rank."""
+        if lane.copies is not None:
+            used = lane.copies.encode(self._pair, lane.outgoing.flat, lane.message)
+            return lane.arrived[: self._arriving(lane, used)], lane.message[:used]
+        codec = lane.whole if whole and lane.whole is not None else lane.codec
+        if codec is None:
+            return lane.incoming.flat, lane.outgoing.flat
+        values = self._values(lane, whole)
+        # Weights leave no residual: the next message holds whole weights again.
+        residual = torch.zeros_like(values) if whole else lane.residual
+        used = codec.encode(values, residual, lane.message)
+        lane.own = torch.zeros_like(values)
+        codec.add(lane.message, lane.own)
+        return lane.arrived[: self._arriving(lane, used)], lane.message[:used]
+
+    def _arriving(self, lane: _Lane, sent: int) -> int:
+        """Return the room for a message: messages of a device have the length of its own."""
+        return len(lane.arrived) if self._place.group is None else sent
 
     def _fill(self, lane: _Lane) -> None:
         """Copy weights or gradients into the outgoing bucket."""
@@ -363,12 +375,12 @@ class Gossip:
             else:
                 view.copy_(parameter.grad)
 
-    def _values(self, lane: _Lane, whole: bool) -> npt.NDArray[np.float32]:
+    def _values(self, lane: _Lane, whole: bool) -> torch.Tensor:
         if whole or self._spec.payload != "delta":
-            return lane.outgoing.array
+            return lane.outgoing.flat
         if not len(lane.before):
-            lane.before = lane.outgoing.array.copy()
-        return lane.outgoing.array - lane.before
+            lane.before = lane.outgoing.flat.clone()
+        return lane.outgoing.flat - lane.before
 
     def merge_all(self) -> None:
         """Wait for all buckets and pass them to `onward`; parameters stay as they are."""
@@ -406,7 +418,7 @@ class Gossip:
         if not lane.under_way:
             return
         started = time.perf_counter()
-        self._comm.wait(lane.requests, "weights of a gossip partner")
+        self._place.wait(lane.requests, "weights of a gossip partner")
         self._wait_s += time.perf_counter() - started
         lane.requests, lane.under_way, lane.merged = [], False, True
         if self._onward is not None or lane.outer is not None:
@@ -433,7 +445,7 @@ class Gossip:
                 target.copy_(view)
         if lane.whole is not None:
             self._fill(lane)
-            lane.before = lane.outgoing.array.copy()
+            lane.before = lane.outgoing.flat.clone()
 
     @torch.no_grad()
     def _merge(self, lane: _Lane, into_parameters: bool) -> None:
@@ -441,11 +453,10 @@ class Gossip:
         codec = lane.whole if self._whole and lane.whole is not None else lane.codec
         bucket = lane.incoming
         if lane.copies is not None:
-            lane.copies.add(self._pair, lane.arrived, bucket.array)
+            lane.copies.add(self._pair, lane.arrived, bucket.flat)
         elif codec is not None:
             # Both ranks move by half of the difference of their decoded messages.
-            theirs = bucket.array
-            theirs[:] = 0
+            theirs = bucket.flat.zero_()
             codec.add(lane.arrived, theirs)
             theirs -= lane.own
         for target, view in zip(self._targets(lane), bucket.views, strict=True):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
@@ -20,8 +19,8 @@ from dlio.train.exchange.backward import after_backward, sends_after_backward
 from dlio.train.exchange.bucket_sums import BucketSums
 from dlio.train.exchange.buckets import Named
 from dlio.train.exchange.closing import Closing
-from dlio.train.exchange.paths import find_path
 from dlio.train.exchange.phases import Phase
+from dlio.train.exchange.place import Place
 from dlio.train.exchange.reshape_state import RunningTotals, reshape_state
 from dlio.train.exchange.setting import Setting
 
@@ -55,7 +54,8 @@ class Synchronous:
 
     With a compressor the mean is not exact; the next mean includes the difference.
 
-    `dlio.train.exchange.paths` says where gradients lie and how they reach other ranks. With a GPU
+    `dlio.train.exchange.paths` says where gradients lie and how they reach other ranks.
+    `wait_s` counts the waits for other ranks, not those for this rank's own device. With a GPU
     and an MPI that only the main thread may call, nothing is sent before backward returns.
 
     One rank has no hooks, copies nothing and sends nothing.
@@ -75,9 +75,7 @@ class Synchronous:
         self._totals = RunningTotals()
         devices = [parameter.device for _, parameter in named]
         several = comm.size > 1 and len(named) > 0
-        self._path = find_path(devices, setting.spec, comm) if several else "host"
-        self._device = devices[0] if self._path != "host" else None
-        self._group: Any = dist.new_group(backend="nccl") if self._path == "nccl" else None
+        self._place = Place(named, setting)
         self._stop_watching: Callable[[], None] | None = None
         """Set if another thread than autograd's must send."""
         if several and sends_after_backward(devices):
@@ -91,6 +89,8 @@ class Synchronous:
         """Ranks at the beginning, by which a loss is scaled."""
         self._summed_weight = np.zeros(1)
         """The ranks' weight in the last average, if buckets do not carry it."""
+        self._weight_on_device: torch.Tensor | None = None
+        """The same, if buckets travel from a device's memory."""
         self._torn = False
         """True if a rank was lost while this average's sums were under way."""
         self._make_sums()
@@ -138,15 +138,15 @@ class Synchronous:
         self._sums.load_state(state)
 
     def statistics(self) -> dict[str, float]:
-        return {"wait_s": self._wait_s, **self._totals.plus(self._sums.statistics())}
+        wait_s = self._wait_s + self._place.waited_s
+        return {"wait_s": wait_s, **self._totals.plus(self._sums.statistics())}
 
     def close(self) -> None:
         if self._stop_watching is not None:
             self._stop_watching()
         self._remove_hooks()
         self._sums.close()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
+        self._place.close()
         self._progress.close()
         self._closing.remove()
         if self._ranks > 1:
@@ -154,9 +154,7 @@ class Synchronous:
 
     def _make_sums(self) -> None:
         """Create buckets of the parameters in their current shapes, and register hooks."""
-        self._sums = BucketSums(
-            self._named, self._setting, self._path, self._device, self._group, self._progress
-        )
+        self._sums = BucketSums(self._named, self._setting, self._place, self._progress)
         self._hooks = []
         for parameter in self._sums.parameters:
             hooked: Any = parameter  # torch does not annotate the method.
@@ -202,18 +200,19 @@ class Synchronous:
     def _average(self) -> None:
         """Start all remaining sums, wait for them, and write the means into `.grad`."""
         weighting, sums = self._weighting, self._sums
-        began = time.perf_counter()
+        began, own_s = time.perf_counter(), sums.own_s
         self._reached = sums.reached(weighting.everything)
         if self._before_wait is not None:
             self._before_wait()
         self._closing.close_turn()
         self._progress.rest()
-        weight = None if sums.carries_weight else float(self._summed_weight[0])
+        weight = None if sums.carries_weight else self._total_weight()
         sums.take(self._reached, weight, weighting.scale, weighting.everything)
         self._closing.take()
         if self._setting.recovery is not None and not self._setting.is_part:
             self._setting.recovery.count(self.counted)  # A step may have several averages.
-        self._wait_s += time.perf_counter() - began
+        if not self._place.host_runs_ahead:
+            self._wait_s += time.perf_counter() - began - (sums.own_s - own_s)
 
     def sum_all(self) -> None:
         if self._torn:
@@ -222,9 +221,22 @@ class Synchronous:
         self._sums.start_rest(self._reached, self._weighting.weight, self._weighting.factor)
         self._sums.wait(self._reached)
         if not self._sums.carries_weight:
+            self._sum_weights()
+
+    def _sum_weights(self) -> None:
+        group, what = self._place.group, "the number of samples"
+        if group is None:
             self._summed_weight[0] = self._weighting.weight
-            request = self._comm.iallreduce(self._summed_weight)
-            self._comm.wait([request], "the number of samples")
+            self._comm.wait([self._comm.iallreduce(self._summed_weight)], what)
+            return
+        weight = torch.full((1,), self._weighting.weight, dtype=torch.float64, device=group.device)
+        group.sum(weight, what).wait()
+        self._weight_on_device = weight
+
+    def _total_weight(self) -> float | torch.Tensor:
+        if self._weight_on_device is not None:
+            return self._weight_on_device[0]
+        return float(self._summed_weight[0])
 
     def reset(self, undo: bool) -> None:
         self._sums.reset(undo)

@@ -3,39 +3,35 @@
 | path | the bucket | the sum |
 |---|---|---|
 | `host` | on the host | a `Sum` of host memory |
-| `nccl` | on the GPU | by torch.distributed, on a stream of its own |
+| `nccl` | on the GPU | by torch.distributed, on a stream of its own; see `device.paths` |
 | `mpi` | on the GPU | by MPI, if it sums GPU memory without blocking |
 | `pinned` | on the GPU | a `Sum` of pinned memory, copied there and back on a separate stream |
+| `gloo` | on the CPU | as `nccl`, for tests of its code |
 
-Compressors and routes work on the host, so they use `host` or `pinned`. Ranks with and without a
-GPU exchange host memory. The three paths of a GPU are tested with stand-ins for its streams, and
-on a GPU by `make gpu-check`.
+`dlio.train.exchange.place` chooses. Presets that exchange weights take `nccl`, too; instead of
+`mpi` and `pinned` their buckets are in pinned memory, and they are `HostPath`s. Compressors that a
+device lacks, and `asgd`, work on the host. Ranks with and without a GPU exchange host memory. The
+paths of a GPU are tested with stand-ins for its streams, and on a GPU by `make gpu-check`.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping
 from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 
 from dlio.comm import Communicator, Request
-from dlio.comm.devices import sums_device_memory
 from dlio.train.exchange.buckets import Bucket
 from dlio.train.exchange.sums import Sum
-from dlio.train.exchange_spec import ExchangeSpec
 
 __all__ = [
     "Copies",
     "CudaCopies",
     "DeviceMpiPath",
     "HostPath",
-    "NcclPath",
     "Path",
     "PinnedPath",
     "SumsDeviceMemory",
-    "agreed",
-    "choose",
-    "find_path",
 ]
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its streams and events.
@@ -64,59 +60,19 @@ class Path(Protocol):
     def wait(self) -> None:
         """Return once the bucket holds the sum for later work of the current stream."""
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the state for a checkpoint, on the host, as a `Sum`."""
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore `state`, or the entries of it that are present."""
+
     def statistics(self) -> dict[str, float]:
-        """Totals, as of a `Sum`."""
+        """Totals, as of a `Sum`; `own_s` are seconds that the host waited for its own device."""
 
     def reset(self, undo: bool) -> None:
         """Drop a sum that a loss has interrupted, as `Sum.reset` does."""
 
     def close(self) -> None: ...
-
-
-def choose(
-    devices: Sequence[torch.device], on_host: bool, nccl: bool, mpi_sums_devices: bool
-) -> str:
-    """Choose the path for parameters on these devices. Pure.
-
-    Args:
-        on_host: the exchange computes on its messages (compressor or route).
-        nccl: torch.distributed has exactly these ranks and sums on their GPUs.
-    """
-    kinds = {device.type for device in devices}
-    if kinds != {"cuda"} or len(set(devices)) > 1:
-        return "host"
-    if on_host:
-        return "pinned"
-    if nccl:
-        return "nccl"
-    return "mpi" if mpi_sums_devices else "pinned"
-
-
-def agreed(paths: Sequence[str]) -> str | None:
-    """The path of GPUs if ranks chose different ones: through the host. None if all agree. Pure."""
-    return None if len(set(paths)) == 1 else "pinned"
-
-
-def find_path(devices: Sequence[torch.device], spec: ExchangeSpec, comm: Communicator) -> str:
-    """Choose this rank's path. Collective."""
-    on_host = spec.compressor is not None or spec.topology != "all"
-    over_mpi = isinstance(comm, SumsDeviceMemory) and sums_device_memory()
-    mine = choose(devices, on_host, _has_nccl(comm), over_mpi)
-    instead = agreed(comm.allgather(mine))
-    return mine if mine == "host" or instead is None else instead
-
-
-def _has_nccl(comm: Communicator) -> bool:
-    if not (dist.is_available() and dist.is_initialized()) or not torch.cuda.is_available():
-        return False
-    if (dist.get_rank(), dist.get_world_size()) != (comm.rank, comm.size):
-        return False
-    whole: Any = dist.group.WORLD
-    try:
-        backend = whole._get_backend(torch.device("cuda"))
-    except RuntimeError:
-        return False
-    return str(backend.name()) == "nccl"
 
 
 class HostPath:
@@ -137,6 +93,12 @@ class HostPath:
 
     def wait(self) -> None:
         self._total.wait()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self._total.state()
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._total.load_state(state)
 
     def statistics(self) -> dict[str, float]:
         return self._total.statistics()
@@ -204,6 +166,7 @@ class PinnedPath:
             host = torch.empty(bucket.flat.numel(), pin_memory=True)
         self._host = host
         self._begun = True
+        self._own_s = 0.0
 
     def start(self) -> None:
         self._begun = False
@@ -218,7 +181,9 @@ class PinnedPath:
 
     def begin(self) -> None:
         if not self._begun:
+            began = time.perf_counter()
             self._copies.await_host()
+            self._own_s += time.perf_counter() - began
             self._send()
 
     def wait(self) -> None:
@@ -226,8 +191,14 @@ class PinnedPath:
         self._total.wait()
         self._copies.to_device(self._bucket.flat, self._host)
 
+    def state(self) -> dict[str, torch.Tensor]:
+        return self._total.state()
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._total.load_state(state)
+
     def statistics(self) -> dict[str, float]:
-        return self._total.statistics()
+        return {**self._total.statistics(), "own_s": self._own_s}
 
     def reset(self, undo: bool) -> None:
         self._total.reset(undo and self._begun)
@@ -254,44 +225,6 @@ class _Ring:
         return {"wait_s": 0.0, "messages": float(hops * self.starts), "bytes": sent}
 
 
-class NcclPath:
-    """A bucket in GPU memory, summed in place by torch.distributed.
-
-    Args:
-        group: the exchange's own group, kept apart from the user's operations.
-    """
-
-    def __init__(self, bucket: Bucket, ranks: int, group: dist.ProcessGroup | None) -> None:
-        self._bucket, self._group = bucket, group
-        self._counts = _Ring(ranks)
-        self._work: dist.Work | None = None
-
-    def start(self) -> None:
-        self._counts.starts += 1
-        self._counts.bytes += self._bucket.flat.nbytes
-        self._work = dist.all_reduce(self._bucket.flat, group=self._group, async_op=True)
-
-    def advance(self) -> bool:
-        return True
-
-    def begin(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
-    def statistics(self) -> dict[str, float]:
-        return self._counts.statistics()
-
-    def reset(self, undo: bool) -> None:
-        self._work = None
-
-    def close(self) -> None:
-        self._work = None
-
-
 class DeviceMpiPath:
     """A bucket in GPU memory, summed in place by MPI once the stream has written it.
 
@@ -307,6 +240,7 @@ class DeviceMpiPath:
         self._counts = _Ring(comm.size)
         self._request: Request | None = None
         self._begun = True
+        self._own_s = 0.0
 
     def start(self) -> None:
         self._counts.starts += 1
@@ -323,7 +257,9 @@ class DeviceMpiPath:
 
     def begin(self) -> None:
         if not self._begun:
+            began = time.perf_counter()
             self._written.synchronize()
+            self._own_s += time.perf_counter() - began
             self._begun = True
             self._request = self._device_sums.iallreduce_device(self._bucket.flat)
 
@@ -333,8 +269,14 @@ class DeviceMpiPath:
             self._comm.wait([self._request], "gradients of the other ranks")
             self._request = None
 
+    def state(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        pass
+
     def statistics(self) -> dict[str, float]:
-        return self._counts.statistics()
+        return {**self._counts.statistics(), "own_s": self._own_s}
 
     def reset(self, undo: bool) -> None:
         self._request, self._begun = None, True

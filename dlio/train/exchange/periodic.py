@@ -19,9 +19,10 @@ from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.closing import Closing
 from dlio.train.exchange.compress.reduce import TAGS
+from dlio.train.exchange.place import Place
 from dlio.train.exchange.reshape_state import RunningTotals, reshape_state
 from dlio.train.exchange.setting import Setting
-from dlio.train.exchange.sums import load_states, make_sum, states_of
+from dlio.train.exchange.sums import load_states, states_of
 
 __all__ = ["Periodic"]
 
@@ -42,7 +43,7 @@ class Periodic:
 
     def __init__(self, named: Named, setting: Setting) -> None:
         self._setting, self._comm, self._spec = setting, setting.comm, setting.spec
-        self._named = named
+        self._named, self._place = named, Place(named, setting)
         self._totals = RunningTotals()
         self._steps = 0
         """Steps of this round."""
@@ -71,10 +72,10 @@ class Periodic:
         """
         together = self._comm.size > 1 or self._keeps
         groups = in_buckets(self._named, self._spec.fragments) if together else []
-        self._buckets = [Bucket(group) for group in groups]
+        self._buckets = [self._place.for_weights(group) for group in groups]
         self._fragments = max(1, min(self._spec.fragments, len(self._buckets)))
         self._sums = [
-            make_sum(self._setting, bucket.tensors, _FIRST_TAG + number * TAGS)
+            self._place.path_of(bucket, 0, _FIRST_TAG + number * TAGS)
             for number, bucket in enumerate(self._buckets)
         ]
         self._common = [torch.empty_like(bucket.flat) for bucket in self._buckets]
@@ -119,7 +120,7 @@ class Periodic:
             **states_of(self._sums),
         }
         for number, (common, momentum) in enumerate(zip(self._common, self._momentum, strict=True)):
-            state[f"common/{number}"], state[f"momentum/{number}"] = common, momentum
+            state[f"common/{number}"], state[f"momentum/{number}"] = common.cpu(), momentum.cpu()
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -136,16 +137,19 @@ class Periodic:
                 self._momentum[number].copy_(state[f"momentum/{number}"])
 
     def statistics(self) -> dict[str, float]:
-        return self._totals.plus(self._counted())
+        counts = self._totals.plus(self._counted())
+        return {**counts, "wait_s": counts["wait_s"] + self._place.waited_s}
 
     def _counted(self) -> dict[str, float]:
         counts = [each.statistics() for each in self._sums]
-        return {key: sum(each[key] for each in counts) for key in ("wait_s", "messages", "bytes")}
+        keys = ("wait_s", "messages", "bytes")
+        return {key: sum(each[key] for each in counts) for key in keys}
 
     def close(self) -> None:
         self._closing.remove()
         for each in self._sums:
             each.close()
+        self._place.close()
         if self._comm.size > 1:
             self._comm.close()
 
@@ -167,7 +171,7 @@ class Periodic:
             self._read(bucket)
             bucket.flat -= self._common[number]
             self._begun.add(number)
-            self._sums[number].start(bucket.array)
+            self._sums[number].start()
             for each in self._summed:
                 self._sums[each].advance()
         for number in self._summed:

@@ -12,6 +12,7 @@ from dlio.comm.recovery import Recovery, recovery_of
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Named
 from dlio.train.exchange.hearing import Hearing
+from dlio.train.exchange.place import find_path
 from dlio.train.exchange.protocol import (
     AfterStep,
     BeforeStep,
@@ -172,6 +173,9 @@ def make_exchange(setting: Setting, named: Named, modules: Iterable[nn.Module]) 
         # With one node, or one rank per node, gossip is between ranks.
         return Gossip(named, modules, own)
     if spec.merge == "parzen":
+        if own.comm.size > 1 and named:
+            # It has no other path than the host's; a GPU's user finds the reason in the log.
+            find_path([p.device for _, p in named], spec, own.comm, own.recovery is not None)
         return Asgd(named, own)
     if spec.payload == "delta":
         return Periodic(named, own)

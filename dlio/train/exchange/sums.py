@@ -74,7 +74,13 @@ class Sum(Protocol):
     def close(self) -> None: ...
 
 
-def states_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
+class _Stateful(Protocol):
+    def state(self) -> dict[str, torch.Tensor]: ...
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None: ...
+
+
+def states_of(sums: Sequence[_Stateful]) -> dict[str, torch.Tensor]:
     """Merge the states of several sums, as `owed/<number>` etc."""
     return {
         f"{name}/{number}": value
@@ -83,7 +89,7 @@ def states_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
     }
 
 
-def load_states(sums: Sequence[Sum], state: Mapping[str, torch.Tensor]) -> None:
+def load_states(sums: Sequence[_Stateful], state: Mapping[str, torch.Tensor]) -> None:
     """Restore the result of `states_of`."""
     for number, each in enumerate(sums):
         ours = [name for name in state if name.endswith(f"/{number}")]

@@ -15,7 +15,8 @@ from dlio.comm.single import SingleCommunicator
 from dlio.train.exchange import backward, gradients, parse_exchange
 from dlio.train.exchange.backward import after_backward
 from dlio.train.exchange.buckets import Bucket
-from dlio.train.exchange.paths import PinnedPath, agreed, choose, find_path
+from dlio.train.exchange.paths import PinnedPath
+from dlio.train.exchange.place import agreed, choose, find_path
 from tests.train.exchange.training import started
 
 _T = TypeVar("_T")
@@ -23,22 +24,30 @@ CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda:0"), torch.device("cud
 
 
 @pytest.mark.parametrize(
-    ("devices", "on_host", "nccl", "mpi", "path"),
+    ("devices", "exchange", "group", "mpi", "path"),
     [
-        ([CPU, CPU], False, True, True, "host"),
-        ([GPU, CPU], False, True, True, "host"),
-        ([GPU, OTHER], False, True, True, "host"),
-        ([], False, True, True, "host"),
-        ([GPU, GPU], False, True, True, "nccl"),
-        ([GPU], False, False, True, "mpi"),
-        ([GPU], False, False, False, "pinned"),
-        ([GPU], True, True, True, "pinned"),
+        ([CPU, CPU], "allreduce", "", True, "host"),
+        ([CPU, CPU], "gossip", "gloo", True, "gloo"),
+        ([GPU, CPU], "allreduce", "nccl", True, "host"),
+        ([GPU, OTHER], "allreduce", "nccl", True, "host"),
+        ([], "allreduce", "nccl", True, "host"),
+        ([GPU, GPU], "allreduce", "nccl", True, "nccl"),
+        ([GPU], "allreduce+onebit", "nccl", True, "nccl"),
+        ([GPU], "diloco(4,fragments=2)+int8", "nccl", False, "nccl"),
+        ([GPU], "tree", "nccl", False, "nccl"),
+        ([GPU], "gossip", "nccl", False, "nccl"),
+        ([GPU], "asgd", "nccl", True, "pinned"),
+        ([GPU], "allreduce", "", True, "mpi"),
+        ([GPU], "allreduce", "", False, "pinned"),
+        ([GPU], "allreduce+int8", "", True, "pinned"),
+        ([GPU], "local-sgd(2)", "", True, "pinned"),
+        ([CPU], "asgd", "gloo", True, "host"),
     ],
 )
-def test_the_path_follows_from_the_parameters_device_and_the_library(
-    devices: list[torch.device], on_host: bool, nccl: bool, mpi: bool, path: str
+def test_the_path_follows_from_the_parameters_device_the_exchange_and_the_library(
+    devices: list[torch.device], exchange: str, group: str, mpi: bool, path: str
 ) -> None:
-    assert choose(devices, on_host, nccl, mpi) == path
+    assert choose(devices, parse_exchange(exchange), group, mpi) == path
 
 
 def test_ranks_with_different_paths_sum_on_the_host() -> None:

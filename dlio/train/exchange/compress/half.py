@@ -20,14 +20,14 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
-__all__ = ["Bfloat16", "Float16"]
+__all__ = ["HALF_CHUNK", "LOWEST", "MOST_BFLOAT16", "MOST_FLOAT16", "Bfloat16", "Float16"]
 
-_CHUNK: Final = 1 << 15
+HALF_CHUNK: Final = 1 << 15
 """Number of entries up to which torch works in the calling thread."""
-_MOST_BFLOAT16: Final = float(torch.finfo(torch.bfloat16).max)
-_MOST_FLOAT16: Final = 32752.0
+MOST_BFLOAT16: Final = float(torch.finfo(torch.bfloat16).max)
+MOST_FLOAT16: Final = 32752.0
 """The largest float16 below 2^15: a chunk's largest entry is scaled to [2^14, 2^15)."""
-_LOWEST: Final = 15
+LOWEST: Final = 15
 """Minimum biased exponent of a chunk: below it, scales would be denormal."""
 _HIGHEST: Final = 254
 """Biased exponent of the largest finite float32 numbers."""
@@ -60,7 +60,7 @@ class Bfloat16(Memoryless):
                 if not all_finite(v):
                     refuse_not_finite(v, start, self._pieces)
             left, w = torch.from_numpy(v), self._scratch[: stop - start]
-            torch.clamp(left, -_MOST_BFLOAT16, _MOST_BFLOAT16, out=w)
+            torch.clamp(left, -MOST_BFLOAT16, MOST_BFLOAT16, out=w)
             halves[start:stop].copy_(w)
             w.copy_(halves[start:stop])
             left.sub_(w)
@@ -80,7 +80,7 @@ class Float16(Memoryless):
         self._pieces = pieces
         self._scratch = scratch
         self.entries = pieces[-1].stop if pieces else 0
-        self.max_bytes = 2 * self.entries + -(-self.entries // _CHUNK)
+        self.max_bytes = 2 * self.entries + -(-self.entries // HALF_CHUNK)
 
     def encode(
         self,
@@ -97,11 +97,11 @@ class Float16(Memoryless):
                 largest = np.maximum.reduce(np.abs(v, out=w))
                 if not np.isfinite(largest):
                     refuse_not_finite(v, start, self._pieces)
-                exponent = max(int(largest.view(np.uint32)) >> 23, _LOWEST)
+                exponent = max(int(largest.view(np.uint32)) >> 23, LOWEST)
                 exponents[number] = exponent
                 np.multiply(v, _power(_TO_INVERSE - exponent), out=w)
                 scaled = torch.from_numpy(w)
-                halves[start:stop].copy_(scaled.clamp_(-_MOST_FLOAT16, _MOST_FLOAT16))
+                halves[start:stop].copy_(scaled.clamp_(-MOST_FLOAT16, MOST_FLOAT16))
                 scaled.copy_(halves[start:stop])
                 np.multiply(w, _power(exponent - _TO_SCALE), out=w)
                 np.subtract(v, w, out=v)
@@ -110,7 +110,7 @@ class Float16(Memoryless):
     def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
         halves = _typed(message[: 2 * self.entries], torch.float16)
         exponents = message[2 * self.entries : self.max_bytes]
-        if len(exponents) and not _LOWEST <= exponents.min() <= exponents.max() <= _HIGHEST:
+        if len(exponents) and not LOWEST <= exponents.min() <= exponents.max() <= _HIGHEST:
             raise CommError("a message is damaged: it has an invalid scale")
         for number, (start, stop) in enumerate(_chunks(self.entries)):
             w = self._scratch.floats[: stop - start]
@@ -121,8 +121,8 @@ class Float16(Memoryless):
 
 
 def _chunks(size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, size, _CHUNK):
-        yield start, min(start + _CHUNK, size)
+    for start in range(0, size, HALF_CHUNK):
+        yield start, min(start + HALF_CHUNK, size)
 
 
 def _typed(message: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:

@@ -23,15 +23,15 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
-__all__ = ["Int8", "SmallTensors"]
+__all__ = ["BLOCK", "HIGHEST", "LOWEST", "MOST", "ROOM", "Int8", "SmallTensors"]
 
-_BLOCK: Final = 256
-_MOST: Final = 127
-_LOWEST: Final = 7
+BLOCK: Final = 256
+MOST: Final = 127
+LOWEST: Final = 7
 """Minimum exponent of a block, biased by 127 as in float32. Below it, 2^-120, scales would be
 denormal; smaller entries mostly stay in the residual."""
-_HIGHEST: Final = 254
-_ROOM: Final = 1 << 17
+HIGHEST: Final = 254
+ROOM: Final = 1 << 17
 """Added to the bits of a block's largest entry, this raises its exponent if the entry is at least
 127/128 of the next power of two: it would otherwise be rounded to 128, which int8 cannot hold."""
 _TO_SCALE: Final = 6
@@ -46,7 +46,7 @@ class Int8(Memoryless):
         self._pieces = pieces
         self._scratch = scratch
         self.entries = pieces[-1].stop if pieces else 0
-        self._blocks = -(-self.entries // _BLOCK)
+        self._blocks = -(-self.entries // BLOCK)
         self.max_bytes = self._blocks + self.entries
 
     def encode(
@@ -66,14 +66,14 @@ class Int8(Memoryless):
                 largest = np.maximum.reduce(w2, axis=1)
                 if not np.isfinite(largest).all():
                     refuse_not_finite(v, start, self._pieces)
-                exponents = np.maximum((largest.view(np.uint32) + _ROOM) >> 23, _LOWEST)
-                overflows = int(exponents.max()) > _HIGHEST
-                np.minimum(exponents, _HIGHEST, out=exponents)
-                message[start // _BLOCK :][:rows] = exponents
+                exponents = np.maximum((largest.view(np.uint32) + ROOM) >> 23, LOWEST)
+                overflows = int(exponents.max()) > HIGHEST
+                np.minimum(exponents, HIGHEST, out=exponents)
+                message[start // BLOCK :][:rows] = exponents
                 np.multiply(v2, _power(_TO_INVERSE - exponents), out=w2)
                 np.rint(w, out=w)
                 if overflows:
-                    np.clip(w, -_MOST, _MOST, out=w)
+                    np.clip(w, -MOST, MOST, out=w)
                 np.copyto(numbers[start:stop], w, casting="unsafe")
                 np.multiply(w2, _power(exponents - _TO_SCALE), out=w2)
                 np.subtract(v, w, out=v)
@@ -85,7 +85,7 @@ class Int8(Memoryless):
             stop = start + rows * width
             w = self._scratch.floats[: stop - start]
             w2 = w.reshape(rows, width)
-            exponents = message[start // _BLOCK :][:rows].astype(np.uint32)
+            exponents = message[start // BLOCK :][:rows].astype(np.uint32)
             np.copyto(w, numbers[start:stop])
             np.multiply(w2, _power(exponents - _TO_SCALE), out=w2)
             np.add(into[start:stop], w, out=into[start:stop])
@@ -93,9 +93,9 @@ class Int8(Memoryless):
     def _tiles(self) -> Iterator[tuple[int, int, int]]:
         """Yield (start, blocks, entries per block), chunk by chunk; the last block may be short."""
         for start, stop in chunks(self.entries):
-            rows, rest = divmod(stop - start, _BLOCK)
+            rows, rest = divmod(stop - start, BLOCK)
             if rows:
-                yield start, rows, _BLOCK
+                yield start, rows, BLOCK
             if rest:
                 yield stop - rest, 1, rest
 

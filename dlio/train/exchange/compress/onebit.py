@@ -38,14 +38,14 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
-__all__ = ["OneBit"]
+__all__ = ["LARGEST", "OneBit", "blocks_of", "flips", "turned", "walsh"]
 
 _F32 = npt.NDArray[np.float32]
 _U8 = npt.NDArray[np.uint8]
 _BLOCK: Final = 1 << 10
 _LEAST: Final = 1 << 6
 """Number of entries of the smallest block that is rotated."""
-_LARGEST: Final = np.float32(2.0**120)
+LARGEST: Final = np.float32(2.0**120)
 """Maximum of q. Blocks beyond it are sent as zeros: the sum of two of them would overflow."""
 
 
@@ -81,7 +81,7 @@ class OneBit(Memoryless):
         self._scratch = scratch
         self.entries = pieces[-1].stop if pieces else 0
         self._small = SmallTensors(pieces, scratch)
-        shapes = [shape for piece in pieces if not piece.small for shape in _blocks(piece)]
+        shapes = [shape for piece in pieces if not piece.small for shape in blocks_of(piece)]
         self._blocks = sum(blocks for _, blocks, _ in shapes)
         self._tiles: list[_Tile] = []
         block, at = 0, 2 * self._blocks + self._small.max_bytes
@@ -102,12 +102,12 @@ class OneBit(Memoryless):
                     refuse_not_finite(v.reshape(-1), tile.start, self._pieces)
                 w = self._numbers(tile)
                 # Divide by W before, not after the rotation: its sums can then not overflow.
-                np.multiply(v, _flips(tile.width) / np.float32(_turned(tile.width)), out=w)
+                np.multiply(v, flips(tile.width) / np.float32(turned(tile.width)), out=w)
                 self._turn(w)
                 signs = np.signbit(w, out=self._scratch.mask[: v.size].reshape(v.shape))
                 message[tile.first_byte :][: tile.bytes] = np.packbits(signs)
                 means = np.einsum("ij->i", np.abs(w, out=w)) / np.float32(tile.width)
-                means[means > _LARGEST / np.float32(_turned(tile.width))] = 0
+                means[means > LARGEST / np.float32(turned(tile.width))] = 0
                 sizes[tile.first_block :][: tile.blocks] = _to_bfloat16(means)
                 np.subtract(v, self._decoded(tile, message, sizes), out=v)
         return self.max_bytes
@@ -127,7 +127,7 @@ class OneBit(Memoryless):
         self._turn(q)
         of_tile = sizes[tile.first_block :][: tile.blocks].astype(np.uint32) << 16
         np.multiply(q, of_tile.view(np.float32)[:, None], out=q)
-        return np.multiply(q, _flips(tile.width), out=q)
+        return np.multiply(q, flips(tile.width), out=q)
 
     def _turn(self, w: _F32) -> None:
         """Multiply each row by the Walsh-Hadamard matrix, in place.
@@ -136,9 +136,9 @@ class OneBit(Memoryless):
         about sqrt(W) rows whose Kronecker product the Walsh-Hadamard matrix is. This takes up to 64
         multiplications per entry, in products small enough to stay in the calling thread.
         """
-        if _turned(w.shape[1]) == 1:
+        if turned(w.shape[1]) == 1:
             return
-        left, right = _walsh(w.shape[1])
+        left, right = walsh(w.shape[1])
         blocks = w.reshape(-1, len(left), len(right))
         between = self._scratch.between[: w.size].reshape(blocks.shape)
         np.matmul(blocks, right, out=between)
@@ -149,7 +149,7 @@ class OneBit(Memoryless):
         return self._scratch.floats[: tile.blocks * tile.width].reshape(tile.blocks, tile.width)
 
 
-def _blocks(piece: Piece) -> Iterator[tuple[int, int, int]]:
+def blocks_of(piece: Piece) -> Iterator[tuple[int, int, int]]:
     """Yield (start, blocks, entries per block) of tiles of at most a chunk."""
     start, left, width = piece.start, piece.size, _BLOCK
     while left >= _LEAST:
@@ -162,20 +162,20 @@ def _blocks(piece: Piece) -> Iterator[tuple[int, int, int]]:
         yield start, 1, left
 
 
-def _turned(width: int) -> int:
+def turned(width: int) -> int:
     """Number of entries that the rotation combines: `width`, or 1 if the block is not rotated."""
     return width if width >= _LEAST else 1
 
 
 @cache
-def _flips(width: int) -> _F32:
+def flips(width: int) -> _F32:
     """The diagonal of D: +1 or -1 for each entry of a block; shape (width,)."""
     odd = mix(np.arange(width, dtype=np.uint64), np.uint64(0)) & np.uint64(1)
     return 1 - 2 * odd.astype(np.float32)
 
 
 @cache
-def _walsh(width: int) -> tuple[_F32, _F32]:
+def walsh(width: int) -> tuple[_F32, _F32]:
     """Return two matrices, for columns and rows, whose Kronecker product is the Walsh-Hadamard
     matrix of `width` rows, a power of two."""
     bits = width.bit_length() - 1

@@ -44,15 +44,26 @@ from dlio.train.exchange.compress.layout import (
 )
 
 __all__ = [
+    "ESCAPE",
+    "HEAD",
+    "LONGEST",
+    "NONE",
+    "POWERS",
+    "REACH",
     "ROOM",
+    "SAMPLE",
     "SHARE",
+    "SIGN",
+    "TRITS",
     "WHOLE_RATIO",
     "Rule",
     "Sparse",
+    "Tensor",
     "mean_beyond",
     "order_statistic",
     "plan",
     "ratios_of",
+    "tensors_of",
 ]
 
 ROOM: Final = 27
@@ -67,20 +78,20 @@ _WHOLE: Final = 12
 """A tensor with at most this many entries per entry to send may be sent dense."""
 WHOLE_RATIO: Final = 2.5
 """Number of entries per entry to send, in a dense tensor."""
-_TRITS: Final = 5
+TRITS: Final = 5
 """Entries per byte of a dense tensor."""
-_POWERS: Final = np.array([1, 3, 9, 27, 81], np.uint8)
-_READ: Final = (np.arange(3**_TRITS, dtype=np.uint8)[:, None] // _POWERS) % 3
-_SAMPLE: Final = 1024
-_LONGEST: Final = 127
+POWERS: Final = np.array([1, 3, 9, 27, 81], np.uint8)
+_READ: Final = (np.arange(3**TRITS, dtype=np.uint8)[:, None] // POWERS) % 3
+SAMPLE: Final = 1024
+LONGEST: Final = 127
 """Maximum number of entries that one byte advances by."""
-_ESCAPE: Final = 127
-_SIGN: Final = 128
-_NONE: Final = np.iinfo(np.int64).min
-_REACH: Final = 2.0**15
+ESCAPE: Final = 127
+SIGN: Final = 128
+NONE: Final = np.iinfo(np.int64).min
+REACH: Final = 2.0**15
 """Maximum ratio of the largest to the smallest entry sent: half of 2^(24 - n) for the n = 8
 significant bits of a bfloat16."""
-_HEAD: Final = 3
+HEAD: Final = 3
 """Words of 32 bits per tensor in a message's head."""
 
 
@@ -133,7 +144,7 @@ def mean_beyond(sizes: npt.NDArray[np.float32], level: float) -> tuple[float, fl
     if the distribution's tail is as heavy as 1/v^3, or if a few entries are far beyond the others.
     """
     mean = float(sizes.mean(dtype=np.float64))
-    least = max(level, float(sizes.max()) / _REACH)
+    least = max(level, float(sizes.max()) / REACH)
     if mean > 2 * least:
         least = mean / 2
     if least > level:
@@ -143,7 +154,9 @@ def mean_beyond(sizes: npt.NDArray[np.float32], level: float) -> tuple[float, fl
 
 
 @dataclass(slots=True)
-class _Tensor:
+class Tensor:
+    """A tensor, and its share of a message."""
+
     piece: Piece
     ratio: float
     """Number of entries per entry to send."""
@@ -153,6 +166,26 @@ class _Tensor:
     """True if the tensor is dense: all of its entries are sent as ternary digits."""
     begin: int = 0
     """Entry at which the search for entries to send begins."""
+
+
+def tensors_of(pieces: Sequence[Piece], dense: bool) -> list[Tensor]:
+    """Return the pieces that are not small, with their shares of a message.
+
+    Args:
+        dense: all of them are dense.
+    """
+    large = [piece for piece in pieces if not piece.small]
+    sizes = np.array([piece.size for piece in large], np.int64)
+    ratios = np.full(len(sizes), WHOLE_RATIO)
+    whole = np.full(len(sizes), dense)
+    if not dense:
+        whole, ratios = plan(sizes)
+    return [
+        Tensor(piece, WHOLE_RATIO, piece.size, whole=True)
+        if is_whole
+        else Tensor(piece, ratio, max(1, int(piece.size / ratio * SHARE / ROOM)), whole=False)
+        for piece, is_whole, ratio in zip(large, whole.tolist(), ratios.tolist(), strict=True)
+    ]
 
 
 class Sparse:
@@ -181,22 +214,11 @@ class Sparse:
         self._seed, self._messages = seed, 0
         self.entries = pieces[-1].stop if pieces else 0
         self._small = SmallTensors(pieces, scratch)
-        large = [piece for piece in pieces if not piece.small]
-        sizes = np.array([piece.size for piece in large], np.int64)
-        ratios = np.full(len(sizes), WHOLE_RATIO)
-        whole = np.full(len(sizes), dense)
-        if not dense:
-            whole, ratios = plan(sizes)
-        self._tensors = [
-            _Tensor(piece, WHOLE_RATIO, piece.size, whole=True)
-            if is_whole
-            else _Tensor(piece, ratio, max(1, int(piece.size / ratio * SHARE / ROOM)), whole=False)
-            for piece, is_whole, ratio in zip(large, whole.tolist(), ratios.tolist(), strict=True)
-        ]
-        self._small_at = 4 * _HEAD * len(self._tensors)
+        self._tensors = tensors_of(pieces, dense)
+        self._small_at = 4 * HEAD * len(self._tensors)
         self._steps_at = self._small_at + self._small.max_bytes
         self.max_bytes = self._steps_at + sum(
-            -(-tensor.piece.size // _TRITS) if tensor.whole else tensor.room
+            -(-tensor.piece.size // TRITS) if tensor.whole else tensor.room
             for tensor in self._tensors
         )
 
@@ -206,7 +228,7 @@ class Sparse:
         residual: npt.NDArray[np.float32],
         message: npt.NDArray[np.uint8],
     ) -> int:
-        head = message[: self._small_at].view(np.uint32).reshape(-1, _HEAD)
+        head = message[: self._small_at].view(np.uint32).reshape(-1, HEAD)
         at = self._steps_at
         self._messages += 1
         with np.errstate(all="ignore"):
@@ -232,7 +254,7 @@ class Sparse:
     def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
         if len(message) < self._steps_at:
             raise CommError(f"a message of {len(message)} bytes is damaged: its head is incomplete")
-        head = message[: self._small_at].view(np.uint32).reshape(-1, _HEAD)
+        head = message[: self._small_at].view(np.uint32).reshape(-1, HEAD)
         at = self._steps_at
         total = int(head[:, 2].sum(dtype=np.int64))
         if at + total > len(message):
@@ -253,7 +275,7 @@ class Sparse:
             into[tensor.piece.start : tensor.piece.stop][_around(ahead, begin, size)] += q
 
     def state(self) -> npt.NDArray[np.int64]:
-        steps = [self._rule.steps.get(number, _NONE) for number in range(len(self._tensors))]
+        steps = [self._rule.steps.get(number, NONE) for number in range(len(self._tensors))]
         begins = [tensor.begin for tensor in self._tensors]
         return np.array([self._messages, *begins, *steps], np.int64)
 
@@ -262,15 +284,15 @@ class Sparse:
         count = len(self._tensors)
         for tensor, begin in zip(self._tensors, each[:count], strict=True):
             tensor.begin = begin
-        self._rule.steps = {k: step for k, step in enumerate(each[count:]) if step != _NONE}
+        self._rule.steps = {k: step for k, step in enumerate(each[count:]) if step != NONE}
 
     def _level(
         self, number: int, v: npt.NDArray[np.float32], values: npt.NDArray[np.float32]
     ) -> float:
         """Return the smallest magnitude to send; infinity if all entries are zero."""
-        if len(v) > _SAMPLE:
+        if len(v) > SAMPLE:
             one = np.array([number], np.int64)
-            drawn = keyed_uniforms(self._seed, self._messages, one, _SAMPLE)[0]
+            drawn = keyed_uniforms(self._seed, self._messages, one, SAMPLE)[0]
             at = (drawn * len(v)).astype(np.int64)
             sample = np.abs(v[at] + values[at])
         else:
@@ -291,7 +313,7 @@ class Sparse:
 
     def _candidates(
         self,
-        tensor: _Tensor,
+        tensor: Tensor,
         v: npt.NDArray[np.float32],
         values: npt.NDArray[np.float32],
         level: float,
@@ -371,7 +393,7 @@ def plan(
         per entry to send of the others, such that the message has a byte per `SHARE` entries.
     """
     order = np.argsort(sizes, kind="stable")
-    bytes_whole = -(-sizes // _TRITS)
+    bytes_whole = -(-sizes // TRITS)
     whole = ratios_of(sizes, sizes.sum() / SHARE) <= _WHOLE
     fit = np.cumsum((bytes_whole * whole)[order]) <= sizes.sum() / SHARE / 2
     whole[order] &= fit
@@ -408,7 +430,7 @@ def _around(ahead: npt.NDArray[np.int64], begin: int, size: int) -> npt.NDArray[
 
 def _escapes(ahead: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Number of escape bytes before each entry's own byte."""
-    escapes: npt.NDArray[np.int64] = (np.diff(ahead, prepend=-1) - 1) // _LONGEST
+    escapes: npt.NDArray[np.int64] = (np.diff(ahead, prepend=-1) - 1) // LONGEST
     return escapes
 
 
@@ -416,9 +438,9 @@ def _steps(ahead: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_]) -> npt
     """Encode distances and signs: escape bytes, then a byte with the number of skipped entries and
     the sign in its highest bit, for each entry."""
     escapes = _escapes(ahead)
-    steps = np.full(len(ahead) + int(escapes.sum()), _ESCAPE, np.uint8)
-    over = (np.diff(ahead, prepend=-1) - 1) - _LONGEST * escapes
-    steps[np.cumsum(escapes + 1) - 1] = over + _SIGN * negative
+    steps = np.full(len(ahead) + int(escapes.sum()), ESCAPE, np.uint8)
+    over = (np.diff(ahead, prepend=-1) - 1) - LONGEST * escapes
+    steps[np.cumsum(escapes + 1) - 1] = over + SIGN * negative
     return steps
 
 
@@ -426,10 +448,10 @@ def _entries(
     steps: npt.NDArray[np.uint8],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Decode `_steps`: (distances, signs)."""
-    over = steps & np.uint8(_SIGN - 1)
-    ahead = np.cumsum(np.minimum(over + np.uint8(1), np.uint8(_LONGEST)), dtype=np.int64) - 1
-    is_entry = over != _ESCAPE
-    return ahead[is_entry], steps[is_entry] >= _SIGN
+    over = steps & np.uint8(SIGN - 1)
+    ahead = np.cumsum(np.minimum(over + np.uint8(1), np.uint8(LONGEST)), dtype=np.int64) - 1
+    is_entry = over != ESCAPE
+    return ahead[is_entry], steps[is_entry] >= SIGN
 
 
 def _trits(
@@ -437,16 +459,16 @@ def _trits(
 ) -> npt.NDArray[np.uint8]:
     """Encode all entries of a tensor as ternary digits, five per byte: 0 for entries that are not
     sent, 1 for positive and 2 for negative ones."""
-    digits = np.zeros(-(-size // _TRITS) * _TRITS, np.uint8)
+    digits = np.zeros(-(-size // TRITS) * TRITS, np.uint8)
     digits[places] = 1 + negative
-    return digits.reshape(-1, _TRITS) @ _POWERS
+    return digits.reshape(-1, TRITS) @ POWERS
 
 
 def _entries_of_trits(
     trits: npt.NDArray[np.uint8], size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Decode `_trits`: (places, signs)."""
-    if len(trits) != -(-size // _TRITS) or (size and int(trits.max()) >= len(_READ)):
+    if len(trits) != -(-size // TRITS) or (size and int(trits.max()) >= len(_READ)):
         raise CommError(f"a message is damaged: it has {len(trits)} bytes for {size} entries")
     digits = _READ[trits].reshape(-1)
     places = np.flatnonzero(digits)

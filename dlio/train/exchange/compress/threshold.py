@@ -14,16 +14,17 @@ import numpy.typing as npt
 from dlio.errors import UsageError
 from dlio.train.exchange.compress.sparse import order_statistic
 
-__all__ = ["Threshold"]
+__all__ = ["HIGHEST", "LOWEST", "REACH", "SENT", "STEPS", "Threshold"]
 
-_SENT: Final = 1.25
+SENT: Final = 1.25
 """Value sent for an entry, in multiples of the threshold."""
-_REACH: Final = 2.0**17
+REACH: Final = 2.0**17
 """Largest entry in multiples of the level for which v - q is exact, 2^(24 - n): q has n = 7
-significant bits, four of the threshold's and three of `_SENT`."""
-_STEPS: Final = 8
+significant bits, four of the threshold's and three of `SENT`."""
+STEPS: Final = 8
 """Number of thresholds per power of two: 1, 1.125, and so on to 1.875."""
-_LOWEST, _HIGHEST = -126 * _STEPS, 127 * _STEPS
+LOWEST: Final = -126 * STEPS
+HIGHEST: Final = 127 * STEPS
 
 
 class Threshold:
@@ -57,17 +58,17 @@ class Threshold:
 
     def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
         largest = float(sizes.max())
-        while largest > level * _REACH:
+        while largest > level * REACH:
             level *= 2
-        return level, _SENT * level
+        return level, SENT * level
 
 
 def _step(value: float) -> int:
     """Return the number of the threshold nearest to a value."""
     fraction, exponent = math.frexp(value)
-    step = (exponent - 1) * _STEPS + round((2 * fraction - 1) * _STEPS)
-    return min(max(step, _LOWEST), _HIGHEST)
+    step = (exponent - 1) * STEPS + round((2 * fraction - 1) * STEPS)
+    return min(max(step, LOWEST), HIGHEST)
 
 
 def _number(step: int) -> float:
-    return math.ldexp(1 + step % _STEPS / _STEPS, step // _STEPS)
+    return math.ldexp(1 + step % STEPS / STEPS, step // STEPS)
