@@ -69,6 +69,8 @@ class Frame:
     """Offset of the coded rows."""
     starts_at: int = 0
     """Offset of the segment with the intervals' offsets, which ends at `scan_header_at`; or 0."""
+    units: int = 1
+    """Coded units of 8 x 8 values in a block, of all components."""
 
     @property
     def rows(self) -> int:
@@ -131,6 +133,7 @@ def _frame(
     high, wide = max(s & 15 for s in sampling), max(s >> 4 for s in sampling)
     if components == 1:
         high = wide = 1  # A scan of one component is not interleaved: its blocks are 8 x 8.
+        sampling = [1 << 4 | 1]
     height, width = view[frame + 5] << 8 | view[frame + 6], view[frame + 7] << 8 | view[frame + 8]
     if not (high and wide and height and width):
         return None
@@ -145,6 +148,7 @@ def _frame(
         scan_header_at=scan,
         scan_at=scan + 2 + length,
         starts_at=starts_at,
+        units=sum((s & 15) * (s >> 4) for s in sampling),
     )
 
 

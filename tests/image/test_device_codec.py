@@ -123,6 +123,21 @@ def test_which_images_are_left_to_the_cpu(kind: str) -> None:
         assert all(header_of(image[:-2]) is None for image in images)
 
 
+@pytest.mark.parametrize("kind", TAKEN)
+def test_headers_that_their_data_cannot_keep_are_left_to_the_cpu(kind: str) -> None:
+    image = drawn(np.random.default_rng(6), kind, 60)
+    header = header_of(image)
+    assert header is not None
+    frame = header.frame
+    claims = bytearray(image)
+    claims[frame.height_at : frame.height_at + 4] = b"\x20\x00\x20\x00"  # 8,192 x 8,192
+    assert header_of(bytes(claims)) is None
+    for at, value in ((3, 1), (2, 62), (1, 0x10)):  # First and last coefficient, and bits.
+        partial = bytearray(image)
+        partial[frame.scan_at - at] = value
+        assert header_of(bytes(partial)) is None
+
+
 def test_what_is_not_a_jpeg_is_left_to_the_cpu() -> None:
     for image in (b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"\x89PNG\r\n\x1a\n" + bytes(40)):
         assert header_of(image) is None

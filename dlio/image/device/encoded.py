@@ -16,6 +16,10 @@ from dlio.image.jpeg import Frame, cut, interval_starts, parse_frame, touched
 __all__ = ["Encoded", "Header", "encoded", "header_of"]
 
 _END: Final = 0xD9
+_LEAST_BITS: Final = 2
+"""Of a coded unit: a code for its mean, and one for its end."""
+_WHOLE_SCAN: Final = b"\x00\x3f\x00"
+"""The end of a scan's header: it has all coefficients, with all their bits."""
 
 
 class Header(NamedTuple):
@@ -47,10 +51,15 @@ def header_of(image: Buffer) -> Header | None:
     """Return the header of a JPEG that all decoders of nvImageCodec take; None for other images.
 
     These are baseline JPEGs with 8 bits and one scan, grey or YCbCr, with all markers in place:
-    truncated files, and those with lost restart intervals, are left to the CPU and its errors.
+    truncated files, those with lost restart intervals, and those with too few bytes for the size
+    in their header are left to the CPU and its errors.
     """
     frame = parse_frame(image)
     if frame is None or frame.height * frame.width > MAX_PIXELS or not _has_known_colours(image):
+        return None
+    units = frame.rows * frame.blocks_a_row * frame.units
+    is_short = 8 * (len(image) - frame.scan_at) < _LEAST_BITS * units
+    if is_short or bytes(memoryview(image)[frame.scan_at - 3 : frame.scan_at]) != _WHOLE_SCAN:
         return None
     if frame.intervals_a_row:
         starts = interval_starts(image, frame)
