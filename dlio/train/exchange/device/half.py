@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-from torch.nn import functional
 
 from dlio.train.exchange.compress.half import HALF_CHUNK, LOWEST, MOST_BFLOAT16, MOST_FLOAT16
 from dlio.train.exchange.compress.layout import Piece
 from dlio.train.exchange.device.codec import DeviceCodec
-from dlio.train.exchange.device.numbers import bytes_of, exponents_of, power, typed
+from dlio.train.exchange.device.numbers import bytes_of, exponents_of, in_rows, power, typed
 
 __all__ = ["DeviceBfloat16", "DeviceFloat16"]
 
@@ -39,11 +38,10 @@ class DeviceFloat16(DeviceCodec):
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
         super().__init__(pieces, device)
         self._chunks = -(-self.entries // HALF_CHUNK)
-        self._rest = self._chunks * HALF_CHUNK - self.entries
         self.max_bytes = 2 * self.entries + self._chunks
 
     def parts(self, v: torch.Tensor) -> list[torch.Tensor]:
-        chunks = self._in_chunks(v)
+        chunks = in_rows(v, HALF_CHUNK)
         exponents = exponents_of(chunks.abs().amax(1)).clamp(min=LOWEST)
         scaled = chunks * power(_TO_INVERSE - exponents)[:, None]
         halves = scaled.clamp(-MOST_FLOAT16, MOST_FLOAT16).half()
@@ -55,9 +53,5 @@ class DeviceFloat16(DeviceCodec):
             return
         halves = typed(message[: 2 * self.entries], torch.float16).float()
         exponents = message[2 * self.entries : self.max_bytes].int()
-        values = self._in_chunks(halves) * power(exponents - _TO_SCALE)[:, None]
+        values = in_rows(halves, HALF_CHUNK) * power(exponents - _TO_SCALE)[:, None]
         into += values.view(-1)[: self.entries]
-
-    def _in_chunks(self, values: torch.Tensor) -> torch.Tensor:
-        """Shape (entries,) to (chunks, entries per chunk)."""
-        return functional.pad(values, (0, self._rest)).view(self._chunks, HALF_CHUNK)

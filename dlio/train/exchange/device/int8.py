@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-from torch.nn import functional
 
 from dlio.train.exchange.compress.int8 import BLOCK, HIGHEST, LOWEST, MOST, ROOM
 from dlio.train.exchange.compress.layout import Piece
 from dlio.train.exchange.device.codec import DeviceCodec
-from dlio.train.exchange.device.numbers import bytes_of, exponents_of, power
+from dlio.train.exchange.device.numbers import bytes_of, exponents_of, in_rows, power
 
 __all__ = ["DeviceInt8", "DeviceSmallTensors"]
 
@@ -23,11 +22,10 @@ class DeviceInt8(DeviceCodec):
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
         super().__init__(pieces, device)
         self._blocks = -(-self.entries // BLOCK)
-        self._rest = self._blocks * BLOCK - self.entries
         self.max_bytes = self._blocks + self.entries
 
     def parts(self, v: torch.Tensor) -> list[torch.Tensor]:
-        blocks = self._in_blocks(v)
+        blocks = in_rows(v, BLOCK)
         exponents = exponents_of(blocks.abs().amax(1), ROOM).clamp(LOWEST, HIGHEST)
         multiples = (blocks * power(_TO_INVERSE - exponents)[:, None]).round_()
         multiples.clamp_(-MOST, MOST)
@@ -40,12 +38,8 @@ class DeviceInt8(DeviceCodec):
             return
         exponents = message[: self._blocks].int()
         numbers = message[self._blocks : self.max_bytes].view(torch.int8).float()
-        values = self._in_blocks(numbers) * power(exponents - _TO_SCALE)[:, None]
+        values = in_rows(numbers, BLOCK) * power(exponents - _TO_SCALE)[:, None]
         into += values.view(-1)[: self.entries]
-
-    def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """Shape (entries,) to (blocks, entries per block)."""
-        return functional.pad(values, (0, self._rest)).view(self._blocks, BLOCK)
 
 
 class DeviceSmallTensors:

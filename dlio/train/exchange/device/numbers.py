@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-__all__ = ["bytes_of", "exponents_of", "packed", "power", "typed", "unpacked"]
+__all__ = ["bytes_of", "exponents_of", "in_rows", "packed", "power", "typed", "unpacked"]
 
 
 def exponents_of(values: torch.Tensor, added: int = 0) -> torch.Tensor:
@@ -13,6 +13,11 @@ def exponents_of(values: torch.Tensor, added: int = 0) -> torch.Tensor:
         added: added to the numbers' bits first.
     """
     return (values.view(torch.int32) + added) >> 23
+
+
+def in_rows(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Return values, shape (n,), n at least 1, as (rows, width), filled up with zeros."""
+    return functional.pad(values, (0, -len(values) % width)).view(-1, width)
 
 
 def power(biased: torch.Tensor) -> torch.Tensor:
@@ -34,8 +39,7 @@ def typed(message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def packed(bits: torch.Tensor) -> torch.Tensor:
     """Pack booleans, shape (n,), as `numpy.packbits`: eight in a byte, the first in the highest."""
-    rest = -bits.numel() % 8
-    padded = functional.pad(bits.to(torch.uint8), (0, rest)).view(-1, 8)
+    padded = in_rows(bits.to(torch.uint8), 8)
     return (padded << _shifts(bits.device)).sum(1, dtype=torch.uint8)
 
 

@@ -37,7 +37,7 @@ from dlio.train.exchange.device.levels import (
     sample_of,
     threshold_cut,
 )
-from dlio.train.exchange.device.numbers import bytes_of, typed
+from dlio.train.exchange.device.numbers import bytes_of, in_rows, typed
 
 __all__ = ["DeviceSparse"]
 
@@ -153,7 +153,7 @@ class DeviceSparse(DeviceCodec):
         sent = _send(v, v.abs() >= level, level, mean_beyond)
         v -= sent.values
         digits = sent.kept.to(torch.uint8) * (1 + sent.negative.to(torch.uint8))
-        padded = functional.pad(digits, (0, -len(v) % TRITS)).view(-1, TRITS)
+        padded = in_rows(digits, TRITS)
         return sent.word, (padded * self._powers).sum(1, dtype=torch.uint8)
 
     def _listed(
