@@ -1,6 +1,8 @@
 """The calls of nvImageCodec and of CUDA's streams, by stand-ins that record them."""
 
+import importlib.machinery
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +69,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> _Module:
 def test_a_batch_is_decoded_by_one_call(
     device: str, module: _Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(library, "_has_nvjpeg", lambda: True)
     codec = NvImageCodec(torch.device(device), 3)
     name, options = module.calls[0]
     assert (name, options["max_num_cpu_threads"]) == ("Decoder", 3)
@@ -91,11 +93,20 @@ def test_a_batch_is_decoded_by_one_call(
     codec.close()
 
 
-def test_a_gpu_needs_nvjpeg(module: _Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("wheel", ["nvjpeg", "cu13"])
+def test_a_gpu_needs_nvjpeg(
+    module: _Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: str
+) -> None:
+    spec = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    with pytest.raises(UsageError, match=r"nvJPEG: .*nvimgcodec-cu12\[nvjpeg\]"):
+    monkeypatch.setattr("dlio.image.device.library._TOOLKIT", str(tmp_path))
+    with pytest.raises(UsageError, match=r"nvJPEG: .*nvimgcodec-cu1[23]\[nvjpeg\]"):
         NvImageCodec(torch.device("cuda:0"), 1)
+    (tmp_path / wheel / "lib").mkdir(parents=True)
+    (tmp_path / wheel / "lib" / "libnvjpeg.so.1").touch()
+    NvImageCodec(torch.device("cuda:0"), 1).close()
     NvImageCodec(torch.device("cpu"), 1).close()
 
 

@@ -4,6 +4,7 @@ Source: https://docs.nvidia.com/cuda/nvimagecodec. Its CPU backend needs neither
 """
 
 import ctypes.util
+import glob
 import importlib.util
 import os
 import sys
@@ -21,9 +22,16 @@ from dlio.util.forks import new_lock
 
 __all__ = ["REMEDY", "Library", "NvImageCodec", "is_installed"]
 
-REMEDY: Final = "`pip install 'nvidia-nvimgcodec-cu12[nvjpeg]'` (dlio's extra gpu)"
-"""Names the package, as `dlio.util.extras` does."""
+_BY_CUDA: Final = {
+    "12": "`pip install 'nvidia-nvimgcodec-cu12[nvjpeg]'` (dlio's extra gpu)",
+    "13": "`pip install 'nvidia-nvimgcodec-cu13[nvjpeg]'` (dlio's extra gpu-cu13)",
+}
+REMEDY: Final = _BY_CUDA.get((torch.version.cuda or "").partition(".")[0], _BY_CUDA["12"])
+"""Names the package for torch's release of CUDA, as `dlio.util.extras` does."""
 _MODULE: Final = "nvidia.nvimgcodec"
+_WHEELS: Final = ("nvjpeg", "cu13")
+"""Folders of the wheels of nvJPEG for CUDA 12 and 13, in the package `nvidia`."""
+_TOOLKIT: Final = "/usr/local/cuda/lib64"
 _VERBOSITY: Final = "PYNVIMGCODEC_VERBOSITY"
 _OPTIONS: Final = ":fancy_upsampling=0 :fast_idct=1"
 """The pixels of the CPU decoder: upsampling by repetition and libjpeg's fast inverse transform."""
@@ -71,8 +79,7 @@ class NvImageCodec:
         kinds = [module.BackendKind.CPU_ONLY]
         number = module.NVIMGCODEC_DEVICE_CPU_ONLY
         if device.type == "cuda":
-            wheel = importlib.util.find_spec("nvidia.nvjpeg")
-            if wheel is None and ctypes.util.find_library("nvjpeg") is None:
+            if not _has_nvjpeg():
                 raise UsageError(f"decode='device' on {device} needs nvJPEG: {REMEDY}")
             # Hardware engines where the GPU has them, then its processors; not the CPU, whose
             # pixels would lie on the host.
@@ -133,6 +140,16 @@ def is_installed() -> bool:
     with suppress(ModuleNotFoundError):
         return importlib.util.find_spec(_MODULE) is not None
     return False
+
+
+def _has_nvjpeg() -> bool:
+    """True if nvJPEG is where nvImageCodec looks: in NVIDIA's wheels or in CUDA's toolkit."""
+    if ctypes.util.find_library("nvjpeg") is not None:
+        return True
+    wheels = importlib.util.find_spec("nvidia")
+    roots = [] if wheels is None else list(wheels.submodule_search_locations or ())
+    folders = [os.path.join(root, kind, "lib") for root in roots for kind in _WHEELS]
+    return any(glob.glob(os.path.join(each, "libnvjpeg.so*")) for each in [*folders, _TOOLKIT])
 
 
 def _load() -> Any:
