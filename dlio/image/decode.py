@@ -36,7 +36,15 @@ from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
 from dlio.plan.order import keyed_uniforms
 from dlio.util.settings import settings
 
-__all__ = ["MAX_PIXELS", "Decoder", "decode_whole", "image_size", "opencv", "scaled"]
+__all__ = [
+    "MAX_PIXELS",
+    "Decoder",
+    "check_size",
+    "decode_whole",
+    "image_size",
+    "opencv",
+    "scaled",
+]
 
 MAX_PIXELS: Final = settings().max_pixels
 """Most pixels of an image: half a gigabyte of RGB, and twice the size of which Pillow warns."""
@@ -291,7 +299,7 @@ def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
         library = native.find()
         shape = None if library is None else library.shape(image)
         if shape is not None:
-            _check_size(shape.height, shape.width, name)
+            check_size(shape.height, shape.width, name)
             return shape.height, shape.width
         try:
             height, width, colours, _ = _simplejpeg().decode_jpeg_header(image)
@@ -299,11 +307,11 @@ def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
             raise _damaged(name, f"its JPEG header cannot be read: {error}") from error
         except KeyError:
             return None  # Subsampling that simplejpeg has no name for, such as 4:4:1.
-        _check_size(height, width, name)
+        check_size(height, width, name)
         return None if colours in ("CMYK", "YCCK") else (height, width)
     size = _declared_size(image, name)
     if size is not None:
-        _check_size(*size, name)
+        check_size(*size, name)
     return None
 
 
@@ -347,7 +355,8 @@ def _tiff_size(image: Buffer) -> tuple[int, int]:
     return sides[_TIFF_HEIGHT], sides[_TIFF_WIDTH]
 
 
-def _check_size(height: int, width: int, name: object) -> None:
+def check_size(height: int, width: int, name: object) -> None:
+    """Raise DecodeError for an image of no pixels, or of more than the limit."""
     if height <= 0 or width <= 0 or height * width > MAX_PIXELS:
         raise _damaged(name, f"{width} x {height} pixels are not within 1 to {MAX_PIXELS}")
 

@@ -18,6 +18,7 @@ from dlio.image.decode import Decoder
 from dlio.image.fusion import Batchwise, check_pixelwise, fused
 from dlio.image.moving import Move
 from dlio.image.seeded import Seeded
+from dlio.image.together import decode_all
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.sample import decode_sample, decoded_field
 from dlio.loader.targets import companion_of
@@ -202,6 +203,42 @@ class Recipe:
         shown = self.decoder.decode(encoded, name, uniforms, slot)
         move = None if shown is None else Move(shown, self.crop.size, self.crop.width)
         return self.accompanying(values, move, sample)
+
+    def into_all(
+        self,
+        slots: Sequence[npt.NDArray[np.uint8]],
+        samples: Sequence[int],
+        payloads: Sequence[Buffer],
+        uniforms: Sequence[npt.NDArray[np.float64]],
+    ) -> list[Any]:
+        """Do `into` for several samples, without a tier; return companions, or the errors in their
+        places."""
+        companion = self.companion
+        assert companion is not None
+        made: list[Any] = [None] * len(samples)
+        fields: dict[int, dict[str, Any]] = {}
+        for k, (sample, payload) in enumerate(zip(samples, payloads, strict=True)):
+            try:
+                fields[k] = self.fields(sample, payload)
+            except Exception as error:
+                made[k] = error
+        shown = decode_all(
+            self.decoder,
+            [values[companion.image] for values in fields.values()],
+            [SampleName(self.reader, samples[k]) for k in fields],
+            [uniforms[k] for k in fields],
+            [slots[k] for k in fields],
+        )
+        for (k, values), part in zip(fields.items(), shown, strict=True):
+            if isinstance(part, Exception):
+                made[k] = part
+                continue
+            move = None if part is None else Move(part, self.crop.size, self.crop.width)
+            try:
+                made[k] = self.accompanying(values, move, samples[k])
+            except Exception as error:
+                made[k] = error
+        return made
 
     def prepared(self, sample: int, payload: Buffer) -> tuple[npt.NDArray[np.uint8], Any, float]:
         """Decode an image as tiers of decoded images keep it. Raises as `one`.

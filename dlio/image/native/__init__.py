@@ -5,14 +5,18 @@ Its pixels are those of libjpeg-turbo with its fast inverse DCT and without smoo
 `find` checks on a few small images before the library is used. Every image that it does not know,
 and every damaged one, is left to the decoder that is used without it, with all its errors.
 
-The library is called through ctypes: it serves every Python, and its calls release the GIL.
+The library is called through ctypes: it serves every Python, and its calls release the GIL. With
+many threads on as many cores, each time that a thread takes the GIL again costs more than the
+Python between two calls: a sleeping thread has to be woken, and nothing runs until it is. So
+`Library.crops` makes the crops of many images by one call, and headers of moderate size are read
+without releasing the GIL.
 """
 
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +25,15 @@ from dlio.data.schema import Buffer
 from dlio.util.forks import new_lock
 from dlio.util.settings import settings
 
-__all__ = ["LIBRARY", "Library", "Shape", "agrees", "find", "name", "resizes_alike"]
+__all__ = ["LIBRARY", "Cut", "Library", "Shape", "agrees", "find", "name", "resizes_alike"]
 
 LIBRARY: Final = os.path.join(os.path.dirname(__file__), "_jpeg.so")
 _ROOM: Final = 128
 """Bytes behind the pixels that the library may write: `ROOM` of jpeg.h."""
 _FALLBACK: Final = "libjpeg-turbo"
 _LEAST: Final = 1 << 20
+_HELD_BYTES: Final = 1 << 20
+"""The header of a smaller file is read with the GIL held: it takes two microseconds."""
 
 
 class Shape(NamedTuple):
@@ -39,6 +45,23 @@ class Shape(NamedTuple):
     memory: int
 
 
+class Cut(NamedTuple):
+    """A crop for `Library.crops`: a part of an image, resized."""
+
+    image: npt.NDArray[np.uint8]
+    """A JPEG's bytes, shape (n,); or RGB of shape (rows, columns, 3), whose rows may be apart."""
+    shape: Shape | None
+    """Of the JPEG; None for RGB."""
+    top: int
+    left: int
+    height: int
+    width: int
+    flip: bool
+    upend: bool
+    out: npt.NDArray[np.uint8]
+    """RGB without gaps, shape (rows, columns, 3)."""
+
+
 class _Memory(threading.local):
     """Memory of a thread: tables and coded data, sums of resized rows, and pixels that its next
     decode overwrites."""
@@ -46,6 +69,18 @@ class _Memory(threading.local):
     work: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
     sums: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
     pixels: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+
+    def reserve(self, work: int, pixels: int) -> None:
+        """Have so many bytes for tables and coded data, and for pixels."""
+        if len(self.work) < work:
+            self.work = np.zeros(max(_LEAST, work + work // 4), np.uint8)
+        if len(self.pixels) < pixels + _ROOM:
+            self.pixels = np.empty(max(_LEAST, pixels + pixels // 4 + _ROOM), np.uint8)
+
+    def reserve_sums(self, columns: int) -> None:
+        """Have memory to resize to so many columns."""
+        if len(self.sums) < 40 * columns + 64:
+            self.sums = np.empty(40 * columns + 64, np.uint8)
 
 
 class Library:
@@ -65,6 +100,11 @@ class Library:
         self._crop.argtypes = (data, size, data, data, size, data, size, ctypes.c_int)
         self._resize = library.dlio_resize
         self._resize.argtypes = (data, size, data, data, size, data)
+        self._crops = library.dlio_crops
+        self._crops.argtypes = (data, size, data, size, data, size, data, size)
+        self._crops.restype = None
+        self._held_shape = ctypes.PyDLL(path).dlio_jpeg_shape
+        self._held_shape.argtypes = (data, size, data)
         library.dlio_jpeg_name.restype = ctypes.c_char_p
         self._portable = int(portable)
         self._memory = _Memory()
@@ -76,7 +116,8 @@ class Library:
         """Return the size of a JPEG; None for every image that the library does not know."""
         data = np.frombuffer(image, np.uint8)
         sides = (ctypes.c_int64 * 4)()
-        refused = self._shape(_address(data), len(data), sides)
+        call = self._shape if len(data) > _HELD_BYTES else self._held_shape
+        refused = call(_address(data), len(data), sides)
         return None if refused else Shape(*sides)
 
     def crop(
@@ -91,15 +132,10 @@ class Library:
         shape = self.shape(image)
         if shape is None:
             return None
-        across = shape.mcu_width
-        first = left // across * across
-        columns = -(-(left + width) // across) * across - first
+        first, columns = _whole_mcus(shape, left, width)
         count = height * columns * 3
         memory = self._memory
-        if len(memory.work) < shape.memory:
-            memory.work = np.zeros(max(_LEAST, shape.memory + shape.memory // 4), np.uint8)
-        if len(memory.pixels) < count + _ROOM:
-            memory.pixels = np.empty(max(_LEAST, count + count // 4 + _ROOM), np.uint8)
+        memory.reserve(shape.memory, count)
         data = np.frombuffer(image, np.uint8)
         refused = self._crop(
             *(_address(data), len(data), (ctypes.c_int64 * 4)(top, left, height, width)),
@@ -127,8 +163,7 @@ class Library:
         if pixels.strides[1:] != (3, 1) or out.strides != (3 * columns, 3, 1):
             return False
         memory = self._memory
-        if len(memory.sums) < 40 * columns + 64:
-            memory.sums = np.empty(40 * columns + 64, np.uint8)
+        memory.reserve_sums(columns)
         sizes = (ctypes.c_int64 * 6)(*pixels.shape[:2], rows, columns, flip, upend)
         refused = self._resize(
             *(_address(pixels), pixels.strides[0], sizes),
@@ -136,8 +171,43 @@ class Library:
         )
         return not refused
 
+    def crops(self, cuts: Sequence[Cut]) -> list[bool]:
+        """Make crops as `crop` and then `resize` do; all of them by one call.
 
-def _address(array: npt.NDArray[np.uint8]) -> int:
+        Returns: False for each crop that has to be made otherwise. Its `out` is undefined then.
+        """
+        memory, rows = self._memory, []
+        for cut in cuts:
+            if cut.shape is None:
+                pitch = cut.image.strides[0]
+                data, size = _address(cut.image) + cut.top * pitch + 3 * cut.left, 0
+            else:
+                pitch, data, size = 0, _address(cut.image), len(cut.image)
+                _, columns = _whole_mcus(cut.shape, cut.left, cut.width)
+                memory.reserve(cut.shape.memory, cut.height * columns * 3)
+            height, width, _ = cut.out.shape
+            memory.reserve_sums(width)
+            box = cut.top, cut.left, cut.height, cut.width
+            end = height, width, cut.flip, cut.upend, _address(cut.out), 1
+            rows.append((data, size, pitch, *box, *end))
+        tasks = np.array(rows, np.int64)
+        self._crops(
+            *(_address(tasks), len(tasks), _address(memory.work), len(memory.work)),
+            *(_address(memory.pixels), len(memory.pixels)),
+            *(_address(memory.sums), len(memory.sums)),
+        )
+        made: list[bool] = (tasks[:, -1] == 0).tolist()
+        return made
+
+
+def _whole_mcus(shape: Shape, left: int, width: int) -> tuple[int, int]:
+    """Return (first column, columns) of the MCUs that contain some columns."""
+    across = shape.mcu_width
+    first = left // across * across
+    return first, -(-(left + width) // across) * across - first
+
+
+def _address(array: npt.NDArray[Any]) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
 

@@ -1,9 +1,9 @@
 """Makers of batches: payloads are decoded into the slots of a batch, and the batch is finished.
 
-There are four makers (`DeviceMaker` in a file of its own), and three optional abilities of a
-batch's slots, which the pipeline uses where they are there: `CachedSlots` take a sample from a tier
-of decoded images, `DirectSlots` have a payload's bytes read into the batch itself, `SettledSlots`
-decode all samples together.
+There are four makers (`DeviceMaker` in a file of its own), and optional abilities of a batch's
+slots, which the pipeline uses where they are there: `ManySlots` make several samples at a time,
+`CachedSlots` and `ManyCachedSlots` take samples from a tier of decoded images, `DirectSlots` have a
+payload's bytes read into the batch itself, `SettledSlots` decode all samples together.
 """
 
 import math
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import UsageError
+from dlio.image.together import finish_all
 from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.planned.pairs import Pairs, decode_partners
 from dlio.loader.recipe import Recipe
@@ -32,6 +33,7 @@ __all__ = [
     "DirectSlots",
     "Maker",
     "ManyCachedSlots",
+    "ManySlots",
     "SampleMaker",
     "SettledSlots",
     "Slots",
@@ -95,9 +97,26 @@ class CachedSlots(Slots, Protocol):
 class ManyCachedSlots(CachedSlots, Protocol):
     """Slots whose samples are looked up many at a time, which costs a tenth as much."""
 
+    whole: bool
+    """True if one thread looks up all samples of a batch, which takes as long as looking up one;
+    False if it makes them, so that many threads share the work."""
+
     def take_cached_many(self, slots: list[int]) -> tuple[list[int], float]:
         """Make those of the samples that a tier has; return (the other slots, the seconds of
         decoding that this saved)."""
+
+
+@runtime_checkable
+class ManySlots(Slots, Protocol):
+    """Slots that are made several at a time, which takes the interpreter's lock less often."""
+
+    def make_many(
+        self, slots: Sequence[int], samples: Sequence[int], payloads: Sequence[Buffer]
+    ) -> tuple[dict[int, Exception], float]:
+        """Do `make` for several slots.
+
+        Returns: (the error of each slot that failed, seconds spent in the user's transform).
+        """
 
 
 @runtime_checkable
@@ -196,8 +215,9 @@ class CropMaker:
         self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
     ) -> Slots:
         if self.decoded is not None:
-            return _CachedCrops(self, self.decoded, epoch, samples, pairs)
-        return _Crops(self, epoch, samples, pairs)
+            kind = _CachedCrops if self.recipe.transforms else _ManyCachedCrops
+            return kind(self, self.decoded, epoch, samples, pairs)
+        return _ManyCrops(self, epoch, samples, pairs)
 
 
 class _Crops:
@@ -273,6 +293,30 @@ class _Crops:
         return companion.batch(whole, companions)
 
 
+class _ManyCrops(_Crops):
+    """Crops of images that no tier keeps decoded."""
+
+    def make_many(
+        self, slots: Sequence[int], samples: Sequence[int], payloads: Sequence[Buffer]
+    ) -> tuple[dict[int, Exception], float]:
+        companions = self._recipe.into_all(
+            [self._images[slot] for slot in slots],
+            samples,
+            payloads,
+            [self._uniforms[slot] for slot in slots],
+        )
+        failed, seconds = {}, 0.0
+        for slot, sample, companion in zip(slots, samples, companions, strict=True):
+            try:
+                if isinstance(companion, Exception):
+                    raise companion
+                self._companions[slot] = companion
+                seconds += self._transform(slot, sample) if self._transformed else 0.0
+            except Exception as error:
+                failed[slot] = error
+        return failed, seconds
+
+
 class _CachedCrops(_Crops):
     """Crops of images that a tier keeps decoded."""
 
@@ -297,6 +341,30 @@ class _CachedCrops(_Crops):
         if self._transformed:
             self._transform(slot, sample)
         return self._cache.saves_s
+
+
+class _ManyCachedCrops(_CachedCrops):
+    """Crops of images that a tier keeps decoded, and that no function of the user's changes."""
+
+    whole = False
+
+    def take_cached_many(self, slots: list[int]) -> tuple[list[int], float]:
+        rest, found, images = [], [], []
+        for slot in slots:
+            decoded = self._cache.get(int(self._samples[slot]))
+            if decoded is None:
+                rest.append(slot)
+                continue
+            found.append(slot)
+            images.append(decoded[0])
+            self._companions[slot] = decoded[1]
+        finish_all(
+            self._recipe.decoder,
+            images,
+            [self._uniforms[slot] for slot in found],
+            [self._images[slot] for slot in found],
+        )
+        return rest, len(found) * self._cache.saves_s
 
 
 class ArrayMaker:

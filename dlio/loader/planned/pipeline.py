@@ -29,6 +29,7 @@ from dlio.loader.planned.makers import (
     DirectSlots,
     Maker,
     ManyCachedSlots,
+    ManySlots,
     SettledSlots,
     Slots,
 )
@@ -44,6 +45,8 @@ __all__ = ["SKIPPED", "Batch", "Pipeline", "Work", "first_failure"]
 _SAMPLES_A_TASK = 8
 """At most; fewer of a small batch, so that all threads work on it, and end together."""
 _TASKS_A_THREAD = 4
+_LARGE_BYTES: Final = 512 << 10
+"""Larger samples are read and made one at a time, so that a thread's memory stays small."""
 _POLL_S = 0.2
 _LEAST_READY = 2
 """Batches of which the samples are urgent, at least."""
@@ -66,6 +69,8 @@ class Batch:
     """`slots`, if samples may be in a tier of decoded images."""
     direct: DirectSlots | None
     """`slots`, if payloads can be read into them."""
+    many: ManySlots | None
+    """`slots`, if several are made at a time."""
     left: int
     """Samples that are not made yet."""
     failed: dict[int, Exception] = field(default_factory=dict)
@@ -77,7 +82,7 @@ class Batch:
 
     def release(self) -> None:
         """Let go of the memory, which the user's tensors alone may hold from now on."""
-        self.slots = self.cached = self.direct = None
+        self.slots = self.cached = self.direct = self.many = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +189,9 @@ class Pipeline:
         slots = work.maker.begin(work.epoch, step.samples, pairs)
         cached = slots if isinstance(slots, CachedSlots) else None
         direct = slots if isinstance(slots, DirectSlots) else None
-        batch = Batch(step, slots, cached, direct, count)
-        many = isinstance(slots, ManyCachedSlots)
+        many = slots if isinstance(slots, ManySlots) else None
+        batch = Batch(step, slots, cached, direct, many, count)
+        sought = slots if isinstance(slots, ManyCachedSlots) else None
         if count == 0:
             self._finish(batch)
         self._under_way.append(batch)
@@ -194,18 +200,20 @@ class Pipeline:
             if cached is None:  # Otherwise the tier of decoded images may have them.
                 missing = [slot for slot in slots if step.payloads[slot] is None]
                 work.hierarchy.expect(step.samples[missing])
-            if many:
+            if sought is not None and sought.whole:
                 self._queue.put((step.number, next(self._ticket), batch, _Unsought(slots)))
             else:
-                self._queue_parts(batch, slots)
+                self._queue_parts(batch, slots, list if sought is None else _Unsought)
 
         return queue_slots
 
-    def _queue_parts(self, batch: Batch, slots: list[int]) -> None:
+    def _queue_parts(
+        self, batch: Batch, slots: list[int], kind: Callable[[list[int]], list[int]] = list
+    ) -> None:
         count, threads = len(batch.step.samples), self._work.threads
         each = min(_SAMPLES_A_TASK, max(1, count // (_TASKS_A_THREAD * threads)))
         for start in range(0, len(slots), each):
-            part = slots[start : start + each]
+            part = kind(slots[start : start + each])
             self._queue.put((batch.step.number, next(self._ticket), batch, part))
 
     def _wait(self, batch: Batch) -> None:
@@ -228,6 +236,7 @@ class Pipeline:
 
     def _run(self, number: int) -> None:
         scratch = None if self._work.maker.owns_payloads else Scratch()
+        own = [Scratch() for _ in range(_SAMPLES_A_TASK)]
         while not self._workers.stopping.is_set():
             _, _, batch, slots = self._queue.get()
             if batch is None:
@@ -245,12 +254,10 @@ class Pipeline:
                 if not slots:
                     del batch
                     continue
+            elif batch.many is not None and len(slots) > 1:
+                self._make_many(batch, batch.many, slots, own, spent)
             else:
-                for slot in slots:
-                    try:
-                        self._make(batch, slot, scratch, spent)
-                    except Exception as error:
-                        batch.failed[slot] = error
+                self._make_each(batch, slots, scratch, spent)
             with batch.lock:
                 batch.left -= len(slots)
                 last = batch.left == 0
@@ -296,34 +303,79 @@ class Pipeline:
         if batch.cached is not None and self._take_cached(batch.cached, batch.step, slot):
             spent["decode"] = spent.get("decode", 0.0) + time.perf_counter() - began
             return
-        step, hierarchy = batch.step, self._work.hierarchy
-        sample = int(step.samples[slot])
+        if batch.direct is not None and batch.step.payloads[slot] is None:
+            self._read_direct(batch.direct, batch.step, slot, spent)
+            return
+        payload = self._payload(batch.step, slot, scratch, spent)
+        read = time.perf_counter()
+        assert batch.slots is not None
+        transforming = batch.slots.make(slot, int(batch.step.samples[slot]), payload)
+        _add_made(spent, time.perf_counter() - read, transforming)
+
+    def _make_each(
+        self, batch: Batch, slots: list[int], scratch: Scratch | None, spent: dict[str, float]
+    ) -> None:
+        for slot in slots:
+            try:
+                self._make(batch, slot, scratch, spent)
+            except Exception as error:
+                batch.failed[slot] = error
+
+    def _make_many(
+        self,
+        batch: Batch,
+        many: ManySlots,
+        slots: list[int],
+        scratch: list[Scratch],
+        spent: dict[str, float],
+    ) -> None:
+        """Make samples in their slots, the small ones together; for each task one scratch."""
+        sizes = self._work.hierarchy.reader.sizes[batch.step.samples[slots]]
+        small, payloads = [], []
+        for slot, size, own in zip(slots, sizes.tolist(), scratch, strict=False):
+            if size > _LARGE_BYTES:
+                continue
+            try:
+                payloads.append(self._payload(batch.step, slot, own, spent))
+                small.append(slot)
+            except Exception as error:
+                batch.failed[slot] = error
+        read = time.perf_counter()
+        samples = batch.step.samples[small].tolist()
+        failed, transforming = many.make_many(small, samples, payloads)
+        batch.failed.update(failed)
+        _add_made(spent, time.perf_counter() - read, transforming)
+        for slot, size in zip(slots, sizes.tolist(), strict=True):
+            if size > _LARGE_BYTES:
+                self._make_each(batch, [slot], None, spent)
+
+    def _payload(
+        self, step: Step, slot: int, scratch: Scratch | None, spent: dict[str, float]
+    ) -> Buffer:
+        """Return a sample's payload from the first of three places that has it."""
+        began = time.perf_counter()
+        hierarchy = self._work.hierarchy
         payload = self._sent(step, slot) if step.payloads[slot] is not None else None
         place = "peer"
         if payload is None:
-            if batch.direct is not None:
-                self._read_direct(batch.direct, step, slot, spent)
-                return
             payload, place = hierarchy.read(
-                sample, int(step.blocks[slot]), int(step.places[slot]), scratch
+                int(step.samples[slot]), int(step.blocks[slot]), int(step.places[slot]), scratch
             )
         if place != "source":  # Reads of the source are counted where they happen.
             hierarchy.counters.add_bytes(place, len(payload))
-        read = time.perf_counter()
-        assert batch.slots is not None
-        transforming = batch.slots.make(slot, sample, payload)
-        made = time.perf_counter()
-        spent[place] = spent.get(place, 0.0) + read - began
-        spent["decode"] = spent.get("decode", 0.0) + made - read - transforming
-        if transforming:
-            spent["transform"] = spent.get("transform", 0.0) + transforming
+        spent[place] = spent.get(place, 0.0) + time.perf_counter() - began
+        return payload
 
     def _take_many(self, batch: Batch, slots: list[int], spent: dict[str, float]) -> list[int]:
         """Make those of the samples that a tier keeps decoded; queue the others. Return the slots
         that are made."""
         began = time.perf_counter()
         assert isinstance(batch.slots, ManyCachedSlots)
-        rest, saved_s = batch.slots.take_cached_many(slots)
+        try:
+            rest, saved_s = batch.slots.take_cached_many(slots)
+        except Exception as error:
+            batch.failed.update(dict.fromkeys(slots, error))
+            return slots
         others = set(rest)
         made = [slot for slot in slots if slot not in others]
         for slot in made:
@@ -369,6 +421,13 @@ class Pipeline:
         if place != "source":
             hierarchy.counters.add_bytes(place, sum(len(piece) for piece in pieces))
         spent[place] = spent.get(place, 0.0) + time.perf_counter() - began
+
+
+def _add_made(spent: dict[str, float], seconds: float, transforming: float) -> None:
+    """Count the seconds in which samples were made, in part by the user's transform."""
+    spent["decode"] = spent.get("decode", 0.0) + seconds - transforming
+    if transforming:
+        spent["transform"] = spent.get("transform", 0.0) + transforming
 
 
 def _intact(batch: Batch) -> list[int]:

@@ -95,6 +95,8 @@ def _all(samples: _I64) -> npt.NDArray[np.bool_]:
 
 
 class _TierSlots:
+    whole = True
+
     def __init__(self, maker: TierMaker, epoch: int, samples: _I64, pairs: Pairs | None) -> None:
         self._maker, self._epoch, self._samples, self._pairs = maker, epoch, samples, pairs
         self._uniforms = maker.recipe.decoder.draw(epoch, samples)

@@ -1,0 +1,119 @@
+"""Crops of many images, made together.
+
+A thread that releases the interpreter's lock has to wait for it afterwards, behind all others, and
+on many cores most waits wake a sleeping thread. So the crops of several images are made by one call
+of dlio's own decoder, with the same pixels as one by one. Images that it does not know, or that are
+decoded at a fraction of their size, are decoded one by one.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.schema import Buffer
+from dlio.errors import DecodeError
+from dlio.image import native
+from dlio.image.crop import Shown
+from dlio.image.decode import Decoder, check_size, opencv
+
+__all__ = ["decode_all", "finish_all"]
+
+_Pixels = npt.NDArray[np.uint8]
+
+
+def decode_all(
+    decoder: Decoder,
+    images: Sequence[Buffer],
+    names: Sequence[object],
+    uniforms: Sequence[npt.NDArray[np.float64]],
+    outs: Sequence[_Pixels],
+) -> list[Shown | Exception | None]:
+    """Do `decoder.decode` for several images; return its results, or errors in their places."""
+    shown: list[Shown | Exception | None] = [None] * len(images)
+    alone = list(range(len(images)))
+    library = None if decoder.kept or decoder.crop.crops > 1 else _library()
+    if library is not None:
+        cuts: list[native.Cut] = []
+        numbers, alone = [], []
+        for k, image in enumerate(images):
+            try:
+                cut = _cut(library, decoder, image, names[k], uniforms[k], outs[k])
+            except DecodeError as error:
+                shown[k] = error
+                continue
+            if cut is None:
+                alone.append(k)
+                continue
+            shown[k] = cut[1]
+            cuts.append(cut[0])
+            numbers.append(k)
+        if cuts:
+            made = library.crops(cuts)
+            alone += [k for k, is_made in zip(numbers, made, strict=True) if not is_made]
+    for k in alone:
+        try:
+            shown[k] = decoder.decode(images[k], names[k], uniforms[k], outs[k])
+        except Exception as error:
+            shown[k] = error
+    return shown
+
+
+def finish_all(
+    decoder: Decoder,
+    images: Sequence[_Pixels],
+    uniforms: Sequence[npt.NDArray[np.float64]],
+    outs: Sequence[_Pixels],
+) -> None:
+    """Do `decoder.finish` for several images."""
+    crop = decoder.crop
+    alone = list(range(len(images)))
+    library = _library() if crop.train and crop.crops == 1 else None
+    if library is not None:
+        cuts, numbers, alone = [], [], []
+        for k, pixels in enumerate(images):
+            box = crop.box(pixels.shape[0], pixels.shape[1], uniforms[k].tolist())
+            if decoder.factor(box) > 1 or pixels.strides[1:] != (3, 1):
+                alone.append(k)
+                continue
+            place = box.top, box.left, box.height, box.width
+            cuts.append(native.Cut(pixels, None, *place, box.flip, box.upend, outs[k]))
+            numbers.append(k)
+        if cuts:
+            made = library.crops(cuts)
+            alone += [k for k, is_made in zip(numbers, made, strict=True) if not is_made]
+    for k in alone:
+        decoder.finish(images[k], uniforms[k], outs[k])
+
+
+def _library() -> native.Library | None:
+    """Return dlio's own decoder; None if it is not in use or does not resize as OpenCV does."""
+    library = native.find()
+    if library is None or not native.resizes_alike(library, opencv().resize):
+        return None
+    return library
+
+
+def _cut(
+    library: native.Library,
+    decoder: Decoder,
+    image: Buffer,
+    name: object,
+    uniforms: npt.NDArray[np.float64],
+    out: _Pixels,
+) -> tuple[native.Cut, Shown] | None:
+    """Return the crop of a JPEG and the part that it shows; None if it is decoded another way.
+
+    Raises DecodeError for more pixels than the limit.
+    """
+    shape = library.shape(image)
+    if shape is None:
+        return None
+    check_size(shape.height, shape.width, name)
+    box = decoder.crop.box(shape.height, shape.width, uniforms.tolist())
+    if decoder.factor(box) > 1:
+        return None
+    place = box.top, box.left, box.height, box.width
+    shown = Shown(box, shape.height, shape.width)
+    data = np.frombuffer(image, np.uint8)
+    return native.Cut(data, shape, *place, box.flip, box.upend, out), shown
