@@ -39,6 +39,7 @@ from dlio.storage.byte_locks import lock_byte
 from dlio.storage.spec import TierSpec
 from dlio.util.folders import open_private, remove_entry, unlink
 from dlio.util.forks import new_lock
+from dlio.util.held import close_held, open_held
 from dlio.util.limits import open_regular
 from dlio.util.memory import new_memory
 from dlio.util.opening import open_file, publish_file
@@ -180,7 +181,8 @@ class Tier:
     @contextmanager
     def _opened(self, block: int) -> Iterator[tuple[int, BlockInfo, bool]]:
         """Yield (descriptor, header and table, True if this read is to be checked)."""
-        descriptor = self._open(block)
+        in_memory = self._shared is not None
+        descriptor = open_held(_name(block), self._folder) if in_memory else self._open(block)
         try:
             with self._lock:
                 self.hits += 1
@@ -191,7 +193,7 @@ class Tier:
                 info = self._read_table(block, descriptor)
             yield descriptor, info, checked
         finally:
-            os.close(descriptor)
+            (close_held if in_memory else os.close)(descriptor)
 
     def check(self, block: int) -> BlockInfo:
         """Read and check all of a published block. Raises CorruptBlock, FileNotFoundError."""

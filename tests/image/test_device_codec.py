@@ -20,7 +20,7 @@ from dlio.image.device import codec as codec_module
 from dlio.image.device.codec import Codec, Made
 from dlio.image.device.crops import crop_batch
 from dlio.image.device.encoded import Encoded, encoded, header_of
-from dlio.image.device.library import is_installed
+from dlio.image.device.library import Place, is_installed
 from dlio.image.device.queue import HostQueue
 from tests.image.jpegs import KINDS, drawn
 
@@ -187,17 +187,11 @@ class _Recorder:
     def __init__(self) -> None:
         self.device, self.number = HOST, 0
         self.done: list[str] = []
-        self.memory: torch.Tensor | None = None
-        self._at_decode = b""
-        self.allocated = 0
+        self._coded: list[npt.NDArray[np.uint8]] = []
+        self._at_decode: list[bytes] = []
 
     def running(self) -> AbstractContextManager[object]:
         return nullcontext()
-
-    def host_memory(self, size: int) -> torch.Tensor:
-        self.allocated += size > 0
-        self.memory = torch.zeros(size, dtype=torch.uint8)
-        return self.memory
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         self.done.append("send")
@@ -207,21 +201,20 @@ class _Recorder:
         self,
         images: Sequence[npt.NDArray[np.uint8]],
         parts: Sequence[tuple[int, int, int, int]],
-        into: Sequence[torch.Tensor],
+        into: Sequence[Place],
         stream: int,
     ) -> list[bool]:
-        assert self.memory is not None
         self.done.append("decode")
-        self._at_decode = bytes(self.memory.numpy())
+        self._coded, self._at_decode = list(images), [bytes(image) for image in images]
         for image, (top, left, bottom, right), memory in zip(images, parts, into, strict=True):
-            memory.copy_(torch.from_numpy(decode_whole(image.data, "")[top:bottom, left:right]))
+            pixels = decode_whole(image.data, "")[top:bottom, left:right]
+            memory.tensor().copy_(torch.from_numpy(pixels))
         return [True] * len(images)
 
     def wait(self) -> None:
-        assert self.memory is not None
         self.done.append("wait")
         # A device may have read the coded bytes until now.
-        assert bytes(self.memory.numpy()) == self._at_decode
+        assert [bytes(image) for image in self._coded] == self._at_decode
 
     def close(self) -> None:
         self.done.append("close")
@@ -248,25 +241,23 @@ def test_order_of_work_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [_encoded(drawn(rng, "baseline", 60), decoder, k) for k in range(6)]
     codec = Codec(HOST, 2, 1, 60, library=library, queue_of=lambda _: recorders[-1])
     for slot in codec._slots:
-        original = slot.gather
+        original = slot.pixels
 
-        def gather(coded: Sequence[Encoded], slot: Any = slot, original: Any = original) -> Any:
-            slot.queue.done.append("copy")
+        def pixels(size: int, slot: Any = slot, original: Any = original) -> Any:
             of_thread.used = slot.queue.done
-            return original(coded)
+            return original(size)
 
-        monkeypatch.setattr(slot, "gather", gather, raising=False)
+        monkeypatch.setattr(slot, "pixels", pixels, raising=False)
     with ThreadPoolExecutor(4) as pool:
         batches = list(
             pool.map(lambda k: _crops(codec, images[k % 3 : k % 3 + 3], decoder), range(24))
         )
     codec.close()
-    step = ["copy", "decode", "send", "send", "send", "crop", "wait", "wait"]
+    step = ["decode", "send", "send", "send", "crop", "wait", "wait"]
     for recorder in recorders:
         assert recorder.done[-1] == "close"
         count = (len(recorder.done) - 1) // len(step)
         assert recorder.done[:-1] == step * count
-        assert recorder.allocated <= 3
     for k, made in enumerate(batches):
         assert torch.equal(made.crops, batches[k % 3].crops)
 
@@ -300,11 +291,11 @@ def test_an_image_that_the_device_refuses_is_decoded_by_the_cpu() -> None:
             self,
             images: Sequence[npt.NDArray[np.uint8]],
             parts: Sequence[tuple[int, int, int, int]],
-            into: Sequence[torch.Tensor],
+            into: Sequence[Place],
             stream: int,
         ) -> list[bool]:
             super().decode(images, parts, into, stream)
-            into[1].zero_()
+            into[1].tensor().zero_()
             return [k != 1 for k in range(len(images))]
 
     rng, decoder = np.random.default_rng(5), Decoder(Crop(20, True, crops=2), 5)
@@ -327,10 +318,10 @@ def test_decoders_leave_no_threads_and_use_their_memory_again() -> None:
     codec = Codec(HOST, 2, 3, 60)
     _crops(codec, images, decoder)
     _crops(codec, images, decoder)
-    places = [(slot._pixels.data_ptr(), slot._coded.data_ptr()) for slot in codec._slots]
+    places = [slot._pixels.data_ptr() for slot in codec._slots]
     for _ in range(4):
         _crops(codec, images, decoder)
-    assert places == [(slot._pixels.data_ptr(), slot._coded.data_ptr()) for slot in codec._slots]
+    assert places == [slot._pixels.data_ptr() for slot in codec._slots]
     codec.close()
     assert len(list(tasks.iterdir())) <= before
 

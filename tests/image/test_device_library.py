@@ -12,7 +12,7 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.image.device import library
-from dlio.image.device.library import NvImageCodec
+from dlio.image.device.library import NvImageCodec, Place
 from dlio.image.device.queue import CudaQueue, HostQueue, queue_for
 
 
@@ -46,7 +46,7 @@ class _Module:
         )
 
     def as_images(self, targets: list[Any], stream: int, sample_format: str) -> list[Any]:
-        self.calls.append(("as_images", [type(each) for each in targets], stream, sample_format))
+        self.calls.append(("as_images", targets, stream, sample_format))
         return targets
 
     def Decoder(self, **options: Any) -> Any:  # noqa: N802
@@ -77,15 +77,21 @@ def test_a_batch_is_decoded_by_one_call(
     assert options["backends"] == (["cpu"] if device == "cpu" else on_gpu)
     assert options["device_id"] == (-99999 if device == "cpu" else 1)
     # In place of memory of a GPU, of which there is none.
-    into = [
-        torch.empty((10, 20, 3), dtype=torch.uint8, device="cpu" if device == "cpu" else "meta")
-        for _ in range(4)
-    ]
+    pixels = torch.empty(4 * 600, dtype=torch.uint8, device="cpu" if device == "cpu" else "meta")
+    into = [Place(pixels, 600 * k, 10, 20) for k in range(4)]
     coded = [np.zeros(k, np.uint8) for k in (5, 0, 5, 5)]
     parts = [(0, 0, 10, 20), (0, 0, 10, 20), (2, 3, 10, 20), (0, 0, 10, 19)]
     assert codec.decode(coded, parts, into, 77) == [True, False, True, False]
-    kind = np.ndarray if device == "cpu" else torch.Tensor
-    assert module.calls[1] == ("as_images", [kind] * 3, 77, "rgb")
+    name, targets, *rest = module.calls[1]
+    assert (name, len(targets), rest) == ("as_images", 3, [77, "rgb"])
+    for target, k in zip(targets, (0, 2, 3), strict=True):
+        if device == "cpu":
+            assert target.shape == (10, 20, 3)
+            assert target.ctypes.data == pixels.data_ptr() + 600 * k
+        else:
+            described = target.__cuda_array_interface__
+            assert described["shape"] == (10, 20, 3)
+            assert described["data"] == (pixels.data_ptr() + 600 * k, False)
     _, sources, stream, applies_exif = module.calls[2]
     assert (stream, applies_exif) == (77, False)
     assert sources[0].height == 10  # The whole image, without a part.

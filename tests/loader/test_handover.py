@@ -243,6 +243,7 @@ def test_a_loader_hands_over_the_same_batches_and_takes_no_more_memory_each_epoc
     plain, _ = epochs(None)
     handed, allocated = epochs("cpu")
     assert handed == plain
-    # Images and labels of two batches under way and of the one that is being copied.
-    assert 0 < allocated[0] <= allocated[-1] <= 6
+    # Images and labels of two batches under way, of the one that is being copied, and of the last
+    # one of an epoch, which is smaller.
+    assert 0 < allocated[0] <= allocated[-1] <= 8
     assert len([call for call in streams.log if call[0] == "wait"]) == len(plain)

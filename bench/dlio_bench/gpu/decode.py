@@ -4,23 +4,25 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Callable
+from typing import Any
 
 import dlio
 from dlio.image.device.library import REMEDY, is_installed
 from dlio_bench.gpu.measuring import Measured, Place, passes, rates_in_turn, tiers_for
 
-__all__ = ["decode", "payload_bytes"]
+__all__ = ["decode", "options_of", "payload_bytes"]
 
 
 def decode(place: Place, measured: Measured) -> None:
     """Passes over files as they are, and over the same JPEGs packed with restart rows; `threads`
-    are the loader's, `device` is `decode="device"`. Other libraries decode the files."""
+    and `processes` are the loader's, `device` is `decode="device"`. Other libraries decode the
+    files."""
     from dlio_staging.pack import pack
 
     packed = os.path.join(place.scratch, "rows")
     pack(place.source, packed)
     sources = {"files": place.source, "restart rows": packed}
-    ways = ["cpu", "device"] if is_installed() else ["cpu"]
+    ways = ["threads", "processes", *(["device"] if is_installed() else [])]
     if "device" not in ways:
         measured.skipped["decode: device"] = f"nvImageCodec is not installed: {REMEDY}"
     counts: dict[str, dlio.DataLoader] = {}
@@ -34,7 +36,7 @@ def decode(place: Place, measured: Measured) -> None:
                     )
                 )
                 loader = stack.enter_context(_loader(data, place, way))
-                label = f"{'threads' if way == 'cpu' else 'device'}, {name}"
+                label = f"{way}, {name}"
                 counts[label] = loader
                 contenders[label] = passes(loader, place)
         contenders.update(_others(place, measured))
@@ -53,6 +55,7 @@ def decode(place: Place, measured: Measured) -> None:
         ("device, files", "DALI"),
         ("device, restart rows", "DALI"),
         ("device, files", "threads, files"),
+        ("processes, files", "threads, files"),
     ):
         if mine in rates and other in rates:
             measured.ratio(f"decode, {mine} / {other}", rates[mine], rates[other])
@@ -77,8 +80,17 @@ def _loader(data: dlio.Dataset, place: Place, way: str) -> dlio.DataLoader:
         shuffle=True,
         num_workers=place.workers,
         device=place.device,
-        decode="device" if way == "device" else "cpu",
+        **options_of(way),
     )
+
+
+def options_of(way: str) -> dict[str, Any]:
+    """Return the options of a loader that decodes by `threads`, `processes` or on the `device`."""
+    return {
+        "decode": "device" if way == "device" else "cpu",
+        "workers": "process" if way == "processes" else "thread",
+        "persistent_workers": way == "processes",
+    }
 
 
 def _others(place: Place, measured: Measured) -> dict[str, Callable[[], int]]:

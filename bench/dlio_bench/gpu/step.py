@@ -14,7 +14,7 @@ import dlio.transforms as T  # noqa: N812 - as everybody calls them
 from dlio.train.device import channels_last
 from dlio.train.networks.residual import resnet50
 from dlio.train.precision import Precision
-from dlio_bench.gpu.decode import payload_bytes
+from dlio_bench.gpu.decode import options_of, payload_bytes
 from dlio_bench.gpu.measuring import Measured, Place, tiers_for
 
 __all__ = ["step"]
@@ -24,24 +24,25 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 def step(place: Place, measured: Measured) -> None:
     """Samples/s of training steps (bfloat16, channels last, SGD with momentum), in turn: images
-    decoded by the loader's threads, on the device where nvImageCodec is installed, from the tier
-    of decoded images where there is a GPU; and the same normalised batch again and again."""
+    decoded by the loader's threads, by its processes, on the device where nvImageCodec is
+    installed, from the tier of decoded images where there is a GPU; and the same normalised batch
+    again and again."""
     from dlio.image.device.library import REMEDY, is_installed
 
     size = payload_bytes(place.source)
     blocks = tiers_for(size)
-    ways: dict[str, tuple[str, str]] = {"threads": (blocks, "cpu")}
+    ways = {"threads": blocks, "processes": blocks}
     if is_installed():
-        ways["device"] = blocks, "device"
+        ways["device"] = blocks
     else:
         measured.skipped["step: device"] = f"nvImageCodec is not installed: {REMEDY}"
     if place.device.type == "cuda":
-        ways["tier"] = f"gpu:4GiB:decoded,{blocks}", "cpu"
+        ways["tier"] = f"gpu:4GiB:decoded,{blocks}"
     else:
         measured.skipped["step: tier"] = "needs a CUDA device"
     training = _Training(place)
     transform = T.Compose([T.ToDtype(torch.float32, scale=True), T.Normalize(_MEAN, _STD)])
-    for name, (tiers, way) in ways.items():
+    for name, tiers in ways.items():
         with (
             dlio.open(
                 place.source, tiers=tiers, image_size=place.image_size, transform=transform
@@ -53,8 +54,7 @@ def step(place: Place, measured: Measured) -> None:
                 drop_last=True,
                 num_workers=place.workers,
                 device=place.device,
-                decode="device" if way == "device" else "cpu",
-                persistent_workers=True,
+                **{**options_of(name), "persistent_workers": True},
             ) as loader,
         ):
             if not len(loader):

@@ -1,9 +1,9 @@
 """Decode and crop batches of JPEGs on a device, in independent slots.
 
-A slot has a decoder of nvImageCodec, a queue of the device (a CUDA stream), and page-locked memory
-for coded bytes. Batches in different slots overlap. In a slot, one batch goes through these steps:
-its bytes are copied to the page-locked memory, decoded to one flat buffer in the order of the
-batch, cropped by one kernel, and waited for. The page-locked memory is used again only then.
+A slot has a decoder of nvImageCodec, a queue of the device (a CUDA stream), and memory for pixels.
+Batches in different slots overlap. In a slot, one batch is decoded to one flat buffer in its order,
+cropped by one kernel, and waited for. nvJPEG copies coded bytes to page-locked memory of its own:
+another copy of dlio's gained nothing.
 
 An image that the device does not decode is decoded by the CPU, which names the damage if there is
 any.
@@ -23,7 +23,7 @@ from dlio.errors import DecodeError, DlioError
 from dlio.image.decode import decode_whole
 from dlio.image.device.crops import crop_batch
 from dlio.image.device.encoded import Encoded
-from dlio.image.device.library import Library, NvImageCodec
+from dlio.image.device.library import Library, NvImageCodec, Place
 from dlio.image.device.normal import Normal
 from dlio.image.device.queue import DeviceQueue, queue_for
 
@@ -53,21 +53,7 @@ class _Slot:
 
     def __init__(self, library: Library, order: DeviceQueue) -> None:
         self.library, self.queue = library, order
-        self._coded = order.host_memory(0)
         self._pixels = torch.empty(0, dtype=torch.uint8, device=order.device)
-
-    def gather(self, images: Sequence[Encoded]) -> list[npt.NDArray[np.uint8]]:
-        """Copy coded images to the page-locked memory."""
-        places, size = _places([len(image.data) for image in images])
-        if len(self._coded) < size:
-            self._coded = self.queue.host_memory(size + size // 4)
-        memory = self._coded.numpy()
-        views = []
-        for image, at in zip(images, places, strict=True):
-            view = memory[at : at + len(image.data)]
-            view[:] = image.data
-            views.append(view)
-        return views
 
     def pixels(self, size: int) -> torch.Tensor:
         """Return memory of the device for decoded images, flat; it is valid until the next call."""
@@ -169,20 +155,20 @@ class Codec:
         own, order = images[run.start : run.stop], slot.queue
         places, total = _places([_bytes(image) for image in own])
         pixels = slot.pixels(total)
-        views = [
-            pixels[at : at + _bytes(image)].view(image.part.height, image.part.width, 3)
+        into = [
+            Place(pixels, at, image.part.height, image.part.width)
             for image, at in zip(own, places, strict=True)
         ]
-        coded = slot.gather(own)
+        coded = [image.data for image in own]
         made.sent += sum(map(len, coded))
         parts = [(b.top, b.left, b.top + b.height, b.left + b.width) for b in (i.part for i in own)]
-        done = slot.library.decode(coded, parts, views, order.number)
+        done = slot.library.decode(coded, parts, into, order.number)
         lost = set()
         for k, is_done in enumerate(done):
             if not is_done:
                 made.by_cpu.append(run[k])
                 try:
-                    views[k].copy_(order.send(_by_cpu(own[k])))
+                    into[k].tensor().copy_(order.send(_by_cpu(own[k])))
                 except DecodeError as error:
                     made.failed[run[k]] = error
                     lost.add(k)

@@ -35,7 +35,7 @@ class Encoded:
     """A part of a JPEG, to be decoded by a device."""
 
     data: npt.NDArray[np.uint8]
-    """A JPEG; memory of its own."""
+    """A JPEG, in memory that stays as it is."""
     part: Box
     """The part of it to decode, in pixels."""
     crops: tuple[tuple[Box, int], ...]
@@ -83,19 +83,27 @@ def _has_known_colours(image: Buffer) -> bool:
 
 def _has_its_markers(image: Buffer, frame: Frame) -> bool:
     """True if the coded data have the markers that the header promises, and end."""
+    blocks = frame.rows * frame.blocks_a_row
+    restarts = (blocks - 1) // frame.restart_interval if frame.restart_interval else 0
+    library = native.find()
+    if library is not None:
+        return library.ends(image, frame.scan_at, restarts)
     data = np.frombuffer(image, np.uint8)[frame.scan_at :]
     marks = np.flatnonzero(data[:-1] == 0xFF)
     kinds = data[marks + 1]
     kinds = kinds[(kinds != 0) & (kinds != 0xFF)]
-    blocks = frame.rows * frame.blocks_a_row
-    restarts = (blocks - 1) // frame.restart_interval if frame.restart_interval else 0
     if len(kinds) <= restarts or int(kinds[restarts]) != _END:
         return False
     return np.array_equal(kinds[:restarts], 0xD0 + (np.arange(restarts) & 7))
 
 
 def encoded(
-    image: Buffer, header: Header, decoder: Decoder, uniforms: Sequence[float], name: object
+    image: Buffer,
+    header: Header,
+    decoder: Decoder,
+    uniforms: Sequence[float],
+    name: object,
+    memory: memoryview | None = None,
 ) -> Encoded:
     """Copy the bytes that the crops of an image need: of a JPEG whose rows are restart intervals,
     those that a crop touches.
@@ -106,8 +114,13 @@ def encoded(
     Args:
         header: result of `header_of`.
         uniforms: the image's row of `Decoder.draw`.
+        memory: for the bytes, as long as the image; fresh memory by default.
     """
     frame, starts = header
+
+    def room(count: int) -> memoryview:
+        return memoryview(bytearray(count)) if memory is None else memory[:count]
+
     size = frame.height, frame.width
     drawn = decoder.crop.boxes(*size, uniforms)
     factors = [decoder.factor(box) for box in drawn]
@@ -130,12 +143,14 @@ def encoded(
         needed = touched(frame, part.top, bottom, part.left, right)
         rows, columns = needed.bottom - needed.top, needed.right - needed.left
         if rows < frame.rows or columns < frame.intervals_a_row:
-            made, _, _ = cut(image, frame, starts, needed)
+            made, _, _ = cut(image, frame, starts, needed, room)
             top = part.top - needed.top * frame.block_height
             left = part.left - needed.left * frame.interval_width
             own = replace(part, top=top, left=left)
             return Encoded(np.frombuffer(made, np.uint8), own, crops, shown, name)
-    return Encoded(np.frombuffer(image, np.uint8).copy(), part, crops, shown, name)
+    copy = room(len(image))
+    copy[:] = memoryview(image)  # numpy would release the interpreter's lock, and wait for it.
+    return Encoded(np.frombuffer(copy, np.uint8), part, crops, shown, name)
 
 
 def _decoded_shape(header: Header, box: Box, factor: int) -> tuple[int, int]:

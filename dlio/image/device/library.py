@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from dlio.errors import UsageError
 from dlio.util.forks import new_lock
 
-__all__ = ["REMEDY", "Library", "NvImageCodec", "is_installed"]
+__all__ = ["REMEDY", "Library", "NvImageCodec", "Place", "is_installed"]
 
 _BY_CUDA: Final = {
     "12": "`pip install 'nvidia-nvimgcodec-cu12[nvjpeg]'` (dlio's extra gpu)",
@@ -41,6 +42,38 @@ looks for itself where it needs it."""
 _lock = new_lock()
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Memory for the pixels of one image, in flat memory for many."""
+
+    pixels: torch.Tensor
+    """uint8, of one dimension."""
+    at: int
+    """Of its first byte."""
+    height: int
+    width: int
+
+    def tensor(self) -> torch.Tensor:
+        """The memory as a tensor of shape (height, width, 3)."""
+        count = 3 * self.height * self.width
+        return self.pixels[self.at : self.at + count].view(self.height, self.width, 3)
+
+
+class _OnDevice:
+    """Memory of a device, for nvImageCodec. A tensor would take longer to make, and release the
+    interpreter's lock, for which hundreds of images would wait one after another."""
+
+    __slots__ = ("__cuda_array_interface__",)
+
+    def __init__(self, place: Place, first: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (place.height, place.width, 3),
+            "typestr": "|u1",
+            "data": (first + place.at, False),
+            "version": 2,
+        }
+
+
 class Library(Protocol):
     """Decodes batches of JPEGs into memory of the caller. One call at a time."""
 
@@ -48,7 +81,7 @@ class Library(Protocol):
         self,
         images: Sequence[npt.NDArray[np.uint8]],
         parts: Sequence[tuple[int, int, int, int]],
-        into: Sequence[torch.Tensor],
+        into: Sequence[Place],
         stream: int,
     ) -> list[bool]:
         """Decode a part of each image; False for those that could not be decoded.
@@ -56,7 +89,7 @@ class Library(Protocol):
         Args:
             images: uint8 arrays, which are not copied.
             parts: (top, left, bottom, right), in pixels.
-            into: uint8, shape (height, width, 3): RGB; on the library's device.
+            into: memory for RGB, on the library's device; all in one tensor.
             stream: the `cudaStream_t` in whose order the pixels are written.
         """
 
@@ -105,12 +138,13 @@ class NvImageCodec:
         self,
         images: Sequence[npt.NDArray[np.uint8]],
         parts: Sequence[tuple[int, int, int, int]],
-        into: Sequence[torch.Tensor],
+        into: Sequence[Place],
         stream: int,
     ) -> list[bool]:
         module = self._module
         made = [False] * len(images)
         sources, targets, numbers = [], [], []
+        first = into[0].pixels.data_ptr() if into else 0
         for k, (image, part, memory) in enumerate(zip(images, parts, into, strict=True)):
             try:
                 source = module.CodeStream(image)
@@ -119,7 +153,8 @@ class NvImageCodec:
             except RuntimeError:  # The CPU decoder says why.
                 continue
             sources.append(source)
-            targets.append(memory.numpy() if memory.device.type == "cpu" else memory)
+            on_host = memory.pixels.device.type == "cpu"
+            targets.append(memory.tensor().numpy() if on_host else _OnDevice(memory, first))
             numbers.append(k)
         if not sources:
             return made

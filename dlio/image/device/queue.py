@@ -22,9 +22,6 @@ class DeviceQueue(Protocol):
     def running(self) -> AbstractContextManager[object]:
         """Queue torch's work here, and allocate its memory for here."""
 
-    def host_memory(self, size: int) -> torch.Tensor:
-        """Return uint8 memory of the host that the device can copy from at its own time."""
-
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         """Queue the copy of a host tensor to the device."""
 
@@ -40,9 +37,6 @@ class HostQueue:
 
     def running(self) -> AbstractContextManager[object]:
         return nullcontext()
-
-    def host_memory(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -65,9 +59,6 @@ class CudaQueue:
     def running(self) -> AbstractContextManager[object]:
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
-
-    def host_memory(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         # Not page-locked: the driver has copied it to memory of its own when the call returns.

@@ -33,7 +33,7 @@ _ROOM: Final = 128
 _FALLBACK: Final = "libjpeg-turbo"
 _LEAST: Final = 1 << 20
 _HELD_BYTES: Final = 1 << 20
-"""The header of a smaller file is read with the GIL held: it takes two microseconds."""
+"""The markers of a smaller file are read with the GIL held: it takes microseconds."""
 
 
 class Shape(NamedTuple):
@@ -103,8 +103,12 @@ class Library:
         self._crops = library.dlio_crops
         self._crops.argtypes = (data, size, data, size, data, size, data, size)
         self._crops.restype = None
-        self._held_shape = ctypes.PyDLL(path).dlio_jpeg_shape
+        self._ends = library.dlio_jpeg_ends
+        held = ctypes.PyDLL(path)
+        self._held_shape, self._held_ends = held.dlio_jpeg_shape, held.dlio_jpeg_ends
         self._held_shape.argtypes = (data, size, data)
+        for ends in (self._ends, self._held_ends):
+            ends.argtypes = (data, size, size, size)
         library.dlio_jpeg_name.restype = ctypes.c_char_p
         self._portable = int(portable)
         self._memory = _Memory()
@@ -119,6 +123,12 @@ class Library:
         call = self._shape if len(data) > _HELD_BYTES else self._held_shape
         refused = call(_address(data), len(data), sides)
         return None if refused else Shape(*sides)
+
+    def ends(self, image: Buffer, scan: int, restarts: int) -> bool:
+        """True if the coded data at `scan` have so many restart markers, in order, and end."""
+        data = np.frombuffer(image, np.uint8)
+        call = self._ends if len(data) > _HELD_BYTES else self._held_ends
+        return bool(call(_address(data), len(data), scan, restarts))
 
     def crop(
         self, image: Buffer, top: int, left: int, height: int, width: int

@@ -62,6 +62,20 @@ EXPORT int dlio_jpeg_shape(const uint8_t *data, size_t size, int64_t shape[4]) {
     return DONE;
 }
 
+/* 1 if coded data that begin at `scan` have so many restart markers, in order, and then end. */
+EXPORT int dlio_jpeg_ends(const uint8_t *data, size_t size, size_t scan, size_t restarts) {
+    if (scan >= size) return 0;
+    const uint8_t *at = data + scan, *last = data + size - 1;
+    size_t count = 0;
+    while (at < last && (at = memchr(at, 0xff, (size_t)(last - at)))) {
+        int kind = *++at;
+        if (kind == 0 || kind == 0xff) continue;
+        if (count == restarts) return kind == 0xd9;
+        if (kind != 0xd0 + (int)(count++ & 7)) return 0;
+    }
+    return 0;
+}
+
 /* Offsets of restart intervals by their lengths in the file, which are right if every marker is
  * where they say. Calls nothing for those outside of the part. Returns 1 if they are. */
 static int by_lengths(const uint8_t *data, size_t size, const Header *header, Scan *scan,

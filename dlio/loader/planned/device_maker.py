@@ -27,10 +27,12 @@ from dlio.loader.contract import BatchData, CollateFn
 from dlio.loader.planned.pairs import Pairs
 from dlio.loader.recipe import Recipe
 from dlio.storage.counters import Counters
+from dlio.util.pool import Pool
 
 __all__ = ["DeviceMaker"]
 
 _log = logging.getLogger("dlio")
+_MOST_SPARE: Final = 64
 _MOST_SLOTS: Final = 3
 """Batches that a device decodes at a time: one is copied, one decoded, one cropped."""
 
@@ -65,6 +67,8 @@ class DeviceMaker:
         slots = min(_MOST_SLOTS, threads)
         each = max(1, threads // slots)
         self.codec = Codec(device, slots, each, default_timeout_s())
+        self.coded = Pool(_MOST_SPARE)
+        """Memory for the bytes of batches: with fresh memory, threads would wait for its pages."""
         self._to_say = threading.Lock()
         """Held from the first word about the CPU's part on."""
 
@@ -101,6 +105,10 @@ class _DeviceCrops:
         self._maker, self._recipe, self._pairs = maker, maker.recipe, pairs
         self._epoch, self._samples = epoch, samples
         self._uniforms = maker.recipe.decoder.draw(epoch, samples)
+        sizes = maker.recipe.reader.sizes[samples]
+        self._ends = np.cumsum(sizes).tolist()
+        self._coded = maker.coded.lend(int(sizes.sum())).data
+        """Memory for the bytes of all samples, one behind another."""
         self._encoded: dict[int, Encoded] = {}
         self._ready: dict[int, npt.NDArray[np.uint8]] = {}
         """Crops of images that the CPU has decoded."""
@@ -127,10 +135,19 @@ class _DeviceCrops:
             self._ready[row] = crop
             self._maker.by_cpu([name])
             return
-        made = encoded(image, header, recipe.decoder, uniforms.tolist(), name)
+        room = self._room(row)
+        if room is not None and len(room) < len(image):  # The source has changed.
+            room = None
+        made = encoded(image, header, recipe.decoder, uniforms.tolist(), name, room)
         move = Move(made.shown, recipe.crop.size, recipe.crop.width)
         self._companions[row] = recipe.accompanying(values, move, sample)
         self._encoded[row] = made
+
+    def _room(self, row: int) -> memoryview | None:
+        """Return memory for the bytes of a sample; None for partners."""
+        if row >= len(self._ends):
+            return None
+        return self._coded[self._ends[row - 1] if row else 0 : self._ends[row]]
 
     def settle(self, intact: Sequence[int]) -> dict[int, Exception]:
         """Decode the batch; return the errors of slots.
@@ -161,6 +178,7 @@ class _DeviceCrops:
         failed: dict[int, Exception] = {coded[k]: error for k, error in made.failed.items()}
         self._encoded.clear()
         self._ready.clear()
+        self._coded = memoryview(b"")
         return self._without_partners(failed)
 
     def _ready_rows(self, rows: Sequence[int]) -> dict[int, npt.NDArray[np.uint8]]:

@@ -49,6 +49,7 @@ __all__ = ["PlannedEngine", "decode_threads", "epoch_plan"]
 
 _MOST_THREADS: Final = 16
 _AHEAD_BYTES: Final = 64 << 20
+_AHEAD_BYTES_A_THREAD: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,7 +342,8 @@ def _ahead(factor: int | None, threads: int, batch_bytes: int) -> int:
     """
     if factor is not None:
         return max(2, factor) * threads
-    return max(2, min(2 * threads, _AHEAD_BYTES // max(1, batch_bytes)))
+    budget = max(_AHEAD_BYTES, threads * _AHEAD_BYTES_A_THREAD)
+    return max(2, min(2 * threads, budget // max(1, batch_bytes)))
 
 
 def _feed(planned: Running, epoch: EpochPlan, alone: bool) -> Feed:

@@ -44,7 +44,6 @@ __all__ = ["SKIPPED", "Batch", "Pipeline", "Work", "first_failure"]
 
 _SAMPLES_A_TASK = 8
 """At most; fewer of a small batch, so that all threads work on it, and end together."""
-_TASKS_A_THREAD = 4
 _LARGE_BYTES: Final = 512 << 10
 """Larger samples are read and made one at a time, so that a thread's memory stays small."""
 _POLL_S = 0.2
@@ -211,7 +210,7 @@ class Pipeline:
         self, batch: Batch, slots: list[int], kind: Callable[[list[int]], list[int]] = list
     ) -> None:
         count, threads = len(batch.step.samples), self._work.threads
-        each = min(_SAMPLES_A_TASK, max(1, count // (_TASKS_A_THREAD * threads)))
+        each = min(_SAMPLES_A_TASK, max(1, count // threads))
         for start in range(0, len(slots), each):
             part = kind(slots[start : start + each])
             self._queue.put((batch.step.number, next(self._ticket), batch, part))

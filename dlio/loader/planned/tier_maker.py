@@ -8,7 +8,8 @@ cropped on the host, copied, and put in their rows.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -106,8 +107,7 @@ class _TierSlots:
         """(first byte, rows, columns) of images in the tier; -1 for the others."""
         self._new: dict[int, _U8] = {}
         """By slot, images that the tier may keep."""
-        self._crops = maker.memory.take()
-        self._crop_rows = itertools.count()
+        self._crops = _HostCrops(maker.memory)
         self._crop_of: dict[int, int] = {}
         """By slot, the row of `_crops` of an image that was cropped on the host."""
 
@@ -147,8 +147,8 @@ class _TierSlots:
         return bool(self._keeps[slot]) and not self._maker.tier.is_full
 
     def _crop(self, slot: int, pixels: _U8, uniforms: npt.NDArray[np.float64]) -> None:
-        row = next(self._crop_rows)
-        self._maker.recipe.decoder.finish(pixels, uniforms, self._crops[row])
+        row, out = self._crops.new()
+        self._maker.recipe.decoder.finish(pixels, uniforms, out)
         self._crop_of[slot] = row
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
@@ -180,11 +180,36 @@ class _TierSlots:
             new=_side_by_side(new, self._maker.pool),
             crops=self._crops,
             crop_of=crop_of,
-            crop_rows=self._crop_rows,
         )
         assert recipe.companion is not None
         made = recipe.companion.batch(part, labels.tolist())
         return (*made, *mixed) if mixed else made
+
+
+class _HostCrops:
+    """Crops of a batch that are made on the host. Their memory is taken with the first: a batch of
+    which the tier has all images needs none. Thread-safe."""
+
+    def __init__(self, memory: BatchMemory) -> None:
+        self._memory = memory
+        self._rows = itertools.count()
+        self._lock = threading.Lock()
+        self._array: _U8 | None = None
+
+    def new(self) -> tuple[int, _U8]:
+        """Return (number, memory) of a crop that is to be made."""
+        row = next(self._rows)
+        return row, self._whole()[row]
+
+    def first(self, count: int) -> _U8:
+        """Return the crops of the first numbers."""
+        return self._whole()[:count]
+
+    def _whole(self) -> _U8:
+        with self._lock:
+            if self._array is None:
+                self._array = self._memory.take()
+            return self._array
 
 
 def _side_by_side(images: list[tuple[int, _U8]], pool: Pool) -> list[tuple[int, _U8]]:
@@ -214,11 +239,9 @@ class _Part:
     """(first byte in the tier, rows, columns) of each row; -1 for those that are not there."""
     new: list[tuple[int, _U8]]
     """(row, pixels) of images that the tier may keep."""
-    crops: _U8
+    crops: "_HostCrops"
     crop_of: dict[int, int]
     """By row, the row of `crops` that was made on the host."""
-    crop_rows: Iterator[int]
-    """Rows of `crops` that are free."""
 
     def made_on_device(self, copies: Copies) -> torch.Tensor:
         """Return the crops: uint8, or float32 if they are normalised; shape (n, 3, height, width),
@@ -250,9 +273,8 @@ class _Part:
             sample, label = int(self.samples[row]), int(self.labels[row])
             first = self.maker.tier.place(sample, height, width, label)
             if first is None:
-                free = next(self.crop_rows)
-                decoder = self.maker.recipe.decoder
-                decoder.finish(image, self.uniforms[row], self.crops[free])
+                free, out = self.crops.new()
+                self.maker.recipe.decoder.finish(image, self.uniforms[row], out)
                 self.crop_of[row] = free
             else:
                 copies.into(pixels[first : first + image.nbytes], torch.from_numpy(image).view(-1))
@@ -288,7 +310,7 @@ class _Part:
             made: the other rows; None if there are none.
         """
         used = 1 + max(self.crop_of.values(), default=-1)
-        crops = copies.to_device(torch.from_numpy(self.crops[:used]))
+        crops = copies.to_device(torch.from_numpy(self.crops.first(used)))
         if self.maker.normal is not None:
             whole = map(copies.to_device, self._whole(used))
             crops = self._cropped(crops.view(-1), *whole)
