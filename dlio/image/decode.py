@@ -18,7 +18,6 @@ All the work releases the GIL.
 
 import math
 import os
-import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.schema import Buffer
-from dlio.errors import DecodeError
 from dlio.image import native
 from dlio.image.crop import Box, Crop, Shown, are_near, enclosing
+from dlio.image.headers import damaged, declared_size
 from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
 from dlio.plan.order import keyed_uniforms
 from dlio.util.settings import settings
@@ -49,7 +48,6 @@ __all__ = [
 MAX_PIXELS: Final = settings().max_pixels
 """Most pixels of an image: half a gigabyte of RGB, and twice the size of which Pillow warns."""
 
-_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _FACTORS = (8, 4, 2)
 """Fractions at which libjpeg-turbo has fast inverse transforms; the others are slower than 1/1."""
 _SKIPPED = "extraneous bytes before marker 0xd9"
@@ -228,7 +226,7 @@ def image_size(image: Buffer, name: object) -> tuple[int, int]:
     """Return (height, width) of an image, of most formats from its header. Raises DecodeError."""
     size = _jpeg_size(image, name)
     if size is None and bytes(image[:2]) != b"\xff\xd8":
-        size = _declared_size(image, name)
+        size = declared_size(image, name)
     if size is None:
         pixels = _decode_other(image, name)
         size = pixels.shape[0], pixels.shape[1]
@@ -304,61 +302,21 @@ def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
         try:
             height, width, colours, _ = _simplejpeg().decode_jpeg_header(image)
         except ValueError as error:
-            raise _damaged(name, f"its JPEG header cannot be read: {error}") from error
+            raise damaged(name, f"its JPEG header cannot be read: {error}") from error
         except KeyError:
             return None  # Subsampling that simplejpeg has no name for, such as 4:4:1.
         check_size(height, width, name)
         return None if colours in ("CMYK", "YCCK") else (height, width)
-    size = _declared_size(image, name)
+    size = declared_size(image, name)
     if size is not None:
         check_size(*size, name)
     return None
 
 
-def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
-    """(height, width) in the header of a file other than a JPEG; None for formats whose pixels
-    cannot be many more than their bytes: WebP has at most 16,383 pixels a side, PPM is not
-    compressed."""
-    head = bytes(image[:32])
-    if head[:8] == b"\x89PNG\r\n\x1a\n" and len(head) >= 24:
-        width, height = struct.unpack(">II", head[16:24])
-        return height, width
-    if head[:2] == b"BM" and len(head) >= 26:
-        width, height = struct.unpack("<ii", head[18:26])
-        return abs(height), width
-    if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-        try:
-            return _tiff_size(image)
-        except (struct.error, KeyError) as error:
-            raise _damaged(name, "its TIFF header cannot be read") from error
-    is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
-    if is_webp or (head[:1] == b"P" and head[1:2] in b"123456"):
-        return None
-    raise _damaged(name, "it is not an image that dlio knows" if len(image) else "it is empty")
-
-
-def _tiff_size(image: Buffer) -> tuple[int, int]:
-    """(height, width) in a TIFF's first directory. Raises struct.error or KeyError."""
-    order = "<" if bytes(image[:2]) == b"II" else ">"
-    big = 43 in (image[2], image[3])
-    (at,) = struct.unpack_from(order + ("Q" if big else "I"), image, 8 if big else 4)
-    (entries,) = struct.unpack_from(order + ("Q" if big else "H"), image, min(at, len(image)))
-    first, entry = (at + 8, 20) if big else (at + 2, 12)
-    sides: dict[int, int] = {}
-    for k in range(min(entries, (len(image) - first) // entry)):
-        tag, kind = struct.unpack_from(order + "HH", image, first + k * entry)
-        if tag in (_TIFF_WIDTH, _TIFF_HEIGHT):
-            value = first + k * entry + (12 if big else 8)
-            # Kind 3 is 16 bits wide; 16, in the large form alone, 64; otherwise 32.
-            letter = {3: "H", 16: "Q"}.get(kind, "I")
-            (sides[tag],) = struct.unpack_from(order + letter, image, value)
-    return sides[_TIFF_HEIGHT], sides[_TIFF_WIDTH]
-
-
 def check_size(height: int, width: int, name: object) -> None:
     """Raise DecodeError for an image of no pixels, or of more than the limit."""
     if height <= 0 or width <= 0 or height * width > MAX_PIXELS:
-        raise _damaged(name, f"{width} x {height} pixels are not within 1 to {MAX_PIXELS}")
+        raise damaged(name, f"{width} x {height} pixels are not within 1 to {MAX_PIXELS}")
 
 
 _threads = threading.local()
@@ -392,7 +350,7 @@ def _decode_jpeg(
     except ValueError as error:
         # libjpeg reports its first warning alone: the expected one must not hide another.
         if not small.lowered or not str(error).endswith(_SKIPPED):
-            raise _damaged(name, str(error)) from error
+            raise damaged(name, str(error)) from error
     shape = (-(-height // factor), -(-width // factor), 3)
     return memory[: math.prod(shape)].reshape(shape), small.top, small.left
 
@@ -457,18 +415,11 @@ def _decode_other(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     try:
         pixels = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
     except cv2.error as error:
-        raise _damaged(name, str(error).strip().splitlines()[-1]) from error
+        raise damaged(name, str(error).strip().splitlines()[-1]) from error
     if pixels is None:
-        raise _damaged(name, "OpenCV cannot decode it")
+        raise damaged(name, "OpenCV cannot decode it")
     rgb: npt.NDArray[np.uint8] = cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
     return rgb
-
-
-def _damaged(name: object, reason: str) -> DecodeError:
-    return DecodeError(
-        f"{name} cannot be decoded: {reason} (repair or remove it; `dlio verify` lists all such "
-        "files, --on-error skip leaves them out)"
-    )
 
 
 # Its own limit, as it reads headers that dlio does not; and damage is not to be printed, too.

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from typing import Final
 
+from dlio.util.limits import open_regular
+
 __all__ = ["close_held", "open_held"]
 
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
@@ -40,7 +42,7 @@ def open_held(name: str, folder: int) -> int:
         folder: its descriptor.
     """
     if _known is None:
-        return os.open(name, _FLAGS, dir_fd=folder)
+        return open_regular(name, os.O_NOFOLLOW, dir_fd=folder)
     while (descriptor := _known[0](folder, os.fsencode(name), _FLAGS)) < 0:
         number = ctypes.get_errno()
         if number != errno.EINTR:

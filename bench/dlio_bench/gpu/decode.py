@@ -4,13 +4,12 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
 
 import dlio
 from dlio.image.device.library import REMEDY, is_installed
 from dlio_bench.gpu.measuring import Measured, Place, passes, rates_in_turn, tiers_for
 
-__all__ = ["decode", "options_of", "payload_bytes"]
+__all__ = ["decode", "loader_of", "payload_bytes"]
 
 
 def decode(place: Place, measured: Measured) -> None:
@@ -35,7 +34,7 @@ def decode(place: Place, measured: Measured) -> None:
                         path, tiers=tiers_for(payload_bytes(path)), image_size=place.image_size
                     )
                 )
-                loader = stack.enter_context(_loader(data, place, way))
+                loader = stack.enter_context(loader_of(data, place, way))
                 label = f"{way}, {name}"
                 counts[label] = loader
                 contenders[label] = passes(loader, place)
@@ -73,24 +72,23 @@ def payload_bytes(path: str) -> int:
         reader.close()
 
 
-def _loader(data: dlio.Dataset, place: Place, way: str) -> dlio.DataLoader:
+def loader_of(data: dlio.Dataset, place: Place, way: str, steady: bool = False) -> dlio.DataLoader:
+    """Return a loader that decodes by `threads`, by `processes` or on the `device`.
+
+    Args:
+        steady: batches of one size, and workers that are kept from pass to pass.
+    """
     return dlio.DataLoader(
         data,
         place.batch_size,
         shuffle=True,
+        drop_last=steady,
         num_workers=place.workers,
+        workers="process" if way == "processes" else "thread",
+        persistent_workers=steady or way == "processes",
         device=place.device,
-        **options_of(way),
+        decode="device" if way == "device" else "cpu",
     )
-
-
-def options_of(way: str) -> dict[str, Any]:
-    """Return the options of a loader that decodes by `threads`, `processes` or on the `device`."""
-    return {
-        "decode": "device" if way == "device" else "cpu",
-        "workers": "process" if way == "processes" else "thread",
-        "persistent_workers": way == "processes",
-    }
 
 
 def _others(place: Place, measured: Measured) -> dict[str, Callable[[], int]]:

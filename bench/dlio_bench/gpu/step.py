@@ -14,7 +14,7 @@ import dlio.transforms as T  # noqa: N812 - as everybody calls them
 from dlio.train.device import channels_last
 from dlio.train.networks.residual import resnet50
 from dlio.train.precision import Precision
-from dlio_bench.gpu.decode import options_of, payload_bytes
+from dlio_bench.gpu.decode import loader_of, payload_bytes
 from dlio_bench.gpu.measuring import Measured, Place, tiers_for
 
 __all__ = ["step"]
@@ -47,15 +47,7 @@ def step(place: Place, measured: Measured) -> None:
             dlio.open(
                 place.source, tiers=tiers, image_size=place.image_size, transform=transform
             ) as data,
-            dlio.DataLoader(
-                data,
-                place.batch_size,
-                shuffle=True,
-                drop_last=True,
-                num_workers=place.workers,
-                device=place.device,
-                **{**options_of(name), "persistent_workers": True},
-            ) as loader,
+            loader_of(data, place, name, steady=True) as loader,
         ):
             if not len(loader):
                 measured.skipped[f"step: {name}"] = f"{len(data)} images are less than a batch"

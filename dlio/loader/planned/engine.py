@@ -24,10 +24,11 @@ from dlio.loader.feed import Begun, Feed, Stats
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned.device_maker import DeviceMaker
-from dlio.loader.planned.makers import Maker, maker_for
+from dlio.loader.planned.makers import maker_for
 from dlio.loader.planned.pairs import Pairing
 from dlio.loader.planned.pipeline import Pipeline, Work
 from dlio.loader.planned.running import Running, fed_of, streamed_blocks
+from dlio.loader.planned.slots import Maker
 from dlio.loader.planned.tier_maker import TierMaker
 from dlio.loader.streams import Pinned
 from dlio.loader.trace import Spans

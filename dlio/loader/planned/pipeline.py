@@ -24,7 +24,8 @@ from dlio.data.schema import Buffer
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
 from dlio.loader.contract import BatchData
 from dlio.loader.feed import Clock
-from dlio.loader.planned.makers import (
+from dlio.loader.planned.pairs import Pairing
+from dlio.loader.planned.slots import (
     CachedSlots,
     DirectSlots,
     Maker,
@@ -33,7 +34,6 @@ from dlio.loader.planned.makers import (
     SettledSlots,
     Slots,
 )
-from dlio.loader.planned.pairs import Pairing
 from dlio.loader.trace import Spans
 from dlio.shuffle.shuffle import Shuffle, Step
 from dlio.storage.block import Scratch

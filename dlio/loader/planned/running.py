@@ -9,9 +9,9 @@ import numpy as np
 from dlio.comm import Communicator
 from dlio.loader.dataset import Dataset
 from dlio.loader.feed import Fed, Stats
-from dlio.loader.planned.makers import Maker
 from dlio.loader.planned.pairs import Pairing
 from dlio.loader.planned.pipeline import SKIPPED, Batch, first_failure
+from dlio.loader.planned.slots import Maker
 from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan

@@ -1,0 +1,143 @@
+"""What the pipeline knows of batches in the making: their slots, their makers, their memory.
+
+Some abilities of slots are optional, and used where they are there: `ManySlots` make several
+samples at a time, `CachedSlots` and `ManyCachedSlots` take samples from a tier of decoded images,
+`DirectSlots` have a payload's bytes read into the batch itself, `SettledSlots` decode all samples
+together.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.data.schema import Buffer
+from dlio.loader.contract import BatchData
+from dlio.loader.planned.pairs import Pairs
+from dlio.loader.streams import Pinned, pinned_memory
+from dlio.util.pool import Pool
+
+__all__ = [
+    "BatchMemory",
+    "CachedSlots",
+    "DirectSlots",
+    "Maker",
+    "ManyCachedSlots",
+    "ManySlots",
+    "SettledSlots",
+    "Slots",
+]
+
+_MOST_SPARE: Final = 64
+"""Spare batches that are kept, more than are ever under way together."""
+
+
+class BatchMemory:
+    """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
+
+    Args:
+        shape: of one batch.
+        pinned: page-locked or not, and whose copies to a GPU they wait for.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, pinned: Pinned) -> None:
+        self._shape = shape
+        self._dtype = np.dtype(dtype)
+        self._bytes = math.prod(shape) * self._dtype.itemsize
+        self._pinned = pinned
+        in_pool = pinned is Pinned.IN_POOL
+        self._pool = Pool(_MOST_SPARE, allocate=pinned_memory if in_pool else None)
+
+    def take(self) -> npt.NDArray[Any]:
+        """Return an uninitialised array; its memory comes back with its last tensor or view."""
+        if self._pinned is Pinned.BY_TORCH:
+            kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
+            return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
+        return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
+
+
+class Slots(Protocol):
+    """One batch in the making. `make` is called once a slot, from any thread; `finish` once, after
+    all slots are made."""
+
+    def make(self, slot: int, sample: int, payload: Buffer) -> float:
+        """Decode a sample into its slot; return the seconds spent in the user's transform."""
+
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        """Return the batch of the slots given; of all slots for None."""
+
+
+@runtime_checkable
+class CachedSlots(Slots, Protocol):
+    """Slots whose samples may be in a tier of decoded images."""
+
+    def take_cached(self, slot: int, sample: int) -> float | None:
+        """Make a sample of its decoded image; return the seconds of decoding that this saved.
+
+        None if the tier does not have the image; then `make` is called.
+        """
+
+
+@runtime_checkable
+class ManyCachedSlots(CachedSlots, Protocol):
+    """Slots whose samples are looked up many at a time, which costs a tenth as much."""
+
+    whole: bool
+    """True if one thread looks up all samples of a batch, which takes as long as looking up one;
+    False if it makes them, so that many threads share the work."""
+
+    def take_cached_many(self, slots: list[int]) -> tuple[list[int], float]:
+        """Make those of the samples that a tier has; return (the other slots, the seconds of
+        decoding that this saved)."""
+
+
+@runtime_checkable
+class ManySlots(Slots, Protocol):
+    """Slots that are made several at a time, which takes the interpreter's lock less often."""
+
+    def make_many(
+        self, slots: Sequence[int], samples: Sequence[int], payloads: Sequence[Buffer]
+    ) -> tuple[dict[int, Exception], float]:
+        """Do `make` for several slots.
+
+        Returns: (the error of each slot that failed, seconds spent in the user's transform).
+        """
+
+
+@runtime_checkable
+class DirectSlots(Slots, Protocol):
+    """Slots that a payload's bytes can be read into, without decoding."""
+
+    def pieces(self, slot: int) -> list[memoryview]:
+        """Return the memory for consecutive parts of a payload."""
+
+    def filled(self, slot: int, pieces: list[memoryview]) -> None:
+        """Finish a slot whose pieces have been read; called in place of `make`."""
+
+
+@runtime_checkable
+class SettledSlots(Slots, Protocol):
+    """Slots whose samples are decoded together: `make` only gathers their bytes."""
+
+    def settle(self, intact: Sequence[int]) -> dict[int, Exception]:
+        """Decode the slots that have been made; called once, before `finish`.
+
+        Returns: the error of each slot that failed.
+        """
+
+
+class Maker(Protocol):
+    """Makes batches of one data set."""
+
+    owns_payloads: bool
+    """True if samples share the memory of their payloads, which must not be used again then."""
+    batch_bytes: int
+    """Approximate bytes of a batch."""
+
+    def begin(
+        self, epoch: int, samples: npt.NDArray[np.int64], pairs: Pairs | None = None
+    ) -> Slots:
+        """Begin a batch of these samples, mixed with these partners."""
