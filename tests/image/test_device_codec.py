@@ -197,19 +197,17 @@ class _Recorder:
         self.done.append("send")
         return tensor
 
-    def decode(
-        self,
-        images: Sequence[npt.NDArray[np.uint8]],
-        parts: Sequence[tuple[int, int, int, int]],
-        into: Sequence[Place],
-        stream: int,
-    ) -> list[bool]:
+    def source(self, image: npt.NDArray[np.uint8], part: tuple[int, int, int, int]) -> object:
+        return image, part
+
+    def decode(self, sources: Sequence[Any], into: Sequence[Place], stream: int) -> list[bool]:
         self.done.append("decode")
-        self._coded, self._at_decode = list(images), [bytes(image) for image in images]
-        for image, (top, left, bottom, right), memory in zip(images, parts, into, strict=True):
+        self._coded = [image for image, _ in sources]
+        self._at_decode = [bytes(image) for image in self._coded]
+        for (image, (top, left, bottom, right)), memory in zip(sources, into, strict=True):
             pixels = decode_whole(image.data, "")[top:bottom, left:right]
             memory.tensor().copy_(torch.from_numpy(pixels))
-        return [True] * len(images)
+        return [True] * len(sources)
 
     def wait(self) -> None:
         self.done.append("wait")
@@ -287,16 +285,10 @@ def test_a_device_that_hangs_ends_in_an_error() -> None:
 
 def test_an_image_that_the_device_refuses_is_decoded_by_the_cpu() -> None:
     class Refusing(_Recorder):
-        def decode(
-            self,
-            images: Sequence[npt.NDArray[np.uint8]],
-            parts: Sequence[tuple[int, int, int, int]],
-            into: Sequence[Place],
-            stream: int,
-        ) -> list[bool]:
-            super().decode(images, parts, into, stream)
+        def decode(self, sources: Sequence[Any], into: Sequence[Place], stream: int) -> list[bool]:
+            super().decode(sources, into, stream)
             into[1].tensor().zero_()
-            return [k != 1 for k in range(len(images))]
+            return [k != 1 for k in range(len(sources))]
 
     rng, decoder = np.random.default_rng(5), Decoder(Crop(20, True, crops=2), 5)
     images = [_encoded(drawn(rng, "rows", 60), decoder, k) for k in range(3)]

@@ -81,7 +81,11 @@ def test_a_batch_is_decoded_by_one_call(
     into = [Place(pixels, 600 * k, 10, 20) for k in range(4)]
     coded = [np.zeros(k, np.uint8) for k in (5, 0, 5, 5)]
     parts = [(0, 0, 10, 20), (0, 0, 10, 20), (2, 3, 10, 20), (0, 0, 10, 19)]
-    assert codec.decode(coded, parts, into, 77) == [True, False, True, False]
+    made = [codec.source(image, part) for image, part in zip(coded, parts, strict=True)]
+    assert [each is None for each in made] == [False, True, False, False]
+    known = [0, 2, 3]
+    sources = [made[k] for k in known]
+    assert codec.decode(sources, [into[k] for k in known], 77) == [True, True, False]
     name, targets, *rest = module.calls[1]
     assert (name, len(targets), rest) == ("as_images", 3, [77, "rgb"])
     for target, k in zip(targets, (0, 2, 3), strict=True):

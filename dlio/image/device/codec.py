@@ -102,6 +102,13 @@ class Codec:
             slot.library.close()
         self._slots.clear()
 
+    def prepare(self, image: Encoded) -> None:
+        """Have the library read an image's header. From any thread, and before `crops`, whose one
+        thread would read the headers of a whole batch."""
+        box = image.part
+        sides = box.top, box.left, box.top + box.height, box.left + box.width
+        image.source = self._slots[0].library.source(image.data, sides)
+
     def crops(
         self,
         images: Sequence[Encoded],
@@ -159,13 +166,17 @@ class Codec:
             Place(pixels, at, image.part.height, image.part.width)
             for image, at in zip(own, places, strict=True)
         ]
-        coded = [image.data for image in own]
-        made.sent += sum(map(len, coded))
-        parts = [(b.top, b.left, b.top + b.height, b.left + b.width) for b in (i.part for i in own)]
-        done = slot.library.decode(coded, parts, into, order.number)
+        made.sent += sum(len(image.data) for image in own)
+        for image in own:
+            if image.source is None:
+                self.prepare(image)
+        known = [k for k, image in enumerate(own) if image.source is not None]
+        sources = [own[k].source for k in known]
+        done = slot.library.decode(sources, [into[k] for k in known], order.number)
+        decoded = {k for k, is_done in zip(known, done, strict=True) if is_done}
         lost = set()
-        for k, is_done in enumerate(done):
-            if not is_done:
+        for k in range(len(own)):
+            if k not in decoded:
                 made.by_cpu.append(run[k])
                 try:
                     into[k].tensor().copy_(order.send(_by_cpu(own[k])))

@@ -30,7 +30,7 @@ class Header(NamedTuple):
     """Offsets of the restart intervals (`interval_starts`), if rows begin with one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Encoded:
     """A part of a JPEG, to be decoded by a device."""
 
@@ -45,6 +45,8 @@ class Encoded:
     """The part of the image that the first crop shows."""
     name: object
     """Names the image in errors, as a str or by its `__str__`."""
+    source: object = None
+    """The part, as the decoder's library has it, once it has read the header."""
 
 
 def header_of(image: Buffer) -> Header | None:

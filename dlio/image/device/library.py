@@ -75,20 +75,21 @@ class _OnDevice:
 
 
 class Library(Protocol):
-    """Decodes batches of JPEGs into memory of the caller. One call at a time."""
+    """Decodes batches of JPEGs into memory of the caller. One call of `decode` at a time."""
 
-    def decode(
-        self,
-        images: Sequence[npt.NDArray[np.uint8]],
-        parts: Sequence[tuple[int, int, int, int]],
-        into: Sequence[Place],
-        stream: int,
-    ) -> list[bool]:
-        """Decode a part of each image; False for those that could not be decoded.
+    def source(self, image: npt.NDArray[np.uint8], part: tuple[int, int, int, int]) -> object:
+        """Return a part of an image, for `decode`; None if it cannot be decoded. From any thread.
 
         Args:
-            images: uint8 arrays, which are not copied.
-            parts: (top, left, bottom, right), in pixels.
+            image: a JPEG's bytes, which are not copied.
+            part: (top, left, bottom, right), in pixels.
+        """
+
+    def decode(self, sources: Sequence[object], into: Sequence[Place], stream: int) -> list[bool]:
+        """Decode parts of images; False for those that could not be decoded.
+
+        Args:
+            sources: results of `source`, of which none is None.
             into: memory for RGB, on the library's device; all in one tensor.
             stream: the `cudaStream_t` in whose order the pixels are written.
         """
@@ -134,37 +135,30 @@ class NvImageCodec:
             sample_format=module.SampleFormat.I_RGB,
         )
 
-    def decode(
-        self,
-        images: Sequence[npt.NDArray[np.uint8]],
-        parts: Sequence[tuple[int, int, int, int]],
-        into: Sequence[Place],
-        stream: int,
-    ) -> list[bool]:
+    def source(self, image: npt.NDArray[np.uint8], part: tuple[int, int, int, int]) -> object:
         module = self._module
-        made = [False] * len(images)
-        sources, targets, numbers = [], [], []
-        first = into[0].pixels.data_ptr() if into else 0
-        for k, (image, part, memory) in enumerate(zip(images, parts, into, strict=True)):
-            try:
-                source = module.CodeStream(image)
-                if part != (0, 0, source.height, source.width):
-                    source = source.get_sub_code_stream(region=module.Region(*part))
-            except RuntimeError:  # The CPU decoder says why.
-                continue
-            sources.append(source)
-            on_host = memory.pixels.device.type == "cpu"
-            targets.append(memory.tensor().numpy() if on_host else _OnDevice(memory, first))
-            numbers.append(k)
+        try:
+            source = module.CodeStream(image)
+            if part != (0, 0, source.height, source.width):
+                source = source.get_sub_code_stream(region=module.Region(*part))
+        except RuntimeError:  # The CPU decoder says why.
+            return None
+        return source
+
+    def decode(self, sources: Sequence[object], into: Sequence[Place], stream: int) -> list[bool]:
         if not sources:
-            return made
+            return []
+        module, pixels = self._module, into[0].pixels
+        if pixels.device.type == "cpu":
+            targets: list[Any] = [place.tensor().numpy() for place in into]
+        else:
+            first = pixels.data_ptr()
+            targets = [_OnDevice(place, first) for place in into]
         wrapped = module.as_images(targets, stream, sample_format=module.SampleFormat.I_RGB)
         done = self._decoder.decode(
-            sources, images=wrapped, params=self._params, cuda_stream=stream
+            list(sources), images=wrapped, params=self._params, cuda_stream=stream
         )
-        for k, image in zip(numbers, done, strict=True):
-            made[k] = image is not None
-        return made
+        return [image is not None for image in done]
 
     def close(self) -> None:
         self._decoder = None

@@ -139,6 +139,7 @@ class _DeviceCrops:
         if room is not None and len(room) < len(image):  # The source has changed.
             room = None
         made = encoded(image, header, recipe.decoder, uniforms.tolist(), name, room)
+        self._maker.codec.prepare(made)
         move = Move(made.shown, recipe.crop.size, recipe.crop.width)
         self._companions[row] = recipe.accompanying(values, move, sample)
         self._encoded[row] = made
