@@ -230,12 +230,31 @@ def _chaos(report: Mapping[str, Json]) -> str:
     return "\n\n".join(tables)
 
 
+def _figures(report: Mapping[str, Json]) -> str:
+    """Tables of all figures and ratios of a report, and what was skipped."""
+    tables = []
+    for key, head in (("figures", ("figure", "of", "value")), ("ratios", ("ratio", "value"))):
+        rows = report.get(key, [])
+        assert isinstance(rows, list)
+        cells = []
+        for row in map(_dict, rows):
+            labels = ", ".join(str(value) for value in _dict(row.get("labels", {})).values())
+            value = f"{spread({side: row[side] for side in ('median', 'min', 'max')})}"
+            name = str(row["name"])
+            unit = str(row.get("unit", ""))
+            cells.append([name, labels, f"{value} {unit}"] if key == "figures" else [name, value])
+        tables.append(_table(head, cells))
+    skipped = [f"- {name}: {why}" for name, why in _dict(report.get("skipped", {})).items()]
+    return "\n\n".join([*tables, *(["Skipped:\n\n" + "\n".join(skipped)] if skipped else [])])
+
+
 _RENDERERS: Final[dict[str, Callable[[Mapping[str, Json]], str]]] = {
     "loader": _loader,
     "peers": _peers,
     "readers": _readers,
     "plan": _plan,
     "chaos": _chaos,
+    "gpu": _figures,
 }
 
 

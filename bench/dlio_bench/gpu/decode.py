@@ -1,7 +1,7 @@
 """Decoding of JPEGs into crops on the device: by the loader's threads, and by nvImageCodec."""
 
-import contextlib
 import importlib.util
+import itertools
 import os
 from collections.abc import Callable
 
@@ -24,30 +24,23 @@ def decode(place: Place, measured: Measured) -> None:
     ways = ["threads", "processes", *(["device"] if is_installed() else [])]
     if "device" not in ways:
         measured.skipped["decode: device"] = f"nvImageCodec is not installed: {REMEDY}"
-    counts: dict[str, dlio.DataLoader] = {}
-    with contextlib.ExitStack() as stack:
-        contenders: dict[str, Callable[[], int]] = {}
-        for name, path in sources.items():
-            for way in ways:
-                data = stack.enter_context(
-                    dlio.open(
-                        path, tiers=tiers_for(payload_bytes(path)), image_size=place.image_size
-                    )
-                )
-                loader = stack.enter_context(loader_of(data, place, way))
-                label = f"{way}, {name}"
-                counts[label] = loader
-                contenders[label] = passes(loader, place)
-        contenders.update(_others(place, measured))
-        rates = rates_in_turn(contenders, place.repeats)
-        for label, loader in counts.items():
+    rates: dict[str, list[float]] = {}
+    for (name, path), way in itertools.product(sources.items(), ways):
+        tiers, label = tiers_for(payload_bytes(path)), f"{way}, {name}"
+        # One after another: a loader that keeps its workers begins its next pass ahead.
+        with (
+            dlio.open(path, tiers=tiers, image_size=place.image_size) as data,
+            loader_of(data, place, way) as loader,
+        ):
+            rates |= rates_in_turn({label: passes(loader, place)}, place.repeats)
             stats = loader.stats()
-            if label.startswith("device"):
-                measured.notes.append(
-                    f"decode, {label}: {stats.get('device_images', 0)} images on the device, "
-                    f"{stats.get('fallbacks', 0)} by the CPU, {stats.get('device_bytes', 0)} bytes "
-                    "sent a pass"
-                )
+        if way == "device":
+            measured.notes.append(
+                f"decode, {label}: {stats.get('device_images', 0)} images on the device, "
+                f"{stats.get('fallbacks', 0)} by the CPU, {stats.get('device_bytes', 0)} bytes "
+                "sent a pass"
+            )
+    rates |= rates_in_turn(_others(place, measured), place.repeats)
     measured.rates("decode", rates)
     for mine, other in (
         ("device, restart rows", "device, files"),

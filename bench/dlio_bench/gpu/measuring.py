@@ -1,5 +1,6 @@
 """Parts that the cases of `dlio bench gpu` share: settings, rates, reasons to skip."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ import torch
 from dlio import DataLoader
 from dlio_bench.results.values import Figure, Ratio
 
-__all__ = ["Measured", "Place", "passes", "rates_in_turn", "tiers_for"]
+__all__ = ["Measured", "Place", "passes", "rates_in_turn", "repeated", "tiers_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,27 @@ def rates_in_turn(
             count = contenders[name]()
             rates[name].append(count / (time.perf_counter() - began))
     return rates
+
+
+def repeated(place: Place, batches: int) -> str:
+    """Return a folder with the images for so many batches: the source, or one of links to its
+    images under several names."""
+    names = [
+        os.path.join(folder, name)
+        for folder, _, files in os.walk(place.source)
+        for name in files
+        if name.lower().endswith((".jpg", ".jpeg"))
+    ]
+    times = -(-batches * place.batch_size // max(1, len(names)))
+    if times <= 1:
+        return place.source
+    made = os.path.join(place.scratch, "repeated")
+    for path in names:
+        inside, name = os.path.split(os.path.relpath(path, place.source))
+        os.makedirs(os.path.join(made, inside), exist_ok=True)
+        for number in range(times):
+            os.symlink(os.path.abspath(path), os.path.join(made, inside, f"{number}-{name}"))
+    return made
 
 
 def tiers_for(size: int) -> str:
