@@ -1,4 +1,4 @@
-"""What is made from the sources is not among them."""
+"""No file that is made from the sources is tracked."""
 
 import shutil
 import subprocess

@@ -190,19 +190,19 @@ class _ManyCachedCrops(_CachedCrops):
     whole = False
 
     def take_cached_many(self, slots: list[int]) -> tuple[list[int], float]:
-        rest, found, images = [], [], []
+        rest, there, images = [], [], []
         for slot in slots:
             decoded = self._cache.get(int(self._samples[slot]))
             if decoded is None:
                 rest.append(slot)
                 continue
-            found.append(slot)
+            there.append(slot)
             images.append(decoded[0])
             self._companions[slot] = decoded[1]
         finish_all(
             self._recipe.decoder,
             images,
-            [self._uniforms[slot] for slot in found],
-            [self._images[slot] for slot in found],
+            [self._uniforms[slot] for slot in there],
+            [self._images[slot] for slot in there],
         )
-        return rest, len(found) * self._cache.saves_s
+        return rest, len(there) * self._cache.saves_s

@@ -1,4 +1,4 @@
-"""What the pipeline knows of batches in the making: their slots, their makers, their memory.
+"""Batches in the making, as the pipeline knows them: their slots, their makers, their memory.
 
 Some abilities of slots are optional, and used where they are there: `ManySlots` make several
 samples at a time, `CachedSlots` and `ManyCachedSlots` take samples from a tier of decoded images,

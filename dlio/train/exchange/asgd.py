@@ -18,7 +18,9 @@ itself when they were sent, by the clocks of both. Clocks of nodes that differ b
 cost some of this, no more (`dlio doctor` compares them).
 
 A rank adapts how often it sends ("communication load balancing"): its interval shrinks when its
-queue is below a set point and doubles when it is not.
+queue is below a set point and grows when it is not, so that the queue is full half of the time. It
+sends only to ranks that have taken its last message: a slow rank takes a few in each of its steps,
+and if the others waited for it, they would exchange as seldom with each other as with it.
 
 A message is a notice of 32 bytes (the sender's step, version of the parameters' shapes, bytes that
 follow, time), then the weights. A receiver keeps a receive posted for each rank's notice, and
@@ -55,8 +57,10 @@ __all__ = ["Asgd"]
 
 _NOTICE: Final = 1
 _WEIGHTS: Final = 2
-_QUEUE: Final = 2
-"""Set point of the queue: messages of this rank that have not left."""
+_QUEUE_BYTES: Final = 256 << 20
+"""Set point of the queue: bytes of messages that have not left, one to each receiver."""
+_SHRINKS: Final = 0.8
+"""Factor of the interval while the queue is below its set point."""
 _MAILBOX: Final = 2
 """Messages received at a time."""
 _LONGEST: Final = 64
@@ -70,6 +74,7 @@ _CLOSE_TIMEOUT_S: Final = 10.0
 class _Sent:
     """An outgoing message and its memory."""
 
+    peer: int
     requests: list[Request]
     memory: npt.NDArray[np.uint8]
     notice: npt.NDArray[np.int64]
@@ -398,15 +403,25 @@ class Asgd:
         if self._steps < self._interval:
             return False
         self._steps = 0
-        if len(self._sends) >= _QUEUE:
-            self._interval = min(_LONGEST, 2 * self._interval)
+        if len(self._sends) >= self._most or not self._ready():
+            self._interval = min(_LONGEST, self._interval / _SHRINKS)
             return False
-        self._interval = max(1.0, 0.9 * self._interval)
+        self._interval = max(1.0, _SHRINKS * self._interval)
         return True
 
+    @property
+    def _most(self) -> int:
+        """Set point of the queue, in messages."""
+        return max(2, _QUEUE_BYTES // max(1, self._longest))
+
+    def _ready(self) -> list[int]:
+        """Return the ranks that have taken this rank's last message."""
+        under_way = {sent.peer for sent in self._sends}
+        return [peer for peer in self._peers if peer not in under_way]
+
     def _send(self) -> None:
-        """Send the weights to a random rank."""
-        peer = self._random.choice(self._peers)
+        """Send the weights to a random one of those that are ready."""
+        peer = self._random.choice(self._ready())
         memory = self._out.pop() if self._out else np.empty(self._longest, np.uint8)
         used = self._longest
         if self._codec is None:
@@ -419,6 +434,6 @@ class Asgd:
             self._comm.isend(notice.view(np.uint8), peer, _NOTICE),
             self._comm.isend(memory[:used], peer, _WEIGHTS),
         ]
-        self._sends.append(_Sent(requests, memory, notice))
+        self._sends.append(_Sent(peer, requests, memory, notice))
         self._messages += 2
         self._bytes += used + notice.nbytes

@@ -202,12 +202,34 @@ class _Alone(SingleCommunicator):
         return _Never()
 
 
+class _Gone:
+    def done(self) -> bool:
+        return True
+
+    def cancel(self) -> bool:
+        return False
+
+
 class _Never:
     def done(self) -> bool:
         return False
 
     def cancel(self) -> bool:
         return True
+
+
+class _Deaf(_Alone):
+    """One of four ranks, of which the first other one takes no message."""
+
+    size = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = dict.fromkeys(range(1, 4), 0)
+
+    def isend(self, data: object, dest: int, tag: int) -> Request:
+        self.sent[dest] += tag == 2
+        return _Never() if dest == 1 else _Gone()
 
 
 def _setting() -> Setting:
@@ -273,5 +295,17 @@ def test_asgd_sends_less_often_when_its_queue_is_full() -> None:
         exchange.before_step()
         exchange.after_step()
     counts = exchange.statistics()
-    assert counts["messages"] == 2 * 2  # Two notices, two sends of weights; none is complete.
+    assert counts["messages"] == 2  # A notice and weights to the only other rank, not complete.
     assert counts["interval"] == 64
+
+
+def test_asgd_sends_on_next_to_a_rank_that_takes_nothing() -> None:
+    model = nn.Linear(2, 1)
+    comm = _Deaf()
+    exchange = Asgd(trainable(model), Setting(parse_exchange("asgd"), comm, np.zeros(4, np.int32)))
+    for _ in range(300):
+        exchange.before_step()
+        exchange.after_step()
+    assert comm.sent[1] == 1
+    assert comm.sent[2] + comm.sent[3] == 299
+    assert exchange.statistics()["interval"] == 1
