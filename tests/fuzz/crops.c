@@ -12,6 +12,9 @@ int dlio_jpeg_shape(const uint8_t *data, size_t size, int64_t shape[4]);
 int dlio_jpeg_crop(const uint8_t *data, size_t size, const int64_t box[4], uint8_t *memory,
                    size_t memory_size, uint8_t *out, size_t out_size, int is_portable);
 
+int dlio_jpeg_ends(const uint8_t *data, size_t size, size_t scan, size_t restarts);
+void dlio_crops(int64_t *tasks, size_t count, uint8_t *memory, size_t memory_size, uint8_t *pixels,
+                size_t pixels_size, uint8_t *sums, size_t sums_size);
 int dlio_resize(const uint8_t *pixels, size_t pitch, const int64_t sizes[6], uint8_t *memory,
                 size_t memory_size, uint8_t *out);
 
@@ -35,6 +38,22 @@ static void resize(size_t height, size_t width) {
     free(pixels), free(work), free(out);
 }
 
+/* Decode a crop and resize it by one call, into memory of exactly its size. */
+static void together(const uint8_t *data, size_t size, const int64_t box[4], uint8_t *work,
+                     size_t memory, uint8_t *pixels, size_t count, int refused) {
+    int64_t rows = 1 + (int64_t)draw(60), columns = 1 + (int64_t)draw(60);
+    size_t sums_size = (size_t)columns * 40 + 64;
+    uint8_t *out = malloc((size_t)(rows * columns) * 3), *sums = malloc(sums_size);
+    int64_t task[13] = {(int64_t)(uintptr_t)data, (int64_t)size, 0, box[0], box[1], box[2], box[3],
+                        rows, columns, (int64_t)draw(2), (int64_t)draw(2), (int64_t)(uintptr_t)out, 9};
+    dlio_crops(task, 1, work, memory, pixels, count + ROOM, sums, sums_size);
+    if (refused && task[12] != refused) {
+        fprintf(stderr, "together: %d, not %d\n", (int)task[12], refused);
+        abort();
+    }
+    free(out), free(sums);
+}
+
 /* Returns 0 if a crop was decoded. */
 static int once(const uint8_t *data, size_t size) {
     int64_t shape[4], box[4];
@@ -56,6 +75,7 @@ static int once(const uint8_t *data, size_t size) {
         fprintf(stderr, "the builds differ: %d and %d\n", refused[0], refused[1]);
         abort();
     }
+    together(data, size, box, work, memory, out[0], count, refused[0]);
     free(work), free(out[0]), free(out[1]);
     return refused[0];
 }
@@ -86,6 +106,7 @@ int main(int count, char **names) {
             *at = draw(2) ? *at ^ (uint8_t)(1 << draw(8)) : draw(3) ? (uint8_t)draw(256) : 0xff;
         }
         decoded += !once(data, kept);
+        dlio_jpeg_ends(data, kept, draw(kept + 2), draw(4));
         resize(1 + draw(70), 1 + draw(70));
         free(data);
     }
