@@ -341,7 +341,11 @@ class Pipeline:
                 batch.failed[slot] = error
         read = time.perf_counter()
         samples = batch.step.samples[small].tolist()
-        failed, transforming = many.make_many(small, samples, payloads)
+        transforming = 0.0
+        try:
+            failed, transforming = many.make_many(small, samples, payloads)
+        except Exception as error:
+            failed = dict.fromkeys(small, error)
         batch.failed.update(failed)
         _add_made(spent, time.perf_counter() - read, transforming)
         for slot, size in zip(slots, sizes.tolist(), strict=True):
