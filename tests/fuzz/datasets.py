@@ -48,6 +48,17 @@ def _as_it_is(data: bytes) -> bytes:
     return data
 
 
+_folders: list[Path] = []
+
+
+@atexit.register
+def remove() -> None:
+    """Remove the data sets. Tests call it: their processes may end without it."""
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
+    _dataset.cache_clear()
+
+
 class Dataset:
     """A sound data set, of which one file is replaced by each input.
 
@@ -59,7 +70,7 @@ class Dataset:
 
     def __init__(self, make: Make, victim: str, seal: Seal = _as_it_is) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="dlio-fuzz-"))
-        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+        _folders.append(self._folder)
         self._ask: Ask = make(self._folder)
         self._victim = min(self._folder.glob(victim))
         self._seal = seal

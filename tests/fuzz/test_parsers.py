@@ -1,6 +1,7 @@
 """Damaged and made-up bytes give errors of ours: no crash, no hang, no memory beyond the input."""
 
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.errors import SourceError
+from tests.fuzz.datasets import remove
 from tests.fuzz.parsers import OF_BYTES, PARSERS, sound, survives
 
 SOUND = sound()
+remove()  # Processes that only collect the tests make the data sets, too.
 CORPUS = Path(__file__).parent / "corpus"
 _BOUND = 8 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_leftovers() -> Iterator[None]:
+    yield
+    remove()
 
 
 @pytest.mark.parametrize("name", PARSERS)
