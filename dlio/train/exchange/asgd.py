@@ -23,10 +23,11 @@ sends only to ranks that have taken its last message: a slow rank takes a few in
 and if the others waited for it, they would exchange as seldom with each other as with it.
 
 A message is a notice of 32 bytes (the sender's step, version of the parameters' shapes, bytes that
-follow, time), then the weights. A receiver keeps a receive posted for each rank's notice, and
-receives a few messages' weights at a time. Messages are two-sided, so that a dead rank blocks no
-other. After neurons were cut, messages of an older version are dropped. After a loss all messages
-under way are dropped, and nothing waits for the lost rank.
+follow, time), then the weights. A receiver keeps a receive posted for each rank's notice, and for
+its weights where that takes little memory: a message is there at the receiver's next step then.
+Otherwise it receives a few messages' weights at a time, each a step after its notice. Messages are
+two-sided, so that a dead rank blocks no other. After neurons were cut, messages of an older version
+are dropped. After a loss all messages under way are dropped, and nothing waits for the lost rank.
 """
 
 import random
@@ -62,7 +63,9 @@ _QUEUE_BYTES: Final = 256 << 20
 _SHRINKS: Final = 0.8
 """Factor of the interval while the queue is below its set point."""
 _MAILBOX: Final = 2
-"""Messages received at a time."""
+"""Messages received at a time, if not of all ranks."""
+_AHEAD_BYTES: Final = 64 << 20
+"""Most memory for the weights of all other ranks, to receive them without waiting for a notice."""
 _LONGEST: Final = 64
 """Maximum interval in steps between two messages."""
 _PART: Final = 1 << 15
@@ -78,6 +81,14 @@ class _Sent:
     requests: list[Request]
     memory: npt.NDArray[np.uint8]
     notice: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Posted:
+    """A receive of weights, and its memory."""
+
+    request: Request
+    memory: npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +126,14 @@ class Asgd:
         """Weights after the last merge."""
         self._started = False
         self._trail = Trail()
-        self._spare = [np.empty(self._longest, np.uint8) for _ in range(_MAILBOX)]
+        self._posted: dict[int, _Posted] = {}
+        """Receives of weights that were begun before their notices came."""
+        others = len(self._named) and comm.size - 1
+        self._ahead = 0 < others * self._longest <= _AHEAD_BYTES
+        # Messages get shorter when neurons are cut, and longer ones may still be under way.
+        self._room = self._longest
+        count = 2 * others if self._ahead else _MAILBOX
+        self._spare = [np.empty(self._longest, np.uint8) for _ in range(count)]
         self._out: list[npt.NDArray[np.uint8]] = []
         self._sends: list[_Sent] = []
         self._arriving: list[_Arriving] = []
@@ -226,10 +244,12 @@ class Asgd:
         self.hearing.settle(reports)
         arriving = [each.request for each in self._arriving]
         leaving = [request for sent in self._sends for request in sent.requests]
-        await_end([*self._expected.values(), *arriving, *leaving])
+        posted = [each.request for each in self._posted.values()]
+        await_end([*self._expected.values(), *posted, *arriving, *leaving])
         self._spare += [each.memory for each in self._arriving]
         self._out += [sent.memory for sent in self._sends if len(sent.memory) == self._longest]
-        self._arriving, self._sends = [], []
+        self._spare += [each.memory for each in self._posted.values()]
+        self._arriving, self._sends, self._posted = [], [], {}
         self._listen_to_all()
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -272,7 +292,8 @@ class Asgd:
         for peer, request in self._expected.items():
             if not request.cancel():
                 leave(request, self._notices[peer])
-        for each in self._arriving:
+        receives: list[_Arriving | _Posted] = [*self._arriving, *self._posted.values()]
+        for each in receives:
             if not each.request.cancel():
                 leave(each)
         for sent in self._sends:
@@ -294,6 +315,11 @@ class Asgd:
             time.sleep(0.0002)
 
     def _listen(self, peer: int) -> Request:
+        if self._ahead:
+            # Ranks that join later are more than there were at first.
+            memory = self._spare.pop() if self._spare else np.empty(self._room, np.uint8)
+            request = self._comm.irecv(memory[: self._room], peer, _WEIGHTS)
+            self._posted[peer] = _Posted(request, memory)
         return self._comm.irecv(self._notices[peer].view(np.uint8), peer, _NOTICE)
 
     def _read(self) -> None:
@@ -315,13 +341,19 @@ class Asgd:
 
     def _collect(self) -> list[_Arriving]:
         """Return arrived messages; post receives for announced ones."""
+        whole = []
         for peer, request in list(self._expected.items()):
-            if request.done():
+            posted = self._posted.get(peer)
+            if request.done() and (posted is None or posted.request.done()):
                 self._heard[peer] += 1
                 step, version, count, sent_ns = self._notices[peer].tolist()
-                self._waiting.append((peer, step, version, count, sent_ns))
+                if posted is None:
+                    self._waiting.append((peer, step, version, count, sent_ns))
+                else:
+                    about = peer, step, version, posted.memory, count, sent_ns
+                    whole.append(_Arriving(posted.request, *about))
                 self._expected[peer] = self._listen(peer)
-        arrived = [each for each in self._arriving if each.request.done()]
+        arrived = whole + [each for each in self._arriving if each.request.done()]
         self._arriving = [each for each in self._arriving if each not in arrived]
         while self._waiting and self._spare and len(self._arriving) < _MAILBOX:
             notice, memory = self._waiting.pop(0), self._spare.pop(0)

@@ -367,6 +367,13 @@ class _Never(_Message):
         return False
 
 
+class _Later(_Message):
+    is_there = False
+
+    def done(self) -> bool:
+        return self.is_there
+
+
 class _Mailbox(SingleCommunicator):
     """Two ranks; the other one's messages are put into `mail` by hand."""
 
@@ -377,6 +384,7 @@ class _Mailbox(SingleCommunicator):
         self._announced: list[np.ndarray] = []
         self.notices: list[list[int]] = []
         self._listening: object = None
+        self._early: list[tuple[np.ndarray, _Later]] = []
 
     def deliver(self, version: int, weights: torch.Tensor) -> None:
         """Put weights of the other rank into the mail."""
@@ -391,8 +399,16 @@ class _Mailbox(SingleCommunicator):
                 return _Never()
             notice, message = self.mail.pop(0)
             array[:] = notice.view(np.uint8)
-            self._announced.append(message)
+            if self._early:
+                memory, request = self._early.pop(0)
+                memory[: len(message)] = message
+                request.is_there = True
+            else:
+                self._announced.append(message)
             return _Message()
+        if not self._announced:
+            self._early.append((array, _Later()))
+            return self._early[-1][1]
         message = self._announced.pop(0)
         assert len(array) == len(message), "a message is received at its own length"
         array[:] = message
@@ -404,7 +420,9 @@ class _Mailbox(SingleCommunicator):
         return _Message()
 
 
-def test_asgd_drops_messages_of_another_layout() -> None:
+@pytest.mark.parametrize("ahead", [0, 1 << 20])
+def test_asgd_drops_messages_of_another_layout(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlio.train.exchange.asgd._AHEAD_BYTES", ahead)
     net = make_net()
     comm = _Mailbox()
     whole = sum(p.numel() for p in net.parameters())
