@@ -14,7 +14,7 @@ import torch
 
 import dlio
 from dlio.errors import DecodeError, DlioError, SourceError, UsageError
-from dlio.loader.planned.slots import BatchMemory
+from dlio.loader.planned.crop_maker import BatchMemory
 from dlio.loader.streams import Pinned
 from dlio.util.shared import SharedFolder
 

@@ -1,8 +1,8 @@
-"""Batches of images, as crops that the loader's threads decode."""
+"""Batches of images, as crops that the loader's threads decode, and the memory of batches."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +12,40 @@ from dlio.data.schema import Buffer
 from dlio.image.together import finish_all
 from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.planned.pairs import Pairs, decode_partners
-from dlio.loader.planned.slots import BatchMemory, Slots
+from dlio.loader.planned.slots import Slots
 from dlio.loader.recipe import Recipe
-from dlio.loader.streams import Pinned
+from dlio.loader.streams import Pinned, pinned_memory
 from dlio.storage.decoded import DecodedTier
+from dlio.util.pool import Pool
 
-__all__ = ["CropMaker"]
+__all__ = ["BatchMemory", "CropMaker"]
+
+_MOST_SPARE: Final = 64
+"""Spare batches that are kept, more than are ever under way together."""
+
+
+class BatchMemory:
+    """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
+
+    Args:
+        shape: of one batch.
+        pinned: page-locked or not, and whose copies to a GPU they wait for.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, pinned: Pinned) -> None:
+        self._shape = shape
+        self._dtype = np.dtype(dtype)
+        self._bytes = math.prod(shape) * self._dtype.itemsize
+        self._pinned = pinned
+        in_pool = pinned is Pinned.IN_POOL
+        self._pool = Pool(_MOST_SPARE, allocate=pinned_memory if in_pool else None)
+
+    def take(self) -> npt.NDArray[Any]:
+        """Return an uninitialised array; its memory comes back with its last tensor or view."""
+        if self._pinned is Pinned.BY_TORCH:
+            kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
+            return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
+        return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
 
 
 class CropMaker:

@@ -23,6 +23,7 @@ from dlio.loader.device import target_of
 from dlio.loader.feed import Begun, Feed, Stats
 from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass, PlannedPass
+from dlio.loader.planned.crop_maker import CropMaker
 from dlio.loader.planned.device_maker import DeviceMaker
 from dlio.loader.planned.makers import maker_for
 from dlio.loader.planned.pairs import Pairing
@@ -289,7 +290,10 @@ def _on_host(
     tier = _device_tier(options, mounted)
     if tier is not None:
         return TierMaker(recipe, batch_size, pinned, tier, decoded)
-    return maker_for(recipe, batch_size, collate, options.collates_by_default, pinned, decoded)
+    default = options.collates_by_default
+    if recipe.crops:
+        return CropMaker(recipe, batch_size, None if default else collate, pinned, decoded)
+    return maker_for(recipe, batch_size, collate, default, pinned)
 
 
 def _pinned(options: LoaderOptions) -> Pinned:

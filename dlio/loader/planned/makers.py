@@ -15,12 +15,11 @@ from torch.utils._pytree import tree_map
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
-from dlio.loader.planned.crop_maker import CropMaker
+from dlio.loader.planned.crop_maker import BatchMemory
 from dlio.loader.planned.pairs import Pairs
-from dlio.loader.planned.slots import BatchMemory, Maker, Slots
+from dlio.loader.planned.slots import Maker, Slots
 from dlio.loader.recipe import Recipe
 from dlio.loader.streams import Pinned
-from dlio.storage.decoded import DecodedTier
 
 __all__ = ["ArrayMaker", "SampleMaker", "maker_for"]
 
@@ -34,17 +33,13 @@ def maker_for(
     collate: CollateFn,
     default: bool,
     pinned: Pinned,
-    decoded: DecodedTier | None = None,
 ) -> Maker:
-    """Choose the maker for a data set.
+    """Choose the maker for a data set whose samples are not crops of images.
 
     Args:
         collate: of the loader; `default` is True if it is torch's own.
         pinned: kind of the batches' memory.
-        decoded: tier of decoded images.
     """
-    if recipe.crops:
-        return CropMaker(recipe, batch_size, None if default else collate, pinned, decoded)
     if default and recipe.is_plain and _is_arrays(recipe.reader.schema):
         return ArrayMaker(recipe, batch_size, pinned)
     if default and recipe.ragged:

@@ -1,4 +1,4 @@
-"""Batches in the making, as the pipeline knows them: their slots, their makers, their memory.
+"""Batches in the making, as the pipeline knows them: their slots and their makers.
 
 Some abilities of slots are optional, and used where they are there: `ManySlots` make several
 samples at a time, `CachedSlots` and `ManyCachedSlots` take samples from a tier of decoded images,
@@ -6,22 +6,17 @@ samples at a time, `CachedSlots` and `ManyCachedSlots` take samples from a tier 
 together.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from dlio.data.schema import Buffer
 from dlio.loader.contract import BatchData
 from dlio.loader.planned.pairs import Pairs
-from dlio.loader.streams import Pinned, pinned_memory
-from dlio.util.pool import Pool
 
 __all__ = [
-    "BatchMemory",
     "CachedSlots",
     "DirectSlots",
     "Maker",
@@ -30,33 +25,6 @@ __all__ = [
     "SettledSlots",
     "Slots",
 ]
-
-_MOST_SPARE: Final = 64
-"""Spare batches that are kept, more than are ever under way together."""
-
-
-class BatchMemory:
-    """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
-
-    Args:
-        shape: of one batch.
-        pinned: page-locked or not, and whose copies to a GPU they wait for.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, pinned: Pinned) -> None:
-        self._shape = shape
-        self._dtype = np.dtype(dtype)
-        self._bytes = math.prod(shape) * self._dtype.itemsize
-        self._pinned = pinned
-        in_pool = pinned is Pinned.IN_POOL
-        self._pool = Pool(_MOST_SPARE, allocate=pinned_memory if in_pool else None)
-
-    def take(self) -> npt.NDArray[Any]:
-        """Return an uninitialised array; its memory comes back with its last tensor or view."""
-        if self._pinned is Pinned.BY_TORCH:
-            kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
-            return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
-        return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
 
 
 class Slots(Protocol):

@@ -22,8 +22,9 @@ from dlio.errors import UsageError
 from dlio.image.boxes import NUMBERS, boxes_of
 from dlio.image.device.crops import crop_batch
 from dlio.loader.contract import BatchData
+from dlio.loader.planned.crop_maker import BatchMemory
 from dlio.loader.planned.pairs import Pairs, decode_partners
-from dlio.loader.planned.slots import BatchMemory, Slots
+from dlio.loader.planned.slots import Slots
 from dlio.loader.recipe import Recipe
 from dlio.loader.streams import Pinned, pinned_memory
 from dlio.storage.decoded import DecodedTier
