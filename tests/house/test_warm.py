@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_processes_that_dlio_starts_are_forks() -> None:
     assert command[-2:] == ["-m", "dlio.cli.rank"]
     done = _run(command[:-2], "import sys; print('dlio.train.trainer' in sys.modules)")
     assert done.stdout == "True\n", done.stderr
+
+
+def test_the_server_outlives_clients_that_are_killed() -> None:
+    for k in range(30):
+        client = subprocess.Popen([sys.executable, "-P", "-c", "import time; time.sleep(60)"])
+        with suppress(subprocess.TimeoutExpired):
+            client.wait(0.002 * k)
+        client.kill()
+        client.wait(60)
+    test_processes_that_dlio_starts_are_forks()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

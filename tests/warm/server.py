@@ -123,7 +123,13 @@ def _serve(listener: socket.socket) -> _Command | None:
                         _leave(selector, children, connection)
                         return command
                     _close(command.streams)
-                    connection.sendall(b"A")
+                    try:
+                        connection.sendall(b"A")
+                    except OSError:  # The client was killed meanwhile; so is what it asked for.
+                        os.kill(child, signal.SIGKILL)
+                        os.waitpid(child, 0)
+                        connection.close()
+                        continue
                     watch = os.pidfd_open(child)
                     children[connection] = (child, watch)
                     selector.register(connection, selectors.EVENT_READ)
