@@ -100,7 +100,7 @@ def test_markers_are_found_with_and_without_the_library(monkeypatch: pytest.Monk
         images.append(bytes(image[: len(image) - k % 5]))
     frames = [parse_frame(image) for image in images]
     readable = [(image, frame) for image, frame in zip(images, frames, strict=True) if frame]
-    found = [encoded_module._has_its_markers(*each) for each in readable]
+    complete = [encoded_module._has_its_markers(*each) for each in readable]
 
     class Without:
         @staticmethod
@@ -108,5 +108,5 @@ def test_markers_are_found_with_and_without_the_library(monkeypatch: pytest.Monk
             return None
 
     monkeypatch.setattr(encoded_module, "native", Without)
-    assert [encoded_module._has_its_markers(*each) for each in readable] == found
-    assert 40 < sum(found) < 360
+    assert [encoded_module._has_its_markers(*each) for each in readable] == complete
+    assert 40 < sum(complete) < 360
