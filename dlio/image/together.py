@@ -34,8 +34,8 @@ def decode_all(
     alone = list(range(len(images)))
     library = None if decoder.kept or decoder.crop.crops > 1 else _library()
     if library is not None:
-        cuts: list[native.Cut] = []
-        numbers, alone = [], []
+        cuts: dict[int, native.Cut] = {}
+        alone = []
         for k, image in enumerate(images):
             try:
                 cut = _cut(library, decoder, image, names[k], uniforms[k], outs[k])
@@ -44,13 +44,9 @@ def decode_all(
                 continue
             if cut is None:
                 alone.append(k)
-                continue
-            shown[k] = cut[1]
-            cuts.append(cut[0])
-            numbers.append(k)
-        if cuts:
-            made = library.crops(cuts)
-            alone += [k for k, is_made in zip(numbers, made, strict=True) if not is_made]
+            else:
+                cuts[k], shown[k] = cut
+        alone += _refused(library, cuts)
     for k in alone:
         try:
             shown[k] = decoder.decode(images[k], names[k], uniforms[k], outs[k])
@@ -70,20 +66,26 @@ def finish_all(
     alone = list(range(len(images)))
     library = _library() if crop.train and crop.crops == 1 else None
     if library is not None:
-        cuts, numbers, alone = [], [], []
+        cuts: dict[int, native.Cut] = {}
+        alone = []
         for k, pixels in enumerate(images):
             box = crop.box(pixels.shape[0], pixels.shape[1], uniforms[k].tolist())
             if decoder.factor(box) > 1 or pixels.strides[1:] != (3, 1):
                 alone.append(k)
                 continue
             place = box.top, box.left, box.height, box.width
-            cuts.append(native.Cut(pixels, None, *place, box.flip, box.upend, outs[k]))
-            numbers.append(k)
-        if cuts:
-            made = library.crops(cuts)
-            alone += [k for k, is_made in zip(numbers, made, strict=True) if not is_made]
+            cuts[k] = native.Cut(pixels, None, *place, box.flip, box.upend, outs[k])
+        alone += _refused(library, cuts)
     for k in alone:
         decoder.finish(images[k], uniforms[k], outs[k])
+
+
+def _refused(library: native.Library, cuts: dict[int, native.Cut]) -> list[int]:
+    """Make crops by one call; return the numbers of those that have to be made otherwise."""
+    if not cuts:
+        return []
+    made = library.crops(list(cuts.values()))
+    return [k for k, is_made in zip(cuts, made, strict=True) if not is_made]
 
 
 def _library() -> native.Library | None:

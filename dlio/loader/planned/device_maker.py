@@ -135,20 +135,20 @@ class _DeviceCrops:
             self._ready[row] = crop
             self._maker.by_cpu([name])
             return
-        room = self._room(row)
-        if room is not None and len(room) < len(image):  # The source has changed.
-            room = None
+        room = self._room(row, len(image))
         made = encoded(image, header, recipe.decoder, uniforms.tolist(), name, room)
         self._maker.codec.prepare(made)
         move = Move(made.shown, recipe.crop.size, recipe.crop.width)
         self._companions[row] = recipe.accompanying(values, move, sample)
         self._encoded[row] = made
 
-    def _room(self, row: int) -> memoryview | None:
-        """Return memory for the bytes of a sample; None for partners."""
+    def _room(self, row: int, size: int) -> memoryview | None:
+        """Return memory for the bytes of a sample; None for partners, and for a sample that has
+        become larger in its source."""
         if row >= len(self._ends):
             return None
-        return self._coded[self._ends[row - 1] if row else 0 : self._ends[row]]
+        room = self._coded[self._ends[row - 1] if row else 0 : self._ends[row]]
+        return room if len(room) >= size else None
 
     def settle(self, intact: Sequence[int]) -> dict[int, Exception]:
         """Decode the batch; return the errors of slots.

@@ -234,8 +234,8 @@ class Pipeline:
             self._shuffle.check()
 
     def _run(self, number: int) -> None:
-        scratch = None if self._work.maker.owns_payloads else Scratch()
         own = [Scratch() for _ in range(_SAMPLES_A_TASK)]
+        scratch = None if self._work.maker.owns_payloads else own[0]
         while not self._workers.stopping.is_set():
             _, _, batch, slots = self._queue.get()
             if batch is None:
@@ -348,9 +348,8 @@ class Pipeline:
             failed = dict.fromkeys(small, error)
         batch.failed.update(failed)
         _add_made(spent, time.perf_counter() - read, transforming)
-        for slot, size in zip(slots, sizes.tolist(), strict=True):
-            if size > _LARGE_BYTES:
-                self._make_each(batch, [slot], None, spent)
+        large = [slot for slot, size in zip(slots, sizes, strict=True) if size > _LARGE_BYTES]
+        self._make_each(batch, large, scratch[0], spent)
 
     def _payload(
         self, step: Step, slot: int, scratch: Scratch | None, spent: dict[str, float]
