@@ -15,6 +15,10 @@ a period in steps and a rule for merging received values. The presets name publi
 Behind the steps, `diloco` and `noloco` take the `rate` and `momentum` of their outer optimizer:
 `diloco(32,rate=0.7,momentum=0.9)` has those of its paper.
 
+`noloco(1)+adaptive` and `noloco(3)+onebit` exchange often, with small messages: differences to a
+copy of weights that both ranks of a pair have, after CHOCO-SGD (arXiv 1902.00340). They have no
+outer momentum, but a momentum of what brings ranks together, of which `consensus` is the size.
+
 With a compressor, `diloco` is SparseLoCo (arXiv 2508.15706), with error feedback. What `threshold`
 sends is so little that the residual, which decays, takes the place of the outer momentum.
 
@@ -42,6 +46,8 @@ COMPRESSORS: Final = ("onebit", "ternary", "threshold", "adaptive", "int8", "bf1
 _PATTERN: Final = re.compile(r"([a-z-]+)(?:\(([^)]*)\))?(?:\+([a-z0-9]+))?")
 _SPARSE: Final = ("onebit", "ternary", "threshold", "adaptive")
 """Compressors that defer most of a message to the residual: for sums, not for weights."""
+_TAKES_DIFFERENCES: Final = ("onebit", "ternary", "adaptive")
+"""Those that noloco sends differences with. `threshold` adapts its level too slowly to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,8 @@ class ExchangeSpec:
     """Learning rate of the outer optimizer."""
     momentum: float = 0.0
     """Momentum of the outer optimizer."""
+    consensus: float = 0.0
+    """How far momentum carries a rank towards its partner, over the move of an exchange."""
 
     @property
     def alike(self) -> bool:
@@ -99,7 +107,7 @@ class ExchangeSpec:
     def __str__(self) -> str:
         text = self.preset
         if self.preset in _RHYTHMS:
-            usual = _RHYTHMS[self.preset]
+            usual = _OF_DIFFERENCES if self.payload == "difference" else _RHYTHMS[self.preset]
             more = [
                 f"{name}={getattr(self, name)!r}"
                 for name in _ARGUMENTS[self.preset]
@@ -135,6 +143,7 @@ class _Rhythm:
     fragments: int = 1
     rate: float = 1.0
     momentum: float = 0.0
+    consensus: float = 0.0
 
 
 _RHYTHMS: Final = {
@@ -145,20 +154,24 @@ _RHYTHMS: Final = {
 """Defaults of the presets that take steps. The outer rates and momenta differ from those of the
 papers, 0.7 with 0.5 and 0.7 with 0.9: they were found together with the learning rate of local
 steps, see `TrainConfig.peak_lr`."""
+_OF_DIFFERENCES: Final = _Rhythm(1, consensus=1.2)
+"""Defaults of `noloco` with a compressor of differences."""
 _ARGUMENTS: Final = {
-    "noloco": ("rate", "momentum"),
+    "noloco": ("rate", "momentum", "consensus"),
     "local-sgd": ("fragments",),
     "diloco": ("fragments", "rate", "momentum"),
 }
 """What may follow the steps."""
 _DECAY: Final = 0.95
+_MOST_CONSENSUS: Final = 4
+"""Ranks swing about their mean well before it."""
 _GOSSIP: Final = ("dissemination", "hypercube", "gradient", "flat")
 """Arguments of gossip, separated by commas."""
 NAMES: Final = tuple(_PRESETS)
 USAGE: Final = (
     f"choose one of {', '.join(NAMES)}; gossip(hypercube), gossip(gradient), gossip(flat), "
-    "noloco(STEPS), local-sgd(STEPS), diloco(STEPS,fragments=NUMBER,rate=R,momentum=M); and behind "
-    "it, with a +, one of "
+    "noloco(STEPS,rate=R,momentum=M,consensus=C), local-sgd(STEPS,fragments=NUMBER), "
+    "diloco(STEPS,fragments=NUMBER,rate=R,momentum=M); and behind it, with a +, one of "
     f"{', '.join(COMPRESSORS)}"
 )
 
@@ -176,8 +189,10 @@ def parse_exchange(text: str) -> ExchangeSpec:
     payload, topology, merge = _PRESETS[name]
     flat = False
     rhythm = _Rhythm()
+    differences = name == "noloco" and compressor in _TAKES_DIFFERENCES
     if name in _RHYTHMS:
-        rhythm = _rhythm(text, name, argument)
+        usual = _OF_DIFFERENCES if differences else _RHYTHMS[name]
+        rhythm = _rhythm(text, name, argument, usual)
     elif argument is not None:
         kinds = [kind.strip() for kind in argument.split(",")]
         if name != "gossip" or not set(kinds) <= set(_GOSSIP):
@@ -194,13 +209,13 @@ def parse_exchange(text: str) -> ExchangeSpec:
         if payload == "weight" and compressor in _SPARSE:
             if name == "gossip":
                 payload = "delta"  # Most changes are nearly zero; most weights never are.
-            elif name == "noloco" and compressor == "onebit":
+            elif differences:
                 payload, topology = "difference", "fixed-pairs"
             else:
                 raise UsageError(
                     f"exchange {text!r}: {name} sends whole weights, of which {compressor} would "
                     "send only a small part: choose bf16, fp16 or int8"
-                    + (", or onebit" if name == "noloco" else "")
+                    + (f", or {', '.join(_TAKES_DIFFERENCES)}" if name == "noloco" else "")
                 )
         if merge == "outer" and compressor == "threshold":
             if argument is not None and ("rate" in argument or "momentum" in argument):
@@ -214,9 +229,8 @@ def parse_exchange(text: str) -> ExchangeSpec:
     )
 
 
-def _rhythm(text: str, name: str, argument: str | None) -> _Rhythm:
+def _rhythm(text: str, name: str, argument: str | None, usual: _Rhythm) -> _Rhythm:
     """Return the arguments of `name(STEPS,NAME=VALUE...)`."""
-    usual = _RHYTHMS[name]
     if argument is None:
         return usual
     steps, *rest = (part.strip() for part in argument.split(","))
@@ -246,7 +260,13 @@ def _rhythm(text: str, name: str, argument: str | None) -> _Rhythm:
             f"exchange {text!r}: ranks of noloco stay together only if the rate exceeds the "
             "momentum"
         )
-    return _Rhythm(int(steps), int(fragments), rate, momentum)
+    consensus = _number(text, "consensus", given, usual.consensus)
+    if not 0 <= consensus <= _MOST_CONSENSUS or ("consensus" in given and not usual.consensus):
+        raise UsageError(
+            f"exchange {text!r}: consensus is a number from 0 to {_MOST_CONSENSUS}, of noloco with "
+            f"one of {', '.join(_TAKES_DIFFERENCES)}"
+        )
+    return _Rhythm(int(steps), int(fragments), rate, momentum, consensus)
 
 
 def _number(text: str, key: str, given: Mapping[str, str], usual: float) -> float:

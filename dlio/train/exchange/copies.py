@@ -1,58 +1,41 @@
-"""Weights as a partner has heard of them: CHOCO-SGD (Koloskova et al., arXiv 1902.00340).
+"""Weights that both ranks of a pair know: gossip of differences, after CHOCO-SGD (Koloskova et al.,
+arXiv 1902.00340).
 
 Weights compress badly to a few bits, and changes of weights alone let ranks drift apart. So the two
-ranks of a pair keep the same two copies, one of each rank's weights. A rank sends the compressed
-difference between its weights and their copy, and both add the message to the copy. The part that a
-message leaves out is in the next difference, without a residual. Then each rank moves by half of
-the difference between the copies, so that the mean of their weights stays.
+ranks of a pair keep the same copy a of weights near to theirs. Each rank sends q, its compressed
+difference to the copy, moves by half of the difference of the two messages, and adds the mean of
+both to the copy:
 
-The part that messages of few bits leave out gathers in few entries, which they
-approximate ever worse. So every `REFRESH`-th message to a partner holds whole weights as bfloat16:
-a quarter of a bit per entry and message.
+    q_i = compressed(w_i - a),    w_i <- w_i + (q_j - q_i) / 2,    a <- a + (q_i + q_j) / 2.
 
-A rank keeps two copies for each of its partners, of which it has log2(ranks).
+The mean of the pair's weights stays. Afterwards, w_i - a is what the message left out: error
+feedback without a residual, whatever share of the difference a message holds.
+
+CHOCO-SGD has a copy of each rank's weights. Such copies do not take part in the averaging, so that
+the next messages have to repeat it; with a compressor that leaves out most of a difference, weights
+then swing ever further.
+
+The first message to a partner holds whole weights as bfloat16. A rank keeps a copy for each of its
+partners, of which it has log2(ranks).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
 
 import torch
 
 from dlio.train.exchange.device.codec import Codec
 
-__all__ = ["REFRESH", "Copies"]
-
-REFRESH: Final = 64
+__all__ = ["Copies"]
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """One rank's weights, as both ranks of a pair know them."""
+    """Weights near to those of both ranks of a pair."""
 
     weights: torch.Tensor
-    messages: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Side:
-    """The copies of the weights of one side of each pair, by partner."""
-
-    codec: Codec
-    whole: Codec
-    copies: dict[int, _Copy] = field(default_factory=dict)
-
-    def of(self, partner: int, like: torch.Tensor) -> tuple[_Copy, Codec]:
-        """Return a copy, and the compressor of the message that is added to it next."""
-        if partner not in self.copies:
-            self.copies[partner] = _Copy(torch.zeros_like(like))
-        copy = self.copies[partner]
-        codec = self.codec
-        if copy.messages % REFRESH == 0:
-            codec = self.whole
-            copy.weights[:] = 0
-        copy.messages += 1
-        return copy, codec
+    begun: bool = False
+    """True if the weights are those of earlier messages; until then they are zeros."""
 
 
 class Copies:
@@ -64,12 +47,14 @@ class Copies:
     """
 
     def __init__(self, codec: Codec, whole: Codec) -> None:
-        self._sides = {"mine": _Side(codec, whole), "theirs": _Side(codec, whole)}
+        self._codec, self._whole = codec, whole
+        self._copies: dict[int, _Copy] = {}
+        self._own = torch.empty(0)
+        """The decoded message of this turn."""
 
     def clear(self) -> None:
         """Forget all copies, because a message was lost or parameters have other shapes."""
-        for side in self._sides.values():
-            side.copies.clear()
+        self._copies.clear()
 
     def encode(self, partner: int, weights: torch.Tensor, message: torch.Tensor) -> int:
         """Write the message for a partner; return its length in bytes.
@@ -78,32 +63,40 @@ class Copies:
             partner: any number that both ranks of a pair mean each other by.
             weights: this rank's; shape (entries,).
         """
-        copy, codec = self._sides["mine"].of(partner, weights)
+        copy = self._copies.setdefault(partner, _Copy(torch.zeros_like(weights)))
+        codec = self._codec_of(copy)
         used = codec.encode(weights - copy.weights, torch.zeros_like(weights), message)
-        codec.add(message[:used], copy.weights)
+        self._own = torch.zeros_like(weights)
+        codec.add(message[:used], self._own)
         return used
 
     def add(self, partner: int, message: torch.Tensor, into: torch.Tensor) -> None:
-        """Set `into` to what the partner's copy has more than this rank's, after its message.
+        """Set `into` to this rank's move towards the partner, and move the copy.
 
         Call it after `encode` of the same turn. Raises CommError for a damaged message.
         """
-        copy, codec = self._sides["theirs"].of(partner, into)
-        codec.add(message, copy.weights)
-        torch.sub(copy.weights, self._sides["mine"].copies[partner].weights, out=into)
+        copy = self._copies[partner]
+        self._codec_of(copy).add(message, into.zero_())
+        # The sum is the same to the last bit on both ranks.
+        copy.weights.add_(into + self._own, alpha=0.5)
+        copy.begun = True
+        into -= self._own
+        into *= 0.5
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The copies, for a checkpoint, under `<side>/<partner>/<messages>`."""
-        return {
-            f"{name}/{partner}/{copy.messages}": copy.weights.cpu()
-            for name, side in self._sides.items()
-            for partner, copy in side.copies.items()
-        }
+        """The copies, for a checkpoint, by partner."""
+        return {str(partner): copy.weights.cpu() for partner, copy in self._copies.items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor], like: torch.Tensor) -> None:
-        """Restore `state`, into memory of the kind of `like`."""
+        """Restore `state`, into memory of the kind of `like`.
+
+        Copies of another form, those of checkpoints of earlier versions, begin anew.
+        """
         self.clear()
-        for key, weights in state.items():
-            name, partner, messages = key.split("/")
-            copy = _Copy(weights.to(like.device, copy=True), int(messages))
-            self._sides[name].copies[int(partner)] = copy
+        for partner, weights in state.items():
+            if not partner.isdigit():
+                continue
+            self._copies[int(partner)] = _Copy(weights.to(like.device, copy=True), begun=True)
+
+    def _codec_of(self, copy: _Copy) -> Codec:
+        return self._codec if copy.begun else self._whole

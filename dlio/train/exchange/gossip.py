@@ -11,8 +11,8 @@ change of a rank's weights since the last step, minus the residual. Changes alon
 apart, too, so every REFRESH steps whole weights travel as bfloat16.
 
 `noloco` is gossip between random pairs after every `period` steps, whose mean goes to an outer
-optimizer; see `slow_weights`. With a sparse compressor, a pair sends differences to what it has
-heard of each other; see `copies`.
+optimizer; see `slow_weights`. With a sparse compressor, a pair sends differences to a copy that
+both have; see `copies` and `consensus`.
 
 Where ranks may be lost, nothing is merged before all messages of a step have arrived. After a loss
 messages under way are dropped, and each rank goes on with its own weights. Ranks that are behind
@@ -27,81 +27,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlio.comm import Communicator, Request
+from dlio.comm import Communicator
 from dlio.comm.progress import Progress
 from dlio.comm.recovery import Report
 from dlio.comm.waiting import await_end, leave
 from dlio.errors import PeerLost
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket, Named, in_buckets
-from dlio.train.exchange.compress.layout import pieces_of
-from dlio.train.exchange.copies import Copies
-from dlio.train.exchange.device.codec import Codec
 from dlio.train.exchange.hearing import Hearing
 from dlio.train.exchange.joining import join_before_use
+from dlio.train.exchange.lane import Lane
 from dlio.train.exchange.partners import partners
 from dlio.train.exchange.place import Place
 from dlio.train.exchange.reshape_state import reshape_state
 from dlio.train.exchange.setting import Setting
-from dlio.train.exchange.slow_weights import SlowWeights
 
 __all__ = ["REFRESH", "Gossip"]
 
 REFRESH: Final = 64
 """Steps between two exchanges of whole weights, if only changes travel in between."""
 _FIRST_TAG: Final = 1
-
-
-class _Lane:
-    """The messages of one bucket."""
-
-    def __init__(self, group: Named, setting: Setting, place: Place) -> None:
-        spec = self._spec = setting.spec
-        self.outgoing, self.incoming = place.for_weights(group), place.for_weights(group)
-        flat = self.outgoing.flat
-        self.requests: list[Request] = []
-        self.under_way = False
-        """True while messages are awaited."""
-        self.merged = False
-        """True if `incoming` holds values that parameters do not have yet."""
-        pieces = pieces_of(self.outgoing.tensors)
-        self.codec: Codec | None = None
-        if spec.codec is not None:
-            self.codec = place.codec(spec.codec, pieces)
-        self.whole: Codec | None = None
-        """Compressor of the occasional whole weights, if changes travel otherwise."""
-        self.copies: Copies | None = None
-        """What partners have heard of each other, if differences to it travel."""
-        if spec.payload in ("delta", "difference"):
-            self.whole = place.codec("bf16", pieces)
-        if spec.payload == "difference" and self.codec is not None and self.whole is not None:
-            self.copies = Copies(self.codec, self.whole)
-        codecs = [codec for codec in (self.codec, self.whole) if codec is not None]
-        longest = max([codec.max_bytes for codec in codecs], default=0)
-        self.message, self.arrived = (
-            torch.empty(longest, dtype=torch.uint8, device=flat.device) for _ in range(2)
-        )
-        feedback = bool(codecs) and self.copies is None
-        self.residual = flat.new_zeros(flat.numel() if feedback else 0)
-        self.before = flat.new_empty(0)
-        """Weights of the last step, relative to which changes are computed."""
-        self.own = flat.new_empty(0)
-        """Decoded values of this rank's own message; the merge moves weights by half of the
-        difference between it and the partner's."""
-        self.outer: SlowWeights | None = None
-        if spec.merge == "outer-pairs":
-            self.read(self.outgoing)
-            self.outer = self.outer_of(self.outgoing.flat)
-
-    def outer_of(self, slow: torch.Tensor) -> SlowWeights:
-        return SlowWeights(slow, self._spec.rate, self._spec.momentum)
-
-    @staticmethod
-    @torch.no_grad()
-    def read(bucket: Bucket) -> None:
-        """Copy the parameters into a bucket."""
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-            view.copy_(parameter)
 
 
 class Gossip:
@@ -133,8 +78,8 @@ class Gossip:
         self._named, self._modules = named, list(modules)
         self._progress = Progress(setting.comm)
         self._place = Place(named, setting, needs_host=onward is not None)
-        self._make_lanes()
         self._onward = onward
+        self._make_lanes()
         self.step = 0
         """Steps at which this rank has sent, or had no partner."""
         self.merged = 0
@@ -154,7 +99,8 @@ class Gossip:
     def _make_lanes(self) -> None:
         """Create lanes of the parameters in their current shapes, and the hooks that join them."""
         self._groups = in_buckets(self._named) if self._comm.size > 1 else []
-        self._lanes = [_Lane(group, self._setting, self._place) for group in self._groups]
+        coasts = self._coasts = self._onward is None
+        self._lanes = [Lane(group, self._setting, self._place, coasts) for group in self._groups]
         users = self._modules if self._spec.payload != "gradient" else ()
         self._hooks = join_before_use(users, self._groups, self._join)
 
@@ -188,6 +134,9 @@ class Gossip:
             return
         if (self.step + 1) % self._spec.period:
             self.step += 1
+            if self._coasts:
+                for lane in self._lanes:
+                    lane.coast()
         else:
             # The first layers are used first, and the last bucket holds them: send it first.
             whole = self._spec.payload != "delta" or self.step % REFRESH == REFRESH - 1
@@ -208,7 +157,9 @@ class Gossip:
         self._make_lanes()
         after = [lane.outgoing for lane in self._lanes]
         # Slow weights begin anew: what makes up for removed neurons must not count as training.
-        self._load(reshape_state(state, before, after, cuts, ("owed", "before", "velocity")))
+        self._load(
+            reshape_state(state, before, after, cuts, ("owed", "before", "velocity", "consensus"))
+        )
 
     def state(self) -> dict[str, torch.Tensor]:
         self.finish()
@@ -226,6 +177,8 @@ class Gossip:
             if lane.outer is not None:
                 state[f"slow/{number}"] = lane.outer.slow.cpu()
                 state[f"velocity/{number}"] = lane.outer.velocity.cpu()
+            if lane.consensus is not None:
+                state[f"consensus/{number}"] = lane.consensus.velocity.cpu()
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -250,6 +203,8 @@ class Gossip:
                 outer = lane.outer_of(state.get(f"slow/{number}", lane.outgoing.flat))
                 outer.velocity.copy_(state.get(f"velocity/{number}", outer.velocity))
                 lane.outer = outer
+            if lane.consensus is not None and f"consensus/{number}" in state:
+                lane.consensus.velocity.copy_(state[f"consensus/{number}"])
 
     def statistics(self) -> dict[str, float]:
         return {
@@ -329,6 +284,8 @@ class Gossip:
             if to == comm.rank:
                 if self._onward is not None or lane.outer is not None:
                     lane.incoming.flat.copy_(lane.outgoing.flat)
+                    if lane.consensus is not None:
+                        lane.incoming.flat += lane.consensus.coast()
                     lane.merged = lane.outer is not None
                     self._pass_on(number)
                 lane.before = lane.outgoing.flat.clone() if lane.whole is not None else lane.before
@@ -343,7 +300,7 @@ class Gossip:
         if to == comm.rank:
             self.merged = self.step
 
-    def _message(self, lane: _Lane, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _message(self, lane: Lane, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the memory of a partner's message, and the message of this rank."""
         if lane.copies is not None:
             used = lane.copies.encode(self._pair, lane.outgoing.flat, lane.message)
@@ -359,11 +316,11 @@ class Gossip:
         codec.add(lane.message, lane.own)
         return lane.arrived[: self._arriving(lane, used)], lane.message[:used]
 
-    def _arriving(self, lane: _Lane, sent: int) -> int:
+    def _arriving(self, lane: Lane, sent: int) -> int:
         """Return the room for a message: messages of a device have the length of its own."""
         return len(lane.arrived) if self._place.group is None else sent
 
-    def _fill(self, lane: _Lane) -> None:
+    def _fill(self, lane: Lane) -> None:
         """Copy weights or gradients into the outgoing bucket."""
         out = lane.outgoing
         if self._spec.payload != "gradient":
@@ -375,7 +332,7 @@ class Gossip:
             else:
                 view.copy_(parameter.grad)
 
-    def _values(self, lane: _Lane, whole: bool) -> torch.Tensor:
+    def _values(self, lane: Lane, whole: bool) -> torch.Tensor:
         if whole or self._spec.payload != "delta":
             return lane.outgoing.flat
         if not len(lane.before):
@@ -434,7 +391,7 @@ class Gossip:
             self._onward(number, lane.incoming)
 
     @torch.no_grad()
-    def _take(self, lane: _Lane) -> None:
+    def _take(self, lane: Lane) -> None:
         """Write merged values into the parameters or their gradients."""
         if self._onward is None and lane.outer is None:
             self._merge(lane, into_parameters=True)
@@ -448,7 +405,7 @@ class Gossip:
             lane.before = lane.outgoing.flat.clone()
 
     @torch.no_grad()
-    def _merge(self, lane: _Lane, into_parameters: bool) -> None:
+    def _merge(self, lane: Lane, into_parameters: bool) -> None:
         """Average local and received values, into the parameters or the incoming bucket."""
         codec = lane.whole if self._whole and lane.whole is not None else lane.codec
         bucket = lane.incoming
@@ -456,24 +413,27 @@ class Gossip:
             lane.copies.add(self._pair, lane.arrived, bucket.flat)
         elif codec is not None:
             # Both ranks move by half of the difference of their decoded messages.
-            theirs = bucket.flat.zero_()
-            codec.add(lane.arrived, theirs)
-            theirs -= lane.own
+            move = bucket.flat.zero_()
+            codec.add(lane.arrived, move)
+            move -= lane.own
+            move *= 0.5
+        if lane.consensus is not None:
+            lane.consensus.move(bucket.flat)
         for target, view in zip(self._targets(lane), bucket.views, strict=True):
             if not into_parameters:
                 mine = target.to(view.device, view.dtype)
                 if codec is None:
                     view.lerp_(mine, 0.5)
-                else:  # The difference to the partner.
-                    torch.add(mine, view, alpha=0.5, out=view)
+                else:
+                    view += mine
                 continue
             there = view.to(target.device, target.dtype)
             if codec is None:
                 target.lerp_(there, 0.5)
             else:
-                target.add_(there, alpha=0.5)
+                target += there
 
-    def _targets(self, lane: _Lane) -> list[torch.Tensor]:
+    def _targets(self, lane: Lane) -> list[torch.Tensor]:
         """The tensors that are averaged: parameters or their gradients."""
         if self._spec.payload != "gradient":
             return list(lane.incoming.parameters)

@@ -10,9 +10,8 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.plan.order import share
-from dlio.train.exchange import RunningExchange
+from dlio.train.exchange import RunningExchange, parse_exchange
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
-from dlio.train.exchange.copies import REFRESH
 from dlio.train.exchange.partners import partners
 from tests.train.exchange.training import (
     BATCH,
@@ -202,37 +201,57 @@ def check_noloco(comm: Communicator) -> None:
 
 def check_noloco_of_differences(comm: Communicator) -> None:
     """Without training, ranks agree on the mean of their weights, by messages of few bits."""
-    net = make_net(1)
-    exchange = started("noloco(1,rate=1,momentum=0)+onebit", net, comm)
-    with torch.no_grad():
-        for parameter in parameters_of(net):
-            seed = 7 * comm.rank + parameter.numel()
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-            parameter.add_(noise)
-    mean = averaged_state(net, comm)
-    distances = [consensus_distance(net, mean, comm)]
     turns = math.ceil(math.log2(comm.size)) if comm.size > 1 else 1
-    for count in (30, REFRESH - 30 + 1):
-        for _ in range(count * turns):
-            exchange.after_step()
-            exchange.finish()
-        distances.append(consensus_distance(net, mean, comm))
-    if comm.size > 1:
-        assert distances[1] < 0.4 * distances[0], distances
-        # Only pairs of a power of two meet in turns that mix all ranks.
-        most = 0.1 if comm.size & (comm.size - 1) else 0.02
-        assert distances[2] < most * distances[0], distances
-    entries = sum(each.numel() for each in parameters_of(net))
-    # Two of the messages to each partner hold whole weights, in two bytes each.
-    later = exchange.statistics()["bytes"] - 2 * 2 * entries * turns
-    assert later < 4 * entries * REFRESH * turns / 20
-    exchange.close()
+    # Only pairs of a power of two meet in turns that mix all ranks.
+    slower = 2 if comm.size & (comm.size - 1) else 1
+    for name, most, fewer in (
+        ("noloco(1)+onebit", 0.04, 28),
+        ("noloco(3)+onebit", 0.04, 28),
+        ("noloco(1)+ternary", 0.04, 18),
+        ("noloco(1)+adaptive", 0.4, 75),
+    ):
+        net = make_net(1)
+        exchange = started(name, net, comm)
+        period = parse_exchange(name).period
+
+        def meet(count: int, exchange: RunningExchange = exchange, period: int = period) -> None:
+            for _ in range(count * turns * period):
+                exchange.after_step()
+                exchange.finish()
+
+        meet(1)
+        entries = sum(each.numel() for each in parameters_of(net))
+        first = exchange.statistics()["bytes"]
+        assert first <= 2 * entries * turns, f"{name}: whole weights travel as bfloat16"
+        with torch.no_grad():
+            for parameter in parameters_of(net):
+                seed = 7 * comm.rank + parameter.numel()
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+                parameter.add_(noise)
+        mean = averaged_state(net, comm)
+        apart = consensus_distance(net, mean, comm)
+        meet(32)
+        later = averaged_state(net, comm)
+        together = consensus_distance(net, later, comm)
+        assert together <= most * slower * apart, f"{name}: distance {together} of {apart}"
+        moved = max(
+            float((later[key] - mean[key]).abs().max()) for key, _ in net.named_parameters()
+        )
+        assert moved < 1e-4, f"{name}: the mean moved by {moved}"
+        bytes_later = exchange.statistics()["bytes"] - first
+        assert bytes_later < 4 * entries * 32 * turns / fewer, f"{name}: {bytes_later} bytes"
+        exchange.close()
 
 
 def check_differences_resume(comm: Communicator) -> None:
     """A resumed exchange of differences goes on exactly as an uninterrupted one."""
+    for name in ("noloco(2)+onebit", "noloco(1)+adaptive"):
+        _differences_resume(name, comm)
+
+
+def _differences_resume(name: str, comm: Communicator) -> None:
     nets = [make_net(1), make_net(1)]
-    exchanges = [started("noloco(2)+onebit", net, comm, seed=3) for net in nets]
+    exchanges = [started(name, net, comm, seed=3) for net in nets]
     for step in range(12):
         if step == 7:
             nets[1].load_state_dict(nets[0].state_dict())
@@ -247,7 +266,7 @@ def check_differences_resume(comm: Communicator) -> None:
             exchange.after_step()
             exchange.finish()
     ours, theirs = (_flat(list(net.parameters())) for net in nets)
-    assert torch.equal(ours, theirs)
+    assert torch.equal(ours, theirs), name
     for exchange in exchanges:
         exchange.close()
 

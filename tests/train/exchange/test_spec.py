@@ -29,6 +29,8 @@ from dlio.train.exchange_spec import NAMES, parse_exchange
         ("asgd+bf16", "weight", "random", 1, "bf16"),
         ("noloco(50)+int8", "weight", "pairs", 50, "int8"),
         ("noloco(4,rate=0.9,momentum=0.5)+onebit", "difference", "fixed-pairs", 4, "onebit"),
+        ("noloco+adaptive", "difference", "fixed-pairs", 1, "adaptive"),
+        ("noloco(2,consensus=0.5)+ternary", "difference", "fixed-pairs", 2, "ternary"),
         ("diloco(16,fragments=2,rate=0.7,momentum=0.9)", "delta", "all", 16, None),
         ("diloco(50, fragments=5)+int8", "delta", "all", 50, "int8"),
     ],
@@ -67,7 +69,10 @@ def test_specifications_are_parsed(
         ("diloco(4,momentum=0.5)+threshold", "leave out its rate and momentum"),
         ("allreduce+zip", "compressor 'zip'"),
         ("asgd+adaptive", "whole weights"),
-        ("noloco+adaptive", "choose bf16, fp16 or int8, or onebit"),
+        ("noloco+threshold", "choose bf16, fp16 or int8, or onebit, ternary, adaptive"),
+        ("noloco(4,consensus=1)", "of noloco with one of onebit, ternary, adaptive"),
+        ("noloco(4,consensus=5)+onebit", "consensus is a number from 0 to 4"),
+        ("diloco(4,consensus=1)", "choose one of"),
         ("", "choose one of"),
     ],
 )
@@ -79,7 +84,7 @@ def test_combinations_that_do_not_compose_are_refused_with_a_reason(text: str, w
 def test_all_other_combinations_compose() -> None:
     for name in NAMES:
         for compressor in COMPRESSORS:
-            if (name, compressor) == ("noloco", "onebit"):
+            if name == "noloco" and compressor in ("onebit", "ternary", "adaptive"):
                 assert parse_exchange(f"{name}+{compressor}").payload == "difference"
             elif name not in ("asgd", "noloco") or compressor in ("bf16", "fp16", "int8"):
                 assert parse_exchange(f"{name}+{compressor}").compressor == compressor
