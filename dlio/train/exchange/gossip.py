@@ -224,12 +224,14 @@ class Gossip:
     def drop(self) -> None:
         """Forget messages that a loss has interrupted, and go on with the ranks that are left."""
         await_end([request for lane in self._lanes for request in lane.requests])
-        if any(lane.under_way for lane in self._lanes):
-            for lane in self._lanes:
+        interrupted = any(lane.under_way for lane in self._lanes)
+        for lane in self._lanes:
+            if lane.copies is not None:
+                # Another rank may have lost its messages, and ranks have other numbers now.
+                lane.copies.clear()
+            if interrupted:
                 lane.requests, lane.under_way, lane.merged = [], False, False
-                if lane.copies is not None:
-                    lane.copies.clear()
-                elif lane.whole is not None:
+                if lane.whole is not None and lane.copies is None:
                     lane.before = lane.outgoing.flat.clone()
         self._sources = ()
         self._find_places()

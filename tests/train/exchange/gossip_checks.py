@@ -12,6 +12,7 @@ from dlio.comm import Communicator
 from dlio.plan.order import share
 from dlio.train.exchange import RunningExchange, parse_exchange
 from dlio.train.exchange.buckets import averaged_state, consensus_distance
+from dlio.train.exchange.gossip import Gossip
 from dlio.train.exchange.partners import partners
 from tests.train.exchange.training import (
     BATCH,
@@ -240,6 +241,11 @@ def check_noloco_of_differences(comm: Communicator) -> None:
         assert moved < 1e-4, f"{name}: the mean moved by {moved}"
         bytes_later = exchange.statistics()["bytes"] - first
         assert bytes_later < 4 * entries * 32 * turns / fewer, f"{name}: {bytes_later} bytes"
+        # When others were interrupted by a loss, this rank begins anew, too.
+        assert isinstance(exchange.exchange, Gossip)
+        exchange.exchange.drop()
+        meet(1)
+        assert exchange.statistics()["bytes"] - bytes_later == 2 * first
         exchange.close()
 
 

@@ -64,6 +64,7 @@ def test_rounds_go_on_without_the_lost_ones(
         _nightly("gossip(gradient)", 3, {0: ["kill", 5, 0]}, 2),
         _nightly("noloco(2)", 4, {1: ["kill", 5, 2], 3: ["kill", 6, -1]}, 1),
         _nightly("noloco(2)+bf16", 4, {0: ["kill", 4, 2]}, 2),
+        _nightly("noloco(1)+adaptive", 4, {1: ["kill", 5, 2], 3: ["kill", 6, -1]}, 1),
         ("asgd", 3, {2: ["kill", 5, 3]}, 1),
         _nightly("asgd+bf16", 4, {0: ["kill", 4, -1], 1: ["kill", 6, 0]}, 1),
     ],
