@@ -47,7 +47,10 @@ _SIGNS: Final = (
     *("allreduce+ternary", "local-sgd(2)+adaptive", "gossip+ternary"),
 )
 """Exchanges of signs: one of a value near zero may differ, and few weights with it."""
-_LISTS: Final = ("allreduce+threshold", "allreduce+adaptive", "diloco(2)+threshold")
+_LISTS: Final = (
+    *("allreduce+threshold", "allreduce+adaptive"),
+    *("diloco(2)+threshold", "noloco(1)+adaptive"),
+)
 """Exchanges of lists of entries, which the host cuts to the length that is used."""
 
 
