@@ -170,7 +170,7 @@ _GOSSIP: Final = ("dissemination", "hypercube", "gradient", "flat")
 NAMES: Final = tuple(_PRESETS)
 USAGE: Final = (
     f"choose one of {', '.join(NAMES)}; gossip(hypercube), gossip(gradient), gossip(flat), "
-    "noloco(STEPS,rate=R,momentum=M,consensus=C), local-sgd(STEPS,fragments=NUMBER), "
+    "noloco(STEPS,rate=R,momentum=M,consensus=C), local-sgd(STEPS), "
     "diloco(STEPS,fragments=NUMBER,rate=R,momentum=M); and behind it, with a +, one of "
     f"{', '.join(COMPRESSORS)}"
 )
