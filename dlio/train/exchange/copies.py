@@ -20,22 +20,12 @@ partners, of which it has log2(ranks).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from dlio.train.exchange.device.codec import Codec
 
 __all__ = ["Copies"]
-
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """Weights near to those of both ranks of a pair."""
-
-    weights: torch.Tensor
-    begun: bool = False
-    """True if the weights are those of earlier messages; until then they are zeros."""
 
 
 class Copies:
@@ -48,7 +38,8 @@ class Copies:
 
     def __init__(self, codec: Codec, whole: Codec) -> None:
         self._codec, self._whole = codec, whole
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, torch.Tensor] = {}
+        """By partner; none before the first message to it has been answered."""
         self._own = torch.empty(0)
         """The decoded message of this turn."""
 
@@ -63,9 +54,10 @@ class Copies:
             partner: any number that both ranks of a pair mean each other by.
             weights: this rank's; shape (entries,).
         """
-        copy = self._copies.setdefault(partner, _Copy(torch.zeros_like(weights)))
-        codec = self._codec_of(copy)
-        used = codec.encode(weights - copy.weights, torch.zeros_like(weights), message)
+        copy = self._copies.get(partner)
+        left = weights if copy is None else weights - copy
+        codec = self._codec_of(partner)
+        used = codec.encode(left, torch.zeros_like(weights), message)
         self._own = torch.zeros_like(weights)
         codec.add(message[:used], self._own)
         return used
@@ -75,17 +67,17 @@ class Copies:
 
         Call it after `encode` of the same turn. Raises CommError for a damaged message.
         """
-        copy = self._copies[partner]
-        self._codec_of(copy).add(message, into.zero_())
+        self._codec_of(partner).add(message, into.zero_())
         # The sum is the same to the last bit on both ranks.
-        copy.weights.add_(into + self._own, alpha=0.5)
-        copy.begun = True
+        both = (into + self._own) * 0.5
+        copy = self._copies.get(partner)
+        self._copies[partner] = both if copy is None else copy.add_(both)
         into -= self._own
         into *= 0.5
 
     def state(self) -> dict[str, torch.Tensor]:
         """The copies, for a checkpoint, by partner."""
-        return {str(partner): copy.weights.cpu() for partner, copy in self._copies.items()}
+        return {str(partner): copy.cpu() for partner, copy in self._copies.items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor], like: torch.Tensor) -> None:
         """Restore `state`, into memory of the kind of `like`.
@@ -94,9 +86,8 @@ class Copies:
         """
         self.clear()
         for partner, weights in state.items():
-            if not partner.isdigit():
-                continue
-            self._copies[int(partner)] = _Copy(weights.to(like.device, copy=True), begun=True)
+            if partner.isdigit():
+                self._copies[int(partner)] = weights.to(like.device, copy=True)
 
-    def _codec_of(self, copy: _Copy) -> Codec:
-        return self._codec if copy.begun else self._whole
+    def _codec_of(self, partner: int) -> Codec:
+        return self._codec if partner in self._copies else self._whole

@@ -99,7 +99,7 @@ class Gossip:
     def _make_lanes(self) -> None:
         """Create lanes of the parameters in their current shapes, and the hooks that join them."""
         self._groups = in_buckets(self._named) if self._comm.size > 1 else []
-        coasts = self._coasts = self._onward is None
+        coasts = self._onward is None
         self._lanes = [Lane(group, self._setting, self._place, coasts) for group in self._groups]
         users = self._modules if self._spec.payload != "gradient" else ()
         self._hooks = join_before_use(users, self._groups, self._join)
@@ -134,7 +134,7 @@ class Gossip:
             return
         if (self.step + 1) % self._spec.period:
             self.step += 1
-            if self._coasts:
+            if self._onward is None:
                 for lane in self._lanes:
                     lane.coast()
         else:
