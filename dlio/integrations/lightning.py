@@ -366,7 +366,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
 
     @property
     def _ranks_differ(self) -> bool:
-        return self._place.ranks > 1 and self._spec.merge in ("half", "outer-pairs", "parzen")
+        return self._place.ranks > 1 and self._spec.ranks_differ
 
     # Between ranks.
 

@@ -63,7 +63,7 @@ class RunOptions:
         spec = parse_exchange(self.exchange)
         if self.min_ranks > 1 and self.fault_tolerance == "off":
             raise UsageError("--min-ranks needs --fault-tolerance shrink, too")
-        if self.fault_tolerance != "off" and spec.merge in ("half", "parzen"):
+        if self.fault_tolerance != "off" and spec.ranks_differ:
             raise UsageError(
                 f"--exchange {self.exchange} does not go with --fault-tolerance shrink in `dlio "
                 "run`: choose one that sums over all ranks, such as allreduce or local-sgd(8)"

@@ -272,8 +272,8 @@ def named(name: str) -> ExchangeTests:
     spec = parse_exchange(name)
     suite = ExchangeTests()
     suite.name = name
-    if spec.merge == "outer-pairs":
-        suite.name = str(replace(spec, period=min(spec.period, 2)))  # The tests have few steps.
+    if spec.pairwise and spec.period > 1:
+        suite.name = str(replace(spec, period=2))  # The tests have few steps.
     suite.averages_gradients = (
         spec.payload == "gradient" and spec.merge == "sum" and spec.compressor is None
     )

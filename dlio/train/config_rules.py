@@ -16,8 +16,6 @@ from dlio.train.options import TrainOptions
 
 __all__ = ["check_together"]
 
-_UNORDERED: Final = ("half", "outer-pairs", "parzen")
-"""Merges whose result depends on when messages arrive."""
 _OF_ORDER: Final = ("--shuffle", "--source-order")
 _NO_NODE: Final = r"^$|^-|[^\w.\-]"
 """Matches a name that is not a host's."""
@@ -141,8 +139,7 @@ def _check_compile(config: TrainOptions) -> None:
     if not config.compile:
         return
     unsuitable = {
-        f"--exchange {config.exchange}": parse_exchange(config.exchange).merge
-        in ("half", "outer-pairs"),
+        f"--exchange {config.exchange}": parse_exchange(config.exchange).pairwise,
         "--layerwise": config.layerwise is not None,
     }
     if option := _chosen(unsuitable):
@@ -184,7 +181,7 @@ def _check_replay(config: TrainOptions) -> None:
     if config.replay is None:
         return
     unsuitable = {
-        f"--exchange {config.exchange}": parse_exchange(config.exchange).merge in _UNORDERED,
+        f"--exchange {config.exchange}": parse_exchange(config.exchange).ranks_differ,
         "--checkpoint": config.checkpoint is not None,
         "--balance": config.balance,
         f"--prune {config.prune}": config.prune != "off",

@@ -84,6 +84,16 @@ class ExchangeSpec:
         return self.payload == "gradient" and self.merge == "sum"
 
     @property
+    def pairwise(self) -> bool:
+        """True if a rank averages its weights with one other at a time."""
+        return self.merge in ("half", "outer-pairs")
+
+    @property
+    def ranks_differ(self) -> bool:
+        """True if no step makes the ranks' weights equal; they depend on when messages arrive."""
+        return self.pairwise or self.merge == "parzen"
+
+    @property
     def has_outer(self) -> bool:
         """True if changes of weights go through an outer optimizer with momentum."""
         return self.merge in ("outer", "outer-pairs")
@@ -224,6 +234,8 @@ def parse_exchange(text: str) -> ExchangeSpec:
                     "optimizer: leave out its rate and momentum, or choose adaptive or onebit"
                 )
             merge = "accumulated"
+    if merge == "outer-pairs" and rhythm.rate == 1 and not rhythm.momentum:
+        merge = "half"  # Such an outer optimizer takes the mean as it is.
     return ExchangeSpec(
         name, payload, topology, merge, compressor=compressor, flat=flat, **asdict(rhythm)
     )

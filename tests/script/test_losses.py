@@ -101,7 +101,7 @@ def test_without_the_option_a_script_ends_with_any_rank(tmp_path: Path) -> None:
     assert not (tmp_path / "out.pt").exists()
 
 
-@pytest.mark.parametrize("exchange", ["gossip", "asgd"])
+@pytest.mark.parametrize("exchange", ["gossip", "asgd", "noloco", "noloco(1)+adaptive"])
 def test_exchanges_without_common_sums_are_refused(exchange: str) -> None:
     with pytest.raises(UsageError, match="does not go with --fault-tolerance shrink"):
         RunOptions(exchange=exchange, fault_tolerance="shrink")

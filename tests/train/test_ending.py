@@ -106,7 +106,13 @@ def test_a_run_that_is_told_to_end_goes_on_exactly(dlio: Dlio, pictures: Path, h
 @pytest.mark.nightly
 @pytest.mark.mpi
 @pytest.mark.cold
-@pytest.mark.parametrize("exchange", ["allreduce+onebit", "gossip", "noloco(3)", "diloco(4)"])
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        *("allreduce+onebit", "gossip", "noloco(3)", "noloco(1)+adaptive"),
+        *("diloco(4)", "diloco(4)+adaptive"),
+    ],
+)
 def test_twenty_signals(dlio: Dlio, pictures: Path, here: Path, exchange: str) -> None:
     hits = _check(dlio, pictures, here, ranks=2, times=20, more=("--exchange", exchange))
     assert hits >= 5

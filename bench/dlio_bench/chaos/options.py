@@ -191,7 +191,7 @@ class Options:
     def __post_init__(self) -> None:
         """Raises UsageError for options that do not go together."""
         check(self)
-        if parse_exchange(self.exchange).merge in ("half", "parzen") and self.replay:
+        if parse_exchange(self.exchange).ranks_differ and self.replay:
             raise UsageError(
                 f"--exchange {self.exchange} does not go with --replay: its weights depend on when "
                 "messages arrive"

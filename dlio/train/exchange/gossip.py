@@ -231,7 +231,7 @@ class Gossip:
                 lane.copies.clear()
             if interrupted:
                 lane.requests, lane.under_way, lane.merged = [], False, False
-                if lane.whole is not None and lane.copies is None:
+                if lane.sends_changes:
                     lane.before = lane.outgoing.flat.clone()
         self._sources = ()
         self._find_places()
@@ -290,7 +290,10 @@ class Gossip:
                         lane.incoming.flat += lane.consensus.coast()
                     lane.merged = lane.outer is not None
                     self._pass_on(number)
-                lane.before = lane.outgoing.flat.clone() if lane.whole is not None else lane.before
+                else:
+                    lane.coast()
+                if lane.sends_changes:
+                    lane.before = lane.outgoing.flat.clone()
                 continue
             with self._place.aside():
                 into, message = self._message(lane, whole)
@@ -402,7 +405,7 @@ class Gossip:
                 lane.outer.step(lane.incoming.flat)
             for target, view in zip(self._targets(lane), lane.incoming.views, strict=True):
                 target.copy_(view)
-        if lane.whole is not None:
+        if lane.sends_changes:
             self._fill(lane)
             lane.before = lane.outgoing.flat.clone()
 

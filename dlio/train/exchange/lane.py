@@ -56,6 +56,7 @@ class Lane:
         )
         feedback = bool(codecs) and self.copies is None
         self.residual = flat.new_zeros(flat.numel() if feedback else 0)
+        self.sends_changes = spec.payload == "delta"
         self.before = flat.new_empty(0)
         """Weights of the last step, relative to which changes are computed."""
         self.own = flat.new_empty(0)

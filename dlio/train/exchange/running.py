@@ -165,11 +165,10 @@ def make_exchange(setting: Setting, named: Named, modules: Iterable[nn.Module]) 
 
     spec = setting.spec
     nodes = len(set(setting.node_of.tolist()))
-    gossips = spec.merge in ("half", "outer-pairs")
-    if gossips and not spec.flat and 1 < nodes < setting.comm.size:
+    if spec.pairwise and not spec.flat and 1 < nodes < setting.comm.size:
         return NodeGossip(named, modules, setting)
     own = replace(setting, comm=setting.comm.dup())
-    if gossips:
+    if spec.pairwise:
         # With one node, or one rank per node, gossip is between ranks.
         return Gossip(named, modules, own)
     if spec.merge == "parzen":

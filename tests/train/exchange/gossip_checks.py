@@ -157,8 +157,12 @@ def check_asgd(comm: Communicator) -> None:
 
 def check_noloco(comm: Communicator) -> None:
     """Weights follow the formula of arXiv 2506.10911, written out for all ranks in one place."""
-    momentum, rate, keeps = 0.5, 0.7, 0.7
-    period, rounds = 3, 4
+    for momentum, rate in ((0.5, 0.7), (0.0, 1.0)):
+        _noloco_follows_the_formula(comm, momentum, rate)
+
+
+def _noloco_follows_the_formula(comm: Communicator, momentum: float, rate: float) -> None:
+    period, rounds, keeps = 3, 4, rate
     net = make_net(1)
     exchange = started(f"noloco({period},rate={rate},momentum={momentum})", net, comm, seed=5)
     trained = parameters_of(net)

@@ -81,6 +81,12 @@ def test_combinations_that_do_not_compose_are_refused_with_a_reason(text: str, w
         parse_exchange(text)
 
 
+def test_an_outer_optimizer_that_takes_the_mean_as_it_is_is_left_out() -> None:
+    assert parse_exchange("noloco(4,momentum=0)").merge == "half"
+    assert parse_exchange("noloco+adaptive").merge == "half"
+    assert parse_exchange("noloco(4,rate=0.7,momentum=0)").merge == "outer-pairs"
+
+
 def test_all_other_combinations_compose() -> None:
     for name in NAMES:
         for compressor in COMPRESSORS:

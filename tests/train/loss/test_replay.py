@@ -128,6 +128,7 @@ def test_another_trace_is_refused_in_one_line(
     "options",
     [
         {"exchange": "gossip"},
+        {"exchange": "noloco"},
         {"exchange": "asgd"},
         {"checkpoint": "c"},
         {"balance": True},
