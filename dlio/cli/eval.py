@@ -10,6 +10,7 @@ from dlio.cli.ranks import on_ranks
 from dlio.cli.records import Output, Ranks
 from dlio.train.config import MIN_IMAGE_SIZE, MODEL_NAMES, TrainConfig
 from dlio.train.factory import check_name
+from dlio.train.mesh_axes import parse_axes
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
 from dlio.util.files import write_json
 from dlio.util.options import Option, check
@@ -50,6 +51,15 @@ class Evaluation:
     precision: Annotated[
         str, Option("Number format of forward passes.", choices=("fp32", "bf16", "fp16"))
     ] = "fp32"
+    mesh: Annotated[
+        str | None,
+        Option(
+            "Axes of the ranks, as for `dlio train`: space=2 has two ranks share each sample, "
+            "model=2 the layers.",
+            metavar="AXES",
+            default_text="each rank has samples of its own",
+        ),
+    ] = None
     device: Annotated[
         str, Option("Device to evaluate on: auto, cpu, cuda or cuda:N.", metavar="DEVICE")
     ] = "auto"
@@ -72,7 +82,7 @@ def command(options: Evaluation, ranks: Ranks, output: Output) -> None:
         evaluate_rank,
         options,
         output,
-        check=partial(_check, options),
+        check=partial(_check, options, ranks.ranks or 1),
         backend=ranks.backend,
     )
 
@@ -82,21 +92,7 @@ def evaluate_rank(options: Evaluation, output: Output) -> None:
     from dlio.comm import world
     from dlio.train.evaluate import evaluate
 
-    report = evaluate(
-        TrainConfig(
-            options.source,
-            task=options.task,
-            target=options.target,
-            model=options.model,
-            weights=options.weights,
-            image_size=options.image_size,
-            batch_size=options.batch_size,
-            precision=options.precision,
-            device=options.device,
-            workers=options.workers,
-            tiers="none",  # Each sample is read once.
-        )
-    )
+    report = evaluate(_config(options))
     if world().rank:
         return
     print_line(report.sentence())
@@ -106,8 +102,27 @@ def evaluate_rank(options: Evaluation, output: Output) -> None:
         print(json.dumps(asdict(report)))
 
 
-def _check(options: Evaluation) -> None:
+def _config(options: Evaluation) -> TrainConfig:
+    return TrainConfig(
+        options.source,
+        task=options.task,
+        target=options.target,
+        model=options.model,
+        weights=options.weights,
+        image_size=options.image_size,
+        batch_size=options.batch_size,
+        precision=options.precision,
+        mesh=options.mesh,
+        device=options.device,
+        workers=options.workers,
+        tiers="none",  # Each sample is read once.
+    )
+
+
+def _check(options: Evaluation, ranks: int) -> None:
     """Raise an error for a mistake that can be found before ranks are started."""
     from dlio.data.reader import open_reader
 
+    if (mesh := _config(options).mesh) is not None:
+        parse_axes(mesh, ranks)
     open_reader(options.source).close()

@@ -107,12 +107,13 @@ def _check_mesh(config: TrainOptions) -> None:
     if config.mesh is None:
         return
     sizes = parse_sizes(config.mesh)
-    if sizes.get("model", 1) > 1:
+    parts, slabs = sizes.get("model", 1) > 1, sizes.get("space", 1) > 1
+    if parts and slabs:
         raise UsageError(
-            f"--mesh {config.mesh}: dlio train cuts samples (space=), not layers: for layers in "
-            "parts use dlio.train.mesh.tensor_parallel in a loop of your own"
+            f"--mesh {config.mesh}: a model cannot have both layers in parts (model=) and samples "
+            "in parts (space=): leave one of them out"
         )
-    if sizes.get("space", 1) == 1:
+    if not parts and not slabs:
         return
     unsuitable = {
         f"--exchange {config.exchange}": not parse_exchange(config.exchange).alike,
@@ -127,10 +128,14 @@ def _check_mesh(config: TrainOptions) -> None:
         f"--batch-norm {config.batch_norm}": group_size(config.batch_norm) is not None,
         "--trace": config.trace is not None,
         "--replay": config.replay is not None,
+        "--layerwise": parts and config.layerwise is not None,
+        "--check-weights": parts and config.check_weights is not None,
+        "--precision fp16": parts and config.precision == "fp16",
     }
     if option := _chosen(unsuitable):
+        shared = "layers" if parts else "samples"
         raise UsageError(
-            f"{option} does not go with --mesh {config.mesh}, whose ranks share samples: leave "
+            f"{option} does not go with --mesh {config.mesh}, whose ranks share {shared}: leave "
             "one of them out"
         )
 

@@ -59,7 +59,7 @@ def open_data(
             "on_error": config.on_error,
             "replicas": config.replica if training else (),
         }
-        if sharing is not None and sharing.mesh is not None and is_arrays(reader.schema):
+        if sharing is not None and sharing.cuts_samples and is_arrays(reader.schema):
             return sharing.open(path, reader, options)
         return open_dataset(reader, **options)
 

@@ -13,6 +13,7 @@ from dlio.train.data import is_table, make_loader, open_data
 from dlio.train.device import channels_last, choose_device
 from dlio.train.evaluation import Evaluator
 from dlio.train.precision import Precision
+from dlio.train.sample_sharing import SampleSharing
 from dlio.train.tasks.metrics import label, show_metric
 from dlio.train.tasks.registry import make_task, settle
 from dlio.train.weights import read_weights
@@ -57,24 +58,29 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
     state = read_weights(weights)
     comm = world()
     with ExitStack() as stack:
+        sharing = stack.enter_context(SampleSharing(config, comm))
         data = stack.enter_context(
-            open_data(comm, config.source, config, config.tiers, training=False)
+            open_data(comm, config.source, config, config.tiers, False, sharing)
         )
-        config = settle(config, data)
+        config = settle(config, data, sharing.schema(data))
         if config.task == "regress" and not is_table(data.reader.schema):
             raise UsageError(
                 "dlio eval does not know the units of a network that predicts numbers of images "
                 "or arrays: give `dlio train` the data as --val"
             )
         device = choose_device(config.device, comm)
-        loader = stack.enter_context(make_loader(data, config, False, device=device))
-        data.mount(comm, config.pretend_nodes)
+        loader = stack.enter_context(make_loader(data, config, False, sharing.mesh, device))
+        data.mount(sharing.data, config.pretend_nodes)
         torch.set_num_threads(max(1, available_cores() // comm.size))
         keep_freed_memory()
-        task = make_task(config, data, comm)
+        task = make_task(config, data, comm, sharing.schema(data))
         model = channels_last(task.make_model()).to(device)
         _check_state(config, state, model.state_dict())
-        evaluator = Evaluator(model, task, loader, Precision(config.precision, device), comm)
+        sharing.parts.cut(model)
+        state = {name: sharing.parts.part(name, value) for name, value in state.items()}
+        precision = Precision(config.precision, device)
+        convert = sharing.converter(task.converter(data), data, task.is_dense)
+        evaluator = Evaluator(model, task, loader, precision, sharing.data, convert)
         began = time.perf_counter()
         metrics = evaluator.metrics(state, device, config.epochs)
         comm.barrier()

@@ -209,8 +209,8 @@ class TrainOptions:
     mesh: Annotated[
         str | None,
         Option(
-            "Axes of the ranks: data=2,space=2 arranges 4 ranks, of which each two share every "
-            "sample: a volume or picture, cut into slabs. A rank reads its slab of arrays alone.",
+            "Axes of the ranks: data=2,space=2 arranges 4, of which each two share all samples, in "
+            "slabs that they read alone; data=2,model=2: linear layers and heads of attention.",
             metavar="AXES",
             default_text="each rank has samples of its own",
         ),

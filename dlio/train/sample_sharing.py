@@ -1,13 +1,15 @@
-"""The ranks of a run that share each sample (`--mesh data=2,space=2`)."""
+"""The ranks of a run that share samples or layers (`--mesh data=2,space=2`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Self
 
 import torch
 import xxhash
+from torch import nn
 
 from dlio.comm import Communicator
 from dlio.comm.nodes import find_nodes
+from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import Reader
 from dlio.data.schema import Schema
 from dlio.errors import UsageError
@@ -15,8 +17,10 @@ from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount
 from dlio.train.arrays import array_fields
+from dlio.train.batch_norm import mean_state
 from dlio.train.config import TrainConfig
 from dlio.train.mesh import Mesh, Slab, parse_axes
+from dlio.train.mesh.layer_parts import LayerParts
 from dlio.train.mesh.slab import longest_dimension
 
 __all__ = ["SampleSharing"]
@@ -31,7 +35,8 @@ _HEIGHT: Final = -2
 class SampleSharing:
     """Which ranks have samples of their own, and which share each sample; owns the mesh.
 
-    Without `--mesh`, or without an axis `space` in it, each rank has samples of its own.
+    The ranks along `space` have a part of each sample, those along `model` have whole samples, and
+    parts of layers. Without `--mesh`, or without these axes, each rank has samples of its own.
     Collective; so is `close`.
 
     Raises UsageError for axes that do not fit the number of ranks.
@@ -43,15 +48,28 @@ class SampleSharing:
         """None if no ranks share samples."""
         self.data = comm
         """The ranks that have samples of their own; owned by others."""
+        self.replicas = comm
+        """The ranks that have the same parameters as this one; owned by others."""
+        self._sharers: Communicator = SingleCommunicator()
+        """The ranks that have the same samples as this one; owned by others."""
+        self.cuts_samples = False
+        self.parts = LayerParts(self._sharers)
+        """The parts of layers that this rank has: none without an axis `model`."""
         self._slabs: dict[Dataset, tuple[Slab, Schema]] = {}
         if config.mesh is None:
             return
         axes = parse_axes(config.mesh, comm.size)
-        if axes.size("space") > 1:
-            # Averages of running statistics follow in each evaluation, see `mean_state`.
-            norm = "sync" if config.batch_norm == "sync" else "local"
-            self.mesh = Mesh(config.mesh, batch_norm=norm, comm=comm)
-            self.data = self.mesh.along("data")
+        if axes.size("space") * axes.size("model") == 1:
+            return
+        # Averages of running statistics follow in each evaluation, see `mean_state`.
+        norm = "sync" if config.batch_norm == "sync" else "local"
+        self.mesh = Mesh(config.mesh, batch_norm=norm, comm=comm)
+        self.data = self.mesh.along("data")
+        self.cuts_samples = axes.size("space") > 1
+        self._sharers = self.mesh.along("space" if self.cuts_samples else "model")
+        if not self.cuts_samples:
+            self.replicas = self.data
+            self.parts = LayerParts(self._sharers)
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +80,7 @@ class SampleSharing:
     @property
     def counts(self) -> bool:
         """True on one of the ranks that share samples: its sums count in reports."""
-        return self.mesh is None or self.mesh.along("space").rank == 0
+        return self._sharers.rank == 0
 
     def open(self, path: str, reader: Reader, options: Mapping[str, object]) -> Dataset:
         """Open a data set of arrays, of which this rank reads its slab alone.
@@ -93,9 +111,9 @@ class SampleSharing:
     def payload_bytes(self, data: Dataset) -> int:
         """Return the bytes of a data set, over the ranks that read slabs of it. Collective."""
         mine = int(data.reader.sizes.sum())
-        if self.mesh is None or data not in self._slabs:
+        if data not in self._slabs:
             return mine
-        return int(sum(self.mesh.along("space").allgather(mine)))
+        return int(sum(self._sharers.allgather(mine)))
 
     def machines(self, mounted: Mount) -> int:
         """Return the number of hosts of all ranks. Collective."""
@@ -109,11 +127,11 @@ class SampleSharing:
         if self.mesh is None or self._config.shuffle == "global":
             return
         nodes = mounted.nodes.node_of.tobytes() + mounted.placement.home.tobytes()
-        digests = self.mesh.along("space").allgather(xxhash.xxh3_64_hexdigest(nodes))
+        digests = self._sharers.allgather(xxhash.xxh3_64_hexdigest(nodes))
         if len(set(digests)) > 1:
             raise UsageError(
-                f"--shuffle {self._config.shuffle}: tiers hold the slabs of a sample on different "
-                "nodes: give --shuffle global, or start ranks that share samples on one node"
+                f"--shuffle {self._config.shuffle}: ranks that share samples have tiers on "
+                "different nodes: give --shuffle global, or start these ranks on one node"
             )
 
     def converter(self, convert: Convert, data: Dataset, is_dense: bool) -> Convert:
@@ -124,7 +142,7 @@ class SampleSharing:
             is_dense: there is a target for each element, so that targets are parts, too.
         """
         mesh = self.mesh
-        if mesh is None:
+        if mesh is None or not self.cuts_samples:
             return convert
         slab = self._slabs[data][0] if data in self._slabs else None
 
@@ -136,6 +154,11 @@ class SampleSharing:
             return part(inputs), part(targets) if is_dense else targets
 
         return parts
+
+    def mean_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the mean of a model's state dict over the ranks that have the same parameters.
+        Collective."""
+        return mean_state(model, self.replicas, self._config.batch_norm)
 
     def close(self) -> None:
         """Release the mesh. Collective; after the last pass of the model."""

@@ -111,7 +111,7 @@ def train(config: TrainConfig) -> RunReport:
             nodes=len(mounted.nodes.names),
             tiers=[str(s) for s in mounted.all_tiers],
             config=config,
-            notes=list(task.notes),
+            notes=[*task.notes, *sharing.parts.notes],
         )
         if config.prune != "off" and held_out is None and comm.rank == 0:
             print(

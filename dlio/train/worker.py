@@ -9,16 +9,16 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from dlio.comm import Communicator
 from dlio.comm.recovery import Loss, recovery_of, uniform
-from dlio.loader.contract import BatchData, State
+from dlio.loader.contract import BatchData
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dealing import Dealing
 from dlio.plan.epoch import is_exact
 from dlio.train.balance import Balancer, Clock, timed_pass
-from dlio.train.batch_norm import mean_state, synchronised
+from dlio.train.batch_norm import synchronised
 from dlio.train.callbacks.base import Callback
 from dlio.train.compiled import compile_model
 from dlio.train.config import TrainConfig
@@ -81,19 +81,21 @@ class Worker:
         self.model = channels_last(task.make_model()).to(self.device)
         if config.weights is not None and not is_found:
             load_weights(config.weights, self.model, comm.rank)
+        self.parts = sharing.parts
+        self.parts.cut(self.model)
         self.precision = Precision(config.precision, self.device)
         self._evaluator = make_evaluator(self.model, task, held_out, self.precision, sharing)
         copy_to_time = copy.deepcopy(self.model) if config.balance else None
         self.average = None if config.ema is None else WeightAverage(self.model, config.ema)
         """The average of the weights, which is evaluated and saved in their place."""
-        agree = config.batch_norm == "sync" and sharing.mesh is None
-        self._norms = synchronised(self.model, comm) if agree else None
+        agree = config.batch_norm == "sync" and not sharing.cuts_samples
+        self._norms = synchronised(self.model, sharing.data) if agree else None
         """Ranks that normalise their batches together, if there are such layers."""
         self.optimizer = make_optimizer(
             config.optimizer or DEFAULT_OPTIMIZER, self.model, config.momentum, config.weight_decay
         )
         self.exchange, self._ghosts = connected(
-            config, self.model, self.optimizer, comm, are_alike=is_found
+            config, self.model, self.optimizer, sharing.replicas, are_alike=is_found
         )
         self._summing = self._ghosts or self.exchange
         self.pruner = make_pruner(
@@ -112,8 +114,8 @@ class Worker:
         """Called before parameters and the optimizer's state change."""
         self.samples = len(loader.data)
         """Samples of this epoch, over all ranks."""
-        self._ranks = comm.size
-        """Ranks at the beginning, with spares."""
+        self._ranks = sharing.replicas.size
+        """Ranks at the beginning, with spares, that average their gradients."""
         self.recovery = recovery_of(comm)
         if begun is None or config.on_loss == "shrink" or not is_exact(config.shuffle):
             begun = sharing.data.size - config.spares
@@ -187,10 +189,6 @@ class Worker:
         """The batches of this rank, dealt by formula."""
         assert isinstance(self._dealing, Dealing)
         return self._dealing
-
-    def loader_state(self) -> State:
-        """Return the loader's state between two steps: any number of ranks goes on from it."""
-        return self.dealing.state()
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch. Call it on all ranks."""
@@ -387,7 +385,7 @@ class Worker:
         if self.pruner is not None:
             self.pruner.apoptosis.look()
         if gradients and (config.clip is not None or config.nan != "off"):
-            self.gradient_norm = get_total_norm(gradients)
+            self.gradient_norm = self.parts.gradient_norm(self.model)
             if config.clip is not None:
                 clip_grads_with_norm_(self.model.parameters(), config.clip, self.gradient_norm)
         for group in self.optimizer.param_groups:
@@ -485,16 +483,17 @@ class Worker:
         Collective; changes nothing.
         """
         self._dealing.regroup()
-        mean = mean_state(self.model, self.comm, self.config.batch_norm)
+        mean = self._sharing.mean_state(self.model)
         everyone = self.comm.allgather(mine)
         metrics: dict[str, float | None] = {}
         if self._evaluator is not None:
-            state = mean if self.average is None else self.mean_state()
+            average = self.average
+            state = mean if average is None else self._sharing.mean_state(average.model())
             metrics = self._evaluator.metrics(state, self.device, self.epoch_number)
         return everyone, metrics, consensus_distance(self.model, mean, self.comm)
 
     def mean_state(self) -> dict[str, torch.Tensor]:
-        """Return the state dict to evaluate and save: the mean over ranks of the weights, or of
-        their average over steps. Collective."""
+        """Return the state dict to save: the mean over ranks of the weights, or of their average
+        over steps. Collective."""
         model = self.model if self.average is None else self.average.model()
-        return mean_state(model, self.comm, self.config.batch_norm)
+        return self.parts.whole_state(self._sharing.mean_state(model))

@@ -54,6 +54,8 @@ class RunState(TypedDict):
     of_task: NotRequired[dict[str, Any]]
     """Options of `_OF_TASK`; missing in files of earlier versions."""
     exchange: str
+    mesh: NotRequired[str | None]
+    """Missing in files of earlier versions."""
     samples: int
     """Samples of the data set."""
     global_batch: int
@@ -74,21 +76,22 @@ class RunState(TypedDict):
 def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
     """Return this rank's tensors: `all/...` if equal on all ranks, `rank<number>/...` otherwise.
 
-    Call it between two steps.
+    Call it between two steps. Layers that ranks share are whole in it; collective if there are any.
     """
+    whole = run.parts.whole
     mine = f"rank{run.comm.rank}/"
     trained = "all/" if run.exchange.alike else mine
     tensors: dict[str, torch.Tensor] = {}
     parameters = dict(run.model.named_parameters())
     for name, value in run.model.state_dict().items():
-        tensors[f"{trained if name in parameters else mine}model/{name}"] = value
+        tensors[f"{trained if name in parameters else mine}model/{name}"] = whole(name, value)
     for name, parameter in parameters.items():
         for key, value in run.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                tensors[f"{trained}optimizer/{name}/{key}"] = value
+                tensors[f"{trained}optimizer/{name}/{key}"] = whole(name, value)
     if run.average is not None:
         for name, value in run.average.tensors().items():
-            tensors[f"{trained}ema/{name}"] = value
+            tensors[f"{trained}ema/{name}"] = whole(name, value)
     for key, value in run.exchange.state().items():
         tensors[f"{mine}exchange/{key}"] = value
     if run.pruner is not None:
@@ -122,7 +125,7 @@ def changed_by_updates(run: Worker, tensors: Mapping[str, torch.Tensor]) -> froz
 
 def about(run: Worker) -> RunState:
     """Return the rest of the state as JSON types; equal on all ranks."""
-    config, loader = run.config, run.loader_state()
+    config, loader = run.config, run.dealing.state()
     return {
         "model": config.model,
         "optimizer": config.optimizer or DEFAULT_OPTIMIZER,
@@ -130,6 +133,7 @@ def about(run: Worker) -> RunState:
         "seed": config.seed,
         "of_task": {name: _plain(getattr(config, name)) for name in _OF_TASK},
         "exchange": config.exchange,
+        "mesh": config.mesh,
         "samples": len(run.loader.data),
         "global_batch": run.global_batch,
         "updates": run.updates,
@@ -155,6 +159,10 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     ranks, rank = run.comm.size, run.comm.rank
     about, saved = _state(checkpoint), checkpoint.ranks
     same_exchange = about["exchange"] == run.config.exchange
+    if about.get("mesh") != run.config.mesh:
+        # What a rank owes is of its parts of layers.
+        shared = run.parts.ranks > 1 or "model" in (about.get("mesh") or "")
+        same_exchange = same_exchange and not shared
     same = saved == ranks and same_exchange and checkpoint.is_of_one_step
     mine = checkpoint.read(f"rank{rank}/") if same else _merged(checkpoint, saved)
     tensors = {**checkpoint.read("all/"), **mine}
@@ -165,7 +173,8 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     _restore_model(run, checkpoint.path, _part(tensors, "model/"))
     _restore_optimizer(run, _part(tensors, "optimizer/"))
     if run.average is not None:
-        run.average.load(_part(tensors, "ema/"))
+        ema = _part(tensors, "ema/")
+        run.average.load({name: run.parts.part(name, value) for name, value in ema.items()})
     if same:
         run.exchange.load_state(_part(tensors, "exchange/"))
         torch.set_rng_state(tensors["random"])
@@ -197,6 +206,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
 def _restore_model(run: Worker, path: str, model: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         own = run.model.state_dict()
+        model = {name: run.parts.part(name, value) for name, value in model.items()}
         _check_shapes(path, own, model)
         for name, value in own.items():
             value.copy_(model[name])
@@ -208,6 +218,7 @@ def _restore_optimizer(run: Worker, state: Mapping[str, torch.Tensor]) -> None:
     for name, value in state.items():
         parameter_name, _, key = name.rpartition("/")
         parameter = parameters[parameter_name]
+        value = run.parts.part(parameter_name, value)
         if value.shape == parameter.shape and value.ndim:
             own = torch.empty_like(parameter).copy_(value)
         else:

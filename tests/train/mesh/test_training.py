@@ -128,7 +128,11 @@ def test_numbers_of_arrays_are_predicted(dlio: Dlio, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"mesh": "data=2,model=2"}, "tensor_parallel in a loop of your own"),
+        ({"mesh": "model=2,space=2"}, "layers in parts .model=. and samples in parts .space=."),
+        ({"mesh": "model=2", "exchange": "gossip"}, "--exchange gossip does not go with --mesh"),
+        ({"mesh": "model=2", "precision": "fp16"}, "--precision fp16 does not go with --mesh"),
+        ({"mesh": "model=2", "check_weights": 5}, "--check-weights does not go with --mesh"),
+        ({"mesh": "model=2", "compile": True}, "--compile does not go with --mesh"),
         ({"mesh": "space=2", "exchange": "gossip"}, "--exchange gossip does not go with --mesh"),
         ({"mesh": "space=2", "fault_tolerance": "shrink"}, "--fault-tolerance shrink does not"),
         ({"mesh": "space=2", "balance": True}, "--balance does not"),

@@ -1,0 +1,321 @@
+"""Layers whose weights the ranks of an axis share: each rank has a part of the matrix.
+
+A linear layer cut by columns computes a part of its outputs, one cut by rows takes a part of its
+inputs and needs a sum over ranks. A pair of both has one sum in the forward pass and one in the
+backward pass (Megatron-LM, arXiv 1909.08053). A layer on its own is cut by columns, and its outputs
+are gathered. Attention is a pair: its heads are columns.
+
+Parameters in parts are plain tensors of the part's shape, so that exchanges, optimizers, averages
+and hooks treat them as any others; only sums over all weights and saved states need the whole. All
+else is alike on the ranks that share a layer. For torch's DTensor see `tensor_parallel`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.utils import get_total_norm
+
+from dlio.comm import Communicator
+from dlio.train.mesh.layer_plan import Kind, plan_parts
+from dlio.train.mesh.messages import Traffic, fetch
+from dlio.train.mesh.slab import Slab
+
+__all__ = ["Cut", "LayerParts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tensor is cut into equal parts."""
+
+    dimension: int
+    blocks: int = 1
+    """Matrices along the dimension, each of which is cut: 3 for query, key and value in one."""
+
+    def fits(self, whole: torch.Tensor, ranks: int) -> bool:
+        """True if ranks can have equal parts of a tensor."""
+        extent = whole.shape[self.dimension] if whole.ndim > self.dimension else 0
+        return extent > 0 and extent % (self.blocks * ranks) == 0
+
+    def part(self, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        """Return a copy of a rank's part."""
+        blocks = self._blocks(whole)
+        each = blocks.shape[self.dimension + 1] // ranks
+        part = blocks.narrow(self.dimension + 1, rank * each, each)
+        return self._flat(part).clone(memory_format=torch.contiguous_format)
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the whole of all ranks' parts, in their order."""
+        return self._flat(torch.cat(list(map(self._blocks, parts)), self.dimension + 1))
+
+    def _blocks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of a tensor, or of a part, with a dimension more: that of the blocks."""
+        before, after = tensor.shape[: self.dimension], tensor.shape[self.dimension + 1 :]
+        return tensor.reshape(*before, self.blocks, -1, *after)
+
+    def _flat(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.flatten(self.dimension, self.dimension + 1)
+
+
+class _Enter(torch.autograd.Function):
+    """A tensor that all ranks have; its gradient is the sum of what their parts give."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, ranks: Traffic) -> torch.Tensor:
+        ctx.ranks = ranks
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.ranks.total(gradient), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of all ranks' terms, which all have then."""
+
+    @staticmethod
+    def forward(_ctx: Any, values: torch.Tensor, ranks: Traffic) -> torch.Tensor:
+        return ranks.total(values)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' parts of the last dimension, which all have then."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, ranks: Traffic) -> torch.Tensor:
+        comm = ranks.comm
+        ctx.slab = slab = Slab(values.shape[-1] * comm.size, -1, comm.rank, comm.size)
+        return fetch(values, slab, [(0, slab.extent)] * slab.ranks, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        first, _ = ctx.slab.own
+        return gradient.narrow(-1, first, ctx.slab.length), None
+
+
+def _enter(values: torch.Tensor, ranks: Traffic) -> torch.Tensor:
+    return cast("torch.Tensor", cast("Any", _Enter).apply(values, ranks))
+
+
+def _sum(values: torch.Tensor, ranks: Traffic) -> torch.Tensor:
+    return cast("torch.Tensor", cast("Any", _Sum).apply(values, ranks))
+
+
+class _Columns(nn.Linear):
+    """A linear layer of which each rank computes a part of the outputs."""
+
+    ranks: Traffic
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # x: (..., inputs) -> (..., outputs / ranks)
+        return functional.linear(_enter(x, self.ranks), self.weight, self.bias)
+
+
+class _Gathered(_Columns):
+    """The same with the whole output: (..., outputs)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = cast("Any", _Gather).apply(super().forward(x), self.ranks)
+        return whole
+
+
+class _Rows(nn.Linear):
+    """A linear layer that takes a part of the inputs on each rank."""
+
+    ranks: Traffic
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # x: (..., inputs / ranks) -> (..., outputs)
+        out = _sum(functional.linear(x, self.weight), self.ranks)
+        return out if self.bias is None else out + self.bias
+
+
+class _Attention(nn.MultiheadAttention):
+    """Attention of which each rank has some of the heads; it returns no weights.
+
+    Its masks are those of `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`.
+    """
+
+    ranks: Traffic
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # query: (n, words, width), or (words, n, width) unless `batch_first`; out like query
+        batched = query.dim() == 3
+        given = [query, key, value]
+        if not batched:
+            given = [each.unsqueeze(0) for each in given]
+        elif not self.batch_first:
+            given = [each.transpose(0, 1) for each in given]
+        weights = self.in_proj_weight.chunk(3)
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        # One sum of gradients if they are one tensor, as in self-attention.
+        same = query is key is value
+        entered = [_enter(each, self.ranks) for each in given[: 1 if same else 3]]
+        q, k, v = (
+            functional.linear(x, weight, bias).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+            for x, weight, bias in zip(
+                entered * 3 if same else entered, weights, biases, strict=True
+            )
+        )
+        mask = self._mask(attn_mask, key_padding_mask, q)
+        values = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        values = values.transpose(1, 2).flatten(2)
+        whole = _sum(functional.linear(values, self.out_proj.weight), self.ranks)
+        if self.out_proj.bias is not None:
+            whole = whole + self.out_proj.bias
+        if not batched:
+            whole = whole.squeeze(0)
+        elif not self.batch_first:
+            whole = whole.transpose(0, 1)
+        return whole, None
+
+    def _mask(
+        self, mask: torch.Tensor | None, padding: torch.Tensor | None, query: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return what is added to the scores of this rank's heads; (n, heads, words, words)."""
+        total: torch.Tensor | None = None
+        if mask is not None:
+            total = _added(mask, query.dtype)
+            if total.dim() == 3:  # (n x heads, words, words)
+                comm, heads = self.ranks.comm, query.shape[1]
+                total = total.view(-1, self.num_heads, *total.shape[1:])
+                total = total.narrow(1, comm.rank * heads, heads)
+        if padding is not None:
+            padded = _added(padding, query.dtype).view(-1, 1, 1, padding.shape[-1])
+            total = padded if total is None else total + padded
+        return total
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask as numbers that are added to scores; True stands for one that is left out."""
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+class LayerParts:
+    """The parts of a model's layers that the ranks of an axis have.
+
+    Args:
+        comm: the ranks along `model`, used by nothing else; owned by the caller.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._ranks = Traffic(comm)
+        self.cuts: dict[str, Cut] = {}
+        """By name of each parameter in parts."""
+        self.notes: list[str] = []
+        """Remarks on the model, for the report."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share layers."""
+        return self._ranks.comm.size
+
+    @torch.no_grad()
+    def cut(self, model: nn.Module) -> None:
+        """Leave this rank's parts of a model's layers, in place.
+
+        The ranks' models are alike before. Hooks, optimizers and copies come later.
+
+        Raises UsageError if no layer can be cut.
+        """
+        comm, total = self._ranks.comm, sum(each.numel() for each in model.parameters())
+        if comm.size == 1:
+            return
+        cut = 0
+        for name, (kind, layer) in plan_parts(model, comm.size).items():
+            layer.__class__ = _CLASSES[kind]  # Names, buffers and hooks stay.
+            cast("_Columns", layer).ranks = self._ranks
+            for own, how in _CUTS[kind].items():
+                if (parameter := _parameter(layer, own)) is None:
+                    continue
+                cut += parameter.numel()
+                parameter.data = how.part(parameter.data, comm.rank, comm.size)
+                self.cuts[f"{name}.{own}" if name else own] = how
+        for module in model.modules():
+            # torch's fused forms of these layers take whole weights.
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = 0
+            elif isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
+        share = 100 * cut / total
+        self.notes.append(
+            f"{comm.size} ranks share {len(self.cuts)} tensors, {share:.0f} % of the weights"
+        )
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a parameter, or of a state of its shape."""
+        comm, cut = self._ranks.comm, self.cuts.get(name)
+        if cut is None or not cut.fits(whole, comm.size):
+            return whole
+        return cut.part(whole, comm.rank, comm.size)
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole of a parameter, or of a state of its shape, on its device. Collective
+        over the ranks along the axis."""
+        if name not in self.cuts or not part.ndim:
+            return part
+        comm, own = self._ranks.comm, part.detach()
+        others = [rank != comm.rank for rank in range(comm.size)]
+        received = self._ranks.swap(
+            [own if other else None for other in others],
+            [tuple(own.shape) if other else None for other in others],
+            own.dtype,
+        )
+        parts = [own if each is None else each.to(own.device) for each in received]
+        return self.cuts[name].join(parts)
+
+    def whole_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a state dict with whole parameters. Collective over the ranks along the axis."""
+        return {name: self.whole(name, value) for name, value in state.items()}
+
+    def gradient_norm(self, model: nn.Module) -> torch.Tensor:
+        """Return the norm of all gradients, the same on all ranks of the axis. Collective there."""
+        named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        norm = get_total_norm([each for name, each in named if name not in self.cuts])
+        if not self.cuts:
+            return norm
+        of_parts = get_total_norm([each for name, each in named if name in self.cuts])
+        like = named[-1][1] if named else norm
+        squares = self._ranks.total(of_parts.to(like.device, torch.float64).square().reshape(1))
+        return (norm.to(squares).square() + squares[0]).sqrt().to(like.dtype)
+
+
+def _parameter(layer: nn.Module, name: str) -> nn.Parameter | None:
+    owner, _, last = name.rpartition(".")
+    return cast("nn.Parameter | None", getattr(layer.get_submodule(owner), last))
+
+
+_CLASSES: Mapping[Kind, type[nn.Module]] = {
+    "columns": _Columns,
+    "gathered": _Gathered,
+    "rows": _Rows,
+    "heads": _Attention,
+}
+_BY_COLUMNS: Mapping[str, Cut] = {"weight": Cut(0), "bias": Cut(0)}
+_CUTS: Mapping[Kind, Mapping[str, Cut]] = {
+    "columns": _BY_COLUMNS,
+    "gathered": _BY_COLUMNS,
+    "rows": {"weight": Cut(1)},
+    "heads": {"in_proj_weight": Cut(0, 3), "in_proj_bias": Cut(0, 3), "out_proj.weight": Cut(1)},
+}
