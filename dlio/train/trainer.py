@@ -111,7 +111,7 @@ def train(config: TrainConfig) -> RunReport:
             nodes=len(mounted.nodes.names),
             tiers=[str(s) for s in mounted.all_tiers],
             config=config,
-            notes=[*task.notes, *sharing.parts.notes],
+            notes=list(task.notes),
         )
         if config.prune != "off" and held_out is None and comm.rank == 0:
             print(
@@ -166,6 +166,7 @@ def train(config: TrainConfig) -> RunReport:
             _die_of_bug(run, error)
             raise
         report.epochs, report.stopped = run.history, run.stopped
+        report.notes += sharing.parts.notes
         report.losses = list(run.losses)
         report.changes = list(run.changes)
         report.restored = [

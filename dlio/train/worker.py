@@ -75,14 +75,13 @@ class Worker:
         self.loader = loader
         self.device = choose_device(config.device, comm)
         torch.manual_seed(config.seed)
-        self._sharing = sharing = sharing or SampleSharing(config, comm)
+        self.sharing = sharing = sharing or SampleSharing(config, comm)
         self.task = task
         self._convert = sharing.converter(task.converter(loader.data), loader.data, task.is_dense)
         self.model = channels_last(task.make_model()).to(self.device)
         if config.weights is not None and not is_found:
             load_weights(config.weights, self.model, comm.rank)
-        self.parts = sharing.parts
-        self.parts.cut(self.model)
+        sharing.parts.cut(self.model)
         self.precision = Precision(config.precision, self.device)
         self._evaluator = make_evaluator(self.model, task, held_out, self.precision, sharing)
         copy_to_time = copy.deepcopy(self.model) if config.balance else None
@@ -212,6 +211,7 @@ class Worker:
         self._dealing.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
+        self.sharing.parts.align(self.model)
         after = self._summing.statistics()
         if ledger is not None:
             ledger.end_epoch(self._dealing.of_lost, len(self.loader.data) - self.samples)
@@ -309,7 +309,7 @@ class Worker:
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
         self.last_loss = torch.zeros_like(self.last_loss)
-        if count or self._norms is not None or self._sharing.mesh is not None:
+        if count or self._norms is not None or self.sharing.mesh is not None:
             self._backward(*self._convert(batch, self.device), planned)
         self.position = self._dealing.position
         if not more:
@@ -357,7 +357,7 @@ class Worker:
         torch.autograd.backward(self.precision.scaler.scale(total.div(over)))
         with torch.no_grad():
             self.last_loss += total
-            if self._sharing.counts:
+            if self.sharing.counts:
                 self.sums[0] += total
                 self.sums[1] += correct.sum()
                 self.sums[2] += len(inputs)
@@ -385,7 +385,7 @@ class Worker:
         if self.pruner is not None:
             self.pruner.apoptosis.look()
         if gradients and (config.clip is not None or config.nan != "off"):
-            self.gradient_norm = self.parts.gradient_norm(self.model)
+            self.gradient_norm = self.sharing.parts.gradient_norm(self.model)
             if config.clip is not None:
                 clip_grads_with_norm_(self.model.parameters(), config.clip, self.gradient_norm)
         for group in self.optimizer.param_groups:
@@ -483,12 +483,12 @@ class Worker:
         Collective; changes nothing.
         """
         self._dealing.regroup()
-        mean = self._sharing.mean_state(self.model)
+        mean = self.sharing.mean_state(self.model)
         everyone = self.comm.allgather(mine)
         metrics: dict[str, float | None] = {}
         if self._evaluator is not None:
             average = self.average
-            state = mean if average is None else self._sharing.mean_state(average.model())
+            state = mean if average is None else self.sharing.mean_state(average.model())
             metrics = self._evaluator.metrics(state, self.device, self.epoch_number)
         return everyone, metrics, consensus_distance(self.model, mean, self.comm)
 
@@ -496,4 +496,4 @@ class Worker:
         """Return the state dict to save: the mean over ranks of the weights, or of their average
         over steps. Collective."""
         model = self.model if self.average is None else self.average.model()
-        return self.parts.whole_state(self._sharing.mean_state(model))
+        return self.sharing.parts.whole_state(self.sharing.mean_state(model))

@@ -78,7 +78,7 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
 
     Call it between two steps. Layers that ranks share are whole in it; collective if there are any.
     """
-    whole = run.parts.whole
+    whole = run.sharing.parts.whole
     mine = f"rank{run.comm.rank}/"
     trained = "all/" if run.exchange.alike else mine
     tensors: dict[str, torch.Tensor] = {}
@@ -161,7 +161,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     same_exchange = about["exchange"] == run.config.exchange
     if about.get("mesh") != run.config.mesh:
         # What a rank owes is of its parts of layers.
-        shared = run.parts.ranks > 1 or "model" in (about.get("mesh") or "")
+        shared = run.sharing.parts.ranks > 1 or "model" in (about.get("mesh") or "")
         same_exchange = same_exchange and not shared
     same = saved == ranks and same_exchange and checkpoint.is_of_one_step
     mine = checkpoint.read(f"rank{rank}/") if same else _merged(checkpoint, saved)
@@ -174,14 +174,15 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     _restore_optimizer(run, _part(tensors, "optimizer/"))
     if run.average is not None:
         ema = _part(tensors, "ema/")
-        run.average.load({name: run.parts.part(name, value) for name, value in ema.items()})
+        run.average.load({name: run.sharing.parts.part(name, value) for name, value in ema.items()})
     if same:
         run.exchange.load_state(_part(tensors, "exchange/"))
         torch.set_rng_state(tensors["random"])
         if run.device.type == "cuda" and "random-cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random-cuda"], run.device)
     else:
-        torch.manual_seed((run.config.seed + about["updates"] * 1_000_003 + rank) % 2**63)
+        of_rank = about["updates"] * 1_000_003 + run.sharing.data.rank
+        torch.manual_seed((run.config.seed + of_rank) % 2**63)
         run.exchange.load_state(_residuals(checkpoint, rank, ranks) if same_exchange else {})
     if pruning is not None and run.pruner is not None:
         run.pruner.load_state_dict(pruning, _part(tensors, "pruning/") if same else {})
@@ -206,7 +207,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
 def _restore_model(run: Worker, path: str, model: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         own = run.model.state_dict()
-        model = {name: run.parts.part(name, value) for name, value in model.items()}
+        model = {name: run.sharing.parts.part(name, value) for name, value in model.items()}
         _check_shapes(path, own, model)
         for name, value in own.items():
             value.copy_(model[name])
@@ -218,7 +219,7 @@ def _restore_optimizer(run: Worker, state: Mapping[str, torch.Tensor]) -> None:
     for name, value in state.items():
         parameter_name, _, key = name.rpartition("/")
         parameter = parameters[parameter_name]
-        value = run.parts.part(parameter_name, value)
+        value = run.sharing.parts.part(parameter_name, value)
         if value.shape == parameter.shape and value.ndim:
             own = torch.empty_like(parameter).copy_(value)
         else:

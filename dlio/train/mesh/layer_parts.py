@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -216,7 +218,7 @@ class LayerParts:
     """The parts of a model's layers that the ranks of an axis have.
 
     Args:
-        comm: the ranks along `model`, used by nothing else; owned by the caller.
+        comm: the ranks along `model`; owned by the caller.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -288,6 +290,37 @@ class LayerParts:
     def whole_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a state dict with whole parameters. Collective over the ranks along the axis."""
         return {name: self.whole(name, value) for name, value in state.items()}
+
+    @torch.no_grad()
+    def align(self, model: nn.Module) -> None:
+        """Copy the first rank's whole parameters and buffers to the others, if these differ.
+
+        They are alike as long as ranks compute alike: kernels of a device that are not
+        deterministic, or random numbers of a model that are not torch's, make them differ. `notes`
+        says so, once. Collective over the ranks along the axis.
+        """
+        if not self.cuts:
+            return
+        comm = self._ranks.comm
+        whole = [value for name, value in model.state_dict().items() if name not in self.cuts]
+        own = torch.cat([value.reshape(-1).to("cpu", torch.float64) for value in whole])
+        digests = comm.allgather(xxhash.xxh3_64_hexdigest(own.numpy().tobytes()))
+        if len(set(digests)) == 1:
+            return
+        first = own.numpy().copy()
+        comm.bcast(first)
+        away = float((own - torch.from_numpy(first)).norm() / (1e-30 + np.linalg.norm(first)))
+        away = max(comm.allgather(away))
+        if len(self.notes) == 1:
+            self.notes.append(
+                "ranks that share layers computed other weights for what they have whole, away by "
+                f"{away:.1e} of their norm: they go on with the first one's after each epoch"
+            )
+        at = 0
+        for value in whole:
+            mine = torch.from_numpy(first[at : at + value.numel()])
+            value.copy_(mine.view(value.shape))
+            at += value.numel()
 
     def gradient_norm(self, model: nn.Module) -> torch.Tensor:
         """Return the norm of all gradients, the same on all ranks of the axis. Collective there."""

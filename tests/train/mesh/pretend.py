@@ -57,6 +57,9 @@ class ThreadCommunicator(SingleCommunicator):
         self._meeting.barrier.wait(_DEADLINE_S)
         return everyone  # type: ignore[return-value]
 
+    def bcast(self, array: Array, root: int = 0) -> None:
+        array[...] = self.allgather(array.copy())[root]
+
     def isend(self, data: Buffer, dest: int, tag: int) -> Request:
         self._meeting.mail[self.rank, dest].put(bytes(data))
         return super().iallreduce(np.zeros(0))

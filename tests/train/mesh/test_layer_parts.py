@@ -113,6 +113,26 @@ def test_stacked_matrices_are_cut_one_by_one() -> None:
     assert not cut.fits(torch.tensor(1.0), 2)
 
 
+def test_whole_layers_that_differ_become_the_first_ranks() -> None:
+    whole = Mlp(5, inputs=300, width=WIDE, depth=1)
+
+    def run(comm: ThreadCommunicator) -> None:
+        parts, model = LayerParts(comm), copy.deepcopy(whole)
+        parts.cut(model)
+        before = copy.deepcopy(model.state_dict())
+        parts.align(model)
+        assert len(parts.notes) == 1
+        with torch.no_grad():
+            model.get_parameter("2.weight").mul_(1 + 0.1 * comm.rank)
+        for _ in range(2):
+            parts.align(model)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        _, note = parts.notes
+        assert "computed other weights" in note
+
+    on_ranks(2, run)
+
+
 def test_layers_that_need_their_whole_outputs_stay_whole() -> None:
     shared = nn.Linear(8, 8)
     dropping = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))

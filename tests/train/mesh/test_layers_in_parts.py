@@ -91,6 +91,21 @@ def test_a_transformer_in_parts_of_heads(dlio: Dlio, pictures: Path, tmp_path: P
         assert_alike(weights, expected)
 
 
+@pytest.mark.mpi
+@pytest.mark.nightly
+def test_a_resumed_run_drops_the_same_neurons_on_ranks_that_share_layers(
+    dlio: Dlio, tmp_path: Path
+) -> None:
+    draw(tmp_path / "train.csv", 150, 1)
+    model = ("--target", "y", "--model", "mlp(width=256,dropout=0.3)", "--checkpoint", "c")
+    trained(dlio, tmp_path, "one", "train.csv", *model, "--epochs", "1")
+    on_mesh = ("-n", "2", "--mesh", "model=2", "--epochs", "2", "--resume")
+    on, _ = trained(dlio, tmp_path, "on", "train.csv", *model, *on_mesh)
+    assert on["resumed"] is not None
+    (note,) = on["notes"]  # And none of other weights.
+    assert "2 ranks share" in note
+
+
 def test_a_model_without_such_layers_is_refused(dlio: Dlio, pictures: Path) -> None:
     args = ("--epochs", "1", "--image-size", "32", "--model", "resnet", "-n", "2")
     done = dlio("train", str(pictures / "train"), *args, "--mesh", "model=2")
