@@ -117,7 +117,7 @@ class ExchangeSpec:
     def __str__(self) -> str:
         text = self.preset
         if self.preset in _RHYTHMS:
-            usual = _OF_DIFFERENCES if self.payload == "difference" else _RHYTHMS[self.preset]
+            usual = _usual(self.preset, self.compressor)
             more = [
                 f"{name}={getattr(self, name)!r}"
                 for name in _ARGUMENTS[self.preset]
@@ -199,10 +199,8 @@ def parse_exchange(text: str) -> ExchangeSpec:
     payload, topology, merge = _PRESETS[name]
     flat = False
     rhythm = _Rhythm()
-    differences = name == "noloco" and compressor in _TAKES_DIFFERENCES
     if name in _RHYTHMS:
-        usual = _OF_DIFFERENCES if differences else _RHYTHMS[name]
-        rhythm = _rhythm(text, name, argument, usual)
+        rhythm = _rhythm(text, name, argument, _usual(name, compressor))
     elif argument is not None:
         kinds = [kind.strip() for kind in argument.split(",")]
         if name != "gossip" or not set(kinds) <= set(_GOSSIP):
@@ -219,7 +217,7 @@ def parse_exchange(text: str) -> ExchangeSpec:
         if payload == "weight" and compressor in _SPARSE:
             if name == "gossip":
                 payload = "delta"  # Most changes are nearly zero; most weights never are.
-            elif differences:
+            elif _sends_differences(name, compressor):
                 payload, topology = "difference", "fixed-pairs"
             else:
                 raise UsageError(
@@ -239,6 +237,16 @@ def parse_exchange(text: str) -> ExchangeSpec:
     return ExchangeSpec(
         name, payload, topology, merge, compressor=compressor, flat=flat, **asdict(rhythm)
     )
+
+
+def _sends_differences(name: str, compressor: str | None) -> bool:
+    """True if messages are differences to a copy that both ranks of a pair have."""
+    return name == "noloco" and compressor in _TAKES_DIFFERENCES
+
+
+def _usual(name: str, compressor: str | None) -> _Rhythm:
+    """Return the defaults of a preset that takes steps."""
+    return _OF_DIFFERENCES if _sends_differences(name, compressor) else _RHYTHMS[name]
 
 
 def _rhythm(text: str, name: str, argument: str | None, usual: _Rhythm) -> _Rhythm:
