@@ -9,6 +9,7 @@ from `dlio stage` if its deadline passes, 4 if not all fits into the tiers; 130 
 from `dlio ledger` for a trace that is not exact, otherwise for a bug, with a traceback.
 """
 
+import contextlib
 import os
 import sys
 import traceback
@@ -71,6 +72,8 @@ def guarded(run: Callable[[], object]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
+    if isinstance(code, int) and code != _INTERRUPTED:
+        _end_with(code)
     if code == _INTERRUPTED:
         from dlio.comm.environment import under_mpi, under_torch
 
@@ -88,6 +91,15 @@ def guarded(run: Callable[[], object]) -> NoReturn:
 
         abort(code if isinstance(code, int) else 1)
     sys.exit(code if isinstance(code, int | str) else 0)
+
+
+def _end_with(code: int) -> None:
+    """Keep signals that come too late from changing the exit code."""
+    from dlio.util.signals import end_with
+
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()  # A signal may end this process before it does so itself.
+    end_with(code, at_once="dlio.comm.world" not in sys.modules)
 
 
 def _end_alone(code: int) -> None:

@@ -1,6 +1,7 @@
 """Signals that end a process, or ask it to end."""
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any, Final
 
 __all__ = [
     "Asked",
+    "end_with",
     "passing_on",
     "passing_on_warnings",
     "receiving",
@@ -28,6 +30,25 @@ def terminate_as_interrupt() -> None:
 
 def _raise_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def end_with(code: int, at_once: bool) -> None:
+    """Have SIGTERM and SIGUSR1 change nothing about the exit code of a process that is done.
+
+    A signal that asks a run to end may come while its processes end already: without this it kills
+    them, and a finished run looks failed.
+
+    Args:
+        code: the exit code.
+        at_once: a signal ends this process. A rank of MPI cannot end so: it waits for the others.
+    """
+
+    def end(*_: object) -> None:
+        if at_once:
+            os._exit(code)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, end)
 
 
 class Asked:

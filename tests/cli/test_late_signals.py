@@ -1,0 +1,37 @@
+"""A signal that asks a run to end, when its processes are ending already."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import atexit, os, sys
+from dlio.cli import guarded
+if {rank}:
+    import dlio.comm.world
+atexit.register(lambda: print("left"))
+atexit.register(lambda: os.kill(os.getpid(), {number}))
+
+def run():
+    print("done")
+    if {code}:
+        raise SystemExit({code})
+
+guarded(run)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("code", [0, 75])
+@pytest.mark.parametrize("rank", [False, True])
+def test_it_does_not_change_the_exit_code(number: int, code: int, rank: bool) -> None:
+    program = PROGRAM.format(number=int(number), code=code, rank=rank)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code, done.stderr
+    # A rank of MPI takes its time to leave; another process ends at once.
+    assert done.stdout.split() == (["done", "left"] if rank else ["done"])
+    assert not done.stderr
