@@ -8,7 +8,7 @@
 | `sharing`, `tensor` | tensors that ranks share, on which models run unchanged |
 | `layers`, `norms`, `reductions` | torch's functions of these tensors |
 | `tensor_parallel` | linear layers in parts, by torch's DTensor |
-| `layer_plan`, `layer_parts` | layers in parts as plain tensors, as `dlio train` cuts them |
+| `layer_plan`, `layer_parts`, `parted_layers` | layers in parts of plain tensors: `dlio train` |
 """
 
 from dlio.train.mesh.mesh import Mesh

@@ -12,20 +12,18 @@ else is alike on the ranks that share a layer. For torch's DTensor see `tensor_p
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 import xxhash
 from torch import nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional
 from torch.nn.utils import get_total_norm
 
 from dlio.comm import Communicator
 from dlio.train.mesh.layer_plan import Kind, plan_parts
-from dlio.train.mesh.messages import Traffic, fetch
-from dlio.train.mesh.slab import Slab
+from dlio.train.mesh.messages import Traffic
+from dlio.train.mesh.parted_layers import share_layer
 
 __all__ = ["Cut", "LayerParts"]
 
@@ -63,157 +61,6 @@ class Cut:
         return blocks.flatten(self.dimension, self.dimension + 1)
 
 
-class _Enter(torch.autograd.Function):
-    """A tensor that all ranks have; its gradient is the sum of what their parts give."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, ranks: Traffic) -> torch.Tensor:
-        ctx.ranks = ranks
-        return values.view_as(values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.total(gradient), None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of all ranks' terms, which all have then."""
-
-    @staticmethod
-    def forward(_ctx: Any, values: torch.Tensor, ranks: Traffic) -> torch.Tensor:
-        return ranks.total(values)
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks' parts of the last dimension, which all have then."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, ranks: Traffic) -> torch.Tensor:
-        comm = ranks.comm
-        ctx.slab = slab = Slab(values.shape[-1] * comm.size, -1, comm.rank, comm.size)
-        return fetch(values, slab, [(0, slab.extent)] * slab.ranks, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        first, _ = ctx.slab.own
-        return gradient.narrow(-1, first, ctx.slab.length), None
-
-
-def _enter(values: torch.Tensor, ranks: Traffic) -> torch.Tensor:
-    return cast("torch.Tensor", cast("Any", _Enter).apply(values, ranks))
-
-
-def _sum(values: torch.Tensor, ranks: Traffic) -> torch.Tensor:
-    return cast("torch.Tensor", cast("Any", _Sum).apply(values, ranks))
-
-
-class _Columns(nn.Linear):
-    """A linear layer of which each rank computes a part of the outputs."""
-
-    ranks: Traffic
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # x: (..., inputs) -> (..., outputs / ranks)
-        return functional.linear(_enter(x, self.ranks), self.weight, self.bias)
-
-
-class _Gathered(_Columns):
-    """The same with the whole output: (..., outputs)."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        whole: torch.Tensor = cast("Any", _Gather).apply(super().forward(x), self.ranks)
-        return whole
-
-
-class _Rows(nn.Linear):
-    """A linear layer that takes a part of the inputs on each rank."""
-
-    ranks: Traffic
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # x: (..., inputs / ranks) -> (..., outputs)
-        out = _sum(functional.linear(x, self.weight), self.ranks)
-        return out if self.bias is None else out + self.bias
-
-
-class _Attention(nn.MultiheadAttention):
-    """Attention of which each rank has some of the heads; it returns no weights.
-
-    Its masks are those of `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`.
-    """
-
-    ranks: Traffic
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = False,
-        attn_mask: torch.Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # query: (n, words, width), or (words, n, width) unless `batch_first`; out like query
-        batched = query.dim() == 3
-        given = [query, key, value]
-        if not batched:
-            given = [each.unsqueeze(0) for each in given]
-        elif not self.batch_first:
-            given = [each.transpose(0, 1) for each in given]
-        weights = self.in_proj_weight.chunk(3)
-        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        # One sum of gradients if they are one tensor, as in self-attention.
-        same = query is key is value
-        entered = [_enter(each, self.ranks) for each in given[: 1 if same else 3]]
-        q, k, v = (
-            functional.linear(x, weight, bias).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
-            for x, weight, bias in zip(
-                entered * 3 if same else entered, weights, biases, strict=True
-            )
-        )
-        mask = self._mask(attn_mask, key_padding_mask, q)
-        values = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        values = values.transpose(1, 2).flatten(2)
-        whole = _sum(functional.linear(values, self.out_proj.weight), self.ranks)
-        if self.out_proj.bias is not None:
-            whole = whole + self.out_proj.bias
-        if not batched:
-            whole = whole.squeeze(0)
-        elif not self.batch_first:
-            whole = whole.transpose(0, 1)
-        return whole, None
-
-    def _mask(
-        self, mask: torch.Tensor | None, padding: torch.Tensor | None, query: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return what is added to the scores of this rank's heads; (n, heads, words, words)."""
-        total: torch.Tensor | None = None
-        if mask is not None:
-            total = _added(mask, query.dtype)
-            if total.dim() == 3:  # (n x heads, words, words)
-                comm, heads = self.ranks.comm, query.shape[1]
-                total = total.view(-1, self.num_heads, *total.shape[1:])
-                total = total.narrow(1, comm.rank * heads, heads)
-        if padding is not None:
-            padded = _added(padding, query.dtype).view(-1, 1, 1, padding.shape[-1])
-            total = padded if total is None else total + padded
-        return total
-
-
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask as numbers that are added to scores; True stands for one that is left out."""
-    if mask.dtype is not torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
-
-
 class LayerParts:
     """The parts of a model's layers that the ranks of an axis have.
 
@@ -246,8 +93,7 @@ class LayerParts:
             return
         cut = 0
         for name, (kind, layer) in plan_parts(model, comm.size).items():
-            layer.__class__ = _CLASSES[kind]  # Names, buffers and hooks stay.
-            cast("_Columns", layer).ranks = self._ranks
+            share_layer(layer, kind, self._ranks)
             for own, how in _CUTS[kind].items():
                 if (parameter := _parameter(layer, own)) is None:
                     continue
@@ -339,12 +185,6 @@ def _parameter(layer: nn.Module, name: str) -> nn.Parameter | None:
     return cast("nn.Parameter | None", getattr(layer.get_submodule(owner), last))
 
 
-_CLASSES: Mapping[Kind, type[nn.Module]] = {
-    "columns": _Columns,
-    "gathered": _Gathered,
-    "rows": _Rows,
-    "heads": _Attention,
-}
 _BY_COLUMNS: Mapping[str, Cut] = {"weight": Cut(0), "bias": Cut(0)}
 _CUTS: Mapping[Kind, Mapping[str, Cut]] = {
     "columns": _BY_COLUMNS,
