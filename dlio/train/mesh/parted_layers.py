@@ -1,7 +1,7 @@
 """The forward and backward passes of layers in parts: see `layer_parts`.
 
-Inputs of a layer are alike on all ranks, and so are the outputs of a pair, of a gathered layer and of
-attention. `_Enter` and `_Sum` are each other's adjoint: the gradient of a tensor that ranks have
+Inputs of a layer are alike on all ranks, and so are the outputs of a pair, of a gathered layer and
+of attention. `_Enter` and `_Sum` are each other's adjoint: the gradient of a tensor that ranks have
 alike is a sum over them, that of a sum is alike.
 """
 
