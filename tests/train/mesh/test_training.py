@@ -82,6 +82,11 @@ def test_a_mesh_trains_as_one_process_and_reads_each_slab_once(
         wanted = 0 if mine["epoch"] else four["dataset"]["bytes"]
         assert wanted <= mine["bytes"]["source"] <= 1.01 * wanted
     if target == "classes":
+        saved = ("--weights", "one.pt", "--model", model, "-n", count, "--mesh", mesh)
+        done = dlio("eval", "val.h5::volume,classes", *saved, "--batch-size", "2", "--json")
+        assert done.returncode == 0, done.stderr
+        metrics = json.loads(done.stdout.splitlines()[-1])["metrics"]
+        assert metrics == pytest.approx(one["epochs"][-1]["metrics"], rel=1e-5, abs=1e-3)
         return
     # The state fits other ranks: one process goes on with it, with batches of the same size.
     more = ("--epochs", "6", "--batch-size", "4", "--checkpoint", "c", "--resume")
