@@ -95,11 +95,16 @@ def guarded(run: Callable[[], object]) -> NoReturn:
 
 def _end_with(code: int) -> None:
     """Keep signals that come too late from changing the exit code."""
+    from dlio.comm.environment import under_mpi, under_torch
+    from dlio.comm.launchers import under_torchrun
     from dlio.util.signals import end_with
 
+    mpi = sys.modules.get("mpi4py.MPI")
+    others = under_mpi() or under_torch() or under_torchrun()
+    waits = others or (mpi is not None and mpi.Is_initialized())
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()  # A signal may end this process before it does so itself.
-    end_with(code, at_once="dlio.comm.world" not in sys.modules)
+    end_with(code, at_once=not waits)
 
 
 def _end_alone(code: int) -> None:
