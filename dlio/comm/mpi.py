@@ -123,7 +123,7 @@ class MpiRequest:
     """A request of MPI.
 
     Args:
-        keep: memory that MPI reads during a reduction; mpi4py holds no reference to it.
+        keep: memory that MPI reads and writes in a reduction; mpi4py holds no reference to it.
     """
 
     def __init__(self, request: "MPI.Request", keep: object = None) -> None:
@@ -245,7 +245,8 @@ class MpiCommunicator:
             raise CommError(f"cannot reduce {array.dtype}: convert it to float32 first")
         # In place, Open MPI takes four times as long for 100 MB on 2 ranks.
         mine = array.copy()
-        return _call(lambda: MpiRequest(self._comm.Iallreduce(mine, array, _OPS[op]), mine))
+        both = mine, array
+        return _call(lambda: MpiRequest(self._comm.Iallreduce(*both, _OPS[op]), both))
 
     def iallreduce_device(self, tensor: "torch.Tensor") -> Request:
         """Start summing a float32 tensor in GPU memory over all ranks, in place.

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from typing import Final
@@ -274,6 +275,16 @@ class CommunicatorTests:
         for each in comms:
             each.close()
         assert not failures, failures
+
+    def test_a_sum_keeps_its_memory_until_it_is_done(self, comm: Communicator) -> None:
+        array = np.ones(1000)
+        memory = weakref.ref(array)
+        if comm.rank:
+            time.sleep(0.1)
+        request = comm.iallreduce(array)
+        del array
+        assert request.done() or memory() is not None
+        comm.wait([request], "a sum")
 
     def test_poke_returns_true_or_false(self, comm: Communicator) -> None:
         assert comm.poke() in (True, False)
