@@ -34,6 +34,17 @@ class _Done:
         return True
 
 
+class _DoneLater(_Done):
+    """Done when it is asked for the second time."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def done(self) -> bool:
+        before, self._asked = self._asked, True
+        return before
+
+
 class _CountsFromOne(ThreadCommunicator):
     def allgather(self, value: T) -> list[T]:
         values = super().allgather(value)
@@ -51,6 +62,12 @@ class _TakesNothingForMissing(ThreadCommunicator):
         if isinstance(value, dict):
             value = type(value)((k, v) for k, v in value.items() if v is not None)
         return super().allgather(value)
+
+
+class _KeepsNothing(ThreadCommunicator):
+    def iallreduce(self, array: Array, op: Op = "sum") -> Request:
+        self.wait([super().iallreduce(array, op)], "a sum")
+        return _DoneLater()
 
 
 class _TellsTheFirst(ThreadCommunicator):
@@ -258,6 +275,7 @@ FAULTS = [
     Fault("test_a_split_holds_the_ranks_of_one_number", _on_ranks(_SplitsNothing)),
     Fault("test_it_outlives_its_duplicates", _on_ranks(_ClosesAll)),
     Fault("test_threads_with_a_duplicate_each_work_at_once", _on_ranks(_SharedArray)),
+    Fault("test_a_sum_keeps_its_memory_until_it_is_done", _on_ranks(_KeepsNothing)),
     Fault("test_poke_returns_true_or_false", _on_ranks(_PokeCountsMessages)),
 ]
 
