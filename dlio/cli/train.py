@@ -124,6 +124,7 @@ def train_rank(config: TrainConfig) -> None:
     from dlio.comm import world
     from dlio.comm.environment import under_mpi, under_torch
     from dlio.comm.membership import RankLeft
+    from dlio.util.signals import end_with
 
     # Importing torch takes seconds.
     with LiveLine("starting", shown=not (under_mpi() or under_torch())):
@@ -133,6 +134,7 @@ def train_rank(config: TrainConfig) -> None:
         report = train(config)
     except RankLeft:
         return
+    end_with(0, at_once=False)  # The report takes a moment, and all is written.
     if world().rank == 0:
         report.print()
 

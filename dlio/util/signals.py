@@ -36,19 +36,19 @@ def end_with(code: int, at_once: bool) -> None:
     """Have SIGTERM and SIGUSR1 change nothing about the exit code of a process that is done.
 
     A signal that asks a run to end may come while its processes end already: without this it kills
-    them, and a finished run looks failed.
+    them, and a finished run looks failed. Signals are ignored rather than handled, as Python gives
+    up its handlers before MPI ends.
 
     Args:
         code: the exit code.
-        at_once: a signal ends this process. A rank of MPI cannot end so: it waits for the others.
+        at_once: SIGTERM ends this process. A rank of MPI cannot end so: it waits for the others.
     """
 
     def end(*_: object) -> None:
-        if at_once:
-            os._exit(code)
+        os._exit(code)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, end)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end if at_once else signal.SIG_IGN)
 
 
 class Asked:
