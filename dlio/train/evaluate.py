@@ -77,7 +77,7 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
         model = channels_last(task.make_model()).to(device)
         _check_state(config, state, model.state_dict())
         sharing.parts.cut(model)
-        state = {name: sharing.parts.part(name, value) for name, value in state.items()}
+        state = sharing.parts.part_state(state)
         precision = Precision(config.precision, device)
         convert = sharing.converter(task.converter(data), data, task.is_dense)
         evaluator = Evaluator(model, task, loader, precision, sharing.data, convert)

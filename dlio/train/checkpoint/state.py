@@ -8,6 +8,7 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.train.finished import FIXED
+from dlio.train.mesh_axes import parse_sizes
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.pruner import PrunerState
 from dlio.train.report import EpochReport
@@ -161,7 +162,8 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     same_exchange = about["exchange"] == run.config.exchange
     if about.get("mesh") != run.config.mesh:
         # What a rank owes is of its parts of layers.
-        shared = run.sharing.parts.ranks > 1 or "model" in (about.get("mesh") or "")
+        before = parse_sizes(mesh) if (mesh := about.get("mesh")) else {}
+        shared = run.sharing.parts.ranks > 1 or before.get("model", 1) > 1
         same_exchange = same_exchange and not shared
     same = saved == ranks and same_exchange and checkpoint.is_of_one_step
     mine = checkpoint.read(f"rank{rank}/") if same else _merged(checkpoint, saved)
@@ -173,8 +175,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     _restore_model(run, checkpoint.path, _part(tensors, "model/"))
     _restore_optimizer(run, _part(tensors, "optimizer/"))
     if run.average is not None:
-        ema = _part(tensors, "ema/")
-        run.average.load({name: run.sharing.parts.part(name, value) for name, value in ema.items()})
+        run.average.load(run.sharing.parts.part_state(_part(tensors, "ema/")))
     if same:
         run.exchange.load_state(_part(tensors, "exchange/"))
         torch.set_rng_state(tensors["random"])
@@ -207,7 +208,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
 def _restore_model(run: Worker, path: str, model: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         own = run.model.state_dict()
-        model = {name: run.sharing.parts.part(name, value) for name, value in model.items()}
+        model = run.sharing.parts.part_state(model)
         _check_shapes(path, own, model)
         for name, value in own.items():
             value.copy_(model[name])

@@ -118,6 +118,10 @@ class LayerParts:
             return whole
         return cut.part(whole, comm.rank, comm.size)
 
+    def part_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a state dict with this rank's parts of whole parameters."""
+        return {name: self.part(name, value) for name, value in state.items()}
+
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Return the whole of a parameter, or of a state of its shape, on its device. Collective
         over the ranks along the axis."""
