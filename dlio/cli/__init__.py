@@ -34,17 +34,29 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit.
 
     Args:
-        argv: arguments without the program's name; None for those of the process.
+        argv: arguments without the program's name, for a program that may go on after SystemExit;
+            None for those of the process, which ends.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
-    guarded(lambda: run_command(tokens))
+    guarded(lambda: run_command(tokens), ends=argv is None)
 
 
-def guarded(run: Callable[[], object]) -> NoReturn:
-    """Run a command and exit with its code. An error is printed and ends the other ranks, too."""
-    from dlio.util.signals import terminate_as_interrupt
+def guarded(run: Callable[[], object], ends: bool = True) -> NoReturn:
+    """Run a command and exit with its code. An error is printed and ends the other ranks, too.
 
-    terminate_as_interrupt()
+    Args:
+        run: the command.
+        ends: this process ends afterwards, and signals that come too late change nothing about its
+            exit code; False gives SIGTERM and SIGUSR1 their former effect.
+    """
+    from dlio.util.signals import as_command
+
+    with as_command():
+        _exit(_code_of(run), ends)
+
+
+def _code_of(run: Callable[[], object]) -> object:
+    """Run a command; returns its exit code, or the text of a SystemExit."""
     if LAUNCHER in os.environ:
         from dlio.comm.environment import watch_launcher
 
@@ -72,7 +84,12 @@ def guarded(run: Callable[[], object]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    if isinstance(code, int) and code != _INTERRUPTED:
+    return code
+
+
+def _exit(code: object, ends: bool) -> NoReturn:
+    """Raise SystemExit, or end this process at once where it would wait for other ranks."""
+    if ends and isinstance(code, int) and code != _INTERRUPTED:
         _end_with(code)
     if code == _INTERRUPTED:
         from dlio.comm.environment import under_mpi, under_torch

@@ -124,7 +124,7 @@ def train_rank(config: TrainConfig) -> None:
     from dlio.comm import world
     from dlio.comm.environment import under_mpi, under_torch
     from dlio.comm.membership import RankLeft
-    from dlio.util.signals import end_with
+    from dlio.util.signals import work_is_done
 
     # Importing torch takes seconds.
     with LiveLine("starting", shown=not (under_mpi() or under_torch())):
@@ -134,7 +134,7 @@ def train_rank(config: TrainConfig) -> None:
         report = train(config)
     except RankLeft:
         return
-    end_with(0, at_once=False)  # The report takes a moment, and all is written.
+    work_is_done()  # The report takes a moment.
     if world().rank == 0:
         report.print()
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from dlio.comm.membership import Elastic
 from dlio.errors import UsageError
-from dlio.util.signals import Asked
+from dlio.util.signals import Asked, work_is_done
 
 __all__ = ["RESUME_CODE", "EndRequests", "leaving_at", "seconds_until"]
 
@@ -75,7 +75,9 @@ class EndRequests:
         self._asked.listen()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            work_is_done()  # Before they have their former effect, which may kill.
         self._asked.stop()
 
     def _end(self) -> None:

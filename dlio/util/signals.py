@@ -10,34 +10,66 @@ from typing import Any, Final
 
 __all__ = [
     "Asked",
+    "as_command",
     "end_with",
     "passing_on",
     "passing_on_warnings",
     "receiving",
-    "terminate_as_interrupt",
+    "work_is_done",
 ]
 
 _SAME_S: Final = 1.0
 """Time in which signals are one: a launcher passes on those that its ranks may have got, too."""
+_NUMBERS: Final = (signal.SIGTERM, signal.SIGUSR1)
+_is_command = False
+"""This process runs a command, after which it ends; see `as_command`."""
 _receivers: list[Callable[[], object]] = []
 """Called in place of ending this process; see `passing_on`."""
 
 
-def terminate_as_interrupt() -> None:
-    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does, so that resources are released."""
+@contextmanager
+def as_command() -> Iterator[None]:
+    """Within a `with` statement, SIGTERM raises KeyboardInterrupt, as Ctrl-C does.
+
+    Resources are thus released. See `work_is_done`, too.
+    """
+    global _is_command
+    before = {number: signal.getsignal(number) for number in _NUMBERS}
+    was_command = _is_command
+    _is_command = True
     signal.signal(signal.SIGTERM, _raise_interrupt)
+    try:
+        yield
+    finally:
+        _is_command = was_command
+        for number, handler in before.items():
+            if signal.getsignal(number) in (_raise_interrupt, _ignore):  # Not after `end_with`.
+                signal.signal(number, handler)
 
 
 def _raise_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def end_with(code: int, at_once: bool) -> None:
-    """Have SIGTERM and SIGUSR1 change nothing about the exit code of a process that is done.
+def work_is_done() -> None:
+    """Have SIGTERM and SIGUSR1 change nothing about a command that has only to report its results.
 
-    A signal that asks a run to end may come while its processes end already: without this it kills
-    them, and a finished run looks failed. Signals are ignored rather than handled, as Python gives
-    up its handlers before MPI ends.
+    Without this a signal that asks a run to end makes a finished run look failed. It has no effect
+    outside of `as_command`: a program that calls dlio's functions has more work to do.
+    """
+    if _is_command:
+        for number in _NUMBERS:
+            signal.signal(number, _ignore)
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing. Unlike with SIG_IGN, children do not inherit it."""
+
+
+def end_with(code: int, at_once: bool) -> None:
+    """Have SIGTERM and SIGUSR1 change nothing about the exit code of a process that ends now.
+
+    They are ignored rather than handled, as Python gives up its handlers before MPI ends.
 
     Args:
         code: the exit code.
@@ -68,13 +100,14 @@ class Asked:
 
     def listen(self) -> None:
         """Begin to listen."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in _NUMBERS:
             self._before[number] = signal.signal(number, self._take)
 
     def stop(self) -> None:
-        """Give the signals their former effect."""
+        """Give the signals their former effect, unless they have got another one meanwhile."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._take:
+                signal.signal(number, handler)
         self._before = {}
 
     def _take(self, number: int, _: object) -> None:

@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from dlio.cli import main
+from dlio.train.leaving import EndRequests
+from dlio.util.signals import as_command
+
 PROGRAM = """
 import atexit, os
 from dlio.cli import guarded
@@ -40,3 +44,33 @@ def test_it_does_not_change_the_exit_code(number: int, code: int, rank: bool) ->
     at_once = number == signal.SIGTERM and not rank
     assert done.stdout.split() == (["done"] if at_once else ["done", "left"])
     assert not done.stderr
+
+
+NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["nonsense"]])
+def test_a_program_that_calls_a_command_keeps_its_handlers(argv: list[str]) -> None:
+    before = [signal.getsignal(number) for number in NUMBERS]
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert [signal.getsignal(number) for number in NUMBERS] == before
+
+
+def test_no_signal_kills_a_command_between_its_training_and_its_report() -> None:
+    before = [signal.getsignal(number) for number in NUMBERS]
+    asked = []
+    with as_command():
+        with EndRequests() as requests:
+            requests.ask = lambda: asked.append(True)
+        for number in NUMBERS:
+            signal.raise_signal(number)  # Without the handler this test's process would end.
+    assert not asked
+    assert [signal.getsignal(number) for number in NUMBERS] == before
+
+
+def test_training_in_a_program_gives_signals_their_former_effect() -> None:
+    before = [signal.getsignal(number) for number in NUMBERS]
+    with EndRequests():
+        assert [signal.getsignal(number) for number in NUMBERS] != before
+    assert [signal.getsignal(number) for number in NUMBERS] == before
