@@ -3,7 +3,6 @@
 `dlio train -n 4` uses it through `run_ranks`; benchmarks and tests use `launch`.
 """
 
-import contextlib
 import math
 import os
 import re
@@ -23,7 +22,7 @@ from dlio.errors import UsageError
 from dlio.util.cores import available_cores
 from dlio.util.extras import how_to_install
 from dlio.util.liveline import LiveLine, Output
-from dlio.util.processes import module_command
+from dlio.util.processes import end_groups, module_command
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, PROGRESS, SPARES, TERMINAL
 from dlio.util.shared import SharedFolder
 from dlio.util.signals import receiving
@@ -435,14 +434,7 @@ def relay_lines(stream: IO[str], to: Output, sorter: ErrorFilter) -> None:
 
 def end(process: subprocess.Popen[str]) -> None:
     """End mpirun and its ranks by SIGTERM, and by SIGKILL if they ignore it."""
-    for number, patience_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            continue
-        return
+    end_groups([process], _END_TIMEOUT_S)
 
 
 def _exit_code(code: int) -> int:

@@ -24,7 +24,7 @@ from dlio.cli.job_folder import open_job_folder
 from dlio.cli.launch import ErrorFilter
 from dlio.util.cores import available_cores
 from dlio.util.liveline import LiveLine
-from dlio.util.processes import module_command
+from dlio.util.processes import end_groups, module_command
 from dlio.util.settings import (
     DONE,
     LAUNCHER,
@@ -330,16 +330,7 @@ class _Job:
 
     def close(self) -> None:
         """End the ranks by SIGTERM, and by SIGKILL if they ignore it."""
-        for number, patience_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, math.inf)):
-            living = [process for process in self._ranks.values() if process.poll() is None]
-            for process in living:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-            deadline = time.monotonic() + patience_s
-            for process in living:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    left_s = max(0.0, deadline - time.monotonic())
-                    process.wait(None if math.isinf(left_s) else left_s)
+        end_groups(list(self._ranks.values()), _END_TIMEOUT_S)
 
 
 def _watch(process: "subprocess.Popen[bytes]", stack: ExitStack) -> int | None:

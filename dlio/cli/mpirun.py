@@ -1,14 +1,12 @@
 """One mpirun of a job that may start again, and what it writes to standard error."""
 
-import contextlib
-import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dlio.cli import launch
 from dlio.util.liveline import LiveLine
+from dlio.util.processes import end_groups
 from dlio.util.threads import Workers
 
 __all__ = ["Mpirun"]
@@ -53,10 +51,4 @@ class Mpirun:
         self._relay.close()
 
     def _end(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(_END_TIMEOUT_S)
-                return
-        self.process.wait()
+        end_groups([self.process], _END_TIMEOUT_S)

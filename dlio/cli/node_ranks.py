@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from typing import Any, Final
+
+from dlio.util.processes import end_groups
 
 __all__ = ["main"]
 
@@ -51,7 +52,7 @@ def main() -> int:
         sys.stderr.write(f"dlio: error: {order['argv'][0]}: cannot be started: {error.strerror}\n")
         return 2
     finally:
-        _end(ranks)
+        end_groups(ranks, _END_TIMEOUT_S)
 
 
 def _run(ranks: "list[subprocess.Popen[bytes]]", orders: "_Orders") -> int:
@@ -73,17 +74,6 @@ def _failure(ranks: "list[subprocess.Popen[bytes]]") -> int:
     codes = (rank.returncode for rank in ranks)
     code = next((code for code in codes if code), 0)
     return 128 - code if code < 0 else code
-
-
-def _end(ranks: "list[subprocess.Popen[bytes]]") -> None:
-    for number, patience_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, None)):
-        living = [rank for rank in ranks if rank.poll() is None]
-        for rank in living:
-            with suppress(ProcessLookupError):
-                os.killpg(rank.pid, number)
-        for rank in living:
-            with suppress(subprocess.TimeoutExpired):
-                rank.wait(patience_s)
 
 
 class _Orders:

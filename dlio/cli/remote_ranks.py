@@ -20,14 +20,13 @@ from typing import Final
 
 from dlio.cli.agents import no_agent, remote_shell
 from dlio.cli.spread import passed_variables
+from dlio.comm.launchers import meeting_port
 from dlio.util.processes import module_command
 from dlio.util.settings import SECRET
 from dlio.util.signals import receiving
 
 __all__ = ["run_by_remote_shell"]
 
-_FIRST_PORT: Final = 20000
-_PORTS: Final = 12000
 _LOOK_S: Final = 0.1
 _END_TIMEOUT_S: Final = 15.0
 _NO_SHELL: Final = 255
@@ -61,8 +60,7 @@ def _orders(argv: Sequence[str], counts: Mapping[str, int]) -> list[dict[str, ob
     common = {name: os.environ[name] for name in passed_variables(os.environ)}
     common |= {
         "MASTER_ADDR": os.environ.get("MASTER_ADDR") or next(iter(counts)),
-        "MASTER_PORT": os.environ.get("MASTER_PORT")
-        or str(_FIRST_PORT + secrets.randbelow(_PORTS)),
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(meeting_port(secrets.randbits(32))),
         "WORLD_SIZE": str(sum(counts.values())),
         SECRET: os.environ.get(SECRET) or secrets.token_hex(32),
     }

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from dlio.cli import launch
+from dlio.comm.launchers import meeting_port
 from dlio.util.cores import available_cores
 from dlio.util.liveline import LiveLine
 from dlio.util.processes import module_command
@@ -36,9 +37,6 @@ _PASSED: Final = (
 )
 """Beginnings of the variables that mpirun passes to other nodes: those of a node stay with it."""
 _NODE_LOST: Final = 1
-_FIRST_PORT: Final = 20000
-_PORTS: Final = 12000
-"""Ports for the meeting of ranks: below those that systems give to clients."""
 
 
 def passed_variables(environment: Mapping[str, str]) -> list[str]:
@@ -116,7 +114,7 @@ def run_under_srun(words: Sequence[str], counts: Mapping[str, int]) -> int:
 
     Returns the exit code.
     """
-    port = _FIRST_PORT + secrets.randbelow(_PORTS)
+    port = meeting_port(secrets.randbits(32))
     environment = _environment(counts)
     environment.setdefault("MASTER_ADDR", slurm_address(next(iter(counts))))
     environment.setdefault("MASTER_PORT", str(port))

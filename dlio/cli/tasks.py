@@ -7,17 +7,14 @@ its place; torch.distributed and dlio read that from torch's variables, as torch
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from dlio.comm.environment import under_mpi
 from dlio.comm.hostlist import expand_counts, expand_hosts
-from dlio.comm.launchers import slurm_step, whole_number
+from dlio.comm.launchers import meeting_port, slurm_step, whole_number
 from dlio.errors import UsageError
 
 __all__ = ["become_rank", "is_task", "task_variables"]
-
-_FIRST_PORT: Final = 20000
-_PORTS: Final = 12000
 
 
 def is_task(environment: Mapping[str, str] = os.environ) -> bool:
@@ -43,7 +40,7 @@ def task_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "not tell this task's place: start the ranks by `dlio launch` in the job's script"
         ) from None
     job, step = whole_number("SLURM_JOB_ID", environment), slurm_step(environment) or 0
-    port = _FIRST_PORT + (max(job, 0) * 31 + step) % _PORTS
+    port = meeting_port(max(job, 0) * 31 + step)
     return {
         "MASTER_ADDR": environment.get("MASTER_ADDR") or hosts[0],
         "MASTER_PORT": environment.get("MASTER_PORT") or str(port),

@@ -12,7 +12,14 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.settings import LAUNCHER, settings
 
-__all__ = ["check_launch", "slurm_step", "torchrun_place", "under_torchrun", "whole_number"]
+__all__ = [
+    "check_launch",
+    "meeting_port",
+    "slurm_step",
+    "torchrun_place",
+    "under_torchrun",
+    "whole_number",
+]
 
 _MPI_SIZES: Final = (
     "OMPI_COMM_WORLD_SIZE",
@@ -30,6 +37,8 @@ _MPI_RANKS: Final = (
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LARGEST_STEP: Final = 0xFFFFFFF0
 """Numbers of Slurm from here on stand for batch scripts and interactive shells, not for steps."""
+_FIRST_PORT: Final = 20000
+_PORTS: Final = 12000
 _ALONE: Final = "for separate runs on purpose set DLIO_ALONE=1"
 
 
@@ -133,6 +142,14 @@ def _of_srun() -> _Started | None:
         f"dlio train -n {count}"
     )
     return _Started("srun", count, f"{name}={os.environ[name]}", remedy)
+
+
+def meeting_port(number: int) -> int:
+    """Return a port for the meeting of ranks, for any number of a job or one drawn by chance.
+
+    It is below the ports that systems give to clients.
+    """
+    return _FIRST_PORT + number % _PORTS
 
 
 def slurm_step(environment: Mapping[str, str] = os.environ) -> int | None:

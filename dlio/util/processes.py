@@ -3,12 +3,17 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
-from typing import Final
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
 
 __all__ = [
     "STOPPED_S",
     "die",
+    "end_groups",
     "end_with_parent",
     "is_stopped",
     "module_command",
@@ -40,6 +45,31 @@ def die() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_groups(processes: Sequence["subprocess.Popen[Any]"], patience_s: float) -> None:
+    """End processes that lead groups, with all of these, and wait for that.
+
+    They get SIGTERM, and those that have not ended after `patience_s` SIGKILL. Groups of processes
+    whose end is known already are left alone: their numbers may belong to others.
+    """
+    left = [process for process in processes if process.returncode is None]
+    for process in left:
+        _signal_group(process, signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    for process in left:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    left = [process for process in left if process.returncode is None]
+    for process in left:
+        _signal_group(process, signal.SIGKILL)
+    for process in left:
+        process.wait()
+
+
+def _signal_group(process: "subprocess.Popen[Any]", number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def process_state(process: int) -> str:
