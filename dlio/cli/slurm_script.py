@@ -45,6 +45,7 @@ run() {
   local status=127 ended
   "$@" &
   child=$!
+  [ -z "$warned" ] || pass_on  # The warning came before the child had a number.
   while :; do
     interrupted=''
     wait "$child"

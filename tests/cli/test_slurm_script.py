@@ -5,7 +5,9 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 from hypothesis import given
@@ -16,6 +18,7 @@ from dlio.cli.launcher import job_script
 from dlio.cli.slurm_options import parse_slurm, parse_time
 from dlio.cli.slurm_script import JobScript, shell_words
 from dlio.errors import UsageError
+from dlio.util.processes import end_groups
 from tests.conftest import in_time
 
 
@@ -125,8 +128,39 @@ time.sleep(float(sys.argv[1])); sys.exit(int(sys.argv[2]))
 """
 
 
+class Start(Protocol):
+    def __call__(
+        self,
+        argument: str,
+        code: int,
+        *,
+        staging: str = "true",
+        state: str = "RUNNING",
+        environment: Mapping[str, str] | None = None,
+    ) -> "subprocess.Popen[bytes]": ...
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Run scripts, whose processes end with the test."""
+    jobs: list[subprocess.Popen[bytes]] = []
+
+    def begin(argument: str, code: int, **more: Any) -> "subprocess.Popen[bytes]":
+        jobs.append(_started(tmp_path, argument, code, **more))
+        return jobs[-1]
+
+    yield begin
+    end_groups(jobs, 0.0)
+
+
 def _started(
-    folder: Path, argument: str, code: int, *, staging: str = "true", state: str = "RUNNING"
+    folder: Path,
+    argument: str,
+    code: int,
+    *,
+    staging: str = "true",
+    state: str = "RUNNING",
+    environment: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Run a script with false commands of Slurm's, which write a log."""
     for name in ("squeue", "scontrol", "srun"):
@@ -142,12 +176,14 @@ def _started(
         resumes=True,
     )
     (folder / "job").write_text(script.text())
-    environment = {
+    own = {
         "PATH": f"{folder}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NUM_NODES": "2",
     }
-    return subprocess.Popen(["bash", "job"], cwd=folder, env=environment)
+    return subprocess.Popen(
+        ["bash", "job"], cwd=folder, env={**own, **(environment or {})}, start_new_session=True
+    )
 
 
 def _log(folder: Path) -> list[str]:
@@ -158,17 +194,17 @@ def _log(folder: Path) -> list[str]:
 @pytest.mark.parametrize("code", [0, 2, 75])
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
 def test_a_job_ends_with_its_commands_code_and_is_requeued_after_75(
-    tmp_path: Path, code: int, state: str
+    tmp_path: Path, start: Start, code: int, state: str
 ) -> None:
-    assert _started(tmp_path, "0", code, state=state).wait(60) == code
+    assert start("0", code, state=state).wait(60) == code
     assert _log(tmp_path) == (["scontrol"] if (code, state) == (75, "RUNNING") else ["srun"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_warning_reaches_the_ranks_whose_checkpoint_the_job_awaits(
-    tmp_path: Path, number: int
+    tmp_path: Path, start: Start, number: int
 ) -> None:
-    job = _started(tmp_path, "60", 0)
+    job = start("60", 0)
     in_time((tmp_path / "ready").exists)
     job.send_signal(number)
     assert job.wait(60) == 75
@@ -176,17 +212,30 @@ def test_a_warning_reaches_the_ranks_whose_checkpoint_the_job_awaits(
 
 
 def test_a_failure_to_stage_ends_the_job_and_a_warning_meanwhile_requeues_it(
-    tmp_path: Path,
+    tmp_path: Path, start: Start
 ) -> None:
-    assert _started(tmp_path, "0", 0, staging="exit 3").wait(60) == 3
+    assert start("0", 0, staging="exit 3").wait(60) == 3
     assert _log(tmp_path) == ["srun"]
     waits = "trap 'exit 130' TERM; : > staging; while :; do sleep 0.05; done"
-    job = _started(tmp_path, "0", 0, staging=waits)
+    job = start("0", 0, staging=waits)
     in_time((tmp_path / "staging").exists)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(60) == 75
     assert not (tmp_path / "ready").exists()
     assert _log(tmp_path) == ["srun", "scontrol"]
+
+
+def test_a_warning_is_passed_on_that_comes_while_the_child_is_being_started(
+    tmp_path: Path, start: Start
+) -> None:
+    # Bash sources this file, and then stops before it knows the number of its child.
+    slow = "set -T\ntrap 'case $BASH_COMMAND in \"child=$\"*) sleep 0.5 ;; esac' DEBUG\n"
+    (tmp_path / "slow").write_text(slow)
+    waits = "trap 'exit 130' TERM; : > staging; while :; do sleep 0.05; done"
+    job = start("0", 0, staging=waits, environment={"BASH_ENV": str(tmp_path / "slow")})
+    in_time((tmp_path / "staging").exists)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(60) == 75
 
 
 def test_only_scripts_of_dlios_are_replaced(tmp_path: Path) -> None:
