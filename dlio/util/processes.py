@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import AnyStr, Final
 
 __all__ = [
     "STOPPED_S",
@@ -47,7 +47,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_groups(processes: Sequence["subprocess.Popen[Any]"], patience_s: float) -> None:
+def end_groups(processes: Sequence["subprocess.Popen[AnyStr]"], patience_s: float) -> None:
     """End processes that lead groups, with all of these, and wait for that.
 
     They get SIGTERM, and those that have not ended after `patience_s` SIGKILL. Groups of processes
@@ -67,7 +67,7 @@ def end_groups(processes: Sequence["subprocess.Popen[Any]"], patience_s: float) 
         process.wait()
 
 
-def _signal_group(process: "subprocess.Popen[Any]", number: int) -> None:
+def _signal_group(process: "subprocess.Popen[AnyStr]", number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 

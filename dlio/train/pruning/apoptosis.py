@@ -8,6 +8,7 @@ from typing import Protocol, Self, TypedDict
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dlio.comm import Communicator, world
 from dlio.comm.recovery import uniform
@@ -17,6 +18,7 @@ from dlio.train.cut import Cut
 from dlio.train.exchange.distribute import exchange_around
 from dlio.train.pruning.apply import apply
 from dlio.train.pruning.compiled import forget_graphs, uncompiled, without_compiler
+from dlio.train.pruning.data_parallel import check_data_parallel, without_reducer
 from dlio.train.pruning.find import find_groups
 from dlio.train.pruning.groups import Group, ModelInput, PrunableGroups, shrunk
 from dlio.train.pruning.model_size import count_parameters
@@ -67,8 +69,9 @@ class Apoptosis:
     on all ranks: in the model, the optimizers' state and the exchange, and through `on_cut`.
 
     Parameters keep their identity. A model that torch.compile has compiled, whole or in parts, is
-    compiled again after a round; steps that are sampled run uncompiled. Other objects made from
-    shapes do not survive a round, such as CUDA graphs; torch's DDP and FSDP are refused.
+    compiled again after a round; steps that are sampled run uncompiled. A model in torch's
+    DistributedDataParallel goes on in it, with new buckets. Other objects made from shapes do not
+    survive a round, such as CUDA graphs; torch's FSDP is refused.
 
     All methods that change anything are collective: call them on all ranks alike. The object is a
     context manager that closes itself.
@@ -76,13 +79,14 @@ class Apoptosis:
     Source: neuron apoptosis (arXiv 1610.00790).
 
     Args:
-        model: the model to prune.
+        model: the model to prune, or the DistributedDataParallel that it is in.
         optimizer: one or several; gradients are sampled at the step of the first.
         example: input of the model for a few samples.
         probe: return the mean loss of a model on some samples of this rank, or the pair (sum of
             losses, number of samples), with (0, 0) if there are none now. It is called with copies
             of the model, without gradients. If None, rounds are accepted by their bounds alone.
-        exchange: by default the exchange of `dlio.distribute` or `dlio run` for these optimizers.
+        exchange: by default the exchange of `dlio.distribute` or `dlio run` for these optimizers;
+            a DistributedDataParallel needs none.
         steps: optimizer steps of the whole training. Without it, rounds go on until `expect` or
             `stop` is called.
         tolerance: percentage points of held-out accuracy that pruning may cost.
@@ -94,8 +98,9 @@ class Apoptosis:
     If the exchange lets ranks hold different weights (gossip, asgd), constants and bounds are
     computed from rank 0's weights. They are exact on other ranks as far as the weights agree.
 
-    Raises UsageError if torch-pruning is missing, if nothing in the model can be pruned, or if
-    there are several ranks but no exchange.
+    Raises UsageError if torch-pruning is missing, if nothing in the model can be pruned, if there
+    are several ranks but no exchange, or if DistributedDataParallel has options that are bound to
+    shapes.
     """
 
     def __init__(
@@ -112,7 +117,9 @@ class Apoptosis:
         schedule: Schedule | None = None,
         on_cut: Iterable[Callable[[Sequence[Cut]], None]] = (),
     ) -> None:
-        self.model = model = uncompiled(model)
+        model = uncompiled(model)
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self.model = model = model if self._ddp is None else self._ddp.module
         self.optimizers = (
             [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         )
@@ -121,12 +128,16 @@ class Apoptosis:
             [exchange] if exchange is not None else _exchanges_of(self.optimizers)
         )
         comm = world()
-        if comm.size > 1 and not self._exchanges:
+        if self._ddp is not None:
+            _check_alone(self._exchanges)
+            check_data_parallel(self._ddp, comm)
+        elif comm.size > 1 and not self._exchanges:
             raise UsageError(
                 f"Apoptosis on {comm.size} ranks needs the exchange that keeps their weights "
                 "together: make it after dlio.distribute, or pass exchange="
             )
-        self._comm: Communicator = comm.dup() if self._exchanges else SingleCommunicator()
+        together = self._exchanges or self._ddp is not None
+        self._comm: Communicator = comm.dup() if together else SingleCommunicator()
         self._limits, self._on_cut = limits or Limits(), list(on_cut)
         self._weighted_probe = None if probe is None else _weighted(probe)
         self.schedule = schedule or Schedule(tolerance=tolerance)
@@ -262,7 +273,8 @@ class Apoptosis:
                 "the model has been pruned already: make a new one to apply a saved layout to"
             )
         forget_graphs()
-        cuts = shrink_to(self.model, layout, self.optimizers)
+        with without_reducer(self._ddp):
+            cuts = shrink_to(self.model, layout, self.optimizers)
         self.layout = layout
         self.groups = shrunk(self._original, layout.groups)
         self._publish(cuts)
@@ -352,14 +364,15 @@ class Apoptosis:
     def _carry_out(self, result: TrialResult, allowed: float | None) -> None:
         """Cut the model, its optimizers and exchanges, and begin a new window."""
         forget_graphs()
-        applied = apply(
-            self.model,
-            self.groups,
-            result.plan,
-            self.optimizers,
-            self.layout,
-            aligned=(self._publish,),
-        )
+        with without_reducer(self._ddp):
+            applied = apply(
+                self.model,
+                self.groups,
+                result.plan,
+                self.optimizers,
+                self.layout,
+                aligned=(self._publish,),
+            )
         self.groups, self.layout = applied.groups, applied.layout
         rise = 0.0 if result.after is None else result.after - (result.before or 0.0)
         has_probe = result.before is not None
@@ -404,8 +417,8 @@ def _check_reshapable(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise UsageError(
-                f"Apoptosis cannot reshape the buffers of torch's {type(module).__name__}: give "
-                "the module inside (model.module), and distribute it with dlio.distribute"
+                f"Apoptosis cannot cut a part of a model in torch's {type(module).__name__}: give "
+                "a model that is in DistributedDataParallel as a whole, or use dlio.distribute"
             )
     if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         raise UsageError(
@@ -416,6 +429,14 @@ def _check_reshapable(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
         raise UsageError(
             "Apoptosis cannot reshape the state of LBFGS, which flattens all parameters into one "
             "row: choose an optimizer whose state has the shape of its parameters"
+        )
+
+
+def _check_alone(exchanges: Sequence[Reshapes]) -> None:
+    if exchanges:
+        raise UsageError(
+            "both DistributedDataParallel and an exchange of dlio's would sum the gradients: use "
+            "one of them (dlio.distribute needs the module without DDP)"
         )
 
 

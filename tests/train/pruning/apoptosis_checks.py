@@ -3,11 +3,15 @@
 import hashlib
 import sys
 from collections.abc import Callable
-from typing import Final
+from contextlib import ExitStack
+from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import dlio
 from dlio.comm import Communicator, world
@@ -228,6 +232,52 @@ def check_layout(comm: Communicator) -> None:
     assert shapes(whole) != shapes(make_net())
 
 
+def check_data_parallel(comm: Communicator) -> None:
+    """A model in torch's DDP is pruned to the same bytes as one that dlio distributes."""
+    dlio.init_process_group()
+
+    def trained(options: dict[str, Any] | None, hook: Any = None) -> tuple[str, list[int]]:
+        """Without options by dlio."""
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        with ExitStack() as stack:
+            if options is None:
+                called: nn.Module = net
+                stack.enter_context(dlio.distribute(net, optimizer))
+            else:
+                called = ddp = DistributedDataParallel(net, **options)
+                if hook is not None:
+                    ddp.register_comm_hook(None, hook)
+            apoptosis = stack.enter_context(
+                dlio.Apoptosis(
+                    called,
+                    optimizer,
+                    example=samples(0, 2)[0],
+                    probe=probe,
+                    steps=STEPS,
+                    schedule=SCHEDULE,
+                )
+            )
+            train(called, optimizer, apoptosis, range(STEPS), comm.rank)
+            if hook is not None:
+                assert [each for each, _ in ddp._comm_hooks] == [hook]
+        assert len(set(comm.allgather(digest(net)))) == 1
+        assert shapes(net) != shapes(make_net())
+        return digest(net), [each.parameters for each in apoptosis.rounds]
+
+    expected = trained(None)
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
+        {"find_unused_parameters": True, "init_sync": False},
+    )
+    for options in kinds:
+        assert trained(options) == expected, options
+    assert trained({}, fp16_compress_hook)[0] != expected[0]
+    dist.destroy_process_group()
+
+
 def _run(
     comm: Communicator,
     steps: range,
@@ -272,6 +322,7 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "residuals": check_residuals,
     "reduced": check_reduced,
     "layout": check_layout,
+    "data_parallel": check_data_parallel,
 }
 
 if __name__ == "__main__":

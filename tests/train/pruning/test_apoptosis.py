@@ -42,7 +42,10 @@ EXAMPLE = samples(0, 2)[0]
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("ranks", "checks"),
-    [(2, ("reduced", "residuals", "layout", "exchanges")), (4, ("reduced", "exchanges"))],
+    [
+        (2, ("reduced", "residuals", "layout", "data_parallel", "exchanges")),
+        (4, ("reduced", "exchanges")),
+    ],
 )
 @pytest.mark.daily("2-checks0")
 def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, ...]) -> None:

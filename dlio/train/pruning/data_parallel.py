@@ -1,0 +1,106 @@
+"""Pruning of models in torch's DistributedDataParallel, which sums gradients by itself.
+
+DDP's reducer has buckets made from shapes, and holds the autograd nodes of parameters, which cannot
+be cut while it exists. So it is given up before a cut. Afterwards DDP makes another one from the
+smaller parameters, as it does when it is unpickled.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dlio.comm import Communicator
+from dlio.errors import UsageError
+
+__all__ = ["check_data_parallel", "without_reducer"]
+
+_Hook = Callable[[Any, Any], Any]
+
+
+def check_data_parallel(ddp: DistributedDataParallel, comm: Communicator) -> None:
+    """Raise UsageError if DDP could not make its reducer again, or has other ranks than `comm`."""
+    if ddp.process_group is not dist.group.WORLD:
+        raise UsageError(
+            "Apoptosis prunes a DistributedDataParallel of all ranks only: make it without "
+            "process_group and device_mesh"
+        )
+    if dist.get_world_size() != comm.size:
+        raise UsageError(
+            f"Apoptosis has {comm.size} rank(s), and torch.distributed {dist.get_world_size()}: "
+            "start the ranks with `dlio run`, `dlio launch` or torchrun"
+        )
+    options = {
+        "mixed_precision": ddp.mixed_precision is not None,
+        "delay_all_reduce_named_params": bool(getattr(ddp, "_delay_all_reduce_params", ())),
+        "optimize_ddp='python_reducer'": bool(getattr(ddp, "_use_python_reducer", False)),
+    }
+    for option, is_set in options.items():
+        if is_set:
+            raise UsageError(
+                f"Apoptosis cannot cut a DistributedDataParallel with {option}: make it without"
+            )
+    _hooks_of(ddp)
+
+
+@contextmanager
+def without_reducer(ddp: DistributedDataParallel | None) -> Iterator[None]:
+    """Within a `with` statement, a DDP has no reducer, and its parameters can be cut.
+
+    Afterwards it has a new one, with the same options and communication hooks. None does nothing.
+
+    Raises UsageError, with nothing changed, for hooks whose state depends on shapes.
+    """
+    if ddp is None:
+        yield
+        return
+    hooks = _hooks_of(ddp)
+    ddp_state: Callable[[], dict[str, Any]] = ddp.__getstate__
+    restore: Callable[[dict[str, Any]], None] = ddp.__setstate__
+    state = ddp_state()
+    # The first steps with the new reducer are again those in which DDP learns the graph.
+    state |= {"_comm_hooks": [], "_has_rebuilt_buckets": False}
+    if "_static_graph_delay_allreduce_enqueued" in state:
+        state["_static_graph_delay_allreduce_enqueued"] = False
+    _drop_reducer(ddp)
+    try:
+        yield
+    finally:
+        restore(state)
+        for hook, of_hook in hooks:
+            ddp.register_comm_hook(of_hook, hook)
+
+
+def _drop_reducer(ddp: DistributedDataParallel) -> None:
+    """Delete all references to DDP's reducer, whose end frees the parameters.
+
+    The logger refers to it, and functions that torch.compile wraps around DDP have copies of its
+    attributes, which nothing reads.
+    """
+    for name in ("reducer", "logger"):
+        dropped = ddp.__dict__.pop(name)
+        for place in gc.get_referrers(dropped):
+            if isinstance(place, dict) and place.get(name) is dropped:
+                del place[name]
+
+
+def _hooks_of(ddp: DistributedDataParallel) -> list[tuple[_Hook, object]]:
+    """Return DDP's communication hooks. Raises UsageError if one cannot be registered again."""
+    hooks: list[tuple[_Hook, object]] = list(ddp._comm_hooks)
+    unknown = [hook.__qualname__ for hook, state in hooks if not _is_stateless(state)]
+    logged: Callable[[], dict[str, Any]] = ddp._get_ddp_logging_data
+    if not hooks and (built_in := logged().get("comm_hook")):
+        unknown = [str(built_in)]
+    if unknown:
+        raise UsageError(
+            f"Apoptosis cannot cut the state of DDP's communication hook {unknown[0]}: register a "
+            "hook whose state is None or a process group, or use dlio.distribute"
+        )
+    return hooks
+
+
+def _is_stateless(state: object) -> bool:
+    return state is None or isinstance(state, dist.ProcessGroup)
