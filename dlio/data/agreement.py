@@ -1,6 +1,7 @@
-"""Agreement of the ranks of a job on the data set that they share."""
+"""Agreement of the ranks of a job on the data set that they share, and on its order."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from textwrap import shorten
 from typing import Final
 
 from dlio.comm import Communicator
@@ -9,7 +10,7 @@ from dlio.data.source import redact
 from dlio.errors import UsageError
 from dlio.util.units import format_bytes
 
-__all__ = ["check_same_data"]
+__all__ = ["check_same_data", "check_same_order"]
 
 _SHOWN: Final = 4
 """Maximum number of different data sets that an error names."""
@@ -45,6 +46,31 @@ def check_same_data(reader: Reader, comm: Communicator) -> None:
             "copies of what `dlio pack` writes"
         )
     raise UsageError(f"the ranks' data sets differ: {'; '.join(parts)}: {remedy}")
+
+
+def check_same_order(own: Mapping[str, object], comm: Communicator) -> None:
+    """Compare the facts that an order follows from on all ranks. Collective.
+
+    Ranks that differ in one would take some samples twice, and others not at all.
+
+    Args:
+        own: by the names of options.
+
+    Raises UsageError on all ranks if they differ; it names the first difference.
+    """
+    if comm.size == 1:
+        return
+    gathered = comm.allgather({name: str(value) for name, value in own.items()})
+    for name in own:
+        ranks: dict[str, list[int]] = {}
+        for rank, facts in enumerate(gathered):
+            ranks.setdefault(facts.get(name, "none"), []).append(rank)
+        if len(ranks) > 1:
+            parts = [f"{_ranks(ranks[each])} {shorten(each, 60)}" for each in list(ranks)[:_SHOWN]]
+            raise UsageError(
+                f"the ranks' loaders differ in {name}: {'; '.join(parts)}: give all ranks the same "
+                "arguments, epoch and state, or each a sampler of its own"
+            )
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -10,6 +10,9 @@ __all__ = ["damaged", "declared_size"]
 
 _TIFF_WIDTH: Final = 256
 _TIFF_HEIGHT: Final = 257
+_TIFF_ORIENTATION: Final = 274
+_ON_ITS_SIDE: Final = range(5, 9)
+"""Orientations of which the rows become columns. Decoders follow those of TIFF."""
 
 
 def declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
@@ -35,21 +38,23 @@ def declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
 
 
 def _tiff_size(image: Buffer) -> tuple[int, int]:
-    """(height, width) in a TIFF's first directory. Raises struct.error or KeyError."""
+    """(height, width) of a TIFF's first picture, decoded. Raises struct.error or KeyError."""
     order = "<" if bytes(image[:2]) == b"II" else ">"
     big = 43 in (image[2], image[3])
     (at,) = struct.unpack_from(order + ("Q" if big else "I"), image, 8 if big else 4)
     (entries,) = struct.unpack_from(order + ("Q" if big else "H"), image, min(at, len(image)))
     first, entry = (at + 8, 20) if big else (at + 2, 12)
-    sides: dict[int, int] = {}
+    wanted = (_TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_ORIENTATION)
+    values: dict[int, int] = {}
     for k in range(min(entries, (len(image) - first) // entry)):
         tag, kind = struct.unpack_from(order + "HH", image, first + k * entry)
-        if tag in (_TIFF_WIDTH, _TIFF_HEIGHT):
+        if tag in wanted:
             value = first + k * entry + (12 if big else 8)
             # Kind 3 is 16 bits wide; 16, in the large form alone, 64; otherwise 32.
             letter = {3: "H", 16: "Q"}.get(kind, "I")
-            (sides[tag],) = struct.unpack_from(order + letter, image, value)
-    return sides[_TIFF_HEIGHT], sides[_TIFF_WIDTH]
+            (values[tag],) = struct.unpack_from(order + letter, image, value)
+    height, width = values[_TIFF_HEIGHT], values[_TIFF_WIDTH]
+    return (width, height) if values.get(_TIFF_ORIENTATION) in _ON_ITS_SIDE else (height, width)
 
 
 def damaged(name: object, reason: str) -> DecodeError:

@@ -1,6 +1,7 @@
 """The batches of a pass as every engine yields them, their counts, and the user's iterator."""
 
 import atexit
+import inspect
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dlio.data.mixed import MixedReader
+from dlio.errors import DlioError
 from dlio.loader.contract import BatchData, Index
 from dlio.loader.passes import Pass
 from dlio.loader.stats import STAGES, PassStats
@@ -37,6 +39,8 @@ class Fed:
     error: BaseException | None = None
     epoch: int = 0
     """Epoch of the samples' random numbers, if the planned engine made the batch."""
+    in_place: bool = True
+    """False for an error that does not take a batch's place: the batch may still come."""
 
     def numbers(self) -> npt.NDArray[np.int64]:
         """The indices, if they are whole numbers; shape (samples,), or (0,) for other keys."""
@@ -214,6 +218,10 @@ atexit.register(_close_all)
 os.register_at_fork(after_in_child=_open.clear)
 
 
+def _has_ended(feed: Feed) -> bool:
+    return inspect.getgeneratorstate(feed) == inspect.GEN_CLOSED
+
+
 class LoaderIterator:
     """The iterator of one pass. An exception in place of a batch does not end it.
 
@@ -229,6 +237,8 @@ class LoaderIterator:
         self._workers = begun.workers
         self._num_workers = len(begun.workers)
         self._theirs = begun.iterator
+        self._ended_by = ""
+        """What has ended the pass before its last batch; "" if nothing has."""
 
     def __iter__(self) -> Self:
         return self
@@ -241,6 +251,12 @@ class LoaderIterator:
 
     def __next__(self) -> BatchData:
         with torch.autograd.profiler.record_function("enumerate(DataLoader)#dlio.__next__"):
+            if self._ended_by:
+                # The end of the loop would look like that of the epoch.
+                raise DlioError(
+                    f"this pass of the loader was ended by {self._ended_by}, before its last "
+                    "batch: begin another one with iter(loader)"
+                )
             self._stats.wait_begins()
             try:
                 fed = next(self._feed)
@@ -248,11 +264,14 @@ class LoaderIterator:
                 self._stats.end()
                 self._handed(None)
                 raise
-            except BaseException:
+            except BaseException as raised:
                 self._stats.end()
+                if _has_ended(self._feed):  # It may be in another thread's hands.
+                    self._ended_by = type(raised).__name__
                 raise
             assert fed is not None
-            self._handed(fed)
+            if fed.in_place:
+                self._handed(fed)
             self._stats.wait_ends(fed.samples)
             self._stats.count_sources(fed)
         if fed.error is not None:
@@ -284,5 +303,7 @@ class LoaderIterator:
 
     def close(self) -> None:
         """End the pass; work that is under way is dropped."""
+        if not _has_ended(self._feed):
+            self._ended_by = "close()"
         self._feed.close()
         self._stats.end()

@@ -273,7 +273,7 @@ class PlannedPass:
         """Number of positions up to the end of the pass."""
         self._bound: dict[str, Any] = {}
         self._begun = {key: begun[key] for key in _BINDING if key in begun}
-        self._digest = None if self.mask is None else self.mask.digest
+        self.digest = None if self.mask is None else self.mask.digest
         self._check_middle(begun)
         self.order = self._make_order()
         # In an inexact mode these are dealt in a pass of their own: the others' steps are fixed.
@@ -376,8 +376,8 @@ class PlannedPass:
             state["again"] = list(again)
         if self.formula.source_order != "sample":
             state["source_order"] = self.formula.source_order
-        if self._digest is not None:
-            state["kept"] = self._digest
+        if self.digest is not None:
+            state["kept"] = self.digest
         return state
 
     def next_state(self) -> State:
@@ -416,10 +416,10 @@ class PlannedPass:
                 f"{where} of mode {self._begun.get('mode')} on {self._begun['ranks']} ranks: "
                 "continue on as many, or at the start of an epoch"
             )
-        if begun.get("kept") != self._digest:
+        if begun.get("kept") != self.digest:
             raise UsageError(
                 f"{where} that uses {begun.get('kept') or 'all'} samples, this loader uses "
-                f"{self._digest or 'all'}: give set_epoch the keep= that it was saved with, or "
+                f"{self.digest or 'all'}: give set_epoch the keep= that it was saved with, or "
                 "continue at the start of an epoch"
             )
         then = begun.get("source_order", "sample")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -15,6 +15,8 @@ from dlio.loader.passes import Pass
 from dlio.loader.sampled import BatchesPass
 
 __all__ = ["TorchEngine", "fed_by", "plain_loader", "torch_feed"]
+
+_TIMED_OUT: Final = "DataLoader timed out"
 
 
 class _Plain(torch.utils.data.DataLoader[Any]):
@@ -135,7 +137,9 @@ def fed_by(iterator: Iterator[Any]) -> Iterator[Fed]:
         except StopIteration:
             return
         except Exception as error:
-            yield Fed(None, 0, None, error)
+            # A batch that comes too late comes at the next call.
+            is_late = str(error).startswith(_TIMED_OUT)
+            yield Fed(None, 0, None, error, in_place=not is_late)
             continue
         fed = Fed(data, samples_in(data))
         del data

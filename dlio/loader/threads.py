@@ -3,6 +3,9 @@
 A sample is the unit of work where the data set has no `__getitems__`, so one slow sample delays
 no other batch; batches come out in order. Exceptions, collate_fn, pinning and timeouts follow
 torch's contract. `get_worker_info()` is true in each thread.
+
+Whatever a user's function raises comes in its batch's place, SystemExit and CancelledError
+included: an exception that ended a thread would leave the loop waiting for its batch.
 """
 
 import copy
@@ -10,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -18,7 +21,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from dlio.errors import DlioError
-from dlio.loader.contract import BatchData, CollateFn, Sample, UserDataset
+from dlio.loader.contract import BatchData, CollateFn, UserDataset
 from dlio.loader.feed import Begun, Fed, Feed, Stats
 from dlio.loader.options import LoaderOptions, pinning
 from dlio.loader.passes import Pass
@@ -121,13 +124,19 @@ class _Work:
 @dataclass(slots=True)
 class _Batch:
     indices: Any
-    samples: list[Sample]
+    """As the sampler has yielded them."""
+    numbers: list[Any]
+    """The same, one for each sample."""
+    samples: Any
+    """A list; or a collection of any type, from a data set's `__getitems__`."""
     left: int
     """Tasks that are not done yet."""
     failed: dict[int, BaseException] = field(default_factory=dict)
     """Error of each slot that failed; slot -1 is the whole batch."""
     data: BatchData = None
     done: bool = False
+    is_drawn: bool = True
+    """False for an error of the sampler, which stands for no batch."""
 
 
 def _feed(work: _Work, batches: Pass, stats: Stats, spans: Spans | None) -> Feed:
@@ -139,15 +148,24 @@ def _feed(work: _Work, batches: Pass, stats: Stats, spans: Spans | None) -> Feed
         def submit() -> bool:
             while threads.under_way < work.ahead:
                 try:
-                    threads.submit(next(indices))
+                    drawn = next(indices)
                 except StopIteration:
                     return True
+                except Exception as error:
+                    # The batches that were drawn before it come first.
+                    threads.submit_error(error, is_drawn=False)
+                    return True
+                threads.submit(drawn)
             return False
 
         exhausted = submit()
         yield None
         while threads.under_way:
             batch = threads.take()
+            if batch is None:
+                error = RuntimeError(f"DataLoader timed out after {work.timeout_s:g} seconds")
+                yield Fed(None, 0, None, error, in_place=False)
+                continue
             if not exhausted:
                 exhausted = submit()
             fed = _fed(batch, work)
@@ -160,11 +178,11 @@ def _feed(work: _Work, batches: Pass, stats: Stats, spans: Spans | None) -> Feed
 
 
 def _fed(batch: _Batch, work: _Work) -> Fed | None:
-    count = len(batch.samples) if work.batched else 1
-    numbers = batch.indices if work.batched else [batch.indices]
+    numbers = batch.numbers
+    count = len(numbers)
     if batch.failed and (not work.skip or -1 in batch.failed):
         first = min(batch.failed)
-        return Fed(None, count, numbers, batch.failed[first])
+        return Fed(None, count, numbers, batch.failed[first], in_place=batch.is_drawn)
     if batch.failed:
         numbers = [n for k, n in enumerate(numbers) if k not in batch.failed]
         if not numbers:
@@ -205,11 +223,17 @@ class _Threads:
 
     def submit(self, indices: Any) -> None:
         """Queue the samples of a batch."""
-        if not self._work.batched:
-            batch = _Batch(indices, [None], 1)
-        else:
-            batch = _Batch(indices, [None] * len(indices), 0)
-        count = len(batch.samples)
+        numbers = [indices]
+        if self._work.batched:
+            try:
+                numbers = list(indices)
+            except Exception as error:
+                self.submit_error(error)
+                return
+            if not isinstance(indices, Sized):
+                indices = numbers  # An iterator, which is used up.
+        count = len(numbers)
+        batch = _Batch(indices, numbers, [None] * count, 0)
         size = max(1, count // (_PARTS * self._work.threads))
         if self._together is not None or not count:
             size = max(1, count)
@@ -220,8 +244,18 @@ class _Threads:
         for part in parts:
             self._tasks.put((batch, part))
 
-    def take(self) -> _Batch:
-        """Return the next batch that is done: the oldest one, unless any order will do."""
+    def submit_error(self, error: BaseException, is_drawn: bool = True) -> None:
+        """Queue an error in place of a batch, or after the last one."""
+        failed = _Batch(None, [], [], 0, failed={-1: error}, done=True, is_drawn=is_drawn)
+        with self._changed:
+            self._waiting.append(failed)
+
+    def take(self) -> _Batch | None:
+        """Return the next batch that is done: the oldest one, unless any order will do.
+
+        None if it is not done after `timeout_s`; a later call goes on waiting for it. Raises
+        DlioError if the loader is closed meanwhile, or if no thread is left to finish it.
+        """
         deadline = time.monotonic() + self._work.timeout_s
         with self._changed:
             while True:
@@ -233,8 +267,11 @@ class _Threads:
                 if self._workers.stopping.is_set():
                     raise DlioError("the loader was closed while a batch was awaited: keep it open")
                 if self._work.timeout_s and time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"DataLoader timed out after {self._work.timeout_s:g} seconds"
+                    return None
+                if not self._workers.alive() and self._first_done() is None:
+                    raise DlioError(
+                        "the loader's threads have ended before this batch was made, as they do "
+                        "in a forked process: make a new iterator with iter(loader)"
                     )
 
     def _first_done(self) -> _Batch | None:
@@ -255,7 +292,7 @@ class _Threads:
         if self._work.init is not None:
             try:
                 self._work.init(number)
-            except Exception:
+            except BaseException:
                 refusal = _wrapper(f"in DataLoader worker thread {number}")
         while (task := self._tasks.get()) is not None and not self._workers.stopping.is_set():
             batch, part = task
@@ -279,17 +316,17 @@ class _Threads:
         work = self._work
         if self._together is not None:
             try:
-                batch.samples = list(self._together(batch.indices))
-            except Exception:
+                batch.samples = self._together(batch.indices)
+            except BaseException:
                 batch.failed[-1 if work.skip else 0] = _wrapped(
                     f"in DataLoader worker thread {number}, for samples {batch.indices}"
                 )
             return
         for slot in part:
-            index = batch.indices[slot] if work.batched else batch.indices
+            index = batch.numbers[slot]
             try:
                 batch.samples[slot] = work.dataset[index]
-            except Exception:
+            except BaseException:
                 batch.failed[slot] = _wrapped(
                     f"in DataLoader worker thread {number}, for sample {index!r}"
                 )
@@ -300,20 +337,21 @@ class _Threads:
         try:
             if batch.failed and not work.skip:
                 return
-            samples = [s for slot, s in enumerate(batch.samples) if slot not in batch.failed]
+            samples = batch.samples
+            if batch.failed:
+                samples = [s for slot, s in enumerate(samples) if slot not in batch.failed]
             for slot in sorted(batch.failed):
                 if slot >= 0:
-                    name = f"{type(work.dataset).__name__}[{batch.indices[slot]!r}]"
+                    name = f"{type(work.dataset).__name__}[{batch.numbers[slot]!r}]"
                     self._stats.skipped.append(name)
-            if samples or not batch.failed:
+            if not batch.failed or samples:
                 batch.data = work.collate(samples if work.batched else samples[0])
                 if work.pin is not None:
                     batch.data = work.pin(batch.data)
-        except Exception:
+        except BaseException:
             batch.failed[-1] = _wrapped(f"in DataLoader worker thread {number}, while collating")
         finally:
-            # A batch that waits to be taken holds no second copy of its samples.
-            batch.samples = [None] * len(batch.samples)
+            batch.samples = []  # A batch that waits to be taken holds no second copy of them.
             self._stats.clock.add("collate", time.perf_counter() - began)
             with self._changed:
                 batch.done = True

@@ -8,7 +8,7 @@ the tiers: a data set that returns different values each time cannot be cached.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -312,15 +312,26 @@ class MapStyleReader:
             return [self._get(number) for number in numbers]
         try:
             with self._turns:
-                return list(self._data.__getitems__(numbers))
-        except Exception as error:
+                given = self._data.__getitems__(numbers)
+                items = [] if isinstance(given, Mapping) else list(given)
+        except BaseException as error:
+            if _stops_the_program(error):
+                raise
             raise self._failed(numbers[0], error) from error
+        if len(items) != len(numbers):
+            raise SourceError(
+                f"{self.path}: __getitems__ returned a {type(given).__name__} in place of a list "
+                f"of {len(numbers)} samples: tiers keep samples one by one"
+            )
+        return items
 
     def _get(self, sample: int) -> Any:
         try:
             with self._turns:
                 return self._data[sample]
-        except Exception as error:
+        except BaseException as error:
+            if _stops_the_program(error):
+                raise
             raise self._failed(sample, error) from error
 
     def _join(self, schema: Schema, sample: int, item: Any) -> bytes | memoryview:
@@ -351,7 +362,7 @@ class MapStyleReader:
         payloads = (self.read(np.array([sample]))[0] for sample in range(self._count))
         return np.array([self.schema.split(payload)[name] for payload in payloads], np.int64)
 
-    def _failed(self, sample: int, error: Exception) -> SourceError:
+    def _failed(self, sample: int, error: BaseException) -> SourceError:
         return SourceError(f"{self.name(sample)} failed with {type(error).__name__}: {error}")
 
 
@@ -395,6 +406,13 @@ class _Shape:
             shape = [None if varies else size for size in self._shapes[name]]
             fields.append((name, kind if kind in plain else array_kind(kind, shape)))
         return Schema(tuple(fields), structure_of(list(self._kinds)))
+
+
+def _stops_the_program(error: BaseException) -> bool:
+    """True for SystemExit, Ctrl-C and their like in the main thread. In other threads they would
+    end only the thread, and whoever waits for its samples would wait on."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and not isinstance(error, Exception)
 
 
 def _takes_several(data: Any) -> bool:

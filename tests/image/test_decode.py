@@ -211,6 +211,16 @@ def test_damage_is_told_by_the_error_alone(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_tiff_has_the_size_that_it_is_decoded_to(orientation: int) -> None:
+    turned = Image.Exif()
+    turned[0x112] = orientation
+    image = _encoded(_picture(30, 50), "TIFF", exif=turned)
+    wanted = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
+    assert np.array_equal(decode_whole(image, "name.tif"), wanted)
+    assert decode.image_size(image, "name.tif") == wanted.shape[:2]
+
+
 def test_bytes_behind_the_end_do_no_harm() -> None:
     image = _encoded(_picture(100, 100))
     assert np.array_equal(_decode(image + b"more"), _decode(image))

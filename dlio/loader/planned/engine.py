@@ -14,6 +14,8 @@ import xxhash
 from dlio.comm import Communicator, world
 from dlio.comm.data_ranks import communicator
 from dlio.comm.waiting import default_timeout_s, peer_timeout_s
+from dlio.comm.world import membership
+from dlio.data.agreement import check_same_order
 from dlio.data.schema import IMAGES, Buffer
 from dlio.errors import UsageError
 from dlio.loader.contract import CollateFn
@@ -22,13 +24,13 @@ from dlio.loader.decoding import check_recipe
 from dlio.loader.device import target_of
 from dlio.loader.feed import Begun, Feed, Stats
 from dlio.loader.options import LoaderOptions
-from dlio.loader.passes import Pass, PlannedPass
+from dlio.loader.passes import FormulaOrder, Pass, PlannedPass
 from dlio.loader.planned.crop_maker import CropMaker
 from dlio.loader.planned.device_maker import DeviceMaker
 from dlio.loader.planned.makers import maker_for
 from dlio.loader.planned.pairs import Pairing
 from dlio.loader.planned.pipeline import Pipeline, Work
-from dlio.loader.planned.running import Running, fed_of, streamed_blocks
+from dlio.loader.planned.running import Running, fed_of, order_facts, streamed_blocks
 from dlio.loader.planned.slots import Maker
 from dlio.loader.planned.tier_maker import TierMaker
 from dlio.loader.streams import Pinned
@@ -172,6 +174,7 @@ class PlannedEngine:
         Raises UsageError when the pass resumes one of another mode or with other homes.
         """
         mounted = self.mount(options, data)
+        self._check_order(order_facts(batches, options.mode), batches.formula)
         if blocks_of(batches.order) is not None:
             mounted.open_stream()
         homes = None
@@ -206,11 +209,29 @@ class PlannedEngine:
         mounted = self.mount(options, data)
         sizes = np.diff(listed.starts)
         steps, largest = len(sizes), int(sizes.max())
+        self._check_order({}, None)
         planned = self._pass(options, data, mounted, (listed, steps, data.epoch, largest), spans)
         alone = Ranks(np.zeros(1, np.int32))
         placement, layout = mounted.placement, data.reader.layout
         epoch = EpochPlan(listed, 0, largest, steps, "batch", alone, 0, placement.home, layout)
         return _begun(batches, planned, epoch, None)
+
+    def _check_order(self, own: dict[str, object], formula: FormulaOrder | None) -> None:
+        """Have the ranks compare their orders before the first pass. Collective.
+
+        Later passes follow from it, unless a rank alone chooses another epoch. Ranks that may be
+        lost, and spares, which take no part yet, are not waited for here.
+
+        Args:
+            formula: None if each rank has an order of its own.
+        """
+        comm = self._comm
+        if comm is None or self.generation or membership() is not None:
+            return
+        if formula is not None and (formula.members or formula.ranks != comm.size):
+            return
+        kind = "a sampler's" if formula is None else "dlio's"
+        check_same_order({"order": kind} | own, comm)
 
     def _pass(
         self,

@@ -7,6 +7,9 @@ queued by the shuffle's thread when they arrive. The queue is ordered by step.
 A batch lives in memory of a pool. Its tensors are handed to the user without a copy, and the
 memory is used again only when nobody holds them any more: a steady epoch allocates nothing, and
 `list(loader)` is safe.
+
+A thread puts whatever is raised in its batch's place, SystemExit and CancelledError of a user's
+transform included: if they ended the thread, the user's would wait for its batch until a deadline.
 """
 
 import itertools
@@ -72,7 +75,7 @@ class Batch:
     """`slots`, if several are made at a time."""
     left: int
     """Samples that are not made yet."""
-    failed: dict[int, Exception] = field(default_factory=dict)
+    failed: dict[int, BaseException] = field(default_factory=dict)
     """Error of each slot that failed; slot -1 is the whole batch."""
     data: BatchData = None
     """The finished batch, if nothing failed."""
@@ -280,7 +283,7 @@ class Pipeline:
                 began = settled
             if not self._is_lost(batch):
                 batch.data = slots.finish(_intact(batch) if batch.failed else None)
-        except Exception as error:
+        except BaseException as error:
             batch.failed = {-1: error}
         finally:
             batch.release()
@@ -317,7 +320,7 @@ class Pipeline:
         for slot in slots:
             try:
                 self._make(batch, slot, scratch, spent)
-            except Exception as error:
+            except BaseException as error:
                 batch.failed[slot] = error
 
     def _make_many(
@@ -337,16 +340,16 @@ class Pipeline:
             try:
                 payloads.append(self._payload(batch.step, slot, own, spent))
                 small.append(slot)
-            except Exception as error:
+            except BaseException as error:
                 batch.failed[slot] = error
         read = time.perf_counter()
         samples = batch.step.samples[small].tolist()
         transforming = 0.0
         try:
             failed, transforming = many.make_many(small, samples, payloads)
-        except Exception as error:
-            failed = dict.fromkeys(small, error)
-        batch.failed.update(failed)
+            batch.failed.update(failed)
+        except BaseException as error:
+            batch.failed.update(dict.fromkeys(small, error))
         _add_made(spent, time.perf_counter() - read, transforming)
         large = [slot for slot, size in zip(slots, sizes, strict=True) if size > _LARGE_BYTES]
         self._make_each(batch, large, scratch[0], spent)
@@ -375,7 +378,7 @@ class Pipeline:
         assert isinstance(batch.slots, ManyCachedSlots)
         try:
             rest, saved_s = batch.slots.take_cached_many(slots)
-        except Exception as error:
+        except BaseException as error:
             batch.failed.update(dict.fromkeys(slots, error))
             return slots
         others = set(rest)
@@ -437,7 +440,7 @@ def _intact(batch: Batch) -> list[int]:
     return [k for k in range(len(batch.step.samples)) if k not in batch.failed]
 
 
-def first_failure(batch: Batch) -> Exception:
+def first_failure(batch: Batch) -> BaseException:
     """Return the failure of the first slot; the user's own errors before dlio's, which may be
     their consequence."""
     errors = [batch.failed[slot] for slot in sorted(batch.failed)]

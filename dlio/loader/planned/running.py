@@ -9,6 +9,7 @@ import numpy as np
 from dlio.comm import Communicator
 from dlio.loader.dataset import Dataset
 from dlio.loader.feed import Fed, Stats
+from dlio.loader.passes import PlannedPass
 from dlio.loader.planned.pairs import Pairing
 from dlio.loader.planned.pipeline import SKIPPED, Batch, first_failure
 from dlio.loader.planned.slots import Maker
@@ -22,7 +23,7 @@ from dlio.storage.fill import filler_threads
 from dlio.storage.mount import Mount
 from dlio.storage.streamed import BlockStream
 
-__all__ = ["Running", "fed_of", "streamed_blocks"]
+__all__ = ["Running", "fed_of", "order_facts", "streamed_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,24 @@ class Running:
     memory: MessageMemory
     stats: Stats
     pairing: Pairing | None = None
+
+
+def order_facts(batches: PlannedPass, mode: str) -> dict[str, object]:
+    """Return the facts that all ranks' parts of a pass follow from, by the names of options."""
+    formula, cursor = batches.formula, batches.cursor
+    return {
+        "mode": mode,
+        "seed": cursor.seed,
+        "batch_size": formula.batch_size,
+        "shuffle": formula.shuffled,
+        "drop_last": formula.drop_last,
+        "shares": None if formula.shares is None else formula.shares.counts,
+        "source_order": formula.source_order,
+        "epoch": cursor.epoch,
+        "position in the epoch": cursor.position,
+        "samples that come again": batches.again,
+        "keep": batches.digest,
+    }
 
 
 @contextmanager

@@ -226,6 +226,11 @@ class Threads:
                     raise DlioError(
                         "the loader was closed while a batch was awaited: keep it open"
                     ) from None
+                if not self._group.alive() and self._answers.empty():
+                    raise DlioError(
+                        "the loader's threads have ended, as they do in a forked process: make a "
+                        "new iterator with iter(loader)"
+                    ) from None
                 if self._timeout_s and time.monotonic() > deadline:
                     raise RuntimeError(
                         f"DataLoader timed out after {self._timeout_s:g} seconds"
@@ -237,7 +242,7 @@ class Threads:
         failed: Any = None
         try:
             server.prepare(number)
-        except Exception:
+        except BaseException:  # One that ended the thread would leave the loop waiting.
             failed = _wrapped(number)
         try:
             while (sent := self._queues[number].get()) is not None:
@@ -257,7 +262,7 @@ class Threads:
             reply.state = copy.deepcopy(reply.state)
             if self._pin is not None:
                 reply.data = self._pin(reply.data)
-        except Exception:
+        except BaseException:
             return _wrapped(server.worker)
         return reply
 
