@@ -57,9 +57,9 @@ class TableEncoder(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: float64 (n, columns.width) -> float32 (n, outputs)
         mean, std = self.get_buffer("_mean"), self.get_buffer("_std")
-        numbers = (x[:, : self._numbers] - mean) / std
-        missing = ~numbers.isfinite()
-        parts = [numbers.masked_fill(missing, 0.0).float()]
+        numbers = ((x[:, : self._numbers] - mean) / std).float()
+        missing = ~numbers.isfinite()  # Also where float32 ends.
+        parts = [numbers.masked_fill(missing, 0.0)]
         parts.append(missing.index_select(1, self.get_buffer("_lacks")).float())
         embeddings = iter(self.embeddings)
         for place, size in enumerate(self._sizes, self._numbers):
