@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dlio.errors import SourceError
 from dlio.train.tasks.columns import TableColumns
 
 __all__ = ["COLUMNS", "TableEncoder", "TableNetwork", "columns_in"]
@@ -92,7 +93,9 @@ def columns_in(state: Mapping[str, torch.Tensor]) -> TableColumns | None:
     described = state.get(COLUMNS)
     if described is None:
         return None
-    return TableColumns.from_json(described.cpu().numpy().astype(np.uint8).tobytes())
+    if described.dtype is not torch.uint8:
+        raise SourceError("the description of the columns is damaged: it is not text")
+    return TableColumns.from_json(described.cpu().numpy().tobytes())
 
 
 def _table(module: nn.Module) -> nn.Embedding:

@@ -11,7 +11,7 @@ import torch
 
 from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
-from dlio.errors import UsageError
+from dlio.errors import SourceError, UsageError
 from dlio.train.config import TrainConfig
 from dlio.train.tasks.columns import TableColumns
 from dlio.train.tasks.encoder import TableEncoder, columns_in
@@ -124,6 +124,31 @@ def test_moments_of_parts_are_those_of_the_whole() -> None:
         total.merge(Moments.of(part))
     assert total.mean == pytest.approx(values.mean(), rel=1e-15)
     assert total.std == pytest.approx(values.std(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        ("numbers", {"mean": "many"}),
+        ("numbers", {"std": 0.0}),
+        ("numbers", {"std": float("nan")}),
+        ("numbers", {"missing": float("inf")}),
+        ("target", {"std": float("inf")}),
+        ("target", {"mean": None}),
+        ("target", {"classes": 3}),
+    ],
+)
+def test_a_description_of_columns_that_cannot_be_is_refused(
+    tmp_path: Path, part: str, changed: dict[str, object]
+) -> None:
+    columns, _ = _columns(_table(tmp_path / "t.csv"), target="y")
+    parsed = json.loads(columns.to_json())
+    (parsed[part] if part == "target" else parsed[part][0]).update(changed)
+    text = np.frombuffer(json.dumps(parsed).encode(), np.uint8).copy()
+    with pytest.raises(SourceError, match="description of the columns"):
+        columns_in({"encoder.columns": torch.from_numpy(text)})
+    with pytest.raises(SourceError, match="it is not text"):
+        columns_in({"encoder.columns": torch.zeros(9, dtype=torch.bfloat16)})
 
 
 @pytest.mark.parametrize("value", [0.1, 1.1, -330000.3, 1e-3])
