@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlio.comm import Communicator
 from dlio.comm.single import SingleCommunicator
-from dlio.train.exchange.buckets import broadcast_state
+from dlio.train.exchange.buckets import broadcast_state, check_real
 from dlio.train.exchange.distribute import Distributed, connect
 from dlio.train.ghost_spec import group_size
 from dlio.train.mesh.messages import Traffic
@@ -111,9 +111,12 @@ class GhostBatches:
         comm: all ranks; duplicated.
         per_rank: groups of each rank's part of a global batch.
         seed: seeds dropout.
+
+    Raises UsageError for complex parameters.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, per_rank: int, seed: int) -> None:
+        check_real(list(model.named_parameters()))
         self._comm = comm.dup()
         self._traffic = Traffic(self._comm)
         self._per_rank, self._seed = per_rank, seed

@@ -1,14 +1,76 @@
 """Weights of an earlier run as the beginning of another (`--weights`)."""
 
 import os
-import pickle
+import zipfile
+from typing import IO
 
 import torch
 from torch import nn
 
 from dlio.errors import UsageError
+from dlio.util.limits import open_regular
 
-__all__ = ["load_weights", "read_weights"]
+__all__ = ["check_archive", "load_weights", "read_weights", "stored_state"]
+
+
+def stored_state(path: str) -> dict[str, torch.Tensor]:
+    """Read a file that `--save` has written, and maybe another user.
+
+    Takes no more memory than the file has bytes, and executes nothing from it.
+
+    Raises OSError if it cannot be read, ValueError if it is not such a file.
+    """
+    with open(open_regular(path), "rb") as file:
+        check_archive(file)
+        try:
+            # With weights_only nothing but tensors and plain containers is unpickled.
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # torch passes on any error of a damaged file.
+            raise ValueError(f"it is damaged: {_reason(error)}") from error
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(each, torch.Tensor) for name, each in state.items()
+    ):
+        raise ValueError("it holds more than weights")
+    for name, each in state.items():
+        if not _is_stored(each):
+            raise ValueError(f"its {name[:100]} claims more than is stored, or in another form")
+    return state
+
+
+def check_archive(file: IO[bytes]) -> None:
+    """Check that a file is one of torch.save that cannot be unpacked to more than it has.
+
+    Args:
+        file: at its beginning, where this leaves it.
+
+    Raises OSError if it cannot be read, ValueError for another file.
+    """
+    if not zipfile.is_zipfile(file):
+        raise ValueError("torch.save wrote no such file")
+    try:
+        entries = zipfile.ZipFile(file).infolist()
+    except OSError:
+        raise
+    except Exception as error:  # zipfile passes on any error of a damaged file.
+        raise ValueError(f"it is damaged: {_reason(error)}") from error
+    if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
+        raise ValueError("its tensors are compressed, as dlio never does")
+    file.seek(0)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__} {lines[0][:200]}"
+
+
+def _is_stored(tensor: torch.Tensor) -> bool:
+    """True if all elements of a tensor lie in its memory: no view repeats any."""
+    dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    if not dense or tensor.device.type != "cpu":
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def read_weights(path: str, option: str = "--weights") -> dict[str, torch.Tensor]:
@@ -19,16 +81,11 @@ def read_weights(path: str, option: str = "--weights") -> dict[str, torch.Tensor
     if not os.path.isfile(path):
         raise UsageError(f"{option} {path}: the file does not exist: give one written by --save")
     try:
-        # With weights_only nothing but tensors and plain containers is unpickled.
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        first = str(error).splitlines()[0]
-        raise UsageError(f"{option} {path}: it is not a file of weights: {first}") from error
-    if not isinstance(state, dict) or not all(
-        isinstance(each, torch.Tensor) for each in state.values()
-    ):
-        raise UsageError(f"{option} {path}: it holds more than weights: give one written by --save")
-    return state
+        return stored_state(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{option} {path}: it is not a file of weights: {error}; give one written by --save"
+        ) from error
 
 
 @torch.no_grad()

@@ -1,8 +1,11 @@
 """The parts of a checkpoint: any rank completes it, and all agree on how it ended. No MPI."""
 
+import io
+import json
 import os
 import queue
 import threading
+import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from dlio.comm.protocol import Buffer, Request
+from dlio.errors import SourceError
 from dlio.train.checkpoint.parts import agree, complete, has_part, write_part
 from dlio.train.checkpoint.reader import contents, read_tensors
 
@@ -34,6 +38,24 @@ def test_any_rank_completes_the_parts_and_another_goes_on_with_it(tmp_path: Path
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     assert read["rank1/n"].dtype is torch.int64
     assert not list((tmp_path / "c").glob("part-*"))
+
+
+def test_compressed_tensors_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
+    folder, file = str(tmp_path), tmp_path / "__0_0.distcp"
+    write_part(folder, 0, {"all/w": torch.zeros(64)})
+    packed = io.BytesIO()
+    with zipfile.ZipFile(file) as source, zipfile.ZipFile(packed, "w") as made:
+        for entry in source.infolist():
+            data = bytes(1 << 20) if entry.filename.endswith("data/0") else source.read(entry)
+            made.writestr(entry.filename, data, zipfile.ZIP_DEFLATED)
+    file.write_bytes(packed.getvalue())
+    part = tmp_path / "part-0.json"
+    entries = json.loads(part.read_text())
+    entries["all/w"]["length"] = len(packed.getvalue())
+    part.write_text(json.dumps(entries))
+    complete(folder, 1)
+    with pytest.raises(SourceError, match="compressed"):
+        read_tensors(folder, ["all/w"])
 
 
 class _Message:

@@ -4,6 +4,7 @@ torch stores a checkpoint's metadata as a pickle. The unpickler here accepts onl
 that such metadata consists of. torch reads the tensors themselves as plain data.
 """
 
+import errno
 import io
 import math
 import os
@@ -14,7 +15,7 @@ import stat
 import warnings
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dlio.errors import SourceError
+from dlio.train.weights import check_archive
 from dlio.util.limits import open_regular, parsing
 
 __all__ = ["CONTENTS", "contents", "ignore_no_dist_warning", "read_small", "read_tensors"]
@@ -76,8 +78,41 @@ class _Unpickler(pickle.Unpickler):
         return allowed
 
 
+class _Span(io.RawIOBase):
+    """A range of a file, as a file. That of torch seeks beyond the end in place of before it."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        self._file, self._offset, self._length = file, offset, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(max(0, min(len(buffer), self._length - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
 class _Reader(FileSystemReader):
-    """torch's reader with the restricted unpickler."""
+    """torch's reader with the restricted unpickler; it unpacks nothing that is compressed."""
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        check_archive(cast("IO[bytes]", _Span(file, sinfo.offset, sinfo.length)))
+        part: IO[bytes] = super()._slice_file(file, sinfo)
+        return part
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         metadata = _parsed(str(self.path))

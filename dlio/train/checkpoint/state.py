@@ -231,20 +231,19 @@ def _restore_optimizer(run: Worker, state: Mapping[str, torch.Tensor]) -> None:
 def _merged(checkpoint: SavedState, saved: int) -> dict[str, torch.Tensor]:
     """Mean over the saved ranks of their own model and optimizer tensors."""
     total: dict[str, torch.Tensor] = {}
+    kinds: dict[str, torch.dtype] = {}
     for rank in range(saved):
         for name, value in checkpoint.read(f"rank{rank}/").items():
             if not name.startswith(("model/", "optimizer/", "ema/")):
                 continue
+            kinds[name] = value.dtype
             if not value.is_floating_point():
                 total.setdefault(name, value)
             elif name in total:
                 total[name] += value.double() / saved
             else:
                 total[name] = value.double() / saved
-    return {
-        name: value.float() if value.dtype is torch.float64 else value
-        for name, value in total.items()
-    }
+    return {name: value.to(kinds[name]) for name, value in total.items()}
 
 
 def _state(checkpoint: SavedState) -> RunState:

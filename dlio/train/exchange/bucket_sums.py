@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dlio.comm.progress import Progress
-from dlio.train.exchange.buckets import Named, in_buckets
+from dlio.train.exchange.buckets import Bucket, Named, in_buckets
 from dlio.train.exchange.compress.reduce import TAGS
 from dlio.train.exchange.paths import Path
 from dlio.train.exchange.place import Place
@@ -24,9 +24,12 @@ _FIRST_TAG: Final = 1
 class BucketSums:
     """Buckets of parameters, each summed over all ranks once per backward.
 
-    Sums start in the order of buckets on all ranks, whatever order gradients arrive in. Without a
-    compressor a bucket's last element is the rank's weight, summed with the gradients; it must be
-    exact, so with a compressor it travels alone.
+    Sums start in the order of buckets on all ranks, whatever order gradients arrive in. All buckets
+    are summed: a rank does not know which parameters the backward of another one has reached.
+
+    With the gradients travel, for each parameter, whether this rank has one of it, and the rank's
+    weight. Without a compressor these are a bucket's last elements; they must be exact, so with a
+    compressor they travel alone, as `flags` and the caller's weight.
 
     Args:
         named: parameters; one rank has no buckets.
@@ -47,11 +50,11 @@ class BucketSums:
         # A rank that is left alone goes on as before: a loss is scaled by the ranks at first.
         groups = in_buckets(named) if setting.comm.size > 1 or self._keeps else []
         self._progress = progress
-        extra = int(self.carries_weight)
-        self.buckets = [place.for_gradients(each, extra) for each in groups]
+        extras = [len(each) + 1 if self.carries_weight else 0 for each in groups]
+        self.buckets = [place.for_gradients(*each) for each in zip(groups, extras, strict=True)]
         self._paths: list[Path] = [
             place.path_of(bucket, extra, _FIRST_TAG + number * TAGS)
-            for number, bucket in enumerate(self.buckets)
+            for number, (bucket, extra) in enumerate(zip(self.buckets, extras, strict=True))
         ]
         self._position = {
             parameter: (number, place)
@@ -65,8 +68,6 @@ class BucketSums:
         """By bucket, parameters whose gradient has not been copied into it."""
         self._started = 0
         """Buckets started so far: those before this number."""
-        self._held: set[int] = set()
-        """Buckets with gradients that other ranks have not received."""
         self._begun: set[int] = set()
         """Buckets whose sum has begun."""
         self.interrupted = False
@@ -76,10 +77,6 @@ class BucketSums:
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, in the order of buckets."""
         return list(self._position)
-
-    def hold(self, parameter: nn.Parameter) -> None:
-        """Note a gradient that is accumulated and not sent yet."""
-        self._held.add(self._position[parameter][0])
 
     def add(self, parameter: nn.Parameter, factor: float) -> bool:
         """Copy a gradient into its bucket, times `factor`.
@@ -103,30 +100,20 @@ class BucketSums:
             if not path.advance():
                 break
 
-    def reached(self, everything: bool) -> list[int]:
-        """Return the numbers of the buckets that are summed in this step.
+    def flags(self) -> list[float]:
+        """Return 1 for each parameter that this rank has a gradient of, in the order of buckets."""
+        return [float(parameter.grad is not None) for parameter in self._position]
 
-        Args:
-            everything: those without any gradient, too: other ranks may have some.
-        """
-        return [
-            number
-            for number, bucket in enumerate(self.buckets)
-            if everything
-            or len(self._missing[number]) < len(bucket.parameters)
-            or number in self._held
-        ]
-
-    def start_rest(self, reached: list[int], weight: float, factor: float) -> None:
+    def start_rest(self, weight: float, factor: float) -> None:
         """Start those of the buckets that have not been started; all after `interrupted`."""
         again, self.interrupted = self.interrupted, False
-        for number in reached:
+        for number, bucket in enumerate(self.buckets):
             if again:
-                self._start(number, self.buckets[number].parameters, weight, factor)
+                self._start(number, bucket.parameters, weight, factor)
             elif number >= self._started:
                 self._start(number, self._missing[number], weight, factor)
-        for number in reached:
-            self._paths[number].begin()
+        for path in self._paths:
+            path.begin()
 
     def reset(self, undo: bool) -> None:
         """Drop all sums under way, which a loss has interrupted; see `Sum.reset`.
@@ -138,34 +125,35 @@ class BucketSums:
             path.reset(undo and number in self._begun)
         self.interrupted = undo and bool(self._begun)
 
-    def arrays(self, numbers: list[int], last: bool) -> list[npt.NDArray[np.float32]]:
-        """Return the memory of some buckets' sums: of this step, or of the last one."""
-        buckets = [self.buckets[number] for number in numbers]
-        return [(bucket.before if last else bucket.flat).numpy() for bucket in buckets]
+    def arrays(self, last: bool) -> list[npt.NDArray[np.float32]]:
+        """Return the memory of the sums: of this step, or of the last one."""
+        return [(bucket.before if last else bucket.flat).numpy() for bucket in self.buckets]
 
-    def wait(self, numbers: list[int]) -> None:
-        """Return once these buckets hold their sums."""
-        for number in numbers:
-            self._paths[number].wait()
+    def wait(self) -> None:
+        """Return once all buckets hold their sums."""
+        for path in self._paths:
+            path.wait()
 
     @torch.no_grad()
-    def take(
-        self,
-        numbers: list[int],
-        weight: float | torch.Tensor | None,
-        scale: float,
-        everything: bool,
-    ) -> None:
-        """Write the means of these buckets into `.grad`, and begin the next step.
+    def take(self, weight: torch.Tensor | None, scale: float) -> None:
+        """Write the means into `.grad`, and begin the next step.
+
+        A parameter that no rank has a gradient of gets none.
 
         Args:
-            weight: sum of the ranks' weights, also on the device; None if it is each bucket's last
-                element.
+            weight: sums over ranks of the weight and of `flags`, also on the device; None if each
+                bucket has its own.
             scale: factor of the means.
-            everything: parameters without a gradient on this rank have one on another.
         """
-        for number in numbers:
-            self._take(number, weight, scale, everything)
+        first = 1
+        for bucket in self.buckets:
+            count = len(bucket.parameters)
+            if weight is None:
+                flags, total = bucket.flat[-count - 1 : -1], bucket.flat[-1]
+            else:
+                flags, total = weight[first : first + count], weight[0]
+            self._take(bucket, flags, total, scale)
+            first += count
         if self._keeps:
             for bucket in self.buckets:
                 bucket.swap()
@@ -201,6 +189,10 @@ class BucketSums:
         if self.carries_weight:
             with torch.no_grad():
                 bucket.flat[-1] = weight
+                bucket.flat[-1 - len(bucket.parameters) : -1] = 1
+                for place, parameter in enumerate(reversed(bucket.parameters)):
+                    if parameter.grad is None:
+                        bucket.flat[-2 - place] = 0
         self._begun.add(number)
         self._paths[number].start()
         self._progress.go()
@@ -216,20 +208,25 @@ class BucketSums:
         if factor != 1.0:
             view.mul_(factor)
 
-    def _take(
-        self, number: int, weight: float | torch.Tensor | None, scale: float, everything: bool
-    ) -> None:
-        bucket = self.buckets[number]
-        total = bucket.flat[-1] if weight is None else weight
+    @staticmethod
+    def _take(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale: float) -> None:
+        """Write the means of a bucket into `.grad`.
+
+        Args:
+            flags: number of ranks with a gradient of each parameter.
+            total: sum of the ranks' weights.
+        """
         factor: float | torch.Tensor
-        if isinstance(total, torch.Tensor) and total.device.type != "cpu":
+        if total.device.type != "cpu":
             factor = scale / total.clamp(min=1e-12)  # Without waiting for the device.
         else:
             factor = scale / max(float(total), 1e-12)
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+        for place, (parameter, view) in enumerate(
+            zip(bucket.parameters, bucket.views, strict=True)
+        ):
             if parameter.grad is None:
-                if parameter in self._missing[number] and not everything:
-                    continue  # No rank's backward reached it.
+                if not float(flags[place]):
+                    continue
                 parameter.grad = torch.empty_like(parameter)
             if (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
                 torch.mul(view, factor, out=parameter.grad)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
+from dlio.errors import UsageError
 
 __all__ = [
     "BUCKET_BYTES",
@@ -17,6 +18,7 @@ __all__ = [
     "averaged_state",
     "broadcast_state",
     "broadcast_tensors",
+    "check_real",
     "consensus_distance",
     "in_buckets",
     "trainable",
@@ -95,6 +97,17 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
+def check_real(named: Named) -> None:
+    """Raise UsageError for a complex parameter: buckets would hold its real part alone."""
+    for name, parameter in named:
+        if parameter.is_complex():
+            raise UsageError(
+                f"{name} is {str(parameter.dtype).removeprefix('torch.')}: ranks exchange real "
+                "numbers; make it a real parameter with a last dimension of 2, and use "
+                "torch.view_as_complex in the forward pass"
+            )
+
+
 def in_buckets(named: Named, fewest: int = 1) -> list[list[tuple[str, nn.Parameter]]]:
     """Group parameters into buckets of about 1 MiB, in backward's order: the last one first.
 
@@ -122,11 +135,11 @@ def broadcast_state(model: nn.Module, comm: Communicator) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator) -> None:
-    """Overwrite tensors with rank 0's. Collective."""
+    """Overwrite tensors with rank 0's, of any type, bit by bit. Collective."""
     for tensor in tensors:
-        array = tensor.detach().to("cpu", torch.float64).contiguous().numpy()
-        comm.bcast(array)
-        tensor.copy_(torch.from_numpy(array))
+        mine = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        comm.bcast(mine.reshape(-1).view(torch.uint8).numpy())
+        tensor.copy_(mine)
 
 
 @torch.no_grad()
@@ -140,7 +153,9 @@ def averaged_state(model: nn.Module, comm: Communicator) -> dict[str, torch.Tens
     if comm.size == 1:
         return state
     floats = [name for name, tensor in state.items() if tensor.is_floating_point()]
-    flat = torch.cat([state[name].reshape(-1).float() for name in floats])
+    wide = any(state[name].dtype is torch.float64 for name in floats)
+    kind = torch.float64 if wide else torch.float32
+    flat = torch.cat([state[name].reshape(-1).to(kind) for name in floats])
     comm.wait([comm.iallreduce(flat.numpy())], "the mean of weights")
     flat /= comm.size
     at = 0

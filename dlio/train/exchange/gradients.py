@@ -38,7 +38,7 @@ class _Weighting:
     scale: float = 1.0
     """Factor of the mean."""
     everything: bool = False
-    """Sum all buckets: a rank without samples does not know which ones others reach."""
+    """Take part in the average also if no backward has run here: a rank may be without samples."""
 
 
 class Synchronous:
@@ -49,8 +49,8 @@ class Synchronous:
 
     A rank without samples, whose backward does not run, and a parameter that only this rank's
     backward did not reach contribute the contents of `.grad` (earlier backwards of the step), or
-    zeros. A bucket without any gradient is left out, on all ranks alike. Each rank's gradients
-    count by its weight, which travels with them.
+    zeros, and get the mean as all others do. A parameter without a gradient on any rank gets none.
+    Each rank's gradients count by its weight, which travels with them.
 
     With a compressor the mean is not exact; the next mean includes the difference.
 
@@ -87,8 +87,9 @@ class Synchronous:
         self._wait_s = 0.0
         self._ranks = comm.size
         """Ranks at the beginning, by which a loss is scaled."""
-        self._summed_weight = np.zeros(1)
-        """The ranks' weight in the last average, if buckets do not carry it."""
+        self._summed_weight: npt.NDArray[np.float64]
+        """The ranks' weight in the last average, and how many of them have each parameter's
+        gradient, if buckets do not carry them."""
         self._weight_on_device: torch.Tensor | None = None
         """The same, if buckets travel from a device's memory."""
         self._torn = False
@@ -155,6 +156,7 @@ class Synchronous:
     def _make_sums(self) -> None:
         """Create buckets of the parameters in their current shapes, and register hooks."""
         self._sums = BucketSums(self._named, self._setting, self._place, self._progress)
+        self._summed_weight = np.zeros(1 + len(self._sums.parameters))
         self._hooks = []
         for parameter in self._sums.parameters:
             hooked: Any = parameter  # torch does not annotate the method.
@@ -166,7 +168,6 @@ class Synchronous:
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         if self._held:
-            self._sums.hold(parameter)
             self._phase = Phase.HELD
             return
         if self._phase not in (Phase.BACKWARD, Phase.UNSENT):
@@ -201,13 +202,12 @@ class Synchronous:
         """Start all remaining sums, wait for them, and write the means into `.grad`."""
         weighting, sums = self._weighting, self._sums
         began, own_s = time.perf_counter(), sums.own_s
-        self._reached = sums.reached(weighting.everything)
         if self._before_wait is not None:
             self._before_wait()
         self._closing.close_turn()
         self._progress.rest()
         weight = None if sums.carries_weight else self._total_weight()
-        sums.take(self._reached, weight, weighting.scale, weighting.everything)
+        sums.take(weight, weighting.scale)
         self._closing.take()
         if self._setting.recovery is not None and not self._setting.is_part:
             self._setting.recovery.count(self.counted)  # A step may have several averages.
@@ -218,28 +218,29 @@ class Synchronous:
         if self._torn:
             self._torn = False
             raise PeerLost("another rank was lost while backward ran")
-        self._sums.start_rest(self._reached, self._weighting.weight, self._weighting.factor)
-        self._sums.wait(self._reached)
+        self._sums.start_rest(self._weighting.weight, self._weighting.factor)
+        self._sums.wait()
         if not self._sums.carries_weight:
             self._sum_weights()
 
     def _sum_weights(self) -> None:
         group, what = self._place.group, "the number of samples"
+        mine = [self._weighting.weight, *self._sums.flags()]
         if group is None:
-            self._summed_weight[0] = self._weighting.weight
+            self._summed_weight[:] = mine
             self._comm.wait([self._comm.iallreduce(self._summed_weight)], what)
             return
-        weight = torch.full((1,), self._weighting.weight, dtype=torch.float64, device=group.device)
+        weight = torch.tensor(mine, dtype=torch.float64, device=group.device)
         group.sum(weight, what).wait()
         self._weight_on_device = weight
 
-    def _total_weight(self) -> float | torch.Tensor:
+    def _total_weight(self) -> torch.Tensor:
         if self._weight_on_device is not None:
-            return self._weight_on_device[0]
-        return float(self._summed_weight[0])
+            return self._weight_on_device
+        return torch.from_numpy(self._summed_weight)
 
     def reset(self, undo: bool) -> None:
         self._sums.reset(undo)
 
     def arrays(self, last: bool) -> list[npt.NDArray[np.generic]]:
-        return [self._summed_weight, *self._sums.arrays(self._reached, last)]
+        return [self._summed_weight, *self._sums.arrays(last)]

@@ -10,7 +10,7 @@ from dlio.comm import Communicator
 from dlio.comm.nodes import find_nodes
 from dlio.comm.recovery import Recovery, recovery_of
 from dlio.train.cut import Cut
-from dlio.train.exchange.buckets import Named
+from dlio.train.exchange.buckets import Named, check_real
 from dlio.train.exchange.hearing import Hearing
 from dlio.train.exchange.place import find_path
 from dlio.train.exchange.protocol import (
@@ -141,7 +141,11 @@ def start_exchange(
         comm: all ranks; duplicated or split.
         seed: seeds the choice of partners.
         pretend_nodes: behave as if the ranks were on that many nodes.
+
+    Raises UsageError for complex parameters, unless there is one rank.
     """
+    if comm.size > 1 or recovery_of(comm) is not None:
+        check_real(named)
     node_of = find_nodes(comm, pretend_nodes).node_of
     recovery = recovery_of(comm)
     members = () if recovery is None else recovery.membership.members

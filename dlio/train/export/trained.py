@@ -12,16 +12,21 @@ from torch import nn
 
 from dlio.errors import SourceError, UsageError
 from dlio.train.checkpoint.folder import StoredCheckpoint, open_checkpoint
+from dlio.train.factory import split_options
 from dlio.train.model import make_model
 from dlio.train.names import DEFAULT_MODEL
 from dlio.train.pruning.pruned_file import load_pruned
 from dlio.train.pruning.pruned_layout import LayoutRecord, PrunedLayout, shrink_to
 from dlio.train.weights import read_weights
+from dlio.util.limits import check_claim
 
 __all__ = ["IMAGE_SIZE", "TrainedModel", "load_trained"]
 
 IMAGE_SIZE: Final = 64
 """Pixels: the default of `dlio train`."""
+_LARGE: Final = 1 << 14
+_LARGE_SIDE: Final = 4096
+"""Numbers in a checkpoint's model, and pixels, up to which nobody is asked."""
 _STEP: Final = re.compile(r"step-\d{8,}")
 
 
@@ -60,7 +65,7 @@ def load_trained(
     state = read_weights(path, "WEIGHTS")
     if classes is None:
         classes = _count_classes(name, size, state, path)
-    module = make_model(name, classes, size)
+    module = _made(name, classes, size, state, path)
     try:
         load_pruned(module, path)
     except UsageError as error:
@@ -81,7 +86,7 @@ def _from_checkpoint(
                 f"{option} {given}: {path} was trained with {option} {saved}; leave the option out"
             )
     name, size = about.get("model"), about.get("image_size")
-    if not isinstance(name, str) or not isinstance(size, int):
+    if not isinstance(name, str) or type(size) is not int:
         raise SourceError(f"{path}: the checkpoint does not name its model")
     if model is None and ":" in name:
         # It would be imported and called: files of others must not choose that.
@@ -89,10 +94,11 @@ def _from_checkpoint(
             f"{path}: the checkpoint's model is code of a module: add --model {shlex.quote(name)} "
             "if you trust it"
         )
+    _check_numbers(path, name if model is None else "", size if image_size is None else 0)
     state = _mean_weights(checkpoint)
     if classes is None:
         classes = _count_classes(name, size, state, path)
-    module = make_model(name, classes, size)
+    module = _made(name, classes, size, state, path)
     pruning = about.get("pruning")
     if isinstance(pruning, Mapping):
         shrink_to(module, PrunedLayout.from_json(cast(LayoutRecord, pruning.get("layout"))))
@@ -104,6 +110,45 @@ def _from_checkpoint(
             f"{str(error).splitlines()[-1].strip()}"
         ) from error
     return _finished(module, name, size, path)
+
+
+def _check_numbers(path: str, model: str, image_size: int) -> None:
+    """Check those numbers of a checkpoint that no option confirms, before memory is taken for them.
+
+    Raises UsageError for unusually large ones.
+    """
+    _, options = split_options("--model", model or DEFAULT_MODEL)
+    large = any(int(each) > _LARGE for each in re.findall(r"\d{1,9}", repr(options)))
+    if large or not 0 <= image_size <= _LARGE_SIDE:
+        raise UsageError(
+            f"{path}: the checkpoint's model is {model or 'given'} for pictures of {image_size} "
+            "pixels: add --model and --image-size with these values if you trust it"
+        )
+
+
+def _made(
+    name: str, classes: int, image_size: int, state: Mapping[str, torch.Tensor], path: str
+) -> nn.Module:
+    """Make the model of some weights, unless it is out of proportion to them.
+
+    Raises UsageError for options that do not fit, SourceError for a model that is far larger.
+    """
+    if ":" not in name:
+        planned = _planned(name, classes, image_size).state_dict()
+        declared, stored = (
+            sum(each.numel() * each.element_size() for each in tensors.values())
+            for tensors in (planned, state)
+        )
+        check_claim(declared, stored, f"{path}: the model {name} with {classes} classes")
+    return make_model(name, classes, image_size)
+
+
+def _planned(name: str, classes: int, image_size: int) -> nn.Module:
+    """Make a model without memory for its tensors, if it is one of dlio's own."""
+    if ":" in name:
+        return make_model(name, classes, image_size)
+    with torch.device("meta"):
+        return make_model(name, classes, image_size)
 
 
 def _newest(path: str) -> StoredCheckpoint:
@@ -139,8 +184,10 @@ def _mean_weights(checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor]:
 def _mean(checkpoint: StoredCheckpoint, part: str) -> dict[str, torch.Tensor]:
     state = checkpoint.read(f"all/{part}")
     total: dict[str, torch.Tensor] = {}
+    kinds: dict[str, torch.dtype] = {}
     for rank in range(checkpoint.ranks):
         for name, value in checkpoint.read(f"rank{rank}/{part}").items():
+            kinds[name] = value.dtype
             if not value.is_floating_point():
                 total.setdefault(name, value)
             elif name in total:
@@ -148,7 +195,7 @@ def _mean(checkpoint: StoredCheckpoint, part: str) -> dict[str, torch.Tensor]:
             else:
                 total[name] = value.double() / checkpoint.ranks
     for name, value in total.items():
-        state[name] = value.float() if value.is_floating_point() else value
+        state[name] = value.to(kinds[name])
     return state
 
 
@@ -157,7 +204,7 @@ def _count_classes(name: str, image_size: int, state: Mapping[str, torch.Tensor]
 
     Raises UsageError if the weights lack such a tensor.
     """
-    two, three = (make_model(name, count, image_size).state_dict() for count in (2, 3))
+    two, three = (_planned(name, count, image_size).state_dict() for count in (2, 3))
     for key, value in two.items():
         differing = [k for k, size in enumerate(value.shape) if size != three[key].shape[k]]
         if differing:

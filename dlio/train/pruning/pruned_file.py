@@ -6,14 +6,18 @@ from typing import Final, TypeVar
 import torch
 from torch import nn
 
-from dlio.errors import SourceError, UsageError
+from dlio.errors import DlioError, SourceError, UsageError
 from dlio.train.pruning.pruned_layout import PrunedLayout, shrink_to
+from dlio.train.weights import stored_state
 from dlio.util.arguments import PathText, named, path_in
 from dlio.util.files import remove_file, write_json
+from dlio.util.limits import open_regular
 
 __all__ = ["load_pruned", "save_layout"]
 
 _SUFFIX: Final = ".layout.json"
+_MOST: Final = 256 << 20
+"""Characters of a layout file."""
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -42,18 +46,10 @@ def load_pruned(model: Module, path: PathText) -> Module:
         raise UsageError(f"{named('model', model)}: give a torch.nn.Module")
     path = path_in("path", path, "weights.pt")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch passes on any error of its reader.
-        raise SourceError(f"{path}: not weights that `--save` wrote: {error}") from error
-    layout = None
-    try:
-        with open(path + _SUFFIX, encoding="utf-8") as file:
-            layout = PrunedLayout.from_json(json.load(file))
-    except FileNotFoundError:
-        layout = PrunedLayout()
+        state = stored_state(path)
     except (OSError, ValueError) as error:
-        raise SourceError(f"{path}{_SUFFIX}: cannot be read: {error}") from error
-    shrink_to(model, layout)
+        raise SourceError(f"{path}: not weights that `--save` wrote: {error}") from error
+    shrink_to(model, _layout(path + _SUFFIX))
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -62,3 +58,17 @@ def load_pruned(model: Module, path: PathText) -> Module:
             f"{str(error).splitlines()[-1].strip()}"
         ) from error
     return model
+
+
+def _layout(path: str) -> PrunedLayout:
+    """Read a layout file; weights without one are of an unpruned model. Raises SourceError."""
+    try:
+        with open(open_regular(path), encoding="utf-8") as file:
+            text = file.read(_MOST + 1)
+        if len(text) > _MOST:
+            raise ValueError("it is too large")
+        return PrunedLayout.from_json(json.loads(text))
+    except FileNotFoundError:
+        return PrunedLayout()
+    except (OSError, ValueError, RecursionError, DlioError) as error:
+        raise SourceError(f"{path}: cannot be read: {error}") from error

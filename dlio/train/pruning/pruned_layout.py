@@ -81,7 +81,7 @@ class PrunedLayout:
                 },
                 {key: int(count) for key, count in record["counts"].items()},
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DlioError(f"not a layout of a pruned model: {error}") from error
 
 
@@ -101,7 +101,7 @@ def shrink_to(
             shape = layer_side(model.get_submodule(name), side)
         except AttributeError as error:
             raise DlioError(f"the pruned model has a layer '{name}', this one has none") from error
-        valid = len(left) > 0 and left.min() >= 0 and left.max() < size
+        valid = left.ndim == 1 and len(left) > 0 and left.min() >= 0 and left.max() < size
         if shape is None or shape.size != size or not valid:
             there = "none" if shape is None else str(shape.size)
             raise DlioError(
@@ -111,9 +111,14 @@ def shrink_to(
         gone[key] = np.delete(np.arange(size, dtype=np.int64), left)
     modules = dict(model.named_modules())
     counts = [(*key.partition(":")[::2], count) for key, count in layout.counts.items()]
-    for name, attribute, _ in counts:
-        if not hasattr(modules.get(name), attribute):
-            raise DlioError(f"the pruned model has a count '{name}.{attribute}', this one has none")
+    for name, attribute, count in counts:
+        # Only an integer, made smaller: a layout may be another user's.
+        whole = getattr(modules.get(name), attribute, None)
+        if type(whole) is not int or not 0 < count <= whole:
+            there = f"has {whole}" if type(whole) is int else "has none"
+            raise DlioError(
+                f"the pruned model has a count '{name}.{attribute}' of {count}, this one {there}"
+            )
     cuts = cut_layers(model, gone, optimizers)
     for name, attribute, count in counts:
         setattr(modules[name], attribute, count)

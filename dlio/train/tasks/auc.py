@@ -23,7 +23,8 @@ BINS: Final = 2 * _BINS
 
 
 def _bins_of(scores: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    bits = np.ascontiguousarray(scores, np.float32).view(np.uint32)
+    # -0 becomes 0: both are equal, and far apart as bits.
+    bits = (np.ascontiguousarray(scores, np.float32) + np.float32(0)).view(np.uint32)
     # Negative numbers sort in reverse by their bits: order them all as unsigned integers.
     flipped = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
     ordered: npt.NDArray[np.int64] = (flipped >> 16).astype(np.int64)

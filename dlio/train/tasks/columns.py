@@ -1,6 +1,7 @@
 """Columns of a table as input of a network, and their description in weights and checkpoints."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -99,18 +100,28 @@ class TableColumns:
         """Parse the description of columns. Raises SourceError for anything else."""
         try:
             parsed = json.loads(text)
+            target = parsed["target"]
             return cls(
-                tuple(NumberColumn(**each) for each in parsed["numbers"]),
                 tuple(
-                    CategoryColumn(each["name"], _texts(each["values"]), each["missing"])
+                    NumberColumn(str(each["name"]), *_scale(each), int(each["missing"]))
+                    for each in parsed["numbers"]
+                ),
+                tuple(
+                    CategoryColumn(str(each["name"]), _texts(each["values"]), int(each["missing"]))
                     for each in parsed["categories"]
                 ),
-                TargetColumn(
-                    **{**parsed["target"], "classes": _texts(parsed["target"]["classes"])}
-                ),
+                TargetColumn(str(target["name"]), _texts(target["classes"]), *_scale(target)),
             )
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise SourceError(f"the description of the columns is damaged: {error!r}") from error
+
+
+def _scale(column: Mapping[str, float]) -> tuple[float, float]:
+    """Return the mean and standard deviation of a column. Raises ValueError, TypeError."""
+    mean, std = float(column["mean"]), float(column["std"])
+    if not (math.isfinite(mean) and 0 < std < math.inf):
+        raise ValueError(f"a mean of {mean} and a standard deviation of {std}")
+    return mean, std
 
 
 def _texts(values: Sequence[object]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dlio.errors import SourceError
 from dlio.train.tasks.columns import TableColumns
 
 __all__ = ["COLUMNS", "TableEncoder", "TableNetwork", "columns_in"]
@@ -57,9 +58,9 @@ class TableEncoder(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: float64 (n, columns.width) -> float32 (n, outputs)
         mean, std = self.get_buffer("_mean"), self.get_buffer("_std")
-        numbers = (x[:, : self._numbers] - mean) / std
-        missing = ~numbers.isfinite()
-        parts = [numbers.masked_fill(missing, 0.0).float()]
+        numbers = ((x[:, : self._numbers] - mean) / std).float()
+        missing = ~numbers.isfinite()  # Also where float32 ends.
+        parts = [numbers.masked_fill(missing, 0.0)]
         parts.append(missing.index_select(1, self.get_buffer("_lacks")).float())
         embeddings = iter(self.embeddings)
         for place, size in enumerate(self._sizes, self._numbers):
@@ -92,7 +93,9 @@ def columns_in(state: Mapping[str, torch.Tensor]) -> TableColumns | None:
     described = state.get(COLUMNS)
     if described is None:
         return None
-    return TableColumns.from_json(described.cpu().numpy().astype(np.uint8).tobytes())
+    if described.dtype is not torch.uint8:
+        raise SourceError("the description of the columns is damaged: it is not text")
+    return TableColumns.from_json(described.cpu().numpy().tobytes())
 
 
 def _table(module: nn.Module) -> nn.Embedding:

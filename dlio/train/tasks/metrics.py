@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "METRICS",
     "REAL",
+    "UNIT",
     "Metric",
     "Sums",
     "goodness",
@@ -28,7 +29,8 @@ Sums = npt.NDArray[np.int64]
 """Sums over samples, which ranks add up; shape (sums of the task,)."""
 REAL: Final = 3
 """Integers that the sum of a real number takes."""
-_UNIT: Final = 2.0**32
+UNIT: Final = 2.0**-32
+"""Real numbers are rounded to multiples of it."""
 _LARGEST: Final = 2.0**40
 """Values from here on count as not finite: 2**22 of them would overflow their sum."""
 
@@ -92,7 +94,7 @@ def real_sums(values: torch.Tensor) -> Sums:
     sound = np.abs(wide) < _LARGEST  # False for NaN.
     wide = wide[sound]
     whole = np.floor(wide)
-    parts = np.rint((wide - whole) * _UNIT)
+    parts = np.rint((wide - whole) / UNIT)
     return np.array([whole.sum(), parts.sum(), len(sound) - len(wide)], np.float64).astype(np.int64)
 
 
@@ -100,4 +102,4 @@ def mean_of(sums: Sums, count: int) -> float:
     """Return the mean of values from `real_sums`: NaN for none, and if one was not finite."""
     if not count or sums[2]:
         return math.nan
-    return (int(sums[0]) + int(sums[1]) / _UNIT) / count
+    return (int(sums[0]) + int(sums[1]) * UNIT) / count

@@ -13,7 +13,7 @@ from dlio.loader.dataset import Dataset
 from dlio.train.config import TrainConfig
 from dlio.train.model import make_model, normalised
 from dlio.train.tasks.base import Convert, Outputs, Task
-from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
+from dlio.train.tasks.metrics import REAL, UNIT, Sums, mean_of, real_sums
 
 __all__ = ["Numbers", "RegressImages"]
 
@@ -56,11 +56,13 @@ class Numbers:
             mean_of(sums[1 + k * REAL : 1 + (k + 1) * REAL], count) for k in range(_PARTS)
         )
         variance = second - mean**2
+        # Both means are of multiples of 2**-32: equal targets seem to vary by as much.
+        varies = variance > (1 + 2 * abs(mean)) * UNIT
         return {
             "loss": square,
             "rmse": self._scale * math.sqrt(square) if square >= 0 else math.nan,
             "mae": self._scale * absolute,
-            "r2": 1 - square / variance if variance > 0 else math.nan,
+            "r2": 1 - square / variance if varies else math.nan,
         }
 
 

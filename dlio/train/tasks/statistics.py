@@ -34,6 +34,9 @@ MOST_VALUES: Final = 1000
 _PIECE: Final = 4096
 """Rows that are read together."""
 _MOST_CHUNKS: Final = 1024
+_LARGEST: Final = 2.0**480
+"""Values from here on, such as those that stand for missing ones in some programs, count as
+missing: sums of their squares would overflow."""
 
 
 @dataclass(slots=True)
@@ -63,13 +66,15 @@ class Moments:
 
     @classmethod
     def of(cls, values: npt.NDArray[np.float64]) -> "Moments":
-        """Moments of some values; those that are not finite are missing."""
-        sound = values[np.isfinite(values)]
+        """Moments of some values; those that are not finite, or not below 2**480, are missing."""
+        sound = values[np.abs(values) < _LARGEST]  # False for NaN.
         if not len(sound):
             return cls(missing=len(values))
-        mean = float(sound.mean())
-        squares = float(np.square(sound - mean).sum())
-        return cls(len(sound), mean, squares, len(values) - len(sound))
+        # Relative to one of them: the mean of equal values is then this value to the last bit.
+        apart = sound - sound[0]
+        mean = float(apart.mean())
+        squares = float(np.square(apart - mean).sum())
+        return cls(len(sound), float(sound[0]) + mean, squares, len(values) - len(sound))
 
 
 @dataclass(slots=True)

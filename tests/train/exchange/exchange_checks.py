@@ -7,11 +7,13 @@ import copy
 from collections.abc import Callable
 from typing import Final
 
+import pytest
 import torch
 from torch import nn
 
 import dlio
 from dlio.comm import Communicator
+from dlio.errors import UsageError
 from dlio.plan.order import share
 from dlio.plan.shares import fastest_shares
 from dlio.train.exchange.buckets import averaged_state, broadcast_state
@@ -54,10 +56,11 @@ def check_allreduce(comm: Communicator) -> None:
     assert all(each == checksums[0] for each in checksums)
     counted = exchange.statistics()
     if comm.size > 1:
-        # The counts of a ring with 3 buckets.
+        # The counts of a ring with 3 buckets, each with a weight, and with a flag per parameter.
         hops = 2 * (comm.size - 1)
         assert counted["messages"] == 6 * 3 * hops
-        whole_bytes = 6 * 4 * (3 + sum(p.numel() for p in parameters_of(net)))
+        parameters = parameters_of(net)
+        whole_bytes = 6 * 4 * (3 + len(parameters) + sum(p.numel() for p in parameters))
         assert counted["bytes"] == whole_bytes * hops / comm.size
     exchange.close()
 
@@ -290,6 +293,53 @@ def check_parts(comm: Communicator) -> None:
         exchange.close()
 
 
+def check_types(comm: Communicator) -> None:
+    """Models of any types become rank 0's to the last bit, and their mean keeps the precision."""
+    net = nn.Linear(2, 2, dtype=torch.float64)
+    net.register_buffer("numbers", torch.tensor([2**53 + 1, -5]) * (1 + comm.rank))
+    net.register_buffer("waves", torch.tensor([1 + 2j, 3j]) * (1 + comm.rank))
+    broadcast_state(net, comm)
+    assert net.get_buffer("numbers").tolist() == [2**53 + 1, -5]
+    assert net.get_buffer("waves").tolist() == [1 + 2j, 3j]
+    mean = averaged_state(net, comm)
+    assert difference(mean["weight"], net.weight) < 1e-15
+    net.register_parameter("wave", nn.Parameter(torch.tensor([1j])))
+    if comm.size == 1:
+        started("allreduce", net, comm).close()
+    else:
+        with pytest.raises(UsageError, match="wave is complex64"):
+            started("allreduce", net, comm)
+
+
+def check_reached(comm: Communicator) -> None:
+    """Ranks whose backwards reach different parameters have the mean's gradients, all of them.
+
+    The layers fill a bucket each, of equal size, so that one could be taken for the other.
+    """
+    for name in ("allreduce", "hierarchical", "allreduce+int8"):
+        torch.manual_seed(4)
+        layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]
+        net = nn.Sequential(*layers)
+        exchange = started(name, net, comm, pretend_nodes=comm.size)
+        whole = copy.deepcopy(layers)
+        for rank in range(comm.size):
+            inputs = samples(rank, 4)[0][:, :1].expand(4, 512)
+            if rank == comm.rank:
+                layers[rank % 2](inputs).square().mean().backward()
+            (whole[rank % 2](inputs).square().mean() / comm.size).backward()
+        exchange.before_step()
+        for a, b in zip(layers, whole, strict=True):
+            assert (a.weight.grad is None) == (b.weight.grad is None), name
+            if a.weight.grad is not None and b.weight.grad is not None:
+                error = difference(a.weight.grad, b.weight.grad)
+                assert error < (0.05 if "int8" in name else 1e-6), f"{name}: {error}"
+        assert layers[2].weight.grad is None
+        given = [float(a.weight.grad.double().sum()) for a in layers if a.weight.grad is not None]
+        everyone = comm.allgather(given)
+        assert all(each == everyone[0] for each in everyone), name
+        exchange.close()
+
+
 CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "allreduce": check_allreduce,
     "shares": check_shares,
@@ -300,6 +350,8 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "compressed": check_compressed,
     "distribute": check_distribute,
     "parts": check_parts,
+    "reached": check_reached,
+    "types": check_types,
     "presets": check_presets,
 }
 

@@ -127,14 +127,15 @@ def _watch_sums(model: Ending) -> None:
     def here(*places: str) -> bool:
         return model.place in places and model.passes == model.step
 
-    def waiting(self: BucketSums, numbers: list[int]) -> None:
+    def waiting(self: BucketSums) -> None:
         if here("late"):
             model.place = 0
             _lack(f"sums-{model.step}-*")
         if here("begun", "first"):
-            wait(self, numbers[: int(model.place == "first")])
+            if model.place == "first":
+                self._paths[0].wait()
             _end(model.how)
-        wait(self, numbers)
+        wait(self)
         if "late" in os.environ.get("ENDS", ""):
             Path(f"sums-{model.passes}-{_RANK}").touch()
         if here("closed"):

@@ -52,6 +52,10 @@ def test_the_area_of_equal_scores_is_one_half_and_of_separated_ones_one() -> Non
     assert math.isnan(area(score_sums(torch.zeros(2), torch.tensor([True, True])))[0])
 
 
+def test_zeros_of_both_signs_are_equal_scores() -> None:
+    assert area(score_sums(torch.tensor([0.0, -0.0]), torch.tensor([True, False]))) == (0.5, 0.5)
+
+
 def test_metrics_of_classes_are_those_of_all_samples_together() -> None:
     generator = torch.Generator().manual_seed(3)
     logits, labels = torch.randn(101, 7, generator=generator), torch.arange(101) % 7
@@ -73,6 +77,13 @@ def test_metrics_of_numbers_are_in_the_units_of_the_target() -> None:
     assert metrics["rmse"] == pytest.approx(5.0)
     assert metrics["mae"] == pytest.approx(5.0)
     assert metrics["r2"] == pytest.approx(1 - 0.25 / 1.25)
+
+
+@pytest.mark.parametrize("target", [1 / 3, -1.7, 0.0, 1234.567])
+@pytest.mark.parametrize("count", [1, 7, 1000])
+def test_equal_targets_have_no_r2(target: float, count: int) -> None:
+    sums = Numbers(1.0).sums(torch.zeros(count, 1), torch.full((count,), target))
+    assert math.isnan(Numbers(1.0).metrics(sums)["r2"])
 
 
 def test_a_smaller_error_is_better_and_an_unknown_one_is_worst() -> None:

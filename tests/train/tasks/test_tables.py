@@ -11,7 +11,7 @@ import torch
 
 from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
-from dlio.errors import UsageError
+from dlio.errors import SourceError, UsageError
 from dlio.train.config import TrainConfig
 from dlio.train.tasks.columns import TableColumns
 from dlio.train.tasks.encoder import TableEncoder, columns_in
@@ -124,6 +124,55 @@ def test_moments_of_parts_are_those_of_the_whole() -> None:
         total.merge(Moments.of(part))
     assert total.mean == pytest.approx(values.mean(), rel=1e-15)
     assert total.std == pytest.approx(values.std(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        ("numbers", {"mean": "many"}),
+        ("numbers", {"std": 0.0}),
+        ("numbers", {"std": float("nan")}),
+        ("numbers", {"missing": float("inf")}),
+        ("target", {"std": float("inf")}),
+        ("target", {"mean": None}),
+        ("target", {"classes": 3}),
+    ],
+)
+def test_a_description_of_columns_that_cannot_be_is_refused(
+    tmp_path: Path, part: str, changed: dict[str, object]
+) -> None:
+    columns, _ = _columns(_table(tmp_path / "t.csv"), target="y")
+    parsed = json.loads(columns.to_json())
+    (parsed[part] if part == "target" else parsed[part][0]).update(changed)
+    text = np.frombuffer(json.dumps(parsed).encode(), np.uint8).copy()
+    with pytest.raises(SourceError, match="description of the columns"):
+        columns_in({"encoder.columns": torch.from_numpy(text)})
+    with pytest.raises(SourceError, match="it is not text"):
+        columns_in({"encoder.columns": torch.zeros(9, dtype=torch.bfloat16)})
+
+
+@pytest.mark.parametrize("value", [0.1, 1.1, -330000.3, 1e-3])
+@pytest.mark.parametrize("count", [3, 10, 1000, 4096])
+def test_a_constant_column_has_a_deviation_of_one_however_its_value_is_rounded(
+    value: float, count: int
+) -> None:
+    values, total = np.full(count, value), Moments()
+    for part in np.array_split(values, 3):
+        total.merge(Moments.of(part))
+    for moments in (total, Moments.of(values)):
+        assert (moments.mean, moments.std) == (value, 1.0)
+
+
+@pytest.mark.parametrize("large", [1.7e308, -1e200, 1e150])
+def test_numbers_without_a_finite_square_count_as_missing(tmp_path: Path, large: float) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"a,y\n1,0\n3,1\n{large},0\n{large},1\n")
+    columns, notes = _columns(path, target="y")
+    (a,) = columns.numbers
+    assert (a.mean, a.std, a.missing) == (2.0, 1.0, 2)
+    assert any("a 50.0%" in note for note in notes)
+    out = TableEncoder(columns)(torch.tensor([[large], [torch.nan], [1e40], [3.0]]).double())
+    assert out.tolist() == [[0, 1], [0, 1], [0, 1], [1, 0]]
 
 
 @pytest.mark.mpi
