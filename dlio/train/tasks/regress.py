@@ -15,7 +15,7 @@ from dlio.train.model import make_model, normalised
 from dlio.train.tasks.base import Convert, Outputs, Task
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
 
-__all__ = ["Numbers", "RegressImages"]
+__all__ = ["Numbers", "RegressImages", "check_spread", "standardised"]
 
 _PARTS: Final = 4
 """Means: squared error, absolute error, target, squared target."""
@@ -62,6 +62,30 @@ class Numbers:
             "mae": self._scale * absolute,
             "r2": 1 - square / variance if variance > 0 else math.nan,
         }
+
+
+def check_spread(path: str, name: str, mean: float, std: float) -> None:
+    """Raise UsageError for numbers so large that their mean or variance overflows."""
+    if not (math.isfinite(mean) and math.isfinite(std)):
+        raise UsageError(
+            f"{path}: numbers of {name} are too large for a standard deviation: scale them, or "
+            "repair those that are wrong"
+        )
+
+
+def standardised(
+    targets: torch.Tensor, mean: float, std: float, path: str, name: str
+) -> torch.Tensor:
+    """Return (targets - mean) / std as float64.
+
+    Raises UsageError for a target that is NaN or infinite, of which no metric could be made.
+    """
+    wide = targets.double()
+    if not bool(wide.isfinite().all()):
+        raise UsageError(
+            f"{path}: a sample lacks its {name!r}, or it is infinite: drop such samples"
+        )
+    return (wide - mean) / std
 
 
 class RegressImages(Numbers, Task):
