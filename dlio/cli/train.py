@@ -155,7 +155,7 @@ def _start_again(
         folder = config.checkpoint
         names = os.listdir(folder) if folder is not None and os.path.isdir(folder) else []
         numbers = [name.removeprefix("step-") for name in names if name.startswith("step-")]
-        return max((int(number) for number in numbers if number.isdigit()), default=-1)
+        return max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
     def leftovers(token: str) -> list[str]:
         return [] if config.trace is None else [f"{config.trace}.{token}.tmp"]

@@ -104,7 +104,7 @@ def _of_lsf(environment: Mapping[str, str]) -> Allocation | None:
     if not words:
         return None
     names, counts = words[::2], words[1::2]
-    if len(names) != len(counts) or not all(each.isdigit() for each in counts):
+    if len(names) != len(counts) or not all(each.isdecimal() for each in counts):
         raise UsageError(f"LSB_MCPU_HOSTS={' '.join(words)}: not pairs of a host and a number")
     if len(names) > 1 and names[0].startswith(_BATCH_HOSTS):
         names, counts = names[1:], counts[1:]

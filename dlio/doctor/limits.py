@@ -159,7 +159,7 @@ def _limit(path: Path) -> list[int]:
         text = path.read_text(encoding="utf-8").strip()
     except OSError:
         return []
-    return [int(text)] if text.isdigit() and int(text) < _UNLIMITED else []
+    return [int(text)] if text.isdecimal() and int(text) < _UNLIMITED else []
 
 
 def _meminfo(name: str) -> int:

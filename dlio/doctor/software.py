@@ -68,7 +68,7 @@ def check_torch(device: str) -> Iterator[Finding]:
             else f"not installed, and needed for --decode device: {REMEDY}",
         )
         number = device.partition(":")[2]
-        if wanted and number.isdigit() and int(number) >= count:
+        if wanted and number.isdecimal() and int(number) >= count:
             yield error(
                 _TOPIC,
                 f"--device {device}",

@@ -416,4 +416,4 @@ def _seconds(value: object, otherwise: float) -> float:
 
 def _number(data: bytes) -> int:
     text = data.decode("ascii", "replace").strip()
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() else 0

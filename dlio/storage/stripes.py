@@ -100,7 +100,9 @@ def parse_nfs(options: str) -> Stripes:
     """Parse the options of an NFS mount, separated by commas."""
     given = dict(option.partition("=")[::2] for option in options.split(","))
     count, size = (given.get(name, "") for name in ("nconnect", "rsize"))
-    return Stripes(max(1, int(count)) if count.isdigit() else 1, int(size) if size.isdigit() else 0)
+    return Stripes(
+        max(1, int(count)) if count.isdecimal() else 1, int(size) if size.isdecimal() else 0
+    )
 
 
 def _output(*command: str) -> str:

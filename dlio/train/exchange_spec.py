@@ -212,8 +212,10 @@ def parse_exchange(text: str) -> ExchangeSpec:
     if compressor is not None:
         if compressor not in COMPRESSORS:
             close = nearest(compressor, COMPRESSORS)
-            unknown = f"unknown compressor {compressor!r}{close}"
-            raise UsageError(f"exchange {text!r}: {unknown}; {USAGE}")
+            raise UsageError(
+                f"exchange {text!r}: unknown compressor {compressor!r}; choose one of "
+                f"{', '.join(COMPRESSORS)}{close}"
+            )
         if payload == "weight" and compressor in _SPARSE:
             if name == "gossip":
                 payload = "delta"  # Most changes are nearly zero; most weights never are.
@@ -254,16 +256,20 @@ def _rhythm(text: str, name: str, argument: str | None, usual: _Rhythm) -> _Rhyt
     if argument is None:
         return usual
     steps, *rest = (part.strip() for part in argument.split(","))
-    if not steps.isdigit() or int(steps) < 1:
+    if not steps.isdecimal() or int(steps) < 1:
         raise UsageError(f"exchange {text!r}: {name}(STEPS) wants a number of steps from 1")
     given: dict[str, str] = {}
     for part in rest:
         key, _, value = (word.strip() for word in part.partition("="))
         if key not in _ARGUMENTS[name] or key in given:
-            raise UsageError(f"exchange {text!r}: {USAGE}{nearest(key, _ARGUMENTS[name])}")
+            taken = "is given twice" if key in given else "is not an argument"
+            raise UsageError(
+                f"exchange {text!r}: {key} {taken}; {name}(STEPS) takes "
+                f"{', '.join(_ARGUMENTS[name])}{nearest(key, _ARGUMENTS[name])}"
+            )
         given[key] = value
     fragments = given.get("fragments", "1")
-    if not fragments.isdigit() or not 1 <= int(fragments) <= int(steps):
+    if not fragments.isdecimal() or not 1 <= int(fragments) <= int(steps):
         raise UsageError(
             f"exchange {text!r}: give fragments from 1 to the period, {steps} steps: each is "
             "exchanged at another step"

@@ -372,12 +372,12 @@ class RunReport:
         first, last, data_bytes = self.epochs[0], self.epochs[-1], self.dataset["bytes"]
         kept = first.bytes["disk"] > 0 and first.bytes["source"] < 0.95 * data_bytes
         said = [f"The source was read {first.bytes['source'] / data_bytes:.2f} times in epoch 1"]
-        later = [epoch.bytes["source"] for epoch in self.epochs[1:]]
+        later = [epoch.bytes["source"] / data_bytes for epoch in self.epochs[1:]]
         if later and not max(later):
             said[0] += " and not at all afterwards: the tiers hold it all."
         elif later:
-            share = sum(later) / len(later) / data_bytes
-            said[0] += f" and {share:.2f} times in each later one: the tiers cannot hold it all."
+            why = "tiers are empty at --resume" if self.resumed else "the tiers cannot hold it all"
+            said[0] += f" and {_mean(later):.2f} times in each later one: {why}."
         else:
             said[0] += "."
         if kept:

@@ -280,6 +280,25 @@ def test_a_damaged_checkpoint_is_reported_and_an_older_one_used(
     assert "step-00000001" in capsys.readouterr().err
 
 
+def test_a_run_that_begins_anew_keeps_its_checkpoints_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _saved(tmp_path / "c", steps=4)
+    for path in (tmp_path / "c").glob("step-*"):
+        (path / "about.json").write_text("{")
+    with Checkpoints(str(tmp_path / "c"), SingleCommunicator(), keep=2) as checkpoints:
+        assert checkpoints.newest() is None
+        said = capsys.readouterr().err.splitlines()
+        for step in range(2):
+            checkpoints.save(step, {"all/model/w": torch.ones(9)}, {"at": step})
+            checkpoints.wait()
+        newest = checkpoints.newest()
+    assert ["trying an older" in line for line in said] == [True, True, True, False]
+    assert "none is left: training begins anew" in said[-1]
+    assert newest is not None
+    assert newest.about["at"] == 1
+
+
 class _Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch evil",)

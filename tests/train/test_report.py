@@ -96,7 +96,11 @@ def test_sentences_report_if_the_tiers_hold_the_whole_data_set() -> None:
     held = " ".join(_run(_epoch(), _epoch(bytes=none)).sentences())
     assert "1.00 times in epoch 1 and not at all afterwards" in held
     too_large = " ".join(_run(_epoch(), _epoch(bytes=half), _epoch(bytes=half)).sentences())
-    assert "0.50 times in each later one" in too_large
+    assert "0.50 times in each later one: the tiers cannot hold it all" in too_large
+    resumed = _run(_epoch(), _epoch(bytes=none), _epoch())
+    resumed.resumed = "ckpt/step-00000002"
+    said = " ".join(resumed.sentences())
+    assert "0.50 times in each later one: tiers are empty at --resume" in said
 
 
 def test_sentences_name_skipped_samples_and_repairs() -> None:

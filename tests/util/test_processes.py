@@ -3,9 +3,10 @@
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
-from dlio.util.processes import end_groups
+from dlio.util.processes import end_groups, process_state
 from tests.conftest import in_time
 
 PARENT = """
@@ -19,12 +20,8 @@ time.sleep(600)
 """
 
 
-def _lives(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+def _has_ended(process: int) -> bool:
+    return process_state(process) in ("X", "Z")
 
 
 def test_groups_end_with_all_of_their_processes_those_too_that_ignore_sigterm(
@@ -43,5 +40,4 @@ def test_groups_end_with_all_of_their_processes_those_too_that_ignore_sigterm(
     end_groups([*leaders, ended], 0.5)
     assert [leader.returncode for leader in leaders] == [-signal.SIGKILL, -signal.SIGTERM]
     for ear in ("deaf", "hears"):
-        child = int((tmp_path / ear).read_text())
-        in_time(lambda child=child: not _lives(child))
+        in_time(partial(_has_ended, int((tmp_path / ear).read_text())))

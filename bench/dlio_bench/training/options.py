@@ -196,6 +196,6 @@ class Options:
 
 
 def _count(option: str, word: str, most: int) -> int:
-    if not word.strip().isdigit() or not 1 <= int(word) <= most:
+    if not word.strip().isdecimal() or not 1 <= int(word) <= most:
         raise UsageError(f"{option} {word}: give whole numbers from 1 to {most:,}")
     return int(word)

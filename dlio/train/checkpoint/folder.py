@@ -181,7 +181,7 @@ class Checkpoints:
         if self._comm.rank == 0:
             for name in filter(_NAME.fullmatch, self._place.refused()):
                 text = f"{os.path.join(self.folder, name)} is not a folder of this user's"
-                print_line(f"dlio: {text}; trying an older checkpoint", sys.stderr)
+                print_line(f"dlio: {text}; {_next(bool(paths))}", sys.stderr)
         for path in paths:
             checkpoint, damage = None, ""
             try:
@@ -195,7 +195,7 @@ class Checkpoints:
             if not damages:
                 return checkpoint
             if self._comm.rank == 0:
-                sys.stderr.write(f"dlio: {damages[0]}; trying an older checkpoint\n")
+                print_line(f"dlio: {damages[0]}; {_next(path != paths[-1])}", sys.stderr)
         return None
 
     def save(
@@ -348,7 +348,9 @@ class Checkpoints:
                 about = json.loads(json.dumps(unfinished.about))  # As it will be read.
                 write_json(os.path.join(path, _ABOUT), {**about, _SUMS: _sums(path, about)})
             self._place.publish(unfinished.hidden, unfinished.name)
-            for old in map(os.path.basename, self.paths()[self._keep :]):
+            # Newer ones are damaged: this run would have gone on from them.
+            names = [os.path.basename(path) for path in self.paths()]
+            for old in [name for name in names if name <= unfinished.name][self._keep :]:
                 self._place.hide(old, f"{_UNFINISHED}{old}")
         except Exception as error:
             return _first_line(error)
@@ -359,6 +361,11 @@ class Checkpoints:
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         mine = _written_by(sizes, self._comm.rank, self._comm.size)
         self._copies.begin({name: tensors[name] for name in mine}, later)
+
+
+def _next(has_older: bool) -> str:
+    """Return the words on how a run goes on without a checkpoint that it cannot use."""
+    return "trying an older checkpoint" if has_older else "none is left: training begins anew"
 
 
 def open_checkpoint(path: str) -> StoredCheckpoint:

@@ -86,7 +86,7 @@ class Copies:
         """
         self.clear()
         for partner, weights in state.items():
-            if partner.isdigit():
+            if partner.isdecimal():
                 self._copies[int(partner)] = weights.to(like.device, copy=True)
 
     def _codec_of(self, partner: int) -> Codec:

@@ -83,7 +83,7 @@ class Journal:
             beginning = f"{_NAME}{self._writer}-"
             for name in os.listdir(self._folder):
                 number = name.removeprefix(beginning)
-                if number != name and number.isdigit() and int(number) < epoch - 1:
+                if number != name and number.isdecimal() and int(number) < epoch - 1:
                     remove_file(os.path.join(self._folder, name))
         lines: list[Line] = []
         for step, update, ranks, member, samples in dealing.trail(self._written):

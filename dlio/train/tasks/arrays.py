@@ -22,7 +22,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.model import MODELS, find_model, make_model
 from dlio.train.tasks.base import Convert, Task
 from dlio.train.tasks.classify import Classes
-from dlio.train.tasks.regress import Numbers
+from dlio.train.tasks.regress import Numbers, check_spread, standardised
 from dlio.train.tasks.segment import IGNORED, Segments
 
 __all__ = ["ClassifyArrays", "RegressArrays", "SegmentArrays", "make_array_task", "usual_task"]
@@ -128,7 +128,8 @@ class RegressArrays(Numbers, _Arrays):
         self._mean = mean
 
     def _targets(self, targets: torch.Tensor, path: str) -> torch.Tensor:
-        return ((targets.double() - self._mean) / self._scale).float()
+        name = self._fields.target
+        return standardised(targets, self._mean, self._scale, path, name).float()
 
 
 class SegmentArrays(Segments, _Arrays):
@@ -181,7 +182,10 @@ def make_array_task(
     with closing(_target_reader(config, fields)) as reader:
         if config.task == "regress":
             values = _values(reader, fields.target, comm)
-            return RegressArrays(config, fields, float(values.mean()), float(values.std()) or 1.0)
+            with np.errstate(over="ignore", invalid="ignore"):
+                mean, std = float(values.mean()), float(values.std())
+            check_spread(config.source, fields.target, mean, std)
+            return RegressArrays(config, fields, mean, std or 1.0)
         ignored = IGNORED if fields.is_map else None
         classes = _count_classes(reader, fields.target, ignored, comm)
     made = SegmentArrays if fields.is_map else ClassifyArrays

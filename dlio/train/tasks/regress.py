@@ -15,10 +15,12 @@ from dlio.train.model import make_model, normalised
 from dlio.train.tasks.base import Convert, Outputs, Task
 from dlio.train.tasks.metrics import REAL, UNIT, Sums, mean_of, real_sums
 
-__all__ = ["Numbers", "RegressImages"]
+__all__ = ["Numbers", "RegressImages", "check_spread", "standardised"]
 
 _PARTS: Final = 4
 """Means: squared error, absolute error, target, squared target."""
+_FARTHEST: Final = 2.0**20
+"""Targets of more standard deviations have no metrics: sums of their squares would overflow."""
 
 
 class Numbers:
@@ -64,6 +66,33 @@ class Numbers:
             "mae": self._scale * absolute,
             "r2": 1 - square / variance if varies else math.nan,
         }
+
+
+def check_spread(path: str, name: str, mean: float, std: float) -> None:
+    """Raise UsageError for numbers so large that their mean or variance overflows."""
+    if not (math.isfinite(mean) and math.isfinite(std)):
+        raise UsageError(
+            f"{path}: numbers of {name} are too large for a standard deviation: scale them, or "
+            "repair those that are wrong"
+        )
+
+
+def standardised(
+    targets: torch.Tensor, mean: float, std: float, path: str, name: str
+) -> torch.Tensor:
+    """Return (targets - mean) / std as float64.
+
+    Raises UsageError for a target of which no metric could be made: NaN, infinite, or a million
+    standard deviations from the mean.
+    """
+    result = (targets.double() - mean) / std
+    wrong = ~(result.abs() < _FARTHEST)  # True for NaN.
+    if bool(wrong.any()):
+        raise UsageError(
+            f"{path}: a sample lacks its {name!r}, or has {float(targets[wrong][0]):g}, where the "
+            f"training data have {mean:g} +- {std:g}: drop or repair such samples"
+        )
+    return result
 
 
 class RegressImages(Numbers, Task):

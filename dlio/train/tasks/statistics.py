@@ -7,8 +7,9 @@ the same, bit for bit, on any number of ranks.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -37,6 +38,10 @@ _MOST_CHUNKS: Final = 1024
 _LARGEST: Final = 2.0**480
 """Values from here on, such as those that stand for missing ones in some programs, count as
 missing: sums of their squares would overflow."""
+_UNKNOWN: Final = "?"
+"""A missing value that readers of tables do not take for a number's, unlike the others."""
+_THOUSANDS: Final = re.compile(r"\s*[+-]?\d{1,3}([,.' ]\d{3})+([.,]\d+)?\s*")
+"""Matches a number with separators of thousands."""
 
 
 @dataclass(slots=True)
@@ -85,11 +90,41 @@ class ValueCounts:
     missing: int = 0
     has_more: bool = False
     """True if there are more than `MOST_VALUES`: then `counts` is empty."""
+    texts: int = 0
+    """Number of values of a column of texts."""
+    numbers: int = 0
+    """Number of those that are numbers, with or without separators of thousands."""
+    not_number: str = ""
+    """A text that is not a number as it stands; empty if there is none."""
+
+    @classmethod
+    def of_texts(cls, values: Sequence[str]) -> "ValueCounts":
+        """The values of a column of texts."""
+        counts_of = cls()
+        for value in values:
+            if is_missing(value):
+                counts_of.missing += 1
+                if value.strip() == _UNKNOWN:
+                    counts_of.not_number = value
+            else:
+                counts_of.counts[value] = counts_of.counts.get(value, 0) + 1
+        for value, count in counts_of.counts.items():
+            is_number = _is_number(value)
+            counts_of.texts += count
+            if is_number or _THOUSANDS.fullmatch(value):
+                counts_of.numbers += count
+            if not is_number and not counts_of.not_number:
+                counts_of.not_number = value
+        counts_of.merge(cls())
+        return counts_of
 
     def merge(self, other: "ValueCounts") -> None:
         """Add the values of other rows."""
         self.missing += other.missing
         self.has_more |= other.has_more
+        self.texts += other.texts
+        self.numbers += other.numbers
+        self.not_number = self.not_number or other.not_number
         for value, count in other.counts.items():
             self.counts[value] = self.counts.get(value, 0) + count
         if self.has_more or len(self.counts) > MOST_VALUES:
@@ -137,7 +172,7 @@ def table_statistics(
         mine.append(
             (
                 [(m.count, m.mean, m.squares, m.missing) for m in moments.values()],
-                [(v.counts, v.missing, v.has_more) for v in values_of.values()],
+                [astuple(v) for v in values_of.values()],
             )
         )
     everyone = comm.allgather(mine)
@@ -206,14 +241,15 @@ def _split(reader: Reader, sample: int, payload: Buffer) -> dict[str, Any]:
 def _value_counts(values: Any) -> ValueCounts:
     if isinstance(values, np.ndarray):
         return _counts_of_numbers(values)
-    counts_of = ValueCounts()
-    for value in values:
-        if is_missing(value):
-            counts_of.missing += 1
-        else:
-            counts_of.counts[value] = counts_of.counts.get(value, 0) + 1
-    counts_of.merge(ValueCounts())
-    return counts_of
+    return ValueCounts.of_texts(values)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return "_" not in text
 
 
 def _counts_of_numbers(values: npt.NDArray[Any]) -> ValueCounts:

@@ -26,7 +26,7 @@ from dlio.train.tasks.columns import (
 )
 from dlio.train.tasks.encoder import TableEncoder, TableNetwork, columns_in
 from dlio.train.tasks.metrics import Sums
-from dlio.train.tasks.regress import Numbers
+from dlio.train.tasks.regress import Numbers, standardised
 from dlio.train.tasks.statistics import (
     MOST_VALUES,
     Moments,
@@ -62,6 +62,7 @@ class TableTask(Task):
         self._config = config
         known = None if config.weights is None else columns_in(read_weights(config.weights))
         if known is not None and config.target in (None, known.target.name):
+            _check_known(config, known)
             self.columns = known  # The weights are of use with these statistics only.
         else:
             self.columns, self.notes = find_columns(config, data.reader, comm)
@@ -99,15 +100,17 @@ class TableTask(Task):
         target = self.columns.target
         if not target.classes:
             get = _numbers(reader, target.name)
-            return lambda batch: (get(batch).double() - target.mean) / target.std
+            return lambda batch: standardised(
+                get(batch), target.mean, target.std, reader.path, target.name
+            )
         codes = _codes(reader, target.name, target.codes, unknown=-1)
 
         def numbers(batch: Mapping[str, Any]) -> torch.Tensor:
             classes = codes(batch)
             if bool((classes < 0).any()):
                 raise UsageError(
-                    f"{reader.path}: a row lacks its {target.name!r}, or has a class that "
-                    f"{self._config.source} lacks: drop such rows"
+                    f"{reader.path}: a row lacks its {target.name!r}, or has a class that the "
+                    "training data lack: drop such rows"
                 )
             return classes
 
@@ -191,8 +194,6 @@ def find_columns(
         ),
         made,
     )
-    if not columns.width:
-        raise UsageError(f"{reader.path} has no column but {target} to learn from")
     kept = {each.name for each in columns.features}
     for name in [*plain, *(name for name in features if name in categories)]:
         if name in kept:
@@ -200,8 +201,44 @@ def find_columns(
         many = name in values and values[name].has_more
         why = f"it has over {MOST_VALUES:,} different values" if many else "all values are missing"
         notes.append(f"{name} is left out: {why}.")
+    for name in names:
+        if _coded(reader, name):
+            notes += _of_numbers(name, ValueCounts.of_texts(reader.classes))
+        elif name in texts:
+            notes += _of_numbers(name, values[name])
+    if not columns.width:
+        why = "".join(f" ({note})" for note in notes[:2])
+        raise UsageError(f"{reader.path} has no column but {target} to learn from{why}")
     notes += _of_missing(columns, len(reader))
     return columns, tuple(notes)
+
+
+def _check_known(config: TrainConfig, known: TableColumns) -> None:
+    """Raise UsageError for options that differ from the columns that weights were trained with."""
+    target = known.target
+    kind = "classify" if target.classes else "regress"
+    if config.task in ("classify", "regress") and config.task != kind:
+        raise UsageError(
+            f"--task {config.task}: the weights of {config.weights} are for --task {kind} of "
+            f"{target.name}: leave --task or --weights out"
+        )
+    categories = {each.name for each in known.categories}
+    for name in config.category:
+        if name not in categories:
+            raise UsageError(
+                f"--category {name}: it is not a category in the weights of {config.weights}: "
+                "leave --category or --weights out"
+            )
+
+
+def _of_numbers(name: str, values: ValueCounts) -> list[str]:
+    """Return a remark on a column that is text although most of its values are numbers."""
+    if not values.not_number or values.numbers < values.texts / 2:
+        return []
+    return [
+        f"{name} is text, and not a column of numbers, because of values such as "
+        f"{values.not_number[:40]!r}: change them, and separators of thousands, if it should be."
+    ]
 
 
 def _of_missing(columns: TableColumns, rows: int) -> list[str]:

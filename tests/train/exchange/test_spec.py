@@ -58,13 +58,13 @@ def test_specifications_are_parsed(
         ("local-sgd(0)", "number of steps"),
         ("local-sgd(x)", "number of steps"),
         ("local-sgd(4,fragments=5)", "fragments from 1 to the period, 4 steps"),
-        ("local-sgd(4,parts=2)", "fragments=NUMBER"),
-        ("noloco(4,fragments=2)", "fragments=NUMBER"),
+        ("local-sgd(4,parts=2)", "parts is not an argument; local-sgd.STEPS. takes fragments"),
+        ("noloco(4,fragments=2)", "takes rate, momentum, consensus"),
         ("noloco(4,rate=0.5,momentum=0.5)", "only if the rate exceeds the momentum"),
         ("diloco(4,rate=0)", "a rate above 0"),
         ("diloco(4,momentum=1)", "a momentum from 0 to below 1"),
         ("diloco(4,momentum=x)", "momentum=x is not a number"),
-        ("diloco(4,rate=1,rate=2)", "choose one of"),
+        ("diloco(4,rate=1,rate=2)", "rate is given twice"),
         ("diloco(4,rat=1)", "did you mean rate"),
         ("diloco(4,momentum=0.5)+threshold", "leave out its rate and momentum"),
         ("allreduce+zip", "compressor 'zip'"),
@@ -72,13 +72,16 @@ def test_specifications_are_parsed(
         ("noloco+threshold", "choose bf16, fp16 or int8, or onebit, ternary, adaptive"),
         ("noloco(4,consensus=1)", "of noloco with one of onebit, ternary, adaptive"),
         ("noloco(4,consensus=5)+onebit", "consensus is a number from 0 to 4"),
-        ("diloco(4,consensus=1)", "choose one of"),
+        ("diloco(4,consensus=1)", "consensus is not an argument"),
+        ("diloco(²)", "number of steps"),
+        ("diloco(4,fragments=²)", "fragments from 1"),
         ("", "choose one of"),
     ],
 )
 def test_combinations_that_do_not_compose_are_refused_with_a_reason(text: str, why: str) -> None:
-    with pytest.raises(UsageError, match=why):
+    with pytest.raises(UsageError, match=why) as raised:
         parse_exchange(text)
+    assert len(str(raised.value)) < 400
 
 
 def test_an_outer_optimizer_that_takes_the_mean_as_it_is_is_left_out() -> None:
