@@ -48,7 +48,7 @@ class EndingStream(IterableDataset[int]):
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """There is no state."""
+        """Nothing is loaded."""
 
 
 def collate(samples: list[Any]) -> Any:

@@ -24,7 +24,7 @@ from dlio.loader.decoding import check_recipe
 from dlio.loader.device import target_of
 from dlio.loader.feed import Begun, Feed, Stats
 from dlio.loader.options import LoaderOptions
-from dlio.loader.passes import FormulaOrder, Pass, PlannedPass
+from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned.crop_maker import CropMaker
 from dlio.loader.planned.device_maker import DeviceMaker
 from dlio.loader.planned.makers import maker_for
@@ -174,7 +174,7 @@ class PlannedEngine:
         Raises UsageError when the pass resumes one of another mode or with other homes.
         """
         mounted = self.mount(options, data)
-        self._check_order(order_facts(batches, options.mode), batches.formula)
+        self._check_order(batches, options.mode)
         if blocks_of(batches.order) is not None:
             mounted.open_stream()
         homes = None
@@ -209,29 +209,30 @@ class PlannedEngine:
         mounted = self.mount(options, data)
         sizes = np.diff(listed.starts)
         steps, largest = len(sizes), int(sizes.max())
-        self._check_order({}, None)
+        self._check_order(None, options.mode)
         planned = self._pass(options, data, mounted, (listed, steps, data.epoch, largest), spans)
         alone = Ranks(np.zeros(1, np.int32))
         placement, layout = mounted.placement, data.reader.layout
         epoch = EpochPlan(listed, 0, largest, steps, "batch", alone, 0, placement.home, layout)
         return _begun(batches, planned, epoch, None)
 
-    def _check_order(self, own: dict[str, object], formula: FormulaOrder | None) -> None:
+    def _check_order(self, batches: PlannedPass | None, mode: str) -> None:
         """Have the ranks compare their orders before the first pass. Collective.
 
         Later passes follow from it, unless a rank alone chooses another epoch. Ranks that may be
         lost, and spares, which take no part yet, are not waited for here.
 
         Args:
-            formula: None if each rank has an order of its own.
+            batches: the pass; None if each rank has an order of its own.
+            mode: how samples are dealt to ranks.
         """
         comm = self._comm
-        if comm is None or self.generation or membership() is not None:
+        if comm is None or comm.size == 1 or self.generation or membership() is not None:
             return
-        if formula is not None and (formula.members or formula.ranks != comm.size):
-            return
-        kind = "a sampler's" if formula is None else "dlio's"
-        check_same_order({"order": kind} | own, comm)
+        if batches is None:
+            check_same_order({"order": "a sampler's"}, comm)
+        elif not batches.formula.members and batches.formula.ranks == comm.size:
+            check_same_order({"order": "dlio's"} | order_facts(batches, mode), comm)
 
     def _pass(
         self,

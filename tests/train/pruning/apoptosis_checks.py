@@ -131,7 +131,8 @@ def check_exchanges(comm: Communicator) -> None:
             train(net, optimizer, None, range(4), comm.rank)
             small = ranks.statistics()["bytes"] - record
             if comm.size > 1 and name == "allreduce":
-                size = sum(p.numel() for p in net.parameters()) + 1
+                # With them travel a flag for each parameter, and the weight.
+                size = sum(p.numel() + 1 for p in net.parameters()) + 1
                 assert small == 4 * 4 * size * 2 * (comm.size - 1) / comm.size
         # DiLoCo at every second step overshoots, also without pruning.
         loss = float(probe(net).detach())
