@@ -48,7 +48,7 @@ def check_archive(file: IO[bytes]) -> None:
     Raises OSError if it cannot be read, ValueError for another file.
     """
     if not zipfile.is_zipfile(file):
-        raise ValueError("torch.save wrote no such file")
+        raise ValueError("it is not a zip archive, as torch.save writes")
     try:
         entries = zipfile.ZipFile(file).infolist()
     except OSError:
