@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from dlio.agent.places import BEAT_S
 from dlio.errors import UsageError
-from dlio.util.processes import module_command
+from dlio.util.processes import kill_groups_after, module_command
 from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
@@ -108,12 +108,7 @@ class _Agent:
 
     def end(self, timeout_s: float) -> None:
         """Wait for its end, and kill its remote shell after a deadline."""
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        kill_groups_after([self.process], timeout_s)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from typing import Final
 from dlio.cli.agents import no_agent, remote_shell
 from dlio.cli.spread import passed_variables
 from dlio.comm.launchers import meeting_port
-from dlio.util.processes import module_command
+from dlio.util.processes import kill_groups_after, module_command
 from dlio.util.settings import SECRET
 from dlio.util.signals import receiving
 
@@ -117,9 +116,4 @@ def _end(agent: "subprocess.Popen[bytes]") -> None:
     assert agent.stdin is not None
     with suppress(OSError):
         agent.stdin.close()
-    try:
-        agent.wait(_END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(agent.pid, signal.SIGKILL)
-        agent.wait()
+    kill_groups_after([agent], _END_TIMEOUT_S)

@@ -16,6 +16,7 @@ __all__ = [
     "end_groups",
     "end_with_parent",
     "is_stopped",
+    "kill_groups_after",
     "module_command",
     "process_state",
 ]
@@ -56,11 +57,17 @@ def end_groups(processes: Sequence["subprocess.Popen[AnyStr]"], patience_s: floa
     left = [process for process in processes if process.returncode is None]
     for process in left:
         _signal_group(process, signal.SIGTERM)
+    kill_groups_after(left, patience_s)
+
+
+def kill_groups_after(processes: Sequence["subprocess.Popen[AnyStr]"], patience_s: float) -> None:
+    """Wait for the end of processes that lead groups, and kill the groups of those that have not
+    ended after `patience_s`."""
     deadline = time.monotonic() + patience_s
-    for process in left:
+    for process in processes:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
-    left = [process for process in left if process.returncode is None]
+    left = [process for process in processes if process.returncode is None]
     for process in left:
         _signal_group(process, signal.SIGKILL)
     for process in left:

@@ -144,10 +144,10 @@ def start_exchange(
 
     Raises UsageError for complex parameters, unless there is one rank.
     """
-    if comm.size > 1 or recovery_of(comm) is not None:
+    recovery = recovery_of(comm)
+    if comm.size > 1 or recovery is not None:
         check_real(named)
     node_of = find_nodes(comm, pretend_nodes).node_of
-    recovery = recovery_of(comm)
     members = () if recovery is None else recovery.membership.members
     setting = Setting(spec, comm, node_of, seed, recovery=recovery, members=members)
     return RunningExchange(make_exchange(setting, named, modules), recovery)
