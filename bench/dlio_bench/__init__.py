@@ -4,8 +4,6 @@ from typing import Final
 
 from dlio.cli.app import Group
 
-__all__ = ["command"]
-
 command: Final = Group(
     "Measure dlio and its references side by side in one run, with medians and spread.",
     {

@@ -17,8 +17,6 @@ from dlio_bench.results.environment import describe_machine
 from dlio_bench.results.statistics import ratio, spread
 from dlio_bench.results.terminal import steps
 
-__all__ = ["augment"]
-
 _PICTURES: Final = 200
 _TRANSFORMS: Final[dict[str, PixelTransform]] = {
     "ColorJitter": T.ColorJitter(0.4, 0.4, 0.4, 0.1),

@@ -12,8 +12,6 @@ from typing import Any, Final, TypedDict
 
 import numpy as np
 
-__all__ = ["SHARES", "Row", "capacity"]
-
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 _CGROUP: Final = "/sys/fs/cgroup/memory"
 _SLACK: Final = 1 << 20

@@ -12,8 +12,6 @@ from typing import Any, Final
 from dlio.util.threads import Workers
 from dlio_bench.results.terminal import steps
 
-__all__ = ["arrays", "decoded", "slow"]
-
 _VOLUME: Final = (128, 64, 64)
 """float32: 2 MiB."""
 _LATENCY_S: Final = 0.005
@@ -33,7 +31,7 @@ def arrays(folder: str, repeats: int, workers: int, volumes: int = 1152) -> dict
     import numpy as np
 
     from dlio_bench.results.statistics import ratio, spread
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     results: dict[str, Any] = {"volumes": volumes, "bytes": volumes * 4 * int(np.prod(_VOLUME))}
     with tempfile.TemporaryDirectory(prefix="dlio-bench-", dir=folder) as scratch:

@@ -13,8 +13,6 @@ from dlio_bench.results.environment import describe_machine
 from dlio_bench.results.statistics import ratio, spread
 from dlio_bench.results.terminal import steps
 
-__all__ = ["LATENCY_S", "SAMPLES", "Latent", "mapstyle", "shown"]
-
 SAMPLES: Final = 512
 LATENCY_S: Final = 0.025
 _WIDTH: Final = 32

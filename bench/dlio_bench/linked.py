@@ -16,8 +16,6 @@ import torch.distributed as dist
 import dlio
 from dlio.comm import Communicator, world
 
-__all__ = ["main"]
-
 
 def main(text: str) -> None:
     """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 
-__all__ = ["NoNamespaces", "link", "shaped"]
-
 _SAMPLE_BYTES: Final = 100_000
 _TIMEOUT_S: Final = 600.0
 _GBIT: Final = 1e9 / 8
@@ -92,7 +90,7 @@ def link(
     from dlio.forecast.traffic import job_over, traffic
     from dlio.plan.placement import Node
     from dlio_bench.results.statistics import spread
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:

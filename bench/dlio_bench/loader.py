@@ -31,8 +31,6 @@ from dlio_bench.results.terminal import (
     working,
 )
 
-__all__ = ["Case", "Choice", "command", "measure"]
-
 _USUAL = ("torch", "torch_floats", "ceiling", "full_decode", "dlio", "dlio_rows")
 _CASES = ("pictures", "arrays", "slow", "decoded", "mapstyle", "transforms")
 _NEED_SOURCE = ("slow", "decoded")

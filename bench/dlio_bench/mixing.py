@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["MODES", "statistics", "training"]
-
 MODES: Final = ("batch", "global", "ring", "partial(0.1)", "local")
 _NODES, _SAMPLES, _BINS = 8, 80_000, 16
 _EPOCHS: Final = 8

@@ -8,8 +8,6 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.mounts import holding, parse_mounts, read_mounts, unescaped
 
-__all__ = ["FileSystem", "check_folder", "file_system_of"]
-
 _MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 _REMOTE: Final = (
     *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "virtiofs"),

@@ -8,8 +8,6 @@ from dlio.errors import UsageError
 from dlio.util.extras import how_to_install
 from dlio_bench.peers.standalone.runners import crops
 
-__all__ = ["PillowImages", "cropped"]
-
 
 class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """Opens a file, decodes, RandomResizedCrop, flip: torchvision's steps on PIL.

@@ -3,8 +3,6 @@
 import contextlib
 import os
 
-__all__ = ["cpu_s", "descendants", "pss", "threads", "tree"]
-
 
 def descendants(pid: int) -> list[int]:
     """A process and all below it.

@@ -11,8 +11,6 @@ from typing import Final
 
 from dlio.errors import UsageError
 
-__all__ = ["FABRICS", "LINK", "LINK_RATE", "TIMEOUT_S", "run", "why_no_link"]
-
 FABRICS: Final[dict[str, dict[str, str]]] = {
     "memory": {},
     "tcp": {

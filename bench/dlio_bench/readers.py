@@ -18,8 +18,6 @@ from dlio_bench.results.collected import results_of
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.terminal import advance, expect, table, working
 
-__all__ = ["FORMATS", "Case", "Formats", "command", "measure"]
-
 FORMATS = ("folder", "shard", "tar", "hdf5", "hdf5-gzip", "zarr", "parquet", "npy", "mds")
 _BLOCK = 64
 
@@ -69,7 +67,7 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, object]:
     from dlio.data.reader import open_reader
     from dlio_bench.results.environment import describe_machine
     from dlio_bench.results.statistics import ratio, spread
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     results: dict[str, Any] = {}
     chosen = np.random.default_rng(1).integers(0, case.samples, case.random_reads)
@@ -198,7 +196,7 @@ def _folder(folder: str, case: Case) -> _Peer:
 
 
 def _shard(folder: str, case: Case) -> _Peer:
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     peer = _folder(folder, case)
     pack(peer.path, f"{folder}/shards", restart_rows=False)

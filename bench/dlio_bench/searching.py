@@ -28,8 +28,6 @@ from dlio_bench.results.collected import results_of
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.terminal import show_figures, working
 
-__all__ = ["CASES", "Choice", "command", "measure"]
-
 CASES: Final = ("one-by-one", "packed", "asha", "storm")
 _TIMEOUT_S: Final = 7200.0
 _NETWORK: Final = "dlio_bench.exchange.paced:paced"

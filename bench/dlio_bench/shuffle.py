@@ -17,8 +17,6 @@ from dlio_bench.results.collected import collect, results_of
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.terminal import advance, show_figures, steps, working
 
-__all__ = ["Shuffling", "command", "decode", "exchange", "plan"]
-
 _CASES: Final = (
     "plan",
     "mixing",
@@ -97,7 +95,7 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
     import numpy as np
 
     from dlio_bench.results.statistics import ratio, spread
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:

@@ -15,8 +15,6 @@ import numpy as np
 from dlio.comm import Communicator
 from dlio.plan.epoch import WINDOW_BYTES
 
-__all__ = ["main"]
-
 _ROUNDS: Final = 2
 """Untimed passes before: tiers are filled, memory is made."""
 

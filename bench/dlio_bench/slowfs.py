@@ -27,8 +27,6 @@ from dlio.util.units import parse_bytes
 from dlio_bench.emulated.mounting import serve, unmount
 from dlio_bench.emulated.profile import Profile, parse_profile
 
-__all__ = ["SlowMount", "main"]
-
 _END_TIMEOUT_S: Final = 10.0
 
 

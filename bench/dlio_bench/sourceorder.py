@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["source_order"]
-
 _SAMPLE_BYTES: Final = 4096
 _BATCH: Final = 64
 _GLOBAL_BATCH: Final = 1024
@@ -33,7 +31,7 @@ def source_order(
     """
     import dlio
     from dlio_bench.emulated.mounting import slow_mount, stats
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:

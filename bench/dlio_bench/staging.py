@@ -22,8 +22,6 @@ from dlio_bench.results.collected import results_of
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.terminal import advance, expect, show_figures, working
 
-__all__ = ["CASES", "Choice", "Sizes", "command", "measure"]
-
 CASES = ("slow-50", "slow-200", "local", "small-files", "two-jobs", "memory")
 _MIB = 1 << 20
 _TIMEOUT_S = 3600.0
@@ -294,7 +292,7 @@ def _make_shards(folder: str, size: int) -> None:
     """Packed samples of random bytes, 110 kB each as ImageNet's."""
     import numpy as np
 
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     count = max(8, size // 110_000)
     path = f"{folder}.npy"
@@ -312,7 +310,7 @@ def _make_shards(folder: str, size: int) -> None:
 def _make_tiny(folder: str, count: int) -> None:
     import numpy as np
 
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     path = f"{folder}.npy"
     data = np.lib.format.open_memmap(path, "w+", np.int64, (count,))

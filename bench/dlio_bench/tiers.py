@@ -20,8 +20,6 @@ from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.terminal import advance, table, working
 from dlio_bench.results.values import Figure, Results
 
-__all__ = ["Measured", "command", "measure", "measure_source", "measure_tier"]
-
 _SAMPLE: Final = 100_000
 _SMALL: Final = 4096
 _PAGE: Final = 4096

@@ -13,8 +13,6 @@ from dlio.errors import UsageError
 if TYPE_CHECKING:
     from dlio.train.report import PruningReport
 
-__all__ = ["TrainedEpoch", "TrainingReport", "first_at", "trained"]
-
 _TIMEOUT_S: Final = 7200.0
 
 

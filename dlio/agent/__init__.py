@@ -16,5 +16,3 @@
 
 Nothing here knows of training: the zygote imports modules by name.
 """
-
-__all__: list[str] = []

@@ -50,8 +50,6 @@ from dlio.util.processes import module_command
 from dlio.util.settings import AGENT, DONE, LAUNCHER
 from dlio.util.shared import SharedFolder
 
-__all__ = ["Agent", "main"]
-
 _LOOK_S: Final = 0.05
 _TIMEOUT_S: Final = 5.0
 _MOST_KEPT: Final = 8

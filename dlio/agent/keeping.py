@@ -15,8 +15,6 @@ from dlio.agent.places import KEEPER, pack
 from dlio.util.private_sockets import connect
 from dlio.util.settings import AGENT
 
-__all__ = ["keep"]
-
 _TIMEOUT_S: Final = 5.0
 
 

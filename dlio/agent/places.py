@@ -21,19 +21,6 @@ from typing import Any, Final, TypeAlias
 
 from dlio.util.shared import SHARED_MEMORY, user_folder
 
-__all__ = [
-    "BEAT_S",
-    "KEEPER",
-    "PAUSED",
-    "STATE",
-    "ZYGOTE",
-    "Message",
-    "folder_name",
-    "job_folder",
-    "pack",
-    "receive_exactly",
-]
-
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
 BEAT_S: Final = 0.5

@@ -21,8 +21,6 @@ import stat
 import sys
 from contextlib import suppress
 
-__all__ = ["main"]
-
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _SURVIVES = "OMPI_MCA_mpi_ft_enable"
 _TIMEOUT_S = 120.0

@@ -23,8 +23,6 @@ import xxhash
 
 from dlio.util.files import open_own, remove_file
 
-__all__ = ["Slots", "Stored", "newest_turn", "stored", "writers"]
-
 _HEAD: Final = struct.Struct("<8sqqqQ")
 _MAGIC: Final = b"dliosnap"
 _PAGE: Final = 4096

@@ -8,8 +8,6 @@ from typing import Final
 
 from dlio.util.settings import START
 
-__all__ = ["Incident", "Patience", "Start", "living", "spread", "start_of"]
-
 _MOST_IDLE: Final = 3
 
 

@@ -29,8 +29,6 @@ from typing import Any, Final
 from dlio.agent.places import pack, receive_exactly
 from dlio.util.processes import STOPPED_S, end_with_parent, is_stopped
 
-__all__ = ["Zygote", "main", "rank_environment"]
-
 _STREAMS: Final = 3
 _TIMEOUT_S: Final = 10.0
 _LOOK_S: Final = 0.25

@@ -20,8 +20,6 @@ from dlio.errors import CommError, DlioError, UsageError
 from dlio.util.processes import die
 from dlio.util.settings import DONE, LAUNCHER, START, STORE, settings, unknown_variables
 
-__all__ = ["guarded", "main", "run_command"]
-
 _FAILED = 2
 _AGAIN = 75
 _INTERRUPTED = 130

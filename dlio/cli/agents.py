@@ -20,8 +20,6 @@ from dlio.util.processes import kill_groups_after, module_command
 from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
-__all__ = ["Agents", "no_agent", "remote_shell"]
-
 _READY_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 5.0
 _END_TIMEOUT_S: Final = 15.0

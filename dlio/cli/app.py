@@ -23,18 +23,6 @@ from dlio.cli.grouping import examples_of
 from dlio.cli.help import TwoColumns
 from dlio.errors import DlioError, UsageError
 
-__all__ = [
-    "CORE",
-    "Group",
-    "all_commands",
-    "find_command",
-    "make_app",
-    "parse",
-    "places",
-    "run_app",
-    "run_function",
-]
-
 CORE: Final[Mapping[str, str]] = {
     "train": "dlio.cli.train:command",
     "launch": "dlio.cli.launcher:command",

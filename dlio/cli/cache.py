@@ -10,8 +10,6 @@ from dlio.util.options import Option, check
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 
-__all__ = ["GROUP", "Cleaning", "Shown", "clean", "list_entries"]
-
 _DAY_S: Final = 86400
 
 GROUP: Final = Group(

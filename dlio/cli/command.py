@@ -23,18 +23,6 @@ from dlio.util.options import Field, Value, options_of
 if TYPE_CHECKING:
     from cyclopts import Group, Parameter
 
-__all__ = [
-    "LINKS",
-    "METAVARS",
-    "Command",
-    "CommandFunction",
-    "default_of",
-    "describe",
-    "help_of",
-    "is_command",
-    "parameter_of",
-]
-
 CommandFunction = Callable[..., object]
 """A function whose parameters are records of options."""
 LINKS: Final = "--follow-links"

@@ -8,8 +8,6 @@ from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 from dlio.util.options import Field, Value, options_of
 
-__all__ = ["config_text", "read_config"]
-
 
 def read_config(path: str, fields: Sequence[Field]) -> dict[str, Value]:
     """Return the values in a YAML file, by field name.

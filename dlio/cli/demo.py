@@ -11,8 +11,6 @@ from dlio.util.extras import how_to_install
 from dlio.util.named import make_folders
 from dlio.util.options import Option, check
 
-__all__ = ["Demo", "command"]
-
 _LEAST_RAM: Final = 1 << 20
 """Minimum size of the RAM tier in bytes: a tier holds whole blocks."""
 

@@ -21,8 +21,6 @@ from dlio.util.folders import new_folder
 from dlio.util.named import make_folders, parent_of
 from dlio.util.opening import open_new
 
-__all__ = ["PAINTERS", "Colour", "Image", "draw", "draw_dataset", "is_complete"]
-
 _MARK = "drawn.json"
 _VERSION = 1
 _QUALITY = 88

@@ -10,8 +10,6 @@ from dlio.cli.records import Output, Ranks
 from dlio.doctor.examine import DoctorOptions
 from dlio.errors import CommError, UsageError
 
-__all__ = ["command", "run_rank"]
-
 _RANK_VARIABLES: Final = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 
 

@@ -8,15 +8,14 @@ from typing import Annotated
 from dlio.cli.grouping import with_help
 from dlio.cli.ranks import on_ranks
 from dlio.cli.records import Output, Ranks
-from dlio.train.config import MIN_IMAGE_SIZE, MODEL_NAMES, TrainConfig
+from dlio.train.config import TrainConfig
 from dlio.train.factory import check_name
 from dlio.train.mesh_axes import parse_axes
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
+from dlio.train.options import MIN_IMAGE_SIZE, MODEL_NAMES
 from dlio.util.files import write_json
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line
-
-__all__ = ["Evaluation", "command", "evaluate_rank"]
 
 
 @dataclass(frozen=True, slots=True)

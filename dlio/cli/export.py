@@ -4,8 +4,6 @@ from dlio.cli.grouping import with_help
 from dlio.train.export.options import ExportOptions
 from dlio.util.printable import print_line
 
-__all__ = ["command"]
-
 
 @with_help(
     "dlio export weights.pt model.onnx --check /data/val",

@@ -13,8 +13,6 @@ from dlio.util.files import check_writable, write_json
 from dlio.util.options import Option, check
 from dlio.util.units import format_bytes, format_seconds
 
-__all__ = ["Simulation", "Sweep", "plan", "simulate"]
-
 _Left = TypeVar("_Left")
 _Right = TypeVar("_Right")
 

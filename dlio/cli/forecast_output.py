@@ -9,8 +9,6 @@ from dlio.util.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from dlio.forecast.analysis import ForecastFigures
 
-__all__ = ["draw_sweep", "show_forecast", "show_sweep"]
-
 
 def show_forecast(figures: "ForecastFigures") -> None:
     """Print the forecast of one job, one line per figure."""

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
-__all__ = ["examples_of", "group_of", "groups_of", "with_help"]
-
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _GROUPS: Final[dict[Callable[..., object], Mapping[str, Sequence[str]]]] = {}
 _OTHERS: Final = "Other options"

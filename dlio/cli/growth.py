@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dlio.cli.agents import Agents, no_agent
 from dlio.cli.node_requests import NodeChange, NodeRequests, Request, change_between
 
-__all__ = ["Growth"]
-
 
 class Growth:
     """Attends to the requests of one job.

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from cyclopts.help import HelpEntry, HelpPanel
     from rich.console import Console, ConsoleOptions
 
-__all__ = ["TwoColumns"]
-
 _NAMES_WIDTH: Final = 28
 """Width of the column of names, in characters; longer names get a line of their own."""
 

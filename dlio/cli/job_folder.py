@@ -15,8 +15,6 @@ from dlio.util.folders import hold_shared, open_below, remove_if_unheld
 from dlio.util.named import parent_of
 from dlio.util.opening import closing_descriptor, open_file
 
-__all__ = ["PREFIX", "is_job_folder", "open_job_folder"]
-
 PREFIX: Final = "dlio-job-"
 """Beginning of the folder's name; the job's name follows."""
 _ALIVE: Final = "alive"

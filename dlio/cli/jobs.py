@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from dlio.forecast.events import Machine
     from dlio.forecast.traffic import Job
 
-__all__ = ["JobOptions", "MachineOptions"]
-
 _TIER_RATES: Final = {"ram": "8GiB", "disk": "2GiB"}
 """Assumed bandwidth of a node's tier per second, unless it was measured."""
 

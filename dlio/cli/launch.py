@@ -28,25 +28,6 @@ from dlio.util.shared import SharedFolder
 from dlio.util.signals import receiving
 from dlio.util.threads import Workers
 
-__all__ = [
-    "LOOK_S",
-    "ONE_NODE",
-    "SURVIVING",
-    "SURVIVING_ENVIRONMENT",
-    "ErrorFilter",
-    "code_of",
-    "end",
-    "find_mpirun",
-    "is_open_mpi",
-    "launch",
-    "relay_lines",
-    "relay_output",
-    "relayed",
-    "run_module",
-    "run_ranks",
-    "started",
-]
-
 _END_TIMEOUT_S = 10.0
 _RULE = "-" * 20
 _RULE_AT_END = re.compile(f"^({_RULE}-*)|({_RULE}-*)$")

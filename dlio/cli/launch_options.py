@@ -10,8 +10,6 @@ from dlio.util.arguments import nearest
 from dlio.util.options import Option, check
 from dlio.util.processes import module_command
 
-__all__ = ["LaunchOptions", "Program", "Started", "read_program"]
-
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:

@@ -41,8 +41,6 @@ from dlio.util.threads import Workers
 if TYPE_CHECKING:
     from dlio.comm.job_store import EventLog
 
-__all__ = ["launch", "run_module"]
-
 _HOST: Final = "127.0.0.1"
 _BACKLOG: Final = 4096
 """Connections that may wait for torch's store."""

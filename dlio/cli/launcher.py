@@ -24,8 +24,6 @@ from dlio.util.printable import print_line
 from dlio.util.settings import settings
 from dlio.util.signals import passing_on, passing_on_warnings
 
-__all__ = ["command", "job_script"]
-
 _SHOWN_HOSTS: Final = 4
 
 

@@ -12,8 +12,6 @@ from dlio.util.printable import print_line
 if TYPE_CHECKING:
     from dlio.train.ledger_file import EpochCheck
 
-__all__ = ["LedgerOptions", "command"]
-
 _WRONG: Final = 1
 _NAMED: Final = 5
 """Samples and problems of an epoch that are named, unless JSON is printed."""

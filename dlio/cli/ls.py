@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from dlio.data.schema import Structure
     from dlio.loader.gallery.histograms import Histogram
 
-__all__ = ["Description", "Listing", "Storage", "command", "describe"]
-
 _ONE_SIDED: Final = 2.0
 """Class mix above which a warning is printed."""
 _IMAGES: Final = ("jpeg", "image")

@@ -9,8 +9,6 @@ from dlio.util.liveline import LiveLine
 from dlio.util.processes import end_groups
 from dlio.util.threads import Workers
 
-__all__ = ["Mpirun"]
-
 _END_TIMEOUT_S: Final = 1.0
 _STDERR_TIMEOUT_S: Final = 10.0
 

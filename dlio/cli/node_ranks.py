@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from dlio.util.processes import end_groups
 
-__all__ = ["main"]
-
 _LOOK_S: Final = 0.1
 _END_TIMEOUT_S: Final = 10.0
 _FAREWELL_S: Final = 30.0

@@ -16,15 +16,6 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.files import write_whole
 
-__all__ = [
-    "NodeChange",
-    "NodeRequests",
-    "Request",
-    "change_between",
-    "read_request",
-    "request_nodes",
-]
-
 _NAME: Final = "nodes"
 _ANSWER: Final = "answer-"
 _EVERY_S: Final = 0.25

@@ -3,7 +3,5 @@
 from dlio.cli import guarded
 from dlio.cli.ranks import run_as_rank
 
-__all__: list[str] = []
-
 if __name__ == "__main__":
     guarded(run_as_rank)

@@ -20,8 +20,6 @@ from dlio.util.options import as_mapping, from_mapping
 from dlio.util.settings import RECORD
 from dlio.util.signals import passing_on
 
-__all__ = ["has_mpi", "on_ranks", "run_as_rank"]
-
 _LARGEST: Final = 96 << 10
 """Maximum size of the records in bytes: Linux limits a variable to 128 KiB."""
 

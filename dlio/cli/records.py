@@ -6,8 +6,6 @@ from typing import Annotated, Literal
 from dlio.util.files import check_writable
 from dlio.util.options import Option, check
 
-__all__ = ["ConfigFile", "Output", "PretendNodes", "Ranks"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ranks:

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from dlio.cli.app import all_commands
 from dlio.cli.command import METAVARS, Command, default_of
 from dlio.util.options import Field
-from dlio.util.settings import SETTINGS
-
-__all__ = ["SETTINGS", "CommandReference", "OptionReference", "commands"]
 
 
 @dataclass(frozen=True, slots=True)

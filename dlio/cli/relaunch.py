@@ -37,8 +37,6 @@ from dlio.util.liveline import LiveLine
 from dlio.util.processes import module_command
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, PROGRESS, START, TERMINAL
 
-__all__ = ["Job", "run"]
-
 _KILLED: Final = 1
 _FEW: Final = 2
 _MODULES: Final = (

@@ -24,8 +24,6 @@ from dlio.util.processes import kill_groups_after, module_command
 from dlio.util.settings import SECRET
 from dlio.util.signals import receiving
 
-__all__ = ["run_by_remote_shell"]
-
 _LOOK_S: Final = 0.1
 _END_TIMEOUT_S: Final = 15.0
 _NO_SHELL: Final = 255

@@ -10,8 +10,6 @@ from dlio.cli.node_requests import read_request, request_nodes
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
 
-__all__ = ["Change", "begin_job", "join", "leave"]
-
 
 @dataclass(frozen=True, slots=True)
 class Change:

@@ -9,8 +9,6 @@ from dlio.cli.records import Ranks
 from dlio.script.options import RunOptions
 from dlio.util.options import Option
 
-__all__ = ["Script", "command", "run_rank"]
-
 
 @dataclass(frozen=True, slots=True)
 class Script:

@@ -37,8 +37,6 @@ from dlio.util.files import check_writable
 from dlio.util.options import as_mapping, options_of
 from dlio.util.printable import print_line
 
-__all__ = ["command"]
-
 _TRIALS: Final = 20
 _OWN: Final = {
     "checkpoint": "trials write checkpoints into --study",

@@ -8,8 +8,6 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 
-__all__ = ["KEYS", "SlurmOptions", "parse_slurm", "parse_time"]
-
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _SLURM_TIME: Final = re.compile(r"\d+(:\d\d){1,2}|\d+-\d+(:\d\d){0,2}|infinite", re.IGNORECASE)
 _UNITS: Final = {"d": 86400, "h": 3600, "m": 60, "min": 60, "s": 1}

@@ -25,8 +25,6 @@ from dlio.cli.slurm_options import SlurmOptions
 from dlio.errors import UsageError
 from dlio.util.files import write_whole
 
-__all__ = ["JobScript", "shell_words", "submit"]
-
 _MARK: Final = "# Written by `dlio launch --slurm`"
 _VARIABLE: Final = re.compile(r"\$(?:[A-Za-z_][A-Za-z0-9_]*|\{[A-Za-z_][A-Za-z0-9_]*\})")
 _SUBMIT_TIMEOUT_S: Final = 60

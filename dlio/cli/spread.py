@@ -21,15 +21,6 @@ from dlio.util.liveline import LiveLine
 from dlio.util.processes import module_command
 from dlio.util.settings import SECRET, settings
 
-__all__ = [
-    "mpirun_command",
-    "passed_variables",
-    "run_under_mpirun",
-    "run_under_srun",
-    "slurm_address",
-    "srun_command",
-]
-
 _PASSED: Final = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHON", "VIRTUAL_ENV", "CONDA_", "LANG", "LC_", "TZ", "TMPDIR"),
     *("DLIO_", "OMP_", "MKL_", "KMP_", "TORCH", "NCCL_", "GLOO_", "CUDA_HOME", "CUDA_LAUNCH"),

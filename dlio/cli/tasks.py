@@ -14,8 +14,6 @@ from dlio.comm.hostlist import expand_counts, expand_hosts
 from dlio.comm.launchers import meeting_port, slurm_step, whole_number
 from dlio.errors import UsageError
 
-__all__ = ["become_rank", "is_task", "task_variables"]
-
 
 def is_task(environment: Mapping[str, str] = os.environ) -> bool:
     """True if srun started this process among others."""

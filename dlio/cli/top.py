@@ -12,8 +12,6 @@ from dlio.util.live import Answer, ask_all
 from dlio.util.options import Option
 from dlio.util.printable import print_line
 
-__all__ = ["Top", "command"]
-
 _ANSWER_S: Final = 1.0
 
 

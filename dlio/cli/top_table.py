@@ -11,8 +11,6 @@ from dlio.util.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["view"]
-
 
 def view(before: Sequence[Answer], now: Sequence[Answer]) -> "RenderableType":
     """Return the tables.

@@ -10,15 +10,14 @@ from dlio.cli.ranks import on_ranks
 from dlio.cli.records import ConfigFile, Ranks
 from dlio.data.parts import TRAIN_FOLDERS, VAL_FOLDERS
 from dlio.errors import UsageError
-from dlio.train.config import MODEL_NAMES, TrainConfig
+from dlio.train.config import TrainConfig
 from dlio.train.factory import check_name
 from dlio.train.finished import finished_epochs
 from dlio.train.mesh_axes import parse_axes
 from dlio.train.names import CALLBACKS
+from dlio.train.options import MODEL_NAMES
 from dlio.util.liveline import LiveLine
 from dlio.util.printable import print_line
-
-__all__ = ["command", "find_parts", "run", "train_rank"]
 
 
 @with_help(

@@ -15,8 +15,6 @@ from dlio.util.files import check_writable
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line, printable
 
-__all__ = ["Viewing", "command"]
-
 
 @dataclass(frozen=True, slots=True)
 class Viewing:

@@ -14,8 +14,6 @@ from dlio.comm.hostlist import expand_counts, expand_hosts
 from dlio.comm.launchers import slurm_step, whole_number
 from dlio.errors import UsageError
 
-__all__ = ["Allocation", "find_allocation"]
-
 _BATCH_HOSTS: Final = ("batch", "login")
 """Beginnings of the names of LSF's hosts that run the script and no rank (CORAL)."""
 

@@ -23,19 +23,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-__all__ = [
-    "WINDOW",
-    "Board",
-    "BoardReader",
-    "Phase",
-    "Row",
-    "computing",
-    "elsewhere",
-    "end_step",
-    "open_board",
-    "waiting",
-]
-
 WINDOW: Final = 20
 """Steps whose times a row holds."""
 _NOW: Final = struct.Struct("dqq")

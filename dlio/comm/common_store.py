@@ -10,8 +10,6 @@ from dlio.comm.net.address import INTERFACE, candidates, listen, own_place, reac
 from dlio.comm.protocol import Communicator
 from dlio.errors import CommError
 
-__all__ = ["common_store"]
-
 
 def common_store(comm: Communicator, timeout_s: float) -> Store:
     """Start a store on rank 0 and connect every rank to it. Collective.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     Group = ProcessGroup | Intracomm
-__all__ = ["RankMesh", "communicator", "group_of", "place"]
-
 _DATA_DIMENSIONS = ("dp", "data", "data_parallel", "batch", "replica", "dp_replicate", "dp_shard")
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 from dlio.util.settings import settings
 
-__all__ = ["loaded_libraries", "sums_device_memory", "supports_device_buffers"]
-
 
 def sums_device_memory() -> bool:
     """True if this process's MPI sums GPU memory. All ranks that use one library agree.

@@ -10,15 +10,6 @@ from dlio.comm.launchers import under_torchrun
 from dlio.util.settings import LAUNCHER, STORE, TERMINAL
 from dlio.util.threads import Workers
 
-__all__ = [
-    "launched",
-    "local_rank",
-    "shows_terminal",
-    "under_mpi",
-    "under_torch",
-    "watch_launcher",
-]
-
 _END_TIMEOUT_S = 10.0
 _RANK_VARIABLES = (
     "OMPI_COMM_WORLD_SIZE",

@@ -12,8 +12,6 @@ from typing import Final, Generic, TypeVar
 
 from dlio.util.threads import join_with
 
-__all__ = ["Funnel", "elsewhere", "funnel_in_use", "use_funnel", "waiting"]
-
 _T = TypeVar("_T")
 _TURN_S: Final = 0.001
 _LOOK_S: Final = 1.0

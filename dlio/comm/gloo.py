@@ -12,8 +12,6 @@ from torch._C._distributed_c10d import AllreduceOptions
 from dlio.comm.protocol import Array, Buffer, Op
 from dlio.errors import CommError
 
-__all__ = ["allgather_json", "bytes_of", "sum_options"]
-
 _T = TypeVar("_T")
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -7,8 +7,6 @@ from typing import Final
 
 from dlio.errors import UsageError
 
-__all__ = ["expand_counts", "expand_hosts"]
-
 _PART: Final = re.compile(r"([^\[\],]*)\[([0-9,-]+)\]|([^\[\],]+)|(,)")
 _RANGE: Final = re.compile(r"(\d+)(?:-(\d+))?")
 _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")

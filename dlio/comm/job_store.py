@@ -20,8 +20,6 @@ from dlio.util.settings import STORE
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["EventLog", "JobStore", "open_store"]
-
 _T = TypeVar("_T")
 _FOR_EVER: Final = timedelta(days=365)
 

@@ -12,15 +12,6 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.settings import LAUNCHER, settings
 
-__all__ = [
-    "check_launch",
-    "meeting_port",
-    "slurm_step",
-    "torchrun_place",
-    "under_torchrun",
-    "whole_number",
-]
-
 _MPI_SIZES: Final = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",

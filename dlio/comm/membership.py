@@ -25,8 +25,6 @@ from typing import Protocol, runtime_checkable
 
 from dlio.comm.protocol import Buffer, Communicator, Json, Request
 
-__all__ = ["AllLeave", "AllPause", "Elastic", "Membership", "Messages", "RankLeft", "messages_of"]
-
 
 class RankLeft(Exception):
     """This rank has left the job on purpose, or was never called; the others go on without it."""

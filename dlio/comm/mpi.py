@@ -42,16 +42,6 @@ from dlio.errors import CommError, PeerLost
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "MpiCommunicator",
-    "MpiMessages",
-    "MpiRequest",
-    "Renewer",
-    "agreed",
-    "mpi_world",
-    "one_at_a_time",
-]
-
 _CANCEL_TIMEOUT_S: Final = 1.0
 _log = logging.getLogger("dlio")
 _T = TypeVar("_T")

@@ -24,8 +24,6 @@ from dlio.util.processes import STOPPED_S, is_stopped, process_state
 from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
-__all__ = ["NodeWatch", "Policy", "watch_policy"]
-
 _log = logging.getLogger("dlio")
 _POLL_S: Final = 0.25
 _ON_DUTY_S: Final = 5.0

@@ -10,8 +10,6 @@ from dlio.comm.protocol import Communicator
 from dlio.errors import UsageError
 from dlio.util.settings import settings
 
-__all__ = ["Nodes", "find_nodes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Nodes:

@@ -16,8 +16,6 @@ from dlio.comm.membership import Messages, RankLeft, messages_of
 from dlio.comm.protocol import Array, Buffer, Communicator, Json, Op, Request
 from dlio.comm.world import replace_world, world
 
-__all__ = ["PlannedMembership", "plan_world"]
-
 _T = TypeVar("_T")
 
 

@@ -24,8 +24,6 @@ from dlio.errors import CommError
 from dlio.util.private_sockets import connect, is_own, listen
 from dlio.util.threads import Workers
 
-__all__ = ["STORE_NAME", "PrivateStore", "StoreServer"]
-
 STORE_NAME: Final = "store"
 """Name of the socket in its folder."""
 _LENGTH: Final = struct.Struct("<I")

@@ -11,8 +11,6 @@ from typing import Final
 from dlio.comm.protocol import Communicator
 from dlio.util.threads import Workers
 
-__all__ = ["Progress"]
-
 _TURN_S: Final = 0.001
 """Pause between two calls: a call takes about 10 µs, and a socket's buffer outlasts the pause."""
 

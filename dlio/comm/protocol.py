@@ -7,8 +7,6 @@ from typing import Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Buffer", "Communicator", "Json", "Op", "Request", "broadcast_json"]
-
 Buffer: TypeAlias = bytearray | memoryview | npt.NDArray[np.uint8]
 """Memory that messages are read from and written to."""
 Array: TypeAlias = npt.NDArray[np.generic]

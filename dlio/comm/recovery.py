@@ -18,18 +18,6 @@ from dlio.comm import Communicator
 from dlio.comm.membership import AllLeave, AllPause, Elastic, Membership, RankLeft
 from dlio.errors import CommError, PeerLost, UsageError
 
-__all__ = [
-    "Dealer",
-    "Follower",
-    "Loss",
-    "Part",
-    "Recovery",
-    "Report",
-    "check_survival",
-    "recovery_of",
-    "uniform",
-]
-
 _log = logging.getLogger("dlio")
 _T = TypeVar("_T")
 

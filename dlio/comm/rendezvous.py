@@ -10,8 +10,6 @@ from dlio.comm.private_store import PrivateStore
 from dlio.comm.waiting import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
 from dlio.errors import CommTimeout
 
-__all__ = ["Rendezvous"]
-
 
 class Rendezvous(Store):
     """A part of another store.

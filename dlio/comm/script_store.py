@@ -14,8 +14,6 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["main"]
-
 
 def main(descriptor: int, timeout_s: float) -> None:
     """Serve until standard input ends.

@@ -8,8 +8,6 @@ import numpy as np
 from dlio.comm.protocol import Array, Buffer, Op, Request
 from dlio.errors import CommError
 
-__all__ = ["SingleCommunicator"]
-
 _T = TypeVar("_T")
 
 

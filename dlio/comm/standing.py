@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["Standing", "Wanted", "is_meeting_due", "leaving_members", "next_members"]
-
 
 class Wanted(NamedTuple):
     """A number of active ranks that the user asks for; the newest request holds."""

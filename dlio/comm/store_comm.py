@@ -23,8 +23,6 @@ from dlio.comm.torch_mail import Mail, Message
 from dlio.comm.waiting import default_timeout_s, wait_all
 from dlio.errors import CommError, PeerLost
 
-__all__ = ["Builder", "Generation", "Gloo", "Part", "StoreCommunicator", "StoreMessages"]
-
 _GONE: Final = "another rank is gone: it was killed, or its node is lost"
 _PATIENCE_S: Final = 2.0
 """Seconds from a broken connection until the launcher must have told of a lost rank."""

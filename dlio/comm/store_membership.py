@@ -33,8 +33,6 @@ from dlio.errors import CommError, CommTimeout, PeerLost
 from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
-__all__ = ["StoreMembership"]
-
 _Gloo: Final[Any] = dist.ProcessGroupGloo
 _MOST_ROUNDS: Final = 20
 """Losses within one recovery after which a job is given up."""

@@ -13,8 +13,6 @@ from typing import Final
 
 from dlio.comm.board import WINDOW, Phase, Row
 
-__all__ = ["HANG_AFTER_S", "Seen", "SlowRanks", "Suspicion", "hung_ranks"]
-
 HANG_AFTER_S: Final = 30.0
 _STEPS_TO_HANG: Final = 20
 """Median steps without progress after which a rank hangs."""

@@ -23,8 +23,6 @@ from dlio.comm.net.link import Frame, Link
 from dlio.comm.waiting import LONGEST_SLEEP_S
 from dlio.errors import CommError
 
-__all__ = ["Channel", "Mail", "Message"]
-
 Channel: TypeAlias = tuple[int, int]
 """Numbers of a generation of ranks and of a communicator: messages of two channels never mix."""
 

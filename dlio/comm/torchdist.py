@@ -27,8 +27,6 @@ from dlio.comm.torch_mail import Mail
 from dlio.comm.waiting import default_timeout_s, wait_all
 from dlio.errors import CommError, CommTimeout
 
-__all__ = ["TorchCommunicator", "environment_world", "torch_world"]
-
 _T = TypeVar("_T")
 _Gloo: Final[Any] = dist.ProcessGroupGloo
 

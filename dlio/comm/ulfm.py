@@ -40,8 +40,6 @@ from dlio.comm.wanted import RankRequests
 from dlio.errors import CommError, PeerLost, UsageError
 from dlio.util.settings import settings
 
-__all__ = ["UlfmMembership"]
-
 _ENABLED: Final = "OMPI_MCA_mpi_ft_enable"
 """Variable that mpirun sets for ranks with fault tolerance."""
 _LOSSES: Final = (MPI.Exception, PeerLost)

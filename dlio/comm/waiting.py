@@ -14,16 +14,6 @@ from dlio.comm.protocol import Request
 from dlio.errors import CommError, CommTimeout, PeerLost
 from dlio.util.settings import settings
 
-__all__ = [
-    "LONGEST_SLEEP_S",
-    "SHORTEST_SLEEP_S",
-    "await_end",
-    "default_timeout_s",
-    "leave",
-    "peer_timeout_s",
-    "wait_all",
-]
-
 SHORTEST_SLEEP_S: Final = 20e-6
 LONGEST_SLEEP_S: Final = 1e-3
 _END_TIMEOUT_S: Final = 5.0

@@ -12,8 +12,6 @@ from dlio.comm.standing import Wanted
 from dlio.util.files import write_whole
 from dlio.util.settings import DONE
 
-__all__ = ["WANTED", "RankRequests", "read_wanted", "wanted_text", "write_wanted"]
-
 _EVERY_S: Final = 0.25
 WANTED: Final = "wanted"
 """Name of the file."""

@@ -17,8 +17,6 @@ from dlio.comm.protocol import Communicator
 from dlio.util.files import write_whole
 from dlio.util.settings import DONE, SPARES, settings
 
-__all__ = ["abort", "keep_world", "membership", "mpi_ranks", "replace_world", "world"]
-
 _world: Communicator | None = None
 _torch_world: object = None
 """Default group of torch.distributed on which `_world` is based."""

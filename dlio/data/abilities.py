@@ -6,15 +6,6 @@ from dlio.comm import Communicator
 from dlio.data.flow import Flow
 from dlio.data.reader import Reader
 
-__all__ = [
-    "agree",
-    "estimates_sizes",
-    "flow_of",
-    "joins_neighbours",
-    "reads_alone",
-    "reads_together",
-]
-
 
 def estimates_sizes(reader: Reader) -> bool:
     """True if the reader's `sizes` are estimates, the same on all ranks: a sample's true size is

@@ -10,8 +10,6 @@ from dlio.data.source import redact
 from dlio.errors import UsageError
 from dlio.util.units import format_bytes
 
-__all__ = ["check_same_data", "check_same_order"]
-
 _SHOWN: Final = 4
 """Maximum number of different data sets that an error names."""
 

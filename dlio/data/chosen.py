@@ -13,8 +13,6 @@ from dlio.data.reader import Reader
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 
-__all__ = ["ChosenReader", "TableOrder"]
-
 _SEED: Final = 0xD110
 _I64 = npt.NDArray[np.int64]
 

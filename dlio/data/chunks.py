@@ -23,8 +23,6 @@ from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.util.forks import new_lock
 
-__all__ = ["Box", "ChunkReader", "ChunkedArray", "chunked_of", "plain_chunks"]
-
 Box = tuple[slice, ...]
 """Part of an array: a slice of step 1 for each dimension."""
 _MAX_CHUNKS: Final = 1 << 22

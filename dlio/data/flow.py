@@ -17,8 +17,6 @@ from typing import Final
 
 from dlio.util.forks import new_lock
 
-__all__ = ["MOST_REQUESTS", "Flow"]
-
 MOST_REQUESTS: Final = 64
 """Requests in flight from one rank, at most, unless the user names another number."""
 _FIRST: Final = 4

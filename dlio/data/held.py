@@ -11,8 +11,6 @@ from dlio.data.source import File, failed
 from dlio.errors import SourceError
 from dlio.util.limits import open_unchecked
 
-__all__ = ["HeldFile", "ReadRange", "open_ranges"]
-
 ReadRange = Callable[[int, memoryview], None]
 """Fills memory from an offset on."""
 

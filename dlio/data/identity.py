@@ -14,8 +14,6 @@ import xxhash
 
 from dlio.util.limits import open_regular
 
-__all__ = ["content_sample", "sampled_of", "spread", "stamp_of", "store_sample"]
-
 _BLOCK: Final = 4096
 _BLOCKS: Final = 8
 """Parts of a file that are read: the first, the last, and some between."""

@@ -44,21 +44,6 @@ from dlio.util.opening import (
 from dlio.util.settings import settings
 from dlio.util.shared import user_folder
 
-__all__ = [
-    "Arrays",
-    "CacheEntry",
-    "Names",
-    "Stamped",
-    "cache_entries",
-    "cache_folder",
-    "cached_index",
-    "clean_cache",
-    "fingerprint_of",
-    "forget_index",
-    "kept_index",
-    "open_cache",
-]
-
 Arrays = dict[str, npt.NDArray[Any]]
 """Arrays of an index by name; text is stored as uint8."""
 _WAIT_S = 600.0

@@ -13,8 +13,6 @@ from dlio.errors import UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 
-__all__ = ["JoinedReader"]
-
 _SEED: Final = 0xD110
 
 

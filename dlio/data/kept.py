@@ -17,8 +17,6 @@ from dlio.data.requests import fill, request
 from dlio.data.source import File
 from dlio.util.limits import open_regular
 
-__all__ = ["Descriptor", "KeptFile"]
-
 _MOST: Final = 256
 """Files that a process keeps open, at most."""
 _SHARE: Final = 4

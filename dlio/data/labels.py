@@ -6,8 +6,6 @@ have a list of their own here, next to the common one.
 
 from typing import Final
 
-__all__ = ["LABEL_NAMES", "TABLE_LABEL_NAMES", "TAR_LABEL_NAMES"]
-
 LABEL_NAMES: Final = (
     *("label", "labels", "cls", "class", "target", "targets", "fine_label", "y"),
     # The second item of a sample that is a tuple, such as (image, label).

@@ -14,8 +14,6 @@ from typing import Final
 from dlio.errors import SourceError
 from dlio.util.settings import settings
 
-__all__ = ["FolderLinks", "check_link", "following_links", "links_followed"]
-
 _MAX_VISITS: Final = 16
 _followed: ContextVar[bool | None] = ContextVar("followed", default=None)
 

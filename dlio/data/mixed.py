@@ -16,8 +16,6 @@ from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.util.forks import new_lock
 
-__all__ = ["MixedReader", "SideBySide"]
-
 _I64 = npt.NDArray[np.int64]
 
 

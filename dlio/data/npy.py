@@ -12,8 +12,6 @@ import numpy.typing as npt
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS
 from dlio.errors import CorruptBlock
 
-__all__ = ["NpyHead", "read_npy_head"]
-
 _MAGIC: Final = b"\x93NUMPY"
 _MAX_HEAD: Final = 1 << 16
 # A header is a dict literal of Python. It is read without Python's own parser, which untrusted

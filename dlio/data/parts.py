@@ -4,8 +4,6 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["TRAIN_FOLDERS", "VAL_FOLDERS", "is_part", "warn_of_parts"]
-
 TRAIN_FOLDERS: Final = ("train", "training")
 VAL_FOLDERS: Final = ("val", "validation", "valid", "dev", "eval", "test", "testing")
 

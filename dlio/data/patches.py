@@ -22,8 +22,6 @@ from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order, keyed_uniforms
 from dlio.util.arguments import named, whole_number
 
-__all__ = ["POSITION", "VOLUME", "Cut", "PatchOptions", "PatchReader"]
-
 POSITION: Final = "position"
 """Field of a patch on a grid: its first index along each axis that is cut."""
 VOLUME: Final = "volume"

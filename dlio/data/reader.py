@@ -27,19 +27,6 @@ from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
 from dlio.util.limits import parsing
 
-__all__ = [
-    "OPEN_ARGUMENTS",
-    "Reader",
-    "ReaderType",
-    "SampleName",
-    "StoredBlocks",
-    "data_bytes",
-    "open_parts",
-    "open_reader",
-    "reopened",
-    "reopening",
-]
-
 OPEN_ARGUMENTS: Final = (
     *("tiers", "image_size", "train", "crops", "transform"),
     *("seed", "on_error", "replicas", "follow_links", "requests"),

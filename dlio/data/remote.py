@@ -5,8 +5,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Remote", "fsspec"]
-
 
 class Remote:
     """Whatever keeps a file system of fsspec.

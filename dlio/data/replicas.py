@@ -15,8 +15,6 @@ from dlio.data.speeds import Speed, measured
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.util.forks import new_lock
 
-__all__ = ["Replicated", "ReplicatedBlocks", "replicated"]
-
 T = TypeVar("T")
 _REST_S: Final = 30.0
 """Seconds for which a replica that failed is tried last."""

@@ -16,8 +16,6 @@ from typing import Final
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_regular, open_unchecked
 
-__all__ = ["fill", "observed_requests", "pread", "pread_into", "request"]
-
 _UNCHECKED_BYTES: Final = 16 << 20
 """Bytes that are read without asking first whether the file has them."""
 

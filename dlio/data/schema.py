@@ -22,26 +22,6 @@ import numpy.typing as npt
 from dlio.errors import CorruptBlock
 from dlio.util.memory import joined
 
-__all__ = [
-    "DTYPES",
-    "ENCODED",
-    "IMAGES",
-    "IMAGE_LABEL",
-    "LABEL",
-    "MAX_DIMENSIONS",
-    "MAX_FIELDS",
-    "MAX_PAYLOAD",
-    "TEXTS",
-    "Buffer",
-    "Kind",
-    "Schema",
-    "Structure",
-    "Value",
-    "array_kind",
-    "leaves",
-    "parse_kind",
-]
-
 ENCODED: Final = ("jpeg", "png", "webp", "image", "bytes", "text", "json")
 """Kinds of any length that are stored unchanged; `image` is any image file."""
 IMAGES: Final = ("jpeg", "png", "webp", "image")

@@ -27,20 +27,6 @@ from dlio.data.requests import pread, pread_into, request
 from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_regular, open_regular
 
-__all__ = [
-    "Entry",
-    "File",
-    "Source",
-    "expand",
-    "failed",
-    "files_below",
-    "is_remote",
-    "listed_once",
-    "own_name",
-    "redact",
-    "split_fields",
-]
-
 _MAX_FILES: Final = 1_000_000
 _CHAINING: Final = re.compile(
     r"(zip|tar|libarchive|simplecache|filecache|blockcache|dir|cached)://"

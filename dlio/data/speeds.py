@@ -17,8 +17,6 @@ from dlio.util.files import unwritable, write_whole_at
 from dlio.util.forks import new_lock
 from dlio.util.opening import read_small
 
-__all__ = ["Observation", "Speed", "measured", "remember"]
-
 _FILE: Final = "bandwidths.json"
 _MOST: Final = 1 << 20
 _LATENCY_S: Final = 1e-3

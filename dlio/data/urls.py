@@ -1,7 +1,5 @@
 """Parts of paths and URLs."""
 
-__all__ = ["inside"]
-
 
 def inside(url: str, name: str) -> str:
     """Return the path or URL of an entry of a folder, also in a chained URL (`zip://a::b.zip`)."""

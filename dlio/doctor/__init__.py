@@ -12,5 +12,3 @@
 
 A check looks and measures; it changes nothing, and leaves nothing behind.
 """
-
-__all__: list[str] = []

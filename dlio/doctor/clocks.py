@@ -7,8 +7,6 @@ from dlio.comm import Communicator
 from dlio.doctor.findings import Finding, ok, warning
 from dlio.util.units import format_seconds
 
-__all__ = ["check_clocks", "clock_offsets"]
-
 _ROUNDS: Final = 8
 _MOST_S: Final = 0.5
 """Largest difference with which times of files and logs of several nodes still make sense."""

@@ -28,8 +28,6 @@ from dlio.storage.spec import choose_tiers
 from dlio.util.options import Option, check
 from dlio.util.settings import settings
 
-__all__ = ["DoctorOptions", "Examination", "examine", "merged"]
-
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:

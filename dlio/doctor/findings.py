@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["Finding", "State", "error", "ok", "warning", "worst"]
-
 State = Literal["ok", "warning", "error"]
 """error: a job fails or gives wrong results; warning: it works, more slowly or not in all cases."""
 _RANKS: Final[tuple[State, ...]] = ("ok", "warning", "error")

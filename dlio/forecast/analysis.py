@@ -9,8 +9,6 @@ from dlio.forecast.traffic import Job, Traffic, traffic
 from dlio.plan.placement import Node
 from dlio.util.units import format_bytes
 
-__all__ = ["EpochFigures", "Forecast", "ForecastFigures", "forecast", "remedies", "resized"]
-
 _NEGLIGIBLE: Final = 0.02
 """Share of an epoch up to which waiting is not worth a remedy."""
 

@@ -17,8 +17,6 @@ from dlio.forecast.exchange import Link
 from dlio.forecast.traffic import Job, Messages, messages_of
 from dlio.plan.schedule import Assignment
 
-__all__ = ["Machine", "Timeline", "run"]
-
 _F64 = npt.NDArray[np.float64]
 _DETECTED_S: Final = 1.0
 """Time from a rank's death until the other ranks continue."""

@@ -13,26 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-__all__ = [
-    "FORMULAE",
-    "Counts",
-    "Formula",
-    "Link",
-    "Work",
-    "allreduce",
-    "asgd",
-    "binomial",
-    "counts",
-    "every",
-    "gossip",
-    "halving",
-    "hierarchical",
-    "ring",
-    "seconds",
-    "shared",
-    "star",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Link:

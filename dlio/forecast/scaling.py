@@ -22,9 +22,6 @@ from dataclasses import dataclass, field
 
 from dlio.forecast.exchange import Counts, Link, Work, counts, seconds
 
-__all__ = ["Cluster", "Steps", "compute_seconds", "exchange_seconds", "message_seconds"]
-
-
 _NEVER_WAITS = frozenset({"asgd"})
 """Presets whose ranks take what has arrived and wait for nobody."""
 

@@ -15,12 +15,10 @@ from dlio.plan.layout import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, MIN_BLOCKS, Layou
 from dlio.plan.order import Order
 from dlio.plan.placement import Node, Placement, place
 from dlio.plan.schedule import Assignment, Ranks, assign, steps_in_epoch
-from dlio.shuffle.shuffle import windows_of
+from dlio.shuffle.windows import windows_of
 from dlio.shuffle.wire import ENTRY_BYTES
-from dlio.storage.block import aligned, block_sizes
+from dlio.storage.block_format import aligned, block_sizes
 from dlio.storage.mount import block_bytes_of
-
-__all__ = ["SOURCE", "Job", "Messages", "Traffic", "job_of", "job_over", "messages_of", "traffic"]
 
 _I64 = npt.NDArray[np.int64]
 SOURCE: Final = -1

@@ -1,3 +1,1 @@
 """JPEGs and crops: decoding, encoding, transforms."""
-
-__all__: list[str] = []

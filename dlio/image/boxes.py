@@ -8,8 +8,6 @@ import numpy.typing as npt
 
 from dlio.image.crop import DRAWS, FLIP, LEFT, TOP, TRIES, UPEND, Crop
 
-__all__ = ["NUMBERS", "boxes_of"]
-
 NUMBERS: Final = 6
 """Numbers of a box: top, left, height, width, flip, upend."""
 _F64 = npt.NDArray[np.float64]

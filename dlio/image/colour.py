@@ -9,18 +9,6 @@ from dlio.image.draws import Draws
 from dlio.image.picture import Change, Pixels, PixelTransform, check_probability, check_range
 from dlio.util.arguments import named, number_in, whole_number
 
-__all__ = [
-    "ColorJitter",
-    "GaussianBlur",
-    "RandomAdjustSharpness",
-    "RandomAutocontrast",
-    "RandomEqualize",
-    "RandomGrayscale",
-    "RandomInvert",
-    "RandomPosterize",
-    "RandomSolarize",
-]
-
 Jitter = float | Sequence[float]
 _JITTERS: Final = {
     "brightness": paint.brightness,

@@ -19,8 +19,6 @@ from dlio.image.picture import (
 )
 from dlio.util.arguments import check_callable, named
 
-__all__ = ["Compose", "Multiple", "RandomApply", "RandomChoice", "is_pixelwise", "stacked"]
-
 
 def is_pixelwise(transform: object) -> bool:
     """True for a transform of pixels alone, in any nesting, which keeps the size."""

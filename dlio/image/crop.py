@@ -5,20 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = [
-    "DRAWS",
-    "FLIP",
-    "LEFT",
-    "TOP",
-    "TRIES",
-    "UPEND",
-    "Box",
-    "Crop",
-    "Shown",
-    "are_near",
-    "enclosing",
-]
-
 TRIES: Final = 10
 """Draws of (area, ratio) for a crop; the first one that fits is taken."""
 TOP: Final = 2 * TRIES

@@ -35,16 +35,6 @@ from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
 from dlio.plan.order import keyed_uniforms
 from dlio.util.settings import settings
 
-__all__ = [
-    "MAX_PIXELS",
-    "Decoder",
-    "check_size",
-    "decode_whole",
-    "image_size",
-    "opencv",
-    "scaled",
-]
-
 MAX_PIXELS: Final = settings().max_pixels
 """Most pixels of an image: half a gigabyte of RGB, and twice the size of which Pillow warns."""
 

@@ -17,16 +17,6 @@ import torch
 
 from dlio.plan.order import keyed_words
 
-__all__ = [
-    "CROP_STREAMS",
-    "Draws",
-    "KeyedDraws",
-    "TorchDraws",
-    "current_draws",
-    "drawing",
-    "stream_of",
-]
-
 _FIRST_STREAM: Final = 64
 """Streams of `keyed_uniforms` from here on are those of transforms; 0 is the crop's."""
 CROP_STREAMS: Final = 1 << 16

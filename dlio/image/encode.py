@@ -8,8 +8,6 @@ import numpy.typing as npt
 from dlio.image.decode import opencv
 from dlio.image.jpeg import good_interval, with_kept_starts
 
-__all__ = ["encode_with_restarts", "resized"]
-
 
 def encode_with_restarts(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
     """Return a 4:2:0 JPEG whose rows are restart intervals, with a segment of their offsets.

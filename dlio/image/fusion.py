@@ -37,8 +37,6 @@ from dlio.image.transforms import (
     ToDtype,
 )
 
-__all__ = ["Batchwise", "Fused", "check_pixelwise", "fused"]
-
 _SIZES: Final = ("size", "target_size", "min_size")
 """Attributes of transforms, dlio's and torchvision's, that change an image's size."""
 

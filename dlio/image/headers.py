@@ -6,8 +6,6 @@ from typing import Final
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
 
-__all__ = ["damaged", "declared_size"]
-
 _TIFF_WIDTH: Final = 256
 _TIFF_HEIGHT: Final = 257
 _TIFF_ORIENTATION: Final = 274

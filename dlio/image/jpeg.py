@@ -23,18 +23,6 @@ import numpy.typing as npt
 
 from dlio.data.schema import Buffer
 
-__all__ = [
-    "Frame",
-    "Part",
-    "cut",
-    "good_interval",
-    "interval_starts",
-    "parse_frame",
-    "touched",
-    "with_kept_starts",
-    "with_restarts",
-]
-
 _TOOL: Final = "jpegtran"
 _TOOL_TIMEOUT_S: Final = 60.0
 _END: Final = b"\xff\xd9"

@@ -16,8 +16,6 @@ from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
 from dlio.image.decode import image_size, opencv
 
-__all__ = ["decode_mask", "draw_instance"]
-
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _GREY, _PALETTE = 0, 3
 _UPSAMPLED: Final = 5

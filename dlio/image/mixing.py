@@ -15,8 +15,6 @@ from dlio.errors import UsageError
 from dlio.image.draws import Draws, current_draws
 from dlio.util.arguments import named, number_in, one_of, whole_number
 
-__all__ = ["CutMix", "MixUp", "Mixer", "Mixture"]
-
 
 class Mixture(NamedTuple):
     """The mixture of an image with its partner."""

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from dlio.image.crop import Shown
 
-__all__ = ["Move"]
-
 _F64 = npt.NDArray[np.float64]
 _F32 = npt.NDArray[np.float32]
 

@@ -12,19 +12,6 @@ from dlio.errors import UsageError
 from dlio.image.draws import Draws, current_draws
 from dlio.util.arguments import named, number_in, whole_number
 
-__all__ = [
-    "Change",
-    "Picture",
-    "PixelTransform",
-    "Transform",
-    "check_crops",
-    "check_probability",
-    "check_range",
-    "numbers_in",
-    "on_pixels",
-    "shape_of",
-]
-
 Picture = Any
 """A uint8 or float tensor of shape (..., channels, height, width), or an image of Pillow, which is
 not imported here."""

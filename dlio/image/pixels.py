@@ -21,24 +21,6 @@ import numpy.typing as npt
 
 from dlio.image.decode import opencv
 
-__all__ = [
-    "affine",
-    "autocontrast",
-    "blur",
-    "brightness",
-    "contrast",
-    "equalize",
-    "flip",
-    "grayscale",
-    "hue",
-    "invert",
-    "posterize",
-    "rotation",
-    "saturation",
-    "sharpness",
-    "solarize",
-]
-
 Pixels = npt.NDArray[np.uint8]
 
 _VALUES: Final = np.arange(256)

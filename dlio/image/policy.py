@@ -17,8 +17,6 @@ from dlio.image.draws import Draws
 from dlio.image.picture import Change, Pixels, PixelTransform, numbers_in
 from dlio.util.arguments import named, whole_number
 
-__all__ = ["RandAugment", "TrivialAugmentWide", "is_bilinear"]
-
 Interpolation = str | int | Enum
 """`nearest` or `bilinear`, Pillow's number of one, or torchvision's InterpolationMode."""
 _NAMES: Final = (

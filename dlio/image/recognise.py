@@ -16,8 +16,6 @@ from dlio.image import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.image.picture import Transform
 from dlio.image.policy import is_bilinear
 
-__all__ = ["AsTorchvision", "flattened", "form_after", "is_torchvision", "recognised"]
-
 _ROOT: Final = "torchvision.transforms"
 
 

@@ -26,8 +26,6 @@ from dlio.image.draws import CROP_STREAMS, KeyedDraws, drawing
 from dlio.util.forks import new_rlock
 from dlio.util.reach import reachable
 
-__all__ = ["Seeded"]
-
 _STREAM: Final = 62
 """Stream of the functions' random numbers; the next one is that of shared generators."""
 _DRAWING: Final = frozenset(

@@ -15,18 +15,6 @@ from dlio.image.draws import Draws, current_draws
 from dlio.image.picture import Picture, check_probability, check_range, numbers_in
 from dlio.util.arguments import check_flag, named
 
-__all__ = [
-    "ConvertImageDtype",
-    "Normalize",
-    "PILToTensor",
-    "RandomErasing",
-    "ToDtype",
-    "ToFloat",
-    "ToImage",
-    "ToPureTensor",
-    "ToTensor",
-]
-
 _TRIES: Final = 10
 
 

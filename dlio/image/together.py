@@ -17,8 +17,6 @@ from dlio.image import native
 from dlio.image.crop import Shown
 from dlio.image.decode import Decoder, check_size, opencv
 
-__all__ = ["decode_all", "finish_all"]
-
 _Pixels = npt.NDArray[np.uint8]
 
 

@@ -25,8 +25,6 @@ from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.util.arguments import nearest
 
-__all__ = ["DlioLoader"]
-
 _PREFIX: Final = "dlio_"
 _OPTIONS: Final = ("dlio_tiers", "dlio_mode", "dlio_source_order")
 """Keys of DLIO's `storage.storage_options` that are dlio's."""

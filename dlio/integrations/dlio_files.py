@@ -31,8 +31,6 @@ from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.util.memory import new_memory
 
-__all__ = ["FORMATS", "DlioFiles", "Fitted"]
-
 FORMATS: Final = ("npz", "npy", "hdf5", "jpeg", "png", "csv", "indexed_binary")
 """Formats of DLIO that are read; `mmap_indexed_binary` has the files of `indexed_binary`."""
 _IMAGES: Final = ("jpeg", "png")

@@ -8,8 +8,6 @@ from dlio.comm import mpi_ranks, world
 from dlio.comm.environment import under_mpi
 from dlio.comm.recovery import recovery_of, uniform
 
-__all__ = ["Launched", "launched"]
-
 
 @dataclass(frozen=True, slots=True)
 class Launched:

@@ -39,9 +39,6 @@ from dlio.train.exchange.buckets import averaged_state
 from dlio.train.exchange.distribute import Distributed, distribute
 from dlio.util.arguments import unknown_word
 
-__all__ = ["DlioEnvironment", "DlioStrategy"]
-
-
 _T = TypeVar("_T")
 
 

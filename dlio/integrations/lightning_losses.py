@@ -18,8 +18,6 @@ from dlio.comm.recovery import Recovery, Report
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dealing import DealtIterator
 
-__all__ = ["LightningLosses", "deals_itself"]
-
 _log = logging.getLogger("dlio")
 _T = TypeVar("_T")
 _FOLLOWS: Final = 8

@@ -14,8 +14,6 @@ from dlio.comm import world
 from dlio.comm.recovery import recovery_of, uniform
 from dlio.integrations.objects import gather_tensors
 
-__all__ = ["are_ranks", "gathered", "keeps_together", "reduce_over_ranks"]
-
 _MARK: Final = "of_dlio"
 """Attribute of a method that takes the place of another."""
 

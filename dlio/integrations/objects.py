@@ -12,8 +12,6 @@ import torch
 from dlio.comm import Communicator, Json
 from dlio.errors import UsageError
 
-__all__ = ["broadcast_object", "gather_tensor", "gather_tensors", "packed", "unpacked"]
-
 _DTYPES: Final = {
     str(kind).removeprefix("torch."): kind
     for kind in vars(torch).values()

@@ -9,8 +9,6 @@ from dlio.comm import Communicator
 from dlio.comm.recovery import uniform
 from dlio.integrations.objects import gather_tensor
 
-__all__ = ["REDUCED", "Gather"]
-
 REDUCED: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "mean": lambda rows: rows.mean(0),
     "avg": lambda rows: rows.mean(0),

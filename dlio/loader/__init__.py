@@ -1,3 +1,1 @@
 """torch's DataLoader, fed from the hierarchy."""
-
-__all__: list[str] = []

@@ -10,20 +10,6 @@ from typing import Any, Literal, Protocol
 
 from torch.utils.data import Sampler
 
-__all__ = [
-    "BatchData",
-    "CollateFn",
-    "DecodePlace",
-    "Index",
-    "IndexBatches",
-    "Indices",
-    "Sample",
-    "ScalarWriter",
-    "State",
-    "Transform",
-    "UserDataset",
-]
-
 UserDataset = Any
 """A map-style data set (`[i]`, `len`) or an IterableDataset; plain lists and dictionaries too."""
 Sample = Any

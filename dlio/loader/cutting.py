@@ -22,8 +22,6 @@ from dlio.storage.places import find_place
 from dlio.storage.spec import Tiers
 from dlio.util.forks import call_in_child
 
-__all__ = ["PatchRecipe", "PatchSource", "open_patches"]
-
 
 class PatchSource:
     """The chunks that patches are cut out of, in tiers of their own. Thread-safe.

@@ -52,8 +52,6 @@ from dlio.util.cores import available_cores
 if TYPE_CHECKING:
     from dlio.comm.data_ranks import AnyMesh, Group
 
-__all__ = ["DataLoader"]
-
 _T_co = TypeVar("_T_co", covariant=True, default=Sample)
 _AHEAD_BATCHES = 3
 """Batches before the end of a pass at which persistent workers begin the next pass."""

@@ -32,8 +32,6 @@ from dlio.util.arguments import (
 if TYPE_CHECKING:
     from dlio.loader.gallery.page import Page
 
-__all__ = ["Dataset"]
-
 MOST_SHOWN: Final = 1000
 """Samples of a page, at most."""
 

@@ -27,9 +27,6 @@ from dlio.loader.stats import PassStats, joined
 from dlio.plan.epoch import EpochPlan
 from dlio.plan.sample_mask import SampleMask
 
-__all__ = ["Dealing", "DealtIterator", "EpochPlace"]
-
-
 EpochPlace: TypeAlias = dict[str, Any]
 """Where a rank is in an epoch, as JSON types; see `Dealing.tell_epoch`."""
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from dlio.loader.passes import FormulaOrder
 from dlio.plan.shares import Shares
 
-__all__ = ["Dealt", "Torn"]
-
 
 @dataclass(frozen=True, slots=True)
 class Dealt:

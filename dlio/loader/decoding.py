@@ -6,8 +6,6 @@ from dlio.errors import UsageError
 from dlio.image.device.library import REMEDY, is_installed
 from dlio.loader.recipe import Recipe
 
-__all__ = ["check_device", "check_recipe"]
-
 
 def check_device(device: torch.device | str | int | None) -> None:
     """Raise UsageError if a loader's device cannot decode.

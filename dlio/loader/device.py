@@ -12,8 +12,6 @@ from dlio.loader.nested import map_leaves
 from dlio.loader.streams import streams_of
 from dlio.storage.device_tier import Event
 
-__all__ = ["Delivery", "moved", "target_of"]
-
 
 class Delivery:
     """Brings batches to a device. Owner: the loader, which uses it for all passes: page-locked

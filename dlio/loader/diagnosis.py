@@ -8,8 +8,6 @@ from dlio.loader.stats import PassStats, scalars_of
 from dlio.util.cores import available_cores
 from dlio.util.units import format_bytes
 
-__all__ = ["diagnose", "report"]
-
 _log = logging.getLogger("dlio")
 
 _SMALL_STALL: Final = 0.05

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from dlio.loader.contract import BatchData, CollateFn, Sample, UserDataset
 from dlio.loader.nested import emptied
 
-__all__ = ["EmptyAware"]
-
 
 @dataclass(frozen=True, slots=True)
 class EmptyAware:

@@ -23,8 +23,6 @@ from dlio.loader.trace import Spans
 from dlio.plan.listed_order import ListedOrder
 from dlio.storage.spec import device_spec
 
-__all__ = ["Engines", "choose_engine", "described"]
-
 _log = logging.getLogger("dlio")
 
 

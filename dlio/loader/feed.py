@@ -24,8 +24,6 @@ from dlio.loader.trace import Spans
 from dlio.plan.epoch import EpochPlan
 from dlio.storage.hierarchy import Hierarchy
 
-__all__ = ["Begun", "Clock", "Fed", "Feed", "LoaderIterator", "Stats"]
-
 
 @dataclass(slots=True)
 class Fed:

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from dlio.comm.recovery import Recovery, Report
 
-__all__ = ["Groups"]
-
 
 class _Switch(NamedTuple):
     """The place from which on other ranks share batches than before."""

@@ -32,8 +32,6 @@ from dlio.storage.device_tier import Copies, Event
 from dlio.util.pool import Lease, Pool
 from dlio.util.threads import Workers
 
-__all__ = ["MadeOnDevice", "Staging", "handed_over"]
-
 _AHEAD: Final = 2
 """Largest number of batches that wait on the device."""
 _UNDER_WAY: Final = 2

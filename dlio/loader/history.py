@@ -20,8 +20,6 @@ from dlio.plan.shares import Shares
 
 _T = TypeVar("_T")
 
-__all__ = ["Closed", "Deal", "Taken", "described", "recalled"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deal:

@@ -21,8 +21,6 @@ from dlio.loader.feed import Feed
 from dlio.loader.options import LoaderOptions
 from dlio.loader.sampled import SamplerPass
 
-__all__ = ["Drawn", "is_listable", "listed_samples", "raising_at_end"]
-
 _I64 = npt.NDArray[np.int64]
 _MOST_BATCHES: Final = 1 << 26
 """Most batches that are listed; 8 bytes a sample."""

@@ -31,8 +31,6 @@ from dlio.util.arguments import (
     whole_number,
 )
 
-__all__ = ["Mixture", "Source", "mix", "restore_weights"]
-
 Source: TypeAlias = PathText | Dataset
 """A source of a mixture: a path of a data set, or a data set of `dlio.open`."""
 _Weighted: TypeAlias = (

@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dlio.loader.contract import BatchData
 from dlio.loader.targets import Target
 
-__all__ = ["emptied", "map_leaves", "samples_in", "tensors_in"]
-
 
 def map_leaves(act: Callable[[BatchData], BatchData], data: BatchData) -> BatchData:
     """Return a batch of the same structure with `act` applied to each leaf."""

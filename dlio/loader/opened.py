@@ -23,8 +23,6 @@ from dlio.util.arguments import (
     whole_number,
 )
 
-__all__ = ["open_dataset"]
-
 _MOST_PIXELS: Final = 8192
 _MOST_REQUESTS: Final = 4096
 _MOST_SEED: Final = 2**63 - 1

@@ -45,8 +45,6 @@ from dlio.util.cores import available_cores
 if TYPE_CHECKING:
     from dlio.comm.data_ranks import AnyMesh, Group
 
-__all__ = ["SAME_NAMES", "LoaderOptions", "OnError", "WorkerKind", "check_arguments", "pinning"]
-
 _MOST_WORKERS: Final = 4096
 _MOST_SEED: Final = 2**63 - 1
 _MANY_THREADS: Final = 64

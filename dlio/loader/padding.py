@@ -11,8 +11,6 @@ from dlio.loader.contract import BatchData, Sample
 from dlio.loader.targets import Target
 from dlio.util.arguments import whole_number
 
-__all__ = ["PadTargets"]
-
 _MOST_BOXES = 1 << 20
 
 

@@ -25,15 +25,6 @@ from dlio.plan.shares import Shares
 from dlio.plan.tail_order import TailOrder
 from dlio.util.arguments import named
 
-__all__ = [
-    "FormulaOrder",
-    "Pass",
-    "Place",
-    "PlannedPass",
-    "SamplerOrder",
-    "check_state",
-]
-
 _BINDING: Final = ("mode", "ranks", "homes")
 """Keys of a state in the middle of an epoch that only the same ranks and tiers can continue."""
 

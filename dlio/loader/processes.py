@@ -14,8 +14,6 @@ from dlio.loader.options import LoaderOptions
 from dlio.loader.passes import Pass
 from dlio.loader.sampled import BatchesPass
 
-__all__ = ["TorchEngine", "fed_by", "plain_loader", "torch_feed"]
-
 _TIMED_OUT: Final = "DataLoader timed out"
 
 

@@ -25,8 +25,6 @@ from dlio.loader.targets import companion_of
 from dlio.storage.decoded import DecodedTier
 from dlio.util.printable import printable
 
-__all__ = ["Finish", "MappedRecipe", "Recipe"]
-
 
 class Finish(Protocol):
     """Makes samples where the data set of another library is read."""

@@ -13,8 +13,6 @@ from dlio.plan.epoch import is_exact
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.shares import Shares
 
-__all__ = ["Regrouping"]
-
 
 class Regrouping:
     """The part of a loader that deals an epoch anew to the ranks that are left."""

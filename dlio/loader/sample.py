@@ -16,8 +16,6 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.image.decode import decode_whole
 from dlio.loader.contract import Sample
 
-__all__ = ["decode_sample", "decoded_field", "image_and_label", "label_field"]
-
 _INTEGERS: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
 

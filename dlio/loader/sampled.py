@@ -12,8 +12,6 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from dlio.errors import UsageError
 from dlio.loader.contract import Index, IndexBatches, Indices, State
 
-__all__ = ["SAMPLER_KIND", "BatchesPass", "SamplerPass", "sampler_state"]
-
 SAMPLER_KIND: Final = "sampler"
 _FORMAT: Final = 2
 

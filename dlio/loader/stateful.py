@@ -5,8 +5,6 @@ from typing_extensions import TypeVar
 from dlio.loader.contract import Sample
 from dlio.loader.dataloader import DataLoader
 
-__all__ = ["StatefulDataLoader"]
-
 _T_co = TypeVar("_T_co", covariant=True, default=Sample)
 
 

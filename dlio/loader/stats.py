@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, Final, NotRequired, TypedDict, cast
 
-__all__ = ["STAGES", "PassStats", "joined", "scalars_of"]
-
 STAGES: Final = ("source", "disk", "ram", "peer", "decode", "transform", "collate", "fetch")
 
 

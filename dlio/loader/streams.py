@@ -14,8 +14,6 @@ import torch
 
 from dlio.storage.device_tier import Event
 
-__all__ = ["CudaStreams", "Pinned", "Streams", "pinned_memory", "streams_of"]
-
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its streams and events.
 
 

@@ -27,8 +27,6 @@ from dlio.image.moving import Move
 from dlio.loader.contract import BatchData, Sample
 from dlio.loader.sample import decoded_field, image_and_label
 
-__all__ = ["Companion", "Target", "companion_of"]
-
 _BOXES, _LABELS, _KEYPOINTS, _PAIRS = "boxes", "box_labels", "keypoints", "keypoint_pairs"
 _SEGMENTS, _MASK = "segments", "mask"
 _PER_BOX: Final = "box_"

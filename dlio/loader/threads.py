@@ -30,8 +30,6 @@ from dlio.loader.worker_info import clear_worker_info, set_worker_info
 from dlio.storage.mount import Mount
 from dlio.util.threads import Workers
 
-__all__ = ["ThreadEngine"]
-
 _POLL_S: Final = 0.2
 _PARTS: Final = 4
 """Tasks of a batch for each thread, so that they end together."""

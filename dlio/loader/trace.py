@@ -8,8 +8,6 @@ from typing import Any
 from dlio.util.arguments import PathText
 from dlio.util.files import write_json
 
-__all__ = ["Spans", "path_of"]
-
 _MOST: int = 500_000
 """Most spans of a trace; viewers cannot show more anyway."""
 

@@ -21,8 +21,6 @@ from dlio.loader.contract import Sample, UserDataset
 from dlio.loader.sample import label_field
 from dlio.util.arguments import named, nearest, whole_number
 
-__all__ = ["field_values", "results_reader", "split", "where"]
-
 _I64 = npt.NDArray[np.int64]
 
 _CLASS: Final = "class"

@@ -20,8 +20,6 @@ from torch.utils.data._utils import worker as _theirs
 from dlio.loader.contract import UserDataset
 from dlio.util.forks import new_lock
 
-__all__ = ["clear_worker_info", "set_worker_info"]
-
 _MOST_SEED: Final = 2**64
 
 _here: Any = threading.local()

@@ -1,3 +1,1 @@
 """Pure computations: order, blocks, placement, schedule. No files, threads or MPI."""
-
-__all__: list[str] = []

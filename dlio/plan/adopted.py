@@ -16,8 +16,6 @@ from dlio.plan.homeplan import HomePlan
 from dlio.plan.order import share
 from dlio.plan.schedule import Ranks, Window
 
-__all__ = ["AdoptedPlan", "heirs"]
-
 _I64 = npt.NDArray[np.int64]
 
 

@@ -20,8 +20,6 @@ from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.util.arguments import nearest
 
-__all__ = ["DEFAULT_WINDOW", "BlockOrder", "window_of"]
-
 DEFAULT_WINDOW: Final = 16
 """Blocks per window of `block` without a number."""
 _PATTERN: Final = re.compile(r"block(?:\(\s*(\d{1,9})\s*\))?")

@@ -13,8 +13,6 @@ import numpy as np
 
 from dlio.plan.fair import FairCounts, fair_counts, largest_remainder
 
-__all__ = ["EXHAUSTION", "end_of"]
-
 EXHAUSTION: Final = ("stop", "until_all", "repeat")
 
 

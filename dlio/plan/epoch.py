@@ -35,19 +35,6 @@ from dlio.plan.shares import Shares
 from dlio.plan.tail_order import TailOrder
 from dlio.util.arguments import nearest
 
-__all__ = [
-    "MODES",
-    "WINDOW_BYTES",
-    "EpochPlan",
-    "GlobalPlan",
-    "WindowPlan",
-    "check_mode",
-    "check_shares",
-    "exchanged",
-    "is_exact",
-    "plan_epoch",
-]
-
 _I64 = npt.NDArray[np.int64]
 _FEW_NODES: Final = 4
 """Most nodes for which planning whole global batches costs less than planning a node's samples."""

@@ -27,8 +27,6 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 
-__all__ = ["FairCounts", "fair_counts", "largest_remainder"]
-
 _I64 = npt.NDArray[np.int64]
 _STRIDE: Final = 512
 _MOST_BATCHES: Final = 1 << 24

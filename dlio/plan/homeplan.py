@@ -40,8 +40,6 @@ from dlio.plan.order import Order
 from dlio.plan.schedule import Ranks, Window, cut_window, with_ranks
 from dlio.plan.shares import Shares
 
-__all__ = ["HomePlan", "carried"]
-
 _I64 = npt.NDArray[np.int64]
 _I32 = npt.NDArray[np.int32]
 _UNIT: Final = 1 << 20

@@ -8,8 +8,6 @@ import numpy.typing as npt
 
 from dlio.plan.order import Order
 
-__all__ = ["MAX_BLOCK_BYTES", "MIN_BLOCKS", "MIN_BLOCK_BYTES", "Layout", "cut_blocks"]
-
 MAX_BLOCK_BYTES = 8 << 20
 """Intended payload bytes of a block, in a data set that is large enough."""
 MIN_BLOCKS = 512

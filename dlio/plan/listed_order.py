@@ -9,8 +9,6 @@ from dlio.errors import UsageError
 from dlio.plan.order import Order
 from dlio.plan.schedule import Window
 
-__all__ = ["ListedOrder", "ListedPlan"]
-
 _I64 = npt.NDArray[np.int64]
 
 

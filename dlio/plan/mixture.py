@@ -29,8 +29,6 @@ from dlio.plan.ends import end_of
 from dlio.plan.fair import fair_counts, largest_remainder
 from dlio.plan.order import MAX_SAMPLES, Order, mix
 
-__all__ = ["MixedEpoch", "Mixing", "MixtureOrder", "Segment", "Weights"]
-
 _I64 = npt.NDArray[np.int64]
 Weights = tuple[Fraction, ...]
 """Of each source; sum 1."""

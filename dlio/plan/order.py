@@ -22,21 +22,6 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 
-__all__ = [
-    "GOLDEN",
-    "MAX_SAMPLES",
-    "MIX_1",
-    "MIX_2",
-    "Cursor",
-    "Order",
-    "again_of",
-    "keyed_state",
-    "keyed_uniforms",
-    "keyed_words",
-    "mix",
-    "share",
-]
-
 MAX_SAMPLES = 2**40
 _SORTED_UP_TO = 4096
 _ROUNDS = 8

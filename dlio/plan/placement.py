@@ -30,8 +30,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-__all__ = ["Node", "Placement", "place"]
-
 _SCORES = 1 << 16
 """Scores computed at a time: their temporaries fit in the second-level cache."""
 

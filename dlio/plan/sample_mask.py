@@ -24,8 +24,6 @@ from dlio.errors import UsageError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 
-__all__ = ["STRETCH", "MaskedOrder", "SampleMask", "masked_layout"]
-
 _I64 = npt.NDArray[np.int64]
 _WORDS: Final = 8
 """Words of 64 bits between two counts."""

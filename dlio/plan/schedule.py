@@ -19,22 +19,6 @@ import numpy.typing as npt
 from dlio.plan.order import Order, mix
 from dlio.plan.shares import Shares
 
-__all__ = [
-    "Assignment",
-    "Mode",
-    "Ranks",
-    "Window",
-    "assign",
-    "cut_window",
-    "deal",
-    "keepers_of",
-    "plan_window",
-    "senders_of",
-    "steps_in_epoch",
-    "window_steps",
-    "with_ranks",
-]
-
 Mode = Literal["batch", "global"]
 _KEEPERS: Final = np.uint64(0x6B65657065727321)
 """Key of the hash that chooses keepers, apart from those of orders."""

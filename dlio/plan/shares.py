@@ -15,8 +15,6 @@ import numpy.typing as npt
 from dlio.errors import UsageError
 from dlio.plan.order import share
 
-__all__ = ["Shares", "checked_shares", "fastest_shares"]
-
 _I64 = npt.NDArray[np.int64]
 _HALVINGS = 60
 """Bisections of the interval in which the slowest rank's time lies."""

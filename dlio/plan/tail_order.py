@@ -8,8 +8,6 @@ import numpy.typing as npt
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
 
-__all__ = ["TailOrder", "blocks_of"]
-
 _I64 = npt.NDArray[np.int64]
 
 

@@ -3,5 +3,3 @@
 While the script runs, parts of torch are replaced: optimizers get an exchange, loaders give each
 rank its share of every batch, and only rank 0 prints and saves. See `dlio.script.runner`.
 """
-
-__all__: list[str] = []

@@ -16,8 +16,6 @@ from dlio.comm.recovery import Recovery, Report, recovery_of
 from dlio.loader.groups import Groups
 from dlio.plan.shares import Shares
 
-__all__ = ["Deal", "Dealing", "Taken"]
-
 
 @dataclass(slots=True, eq=False)
 class _Pass:

@@ -7,8 +7,6 @@ from dlio.errors import UsageError
 from dlio.train.exchange_spec import parse_exchange
 from dlio.util.options import Option, check
 
-__all__ = ["RunOptions"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:

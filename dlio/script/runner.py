@@ -30,8 +30,6 @@ from dlio.train.exchange.buckets import broadcast_tensors
 from dlio.train.exchange.distribute import Distributed, parameters_of
 from dlio.train.pruning.copies import is_bare_copy
 
-__all__ = ["run_script"]
-
 _PLACE: Final = "_dlio_place"
 
 

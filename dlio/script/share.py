@@ -18,8 +18,6 @@ from dlio.plan.shares import Shares
 from dlio.script.dealing import Dealing, Taken
 from dlio.train.balance import Clock, Cost, balanced_shares
 
-__all__ = ["Context", "SharingLoader", "use"]
-
 
 class Context:
     """State of a `dlio run` that its loaders share. One per process."""

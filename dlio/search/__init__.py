@@ -23,5 +23,3 @@ A trial's parameters depend on the seed, its number, and the results of trials t
 least `--lag`; whether it is stopped, on trials with lower numbers. Neither depends on time, on
 ranks, or on kills.
 """
-
-__all__: list[str] = []

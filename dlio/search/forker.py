@@ -30,8 +30,6 @@ from dlio.agent.places import pack, receive_exactly
 from dlio.util.processes import end_with_parent, module_command
 from dlio.util.settings import TRIAL_LINK
 
-__all__ = ["Forker", "main"]
-
 _STREAMS: Final = 2
 _END_TIMEOUT_S: Final = 10.0
 

@@ -11,8 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Course", "Halving"]
-
 
 @dataclass(frozen=True, slots=True)
 class Course:

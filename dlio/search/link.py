@@ -15,8 +15,6 @@ from dlio.comm import Communicator
 from dlio.errors import CommError
 from dlio.util.settings import TRIAL_LINK
 
-__all__ = ["Link"]
-
 _TURN_S: Final = 20.0
 """Time between two signs to the other ranks, well below the deadline of their waits."""
 

@@ -12,8 +12,6 @@ from dlio.util.arguments import nearest
 if TYPE_CHECKING:
     from dlio.train.report import EpochReport
 
-__all__ = ["METRIC_LINE", "Objective", "metrics_of", "parse_objectives", "picked"]
-
 METRIC_LINE: Final = re.compile(r"dlio: metric (\S+) (\S+)\s*")
 """Line by which a script tells a metric."""
 _SMALL: Final = re.compile(r"(.*_)?(loss|error|rmse|mae|seconds|bytes|parameters)")

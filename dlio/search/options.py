@@ -7,8 +7,6 @@ from dlio.errors import UsageError
 from dlio.train.options import TrainOptions
 from dlio.util.options import Option, check
 
-__all__ = ["SearchOptions", "SearchedRun", "SearchedScript"]
-
 
 @dataclass(frozen=True, slots=True)
 class SearchedRun(TrainOptions):

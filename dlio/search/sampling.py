@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 Direction = Literal["minimize", "maximize"]
 
-__all__ = ["Choice", "Sampling", "distributions", "quiet_optuna"]
-
 _RANDOM_FIRST: Final = {"tpe": 10, "cmaes": 1}
 """Trials that have to be known before results are used: earlier choices are random."""
 

@@ -20,8 +20,6 @@ from dlio.search.space import Point
 from dlio.search.study import Epoch, Record, Study
 from dlio.search.team import OpenFolder, Team, Work
 
-__all__ = ["STOPPED", "SearchFailed", "Searcher", "Setup"]
-
 STOPPED: Final = 75
 """Exit code of a search that was told to end, as of `dlio train`."""
 _PATIENCE_S: Final = 60.0

@@ -21,8 +21,6 @@ from dlio.util.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Shown", "check_plots", "results", "show_results", "write_page"]
-
 _ROWS: Final = 12
 """Ended trials in the live table, besides those that run."""
 _LEAST_PLOTTED: Final = 2

@@ -14,17 +14,6 @@ from dlio.train.options import TrainOptions
 from dlio.util.arguments import nearest
 from dlio.util.options import Field, Scalar, options_of
 
-__all__ = [
-    "Axis",
-    "Point",
-    "filled_in",
-    "grid_of",
-    "parse_space",
-    "parse_words",
-    "train_words",
-    "with_point",
-]
-
 Point = Mapping[str, Scalar]
 """Values of the parameters by name, such as {"lr": 0.01, "model.depth": 3}."""
 _RANGE: Final = re.compile(r"([^.].*?|\.\d.*?)\.\.(.+?)(:log)?")

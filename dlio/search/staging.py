@@ -11,8 +11,6 @@ from dlio.util.named import make_folders
 from dlio.util.processes import module_command
 from dlio.util.units import format_bytes
 
-__all__ = ["checked_tiers", "own_tiers", "stage"]
-
 _SPARE: Final = 64 << 20
 """Bytes of a tier beyond those of the data: headers of blocks, and room for their sizes."""
 

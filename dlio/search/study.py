@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     import optuna
     from optuna.trial import FrozenTrial
 
-__all__ = ["NAME", "Epoch", "Record", "Study"]
-
 NAME: Final = "search"
 """Name of the study in its journal."""
 _JOURNAL: Final = "journal.log"

@@ -19,8 +19,6 @@ from dlio.util.files import open_own
 from dlio.util.named import make_folders
 from dlio.util.settings import LAUNCHER, RECORD, SECRET, STORE, TRIAL
 
-__all__ = ["OpenFolder", "Team", "Work"]
-
 OpenFolder = Callable[[], AbstractContextManager[str]]
 """Opens the temporary folder of a job."""
 _HOST: Final = "127.0.0.1"

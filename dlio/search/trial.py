@@ -18,15 +18,6 @@ if TYPE_CHECKING:
 
     from dlio.script.options import RunOptions
 
-__all__ = [
-    "ScriptCall",
-    "Task",
-    "TellSearcher",
-    "make_callback",
-    "run_script_trial",
-    "run_training",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Task:

@@ -1,3 +1,1 @@
 """Samples on their way between ranks."""
-
-__all__: list[str] = []

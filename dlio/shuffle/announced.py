@@ -10,8 +10,6 @@ from dlio.comm.membership import Messages
 from dlio.errors import CommError
 from dlio.shuffle.wire import MessageMemory
 
-__all__ = ["AnnouncedReceive", "announce", "message_of"]
-
 _MOST: Final = 1 << 40
 
 

@@ -42,8 +42,6 @@ from dlio.shuffle.wire import (
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.threads import Workers
 
-__all__ = ["Shuffle", "Step", "windows_of"]
-
 _T = TypeVar("_T")
 
 _WINDOW_TAGS = 2047

@@ -5,8 +5,6 @@ from itertools import pairwise
 from dlio.plan.epoch import EpochPlan
 from dlio.plan.schedule import window_steps
 
-__all__ = ["windows_of"]
-
 _FIRST_WINDOW_STEPS = 2
 """Short, so that the first batch does not wait for a long window's messages."""
 _MOST_WINDOW_STEPS = 32

@@ -20,19 +20,9 @@ import xxhash
 
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock
-from dlio.storage.block import decompress_exactly
+from dlio.storage.scratch import decompress_exactly
 from dlio.util.memory import new_memory
 from dlio.util.pool import Pool, PoolStatistics
-
-__all__ = [
-    "ENTRY_BYTES",
-    "MessageMemory",
-    "Sealed",
-    "message_bytes",
-    "pack_message",
-    "pack_payloads",
-    "unpack_message",
-]
 
 ENTRY_BYTES: Final = 16
 """Bytes of a sample's entry in the table."""

@@ -1,3 +1,1 @@
 """Blocks, shards, tiers and the hierarchy that reads a sample from the fastest of them."""
-
-__all__: list[str] = []

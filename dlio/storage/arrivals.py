@@ -8,7 +8,7 @@ from typing import Final
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
-from dlio.storage.block import encode_block
+from dlio.storage.block_format import encode_block
 from dlio.storage.counters import Counters
 from dlio.storage.early import EarlyPayloads
 from dlio.storage.health import Health
@@ -19,8 +19,6 @@ from dlio.storage.targets import Targets
 from dlio.storage.tier import Tier
 from dlio.util.forks import call_in_child, new_lock
 from dlio.util.settings import settings
-
-__all__ = ["Arrivals"]
 
 _POLL_S: Final = 0.002
 

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Background"]
-
 _SHARE: Final = 0.25
 """Of one processor, and of the requests in flight."""
 _RECENT_S: Final = 2.0

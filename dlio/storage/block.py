@@ -26,42 +26,16 @@ from dlio.storage.block_format import (
     MAX_SAMPLES,
     MAX_SCHEMA_BYTES,
     VERSION,
-    aligned,
-    block_sizes,
-    encode_block,
 )
 from dlio.storage.scratch import (
     LZ4_HEAD,
     Scratch,
-    decompress_exactly,
     decompress_packed,
     own_scratch,
     scatter,
     with_head,
 )
 from dlio.util.memory import new_memory
-
-__all__ = [
-    "MAGIC",
-    "MAX_SAMPLES",
-    "MAX_SAMPLE_BYTES",
-    "MAX_SCHEMA_BYTES",
-    "NO_ROOM",
-    "VERSION",
-    "BlockInfo",
-    "Readable",
-    "Scratch",
-    "aligned",
-    "block_sizes",
-    "check_block",
-    "decompress_exactly",
-    "encode_block",
-    "file_size",
-    "read_exactly",
-    "read_info",
-    "scatter",
-    "write_all",
-]
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a used-up quota and full shared memory."""

@@ -11,23 +11,6 @@ import xxhash
 
 from dlio.data.schema import Buffer, Schema
 
-__all__ = [
-    "ALIGN",
-    "ENTRY",
-    "HEADER",
-    "MAGIC",
-    "MAGIC_PART",
-    "MAX_SAMPLES",
-    "MAX_SAMPLE_BYTES",
-    "MAX_SCHEMA_BYTES",
-    "VERSION",
-    "aligned",
-    "block_sizes",
-    "complete_head",
-    "encode_block",
-    "table_offset",
-]
-
 MAGIC: Final = b"DLIOBLK1"
 MAGIC_PART: Final = b"DLIOPCE2"
 """Of a block that lacks samples, in a tier."""

@@ -4,8 +4,6 @@ import fcntl
 import os
 import struct
 
-__all__ = ["lock_byte"]
-
 
 def lock_byte(descriptor: int, at: int, kind: int = fcntl.F_WRLCK, count: int = 1) -> bool:
     """Lock or unlock a byte of an open file, or `count` of them from there on.

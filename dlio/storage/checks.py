@@ -10,8 +10,6 @@ from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
 from dlio.util.units import format_bytes
 
-__all__ = ["check_room", "check_size"]
-
 
 def check_size(specs: Sequence[TierSpec], block_bytes: npt.NDArray[np.int64]) -> None:
     """Raise UsageError for a tier that has no room for a single block."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from dlio.util.forks import new_lock
 
-__all__ = ["PLACES", "Counters"]
-
 PLACES = ("source", "peer", "ram", "disk")
 """Places that a sample can be read from."""
 

@@ -27,13 +27,12 @@ import xxhash
 
 from dlio.agent.keeping import keep
 from dlio.errors import CorruptBlock
-from dlio.storage.block import NO_ROOM, decompress_exactly
+from dlio.storage.block import NO_ROOM
+from dlio.storage.scratch import decompress_exactly
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 from dlio.util.opening import open_file
 from dlio.util.shared import SharedFolder
-
-__all__ = ["DecodedTier"]
 
 _MOST_CHUNK: Final = 16 << 20
 _LEAST_CHUNK: Final = 1 << 20

@@ -20,8 +20,6 @@ from dlio.errors import DlioError, UsageError
 from dlio.util.forks import new_lock
 from dlio.util.units import format_bytes
 
-__all__ = ["Copies", "DeviceTier", "Event", "free_bytes"]
-
 _ALIGNED: Final = 16
 """Bytes between the beginnings of images are a multiple of it."""
 _FIRST, _ROWS, _COLUMNS, _LABEL = range(4)

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dlio.data.schema import Buffer
 from dlio.util.forks import call_in_child
 
-__all__ = ["EarlyPayloads"]
-
 
 class EarlyPayloads:
     """Payloads that are read before their blocks, by sample. Thread-safe.

@@ -12,8 +12,6 @@ from dlio.plan.order import Order
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.threads import Workers
 
-__all__ = ["IN_FLIGHT_BYTES", "Filler", "blocks_in_order", "filler_threads"]
-
 IN_FLIGHT_BYTES: Final = 64 << 20
 """Approximate bytes of the blocks that are read at a time."""
 _CHUNK: Final = 1 << 14

@@ -21,8 +21,6 @@ from dlio.storage.early import EarlyPayloads
 from dlio.storage.intake import Intake
 from dlio.util.threads import Workers
 
-__all__ = ["FirstBatch"]
-
 _JOIN_TIMEOUT_S: Final = 5.0
 
 

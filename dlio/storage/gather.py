@@ -36,8 +36,6 @@ from dlio.storage.room import Room
 from dlio.storage.targets import Targets
 from dlio.util.threads import Workers
 
-__all__ = ["Gather", "locate"]
-
 _POLL_S: Final = 0.002
 _LOOK_S: Final = 0.2
 _STOP_TIMEOUT_S: Final = 5.0

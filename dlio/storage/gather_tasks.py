@@ -11,8 +11,6 @@ from dlio.data.abilities import joins_neighbours, reads_together
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 
-__all__ = ["Task", "Tasks", "by_block"]
-
 _TOGETHER: Final = 32
 """Samples of one request, at most."""
 _RUN_BYTES: Final = 1 << 20

@@ -17,8 +17,6 @@ from dlio.storage.tier import Tier
 from dlio.util.forks import new_lock
 from dlio.util.printable import printable
 
-__all__ = ["Health", "LostTier", "is_fault"]
-
 _FAULTS: Final = frozenset(
     {
         errno.EDQUOT,

@@ -28,7 +28,6 @@ from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import SourceError
 from dlio.storage.arrivals import Arrivals
-from dlio.storage.block import Scratch, scatter
 from dlio.storage.counters import Counters
 from dlio.storage.early import EarlyPayloads
 from dlio.storage.first_batch import FirstBatch
@@ -36,11 +35,10 @@ from dlio.storage.gather import Gather, locate
 from dlio.storage.health import Health
 from dlio.storage.intake import Intake
 from dlio.storage.notes import Notes
+from dlio.storage.scratch import Scratch, scatter
 from dlio.storage.targets import Pins, Targets
 from dlio.storage.tier import Tier
 from dlio.storage.tier_reads import TierReads
-
-__all__ = ["Hierarchy", "Pins"]
 
 
 class Hierarchy:

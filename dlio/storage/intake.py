@@ -20,14 +20,12 @@ import numpy.typing as npt
 from dlio.data.reader import Reader, StoredBlocks
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
-from dlio.storage.block import encode_block
+from dlio.storage.block_format import encode_block
 from dlio.storage.large import read_samples
 from dlio.storage.places import find_place
 from dlio.util.forks import new_lock
 from dlio.util.pool import Lease, Pool
 from dlio.util.threads import Workers
-
-__all__ = ["Intake", "SourceBlock", "Throttle", "piece_bytes"]
 
 _PIECE_BYTES: Final = 1 << 20
 """Bytes of a range that is read in parallel with its neighbours."""

@@ -40,18 +40,6 @@ from dlio.util.named import open_folder
 from dlio.util.opening import Refused, closing_descriptor, open_file, read_small
 from dlio.util.shared import user_folder
 
-__all__ = [
-    "Lease",
-    "Stored",
-    "Use",
-    "evict",
-    "holds_data",
-    "job_id",
-    "make_room",
-    "set_pinned",
-    "stored_data",
-]
-
 _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID")
 _LEASE: Final = "lease."
 _EVICTED: Final = ".evicted."

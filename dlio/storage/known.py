@@ -18,8 +18,6 @@ from dlio.data.index import open_cache
 from dlio.util.files import write_whole_at
 from dlio.util.opening import read_small
 
-__all__ = ["known_roots", "remember_root"]
-
 _NAME: Final = re.compile(r"tier-[0-9a-f]{16}\.json")
 _MOST_BYTES: Final = 1 << 14
 _MOST: Final = 1000

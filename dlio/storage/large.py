@@ -13,9 +13,6 @@ from dlio.data.schema import Buffer
 from dlio.data.source import File
 from dlio.util.memory import new_memory
 
-__all__ = ["RangedSamples", "read_samples"]
-
-
 _Piece = tuple[ReadRange, int, memoryview]
 """A request: how its file is read, the offset, and the memory to fill."""
 

@@ -10,8 +10,6 @@ from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.spec import TierSpec
 from dlio.util.live import Published, publish
 
-__all__ = ["LiveFigures"]
-
 
 class LiveFigures:
     """Figures of one rank's mount, published until `close`.

@@ -22,8 +22,6 @@ from dlio.errors import CorruptBlock
 from dlio.util.files import write_whole_at
 from dlio.util.opening import Refused, read_small
 
-__all__ = ["NAME", "Manifest", "read_manifest", "write_manifest"]
-
 NAME: Final = "manifest"
 """Name of the file in a node's folder."""
 _MAGIC: Final = b"DLIOMFST"

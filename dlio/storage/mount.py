@@ -25,13 +25,13 @@ from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
 from dlio.plan.placement import Node, Placement, place
 from dlio.plan.schedule import Ranks
-from dlio.storage.block import aligned, block_sizes
+from dlio.storage.block_format import aligned, block_sizes
 from dlio.storage.checks import check_room, check_size
 from dlio.storage.decoded import DecodedTier
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.fill import IN_FLIGHT_BYTES, Filler, blocks_in_order, filler_threads
 from dlio.storage.health import LostTier, is_fault
-from dlio.storage.hierarchy import Hierarchy, Pins
+from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.intake import Intake
 from dlio.storage.inventory import Use, make_room, stored_data
 from dlio.storage.known import remember_root
@@ -40,11 +40,10 @@ from dlio.storage.places import Place, find_place
 from dlio.storage.sample_fill import SampleFiller
 from dlio.storage.spec import Tiers, TierSpec, choose_tiers, decoded_spec, device_spec, is_parsed
 from dlio.storage.streamed import StreamProgress
+from dlio.storage.targets import Pins
 from dlio.storage.tier import Tier
 from dlio.util.shared import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
-
-__all__ = ["Layout", "Mount", "MountOptions", "block_bytes_of", "mount"]
 
 Layout = Literal["partition", "replicate", "auto"]
 """Each block on one node; every block on each node; or the latter if each node has room for all."""

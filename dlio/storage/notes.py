@@ -4,8 +4,6 @@ from typing import Final
 
 from dlio.util.forks import new_lock
 
-__all__ = ["Notes"]
-
 _MOST: Final = 1000
 """Notes that are kept; a failing disk would otherwise fill the memory with them."""
 

@@ -54,8 +54,6 @@ from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 from dlio.util.opening import closing_descriptor, open_file
 
-__all__ = ["Pieces"]
-
 _BLOCKS_AT: Final = 1 << 40
 _STRIPES: Final = 64
 _POLL_S: Final = 0.001

@@ -9,8 +9,6 @@ from dlio.data.source import is_remote
 from dlio.storage.stripes import Stripes, find_stripes
 from dlio.util.mounts import Mounted, holding, read_mounts
 
-__all__ = ["NETWORK", "Place", "find_place", "scratch_places"]
-
 NETWORK: Final = ("lustre", "beegfs", "nfs", "gpfs", "cifs", "fuse", "ceph", "remote")
 """Kinds of places that are reached over a network."""
 _KINDS: Final = (

@@ -7,8 +7,6 @@ from dlio.storage.tier import Tier
 from dlio.util.forks import new_lock
 from dlio.util.units import format_bytes
 
-__all__ = ["Room"]
-
 
 class Room:
     """Keeps a tier within its capacity. Thread-safe.

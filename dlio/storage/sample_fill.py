@@ -11,8 +11,6 @@ from dlio.plan.order import Order
 from dlio.storage.gather import Gather
 from dlio.util.threads import Workers
 
-__all__ = ["SampleFiller"]
-
 _CHUNK: Final = 1 << 10
 _WAIT_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 10.0

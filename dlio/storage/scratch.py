@@ -8,16 +8,6 @@ from typing import Final
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock
 
-__all__ = [
-    "LZ4_HEAD",
-    "Scratch",
-    "decompress_exactly",
-    "decompress_packed",
-    "own_scratch",
-    "scatter",
-    "with_head",
-]
-
 
 class Scratch:
     """Memory that one thread reads one payload after another into; it grows to the largest."""

@@ -21,17 +21,6 @@ from dlio.storage.block import Readable, file_size, read_exactly, write_all
 from dlio.util.files import open_own
 from dlio.util.memory import new_memory
 
-__all__ = [
-    "SUFFIX",
-    "TRAILER_MAGIC",
-    "VERSION",
-    "Footer",
-    "Rows",
-    "ShardIndex",
-    "ShardWriter",
-    "read_footer",
-]
-
 SUFFIX: Final = ".dlio"
 TRAILER_MAGIC: Final = b"DLIOSHRD"
 VERSION: Final = 1

@@ -11,17 +11,6 @@ from dlio.util.settings import settings
 from dlio.util.shared import SHARED_MEMORY
 from dlio.util.units import format_bytes, parse_bytes
 
-__all__ = [
-    "TierSpec",
-    "Tiers",
-    "choose_tiers",
-    "decoded_spec",
-    "default_tiers",
-    "device_spec",
-    "is_parsed",
-    "parse_tiers",
-]
-
 _LEAST: Final = 16 << 20
 """Bytes of the smallest RAM tier that is made by default."""
 _EXAMPLE: Final = "ram:8GiB,/local/scratch:200GiB"

@@ -19,8 +19,6 @@ from dlio.storage.hierarchy import Hierarchy
 from dlio.util.opening import open_file
 from dlio.util.threads import Workers
 
-__all__ = ["BlockStream", "StreamProgress"]
-
 _WAIT_S: Final = 0.5
 _CLOSE_TIMEOUT_S: Final = 10.0
 

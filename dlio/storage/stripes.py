@@ -18,8 +18,6 @@ from typing import Final
 
 from dlio.util.units import format_bytes
 
-__all__ = ["Stripes", "find_stripes", "parse_beegfs", "parse_lustre", "parse_nfs"]
-
 _TIMEOUT_S: Final = 10.0
 _GPFS_DISKS: Final = 16
 """Disks that a GPFS is taken to have: its blocks are on all of them, and nobody but root may ask

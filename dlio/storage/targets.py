@@ -8,8 +8,6 @@ import numpy.typing as npt
 
 from dlio.storage.tier import Tier
 
-__all__ = ["Pins", "Targets"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pins:

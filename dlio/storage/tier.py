@@ -26,16 +26,9 @@ from typing import Final, Self
 from dlio.agent.keeping import keep
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull
-from dlio.storage.block import (
-    NO_ROOM,
-    BlockInfo,
-    Scratch,
-    check_block,
-    read_exactly,
-    read_info,
-    write_all,
-)
+from dlio.storage.block import NO_ROOM, BlockInfo, check_block, read_exactly, read_info, write_all
 from dlio.storage.byte_locks import lock_byte
+from dlio.storage.scratch import Scratch
 from dlio.storage.spec import TierSpec
 from dlio.util.folders import open_private, remove_entry, unlink
 from dlio.util.forks import new_lock
@@ -46,8 +39,6 @@ from dlio.util.opening import open_file, publish_file
 from dlio.util.settings import settings
 from dlio.util.shared import SharedFolder, user_folder
 from dlio.util.units import format_bytes
-
-__all__ = ["Tier", "checked_share"]
 
 _BLOCK: Final = re.compile(r"([0-9]{8,12})\.blk")
 _TEMPORARY: Final = re.compile(r"tmp\.([0-9]{8,12})\..*")

@@ -13,8 +13,6 @@ from dlio.storage.targets import Targets
 from dlio.storage.tier import Tier
 from dlio.util.forks import new_lock
 
-__all__ = ["TierReads"]
-
 T = TypeVar("T")
 
 _ON_THEIR_OWN_SHARE: Final = 0.005

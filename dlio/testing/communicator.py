@@ -27,8 +27,6 @@ from dlio.comm.protocol import Buffer
 from dlio.errors import CommError, CommTimeout
 from dlio.testing.promises import run_promises
 
-__all__ = ["CommunicatorTests", "main", "start_torch", "stop_torch"]
-
 _DEADLINE_S: Final = 30.0
 _LATE_S: Final = 0.2
 _TYPES: Final = (np.float32, np.float64, np.int64)

@@ -18,8 +18,6 @@ from hypothesis.extra import numpy as hnp
 from dlio.errors import CommError, DlioError
 from dlio.train.exchange.compress import Compressor
 
-__all__ = ["CompressorTests"]
-
 Floats = npt.NDArray[np.float32]
 Layout = Sequence[tuple[str, Sequence[int]]]
 

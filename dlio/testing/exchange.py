@@ -27,8 +27,6 @@ from dlio.train.cut import Cut
 from dlio.train.exchange import NAMES, RunningExchange, parse_exchange, start_exchange
 from dlio.train.exchange.buckets import averaged_state, consensus_distance, trainable
 
-__all__ = ["ExchangeTests", "main", "named"]
-
 _BATCH: Final = 4
 _FEATURES: Final = 12
 _CLASSES: Final = 5

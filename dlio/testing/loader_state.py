@@ -19,8 +19,6 @@ from torch.utils import _pytree
 
 from dlio.errors import DlioError
 
-__all__ = ["LoaderStateTests", "StatefulLoader"]
-
 State = dict[str, Any]
 """A loader's state, as torch's stateful loaders have it: a dictionary of plain values."""
 

@@ -10,8 +10,6 @@ from dlio.data.schema import Schema, Value
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 
-__all__ = ["MemoryReader"]
-
 
 class MemoryReader:
     """A data set in memory that counts how often each sample was read. Thread-safe.

@@ -5,8 +5,6 @@ import traceback
 
 import pytest
 
-__all__ = ["promises_of", "run_promises"]
-
 
 def promises_of(suite: type) -> list[str]:
     """Names of the test methods of a suite, its bases included, in alphabetical order."""

@@ -17,8 +17,6 @@ from dlio.comm.protocol import Array, Buffer, Op, Request
 from dlio.comm.waiting import wait_all
 from dlio.errors import CommError
 
-__all__ = ["ThreadCommunicator", "run_ranks"]
-
 _T = TypeVar("_T")
 _TIMEOUT_S: Final = 60.0
 _REDUCTIONS: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}

@@ -21,8 +21,6 @@ from dlio.data.schema import Value
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block import check_block
 
-__all__ = ["ReaderTests"]
-
 _THREADS: Final = 4
 _DEADLINE_S: Final = 60.0
 

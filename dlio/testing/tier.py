@@ -20,10 +20,8 @@ import pytest
 
 from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import CorruptBlock, TierFull
-from dlio.storage.block import encode_block
+from dlio.storage.block_format import encode_block
 from dlio.storage.tier import Tier
-
-__all__ = ["TierTests"]
 
 FINGERPRINT: Final = "00" * 16
 _THREADS: Final = 4

@@ -15,11 +15,9 @@ import numpy.typing as npt
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierFull
-from dlio.storage.block import Scratch
+from dlio.storage.scratch import Scratch
 from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
-
-__all__ = ["FailingReader", "FailingTier", "Gate", "SlowReader", "SlowTier"]
 
 _DEADLINE_S: Final = 60.0
 

@@ -1,3 +1,1 @@
 """The trainer: a model, a loader that feeds it, and an exchange between ranks."""
-
-__all__: list[str] = []

@@ -13,8 +13,6 @@ from dlio.data.schema import IMAGES, Kind, Schema
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 
-__all__ = ["MOST_CHANNELS", "ArrayFields", "array_fields", "is_arrays"]
-
 MOST_CHANNELS: Final = 16
 """Largest first dimension of three that is taken for channels."""
 _TARGETS: Final = (*LABEL_NAMES, "classes", "mask", "masks", "segmentation")

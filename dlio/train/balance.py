@@ -22,8 +22,6 @@ from dlio.train.precision import Precision
 from dlio.train.report import RankSpeed
 from dlio.train.tasks.base import Task
 
-__all__ = ["Balancer", "Clock", "Cost", "Sharing", "balanced_shares", "timed_pass"]
-
 _DAMPING: Final = 0.5
 """Weight of an epoch's measurement against the earlier estimate."""
 _WORTH: Final = 0.01

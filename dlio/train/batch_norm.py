@@ -21,8 +21,6 @@ from dlio.train.exchange.buckets import averaged_state, broadcast_tensors
 from dlio.train.ghost_spec import group_size
 from dlio.train.mesh.messages import Traffic
 
-__all__ = ["mean_state", "statistics_of", "synchronised"]
-
 
 def _sums(ranks: Traffic, *parts: torch.Tensor) -> list[torch.Tensor]:
     """Return the sums over ranks of float64 tensors, on their device, by one sum. Collective."""

@@ -12,8 +12,6 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.train.tasks.base import Outputs
 
-__all__ = ["compile_model"]
-
 
 def compile_model(model: nn.Module, device: torch.device) -> Callable[[torch.Tensor], Outputs]:
     """Return a function that runs a model compiled, from its first call on.

@@ -8,11 +8,9 @@ from dlio.plan.epoch import check_mode, check_shares
 from dlio.train.config_rules import check_together
 from dlio.train.exchange_spec import parse_exchange
 from dlio.train.names import DEFAULT_OPTIMIZER
-from dlio.train.options import MIN_IMAGE_SIZE, MODEL_NAMES, TrainOptions
+from dlio.train.options import TrainOptions
 from dlio.util.files import check_writable
 from dlio.util.options import check
-
-__all__ = ["MIN_IMAGE_SIZE", "MODEL_NAMES", "TrainConfig"]
 
 _LOCAL: Final = 0.75
 """Default learning rate where an outer optimizer with momentum acts between local steps, over the

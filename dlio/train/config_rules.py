@@ -14,8 +14,6 @@ from dlio.train.leaving import seconds_until
 from dlio.train.mesh_axes import parse_sizes
 from dlio.train.options import TrainOptions
 
-__all__ = ["check_together"]
-
 _OF_ORDER: Final = ("--shuffle", "--source-order")
 _NO_NODE: Final = r"^$|^-|[^\w.\-]"
 """Matches a name that is not a host's."""

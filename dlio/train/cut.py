@@ -6,8 +6,6 @@ import torch
 
 from dlio.errors import DlioError
 
-__all__ = ["Cut"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:

@@ -18,8 +18,6 @@ from dlio.train.config import TrainConfig
 from dlio.train.mesh import Mesh
 from dlio.train.sample_sharing import SampleSharing
 
-__all__ = ["difference", "is_table", "make_loader", "open_data"]
-
 
 def open_data(
     comm: Communicator,

@@ -10,8 +10,6 @@ from dlio.comm.environment import local_rank
 from dlio.errors import UsageError
 from dlio.util.arguments import unknown_word
 
-__all__ = ["channels_last", "choose_device"]
-
 _OF_VOLUMES: Final = 5
 """Dimensions of a 3-D convolution's weights."""
 

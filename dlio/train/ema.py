@@ -9,8 +9,6 @@ import copy
 import torch
 from torch import nn
 
-__all__ = ["WeightAverage"]
-
 
 class WeightAverage:
     """The moving average of a model's parameters, in a copy of the model on its device.

@@ -20,8 +20,6 @@ from dlio.train.weights import read_weights
 from dlio.util.cores import available_cores
 from dlio.util.heap import keep_freed_memory
 
-__all__ = ["EvaluationReport", "evaluate"]
-
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:

@@ -16,8 +16,6 @@ from dlio.train.pruning.copies import bare_copy
 from dlio.train.sample_sharing import SampleSharing
 from dlio.train.tasks.base import Convert, Outputs, Task, batch_size
 
-__all__ = ["Evaluator", "make_evaluator"]
-
 
 class Evaluator:
     """Evaluate models on held-out data.

@@ -39,8 +39,6 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 
-__all__ = ["COMPRESSORS", "NAMES", "USAGE", "ExchangeSpec", "parse_exchange"]
-
 COMPRESSORS: Final = ("onebit", "ternary", "threshold", "adaptive", "int8", "bf16", "fp16")
 """Names of compressors; see `dlio.train.exchange.compress`."""
 _PATTERN: Final = re.compile(r"([a-z-]+)(?:\(([^)]*)\))?(?:\+([a-z0-9]+))?")

@@ -13,8 +13,6 @@ from typing import Final, TypeVar
 from dlio.errors import UsageError
 from dlio.util.arguments import unknown_word
 
-__all__ = ["call_with", "check_name", "load_factory", "split_options"]
-
 _PATTERN: Final = re.compile(r"([\w.\-/]+(?::\w+)?)(?:\((.*)\))?", re.DOTALL)
 T = TypeVar("T")
 

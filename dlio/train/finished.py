@@ -8,8 +8,6 @@ from typing import Final
 from dlio.train.names import ARRAY_MODELS, DEFAULT_MODEL, USUAL_MODELS, USUAL_OPTIMIZERS
 from dlio.train.options import TrainOptions
 
-__all__ = ["FIXED", "finished_epochs"]
-
 FIXED: Final = ("model", "optimizer", "image_size", "seed")
 """Options that cannot change when a run is resumed."""
 

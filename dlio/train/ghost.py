@@ -32,8 +32,6 @@ from dlio.train.ghost_spec import group_size
 from dlio.train.mesh.messages import Traffic
 from dlio.train.options import TrainOptions
 
-__all__ = ["GhostBatches", "connected"]
-
 _WIDE: Final = torch.float64
 
 

@@ -5,8 +5,6 @@ from typing import Final
 
 from dlio.errors import UsageError
 
-__all__ = ["MODES", "USAGE", "group_size"]
-
 MODES: Final = ("local", "average", "sync")
 """Values besides `ghost(SAMPLES)`."""
 USAGE: Final = "choose average, sync, local, or ghost(SAMPLES) such as ghost(16)"

@@ -16,8 +16,6 @@ from dlio.train.checkpoint.state import OWED, about, restore, tensors_of
 from dlio.train.ledger import SampleLedger
 from dlio.train.worker import Worker
 
-__all__ = ["Joining"]
-
 _TAG: Final = 7001
 
 

@@ -3,8 +3,6 @@
 import math
 from typing import Final
 
-__all__ = ["SCHEDULES", "learning_rate"]
-
 SCHEDULES: Final = ("cosine", "linear", "step", "constant")
 """Names that --lr-schedule takes."""
 _WARM_UP: Final = 0.15

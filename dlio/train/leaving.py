@@ -13,8 +13,6 @@ from dlio.comm.membership import Elastic
 from dlio.errors import UsageError
 from dlio.util.signals import Asked, work_is_done
 
-__all__ = ["RESUME_CODE", "EndRequests", "leaving_at", "seconds_until"]
-
 RESUME_CODE: Final = 75
 """Exit code of a run that has written a checkpoint because it was told to end: the same command
 with --resume goes on. It is EX_TEMPFAIL of sysexits.h."""

@@ -13,8 +13,6 @@ from dlio.errors import DlioError
 from dlio.train.ledger_file import Line, line_hash, placed
 from dlio.util.files import move_file, open_partial, remove_file, unwritable
 
-__all__ = ["SampleLedger"]
-
 
 class SampleLedger:
     """Record the samples of each rank and step, one JSON object per line.

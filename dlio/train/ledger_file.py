@@ -21,8 +21,6 @@ import numpy as np
 
 from dlio.errors import UsageError
 
-__all__ = ["EpochCheck", "Line", "check_ledger", "line_hash", "placed", "read_lines"]
-
 _DIGITS: Final = 32
 _NUMBERS: Final = ("epoch", "step", "rank")
 

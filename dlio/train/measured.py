@@ -7,8 +7,6 @@ import numpy as np
 from dlio.loader.stats import PassStats
 from dlio.train.report import RankEpoch, RankSpeed, loader_counts
 
-__all__ = ["measured"]
-
 
 def measured(
     speed: RankSpeed,

@@ -8,8 +8,6 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 
-__all__ = ["AXES", "Axes", "parse_axes", "parse_sizes"]
-
 AXES: Final = ("data", "model", "space")
 """`data`: ranks of different samples. `model`: ranks that share the weights of layers. `space`:
 ranks that share each sample."""

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.train.config import MODEL_NAMES
 from dlio.train.factory import call_with, load_factory, split_options
 from dlio.train.networks.autoencoder import autoencoder
 from dlio.train.networks.convnet import ConvNet
@@ -17,9 +16,8 @@ from dlio.train.networks.mlp import Mlp
 from dlio.train.networks.residual import SmallResNet, resnet50
 from dlio.train.networks.transformer import HEADS, VisionTransformer
 from dlio.train.networks.unet import UNet
+from dlio.train.options import MODEL_NAMES
 from dlio.util.arguments import unknown_word
-
-__all__ = ["MODELS", "PIXEL_MEAN", "PIXEL_STD", "find_model", "make_model", "normalised"]
 
 PIXEL_MEAN: Final = (0.485, 0.456, 0.406)
 PIXEL_STD: Final = (0.229, 0.224, 0.225)

@@ -2,16 +2,6 @@
 
 from typing import Final
 
-__all__ = [
-    "ARRAY_MODELS",
-    "CALLBACKS",
-    "DEFAULT_MODEL",
-    "DEFAULT_OPTIMIZER",
-    "TASK_NAMES",
-    "USUAL_MODELS",
-    "USUAL_OPTIMIZERS",
-]
-
 DEFAULT_MODEL: Final = "resnet"
 """Value of --model that stands for the usual model of the task."""
 DEFAULT_OPTIMIZER: Final = "nesterov"

@@ -10,8 +10,6 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.util.arguments import unknown_word
 
-__all__ = ["make_optimizer", "usual_lr"]
-
 _Make = Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
 
 

@@ -7,8 +7,6 @@ from dlio.train.learning_rate import SCHEDULES
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
 from dlio.util.options import Option
 
-__all__ = ["MIN_IMAGE_SIZE", "MODEL_NAMES", "TrainOptions"]
-
 MIN_IMAGE_SIZE: Final = 32
 """Pixels: of a smaller image too little is left after the strides of the model."""
 MODEL_NAMES: Final = (

@@ -4,8 +4,6 @@ from typing import TypedDict
 
 from dlio.loader.dealing import EpochPlace
 
-__all__ = ["RunPlace"]
-
 
 class RunPlace(TypedDict):
     """Where a run is, between two batches, for a rank that joins; as JSON types."""

@@ -5,8 +5,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["DTYPES", "Precision"]
-
 DTYPES: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

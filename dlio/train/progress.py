@@ -12,8 +12,6 @@ from dlio.util.live import publish
 from dlio.util.liveline import tell_launcher, tells_launcher
 from dlio.util.progress import Bar
 
-__all__ = ["TrainingProgress"]
-
 _LINE_EVERY_S = 10.0
 _REFRESH_S = 0.1
 _FIRST = "waiting for the first batch"

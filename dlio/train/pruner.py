@@ -19,8 +19,6 @@ from dlio.train.pruning.pruned_layout import PrunedLayout
 from dlio.train.report import PruningReport
 from dlio.train.tasks.base import Task
 
-__all__ = ["Pruner", "PrunerState", "make_pruner"]
-
 _BATCHES: Final = 4
 """Number of batches in a probe: the last ones before a round."""
 _MOST: Final = 256

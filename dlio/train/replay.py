@@ -25,8 +25,6 @@ from dlio.loader.stats import PassStats
 from dlio.train.config import TrainConfig
 from dlio.train.ledger_file import Line, read_lines
 
-__all__ = ["Replay", "make_dealing"]
-
 _NEEDED: Final = ("update", "ranks")
 
 

@@ -17,19 +17,6 @@ from dlio.util.cores import available_cores
 from dlio.util.printable import printable
 from dlio.util.units import format_bytes
 
-__all__ = [
-    "CheckpointReport",
-    "EpochReport",
-    "LoaderCounts",
-    "PruningReport",
-    "RankEpoch",
-    "RankSpeed",
-    "Restored",
-    "RunReport",
-    "loader_counts",
-    "removed_by_kind",
-]
-
 
 class PruningReport(TypedDict):
     """The pruning of one epoch, from rank 0."""

@@ -23,8 +23,6 @@ from dlio.train.mesh import Mesh, Slab, parse_axes
 from dlio.train.mesh.layer_parts import LayerParts
 from dlio.train.mesh.slab import longest_dimension
 
-__all__ = ["SampleSharing"]
-
 Convert = Callable[[BatchData, torch.device], tuple[torch.Tensor, torch.Tensor]]
 """See `dlio.train.tasks.base`."""
 

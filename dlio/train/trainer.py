@@ -46,8 +46,6 @@ from dlio.util.files import write_whole
 from dlio.util.heap import keep_freed_memory
 from dlio.util.processes import die
 
-__all__ = ["train"]
-
 
 def train(config: TrainConfig) -> RunReport:
     """Train a model on the ranks of this job. Collective.

@@ -10,8 +10,6 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.util.limits import open_regular
 
-__all__ = ["check_archive", "load_weights", "read_weights", "stored_state"]
-
 
 def stored_state(path: str) -> dict[str, torch.Tensor]:
     """Read a file that `--save` has written, and maybe another user.

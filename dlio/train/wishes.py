@@ -24,8 +24,6 @@ from dlio.comm import Communicator, Request
 from dlio.comm.waiting import leave
 from dlio.train.exchange_spec import ExchangeSpec
 
-__all__ = ["Wish", "Wishes", "WishesInTurn", "WishesToAll", "make_wishes"]
-
 _GOSSIP_STEPS: Final = 8
 """Steps by which ranks may be apart that wait only for some of the others."""
 _TAG: Final = 1

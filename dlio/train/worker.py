@@ -44,8 +44,6 @@ from dlio.train.skipping.of_run import make_skipper
 from dlio.train.tasks.base import Task, batch_size
 from dlio.train.weights import load_weights
 
-__all__ = ["Worker"]
-
 
 class Worker:
     """One rank of a run, which callbacks see as `Run`.

@@ -1,3 +1,1 @@
 """Helpers for all packages: units, files, private folders, shared memory, threads, options."""
-
-__all__: list[str] = []

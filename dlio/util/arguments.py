@@ -12,21 +12,6 @@ from typing import Final, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dlio.errors import UsageError
 
-__all__ = [
-    "PathText",
-    "check_callable",
-    "check_counts",
-    "check_flag",
-    "named",
-    "nearest",
-    "number_in",
-    "one_of",
-    "path_in",
-    "paths_in",
-    "unknown_word",
-    "whole_number",
-]
-
 _CLOSE: Final = 0.5
 """Least similarity, from 0 to 1, of a word that is taken for a mistyped one."""
 _LONGEST: Final = 80

@@ -2,8 +2,6 @@
 
 import os
 
-__all__ = ["available_cores"]
-
 
 def available_cores() -> int:
     """Return the number of cores in this process's affinity mask, not that of the machine."""

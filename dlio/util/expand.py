@@ -7,8 +7,6 @@ import zlib
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["CODECS", "exceeds"]
-
 _STEP: Final = 1 << 20
 _LZMA_BYTES: Final = 256 << 20
 """Memory that a stream may ask for: that of the highest preset is 65 MiB."""

@@ -8,8 +8,6 @@ import re
 import shlex
 from importlib.metadata import PackageNotFoundError, requires
 
-__all__ = ["how_to_install"]
-
 
 def how_to_install(extra: str, package: str = "") -> str:
     """Return a command that installs the packages of an extra of dlio, such as `plot`.

@@ -8,8 +8,6 @@ from dlio.errors import UsageError
 from dlio.util.extras import how_to_install
 from dlio.util.files import write_whole
 
-__all__ = ["picture"]
-
 
 @contextlib.contextmanager
 def picture(path: str) -> Iterator[ModuleType]:

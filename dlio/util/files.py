@@ -12,19 +12,6 @@ from dlio.errors import UsageError
 from dlio.util.named import parent_of
 from dlio.util.opening import open_file, publish_file, temporary_name
 
-__all__ = [
-    "check_writable",
-    "move_file",
-    "open_own",
-    "open_partial",
-    "remove_file",
-    "take_lock",
-    "unwritable",
-    "write_json",
-    "write_whole",
-    "write_whole_at",
-]
-
 _POLL_S: Final = 0.02
 _MODE: Final = 0o664
 """Mode of files that users name: as the umask has it, but never writable by all users."""

@@ -27,30 +27,6 @@ from dlio.errors import TierError
 from dlio.util.named import open_folder, parent_of
 from dlio.util.opening import Refused, open_file, path_of, read_small, temporary_name
 
-__all__ = [
-    "MARK",
-    "empty_folder",
-    "hold_shared",
-    "is_marked",
-    "lock_file",
-    "mark",
-    "mark_of",
-    "new_folder",
-    "open_below",
-    "open_private",
-    "open_working",
-    "publish_folder",
-    "remove_bare",
-    "remove_entry",
-    "remove_if_unheld",
-    "remove_marked",
-    "remove_path",
-    "rename",
-    "same_folder",
-    "seal",
-    "unlink",
-]
-
 MARK: Final = ".dlio"
 """Name of the file that marks a folder as dlio's."""
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["call_in_child", "new_lock", "new_rlock"]
-
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _methods: list["weakref.WeakMethod[Callable[[], object]]"] = []
 

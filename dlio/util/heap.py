@@ -9,8 +9,6 @@ processes and not in others, by the order of the heap.
 import ctypes
 from typing import Final
 
-__all__ = ["keep_freed_memory"]
-
 _TRIM_THRESHOLD: Final = -1
 _TOP_PAD: Final = -2
 _MMAP_THRESHOLD: Final = -3

@@ -12,8 +12,6 @@ from typing import Final
 
 from dlio.util.limits import open_regular
 
-__all__ = ["close_held", "open_held"]
-
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
 _Openat = Callable[[int, bytes, int], int]
 _Close = Callable[[int], int]

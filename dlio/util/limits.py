@@ -18,16 +18,6 @@ from typing import Final
 
 from dlio.errors import DlioError, SourceError
 
-__all__ = [
-    "MAX_ABSENT_ROWS",
-    "check_claim",
-    "check_regular",
-    "is_plausible",
-    "open_regular",
-    "open_unchecked",
-    "parsing",
-]
-
 MAX_ABSENT_ROWS: Final = 1 << 20
 """Rows that a data set may declare without storing them."""
 _FREE_BYTES: Final = 128 << 20

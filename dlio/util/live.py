@@ -23,8 +23,6 @@ from typing import Any, Final, Self
 from dlio.util.private_sockets import is_own, user_of
 from dlio.util.threads import Workers
 
-__all__ = ["Answer", "Figures", "Published", "ask_all", "publish"]
-
 Figures = Mapping[str, Any]
 """Figures of one part of a process, as JSON takes them; `kind` says which these are."""
 

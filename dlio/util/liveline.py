@@ -19,8 +19,6 @@ from dlio.util.printable import printable
 from dlio.util.settings import PROGRESS
 from dlio.util.threads import Workers
 
-__all__ = ["LiveLine", "Output", "row_of", "tell_launcher", "tells_launcher"]
-
 _MARK: Final = "\x1edlio-progress "
 """Begins a line that the launcher draws; the first character separates records in ASCII."""
 _EVERY_S: Final = 0.1

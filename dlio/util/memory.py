@@ -16,8 +16,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LARGE", "joined", "new_memory"]
-
 LARGE: Final = 1 << 20
 """Bytes from which on memory is used again."""
 _SPARE: Final = 64 << 20

@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Mounted", "holding", "parse_mounts", "read_mounts", "unescaped"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mounted:

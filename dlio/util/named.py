@@ -13,8 +13,6 @@ from typing import Final
 
 from dlio.util.opening import Refused, planted
 
-__all__ = ["PUBLIC", "make_folders", "open_folder", "parent_of"]
-
 PUBLIC: Final = 0o775
 """Mode of the folders that users name; the umask takes its part from it."""
 _PATH: Final = os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW

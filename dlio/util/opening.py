@@ -12,18 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, Final
 
-__all__ = [
-    "Refused",
-    "closing_descriptor",
-    "open_file",
-    "open_new",
-    "path_of",
-    "planted",
-    "publish_file",
-    "read_small",
-    "temporary_name",
-]
-
 _FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 

@@ -24,17 +24,6 @@ from typing import Annotated, Any, Final, Literal, TypeVar, cast, get_args, get_
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 
-__all__ = [
-    "Field",
-    "Option",
-    "Scalar",
-    "Value",
-    "as_mapping",
-    "check",
-    "from_mapping",
-    "options_of",
-]
-
 Scalar = str | int | float | bool
 Value = Scalar | None | tuple[object, ...]
 """Values that a field may have."""

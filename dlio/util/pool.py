@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from dlio.util.forks import new_lock
 
-__all__ = ["Lease", "Pool", "PoolStatistics"]
-
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:

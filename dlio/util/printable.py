@@ -3,8 +3,6 @@
 import sys
 from typing import TextIO
 
-__all__ = ["print_line", "printable"]
-
 
 def printable(text: str | bytes) -> str:
     """Return a text with all control characters and invalid bytes escaped, line ends included."""

@@ -8,8 +8,6 @@ from typing import Final
 
 from dlio.errors import TierError
 
-__all__ = ["connect", "is_own", "listen", "user_of"]
-
 _BACKLOG: Final = 1024
 _CREDENTIALS: Final = struct.Struct("3i")
 

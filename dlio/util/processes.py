@@ -10,17 +10,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import AnyStr, Final
 
-__all__ = [
-    "STOPPED_S",
-    "die",
-    "end_groups",
-    "end_with_parent",
-    "is_stopped",
-    "kill_groups_after",
-    "module_command",
-    "process_state",
-]
-
 _PR_SET_PDEATHSIG: Final = 1
 STOPPED_S: Final = 1.5
 """Seconds that a rank may be stopped: Ctrl-Z and `fg` stop all of a job, its watcher, too."""

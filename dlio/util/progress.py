@@ -3,8 +3,6 @@
 import sys
 from typing import Any, Final, Self
 
-__all__ = ["Bar"]
-
 _BAR: Final = 20
 
 

@@ -6,8 +6,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["reachable"]
-
 _MOST_OBJECTS: Final = 2000
 _DEPTH: Final = 6
 

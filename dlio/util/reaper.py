@@ -12,8 +12,6 @@ import sys
 
 from dlio.util.shared import sweep_shared_memory
 
-__all__ = ["main"]
-
 
 def main(lock: str) -> None:
     """Detach from the caller, wait for the lock, and remove the folder that contains it."""

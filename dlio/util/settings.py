@@ -14,25 +14,6 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 
-__all__ = [
-    "DEVICE_EXCHANGE",
-    "DEVICE_TIER",
-    "INTERNAL",
-    "LAUNCHER",
-    "PROGRESS",
-    "RECORD",
-    "SECRET",
-    "SETTINGS",
-    "STORE",
-    "TERMINAL",
-    "TRIAL",
-    "TRIAL_LINK",
-    "Setting",
-    "Settings",
-    "settings",
-    "unknown_variables",
-]
-
 Value = float | int | bool | str | None
 """Types that a setting may have."""
 

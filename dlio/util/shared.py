@@ -19,8 +19,6 @@ from dlio.util.folders import hold_shared, lock_file, open_private, remove_if_un
 from dlio.util.processes import module_command
 from dlio.util.threads import Workers
 
-__all__ = ["SHARED_MEMORY", "SharedFolder", "sweep_shared_memory", "user_folder"]
-
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
 """Folder of the kernel's in-memory file system."""
 _SWEEP: Final = "sweep"

@@ -8,16 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-__all__ = [
-    "Asked",
-    "as_command",
-    "end_with",
-    "passing_on",
-    "passing_on_warnings",
-    "receiving",
-    "work_is_done",
-]
-
 _SAME_S: Final = 1.0
 """Time in which signals are one: a launcher passes on those that its ranks may have got, too."""
 _NUMBERS: Final = (signal.SIGTERM, signal.SIGUSR1)

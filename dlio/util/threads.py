@@ -27,8 +27,6 @@ import weakref
 from collections.abc import Callable
 from typing import Final, Protocol, Self
 
-__all__ = ["Workers", "join_with"]
-
 _log = logging.getLogger("dlio")
 _STOP_TIMEOUT_S: Final = 5.0
 _LOOK_S: Final = 0.5

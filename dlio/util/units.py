@@ -5,8 +5,6 @@ from typing import Final
 
 from dlio.errors import UsageError
 
-__all__ = ["exact_bytes", "format_bytes", "format_seconds", "parse_bytes", "parse_seconds"]
-
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZES: Final[dict[str, int]] = {
     **{name.lower(): size for name, size in _UNITS.items()},

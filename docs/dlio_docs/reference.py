@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from dlio.cli.reference import SETTINGS, CommandReference, OptionReference, commands
+from dlio.cli.reference import CommandReference, OptionReference, commands
+from dlio.util.settings import SETTINGS
 
 __all__ = ["commands_page", "environment_table", "options_by_command"]
 

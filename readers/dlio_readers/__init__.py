@@ -1,3 +1,1 @@
 """Readers: one file a format, found through the entry-point group `dlio.readers`."""
-
-__all__: list[str] = []

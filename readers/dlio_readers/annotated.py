@@ -25,15 +25,6 @@ from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio_readers.fileset import FileSet
 
-__all__ = [
-    "MAX_BOXES",
-    "AnnotatedReader",
-    "Annotations",
-    "check_boxes",
-    "index_kind",
-    "mirrored_pairs",
-]
-
 MAX_BOXES: Final = 1 << 16
 """Boxes of one picture, at most."""
 _STORAGE_SEED: Final = 0xD110

@@ -11,8 +11,6 @@ from dlio.errors import SourceError, UsageError
 from dlio_readers.arrowstream import ArrowStream
 from dlio_readers.rowgroups import RowGroupReader, lie_at
 
-__all__ = ["ArrowReader"]
-
 _SUFFIXES: Final = (".arrow", ".arrows", ".feather", ".ipc")
 _STATE: Final = "state.json"
 _PARTS: Final = "dataset_dict.json"

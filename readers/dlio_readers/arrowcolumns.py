@@ -14,17 +14,6 @@ from dlio.data.schema import DTYPES, array_kind
 from dlio.errors import SourceError
 from dlio_readers.columns import looks_like
 
-__all__ = [
-    "ArrowColumn",
-    "ArrowSchema",
-    "ArrowType",
-    "ColumnFacts",
-    "Decoded",
-    "class_names",
-    "decoded",
-    "take",
-]
-
 # pyarrow publishes no types.
 ArrowType: TypeAlias = Any
 """A pyarrow.DataType."""

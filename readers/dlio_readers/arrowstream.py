@@ -15,8 +15,6 @@ from dlio.data.source import File
 from dlio.errors import SourceError
 from dlio.util.limits import check_claim, parsing
 
-__all__ = ["ArrowStream", "ArrowTable"]
-
 ArrowTable: TypeAlias = Any
 """A pyarrow.Table, which has no types."""
 

@@ -16,8 +16,6 @@ from dlio_readers.annotated import AnnotatedReader, Annotations, index_kind
 from dlio_readers.cocofile import CocoFile, joined
 from dlio_readers.fileset import url_below
 
-__all__ = ["CocoReader"]
-
 _PREFIXES: Final = ("instances_", "person_keypoints_", "_annotations.coco", "annotations")
 _MAIN, _KEYPOINTS = "instances_", "person_keypoints_"
 _HEAD: Final = 1 << 16

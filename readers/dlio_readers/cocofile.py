@@ -13,8 +13,6 @@ from dlio.data.source import File
 from dlio.errors import SourceError
 from dlio_readers.annotated import MAX_BOXES, Annotations, check_boxes, mirrored_pairs
 
-__all__ = ["CocoFile", "joined"]
-
 _MOST_BYTES: Final = 4 << 30
 _MOST_CLASSES: Final = 1 << 16
 _MOST_KEYPOINTS: Final = 255

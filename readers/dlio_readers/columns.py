@@ -28,22 +28,6 @@ from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
 from dlio_readers.slabs import Part, Select, check_select, slab_shape
 
-__all__ = [
-    "ENDS",
-    "KEPT_BYTES",
-    "SCHEMA",
-    "SHAPE",
-    "Arrays",
-    "Column",
-    "ColumnReader",
-    "PlainColumn",
-    "RaggedColumn",
-    "choose",
-    "looks_like",
-    "parse_schema",
-    "storable",
-]
-
 ENDS: Final = "__ends"
 SHAPE: Final = "__shape"
 SCHEMA: Final = "dlio_schema"

@@ -7,8 +7,6 @@ from typing import Final, TypeVar
 
 from dlio.storage.places import find_place
 
-__all__ = ["concurrently"]
-
 _THREADS: Final = 32
 
 T = TypeVar("T")

@@ -36,8 +36,6 @@ from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.rehearsal import rehearse
 from dlio_readers.scans import DICOM_SUFFIXES, NIFTI_SUFFIXES, dicom_array, nifti_array
 
-__all__ = ["FilesReader"]
-
 _NUMPY: Final = (".npy", ".npz")
 _SCANS: Final = (*NIFTI_SUFFIXES, *DICOM_SUFFIXES)
 _SUFFIXES: Final = (*_NUMPY, *HDF5_SUFFIXES, *_SCANS)

@@ -27,11 +27,9 @@ from dlio.data.source import Entry, Source
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.block import MAX_SAMPLE_BYTES
+from dlio.storage.block_format import MAX_SAMPLE_BYTES
 from dlio.storage.shard import SUFFIX
 from dlio_readers.fileset import FileSet
-
-__all__ = ["EXTENSIONS", "FolderReader"]
 
 EXTENSIONS: Final = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),)
 _STORAGE_SEED: Final = 0xD110

@@ -21,8 +21,6 @@ from dlio_readers.rehearsal import rehearse
 from dlio_readers.slabs import Select
 from dlio_readers.volumes import Samples, volumes_of
 
-__all__ = ["Hdf5Reader"]
-
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
 
 

@@ -9,8 +9,6 @@ from dlio.errors import SourceError
 from dlio.util.expand import exceeds
 from dlio.util.limits import MAX_ABSENT_ROWS, check_claim
 
-__all__ = ["Chunks", "Dataset"]
-
 _DEFLATE: Final = 1
 """H5Z_FILTER_DEFLATE."""
 _MAX_INFLATION: Final = 1032

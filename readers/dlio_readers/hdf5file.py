@@ -36,8 +36,6 @@ from dlio_readers.ranges import ranged_array, read_slab
 from dlio_readers.rehearsal import note_opening
 from dlio_readers.slabs import Select, slab
 
-__all__ = ["HDF5_SUFFIXES", "Handle", "Hdf5File"]
-
 Handle: TypeAlias = Any
 """An h5py.File, which has no types."""
 

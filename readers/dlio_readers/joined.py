@@ -8,8 +8,6 @@ import numpy.typing as npt
 from dlio.data.schema import Value
 from dlio_readers.columns import Column
 
-__all__ = ["JoinedColumn"]
-
 
 class JoinedColumn:
     """A column of several files, concatenated.

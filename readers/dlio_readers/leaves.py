@@ -8,8 +8,6 @@ import numpy as np
 from dlio.data.schema import Structure, Value, array_kind, leaves
 from dlio.errors import UsageError
 
-__all__ = ["Leaf", "flatten", "structure_of"]
-
 _DEPTH: Final = 16
 
 Leaf = tuple[str, str, tuple[int, ...], Any]

@@ -12,8 +12,6 @@ from dlio.data.source import File
 from dlio.errors import SourceError
 from dlio.util.forks import new_lock
 
-__all__ = ["Frame", "frame_index"]
-
 _FRAME_MAGIC: Final = 0x184D2204
 _FRAME_BLOCKS: Final = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 1 << 22}
 _KEPT_BLOCKS: Final = 16

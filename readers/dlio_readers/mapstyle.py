@@ -30,8 +30,6 @@ from dlio.util.forks import new_lock
 from dlio_readers.leaves import Leaf, flatten, structure_of
 from dlio_readers.randomness import Draws, may_be_random
 
-__all__ = ["MapStyleData", "MapStyleReader"]
-
 _VERSION: Final = 2
 _SEED: Final = 0xD110
 _PROBES: Final = 16

@@ -22,8 +22,6 @@ from dlio_readers.annotated import index_kind
 from dlio_readers.fileset import FileSet, files_in
 from dlio_readers.sidefolders import PICTURES, SideFolders, find_sides, side_folders
 
-__all__ = ["MaskReader"]
-
 _MASKS: Final = ("masks", "annotations", "labels", "segmentation")
 _VERSION: Final = 1
 _STORAGE_SEED: Final = 0xD110

@@ -31,8 +31,6 @@ from dlio.plan.order import Order
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
 
-__all__ = ["MdsReader"]
-
 _VERSION: Final = 1
 _INDEX: Final = "index.json"
 _MAX_INDEX: Final = 64 << 20

@@ -17,8 +17,6 @@ from dlio.util.memory import new_memory
 from dlio_readers.columns import Arrays
 from dlio_readers.ranges import ranged_array, read_slab
 
-__all__ = ["StoredArray", "chunked_array", "numpy_arrays"]
-
 _HEAD_BYTES: Final = 1 << 12
 _MAX_RAW: Final = 16 << 30
 

@@ -11,8 +11,6 @@ from dlio.errors import SourceError
 from dlio.util.limits import check_claim, is_plausible, parsing
 from dlio_readers.rowgroups import RowGroupReader, lie_at
 
-__all__ = ["ParquetReader"]
-
 _SUFFIXES: Final = (".parquet", ".parq")
 
 

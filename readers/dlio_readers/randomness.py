@@ -9,8 +9,6 @@ import numpy as np
 
 from dlio.util.reach import reachable
 
-__all__ = ["Draws", "may_be_random"]
-
 _UNSEEDED: Final = ("default_rng", "RandomState", "Random", "SystemRandom", "uuid4", "seed")
 """Called without arguments, these take entropy of the system."""
 _ENTROPY: Final = ("urandom", "token_bytes", "token_hex", "getrandbits", "SystemRandom")

@@ -11,8 +11,6 @@ from dlio.data.chunks import Box, ChunkedArray, plain_chunks
 from dlio.data.source import File
 from dlio.util.memory import new_memory
 
-__all__ = ["ranged_array", "read_slab"]
-
 _LEAST_RUN: Final = 4096
 """Consecutive bytes of a part that are worth a request: storage reads no less than a page."""
 

@@ -28,8 +28,6 @@ from dlio.errors import DlioError, SourceError
 from dlio.util.processes import end_with_parent, module_command
 from dlio.util.settings import REHEARSAL
 
-__all__ = ["main", "note_opening", "rehearse"]
-
 _VERSION: Final = 1
 _STUCK_CPU_S: Final = 8.0
 """Processor time without a byte read or written after which a library counts as stuck."""

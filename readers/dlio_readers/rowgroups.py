@@ -25,8 +25,6 @@ from dlio.util.limits import check_claim, parsing
 from dlio_readers.arrowcolumns import ColumnFacts, class_names, decoded, take
 from dlio_readers.rehearsal import note_opening, rehearse
 
-__all__ = ["RowGroupReader", "lie_at"]
-
 _VERSION: Final = 1
 _KEPT_BYTES: Final = 64 << 20
 

@@ -21,8 +21,6 @@ from dlio.util.limits import check_claim, parsing
 from dlio_readers.columns import storable
 from dlio_readers.ranges import ranged_array
 
-__all__ = ["DICOM_SUFFIXES", "NIFTI_SUFFIXES", "dicom_array", "nifti_array"]
-
 NIFTI_SUFFIXES: Final = (".nii", ".nii.gz")
 DICOM_SUFFIXES: Final = (".dcm", ".dicom")
 _HEAD_BYTES: Final = 540

@@ -28,8 +28,6 @@ from dlio.storage.shard import SUFFIX, ShardIndex, read_footer
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 
-__all__ = ["ShardReader"]
-
 _OPENED_AT_A_TIME = 16
 _NAMES = 1024
 """Names of neighbours that are read together."""

@@ -14,8 +14,6 @@ from typing import Final
 from dlio.data.source import Source
 from dlio.errors import SourceError
 
-__all__ = ["PICTURES", "SideFolders", "find_sides", "side_folders"]
-
 PICTURES: Final = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),)
 _IMAGES: Final = "images"
 _SPLITS: Final = ("train", "training", "val", "valid", "validation", "dev", "test", "testing")

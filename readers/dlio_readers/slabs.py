@@ -8,8 +8,6 @@ from typing import TypeAlias
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 
-__all__ = ["Part", "Select", "check_select", "slab", "slab_shape"]
-
 Part: TypeAlias = tuple[slice | int, ...]
 """Slices and integers over the leading dimensions of a field."""
 Index: TypeAlias = slice | int | EllipsisType

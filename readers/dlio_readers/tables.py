@@ -15,8 +15,6 @@ from dlio_readers.slabs import Select, slab
 from dlio_readers.texttable import open_text_tables
 from dlio_readers.volumes import Samples, volumes_of
 
-__all__ = ["TablesReader"]
-
 _TEXTS: Final = (".csv", ".tsv")
 _ARRAYS: Final = (".npy", ".npz")
 _SUFFIXES: Final = (*_ARRAYS, *_TEXTS)

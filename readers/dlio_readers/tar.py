@@ -33,8 +33,6 @@ from dlio.util.memory import new_memory
 from dlio_readers.lz4frame import Frame, frame_index
 from dlio_readers.tarmembers import Members
 
-__all__ = ["SUFFIXES", "TarReader"]
-
 SUFFIXES: Final = (".tar", ".tar.lz4")
 _VERSION: Final = 1
 _SCAN_THREADS: Final = 8

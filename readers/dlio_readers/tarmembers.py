@@ -6,8 +6,6 @@ from typing import Final
 
 from dlio.errors import SourceError
 
-__all__ = ["Members"]
-
 _SCAN_BYTES: Final = 1 << 20
 _BLOCK: Final = 512
 _MAX_NAME: Final = 1 << 16

@@ -21,8 +21,6 @@ from dlio.util.arguments import nearest
 from dlio_readers.columns import Column
 from dlio_readers.joined import JoinedColumn
 
-__all__ = ["FEATURES", "TextTable", "open_text_tables"]
-
 FEATURES: Final = "features"
 """Field that holds the columns of `columns=` as one array."""
 _ALL: Final = "*"

@@ -20,8 +20,6 @@ import numpy.typing as npt
 from dlio.data.schema import MAX_FIELDS
 from dlio.errors import CorruptBlock
 
-__all__ = ["Feature", "FeatureKind", "Record", "count_of", "features_of", "floats_of", "ints_of"]
-
 FeatureKind = Literal["bytes", "float32", "int64"]
 _KINDS: Final[dict[int, FeatureKind]] = {1: "bytes", 2: "float32", 3: "int64"}
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5

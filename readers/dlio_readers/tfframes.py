@@ -15,17 +15,6 @@ from dlio.data.schema import MAX_PAYLOAD
 from dlio.data.source import File
 from dlio.errors import CorruptBlock, SourceError
 
-__all__ = [
-    "AROUND",
-    "HEAD",
-    "LazyRecord",
-    "WholeRecord",
-    "check_data",
-    "is_framed",
-    "masked",
-    "records_of",
-]
-
 HEAD: Final = struct.Struct("<QI")
 FOOT: Final = struct.Struct("<I")
 AROUND: Final = HEAD.size + FOOT.size

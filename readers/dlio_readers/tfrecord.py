@@ -39,8 +39,6 @@ from dlio_readers.tfframes import (
 )
 from dlio_readers.tfscan import scan
 
-__all__ = ["TfRecordReader"]
-
 _SUFFIXES: Final = (".tfrecord", ".tfrecords", ".tfrec", ".tfr")
 _PACKED: Final = tuple(f"{suffix}.gz" for suffix in _SUFFIXES)
 _SHARD: Final = re.compile(r"(.+)-(\d{3,6})-of-(\d{3,6})")

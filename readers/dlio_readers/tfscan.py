@@ -22,8 +22,6 @@ from dlio_readers.concurrent import concurrently
 from dlio_readers.tfexample import Feature, FeatureKind, count_of, features_of, ints_of
 from dlio_readers.tfframes import LazyRecord, records_of
 
-__all__ = ["scan"]
-
 _TEXT_BYTES: Final = 1 << 10
 """Bytes of the longest value that is text, if all values of its feature are."""
 _HEAD_BYTES: Final = 16

@@ -11,8 +11,6 @@ from dlio.data.schema import array_kind
 from dlio.errors import SourceError, UsageError
 from dlio_readers.columns import Column, PlainColumn
 
-__all__ = ["Samples", "VolumeColumn", "volumes_of"]
-
 Samples = Literal["rows", "files"]
 """Samples are the rows of the files' arrays, or each file is one."""
 _VOLUME_DIMENSIONS: Final = 3

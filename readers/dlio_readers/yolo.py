@@ -28,8 +28,6 @@ from dlio_readers.annotated import (
 from dlio_readers.fileset import files_in, url_below
 from dlio_readers.sidefolders import PICTURES, SideFolders, find_sides, side_folders
 
-__all__ = ["YoloReader"]
-
 _LABELS: Final = ("labels",)
 _YAML: Final = (".yaml", ".yml")
 _MOST_LABELS: Final = 64 << 20

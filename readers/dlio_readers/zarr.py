@@ -27,8 +27,6 @@ from dlio_readers.columns import (
 )
 from dlio_readers.slabs import Select, slab
 
-__all__ = ["ZarrReader"]
-
 _OBJECT_CODECS: Final = (
     *("pickle", "json", "json2", "msgpack", "msgpack2", "categorize"),
     *("vlen-utf8", "vlen-bytes", "vlen-array"),

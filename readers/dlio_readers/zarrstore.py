@@ -24,8 +24,6 @@ from dlio.errors import SourceError
 from dlio.util.expand import exceeds
 from dlio.util.limits import open_regular
 
-__all__ = ["LocalFiles", "RemoteFiles"]
-
 _MAX_METADATA: Final = 64 << 20
 _SLACK: Final = 1 << 16
 _EXPANSION: Final = 8

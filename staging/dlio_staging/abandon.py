@@ -18,8 +18,6 @@ from dlio.util.printable import print_line
 from dlio.util.processes import end_with_parent
 from dlio.util.settings import settings
 
-__all__ = ["abandonable"]
-
 _PATIENCE_S: Final = 5.0
 _POLL_S: Final = 0.02
 _HUNG: Final = 2

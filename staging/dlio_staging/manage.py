@@ -18,17 +18,6 @@ from dlio.util.settings import settings
 from dlio.util.shared import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
 
-__all__ = [
-    "Eviction",
-    "Pinning",
-    "Status",
-    "describe_status",
-    "evict_command",
-    "find_roots",
-    "pin_command",
-    "status",
-]
-
 _DAY_S: Final = 86400
 
 

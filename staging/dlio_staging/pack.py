@@ -13,10 +13,8 @@ from dlio.util.files import write_json
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
-from dlio_staging.packing import Packed, describe, pack, summary
+from dlio_staging.packing import describe, pack, summary
 from dlio_staging.packplan import PackOptions
-
-__all__ = ["PackOptions", "Packed", "Packing", "command", "pack", "pack_rank"]
 
 
 @dataclass(frozen=True, slots=True)

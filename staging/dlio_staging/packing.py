@@ -49,8 +49,6 @@ from dlio_staging.packshard import TEMPORARY, find_record, read_record, write_sh
 from dlio_staging.processes import in_processes
 from dlio_staging.writers import WRITERS
 
-__all__ = ["Packed", "Progress", "describe", "pack", "packed_path", "summary"]
-
 _LOCK: Final = "lock"
 _PLAN: Final = "plan.json"
 _MOST_PLAN: Final = 1 << 16

@@ -21,8 +21,6 @@ from dlio.plan.order import Order
 from dlio.util.options import Option, check
 from dlio.util.units import exact_bytes, parse_bytes
 
-__all__ = ["VERSION", "PackOptions", "PackPlan", "Part"]
-
 VERSION: Final = 1
 _LEAST_SHARD_BYTES: Final = 1 << 16
 

@@ -18,8 +18,6 @@ from dlio.util.opening import closing_descriptor, path_of, read_small
 from dlio_staging.packplan import PackPlan
 from dlio_staging.writers import WRITERS, Shard, file_name
 
-__all__ = ["TEMPORARY", "find_record", "read_record", "write_shard"]
-
 _DONE: Final = "done"
 _MOST_RECORD: Final = 1 << 12
 TEMPORARY: Final = ".tmp-"

@@ -15,8 +15,6 @@ from typing import Final, TypeVarTuple
 
 from dlio.errors import SourceError
 
-__all__ = ["in_processes"]
-
 _SAFE_PATH: Final = "PYTHONSAFEPATH"
 Arguments = TypeVarTuple("Arguments")
 

@@ -11,8 +11,6 @@ from dlio.util.printable import print_line
 from dlio.util.progress import Bar
 from dlio.util.units import format_bytes
 
-__all__ = ["Shown", "show_progress"]
-
 _NEWS_EVERY_S: Final = 10.0
 _FIRST_NEWS_S: Final = 2.0
 

@@ -15,8 +15,6 @@ from dlio.storage.block import check_block
 from dlio.storage.mount import Mount
 from dlio.storage.tier import Tier
 
-__all__ = ["replicate"]
-
 _AT_A_TIME = 4
 """Blocks in flight from one node to another."""
 _TAG = 3

@@ -26,7 +26,6 @@ from dlio.util.units import format_bytes
 from dlio_staging.progress import Shown, show_progress
 from dlio_staging.stageplan import (
     StageOptions,
-    Verify,
     blocks_to_read,
     bytes_to_read,
     chosen_blocks,
@@ -40,18 +39,6 @@ from dlio_staging.stagereport import (
     shortfall,
     start_report,
 )
-
-__all__ = [
-    "PARTIAL",
-    "STOPPED",
-    "StageOptions",
-    "Staged",
-    "Staging",
-    "Verify",
-    "command",
-    "stage",
-    "stage_rank",
-]
 
 STOPPED: Final = 3
 """Exit code when the deadline passes before all blocks are in place."""

@@ -13,17 +13,6 @@ from dlio.storage.mount import Layout, Mount
 from dlio.util.options import Option, check
 from dlio.util.units import exact_bytes, parse_bytes
 
-__all__ = [
-    "StageOptions",
-    "TierPlan",
-    "Verify",
-    "blocks_to_read",
-    "bytes_to_read",
-    "chosen_blocks",
-    "is_present",
-    "plan_tiers",
-]
-
 Verify = Literal["none", "new", "all"]
 """Blocks to read back and compare: none, those that are written now, or also older ones."""
 

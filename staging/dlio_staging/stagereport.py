@@ -10,8 +10,6 @@ from dlio.storage.places import find_place
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 
-__all__ = ["Staged", "print_plan", "print_result", "shortfall", "start_report"]
-
 _ASSUMED_RATE: Final = 200 << 20
 """Bytes per second that a node is assumed to get from the source when no limit is given."""
 

@@ -10,8 +10,6 @@ from dlio.storage.manifest import NAME, Manifest, read_manifest
 from dlio.util.named import open_folder
 from dlio.util.opening import closing_descriptor, open_file
 
-__all__ = ["Verified", "find_folders", "verify_folder"]
-
 _BLOCK: Final = re.compile(r"(\d{8,20})\.blk")
 
 
@@ -92,7 +90,8 @@ def _damage(
     opened: int, folder: str, name: str | None, block: int, digest: int | None, result: Verified
 ) -> str | None:
     """Describe the damage of a block; None if it is intact."""
-    from dlio.storage.block import Scratch, read_info
+    from dlio.storage.block import read_info
+    from dlio.storage.scratch import Scratch
 
     if name is None:
         return f"block {block} is missing from {folder}"

@@ -8,8 +8,6 @@ from typing import Final
 
 from dlio.util.files import open_own
 
-__all__ = ["UnfailingFile"]
-
 _SET, _FROM_HERE = 0, 1
 _FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL
 

@@ -13,8 +13,6 @@ from dlio.util.printable import print_line, printable
 from dlio.util.units import format_bytes
 from dlio_staging.tiers import Verified, find_folders, verify_folder
 
-__all__ = ["Verification", "command", "verify"]
-
 _MOST_SHOWN: Final = 20
 
 

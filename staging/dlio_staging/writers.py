@@ -18,24 +18,10 @@ import numpy.typing as npt
 
 from dlio.data.schema import IMAGES, Buffer, Kind, Schema
 from dlio.errors import UsageError
-from dlio.storage.block import encode_block
+from dlio.storage.block_format import encode_block
 from dlio.storage.shard import SUFFIX, Footer, ShardWriter
 from dlio.util.files import open_own
 from dlio_staging.unfailing import UnfailingFile
-
-__all__ = [
-    "CHUNK_BYTES",
-    "WRITERS",
-    "ColumnsWriter",
-    "Hdf5Writer",
-    "NativeWriter",
-    "Shard",
-    "StoredArray",
-    "TarWriter",
-    "Writer",
-    "ZarrWriter",
-    "file_name",
-]
 
 CHUNK_BYTES: Final = 1 << 20
 """Approximate size of a chunk in HDF5 files."""

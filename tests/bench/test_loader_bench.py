@@ -11,7 +11,7 @@ from dlio_bench.augment import augment
 from dlio_bench.feeding import arrays
 from dlio_bench.latent import mapstyle, shown
 from dlio_bench.loader import Case, Choice, command, measure
-from dlio_staging.pack import pack
+from dlio_staging.packing import pack
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -16,10 +16,11 @@ import yaml
 from dlio.cli import launch, main
 from dlio.cli.app import all_commands, places
 from dlio.cli.command import Command
-from dlio.cli.reference import SETTINGS, commands
+from dlio.cli.reference import commands
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
 from dlio.util.options import Field, as_mapping, from_mapping, options_of
+from dlio.util.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {command.name: command for command in all_commands()}

@@ -16,7 +16,7 @@ from dlio.data.reader import StoredBlocks, open_reader
 from dlio.data.replicas import Replicated, replicated
 from dlio.data.speeds import Speed, measured, remember
 from dlio.errors import SourceError, UsageError
-from dlio_staging.pack import pack
+from dlio_staging.packing import pack
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import dlio
 from dlio.loader.stats import PassStats
-from dlio_staging.stage import StageOptions, stage
+from dlio_staging.stage import stage
+from dlio_staging.stageplan import StageOptions
 
 
 def _batches(data: dlio.Dataset) -> tuple[dict[int, bytes], PassStats]:

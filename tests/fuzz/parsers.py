@@ -19,8 +19,8 @@ from dlio.data.schema import IMAGE_LABEL, Schema
 from dlio.errors import DlioError
 from dlio.image.decode import decode_whole
 from dlio.image.jpeg import Part, cut, interval_starts, parse_frame
-from dlio.storage.block import check_block, encode_block, read_info
-from dlio.storage.block_format import ALIGN, ENTRY, HEADER
+from dlio.storage.block import check_block, read_info
+from dlio.storage.block_format import ALIGN, ENTRY, HEADER, encode_block
 from dlio.storage.manifest import Manifest
 from dlio.storage.shard import Footer, ShardWriter, read_footer
 from dlio.storage.spec import parse_tiers

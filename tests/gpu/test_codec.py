@@ -8,9 +8,10 @@ from dlio.errors import DecodeError
 from dlio.image.crop import Crop
 from dlio.image.decode import Decoder
 from dlio.image.device.codec import Codec, Made
-from dlio.image.device.crops import Normal, crop_batch, find_triton
+from dlio.image.device.crops import crop_batch, find_triton
 from dlio.image.device.encoded import Encoded, encoded, header_of
 from dlio.image.device.library import is_installed
+from dlio.image.device.normal import Normal
 from tests.image.jpegs import drawn
 
 pytestmark = [

@@ -13,13 +13,13 @@ import torch
 from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
 from dlio.data.schema import IMAGE_LABEL
-from dlio.storage.block import encode_block
+from dlio.storage.block_format import encode_block
 from dlio.storage.inventory import Use
 from dlio.storage.manifest import Manifest, write_manifest
 from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
 from dlio.train.checkpoint.folder import Checkpoints
-from dlio_staging.pack import pack
+from dlio_staging.packing import pack
 from tests.hostile.users import Machine
 
 Attack = Callable[[Machine], None]

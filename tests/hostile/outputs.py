@@ -14,7 +14,7 @@ from dlio.data.reader import open_reader
 from dlio.train.checkpoint.folder import Checkpoints
 from dlio.train.ledger import SampleLedger
 from dlio.util.files import write_json
-from dlio_staging.pack import pack
+from dlio_staging.packing import pack
 from dlio_staging.packplan import PackOptions, PackPlan
 from tests.hostile.commands import (
     attack,

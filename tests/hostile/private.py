@@ -13,7 +13,7 @@ from dlio.cli.job_folder import PREFIX
 from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
 from dlio.data.schema import IMAGE_LABEL
-from dlio.storage.block import encode_block
+from dlio.storage.block_format import encode_block
 from dlio.storage.inventory import evict, stored_data
 from dlio.storage.manifest import NAME, Manifest, write_manifest
 from dlio.storage.spec import TierSpec
@@ -24,7 +24,7 @@ from dlio.util.folders import remove_if_unheld
 from dlio.util.named import open_folder
 from dlio.util.shared import SHARED_MEMORY, SharedFolder
 from dlio_staging.manage import Eviction, Status, evict_command, find_roots, status
-from dlio_staging.pack import pack
+from dlio_staging.packing import pack
 from dlio_staging.verify import verify
 from tests.hostile.commands import (
     DATA_SET,

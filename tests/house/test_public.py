@@ -1,4 +1,4 @@
-"""Public modules say what is public; modules stay short; types are seldom silenced."""
+"""Names are public or private for a reason; modules keep to one subject; types are checked."""
 
 import importlib.util
 import re
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("dlio", "readers/dlio_readers", "staging/dlio_staging", "bench/dlio_bench")
-MOST_LINES = 500
+MOST_LINES = 900
 MOST_IGNORES = 23
 _IGNORE = re.compile(r"# *type: *ignore")
 
@@ -35,39 +35,43 @@ def checker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def complaints_about(checker: ModuleType, tmp_path: Path) -> Complaints:
+def complaints_about(
+    checker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Complaints:
     """A function that returns the complaints about a module with a given text."""
 
     def check(text: str) -> list[str]:
-        path = tmp_path / "room.py"
+        path = tmp_path / ("public.py" if text.startswith("# public\n") else "room.py")
         path.write_text(text, encoding="utf-8")
+        monkeypatch.setattr(checker, "PUBLIC", {str(tmp_path / "public.py")})
         return [each.removeprefix(f"{path}:") for each in checker.complaints(path)]
 
     return check
 
 
-def test_every_public_module_says_what_is_public(
+def test_public_names_are_declared_and_all_names_described(
     checker: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = checker.main([])
+    code = checker.main()
     assert code == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("X = 1\n", " has no __all__"),
-        ('__all__ = ["gone"]\n', " __all__ has 'gone', which is not there"),
-        ('__all__ = []\ndef f() -> None:\n    "Do."\n', "2: f is public, but not in __all__"),
-        ('__all__ = ["f"]\ndef f() -> None: ...\n', "2: f has no docstring"),
+        ("# public\nX = 1\n", " has no __all__"),
+        ('# public\n__all__ = ["gone"]\n', " __all__ has 'gone', which is not there"),
         (
-            '__all__ = ["f"]\ndef f(a: list[Any]) -> None:\n    "Do."\n',
-            "2: f has list[Any]",
+            '# public\n__all__ = []\ndef f() -> None:\n    "Do."\n',
+            "3: f is public, but not in __all__",
         ),
         (
-            '__all__ = ["C"]\nclass C:\n    "It."\n    def m(self) -> Any: ...\n',
-            "4: m has Any",
+            '__all__ = ["f"]\ndef f() -> None:\n    "Do."\n',
+            " has an __all__, but is internal: the underscore says what is private",
         ),
+        ("def f() -> None: ...\n", "1: f has no docstring"),
+        ('def f(a: list[Any]) -> None:\n    "Do."\n', "1: f has list[Any]"),
+        ('class C:\n    "It."\n    def m(self) -> Any: ...\n', "3: m has Any"),
     ],
 )
 def test_a_fault_is_reported(complaints_about: Complaints, text: str, expected: str) -> None:
@@ -75,8 +79,9 @@ def test_a_fault_is_reported(complaints_about: Complaints, text: str, expected: 
 
 
 def test_a_sound_module_is_passed(complaints_about: Complaints) -> None:
-    text = '__all__ = ["f"]\n_Y = 1\ndef f(a: object) -> None:\n    "Do."\ndef _g(a): ...\n'
+    text = '_Y = 1\ndef f(a: object) -> None:\n    "Do."\ndef _g(a): ...\n'
     assert complaints_about(text) == []
+    assert complaints_about(f'# public\n__all__ = ["f"]\n{text}') == []
 
 
 def test_a_faulty_tree_fails(
@@ -87,16 +92,16 @@ def test_a_faulty_tree_fails(
     (tmp_path / "dlio" / "_private.py").write_text("def f(): ...\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert [str(path) for path in checker.public_files()] == ["dlio/room.py"]
-    assert checker.main([]) == 1
+    assert checker.main() == 1
 
 
 def test_every_exception_to_the_check_is_in_use(checker: ModuleType) -> None:
     files = [str(path) for path in checker.public_files()]
-    for place in checker.ANY_ALLOWED:
+    for place in (*checker.ANY_ALLOWED, *checker.PUBLIC):
         assert any(file.startswith(place) for file in files), place
 
 
-def test_no_module_is_longer_than_500_lines() -> None:
+def test_no_module_is_longer_than_900_lines() -> None:
     long = {
         str(path.relative_to(ROOT)): count
         for path in _modules("dlio", "readers", "staging", "bench", "tests", "docs", "examples")

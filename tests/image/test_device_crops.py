@@ -13,7 +13,8 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.image.decode import opencv
-from dlio.image.device.crops import Normal, crop_batch
+from dlio.image.device.crops import crop_batch
+from dlio.image.device.normal import Normal
 from dlio.image.fusion import Batchwise
 from dlio.transforms import Normalize, RandomErasing, ToTensor
 

@@ -21,7 +21,7 @@ _DEADLINE_S = 60.0
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
     from dlio.cli.demo_pictures import draw_dataset
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     root = tmp_path_factory.mktemp("forked")
     draw_dataset(str(root / "a"), images=60, validation=2, classes=3)

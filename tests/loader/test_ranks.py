@@ -15,7 +15,7 @@ from dlio.forecast.traffic import job_over, traffic
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
 from dlio.plan.placement import Node
-from dlio_staging.pack import pack
+from dlio_staging.packing import pack
 from tests.conftest import shared_folders_of
 
 pytestmark = pytest.mark.mpi

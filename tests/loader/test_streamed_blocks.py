@@ -9,7 +9,7 @@ import pytest
 
 import dlio
 from dlio.errors import UsageError
-from dlio_staging.pack import pack
+from dlio_staging.packing import pack
 
 N = 3000
 

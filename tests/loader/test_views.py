@@ -117,7 +117,7 @@ def test_labels_and_classes_come_from_the_index(
 def test_no_image_is_decoded_for_another_field(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     pack(str(pictures), str(tmp_path / "packed"))
     with dlio.open(str(tmp_path / "packed"), image_size=None) as data:

@@ -13,7 +13,7 @@ from dlio.plan.layout import Layout
 from dlio.plan.order import Order, share
 from dlio.plan.schedule import Ranks, Window, steps_in_epoch
 from dlio.plan.shares import Shares, checked_shares, fastest_shares
-from dlio.shuffle.shuffle import windows_of
+from dlio.shuffle.windows import windows_of
 
 counts = st.lists(st.integers(1, 50), min_size=1, max_size=8).map(tuple)
 seconds = st.floats(1e-5, 10.0)

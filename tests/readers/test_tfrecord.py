@@ -21,7 +21,7 @@ from dlio.storage.places import find_place
 from dlio_readers.tfexample import count_of, features_of, floats_of, ints_of
 from dlio_readers.tfframes import WholeRecord, masked
 from dlio_readers.tfrecord import TfRecordReader
-from dlio_staging.pack import pack
+from dlio_staging.packing import pack
 from tests.readers.tfrecords import Values, example, sequence_example, write
 
 

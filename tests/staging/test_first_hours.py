@@ -16,7 +16,8 @@ from dlio.cli.ls import command as ls
 from dlio.data.index import open_cache
 from dlio.storage.known import known_roots, remember_root
 from dlio_staging.manage import Status, describe_status, status
-from dlio_staging.stage import StageOptions, stage
+from dlio_staging.stage import stage
+from dlio_staging.stageplan import StageOptions
 from dlio_staging.verify import Verification
 from dlio_staging.verify import command as verify
 

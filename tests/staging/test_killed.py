@@ -11,7 +11,7 @@ import pytest
 
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError
-from dlio_staging.pack import pack
+from dlio_staging.packing import pack
 from dlio_staging.processes import in_processes
 
 ROOT = Path(__file__).resolve().parents[2]

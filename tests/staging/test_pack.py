@@ -23,8 +23,7 @@ from dlio.image.jpeg import parse_frame
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.folders import MARK
-from dlio_staging.pack import pack
-from dlio_staging.packing import packed_path
+from dlio_staging.packing import pack, packed_path
 from dlio_staging.packplan import PackOptions
 from tests.conftest import FullDisk, MpiRun
 

@@ -21,8 +21,9 @@ from dlio.storage.manifest import NAME, Manifest, read_manifest
 from dlio.util.named import open_folder
 from dlio.util.opening import closing_descriptor
 from dlio_staging.manage import find_roots
-from dlio_staging.pack import pack
-from dlio_staging.stage import StageOptions, stage
+from dlio_staging.packing import pack
+from dlio_staging.stage import stage
+from dlio_staging.stageplan import StageOptions
 from dlio_staging.verify import verify
 from tests.conftest import MpiRun, in_time, is_running
 

@@ -16,10 +16,11 @@ from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.storage.background import Background
-from dlio.storage.hierarchy import Hierarchy, Pins
+from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.pieces import Pieces
 from dlio.storage.sample_fill import SampleFiller
 from dlio.storage.spec import TierSpec
+from dlio.storage.targets import Pins
 from dlio.storage.tier import Tier
 from tests.conftest import in_time, is_running
 

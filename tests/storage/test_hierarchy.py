@@ -18,9 +18,10 @@ from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.arrivals import Arrivals
 from dlio.storage.fill import Filler, blocks_in_order
-from dlio.storage.hierarchy import Hierarchy, Pins
+from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.intake import Intake
 from dlio.storage.spec import TierSpec
+from dlio.storage.targets import Pins
 from dlio.storage.tier import Tier
 from tests.conftest import in_time
 

@@ -9,7 +9,7 @@ import pytest
 from dlio.data.reader import open_reader
 from dlio.storage.intake import Intake, piece_bytes
 from dlio.storage.places import Place
-from dlio_staging.pack import pack
+from dlio_staging.packing import pack
 
 
 class _Counted:

@@ -7,10 +7,12 @@ import pytest
 
 import dlio
 from dlio.plan.layout import Layout
-from dlio.storage.hierarchy import Hierarchy, Pins
+from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.spec import TierSpec
+from dlio.storage.targets import Pins
 from dlio.storage.tier import Tier
-from dlio_staging.stage import StageOptions, stage
+from dlio_staging.stage import stage
+from dlio_staging.stageplan import StageOptions
 from tests.storage.test_hierarchy import MemoryReader, N
 
 

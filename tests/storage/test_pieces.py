@@ -16,8 +16,7 @@ from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
-from dlio.storage.block import encode_block
-from dlio.storage.block_format import ENTRY, HEADER, table_offset
+from dlio.storage.block_format import ENTRY, HEADER, encode_block, table_offset
 from dlio.storage.pieces import Pieces
 from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier

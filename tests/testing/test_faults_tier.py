@@ -9,7 +9,8 @@ import pytest
 
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, TierFull
-from dlio.storage.block import BlockInfo, Scratch
+from dlio.storage.block import BlockInfo
+from dlio.storage.scratch import Scratch
 from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
 from dlio.testing import TierTests

@@ -16,5 +16,3 @@
 | `accounts` | arithmetic: exactly once, effective training time, quantiles, confidence |
 | `overhead` | the case overhead: step times of jobs without faults |
 """
-
-__all__: list[str] = []

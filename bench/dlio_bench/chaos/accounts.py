@@ -10,8 +10,6 @@ import numpy as np
 from dlio.train.ledger_file import EpochCheck
 from dlio_bench.chaos.stamps import Step
 
-__all__ = ["Effective", "Uneven", "confidence", "effective_time", "quantiles", "uneven_epochs"]
-
 _DRAWS: Final = 10_000
 
 

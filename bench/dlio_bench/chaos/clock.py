@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from dlio_bench.chaos.schedule import Fault
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """The faults that are still to be made, and the time that counts for them."""

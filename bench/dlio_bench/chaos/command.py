@@ -16,8 +16,6 @@ from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.terminal import advance, show, working
 from dlio_bench.results.values import Results
 
-__all__ = ["CASES", "Cases", "command"]
-
 CASES: Final[dict[str, str]] = {
     "storm": "dlio_bench.chaos.storm:measure",
     "nodes": "dlio_bench.chaos.node_storm:measure",

@@ -11,8 +11,6 @@ from dlio_bench.chaos.schedule import Made
 from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
 from dlio_bench.chaos.torchft_accounts import next_quorum_step
 
-__all__ = ["figure_text", "figures_of", "next_step", "rows_of"]
-
 _SHOWN: Final = {
     "faults": "faults made",
     "ranks_hurt": "ranks hurt",

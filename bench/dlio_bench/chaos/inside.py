@@ -20,8 +20,6 @@ from dlio.train.callbacks import Callback, Run
 from dlio.train.report import EpochReport
 from dlio_bench.chaos.schedule import EXIT, HANG, RAISE, STACKS
 
-__all__ = ["Inside", "sized"]
-
 _WIDTH: Final = 1024
 
 

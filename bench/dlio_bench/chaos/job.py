@@ -14,8 +14,6 @@ from dlio_bench.chaos.options import Options
 from dlio_bench.chaos.schedule import EXIT, HANG, RAISE, STACKS, Fault, Made
 from dlio_bench.chaos.stamps import RankStamps, Stamps
 
-__all__ = ["IMAGE_SIZE", "Job", "train_argv"]
-
 IMAGE_SIZE: Final = 32
 """Side of the pictures, in pixels."""
 

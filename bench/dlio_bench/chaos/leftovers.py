@@ -10,16 +10,6 @@ from typing import Final
 
 from dlio.util.shared import SHARED_MEMORY, user_folder
 
-__all__ = [
-    "JOB",
-    "kill",
-    "left_in_shared_memory",
-    "lives",
-    "processes_of",
-    "shared_memory",
-    "wait_until",
-]
-
 JOB: Final = "CHAOS_JOB"
 """Environment variable by which all processes of a job are known, whoever started them."""
 _ALIVE: Final = "alive"

@@ -25,8 +25,6 @@ from dlio_bench.chaos.pretended import Nodes, may_pretend, without_daemons
 from dlio_bench.chaos.schedule import make_schedule
 from dlio_bench.chaos.stamps import steps_of
 
-__all__ = ["NodeJob", "Outage", "figures_of_nodes", "measure"]
-
 _NAMES: Final = "ABCDEF"
 _POLL_S: Final = 0.01
 _JOIN_TIMEOUT_S: Final = 120.0

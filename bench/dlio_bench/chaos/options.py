@@ -8,8 +8,6 @@ from dlio.train.exchange_spec import parse_exchange
 from dlio.util.options import Option, check
 from dlio_bench.chaos.schedule import KINDS, NODE_KINDS
 
-__all__ = ["Options"]
-
 
 @dataclass(frozen=True, slots=True)
 class Options:

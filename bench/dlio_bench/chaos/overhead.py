@@ -15,8 +15,6 @@ from dlio_bench.chaos.stamps import RankStamps
 from dlio_bench.chaos.torchft_job import torchft_argv
 from dlio_bench.results.terminal import steps
 
-__all__ = ["measure", "step_seconds"]
-
 _MEGABYTES: Final = (25, 100)
 _WARM_UP: Final = 5
 """Steps of a run that are left out."""

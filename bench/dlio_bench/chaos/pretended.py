@@ -11,8 +11,6 @@ from typing import Final
 
 from dlio.util.shared import SHARED_MEMORY, user_folder
 
-__all__ = ["Nodes", "may_pretend", "without_daemons"]
-
 _FAKESSH: Final = Path(__file__).with_name("fakessh")
 
 

@@ -6,8 +6,6 @@ from dlio_bench.chaos.accounts import Uneven
 from dlio_bench.chaos.schedule import Made
 from dlio_bench.chaos.stamps import RankStamps
 
-__all__ = ["JobRecord", "RunRecord"]
-
 
 @dataclass(slots=True)
 class RunRecord:

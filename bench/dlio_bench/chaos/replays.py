@@ -9,8 +9,6 @@ import torch
 from dlio_bench.chaos.job import Job, train_argv
 from dlio_bench.chaos.options import Options
 
-__all__ = ["WEIGHTS", "replay"]
-
 WEIGHTS: Final = "weights.pt"
 """File in a job's folder."""
 _POLL_S: Final = 0.05

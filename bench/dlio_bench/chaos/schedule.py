@@ -6,18 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = [
-    "EXIT",
-    "HANG",
-    "KINDS",
-    "NODE_KINDS",
-    "RAISE",
-    "STACKS",
-    "Fault",
-    "Made",
-    "make_schedule",
-]
-
 KINDS: Final = ("kill", "stop", "segv", "exit", "raise", "twice", "first", "hang", "leave")
 NODE_KINDS: Final = ("node", "cut")
 RAISE: Final = signal.SIGUSR1

@@ -9,8 +9,6 @@ from dlio_bench.chaos.simulated.check import Outcome, run_schedule
 from dlio_bench.chaos.simulated.drawing import COHORTS, draw_schedule
 from dlio_bench.chaos.simulated.turns import Turns
 
-__all__ = ["measure"]
-
 _NAMED: Final = 20
 _SHOWN: Final = {
     "schedules": "schedules",

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict, cast
 
-__all__ = ["LossStamp", "RankStamps", "Stamps", "Step", "StepStamp", "steps_of"]
-
 
 class StepStamp(TypedDict):
     """A step that a rank has finished."""

@@ -25,8 +25,6 @@ from dlio_bench.chaos.torchft_accounts import account, joins, read_batches
 from dlio_bench.chaos.torchft_job import torchft_argv
 from dlio_bench.results.terminal import steps
 
-__all__ = ["measure"]
-
 _POLL_S: Final = 0.01
 _CHECKED: Final = 25
 """Steps after which ranks compare their weights."""

@@ -19,8 +19,6 @@ from dlio.train.callbacks import Callback, Run
 from dlio_bench.chaos.job import Job, train_argv
 from dlio_bench.chaos.options import Options
 
-__all__ = ["Pauses", "measure", "pauses_of", "suspicions_in"]
-
 _POLL_S: Final = 0.1
 _WORDS: Final = ("hangs and is killed", "times slower than", " lost at step", " lost: ")
 """Parts of what a job says about a rank that it suspects, or has lost."""

@@ -13,8 +13,6 @@ from dlio.train.ledger_file import Line
 from dlio_bench.chaos.schedule import Made
 from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
 
-__all__ = ["Account", "Batch", "account", "joins", "next_quorum_step", "read_batches"]
-
 
 class Batch(TypedDict):
     """A batch whose gradients a replica group has computed."""

@@ -15,8 +15,6 @@ from dlio_bench.chaos.job import IMAGE_SIZE
 from dlio_bench.chaos.options import Options
 from dlio_bench.chaos.torchft_program import Settings
 
-__all__ = ["torchft_argv", "torchft_versions"]
-
 _PROGRAM: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "torchft_program.py")
 _VERSIONS: Final = (
     "import importlib.metadata as m, torchft; print(*(m.version(n) for n in ('torchft', 'torch')))"

@@ -36,8 +36,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Sampler", "Settings", "main"]
-
 
 class Settings(TypedDict):
     """Settings of a job."""

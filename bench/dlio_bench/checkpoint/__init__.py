@@ -5,5 +5,3 @@ methods    dlio's checkpoints, torch.distributed.checkpoint's and dd's, behind o
 stalls     a training loop that each of them interrupts
 command    the command
 """
-
-__all__: list[str] = []

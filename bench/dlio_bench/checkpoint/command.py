@@ -36,8 +36,6 @@ from dlio_bench.results.values import Figure, Ratio, Results
 from dlio_bench.storage.cache import drop
 from dlio_bench.storage.progress import RankProgress
 
-__all__ = ["CheckpointCase", "command", "run_checkpoint"]
-
 _CASES: Final = ("write", "stall")
 _MIB: Final = 1 << 20
 

@@ -16,8 +16,6 @@ from dlio.train.checkpoint import Checkpoints
 from dlio.train.checkpoint.folder import Tensors
 from dlio.train.checkpoint.reader import ignore_no_dist_warning
 
-__all__ = ["METHODS", "DcpAsync", "DcpSave", "Dd", "Dlio", "Method", "random_state"]
-
 _TIMEOUT_S: Final = 1800.0
 _BLOCK: Final = 8 << 20
 

@@ -12,8 +12,6 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 
-__all__ = ["MODELS", "Decoder", "checkpoint_bytes"]
-
 _HALF, _OPTIMIZER = 2, 12
 
 

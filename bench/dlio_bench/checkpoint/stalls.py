@@ -15,8 +15,6 @@ from dlio_bench.checkpoint.methods import METHODS, Method
 from dlio_bench.results.statistics import median
 from dlio_bench.results.values import Figure, Ratio
 
-__all__ = ["STALLING", "Interrupted", "Stall", "Training", "measure_stalls", "stall_figures"]
-
 STALLING: Final = ("dlio", "dcp async_save", "dcp save")
 """Methods whose stalls are measured."""
 _WARM_UP: Final = 3

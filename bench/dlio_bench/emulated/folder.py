@@ -12,8 +12,6 @@ from typing import Final
 from dlio_bench.emulated.pace import Draws, Pace, Share
 from dlio_bench.emulated.profile import Profile
 
-__all__ = ["STATS", "EmulatedFolder"]
-
 STATS: Final = ".slowfs-stats"
 """File in the top folder that counts the requests so far."""
 _STATS_BYTES: Final = 4096

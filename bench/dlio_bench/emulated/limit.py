@@ -15,8 +15,6 @@ from dlio.util.threads import Workers
 from dlio_bench.emulated.mounting import emulated
 from dlio_bench.emulated.profile import Profile
 
-__all__ = ["Limit", "main", "served"]
-
 _FILE_BYTES: Final = 64 << 20
 _NOT_SLOW: Final = Profile(metadata_rate=1e12)
 """Mounted, and never waited for."""

@@ -16,8 +16,6 @@ from dlio.errors import UsageError
 from dlio_bench.emulated.folder import STATS, EmulatedFolder
 from dlio_bench.emulated.profile import Profile, parse_profile
 
-__all__ = ["emulated", "serve", "slow_mount", "stats", "unmount", "why_not"]
-
 _START_TIMEOUT_S: Final = 20.0
 _END_TIMEOUT_S: Final = 10.0
 _THREADS: Final = 256

@@ -8,8 +8,6 @@ from dlio.util.options import Option, check
 from dlio_bench.emulated.mounting import why_not
 from dlio_bench.emulated.profile import Profile, parse_profile
 
-__all__ = ["Emulation"]
-
 
 @dataclass(frozen=True, slots=True)
 class Emulation:

@@ -6,8 +6,6 @@ from typing import Final
 
 import xxhash
 
-__all__ = ["Draws", "Pace", "Share"]
-
 _WHOLE: Final = float(2**64)
 
 

@@ -17,8 +17,6 @@ from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 from dlio.util.units import exact_bytes, format_bytes, format_seconds, parse_bytes, parse_seconds
 
-__all__ = ["NAMED", "REASONS", "Profile", "parse_profile"]
-
 _PART: Final = re.compile(r"([a-z0-9-]+)(?:\((.*)\))?")
 
 

@@ -9,5 +9,3 @@
 | `monitor` | traffic that the MPI library has really sent |
 | `variants`, `networks` | an exchange put around a training step; the networks |
 """
-
-__all__: list[str] = []

@@ -8,8 +8,6 @@ from typing import Any, Final
 from dlio_bench.exchange.options import Options
 from dlio_bench.ranks import run
 
-__all__ = ["measure"]
-
 _RANKS: Final = (2, 3)
 _FACTOR: Final = 3.0
 _EPOCHS: Final = 4

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__: list[str] = []
-
 _BATCH: Final = 32
 _SIZE: Final = 32
 _MODEL: Final = "sleeping"

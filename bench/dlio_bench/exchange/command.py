@@ -13,8 +13,6 @@ from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.terminal import advance, show, working
 from dlio_bench.results.values import Results
 
-__all__ = ["CASES", "Cases", "command"]
-
 CASES: Final[dict[str, str]] = {
     "messages": "dlio_bench.exchange.messages:measure",
     "overlap": "dlio_bench.exchange.overlap:measure",

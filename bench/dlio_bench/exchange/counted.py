@@ -16,8 +16,6 @@ from dlio.train.exchange_spec import parse_exchange
 from dlio_bench.exchange.monitor import Monitor
 from dlio_bench.exchange.variants import Training, nodes_for
 
-__all__ = ["main"]
-
 
 def main(text: str) -> None:
     """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""

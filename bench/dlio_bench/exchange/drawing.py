@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from dlio.util.figures import picture
 
-__all__ = ["draw"]
-
 
 def draw(
     seconds: Mapping[str, Sequence[float]], ranks: Sequence[int], title: str, path: str

@@ -7,8 +7,6 @@ import numpy as np
 
 from dlio.forecast.exchange import Link
 
-__all__ = ["fit"]
-
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[Link, float]:
     """Return the link that fits measured messages best, and its root mean square relative error.

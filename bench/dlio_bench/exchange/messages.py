@@ -15,8 +15,6 @@ from dlio_bench.ranks import LINK, run
 from dlio_bench.results.terminal import steps
 from dlio_bench.results.values import Curve
 
-__all__ = ["forecasts", "measure", "nodes_of"]
-
 _SIZES: Final = tuple(1 << power for power in range(10, 26))
 """1 KiB to 32 MiB."""
 _STEPS: Final = 8

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from dlio.comm.devices import loaded_libraries
 
-__all__ = ["ENVIRONMENT", "Monitor"]
-
 ENVIRONMENT: Final = {"OMPI_MCA_pml_monitoring_enable": "1"}
 _COUNT: Final = "pml_monitoring_messages_count"
 _SIZE: Final = "pml_monitoring_messages_size"

@@ -8,8 +8,6 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.train.networks.residual import SmallResNet, resnet50
 
-__all__ = ["CLASSES", "IMAGE_SIZE", "batch", "make", "perceptron"]
-
 CLASSES: Final = 40
 IMAGE_SIZE: Final = 64
 

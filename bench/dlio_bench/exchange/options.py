@@ -11,8 +11,6 @@ from dlio.train.names import DEFAULT_MODEL
 from dlio.util.options import Option, check
 from dlio_bench.ranks import FABRICS, LINK
 
-__all__ = ["Options"]
-
 _PACED: Final = "dlio_bench.exchange.paced:paced"
 
 

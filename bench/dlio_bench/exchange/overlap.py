@@ -10,8 +10,6 @@ from dlio_bench.exchange.options import Options
 from dlio_bench.ranks import FABRICS, LINK, TIMEOUT_S, run, why_no_link
 from dlio_bench.results.terminal import advance, steps
 
-__all__ = ["fabrics_of", "measure"]
-
 _EXCHANGES: Final = (
     "allreduce",
     "hierarchical",

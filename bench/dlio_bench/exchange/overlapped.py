@@ -15,8 +15,6 @@ import dlio
 from dlio.comm import Communicator, world
 from dlio_bench.exchange.variants import Training, timed
 
-__all__ = ["main"]
-
 
 def main(text: str) -> None:
     """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""

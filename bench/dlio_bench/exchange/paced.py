@@ -10,8 +10,6 @@ from torch import nn
 
 from dlio.train.model import make_model
 
-__all__ = ["Paced", "paced"]
-
 
 class Paced(nn.Module):
     """A network whose forward pass in training sleeps for a time for each sample before it

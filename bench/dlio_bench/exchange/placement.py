@@ -16,8 +16,6 @@ from dlio_bench.exchange.training import final_accuracy
 from dlio_bench.results.terminal import steps
 from dlio_bench.trainings import trained
 
-__all__ = ["PLACEMENTS", "Placement", "measure"]
-
 _GLOBAL_BATCH: Final = 64
 _MODES: Final = ("average", "sync", "ghost(16)")
 _MODEL: Final = "resnet(width=16)"

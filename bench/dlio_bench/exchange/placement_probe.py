@@ -9,8 +9,6 @@ import xxhash
 from dlio.train.callbacks import Callback, Run
 from dlio.train.report import EpochReport
 
-__all__ = ["Probe"]
-
 _EARLY: Final = (1, 5)
 
 

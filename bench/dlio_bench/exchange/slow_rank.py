@@ -5,8 +5,6 @@ from typing import Any, Final
 from dlio_bench.exchange.options import Options
 from dlio_bench.ranks import run
 
-__all__ = ["measure"]
-
 _EXCHANGES: Final = ("allreduce", "gossip", "local-sgd", "asgd")
 _RANKS: Final = 4
 _FACTOR: Final = 4.0

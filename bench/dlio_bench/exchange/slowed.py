@@ -17,8 +17,6 @@ import dlio
 from dlio.comm import Communicator, world
 from dlio.train.exchange_spec import parse_exchange
 
-__all__ = ["Sleeping", "main"]
-
 _FEATURES: Final = 64
 _BATCH: Final = 8
 

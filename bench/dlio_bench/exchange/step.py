@@ -8,8 +8,6 @@ from dlio_bench.exchange.overlap import fabrics_of
 from dlio_bench.ranks import LINK, TIMEOUT_S, run
 from dlio_bench.results.terminal import steps
 
-__all__ = ["measure"]
-
 _EXCHANGES: Final = (
     "allreduce",
     "allreduce+bf16",

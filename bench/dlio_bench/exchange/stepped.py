@@ -21,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from dlio.comm import Communicator, world
 from dlio_bench.exchange.variants import Training, timed
 
-__all__ = ["main"]
-
 _WARM: Final = 3
 """Steps before those that are timed: DDP orders its buckets anew after the first, and PowerSGD
 begins at the third."""

@@ -18,8 +18,6 @@ from dlio.comm import Communicator, world
 from dlio.train.exchange.buckets import in_buckets, trainable
 from dlio_bench.exchange.variants import Training, nodes_for, timed
 
-__all__ = ["main"]
-
 
 def main(text: str) -> None:
     """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""

@@ -13,8 +13,6 @@ from dlio_bench.results.statistics import deviation
 from dlio_bench.results.terminal import steps
 from dlio_bench.trainings import TrainedEpoch, TrainingReport, first_at, trained
 
-__all__ = ["final_accuracy", "measure", "seconds_to"]
-
 _COMPRESSED: Final = (
     "allreduce+onebit",
     "allreduce+threshold",

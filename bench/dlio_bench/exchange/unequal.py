@@ -10,8 +10,6 @@ from typing import Any, Final
 from dlio_bench.exchange.options import Options
 from dlio_bench.ranks import TIMEOUT_S, run
 
-__all__ = ["measure"]
-
 _Key = tuple[str, bool, int]
 """Exchange, `--balance`, and seed."""
 _Epochs = list[dict[str, Any]]

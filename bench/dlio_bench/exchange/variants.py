@@ -14,8 +14,6 @@ from dlio.train.exchange.asgd import Asgd
 from dlio.train.exchange.distribute import Distributed, distribute
 from dlio_bench.exchange.networks import batch, make
 
-__all__ = ["Training", "nodes_for", "timed"]
-
 _TIMEOUT_S: Final = 60.0
 _TURN_S: Final = 2e-4
 

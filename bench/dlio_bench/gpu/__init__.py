@@ -14,5 +14,3 @@
 Each case, or a part of one, that cannot run is skipped by its name, with the reason. With
 `--device cpu` all that needs no GPU runs in a small form.
 """
-
-__all__: list[str] = []

@@ -24,8 +24,6 @@ from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.terminal import advance, expect, show_figures, show_notes, working
 from dlio_bench.results.values import Results
 
-__all__ = ["CASES", "GpuCase", "command", "measure"]
-
 CASES: Final[dict[str, Callable[[Place, Measured], None]]] = {
     "decode": decode,
     "tier": tier,

@@ -7,8 +7,6 @@ from typing import Any, Final
 
 from dlio_bench.gpu.measuring import Measured, Place
 
-__all__ = ["best_pass"]
-
 _LOADS: Final = (0.0, 0.65, 0.9)
 """Shares of the images that the device's JPEG engine gets; the rest go to CUDA's decoder."""
 

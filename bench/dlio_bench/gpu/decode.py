@@ -9,14 +9,12 @@ import dlio
 from dlio.image.device.library import REMEDY, is_installed
 from dlio_bench.gpu.measuring import Measured, Place, passes, rates_in_turn, tiers_for
 
-__all__ = ["decode", "loader_of", "payload_bytes"]
-
 
 def decode(place: Place, measured: Measured) -> None:
     """Passes over files as they are, and over the same JPEGs packed with restart rows; `threads`
     and `processes` are the loader's, `device` is `decode="device"`. Other libraries decode the
     files."""
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     packed = os.path.join(place.scratch, "rows")
     pack(place.source, packed)

@@ -18,8 +18,6 @@ from dlio.train.exchange.place import find_path
 from dlio.train.exchange_spec import parse_exchange
 from dlio_bench.exchange.variants import timed
 
-__all__ = ["main"]
-
 
 def main(text: str) -> None:
     """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""

@@ -8,8 +8,6 @@ from dlio_bench import ranks
 from dlio_bench.gpu.measuring import Measured, Place
 from dlio_bench.results.values import Figure
 
-__all__ = ["exchanges"]
-
 _EXCHANGES: Final = ("allreduce", "allreduce+onebit", "gossip", "diloco(2)")
 _TIMEOUT_S: Final = 90.0
 

@@ -12,8 +12,6 @@ from dlio_bench.gpu.measuring import Measured, Place, tiers_for
 from dlio_bench.gpu.profiled import traced
 from dlio_bench.results.values import Figure
 
-__all__ = ["handover"]
-
 _SPARE: Final = 1.5
 """Computation of a batch, as a multiple of its loading: a loader that hands over in time has
 no stall then."""

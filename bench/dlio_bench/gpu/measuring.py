@@ -10,8 +10,6 @@ import torch
 from dlio import DataLoader
 from dlio_bench.results.values import Figure, Ratio
 
-__all__ = ["Measured", "Place", "passes", "rates_in_turn", "repeated", "tiers_for"]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-__all__ = ["Traced", "covered", "traced"]
-
 Span = tuple[float, float]
 """Beginning and end, in microseconds."""
 

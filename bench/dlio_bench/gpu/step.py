@@ -17,8 +17,6 @@ from dlio.train.precision import Precision
 from dlio_bench.gpu.decode import loader_of, payload_bytes
 from dlio_bench.gpu.measuring import Measured, Place, tiers_for
 
-__all__ = ["step"]
-
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 

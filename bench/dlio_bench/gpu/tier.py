@@ -15,8 +15,6 @@ from dlio.util.settings import DEVICE_TIER
 from dlio_bench.gpu.decode import payload_bytes
 from dlio_bench.gpu.measuring import Measured, Place, passes, rates_in_turn, tiers_for
 
-__all__ = ["tier"]
-
 
 def tier(place: Place, measured: Measured) -> None:
     """Passes from `gpu:SIZE:decoded`, compared with `ram:SIZE:decoded` and with the kernel alone,

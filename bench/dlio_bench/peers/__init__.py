@@ -11,5 +11,3 @@ and ours; `dlio bench peers install` makes them.
     own.py           the programs of dlio and torch
     standalone/      the programs of other libraries, which import nothing of dlio
 """
-
-__all__: list[str] = []

@@ -8,8 +8,6 @@ from dlio.util.options import Option, check
 from dlio_bench.peers.environments import folder, install, missing
 from dlio_bench.peers.table import ENVIRONMENTS
 
-__all__ = ["Peers", "command"]
-
 
 @dataclass(frozen=True, slots=True)
 class Peers:

@@ -13,16 +13,6 @@ from dlio.errors import UsageError
 from dlio.util.files import write_json
 from dlio_bench.peers.table import ENVIRONMENTS, Environment
 
-__all__ = [
-    "folder",
-    "install",
-    "missing",
-    "python_of",
-    "runner_command",
-    "runner_environment",
-    "shared_environment",
-]
-
 _TIMEOUT_S: Final = 1800.0
 _MARK: Final = "dlio-peer.json"
 _CUDA: Final = ("nvidia-cublas", "nvidia-cudnn", "nvidia-nccl", "triton")

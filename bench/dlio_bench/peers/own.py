@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from dlio_bench.peers.standalone.runners.protocol import Pass, Task, serve
 
-__all__ = ["MAKERS"]
-
 
 def _dlio(task: Task) -> Pass:
     """dlio from its RAM tier, over the files as they are."""
@@ -22,7 +20,7 @@ def _dlio(task: Task) -> Pass:
 
 def _dlio_rows(task: Task) -> Pass:
     """The same pictures packed losslessly, with restart rows."""
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     pack(_folder(task), f"{task.scratch}/packed")
     return _loader(task, f"{task.scratch}/packed")
@@ -43,7 +41,7 @@ _DECODED: Final = 256 * 512 * 3
 
 
 def _small(task: Task) -> str:
-    from dlio_staging.pack import pack
+    from dlio_staging.packing import pack
 
     pack(_folder(task), f"{task.scratch}/packed", resize=256, quality=90)
     return f"{task.scratch}/packed"

@@ -15,8 +15,6 @@ from dlio.errors import UsageError
 from dlio_bench.peers.standalone.runners.protocol import MARK, Task
 from dlio_bench.processes import cpu_s, pss, threads, tree
 
-__all__ = ["Contender", "Figures"]
-
 _LOOK_S: Final = 0.25
 _END_S: Final = 20.0
 _LINGER_S: Final = 3.0

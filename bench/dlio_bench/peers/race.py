@@ -8,8 +8,6 @@ from dlio.errors import UsageError
 from dlio_bench.peers.process import Contender, Figures
 from dlio_bench.peers.standalone.runners.protocol import checksum
 
-__all__ = ["Outcome", "race"]
-
 
 @dataclass(slots=True)
 class Outcome:

@@ -4,16 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = [
-    "CASES",
-    "CONTENDERS",
-    "ENVIRONMENTS",
-    "RATIOS",
-    "Entry",
-    "Environment",
-    "cpu_ratio",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Environment:

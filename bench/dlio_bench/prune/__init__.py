@@ -9,5 +9,3 @@
 | `removal.py`, `chance.py`  | other ways to remove neurons, to compare with            |
 | `curves.py`, `drawing.py`  | tables and pictures of trainings                         |
 """
-
-__all__: list[str] = []

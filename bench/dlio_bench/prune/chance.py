@@ -8,8 +8,6 @@ from dlio.train.callbacks.base import Callback, Run
 from dlio.train.pruning.rounds import Round
 from dlio_bench.prune.removal import ByChance
 
-__all__ = ["Chance"]
-
 
 class Chance(Callback):
     """See `ByChance`."""

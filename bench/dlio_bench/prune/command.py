@@ -17,8 +17,6 @@ from dlio_bench.results.terminal import show, working
 from dlio_bench.results.values import Curve as Points
 from dlio_bench.results.values import Results
 
-__all__ = ["CASES", "Cases", "command"]
-
 CASES: Final[dict[str, str]] = {
     "images": "dlio_bench.prune.images:measure",
     "tabular": "dlio_bench.prune.tabular:measure",

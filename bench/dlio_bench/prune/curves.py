@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 from dlio_bench.results.statistics import deviation
 from dlio_bench.trainings import first_at
 
-__all__ = ["Curve", "sooner", "summary"]
-
 _YARDSTICK = "unpruned"
 
 

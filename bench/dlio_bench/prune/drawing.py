@@ -6,8 +6,6 @@ from typing import Any
 from dlio.util.figures import picture
 from dlio_bench.prune.curves import Curve
 
-__all__ = ["draw"]
-
 
 def draw(curves: Mapping[str, Sequence[Curve]], title: str, path: str) -> None:
     """Accuracy and parameters against seconds, a line a training and a colour a variant; and how

@@ -24,8 +24,6 @@ from dlio_bench.prune.rivals.cutting import Size
 from dlio_bench.results.terminal import steps
 from dlio_bench.trainings import TrainedEpoch, TrainingReport, trained
 
-__all__ = ["curve_of", "measure", "widths_of"]
-
 _WIDTH: Final = 64
 _EPOCHS: Final = 5
 _SHRUNK_EPOCHS: Final = 7

@@ -10,8 +10,6 @@ from dlio.errors import UsageError
 from dlio.util.files import write_json
 from dlio_bench.prune.curves import Curve
 
-__all__ = ["kept_curve"]
-
 
 def kept_curve(
     folder: str | None, name: str, settings: Mapping[str, object], train: Callable[[], Curve]

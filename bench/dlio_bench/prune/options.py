@@ -7,8 +7,6 @@ from typing import Annotated, Final
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
 
-__all__ = ["IMAGES", "SAMPLES", "Options"]
-
 SAMPLES: Final = ("dlio", "dlio(0.4)", "infobatch", "ies", "ies(0.3)", "pfb")
 """Contenders of `--case samples`; without a number with the settings of their authors."""
 IMAGES: Final = (

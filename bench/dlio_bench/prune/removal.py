@@ -10,8 +10,6 @@ from dlio.train.pruning import Cut, Group, RemovalPlan, apply, find_groups, weig
 from dlio.train.pruning.groups import ModelInput
 from dlio.train.pruning.rounds import Round
 
-__all__ = ["ByChance", "by_chance", "by_magnitude", "cut_by_magnitude"]
-
 
 def by_magnitude(
     model: nn.Module, groups: Sequence[Group], widths: Mapping[str, int]

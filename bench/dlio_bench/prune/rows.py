@@ -20,8 +20,6 @@ from dlio_bench.prune.tabular import (
     train,
 )
 
-__all__ = ["measure"]
-
 _ROWS: Final = 400_000
 """So many that a network of this width hardly overfits: else it is best before any row is easy."""
 _WIDTH: Final = 128

@@ -34,8 +34,6 @@ from dlio_bench.prune.skipping.own import Own
 from dlio_bench.results.statistics import deviation
 from dlio_bench.results.terminal import steps
 
-__all__ = ["cost_of_all", "measure", "table"]
-
 _BATCH: Final = 64
 _MOMENTUM: Final = 0.9
 _EPOCHS: Final = 12

@@ -17,21 +17,6 @@ from dlio_bench.prune.curves import Curve, summary
 from dlio_bench.prune.options import Options
 from dlio_bench.results.terminal import steps
 
-__all__ = [
-    "BATCH",
-    "Feed",
-    "Shuffled",
-    "Task",
-    "accuracy",
-    "by_seed",
-    "hidden_widths",
-    "make_task",
-    "measure",
-    "perceptron",
-    "pruned_by",
-    "train",
-]
-
 _FEATURES: Final = 64
 _CLASSES: Final = 10
 _TEACHER: Final = 24

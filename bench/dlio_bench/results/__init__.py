@@ -1,3 +1,1 @@
 """Results of benchmarks: values, their envelope as JSON, statistics, comparison and pages."""
-
-__all__: list[str] = []

@@ -12,8 +12,6 @@ from typing import Any, Final, TypeGuard
 
 from dlio_bench.results.values import Better, Figure, Ratio, Results
 
-__all__ = ["collect", "results_of"]
-
 _OTHER: Final = {
     *("schema", "benchmark", "command", "started", "seconds", "seeds", "settings", "environment"),
     *("figures", "ratios", "curves", "waterfalls", "notes", "machine", "case", "options", "sizes"),

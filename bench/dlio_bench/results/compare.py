@@ -12,8 +12,6 @@ from dlio_bench.results.statistics import ENOUGH, interval_of_ratio, median
 from dlio_bench.results.terminal import range_text, show_notes, table
 from dlio_bench.results.values import Better, labels_text
 
-__all__ = ["Change", "Compared", "changes_of", "command", "differences", "is_worse"]
-
 Key = tuple[str, str, tuple[tuple[str, str], ...]]
 _WARNED: Final = ("processor", "cores", "kernel", "file system")
 """Differences with which figures cannot be compared as such."""

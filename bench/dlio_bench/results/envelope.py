@@ -28,8 +28,6 @@ from dlio_bench.results.environment import (
 from dlio_bench.results.statistics import ENOUGH, interval_of_median
 from dlio_bench.results.values import Curve, Figure, Ratio, Results, Waterfall
 
-__all__ = ["SCHEMA", "Start", "begin", "envelope", "finish", "save"]
-
 SCHEMA: Final = "dlio-bench/1"
 Value = Mapping[str, object]
 

@@ -11,8 +11,6 @@ from dlio.image import native
 from dlio.util.cores import available_cores
 from dlio_bench.mounts import file_system_of
 
-__all__ = ["PACKAGES", "describe_file_system", "describe_machine", "load_average"]
-
 PACKAGES: Final = ("dlio", "torch", "numpy", "mpi4py", "simplejpeg", "opencv-python-headless")
 """Packages whose versions every report names."""
 _CGROUPS: Final = "/sys/fs/cgroup"

@@ -13,8 +13,6 @@ from dlio_bench.results.collected import collect
 from dlio_bench.results.envelope import SCHEMA
 from dlio_bench.results.values import Curve, Figure, Ratio, Waterfall
 
-__all__ = ["Report", "find_reports", "read_report"]
-
 _MOST_BYTES: Final = 256 << 20
 _KINDS: Final = ("cdf", "time", "scaling")
 

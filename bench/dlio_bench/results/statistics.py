@@ -7,18 +7,6 @@ from typing import Final, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "ENOUGH",
-    "Deviation",
-    "Spread",
-    "deviation",
-    "interval_of_median",
-    "interval_of_ratio",
-    "median",
-    "ratio",
-    "spread",
-]
-
 ENOUGH: Final = 6
 """Repeats from which on a 95 % interval of a median exists.
 

@@ -22,20 +22,6 @@ from dlio_bench.results.values import Figure, Ratio, labels_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "advance",
-    "console",
-    "expect",
-    "format_figure",
-    "range_text",
-    "show",
-    "show_figures",
-    "show_notes",
-    "steps",
-    "table",
-    "working",
-]
-
 T = TypeVar("T")
 _WIDE: Final = 130
 """Columns of tables that go to a file or a pipe."""

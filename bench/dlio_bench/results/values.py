@@ -8,8 +8,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Better", "Curve", "Figure", "Ratio", "Results", "Waterfall", "labels_text"]
-
 Better = Literal["higher", "lower", ""]
 """Direction of improvement; "" where there is none."""
 Labels = Mapping[str, str]

@@ -1,3 +1,1 @@
 """`dlio bench storage`: a storage system measured as training reads it."""
-
-__all__: list[str] = []

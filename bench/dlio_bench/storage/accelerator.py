@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Accelerator", "Computed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Computed:

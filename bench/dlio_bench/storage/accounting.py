@@ -7,8 +7,6 @@ from typing import Self
 
 from dlio_bench.processes import cpu_s, pss, tree
 
-__all__ = ["Account", "Taken"]
-
 
 @dataclass(frozen=True, slots=True)
 class Taken:

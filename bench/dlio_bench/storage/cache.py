@@ -21,8 +21,6 @@ from dlio.errors import UsageError
 from dlio_bench.mounts import FileSystem, file_system_of
 from dlio_bench.storage.progress import Row
 
-__all__ = ["DROP_CACHES", "Dropped", "Residency", "drop", "residency", "resident"]
-
 DROP_CACHES: Final = "/proc/sys/vm/drop_caches"
 _WINDOW: Final = 1 << 30
 """Bytes of a file that are mapped at a time; a multiple of any page size."""

@@ -10,8 +10,6 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.util.files import take_lock
 
-__all__ = ["claimed", "remove_unclaimed"]
-
 _ENDING_S: Final = 5.0
 """Time for ranks that were told to end to let go of their folder."""
 

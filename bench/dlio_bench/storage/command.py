@@ -27,8 +27,6 @@ from dlio_bench.storage.summary import EpochFigures, curves, epochs_of, figures,
 from dlio_bench.storage.table import show_tables
 from dlio_bench.storage.utilisation import LEFT_OUT
 
-__all__ = ["command", "run_storage"]
-
 _WIDTH: Final = 100
 _METADATA_THREADS: Final = 4
 

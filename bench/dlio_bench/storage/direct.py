@@ -9,8 +9,6 @@ from typing import Final
 
 from dlio.errors import UsageError
 
-__all__ = ["read_direct", "supports_direct"]
-
 _ALIGNMENT: Final = 4096
 """Bytes that offsets, lengths and addresses are multiples of; enough for all usual devices."""
 

@@ -23,8 +23,6 @@ from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 from dlio_bench.storage.workload import FORMATS, Format, Workload
 
-__all__ = ["Job", "effects", "job_of", "read_job", "shape_names", "with_format"]
-
 _SHAPES: Final = files("dlio_bench.storage") / "workloads"
 _MOST_BYTES: Final = 1 << 20
 _FORMATS: Final[dict[str, tuple[Format, str]]] = {

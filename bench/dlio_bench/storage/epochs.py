@@ -16,8 +16,6 @@ from dlio_bench.storage.loaders.contract import Contender, Place, digest
 from dlio_bench.storage.served import Meter, Served
 from dlio_bench.storage.utilisation import Steps
 
-__all__ = ["Digests", "Epoch", "Runner"]
-
 Digests = npt.NDArray[np.int64]
 """Digest of each sample; shape (samples,). Empty if samples are not compared."""
 

@@ -32,8 +32,6 @@ from dlio_bench.storage.progress import RankProgress
 from dlio_bench.storage.served import Meter
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["Measured", "Run", "data_folder", "measure"]
-
 _COMPARED_BYTES: Final = 8 << 30
 """Data sets up to this size are compared byte by byte: making the digests takes a while."""
 

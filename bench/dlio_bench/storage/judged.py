@@ -9,8 +9,6 @@ from dlio_bench.storage.options import StorageCase
 from dlio_bench.storage.rules import Check, TrainingFacts, check_training
 from dlio_bench.storage.summary import EpochFigures
 
-__all__ = ["checks_of"]
-
 
 def checks_of(
     case: StorageCase,

@@ -5,8 +5,6 @@ from typing import Final, Self
 
 import numpy as np
 
-__all__ = ["PERCENTILES", "Latencies"]
-
 PERCENTILES: Final = (50.0, 99.0, 99.9)
 _LEAST_S: Final = 1e-7
 _MOST_S: Final = 1e4

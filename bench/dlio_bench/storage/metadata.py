@@ -22,8 +22,6 @@ from dlio.errors import UsageError
 from dlio.util.threads import Workers
 from dlio_bench.storage.progress import Row
 
-__all__ = ["OPERATIONS", "SCRATCH", "MetadataRate", "measure_metadata"]
-
 OPERATIONS: Final = ("create", "stat", "open", "list", "remove")
 """create: create and close. open: open and close. list: entries of a folder."""
 SCRATCH: Final = ".dlio-metadata-"

@@ -11,8 +11,6 @@ from dlio_bench.storage.dlio_keys import job_of, read_job, shape_names, with_for
 from dlio_bench.storage.rules import VERSIONS
 from dlio_bench.storage.workload import FORMATS, Workload
 
-__all__ = ["LOADERS", "Asked", "StorageCase"]
-
 LOADERS: Final = ("torch", "dlio")
 _DEFAULT: Final[dict[str, object]] = {
     "dataset.format": "npz",

@@ -8,8 +8,6 @@ from typing import Protocol, Self
 from dlio.util.liveline import tell_launcher, tells_launcher
 from dlio.util.progress import Bar
 
-__all__ = ["RankProgress", "Row"]
-
 
 class Row(Protocol):
     """A row of progress."""

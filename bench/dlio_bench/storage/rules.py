@@ -13,19 +13,6 @@ from typing import Final, Literal
 from dlio.util.units import format_bytes
 from dlio_bench.storage.workload import Workload
 
-__all__ = [
-    "DISCLAIMER",
-    "VERSIONS",
-    "Check",
-    "CheckpointFacts",
-    "Outcome",
-    "TrainingFacts",
-    "check_checkpoint",
-    "check_training",
-    "least_samples",
-    "summary",
-]
-
 DISCLAIMER: Final = (
     "Not an MLPerf result: rules of MLPerf Storage, checked on a run of dlio. Results that may "
     "carry MLPerf's name come from MLCommons' own tool and review."

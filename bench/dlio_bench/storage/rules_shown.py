@@ -10,8 +10,6 @@ from rich.table import Table
 
 from dlio_bench.storage.rules import DISCLAIMER, Check, Outcome
 
-__all__ = ["rules_as_json", "rules_table"]
-
 _STYLES: Final[dict[Outcome, str]] = {
     "passed": "green",
     "failed": "red",

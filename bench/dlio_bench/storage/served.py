@@ -20,8 +20,6 @@ from dlio_bench.emulated.mounting import stats
 from dlio_bench.mounts import FileSystem, file_system_of
 from dlio_bench.processes import descendants
 
-__all__ = ["Meter", "Served", "Verdict"]
-
 _SECTOR: Final = 512
 """Bytes of the unit of /proc/diskstats, whatever the device's own is."""
 _CACHED: Final = 0.1

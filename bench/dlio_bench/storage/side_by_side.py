@@ -30,8 +30,6 @@ from dlio_bench.peers.environments import folder, missing, shared_environment
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.values import Figure, Ratio, Results
 
-__all__ = ["Pass", "SideBySide", "agreement", "command", "dlio_keys"]
-
 LOADERS: Final = ("torch", "dlio")
 _PEER: Final = "dlio_benchmark"
 _WIDTH: Final = 100

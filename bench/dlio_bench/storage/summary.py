@@ -10,8 +10,6 @@ from dlio_bench.storage.latencies import PERCENTILES, Latencies
 from dlio_bench.storage.served import Served, Verdict
 from dlio_bench.storage.utilisation import LEFT_OUT, Steps, least_seconds
 
-__all__ = ["EpochFigures", "curves", "epochs_of", "figures", "ratios", "waterfalls"]
-
 _MIB: Final = 1 << 20
 _POINTS: Final = 120
 """Points of a curve over time."""

@@ -12,8 +12,6 @@ from dlio_bench.storage.job import Measured
 from dlio_bench.storage.latencies import PERCENTILES
 from dlio_bench.storage.summary import EpochFigures
 
-__all__ = ["epoch_table", "headline", "show_tables"]
-
 
 def headline(measured: Measured) -> Iterator[str]:
     """Yield lines on the data and the storage."""

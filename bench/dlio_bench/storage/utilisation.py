@@ -17,8 +17,6 @@ Source: MLCommons, MLPerf Storage rules, "Accelerator Utilization"; DLIO, commit
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["LEFT_OUT", "Steps", "least_seconds"]
-
 LEFT_OUT = 1
 """Steps at the beginning of an epoch that do not count."""
 

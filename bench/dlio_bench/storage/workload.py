@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["FORMATS", "Distribution", "Format", "Workload"]
-
 Format = Literal["folder", "npz", "hdf5", "zarr", "parquet", "tar", "tfrecord", "native"]
 FORMATS: Final[tuple[Format, ...]] = (
     "folder",

@@ -10,5 +10,3 @@
 | `shown` | tables, figures, curves and waterfalls |
 | `scaling`, `ettr` | the cases |
 """
-
-__all__: list[str] = []

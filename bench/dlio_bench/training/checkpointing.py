@@ -30,8 +30,6 @@ from dlio_bench.training.options import Options
 from dlio_bench.training.rank import exchange_of
 from dlio_bench.training.stepping import Loop
 
-__all__ = ["Interruptible", "main", "measure", "report"]
-
 _EVERY: Final = 50
 """Steps from one checkpoint to the next, of which a stall is a share."""
 _TIMEOUT_S: Final = 1800.0

@@ -12,8 +12,6 @@ from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.values import Results
 from dlio_bench.training.options import Options
 
-__all__ = ["command"]
-
 _CASES: Final[dict[str, str]] = {
     "scaling": "dlio_bench.training.scaling:measure",
     "checkpoint": "dlio_bench.training.checkpointing:measure",

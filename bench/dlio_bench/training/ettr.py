@@ -13,8 +13,6 @@ from dlio_bench.results.terminal import show
 from dlio_bench.results.values import Figure, Results
 from dlio_bench.training.options import Options
 
-__all__ = ["ettr_figures", "measure", "storm_options"]
-
 _RANKS: Final = 4
 _IMAGES: Final = 480
 _WAYS: Final = ("shrink", "restart")

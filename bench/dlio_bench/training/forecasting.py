@@ -12,8 +12,6 @@ from dlio_bench.training.measuring import Measured, Point, batch_of
 from dlio_bench.training.options import Options
 from dlio_bench.training.rank import NONE
 
-__all__ = ["Cell", "cells", "link_between_nodes", "steps_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:

@@ -15,8 +15,6 @@ from dlio_bench.training.networks import NETWORKS
 from dlio_bench.training.options import Options
 from dlio_bench.training.rank import NONE
 
-__all__ = ["Measured", "Point", "Times", "batch_of", "measure", "side_of"]
-
 _SIZES: Final = tuple(1 << power for power in range(10, 25, 2))
 """1 KiB to 16 MiB."""
 _TIMEOUT_S: Final = 1800.0

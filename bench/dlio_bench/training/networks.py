@@ -13,8 +13,6 @@ from dlio.train.networks.residual import resnet50
 from dlio.train.networks.transformer import VisionTransformer
 from dlio.train.networks.volumes import UNet3d
 
-__all__ = ["NETWORKS", "Network", "make_batch", "make_network"]
-
 _WORDS: Final = 10_000
 
 

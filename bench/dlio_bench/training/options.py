@@ -11,8 +11,6 @@ from dlio.util.options import Option, check
 from dlio_bench.mounts import check_folder
 from dlio_bench.training.names import NETWORK_NAMES
 
-__all__ = ["CASES", "Options"]
-
 CASES: Final = ("scaling", "checkpoint", "ettr")
 _LARGEST: Final = 1 << 20
 

@@ -32,8 +32,6 @@ from dlio_bench.exchange.variants import nodes_for
 from dlio_bench.training.networks import NETWORKS, make_batch, make_network
 from dlio_bench.training.stepping import Batches, Loop, Pass
 
-__all__ = ["NONE", "exchange_of", "main"]
-
 NONE: Final = "none"
 """Steps without any exchange."""
 _WARM: Final = 2

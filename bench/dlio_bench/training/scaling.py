@@ -12,8 +12,6 @@ from dlio_bench.training.measuring import measure as measure_steps
 from dlio_bench.training.options import Options
 from dlio_bench.training.shown import curves, figures, show_checks, show_scaling, waterfalls
 
-__all__ = ["measure"]
-
 
 def measure(options: Options, results: Results, console: Console) -> None:
     """Measure all numbers of ranks, forecast the others, and add both to the results."""

@@ -11,8 +11,6 @@ from dlio_bench.results.values import Curve, Figure, Waterfall
 from dlio_bench.training.forecasting import Cell
 from dlio_bench.training.measuring import Measured
 
-__all__ = ["curves", "figures", "show_checks", "show_scaling", "waterfalls"]
-
 
 def show_scaling(cells: Sequence[Cell], console: Console) -> None:
     """Print a table per network and scaling: exchanges as columns, ranks as rows."""

@@ -11,8 +11,6 @@ from torch.nn.functional import cross_entropy
 
 from dlio.train.exchange.distribute import Distributed
 
-__all__ = ["PARTS", "Loop", "Pass"]
-
 PARTS: Final = ("load wait", "forward and backward", "exchange", "optimizer")
 Batches = Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 

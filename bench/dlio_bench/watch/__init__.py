@@ -1,3 +1,1 @@
 """`dlio bench watch`: a short run of the benchmarks, compared with a stored one."""
-
-__all__: list[str] = []

@@ -10,8 +10,6 @@ from typing import Final, Literal
 
 import numpy as np
 
-__all__ = ["Bound", "Speed", "calibrate"]
-
 Bound = Literal["processor", "memory", "disk"]
 _ROUNDS: Final = 3
 _PIECE: Final = 8 << 20

@@ -23,8 +23,6 @@ from dlio_bench.watch.calibration import calibrate
 from dlio_bench.watch.judge import Judged, Stored, from_json, judge, normalised, to_json
 from dlio_bench.watch.parts import PARTS, Part
 
-__all__ = ["Watch", "command", "run_part"]
-
 _SCHEMA: Final = "dlio-watch/1"
 _PART_TIMEOUT_S: Final = 900.0
 

@@ -8,8 +8,6 @@ from typing import Final, Literal, TypedDict
 from dlio_bench.results.statistics import interval_of_ratio, median
 from dlio_bench.results.values import Better, Figure
 
-__all__ = ["Judged", "Runs", "Stored", "from_json", "judge", "normalised", "to_json"]
-
 Verdict = Literal["worse", "same", "better", "too noisy", "changed", "new", "gone"]
 Runs = Mapping[str, Figure]
 """Figures by key; a value for each repeat of the part, normalised."""

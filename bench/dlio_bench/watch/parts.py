@@ -5,8 +5,6 @@ from typing import Final
 
 from dlio_bench.watch.calibration import Bound
 
-__all__ = ["PARTS", "Part"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -12,5 +12,3 @@
 A secret never travels: ranks exchange public values (Diffie-Hellman), and mix in the job's secret
 where its launcher has given them one. SECURITY.md says against whom this protects.
 """
-
-__all__: list[str] = []

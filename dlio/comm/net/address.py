@@ -13,18 +13,6 @@ from typing import Final
 
 from dlio.errors import CommError
 
-__all__ = [
-    "INTERFACE",
-    "LOOPBACK",
-    "candidates",
-    "choose_address",
-    "listen",
-    "making_listeners",
-    "meeting_address",
-    "own_place",
-    "reaches",
-]
-
 LOOPBACK: Final = "127.0.0.1"
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 """Variable with names of the interfaces that ranks use, the first that exists counts (torch's)."""

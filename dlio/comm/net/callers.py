@@ -3,8 +3,6 @@
 import os
 from typing import Final
 
-__all__ = ["is_called_by_own_user"]
-
 _TABLES: Final = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _LOOPBACK: Final = ("0100007F", "0000000000000000FFFF00000100007F")
 """The second is how a socket of IPv6 calls it."""

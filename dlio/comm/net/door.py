@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Door"]
-
 _MOST: Final = 64
 """Connections of strangers at a time."""
 _PATIENCE_S: Final = 5.0

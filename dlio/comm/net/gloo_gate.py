@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from dlio.comm.net.address import making_listeners
 
-__all__ = ["GlooGate"]
-
 _ATTACH: Final = 26
 """SO_ATTACH_FILTER."""
 _DETACH: Final = 27

@@ -22,8 +22,6 @@ from dlio.comm.net.link import Frame, Link
 from dlio.errors import CommError
 from dlio.util.threads import Workers
 
-__all__ = ["CLOSE_TIMEOUT_S", "Handler", "Hub"]
-
 _log = logging.getLogger("dlio")
 CLOSE_TIMEOUT_S: Final = 5.0
 _LONGEST_TURN_S: Final = 0.2

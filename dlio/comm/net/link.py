@@ -24,8 +24,6 @@ import xxhash
 
 from dlio.comm.net.keys import Answerer, Caller, Refused
 
-__all__ = ["Frame", "Link", "Seal"]
-
 _HEAD: Final = struct.Struct("<B3xIIiQQQ")
 _PLACE: Final = struct.Struct("<Q")
 _MAC_BYTES: Final = 16

@@ -23,8 +23,6 @@ from dlio.errors import CommError, CommTimeout, UsageError
 from dlio.util.extras import how_to_install
 from dlio.util.settings import settings
 
-__all__ = ["check_threads", "init_process_group"]
-
 _LEAST_TAG_UB: Final = 32767
 """Largest tag that every MPI library accepts."""
 

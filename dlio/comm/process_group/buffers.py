@@ -15,8 +15,6 @@ from mpi4py import MPI
 
 from dlio.errors import UsageError
 
-__all__ = ["MpiBuffer", "Scratch", "Staging", "offsets", "size_of", "split", "typed", "whole"]
-
 _MOST_COUNT: Final = 2**31 - 1
 """Largest element count of one MPI call: counts are C ints."""
 _WORD: Final = 8

@@ -25,8 +25,6 @@ from dlio.comm.process_group.reductions import Reduction
 from dlio.comm.process_group.work import MpiWork, Step
 from dlio.errors import CommError, UsageError
 
-__all__ = ["MpiProcessGroup"]
-
 _SMALL_BYTES: Final = 1 << 15
 """Size up to which a reduction in a type unknown to MPI is converted to float32 and reduced by MPI
 in one step. Small reductions cost mainly messages, and exchanging pieces takes one per rank."""

@@ -27,8 +27,6 @@ from dlio.errors import CommError, UsageError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
-__all__ = ["BACKEND", "CHECKED_STEPS", "STEPS", "MpiGroup", "Start", "Tensors", "devices"]
-
 BACKEND: Final = "dlio-mpi"
 STEPS: Final = 2
 """Largest number of MPI calls of one operation, each on a communicator of its own."""

@@ -22,8 +22,6 @@ from dlio.comm.waiting import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
 from dlio.errors import CommError
 from dlio.util.threads import Workers
 
-__all__ = ["Progress", "in_callback"]
-
 _LINGER_S: Final = 1.0
 """Idle time after which the background thread ends."""
 _here = threading.local()

@@ -16,8 +16,6 @@ from mpi4py import MPI
 
 from dlio.errors import UsageError
 
-__all__ = ["Fold", "Kind", "Reduction"]
-
 Kind = Any
 """A member of torch.distributed.ReduceOp.RedOpType."""
 Fold = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

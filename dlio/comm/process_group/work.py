@@ -23,8 +23,6 @@ from dlio.comm.process_group.buffers import Staging
 from dlio.comm.waiting import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
 from dlio.errors import CommError, CommTimeout
 
-__all__ = ["JointWork", "Lane", "Members", "Mover", "MpiWork", "Promise", "Step", "late"]
-
 
 class Lane:
     """A communicator and a queue of the operations that will start a step on it."""

@@ -7,5 +7,3 @@
 - `crops.crop_batch`: crops, resizes, mirrors and normalises a batch of decoded images
 - `triton_crops`: its form for CUDA, one kernel a batch; `normal`: its mean and deviation
 """
-
-__all__: list[str] = []

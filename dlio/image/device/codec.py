@@ -27,8 +27,6 @@ from dlio.image.device.library import Library, NvImageCodec, Place
 from dlio.image.device.normal import Normal
 from dlio.image.device.queue import DeviceQueue, queue_for
 
-__all__ = ["Codec", "Made"]
-
 _ALIGNMENT: Final = 64
 """Bytes at whose multiples images begin in a slot's memory."""
 

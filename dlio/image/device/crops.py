@@ -24,8 +24,6 @@ from dlio.errors import UsageError
 from dlio.image.boxes import NUMBERS
 from dlio.image.device.normal import Normal
 
-__all__ = ["FACTORS", "IMAGE", "Normal", "crop_batch", "find_triton"]
-
 IMAGE: Final = 3
 """Numbers of an image: first byte, height, width."""
 FACTORS: Final = (1, 2, 4, 8)

@@ -13,8 +13,6 @@ from dlio.image.crop import Box, Shown, enclosing
 from dlio.image.decode import MAX_PIXELS, Decoder, scaled
 from dlio.image.jpeg import Frame, cut, interval_starts, parse_frame, touched
 
-__all__ = ["Encoded", "Header", "encoded", "header_of"]
-
 _END: Final = 0xD9
 _LEAST_BITS: Final = 2
 """Of a coded unit: a code for its mean, and one for its end."""

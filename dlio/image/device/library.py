@@ -21,8 +21,6 @@ import torch
 from dlio.errors import UsageError
 from dlio.util.forks import new_lock
 
-__all__ = ["REMEDY", "Library", "NvImageCodec", "Place", "is_installed"]
-
 _BY_CUDA: Final = {
     "12": "`pip install 'nvidia-nvimgcodec-cu12[nvjpeg]'` (dlio's extra gpu)",
     "13": "`pip install 'nvidia-nvimgcodec-cu13[nvjpeg]'` (dlio's extra gpu-cu13)",

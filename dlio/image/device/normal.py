@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Normal"]
-
 
 @dataclass(frozen=True, slots=True)
 class Normal:

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaQueue", "DeviceQueue", "HostQueue", "queue_for"]
-
 
 class DeviceQueue(Protocol):
     """Work that a device does in the order in which it is queued. One thread uses it at a time."""

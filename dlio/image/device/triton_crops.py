@@ -12,8 +12,6 @@ import triton.language as tl
 
 from dlio.image.device.normal import Normal
 
-__all__ = ["crop"]
-
 _BLOCK: Final = 256
 """Pixels of one program."""
 _EVEN: Final = tl.constexpr(12582912.0)

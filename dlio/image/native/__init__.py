@@ -25,8 +25,6 @@ from dlio.data.schema import Buffer
 from dlio.util.forks import new_lock
 from dlio.util.settings import settings
 
-__all__ = ["LIBRARY", "Cut", "Library", "Shape", "agrees", "find", "name", "resizes_alike"]
-
 LIBRARY: Final = os.path.join(os.path.dirname(__file__), "_jpeg.so")
 _ROOM: Final = 128
 """Bytes behind the pixels that the library may write: `ROOM` of jpeg.h."""

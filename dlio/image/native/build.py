@@ -12,8 +12,6 @@ import sys
 import sysconfig
 import tempfile
 
-__all__ = ["BuildError", "build", "compiler", "is_stale"]
-
 HERE = os.path.dirname(os.path.abspath(__file__))
 NAME = "_jpeg.so"
 _TIMEOUT_S = 300

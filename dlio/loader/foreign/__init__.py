@@ -1,3 +1,1 @@
 """Other libraries' data sets and trainers, adapted."""
-
-__all__: list[str] = []

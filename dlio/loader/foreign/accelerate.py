@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["PreparedLoader", "Registration", "device"]
-
 
 class PreparedLoader(Protocol):
     """The attributes that Accelerate reads of a loader that it has prepared."""

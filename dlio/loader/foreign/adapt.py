@@ -23,8 +23,6 @@ from dlio.loader.foreign.huggingface import ImageSet, is_image_set
 from dlio.loader.opened import open_dataset
 from dlio.storage.spec import Tiers
 
-__all__ = ["Understood", "adapted", "holds_own", "read_by_dlio"]
-
 _Part = tuple[UserDataset, npt.NDArray[np.int64] | None]
 """(whole data set, indices into it); None for all of it."""
 

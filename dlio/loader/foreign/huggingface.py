@@ -20,8 +20,6 @@ from dlio.loader.contract import Sample, UserDataset
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 
-__all__ = ["ImageSet", "is_image_set"]
-
 _SEED: Final = 0xD110
 _ROWS: Final = 4096
 """Rows per step when a data set is opened."""

@@ -12,8 +12,6 @@ import numpy.typing as npt
 from dlio.image.decode import opencv
 from dlio.util.printable import printable
 
-__all__ = ["colour", "line_plot", "mask_uri", "outlines", "picture_uri", "stretched", "svg_over"]
-
 _QUALITY: Final = 85
 _LEAST_JPEG: Final = 64
 """Shorter pictures are PNGs, whose pixels stay as they are."""

@@ -16,8 +16,6 @@ from dlio.image.decode import image_size
 from dlio.loader.gallery.values import shortened
 from dlio.util.units import format_bytes
 
-__all__ = ["Histogram", "bars_html", "histograms"]
-
 _BINS: Final = 12
 _MOST_CLASSES: Final = 24
 """Classes that have a bar of their own."""

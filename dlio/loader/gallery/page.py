@@ -24,8 +24,6 @@ from dlio.loader.targets import Companion
 from dlio.util.files import write_whole
 from dlio.util.units import format_bytes
 
-__all__ = ["Page", "make_page", "page_of"]
-
 _MOST_NAMES: Final = 30
 """Names of classes that the head of a page shows."""
 _Part = tuple[str, tuple[float, float, float, float]]

@@ -2,8 +2,6 @@
 
 from typing import Final
 
-__all__ = ["HEAD"]
-
 HEAD: Final = """<style>
 .dlio { --ink: #1d2330; --soft: #667085; --line: #e3e6ec; --paper: #f6f7f9; --card: #fff;
   --accent: #3f51b5; font: 14px/1.45 system-ui, sans-serif; color: var(--ink);

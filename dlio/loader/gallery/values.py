@@ -20,8 +20,6 @@ from dlio.loader.gallery.drawing import (
 from dlio.loader.targets import Target
 from dlio.util.printable import printable
 
-__all__ = ["figure", "rows_of", "shortened", "value_html"]
-
 _MOST_TEXT: Final = 400
 _MOST_BYTES: Final = 32
 _MOST_ITEMS: Final = 8

@@ -1,3 +1,1 @@
 """The engine that reads data sets of dlio along a plan."""
-
-__all__: list[str] = []

@@ -18,8 +18,6 @@ from dlio.loader.streams import Pinned, pinned_memory
 from dlio.storage.decoded import DecodedTier
 from dlio.util.pool import Pool
 
-__all__ = ["BatchMemory", "CropMaker"]
-
 _MOST_SPARE: Final = 64
 """Spare batches that are kept, more than are ever under way together."""
 

@@ -29,8 +29,6 @@ from dlio.loader.recipe import Recipe
 from dlio.storage.counters import Counters
 from dlio.util.pool import Pool
 
-__all__ = ["DeviceMaker"]
-
 _log = logging.getLogger("dlio")
 _MOST_SPARE: Final = 64
 _MOST_SLOTS: Final = 3

@@ -49,8 +49,6 @@ from dlio.util.cores import available_cores
 from dlio.util.settings import DEVICE_TIER
 from dlio.util.units import format_bytes
 
-__all__ = ["PlannedEngine", "decode_threads", "epoch_plan"]
-
 _MOST_THREADS: Final = 16
 _AHEAD_BYTES: Final = 64 << 20
 _AHEAD_BYTES_A_THREAD: Final = 16 << 20

@@ -21,8 +21,6 @@ from dlio.loader.planned.slots import Maker, Slots
 from dlio.loader.recipe import Recipe
 from dlio.loader.streams import Pinned
 
-__all__ = ["ArrayMaker", "SampleMaker", "maker_for"]
-
 _DIRECT_BYTES: Final = 1 << 16
 """Least bytes of a sample of arrays that is read into the batch itself, without another copy."""
 

@@ -17,8 +17,6 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.loader.recipe import Recipe
 from dlio.plan.order import Order
 
-__all__ = ["Pairing", "Pairs", "decode_partners"]
-
 _I64 = npt.NDArray[np.int64]
 
 

@@ -39,11 +39,9 @@ from dlio.loader.planned.slots import (
 )
 from dlio.loader.trace import Spans
 from dlio.shuffle.shuffle import Shuffle, Step
-from dlio.storage.block import Scratch
 from dlio.storage.hierarchy import Hierarchy
+from dlio.storage.scratch import Scratch
 from dlio.util.threads import Workers
-
-__all__ = ["SKIPPED", "Batch", "Pipeline", "Work", "first_failure"]
 
 _SAMPLES_A_TASK = 8
 """At most; fewer of a small batch, so that all threads work on it, and end together."""

@@ -17,13 +17,11 @@ from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan
 from dlio.plan.order import Order
-from dlio.shuffle.shuffle import windows_of
+from dlio.shuffle.windows import windows_of
 from dlio.shuffle.wire import MessageMemory
 from dlio.storage.fill import filler_threads
 from dlio.storage.mount import Mount
 from dlio.storage.streamed import BlockStream
-
-__all__ = ["Running", "fed_of", "order_facts", "streamed_blocks"]
 
 
 @dataclass(frozen=True, slots=True)

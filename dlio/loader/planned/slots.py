@@ -16,16 +16,6 @@ from dlio.data.schema import Buffer
 from dlio.loader.contract import BatchData
 from dlio.loader.planned.pairs import Pairs
 
-__all__ = [
-    "CachedSlots",
-    "DirectSlots",
-    "Maker",
-    "ManyCachedSlots",
-    "ManySlots",
-    "SettledSlots",
-    "Slots",
-]
-
 
 class Slots(Protocol):
     """One batch in the making. `make` is called once a slot, from any thread; `finish` once, after

@@ -31,8 +31,6 @@ from dlio.storage.decoded import DecodedTier
 from dlio.storage.device_tier import Copies, DeviceTier
 from dlio.util.pool import Pool
 
-__all__ = ["TierMaker"]
-
 _U8 = npt.NDArray[np.uint8]
 _I64 = npt.NDArray[np.int64]
 _MOST_SPARE: Final = 64

@@ -4,5 +4,3 @@
 `parallel` are the iterators, without and with workers; `server` is a worker's side of a parallel
 one, `transports` bring tasks to worker processes or threads; `samplers` are torch's, with states.
 """
-
-__all__: list[str] = []

@@ -20,8 +20,6 @@ from dlio.loader.snapshots.states import (
     state_of,
 )
 
-__all__ = ["Draws"]
-
 
 class Draws(torch.utils.data.Sampler[Task]):
     """The sampler of a plain loader whose workers run a Server.

@@ -31,8 +31,6 @@ from dlio.loader.snapshots.states import (
     state_of,
 )
 
-__all__ = ["Inline"]
-
 
 class Inline(_BaseDataLoaderIter):
     """torch's iterator without workers, with a state.

@@ -25,8 +25,6 @@ from dlio.loader.snapshots.server import Recipe, Server, start
 from dlio.loader.snapshots.states import Stateful
 from dlio.loader.snapshots.transports import Processes, Threads, Transport, same
 
-__all__ = ["Keeper", "feed_of"]
-
 _log = logging.getLogger("dlio")
 # torch gives these no types.
 _shared_seed: Any = _share_dist_seed

@@ -28,8 +28,6 @@ from dlio.loader.snapshots.states import (
 )
 from dlio.loader.snapshots.transports import Transport
 
-__all__ = ["Loaded", "Parallel", "warn_beyond"]
-
 
 class Loaded:
     """A state to go on with, taken apart.

@@ -14,8 +14,6 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from dlio.loader.contract import Index, IndexBatches, Indices, State
 from dlio.loader.snapshots.states import Stateful, restore, state_of
 
-__all__ = ["StatefulBatches", "StatefulRandom", "begun", "resumed", "with_state"]
-
 _CHUNK: Final = 32
 """Draws at a time with replacement."""
 

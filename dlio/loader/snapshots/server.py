@@ -23,8 +23,6 @@ from dlio.loader.snapshots.states import (
     state_of,
 )
 
-__all__ = ["FETCH", "RESUME", "START", "Recipe", "Reply", "Server", "Task", "fetcher_of", "start"]
-
 START: Final = "start"
 RESUME: Final = "resume"
 FETCH: Final = "fetch"

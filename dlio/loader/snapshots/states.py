@@ -5,34 +5,6 @@ from typing import Any, Final, Protocol, runtime_checkable
 from dlio.errors import UsageError
 from dlio.loader.contract import State
 
-__all__ = [
-    "BASE_SEED",
-    "DATASET_ITER_STATE",
-    "DATASET_STATE",
-    "FETCHER_ENDED",
-    "FETCHER_STATE",
-    "FINISHED",
-    "INDEX_SAMPLER_STATE",
-    "LAST_WORKER",
-    "LEN_CALLED",
-    "MAIN_SNAPSHOT",
-    "NUM_WORKERS",
-    "NUM_YIELDED",
-    "SAMPLER_ITER_STATE",
-    "SAMPLER_YIELDED",
-    "SHARED_SEED",
-    "SNAPSHOT",
-    "SNAPSHOT_STEP",
-    "STEPS_SINCE",
-    "WORKER_ID",
-    "WORKER_SNAPSHOTS",
-    "MismatchedState",
-    "Stateful",
-    "restore",
-    "state_of",
-    "worker_key",
-]
-
 INDEX_SAMPLER_STATE: Final = "_index_sampler_state"
 SAMPLER_ITER_STATE: Final = "_sampler_iter_state"
 SAMPLER_YIELDED: Final = "_sampler_iter_yielded"

@@ -13,11 +13,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from dlio.errors import DlioError, UsageError
 from dlio.loader.contract import BatchData
 from dlio.loader.snapshots.draws import Draws
-from dlio.loader.snapshots.server import Reply, Server, Task, start
+from dlio.loader.snapshots.server import Reply, Server, Task
 from dlio.loader.worker_info import clear_worker_info, set_worker_info
 from dlio.util.threads import Workers
-
-__all__ = ["Processes", "Threads", "Transport", "same", "start"]
 
 _POLL_S: Final = 0.2
 

@@ -15,8 +15,6 @@ from dlio.train.exchange.distribute import Distributed
 from dlio.train.precision import Precision
 from dlio.train.report import EpochReport
 
-__all__ = ["Callback", "Run"]
-
 
 class Run(Protocol):
     """One rank of a training run as callbacks see it; implemented by the trainer's `Worker`."""

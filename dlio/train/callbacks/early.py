@@ -4,8 +4,6 @@ from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport
 from dlio.train.tasks.metrics import goodness, label, show_metric
 
-__all__ = ["EarlyStopping"]
-
 
 class EarlyStopping(Callback):
     """End the run after `patience` epochs without a better held-out accuracy, or other metric.

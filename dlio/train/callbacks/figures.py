@@ -3,8 +3,6 @@
 from dlio.storage.counters import PLACES
 from dlio.train.report import EpochReport, removed_by_kind
 
-__all__ = ["figures_of"]
-
 
 def figures_of(report: EpochReport) -> dict[str, float]:
     """Return the figures that an epoch has, such as `epoch/loss` and `data/bytes_ram`."""

@@ -13,8 +13,6 @@ from dlio.train.report import EpochReport
 from dlio.util.files import unwritable, write_whole
 from dlio.util.named import make_folders
 
-__all__ = ["MatrixDump"]
-
 
 class MatrixDump(Callback):
     """Write rank 0's matrices at the end of each epoch.

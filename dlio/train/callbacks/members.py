@@ -6,8 +6,6 @@ from dlio.comm.nodes import find_nodes
 from dlio.comm.recovery import recovery_of
 from dlio.train.callbacks.base import Run
 
-__all__ = ["Members"]
-
 
 class Members:
     """The ranks of a run by their numbers when the job began. Collective where the job ends with

@@ -11,9 +11,6 @@ from dlio.train.callbacks.base import Callback, Run
 _NAMED: Final = 3
 
 
-__all__ = ["NanGuard"]
-
-
 class NanGuard(Callback):
     """Check the loss and the gradient norm before each optimizer step.
 

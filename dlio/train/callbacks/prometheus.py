@@ -8,8 +8,6 @@ from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport
 from dlio.util.files import check_writable, write_whole
 
-__all__ = ["Prometheus", "text_of"]
-
 _EVERY_S: Final = 15.0
 _HELP: Final = {
     "dlio_ranks": ("gauge", "Ranks that train."),

@@ -14,8 +14,6 @@ from dlio.train.callbacks.members import Members
 from dlio.train.report import EpochReport
 from dlio.util.processes import die
 
-__all__ = ["SlowRankGuard", "slow_ranks"]
-
 _SLOWER: Final = 5.0
 _LEAST_STEPS: Final = 20
 """Optimizer steps of an epoch from which on it is judged."""

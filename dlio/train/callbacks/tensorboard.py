@@ -14,8 +14,6 @@ from dlio.util.files import unwritable
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["TensorBoard"]
-
 _LOSS_EVERY: Final = 10
 """Steps between two losses; reading a loss waits for the device."""
 

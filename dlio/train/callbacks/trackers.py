@@ -9,8 +9,6 @@ from dlio.train.callbacks.base import Callback, Run
 from dlio.train.callbacks.figures import figures_of
 from dlio.train.report import EpochReport
 
-__all__ = ["MLflow", "WandB"]
-
 
 class _Tracker(Callback):
     """Sends options and figures; the first rank does, and after its loss the next one.

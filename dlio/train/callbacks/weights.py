@@ -21,8 +21,6 @@ from dlio.train.callbacks.base import Callback, Run
 from dlio.train.callbacks.members import Members
 from dlio.train.report import Restored
 
-__all__ = ["WeightGuard", "majority", "weights_digest"]
-
 
 def weights_digest(model: nn.Module) -> int:
     """Return 64 bits, as a signed number, that differ if any bit of the parameters does."""

@@ -12,8 +12,6 @@ from dlio.train.report import EpochReport
 from dlio.train.wishes import Wish, Wishes
 from dlio.train.worker import Worker
 
-__all__ = ["CheckpointCallback"]
-
 
 class CheckpointCallback(Callback):
     """Write a checkpoint at the end of each epoch, every so many steps, and when any rank asks.

@@ -15,8 +15,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-__all__ = ["Copies"]
-
 _cuda: Final[Any] = torch.cuda  # Without types of its own.
 _CHUNK: Final = 8 << 20
 """Bytes that are copied between two looks at the interpreter's lock."""

@@ -38,13 +38,6 @@ from dlio.util.limits import parsing
 from dlio.util.printable import print_line
 from dlio.util.threads import Workers
 
-__all__ = [
-    "Checkpoints",
-    "StoredCheckpoint",
-    "Tensors",
-    "open_checkpoint",
-]
-
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _UNFINISHED: Final = ".unfinished-"
 _ABOUT: Final = "about.json"

@@ -31,8 +31,6 @@ from dlio.train.checkpoint.tensor_file import write_tensors
 from dlio.util.files import write_json
 from dlio.util.folders import remove_path
 
-__all__ = ["agree", "complete", "has_part", "write_part"]
-
 _TEXT_BYTES: Final = 1024
 """Bytes of an outcome in a message; the rest of a longer text is cut off."""
 _TAG: Final = 1

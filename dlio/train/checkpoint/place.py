@@ -16,8 +16,6 @@ from dlio.util.named import make_folders
 from dlio.util.opening import closing_descriptor, open_file, path_of, planted
 from dlio.util.printable import printable
 
-__all__ = ["CheckpointFolder"]
-
 _LOCK: Final = ".lock"
 _LOCK_TIMEOUT_S: Final = 2.0
 

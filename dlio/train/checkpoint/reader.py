@@ -33,8 +33,6 @@ from dlio.errors import SourceError
 from dlio.train.weights import check_archive
 from dlio.util.limits import open_regular, parsing
 
-__all__ = ["CONTENTS", "contents", "ignore_no_dist_warning", "read_small", "read_tensors"]
-
 CONTENTS: Final = ".metadata"
 _MAX_BYTES: Final = 256 << 20
 _FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")

@@ -14,8 +14,6 @@ from dlio.train.pruner import PrunerState
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
 
-__all__ = ["OWED", "RunState", "SavedState", "about", "changed_by_updates", "restore", "tensors_of"]
-
 OWED: Final = "/owed/"
 """Part of the names of error-feedback residuals in an exchange's state."""
 _OF_TASK: Final = ("task", "target", "category", "layerwise")

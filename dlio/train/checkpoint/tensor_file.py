@@ -17,8 +17,6 @@ from torch.serialization import skip_data
 
 from dlio.util.files import open_own
 
-__all__ = ["write_tensors"]
-
 _BLOCK: Final = 8 << 20
 """Bytes that are handed to the device at a time."""
 _SMALL: Final = 1 << 20

@@ -54,8 +54,6 @@ from dlio.train.exchange.reshape_state import reshape_flats
 from dlio.train.exchange.setting import Setting
 from dlio.train.exchange.trail import Trail
 
-__all__ = ["Asgd"]
-
 _NOTICE: Final = 1
 _WEIGHTS: Final = 2
 _QUEUE_BYTES: Final = 256 << 20

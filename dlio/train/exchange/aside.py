@@ -3,8 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-__all__ = ["set_aside", "when_aside"]
-
 _step_aside: Callable[[], None] | None = None
 
 

@@ -13,8 +13,6 @@ import torch
 
 from dlio.comm.funnel import funnel_in_use
 
-__all__ = ["after_backward", "sends_after_backward"]
-
 
 def sends_after_backward(devices: Iterable[torch.device]) -> bool:
     """True if gradients on these devices are computed in a thread that may not send them."""

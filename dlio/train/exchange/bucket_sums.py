@@ -16,8 +16,6 @@ from dlio.train.exchange.place import Place
 from dlio.train.exchange.setting import Setting
 from dlio.train.exchange.sums import load_states, states_of
 
-__all__ = ["BucketSums"]
-
 _FIRST_TAG: Final = 1
 
 

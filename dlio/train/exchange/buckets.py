@@ -11,19 +11,6 @@ from torch import nn
 from dlio.comm import Communicator
 from dlio.errors import UsageError
 
-__all__ = [
-    "BUCKET_BYTES",
-    "Bucket",
-    "Named",
-    "averaged_state",
-    "broadcast_state",
-    "broadcast_tensors",
-    "check_real",
-    "consensus_distance",
-    "in_buckets",
-    "trainable",
-]
-
 BUCKET_BYTES = 1 << 20
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters with their names, in the model's order."""

@@ -12,8 +12,6 @@ from dlio.comm.recovery import Recovery, Report
 from dlio.errors import PeerLost
 from dlio.train.exchange.setting import Setting
 
-__all__ = ["Closing", "Summing"]
-
 
 class Summing(Protocol):
     """The sums of one turn, a step or a round, which begin and end together."""

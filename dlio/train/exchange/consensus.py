@@ -14,8 +14,6 @@ here it is for that of the steps themselves, and no optimizer has to give access
 
 import torch
 
-__all__ = ["ConsensusMomentum"]
-
 
 class ConsensusMomentum:
     """The momentum of one bucket.

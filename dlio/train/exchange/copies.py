@@ -25,8 +25,6 @@ import torch
 
 from dlio.train.exchange.device.codec import Codec
 
-__all__ = ["Copies"]
-
 
 class Copies:
     """The copies of one bucket.

@@ -21,8 +21,6 @@ from dlio.train.exchange_spec import ExchangeSpec, parse_exchange
 from dlio.util.arguments import named as named_as
 from dlio.util.arguments import whole_number
 
-__all__ = ["Distributed", "connect", "distribute", "exchange_around", "parameters_of"]
-
 _around: "WeakKeyDictionary[torch.optim.Optimizer, RunningExchange]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
 

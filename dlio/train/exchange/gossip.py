@@ -42,8 +42,6 @@ from dlio.train.exchange.place import Place
 from dlio.train.exchange.reshape_state import reshape_state
 from dlio.train.exchange.setting import Setting
 
-__all__ = ["REFRESH", "Gossip"]
-
 REFRESH: Final = 64
 """Steps between two exchanges of whole weights, if only changes travel in between."""
 _FIRST_TAG: Final = 1

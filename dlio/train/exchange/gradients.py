@@ -24,8 +24,6 @@ from dlio.train.exchange.place import Place
 from dlio.train.exchange.reshape_state import RunningTotals, reshape_state
 from dlio.train.exchange.setting import Setting
 
-__all__ = ["Synchronous"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Weighting:

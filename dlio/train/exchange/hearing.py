@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from dlio.comm.recovery import Recovery, Report
 
-__all__ = ["Hearing"]
-
 
 class Hearing:
     """The last step of each member that this rank has taken in.

@@ -7,8 +7,6 @@ from torch.utils.hooks import RemovableHandle
 
 from dlio.train.exchange.buckets import Named
 
-__all__ = ["join_before_use"]
-
 
 def join_before_use(
     modules: Iterable[nn.Module], groups: Sequence[Named], join: Callable[[Sequence[int]], None]

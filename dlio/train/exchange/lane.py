@@ -14,8 +14,6 @@ from dlio.train.exchange.place import Place
 from dlio.train.exchange.setting import Setting
 from dlio.train.exchange.slow_weights import SlowWeights
 
-__all__ = ["Lane"]
-
 _DECAY: Final = 0.8
 """Of the consensus momentum, per step: less than the momentum of optimizers, 0.9, so that ranks do
 not swing about their mean when messages hold a small part of a difference."""

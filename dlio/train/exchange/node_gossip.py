@@ -32,8 +32,6 @@ from dlio.train.exchange.joining import join_before_use
 from dlio.train.exchange.setting import Setting
 from dlio.train.exchange_spec import parse_exchange
 
-__all__ = ["NodeGossip"]
-
 _FIRST_TAG: Final = 1
 
 

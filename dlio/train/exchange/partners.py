@@ -7,8 +7,6 @@ import numpy as np
 
 from dlio.plan.order import Order
 
-__all__ = ["partners"]
-
 _ROTATIONS: Final = 64
 """Length of the cycle of permutations."""
 

@@ -24,16 +24,6 @@ from dlio.comm import Communicator, Request
 from dlio.train.exchange.buckets import Bucket
 from dlio.train.exchange.sums import Sum
 
-__all__ = [
-    "Copies",
-    "CudaCopies",
-    "DeviceMpiPath",
-    "HostPath",
-    "Path",
-    "PinnedPath",
-    "SumsDeviceMemory",
-]
-
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its streams and events.
 
 

@@ -24,8 +24,6 @@ from dlio.train.exchange.reshape_state import RunningTotals, reshape_state
 from dlio.train.exchange.setting import Setting
 from dlio.train.exchange.sums import load_states, states_of
 
-__all__ = ["Periodic"]
-
 _FIRST_TAG: Final = 1
 
 

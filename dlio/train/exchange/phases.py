@@ -2,8 +2,6 @@
 
 from enum import Enum, auto
 
-__all__ = ["Phase"]
-
 
 class Phase(Enum):
     """A phase of one rank's step.

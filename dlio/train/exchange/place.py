@@ -34,8 +34,6 @@ from dlio.train.exchange.sums import make_sum
 from dlio.train.exchange_spec import ExchangeSpec
 from dlio.util.settings import DEVICE_EXCHANGE
 
-__all__ = ["GROUP_PATHS", "Place", "agreed", "choose", "find_path", "host_reason"]
-
 GROUP_PATHS: Final = ("nccl", "gloo")
 """Paths by a process group of the device. gloo is that of CPUs, for tests."""
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its streams.

@@ -31,15 +31,6 @@ from torch import nn
 
 from dlio.train.cut import Cut
 
-__all__ = [
-    "AfterStep",
-    "BeforeStep",
-    "DeferredExchange",
-    "Exchange",
-    "GradientExchange",
-    "JoinsBeforeUse",
-]
-
 
 @runtime_checkable
 class Exchange(Protocol):

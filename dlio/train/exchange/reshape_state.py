@@ -8,8 +8,6 @@ import torch
 from dlio.train.cut import Cut
 from dlio.train.exchange.buckets import Bucket
 
-__all__ = ["RunningTotals", "reshape_flats", "reshape_state"]
-
 
 def reshape_flats(
     flats: Sequence[torch.Tensor],

@@ -10,8 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Op", "doubling", "hierarchical", "route", "star", "tree"]
-
 
 class Op(NamedTuple):
     """One operation of a rank."""

@@ -24,8 +24,6 @@ from dlio.train.exchange.protocol import (
 from dlio.train.exchange.setting import Setting
 from dlio.train.exchange_spec import ExchangeSpec
 
-__all__ = ["RunningExchange", "make_exchange", "start_exchange"]
-
 
 class RunningExchange:
     """One exchange with the calls of all places in a step.

@@ -10,8 +10,6 @@ from dlio.comm.recovery import Recovery
 from dlio.train.exchange.compress.layout import Scratch
 from dlio.train.exchange_spec import ExchangeSpec
 
-__all__ = ["Setting"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:

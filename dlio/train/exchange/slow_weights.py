@@ -15,8 +15,6 @@ Only fast weights travel: half of the bytes.
 
 import torch
 
-__all__ = ["SlowWeights"]
-
 
 class SlowWeights:
     """Slow weights of one bucket, and their momentum.

@@ -17,16 +17,6 @@ from dlio.train.exchange.compress.residual import Residual
 from dlio.train.exchange.routes import Op, route
 from dlio.train.exchange.setting import Setting
 
-__all__ = [
-    "AllreduceSum",
-    "RoutedSum",
-    "Sum",
-    "Tensors",
-    "load_states",
-    "make_sum",
-    "states_of",
-]
-
 _F32 = npt.NDArray[np.float32]
 _HEAD: Final = 8
 """Bytes before a compressed message: its length, for ranks that forward it."""

@@ -6,8 +6,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["Trail"]
-
 _DEPTH: Final = 4
 
 

@@ -1,3 +1,1 @@
 """Trained models in the formats of other hardware: ONNX, and NIR for neuromorphic chips."""
-
-__all__: list[str] = []

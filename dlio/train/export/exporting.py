@@ -21,8 +21,6 @@ from dlio.train.model import normalised
 from dlio.util.files import write_json, write_whole
 from dlio.util.units import format_bytes
 
-__all__ = ["ExportReport", "export_model"]
-
 _BATCH: Final = 64
 _RANDOM: Final = 7
 """Random pictures that each file is compared on; odd, so that the batch of the file must vary."""

@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from dlio.errors import UsageError
 
-__all__ = ["INPUT", "OUTPUT", "Kind", "Layer", "Network", "Weights", "fold_norm"]
-
 Kind = Literal["input", "conv", "linear", "relu", "pool", "flatten", "output"]
 Weights = Mapping[str, torch.Tensor]
 """Weights by the name of their layer, to use in place of the network's own."""

@@ -18,8 +18,6 @@ from dlio.train.export.trained import TrainedModel
 from dlio.train.model import PIXEL_MEAN, PIXEL_STD, normalised
 from dlio.util.extras import how_to_install
 
-__all__ = ["INPUT_NAME", "OUTPUT_NAME", "OnnxModel", "to_onnx"]
-
 INPUT_NAME: Final = "images"
 OUTPUT_NAME: Final = "logits"
 _BATCH: Final = 64

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 
 from dlio.errors import UsageError
-from dlio.train.config import MIN_IMAGE_SIZE
+from dlio.train.options import MIN_IMAGE_SIZE
 from dlio.util.files import check_writable
 from dlio.util.options import Option, check
-
-__all__ = ["FORMATS", "ExportOptions"]
 
 FORMATS: Final = ("onnx", "nir")
 """File formats, which are suffixes of file names, too."""

@@ -9,8 +9,6 @@ import torch
 from dlio.errors import UsageError
 from dlio.loader.opened import open_dataset
 
-__all__ = ["Pictures", "batches", "read_pictures"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pictures:

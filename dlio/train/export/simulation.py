@@ -17,8 +17,6 @@ from dlio.util.extras import how_to_install
 if TYPE_CHECKING:
     import nir
 
-__all__ = ["Simulated", "simulate"]
-
 _BATCH: Final = 50
 
 

@@ -26,8 +26,6 @@ from dlio.util.extras import how_to_install
 if TYPE_CHECKING:
     import nir
 
-__all__ = ["activation_scales", "import_nir", "spiking_graph"]
-
 _BATCH: Final = 32
 _DRAWN: Final = 1 << 15
 """Activations of each layer that are drawn from each batch."""

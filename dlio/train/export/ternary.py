@@ -15,8 +15,6 @@ from torch.nn import functional
 from dlio.train.export.network import Network
 from dlio.train.export.pictures import Pictures, batches
 
-__all__ = ["Ternary", "ternarise", "ternary_network", "tune_ternary"]
-
 _BATCH: Final = 64
 _LEARNING_RATE: Final = 1e-3
 

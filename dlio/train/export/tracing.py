@@ -13,8 +13,6 @@ from dlio.errors import UsageError
 from dlio.train.export.network import INPUT, OUTPUT, Kind, Layer, Network, fold_norm
 from dlio.train.model import PIXEL_MEAN, PIXEL_STD
 
-__all__ = ["trace_network"]
-
 _NORMALISE: Final = "normalise"
 _REMEDY: Final = (
     "a NIR graph has convolutions, linear layers, ReLU, average pooling, sums and flattening, with "

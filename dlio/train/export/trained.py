@@ -20,8 +20,6 @@ from dlio.train.pruning.pruned_layout import LayoutRecord, PrunedLayout, shrink_
 from dlio.train.weights import read_weights
 from dlio.util.limits import check_claim
 
-__all__ = ["IMAGE_SIZE", "TrainedModel", "load_trained"]
-
 IMAGE_SIZE: Final = 64
 """Pixels: the default of `dlio train`."""
 _LARGE: Final = 1 << 14

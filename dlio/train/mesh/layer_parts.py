@@ -25,8 +25,6 @@ from dlio.train.mesh.layer_plan import Kind, plan_parts
 from dlio.train.mesh.messages import Traffic
 from dlio.train.mesh.parted_layers import share_layer
 
-__all__ = ["Cut", "LayerParts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:

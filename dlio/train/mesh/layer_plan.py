@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from dlio.errors import UsageError
 
-__all__ = ["Kind", "plan_parts"]
-
 Kind = Literal["columns", "rows", "gathered", "heads"]
 """`columns` and `rows` are the first and second layer of a pair, `gathered` is a linear layer on
 its own, `heads` an attention."""

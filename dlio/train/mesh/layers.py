@@ -18,8 +18,6 @@ from dlio.train.mesh.messages import fetch
 from dlio.train.mesh.sharing import Part, Sharing
 from dlio.train.mesh.slab import Interval, Slab, Window
 
-__all__ = ["average_pool", "convolve", "convolve_transposed", "interpolate", "max_pool", "pad"]
-
 Sizes = int | Sequence[int]
 Function = Callable[..., torch.Tensor]
 

@@ -27,8 +27,6 @@ from dlio.util.arguments import PathText, one_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Mesh"]
-
 _REPLICAS = ("data", "space")
 """Axes whose ranks have the same weights."""
 

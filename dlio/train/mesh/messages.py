@@ -19,8 +19,6 @@ from dlio.comm.waiting import leave
 from dlio.errors import CommError
 from dlio.train.mesh.slab import Interval, Slab
 
-__all__ = ["Traffic", "fetch", "sum_over"]
-
 _TAG: Final = 71
 
 

@@ -14,8 +14,6 @@ from torch.autograd.function import once_differentiable
 from dlio.train.mesh.messages import Traffic
 from dlio.train.mesh.sharing import Part, Sharing
 
-__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm"]
-
 Function = Callable[..., torch.Tensor]
 
 

@@ -16,8 +16,6 @@ from dlio.train.mesh.layer_plan import Kind
 from dlio.train.mesh.messages import Traffic, fetch
 from dlio.train.mesh.slab import Slab
 
-__all__ = ["share_layer"]
-
 
 class _Enter(torch.autograd.Function):
     """A tensor that all ranks have; its gradient is the sum of what their parts give."""

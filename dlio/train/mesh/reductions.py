@@ -12,20 +12,6 @@ from dlio.train.mesh.messages import fetch, sum_over
 from dlio.train.mesh.sharing import Part, Sharing
 from dlio.train.mesh.slab import Slab
 
-__all__ = [
-    "along_others",
-    "concatenate",
-    "cross_entropy",
-    "flatten",
-    "global_pool",
-    "index",
-    "loss",
-    "mean",
-    "sum_of",
-    "unsqueeze",
-    "whole",
-]
-
 Function = Callable[..., torch.Tensor]
 Dims = int | Sequence[int] | None
 

@@ -10,8 +10,6 @@ from dlio.errors import UsageError
 from dlio.train.mesh.messages import Traffic
 from dlio.train.mesh.slab import Slab
 
-__all__ = ["GATHER_FIRST", "Layer", "Part", "Sharing"]
-
 GATHER_FIRST: Final = "gather it first, by `dlio.train.mesh.gather`"
 """The remedy for layers that work on whole tensors only."""
 

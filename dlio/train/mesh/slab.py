@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 
 from dlio.errors import UsageError
 
-__all__ = ["Interval", "Slab", "Window", "longest_dimension"]
-
 Interval = tuple[int, int]
 """First index and the one after the last."""
 

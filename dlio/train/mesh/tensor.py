@@ -14,8 +14,6 @@ from dlio.errors import UsageError
 from dlio.train.mesh import layers, norms, reductions
 from dlio.train.mesh.sharing import GATHER_FIRST, Layer, Part, Sharing
 
-__all__ = ["SplitTensor", "gather", "join", "local_part"]
-
 _LAYERS: Final[Mapping[str, Layer]] = {
     **{f"conv{k}d": layers.convolve for k in (1, 2, 3)},
     **{f"conv_transpose{k}d": layers.convolve_transposed for k in (1, 2, 3)},

@@ -19,8 +19,6 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.train.mesh.mesh import Mesh
 
-__all__ = ["AveragedGradients", "average_gradients", "tensor_parallel"]
-
 Cut = Literal["column", "row"]
 
 

@@ -10,5 +10,3 @@
 
 `dlio.train.model` has those for images by name.
 """
-
-__all__: list[str] = []

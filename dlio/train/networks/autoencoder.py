@@ -12,8 +12,6 @@ from torch import nn
 
 from dlio.errors import UsageError
 
-__all__ = ["Autoencoder", "EncoderClassifier", "Layered", "autoencoder"]
-
 _WIDEST: Final = 256
 _CHANNELS, _NEURONS = 32, 512
 _USUAL_DEPTH: Final = 4

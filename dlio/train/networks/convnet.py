@@ -6,8 +6,6 @@ from torch import nn
 
 from dlio.errors import UsageError
 
-__all__ = ["BATCH_NORMS", "CONVOLUTIONS", "MAX_POOLS", "ConvNet", "of_dimensions"]
-
 CONVOLUTIONS: Final[tuple[type[nn.Module], ...]] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS: Final[tuple[type[nn.Module], ...]] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 MAX_POOLS: Final[tuple[type[nn.Module], ...]] = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)

@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-__all__ = ["Inception", "alexnet", "googlenet", "lenet"]
-
 
 def lenet(classes: int = 10, channels: int = 1) -> nn.Sequential:
     """LeNet-5 for images (n, channels, 32, 32): 61,706 parameters with 10 classes and 1 channel.

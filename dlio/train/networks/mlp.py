@@ -2,8 +2,6 @@
 
 from torch import nn
 
-__all__ = ["Mlp"]
-
 
 class Mlp(nn.Sequential):
     """Linear layers with layer normalisation and ReLU, and a linear output.

@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-__all__ = ["LanguageModel"]
-
 
 class LanguageModel(nn.Module):
     """The medium model for Penn Treebank: 19,780,400 parameters.

@@ -5,8 +5,6 @@ import itertools
 import torch
 from torch import nn
 
-__all__ = ["Bottleneck", "ResidualBlock", "SmallResNet", "resnet50"]
-
 
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with a shortcut (He et al., arXiv 1512.03385).

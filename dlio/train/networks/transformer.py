@@ -5,8 +5,6 @@ from typing import Final
 import torch
 from torch import nn
 
-__all__ = ["HEADS", "VisionTransformer"]
-
 HEADS: Final = 3
 """Heads of attention of each layer."""
 

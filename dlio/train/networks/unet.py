@@ -6,8 +6,6 @@ from torch.nn.functional import interpolate
 
 from dlio.train.networks.convnet import BATCH_NORMS, CONVOLUTIONS, MAX_POOLS, of_dimensions
 
-__all__ = ["UNet"]
-
 
 class _Block(nn.Sequential):
     """Two convolutions of side 3, each with batch normalisation and ReLU."""

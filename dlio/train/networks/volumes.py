@@ -5,8 +5,6 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-__all__ = ["UNet3d"]
-
 
 class UNet3d(nn.Module):
     """The 3-D U-Net: 19,069,955 parameters.

@@ -4,8 +4,6 @@ from typing import Final
 
 from dlio.train.pruning.groups import Activation
 
-__all__ = ["IDENTITY", "OTHER", "classify"]
-
 IDENTITY: Final = Activation("identity", 1.0, True)
 OTHER: Final = Activation("other", float("inf"), False)
 _KINDS: Final = {

@@ -5,8 +5,6 @@ import numpy as np
 from dlio.comm import Communicator
 from dlio.train.pruning.statistics import Statistics
 
-__all__ = ["reduced", "total"]
-
 
 def reduced(statistics: Statistics, comm: Communicator) -> Statistics:
     """Merge the statistics of all ranks. Collective."""

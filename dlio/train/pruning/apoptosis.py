@@ -30,8 +30,6 @@ from dlio.train.pruning.target import widths_for
 from dlio.train.pruning.trial import PlanTrials, Probe, TrialResult
 from dlio.train.pruning.window import StatisticsWindow
 
-__all__ = ["Apoptosis", "ApoptosisState", "Reshapes"]
-
 
 class Reshapes(Protocol):
     """The part of an exchange that cuts concern."""

@@ -13,8 +13,6 @@ from dlio.train.pruning.groups import Group, channels_gone, shrunk
 from dlio.train.pruning.pruned_layout import PrunedLayout
 from dlio.train.pruning.removal import RemovalPlan
 
-__all__ = ["Applied", "apply"]
-
 
 @dataclass(frozen=True, slots=True)
 class Applied:

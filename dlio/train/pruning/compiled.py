@@ -11,8 +11,6 @@ from typing import cast
 import torch
 from torch import nn
 
-__all__ = ["EagerSteps", "forget_graphs", "uncompiled", "without_compiler"]
-
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module within torch.compile's wrapper; any other module as it is."""

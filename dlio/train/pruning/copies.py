@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-__all__ = ["bare_copy", "is_bare_copy", "without_graphs"]
-
 _MARK = "_dlio_bare_copy"
 Module = TypeVar("Module", bound=nn.Module)
 

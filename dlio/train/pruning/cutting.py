@@ -19,8 +19,6 @@ from dlio.train.cut import Cut
 from dlio.train.pruning.groups import Group, Indices
 from dlio.train.pruning.layers import Side, layer_side
 
-__all__ = ["cut_layers", "split_key", "update_counts"]
-
 # torch does not annotate this function.
 _swap_tensors: Final[Callable[[torch.Tensor, torch.Tensor], None]] = torch.utils.swap_tensors
 

@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from dlio.comm import Communicator
 from dlio.errors import UsageError
 
-__all__ = ["check_data_parallel", "without_reducer"]
-
 _Hook = Callable[[Any, Any], Any]
 
 

@@ -19,8 +19,6 @@ from dlio.train.pruning.groups import Activation, Group, Indices, LeftAlone, Mem
 from dlio.train.pruning.layers import Side, is_depthwise, layer_side, own_parameter, reads_zeros
 from dlio.util.extras import how_to_install
 
-__all__ = ["candidates", "make_member"]
-
 _MOST_PATHS: Final = 1000
 _UNKNOWN: Final = (None, None)
 

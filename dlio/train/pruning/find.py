@@ -20,8 +20,6 @@ from dlio.train.pruning.groups import (
 from dlio.train.pruning.layers import is_depthwise
 from dlio.train.pruning.verify import GroupVerifier
 
-__all__ = ["find_groups"]
-
 _HEADS = ("num_heads", "n_heads", "heads", "nhead", "num_attention_heads", "n_head")
 _WIDTHS = ("all_head_size", "inner_dim", "inner_size", "attn_dim", "embed_dim", "hidden_size")
 

@@ -14,19 +14,6 @@ import torch
 
 from dlio.train.pruning.layers import Side
 
-__all__ = [
-    "Activation",
-    "Group",
-    "Indices",
-    "LeftAlone",
-    "Member",
-    "ModelInput",
-    "PrunableGroups",
-    "channels_gone",
-    "removed",
-    "shrunk",
-]
-
 Indices = npt.NDArray[np.int64]
 ModelInput = torch.Tensor | Sequence[object] | Mapping[str, object]
 """Input of a model: a tensor, a sequence of positional arguments, or a mapping of keyword ones."""

@@ -5,8 +5,6 @@ from typing import Literal
 
 from torch import nn
 
-__all__ = ["LayerSide", "Side", "is_depthwise", "layer_side", "own_parameter", "reads_zeros"]
-
 Side = Literal["out", "through", "in"]
 """`out`: the layer produces the neurons; `in`: it reads them; `through`: it acts on each one
 separately."""

@@ -8,8 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from dlio.train.pruning.copies import bare_copy
 from dlio.train.pruning.groups import ModelInput
 
-__all__ = ["count_parameters", "flops_per_sample", "parameters_by_layer"]
-
 
 def count_parameters(model: nn.Module) -> int:
     """Number of entries in all parameters."""

@@ -14,8 +14,6 @@ from typing import Any, Final, Self, cast
 from dlio.errors import DlioError, UsageError
 from dlio.train.pruning.removal import Limits
 
-__all__ = ["TOLERANCE", "Pace", "Schedule"]
-
 TOLERANCE: Final = 0.5
 """Percentage points of held-out accuracy that pruning may cost by default."""
 

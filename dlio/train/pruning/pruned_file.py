@@ -13,8 +13,6 @@ from dlio.util.arguments import PathText, named, path_in
 from dlio.util.files import remove_file, write_json
 from dlio.util.limits import open_regular
 
-__all__ = ["load_pruned", "save_layout"]
-
 _SUFFIX: Final = ".layout.json"
 _MOST: Final = 256 << 20
 """Characters of a layout file."""

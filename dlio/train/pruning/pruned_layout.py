@@ -14,8 +14,6 @@ from dlio.train.pruning.cutting import cut_layers, split_key
 from dlio.train.pruning.groups import Group, Indices, channels_gone
 from dlio.train.pruning.layers import layer_side
 
-__all__ = ["LayoutRecord", "PrunedLayout", "shrink_to"]
-
 
 class LayoutRecord(TypedDict):
     """A PrunedLayout as JSON types."""

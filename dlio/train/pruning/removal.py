@@ -39,17 +39,6 @@ from dlio.train.pruning.groups import Group, Indices, Member
 from dlio.train.pruning.similar import find_twins
 from dlio.train.pruning.statistics import Statistics
 
-__all__ = [
-    "Array",
-    "Limits",
-    "PlanRecord",
-    "Removal",
-    "RemovalPlan",
-    "Weights",
-    "plan_removals",
-    "weights_of",
-]
-
 Array = npt.NDArray[np.float64]
 Weights = Mapping[str, npt.NDArray[np.floating]]
 """Arrays by their names in the state dict, and the `eps` of each batch norm."""

@@ -7,8 +7,6 @@ from typing import TypedDict, cast
 
 from dlio.train.pruning.removal import Removal
 
-__all__ = ["Round", "RoundRecord", "kinds_and_bounds"]
-
 
 class RoundRecord(TypedDict):
     """A Round as JSON types."""

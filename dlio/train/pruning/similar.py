@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Twin", "find_twins"]
-
 Array = npt.NDArray[np.float64]
 
 

@@ -18,8 +18,6 @@ from torch import nn
 
 from dlio.train.pruning.groups import Group
 
-__all__ = ["Array", "Collector", "Moments", "Statistics", "merge"]
-
 _ROWS: Final = ("total", "squares", "zeros", "score")
 _PEAKS: Final = ("high", "low")
 

@@ -14,8 +14,6 @@ from dlio.train.pruning.groups import Group
 from dlio.train.pruning.model_size import count_parameters
 from dlio.train.pruning.removal import RemovalPlan
 
-__all__ = ["parameters_with", "widths_for"]
-
 _LEVELS: Final = 256
 """Number of widths that are tried, as fractions of the original ones."""
 _NEAR: Final = 1.5

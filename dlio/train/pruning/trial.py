@@ -20,8 +20,6 @@ from dlio.train.pruning.groups import Group
 from dlio.train.pruning.removal import Limits, RemovalPlan, plan_removals, weights_of
 from dlio.train.pruning.statistics import Statistics
 
-__all__ = ["PlanTrials", "Probe", "TrialResult"]
-
 _GENTLER: Final = 1 / 2, 1 / 4
 """Factors on (share, loss) of the limits for the second try."""
 _PARTS: Final = 4

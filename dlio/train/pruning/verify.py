@@ -17,8 +17,6 @@ from dlio.train.pruning.copies import without_graphs
 from dlio.train.pruning.cutting import cut_layers, split_key, update_counts
 from dlio.train.pruning.groups import Group, Indices, channels_gone
 
-__all__ = ["Forward", "GroupVerifier"]
-
 _TOLERANCE = 1e-4
 
 Forward = Callable[[nn.Module], object]

@@ -9,8 +9,6 @@ from dlio.train.pruning.compiled import EagerSteps
 from dlio.train.pruning.groups import Group
 from dlio.train.pruning.statistics import Collector, Statistics
 
-__all__ = ["StatisticsWindow"]
-
 
 class StatisticsWindow:
     """Statistics since the last cut, taken once per step. Owns the Collector and its hooks.

@@ -7,8 +7,6 @@ from dlio.train.options import TrainOptions
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio.train.skipping.skipper import SampleSkipper
 
-__all__ = ["make_skipper"]
-
 
 def make_skipper(config: TrainOptions, loader: DataLoader) -> SampleSkipper | None:
     """Make the skipper of `--skip-samples`; None without it. Collective."""

@@ -31,21 +31,6 @@ from dlio.errors import UsageError
 from dlio.plan.order import keyed_uniforms
 from dlio.plan.sample_mask import STRETCH, SampleMask
 
-__all__ = [
-    "CERTAIN",
-    "EASY",
-    "SHARE",
-    "UNKNOWN",
-    "Codes",
-    "SkipRule",
-    "Table",
-    "encode_losses",
-    "keep_probabilities",
-    "probability_table",
-    "sample_mask",
-    "update_codes",
-]
-
 Codes = npt.NDArray[np.uint8]
 Table = npt.NDArray[np.int64]
 _I64 = npt.NDArray[np.int64]

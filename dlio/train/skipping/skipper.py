@@ -28,8 +28,6 @@ from dlio.train.skipping.rule import (
     update_codes,
 )
 
-__all__ = ["SampleSkipper"]
-
 _BATCHES: Final = 64
 """Batches whose losses stay on the device until they are copied together."""
 

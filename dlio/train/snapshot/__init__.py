@@ -7,5 +7,3 @@
 | `journal` | the trace of an epoch that is under way |
 | `resuming` | going on after a start: state, trace, and the losses of the report |
 """
-
-__all__: list[str] = []

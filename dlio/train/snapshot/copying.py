@@ -26,8 +26,6 @@ from dlio.train.snapshot.saved import COMMON, MEMBER, turn_of
 from dlio.train.worker import Worker
 from dlio.util.threads import Workers
 
-__all__ = ["Facts", "Snapshots", "write_slot"]
-
 _SMALL: Final = 64 << 20
 """Bytes of a node's copy up to which each step is copied."""
 _AT_ONCE: Final = 1 << 20

@@ -16,8 +16,6 @@ from dlio.train.ledger_file import Line, placed
 from dlio.train.snapshot.saved import COMMON, turn_of
 from dlio.util.files import open_own, remove_file, write_whole
 
-__all__ = ["Journal", "divided", "lines_until"]
-
 _NAME: Final = "journal-"
 
 

@@ -22,8 +22,6 @@ from dlio.train.worker import Worker
 from dlio.util.files import write_whole
 from dlio.util.settings import AGENT
 
-__all__ = ["Resuming", "not_told"]
-
 _PAUSE_TIMEOUT_S: Final = 60.0
 
 

@@ -11,17 +11,6 @@ import torch
 from dlio.agent.snapshot import Stored, stored, writers
 from dlio.comm import Communicator
 
-__all__ = [
-    "COMMON",
-    "MEMBER",
-    "Choice",
-    "Part",
-    "SnapshotState",
-    "choose",
-    "newest_state",
-    "turn_of",
-]
-
 COMMON: Final = "common"
 """Writer of the tensors that are equal on all ranks, and of the place in the run; where ranks step
 without waiting for each other, each rank writes one, and `-` and its number follow."""

@@ -9,5 +9,3 @@
 | `classify`, `regress`, `autoencode`, `segment` | the tasks on images |
 | `table`, `columns`, `statistics` | the task on tables, its columns, and their statistics |
 """
-
-__all__: list[str] = []

@@ -25,8 +25,6 @@ from dlio.train.tasks.classify import Classes
 from dlio.train.tasks.regress import Numbers, check_spread, standardised
 from dlio.train.tasks.segment import IGNORED, Segments
 
-__all__ = ["ClassifyArrays", "RegressArrays", "SegmentArrays", "make_array_task", "usual_task"]
-
 _PIECE: Final = 64
 _PICTURE: Final = (3, 2)
 """Channels and spatial dimensions of pictures."""

@@ -15,8 +15,6 @@ import torch
 
 from dlio.train.tasks.metrics import Sums
 
-__all__ = ["BINS", "area", "score_sums"]
-
 _BINS: Final = 1 << 16
 BINS: Final = 2 * _BINS
 """Integers of a histogram: negative samples, then positive ones, by score."""

@@ -13,8 +13,6 @@ from dlio.train.networks.autoencoder import Layered
 from dlio.train.tasks.base import Convert, Outputs, Task, pixels_of
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
 
-__all__ = ["AutoencodeImages"]
-
 
 class AutoencodeImages(Task):
     """Images, whose labels are not used.

@@ -12,8 +12,6 @@ from dlio.loader.dataset import Dataset
 from dlio.train.model import normalised
 from dlio.train.tasks.metrics import Sums
 
-__all__ = ["Convert", "Outputs", "Task", "batch_size", "pixels_of"]
-
 Outputs: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 """Outputs of a model; some models return with them tensors that they are compared with."""
 Convert: TypeAlias = Callable[[BatchData, torch.device], tuple[torch.Tensor, torch.Tensor]]

@@ -18,8 +18,6 @@ from dlio.train.tasks.auc import BINS, area, score_sums
 from dlio.train.tasks.base import Convert, Outputs, Task
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
 
-__all__ = ["Classes", "ClassifyImages"]
-
 _HEAD: Final = 3
 """Sums of samples, right answers, and answers whose class is among the best five."""
 _BEST: Final = 5

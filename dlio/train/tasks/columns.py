@@ -8,15 +8,6 @@ from typing import Final
 
 from dlio.errors import SourceError
 
-__all__ = [
-    "MISSING",
-    "CategoryColumn",
-    "NumberColumn",
-    "TableColumns",
-    "TargetColumn",
-    "is_missing",
-]
-
 MISSING: Final = frozenset(
     ("", "?", "NA", "N/A", "n/a", "nan", "NaN", "null", "NULL", "None", "<NA>", "#N/A")
 )

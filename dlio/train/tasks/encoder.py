@@ -10,8 +10,6 @@ from torch import nn
 from dlio.errors import SourceError
 from dlio.train.tasks.columns import TableColumns
 
-__all__ = ["COLUMNS", "TableEncoder", "TableNetwork", "columns_in"]
-
 COLUMNS: Final = "encoder.columns"
 """Name of the columns' description in a network's state: JSON as uint8."""
 _ONE_HOT: Final = 8

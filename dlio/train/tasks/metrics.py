@@ -12,19 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = [
-    "METRICS",
-    "REAL",
-    "UNIT",
-    "Metric",
-    "Sums",
-    "goodness",
-    "label",
-    "mean_of",
-    "real_sums",
-    "show_metric",
-]
-
 Sums = npt.NDArray[np.int64]
 """Sums over samples, which ranks add up; shape (sums of the task,)."""
 REAL: Final = 3

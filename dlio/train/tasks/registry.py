@@ -27,8 +27,6 @@ from dlio.train.tasks.regress import RegressImages
 from dlio.train.tasks.segment import SegmentImages, has_masks
 from dlio.train.tasks.table import TableTask
 
-__all__ = ["TASKS", "make_task", "settle"]
-
 _Make = Callable[[TrainConfig, Dataset, Communicator], Task]
 TASKS: Final[dict[str, _Make]] = dict(
     zip(

@@ -15,8 +15,6 @@ from dlio.train.model import make_model, normalised
 from dlio.train.tasks.base import Convert, Outputs, Task
 from dlio.train.tasks.metrics import REAL, UNIT, Sums, mean_of, real_sums
 
-__all__ = ["Numbers", "RegressImages", "check_spread", "standardised"]
-
 _PARTS: Final = 4
 """Means: squared error, absolute error, target, squared target."""
 _FARTHEST: Final = 2.0**20

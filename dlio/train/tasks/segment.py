@@ -17,8 +17,6 @@ from dlio.train.model import make_model, normalised
 from dlio.train.tasks.base import Convert, Outputs, Task
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
 
-__all__ = ["IGNORED", "SegmentImages", "Segments", "has_masks"]
-
 IGNORED: Final = 255
 """Class number of pixels that do not count, as in Pascal VOC."""
 _MASK: Final = "mask"

@@ -21,15 +21,6 @@ from dlio.data.schema import Buffer, Kind
 from dlio.errors import CorruptBlock, SourceError
 from dlio.train.tasks.columns import is_missing
 
-__all__ = [
-    "MOST_VALUES",
-    "Moments",
-    "ValueCounts",
-    "column_names",
-    "table_statistics",
-    "value_text",
-]
-
 MOST_VALUES: Final = 1000
 """Different values of a column from which on they are no longer listed."""
 _PIECE: Final = 4096

@@ -38,8 +38,6 @@ from dlio.train.tasks.statistics import (
 from dlio.train.weights import read_weights
 from dlio.util.arguments import nearest
 
-__all__ = ["TableTask", "find_columns"]
-
 _MOST_CLASSES: Final = 100
 """Different whole numbers of a target that are classes by themselves."""
 _Get = Callable[[Mapping[str, Any]], torch.Tensor]

@@ -11,5 +11,3 @@
 Ranks that are always at the same place are one object, a cohort, of which there are eight at most;
 up to eight ranks are a cohort each. All decisions are made of the reports of all ranks.
 """
-
-__all__: list[str] = []

@@ -12,8 +12,6 @@ from dlio_bench.chaos.simulated.network import Cohort, Network
 from dlio_bench.chaos.simulated.ranks import Batch, Epoch, Job, Trainer, part_of
 from dlio_bench.chaos.simulated.turns import Stuck, Turns
 
-__all__ = ["Outcome", "run_schedule"]
-
 _MOST_WHOLE = 16
 """Ranks of a job up to which the part of each rank is counted; else of those that were lost."""
 

@@ -7,8 +7,6 @@ from typing import Final
 from dlio_bench.chaos.simulated.network import Loss
 from dlio_bench.chaos.simulated.ranks import Job
 
-__all__ = ["COHORTS", "Schedule", "draw_schedule"]
-
 COHORTS: Final = 8
 """Largest number of cohorts."""
 _SIZES: Final = ((0.8, 2, 8), (0.15, 9, 200), (0.035, 201, 2_000), (0.015, 2_001, 10_000))

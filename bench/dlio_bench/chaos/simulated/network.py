@@ -16,8 +16,6 @@ from dlio.comm.protocol import Array, Json
 from dlio.errors import PeerLost
 from dlio_bench.chaos.simulated.turns import Ended, Turns
 
-__all__ = ["Cohort", "Loss", "MemoryCommunicator", "MemoryMembership", "Network"]
-
 _CHANCE: Final = 0.5
 
 

@@ -27,8 +27,6 @@ from dlio_bench.chaos.simulated.network import (
     Network,
 )
 
-__all__ = ["Batch", "Epoch", "Job", "Trainer", "part_of"]
-
 _BLOCK: Final = 7
 """Samples of a block."""
 

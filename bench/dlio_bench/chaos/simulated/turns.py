@@ -7,8 +7,6 @@ from typing import Self
 
 from dlio.util.threads import Workers
 
-__all__ = ["Ended", "Stuck", "Turns"]
-
 
 class Ended(BaseException):
     """Ends a task: its ranks are lost, or another task has failed."""

@@ -1,3 +1,1 @@
 """Other ways to prune a network while it trains, as callbacks of `dlio train`."""
-
-__all__: list[str] = []

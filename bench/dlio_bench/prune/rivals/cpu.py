@@ -6,8 +6,6 @@ from dlio.train.callbacks.base import Callback, Run
 from dlio.train.report import EpochReport
 from dlio.util.files import write_json
 
-__all__ = ["CpuTime"]
-
 
 class CpuTime(Callback):
     """Write the CPU seconds of rank 0's process from the first step to the end of each epoch.

@@ -12,8 +12,6 @@ from dlio.train.pruning.model_size import count_parameters
 from dlio.train.report import EpochReport
 from dlio.util.files import write_json
 
-__all__ = ["Cutting", "Size"]
-
 
 class Size(TypedDict):
     """Size of the network at the end of an epoch."""

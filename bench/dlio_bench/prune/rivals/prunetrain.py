@@ -14,8 +14,6 @@ from dlio.train.pruning.groups import Group, Indices, Member
 from dlio.train.report import EpochReport
 from dlio_bench.prune.rivals.cutting import Cutting
 
-__all__ = ["PruneTrain", "norms", "remaining", "shrink"]
-
 _MULTIPLE: Final = 8
 
 

@@ -17,8 +17,6 @@ from dlio.train.pruning.copies import bare_copy
 from dlio.train.pruning.groups import Group, Indices
 from dlio_bench.prune.rivals.cutting import Cutting
 
-__all__ = ["GroupNorm", "Magnitude", "chosen"]
-
 _LITTLE: Final = 1e-6
 """Widths are rounded down; this much less is removed, so that whole numbers stay as they are."""
 _RATIO: Final = 0.5

@@ -1,3 +1,1 @@
 """Ways to train on fewer samples, for `--case samples`."""
-
-__all__: list[str] = []

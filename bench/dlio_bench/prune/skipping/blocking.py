@@ -17,8 +17,6 @@ from dlio.train.networks.residual import SmallResNet
 from dlio.train.pruning.model_size import flops_per_sample
 from dlio_bench.prune.skipping.contender import Contender
 
-__all__ = ["Blocking", "Density", "deep", "shallow"]
-
 _SHARE: Final = 0.4
 _KERNELS: Final = 64
 _RATE: Final = 0.01

@@ -11,8 +11,6 @@ from torch.nn.functional import cross_entropy
 import dlio
 from dlio.train.model import normalised
 
-__all__ = ["CPU", "Contender", "Make", "Work", "batches"]
-
 CPU: Final = torch.device("cpu")
 _PASSES: Final = 3
 """Cost of a sample's forward and backward pass, in forward passes."""

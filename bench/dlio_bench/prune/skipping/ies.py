@@ -11,8 +11,6 @@ from torch.nn.functional import cross_entropy
 import dlio
 from dlio_bench.prune.skipping.contender import Contender, batches
 
-__all__ = ["EarlyStopping", "LossHistory"]
-
 _THRESHOLD: Final = 2e-3
 """The authors' for CIFAR-100."""
 _WINDOW: Final = 3

@@ -9,8 +9,6 @@ import torch
 import dlio
 from dlio_bench.prune.skipping.contender import Contender
 
-__all__ = ["InfoBatch", "choose"]
-
 _SHARE: Final = 0.5
 _WHOLE: Final = 0.875
 

@@ -8,8 +8,6 @@ import dlio
 from dlio.train.skipping.rule import EASY, SHARE
 from dlio_bench.prune.skipping.contender import Contender
 
-__all__ = ["Own"]
-
 
 class Own(Contender):
     """Skip samples as `dlio train --skip-samples` does.

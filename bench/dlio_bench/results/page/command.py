@@ -7,8 +7,6 @@ from dlio.errors import UsageError, printable
 from dlio.util.files import check_writable, write_whole
 from dlio.util.options import Option, check
 
-__all__ = ["Page", "command"]
-
 
 @dataclass(frozen=True, slots=True)
 class Page:

@@ -17,8 +17,6 @@ from dlio_bench.results.reading import Report
 from dlio_bench.results.statistics import ENOUGH, interval_of_median, median
 from dlio_bench.results.values import Curve, Figure, Ratio
 
-__all__ = ["page"]
-
 _ROWS_OPEN: Final = 40
 """Figures of a report from which on their table is folded."""
 

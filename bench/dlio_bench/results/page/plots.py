@@ -14,8 +14,6 @@ from dlio_bench.results.page.scales import Scale, format_number, linear, logarit
 from dlio_bench.results.statistics import median
 from dlio_bench.results.values import Curve, Waterfall, labels_text
 
-__all__ = ["COLORS", "Numbers", "plain_labels", "plot", "strip", "waterfall"]
-
 COLORS: Final = 8
 """Classes c0 to c7 of the style sheet; further curves are dotted."""
 _WIDTH: Final = 420

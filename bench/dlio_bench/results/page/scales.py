@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Scale", "format_number", "linear", "logarithmic"]
-
 _MOST_TICKS = 7
 
 

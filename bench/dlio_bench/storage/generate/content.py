@@ -9,8 +9,6 @@ import numpy.typing as npt
 from dlio.errors import UsageError
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["ARRAYS", "LEAST_BYTES", "payload", "sample_sizes"]
-
 ARRAYS: Final = ("npz", "hdf5", "zarr")
 """Formats of arrays; in the others a sample is a string of bytes."""
 LEAST_BYTES: Final = 64

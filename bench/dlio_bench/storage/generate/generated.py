@@ -12,8 +12,6 @@ from dlio.errors import CorruptBlock
 from dlio_bench.storage.generate.content import payload
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["Generated"]
-
 
 @dataclass(frozen=True, slots=True)
 class Generated:

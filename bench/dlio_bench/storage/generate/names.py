@@ -6,8 +6,6 @@ from typing import Final
 
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["VALID", "class_of_file", "folder_names", "path_of_file", "source_of", "store_name"]
-
 TRAIN: Final = "train"
 VALID: Final = "valid"
 """Folder that DLIO looks for even if it evaluates nothing; it stays empty."""

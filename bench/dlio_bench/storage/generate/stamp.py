@@ -10,8 +10,6 @@ import xxhash
 from dlio.errors import UsageError
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["STAMP", "Stamp", "check_folder", "digest_of", "read_stamp", "write_stamp"]
-
 STAMP: Final = ".dlio-workload.json"
 _VERSION: Final = 1
 """Version of the generators: data of another one is not continued."""

@@ -30,8 +30,6 @@ from dlio_bench.storage.generate.stamp import check_folder, write_stamp
 from dlio_bench.storage.progress import Row
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["generate"]
-
 _TEMPORARY: Final = ".writing"
 """Suffix of a file until it is complete."""
 _OWN_BYTES: Final = 1024

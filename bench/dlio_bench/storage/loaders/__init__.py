@@ -7,5 +7,3 @@ own        dlio.DataLoader
 factory    a loader of the user's own, by `module:function`
 bare       parallel reads of the files without a loader: the most that the storage gives
 """
-
-__all__: list[str] = []

@@ -9,8 +9,6 @@ from dlio.errors import SourceError
 from dlio.util.threads import Workers
 from dlio_bench.storage.loaders.contract import Place
 
-__all__ = ["THREADS", "bare_rate"]
-
 THREADS: Final = (1, 4, 16, 64)
 """Numbers of threads per rank that are tried."""
 _PIECE: Final = 1 << 20

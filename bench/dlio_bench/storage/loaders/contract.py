@@ -12,8 +12,6 @@ import xxhash
 from dlio_bench.storage.generate import Generated
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["Contender", "Passed", "Payload", "Place", "Received", "body", "digest"]
-
 Payload: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8] | torch.Tensor
 """A sample as a loader gives it."""
 Received: TypeAlias = tuple[Sequence[int], Sequence[Payload]]

@@ -15,8 +15,6 @@ from typing import Any, cast
 from dlio.errors import UsageError
 from dlio_bench.storage.loaders.contract import Passed, Place, Received
 
-__all__ = ["FactoryLoader"]
-
 
 class FactoryLoader:
     """A loader that a function makes."""

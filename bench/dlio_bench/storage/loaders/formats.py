@@ -17,8 +17,6 @@ import torch.utils.data
 
 from dlio_bench.storage.loaders.contract import Place
 
-__all__ = ["IndexedSamples", "SequentialSamples", "Timed", "is_sequential"]
-
 Timed = tuple[int, torch.Tensor, float]
 Bytes = npt.NDArray[np.uint8]
 _LENGTH: Final = struct.Struct("<Q")

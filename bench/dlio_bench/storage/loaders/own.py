@@ -10,8 +10,6 @@ import dlio
 from dlio.data.requests import observed_requests
 from dlio_bench.storage.loaders.contract import Passed, Place, Received
 
-__all__ = ["DlioLoader"]
-
 
 class DlioLoader:
     """dlio's loader over `dlio.open`, with tiers."""

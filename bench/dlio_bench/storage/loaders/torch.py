@@ -16,9 +16,6 @@ from dlio_bench.storage.loaders.formats import (
     is_sequential,
 )
 
-__all__ = ["TorchLoader"]
-
-
 _Batch = tuple[list[int], Any, list[float]]
 """Numbers of the samples, their bytes, seconds of each."""
 

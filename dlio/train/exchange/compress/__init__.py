@@ -41,8 +41,6 @@ from dlio.train.exchange.compress.layout import Piece, Scratch
 from dlio.train.exchange_spec import COMPRESSORS
 from dlio.util.arguments import unknown_word
 
-__all__ = ["NAMES", "Compressor", "make_compressor"]
-
 NAMES: Final = COMPRESSORS
 
 

@@ -6,8 +6,6 @@ import numpy.typing as npt
 
 from dlio.train.exchange.compress.sparse import mean_beyond, order_statistic
 
-__all__ = ["Adaptive"]
-
 
 class Adaptive:
     """A rule whose level is an order statistic of a tensor's entries, estimated from a new random

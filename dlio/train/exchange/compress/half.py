@@ -20,8 +20,6 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
-__all__ = ["HALF_CHUNK", "LOWEST", "MOST_BFLOAT16", "MOST_FLOAT16", "Bfloat16", "Float16"]
-
 HALF_CHUNK: Final = 1 << 15
 """Number of entries up to which torch works in the calling thread."""
 MOST_BFLOAT16: Final = float(torch.finfo(torch.bfloat16).max)

@@ -23,8 +23,6 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
-__all__ = ["BLOCK", "HIGHEST", "LOWEST", "MOST", "ROOM", "Int8", "SmallTensors"]
-
 BLOCK: Final = 256
 MOST: Final = 127
 LOWEST: Final = 7

@@ -10,19 +10,6 @@ import numpy.typing as npt
 
 from dlio.errors import DlioError
 
-__all__ = [
-    "CHUNK",
-    "Memoryless",
-    "Piece",
-    "Scratch",
-    "all_finite",
-    "chunks",
-    "is_small",
-    "pieces_of",
-    "refuse_not_finite",
-    "split",
-]
-
 CHUNK: Final = 1 << 16
 """Number of entries processed at a time: a chunk and its scratch memory fit into a core's cache.
 

@@ -38,8 +38,6 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
-__all__ = ["LARGEST", "OneBit", "blocks_of", "flips", "turned", "walsh"]
-
 _F32 = npt.NDArray[np.float32]
 _U8 = npt.NDArray[np.uint8]
 _BLOCK: Final = 1 << 10

@@ -36,8 +36,6 @@ from dlio.train.exchange.compress import make_compressor
 from dlio.train.exchange.compress.layout import Piece, Scratch, pieces_of, split
 from dlio.train.exchange.compress.residual import Residual
 
-__all__ = ["TAGS", "QuantisedAllreduce"]
-
 TAGS = 2
 """Number of tags that a QuantisedAllreduce uses: its first tag and the next one."""
 

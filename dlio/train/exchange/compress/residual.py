@@ -3,8 +3,6 @@
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Residual"]
-
 _F32 = npt.NDArray[np.float32]
 
 

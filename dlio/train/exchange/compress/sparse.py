@@ -43,29 +43,6 @@ from dlio.train.exchange.compress.layout import (
     refuse_not_finite,
 )
 
-__all__ = [
-    "ESCAPE",
-    "HEAD",
-    "LONGEST",
-    "NONE",
-    "POWERS",
-    "REACH",
-    "ROOM",
-    "SAMPLE",
-    "SHARE",
-    "SIGN",
-    "TRITS",
-    "WHOLE_RATIO",
-    "Rule",
-    "Sparse",
-    "Tensor",
-    "mean_beyond",
-    "order_statistic",
-    "plan",
-    "ratios_of",
-    "tensors_of",
-]
-
 ROOM: Final = 27
 """Minimum number of entries per byte of a message."""
 SHARE: Final = 32

@@ -14,8 +14,6 @@ import numpy.typing as npt
 from dlio.errors import UsageError
 from dlio.train.exchange.compress.sparse import order_statistic
 
-__all__ = ["HIGHEST", "LOWEST", "REACH", "SENT", "STEPS", "Threshold"]
-
 SENT: Final = 1.25
 """Value sent for an entry, in multiples of the threshold."""
 REACH: Final = 2.0**17

@@ -12,5 +12,3 @@
 One code path serves GPUs, by NCCL, and the CPU, by gloo; tests run the latter. On a GPU the host
 launches all of a sum and waits for none of it.
 """
-
-__all__: list[str] = []

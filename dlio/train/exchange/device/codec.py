@@ -16,8 +16,6 @@ import torch
 
 from dlio.train.exchange.compress.layout import Piece, refuse_not_finite
 
-__all__ = ["Codec", "DeviceCodec"]
-
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its events.
 
 

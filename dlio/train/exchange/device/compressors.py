@@ -13,8 +13,6 @@ from dlio.train.exchange.device.onebit import DeviceOneBit
 from dlio.train.exchange.device.sparse import DeviceSparse
 from dlio.util.arguments import unknown_word
 
-__all__ = ["make_codec"]
-
 
 class _HostCodec:
     """A compressor of the host, for tensors in its memory."""

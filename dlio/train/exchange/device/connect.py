@@ -16,8 +16,6 @@ from dlio.comm.world import keep_world
 from dlio.errors import CommError
 from dlio.util.settings import DEVICE_EXCHANGE, settings
 
-__all__ = ["devices_connected"]
-
 
 @contextlib.contextmanager
 def devices_connected(comm: Communicator, device: torch.device) -> Iterator[None]:

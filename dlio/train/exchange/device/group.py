@@ -14,8 +14,6 @@ from dlio.comm import Communicator
 from dlio.comm.waiting import default_timeout_s
 from dlio.errors import CommTimeout
 
-__all__ = ["DeviceGroup", "Flight"]
-
 _WATCHDOG: Final = 1.25
 """Deadline of NCCL's watchdog, which ends the process, in multiples of that of the launches."""
 _BACKENDS: Final = {"cuda": "nccl", "cpu": "gloo"}

@@ -10,8 +10,6 @@ from dlio.train.exchange.compress.layout import Piece
 from dlio.train.exchange.device.codec import DeviceCodec
 from dlio.train.exchange.device.numbers import bytes_of, exponents_of, in_rows, power, typed
 
-__all__ = ["DeviceBfloat16", "DeviceFloat16"]
-
 _TO_SCALE: Final = 14
 _TO_INVERSE: Final = 268
 

@@ -10,8 +10,6 @@ from dlio.train.exchange.compress.layout import Piece
 from dlio.train.exchange.device.codec import DeviceCodec
 from dlio.train.exchange.device.numbers import bytes_of, exponents_of, in_rows, power
 
-__all__ = ["DeviceInt8", "DeviceSmallTensors"]
-
 _TO_SCALE: Final = 6
 _TO_INVERSE: Final = 260
 

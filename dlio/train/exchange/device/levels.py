@@ -14,8 +14,6 @@ from dlio.train.exchange.compress.threshold import HIGHEST, LOWEST, SENT, STEPS
 from dlio.train.exchange.compress.threshold import REACH as THRESHOLD_REACH
 from dlio.train.exchange.device.numbers import exponents_of
 
-__all__ = ["adapted", "level_at", "mean_beyond", "order_statistic", "sample_of", "threshold_cut"]
-
 _MANTISSA: Final = (1 << 23) - 1
 _EXPONENT: Final = 0xFF << 23
 _EIGHTH: Final = 1 << 20

@@ -3,8 +3,6 @@
 import torch
 from torch.nn import functional
 
-__all__ = ["bytes_of", "exponents_of", "in_rows", "packed", "power", "typed", "unpacked"]
-
 
 def exponents_of(values: torch.Tensor, added: int = 0) -> torch.Tensor:
     """Return the biased exponents of numbers >= 0, float32; int32.

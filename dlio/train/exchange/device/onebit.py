@@ -16,8 +16,6 @@ from dlio.train.exchange.device.codec import DeviceCodec
 from dlio.train.exchange.device.int8 import DeviceSmallTensors
 from dlio.train.exchange.device.numbers import bytes_of, packed, typed, unpacked
 
-__all__ = ["DeviceOneBit"]
-
 _BYTE: Final = 8
 
 

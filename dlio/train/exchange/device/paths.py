@@ -21,8 +21,6 @@ from dlio.train.exchange.device.side import Side, Waits
 from dlio.train.exchange.routes import route
 from dlio.train.exchange.setting import Setting
 
-__all__ = ["CompressedPath", "GroupMemory", "RoutedPath", "SumPath", "group_path"]
-
 _ONE_HOP: Final = 2
 """Number of ranks that exchange their whole regions, as those of `QuantisedAllreduce`."""
 

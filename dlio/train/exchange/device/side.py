@@ -7,8 +7,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["Side", "Waits"]
-
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its streams and events.
 
 

@@ -39,8 +39,6 @@ from dlio.train.exchange.device.levels import (
 )
 from dlio.train.exchange.device.numbers import bytes_of, in_rows, typed
 
-__all__ = ["DeviceSparse"]
-
 _Cut = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _SEED = 0
 _LOWER = 0xFFFF

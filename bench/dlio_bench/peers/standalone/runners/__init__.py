@@ -3,5 +3,3 @@
 `python -m runners NAME` serves `protocol`. Nothing here imports dlio: the package needs the
 standard library, NumPy, and the library that it measures.
 """
-
-__all__: list[str] = []

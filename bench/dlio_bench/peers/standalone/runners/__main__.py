@@ -6,8 +6,6 @@ from typing import Final
 
 from .protocol import serve
 
-__all__ = ["WHERE"]
-
 WHERE: Final = {
     "dali": "dali",
     "ffcv": "ffcv",

@@ -10,8 +10,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["box", "cropped", "shrunk"]
-
 
 def box(height: int, width: int) -> tuple[int, int, int, int]:
     """torchvision's RandomResizedCrop.get_params: (top, left, height, width)."""

@@ -7,8 +7,6 @@ import numpy as np
 
 from .protocol import Pass, Task
 
-__all__ = ["dali"]
-
 
 def dali(task: Task) -> Pass:
     """Return a pass of a pipeline that reads the files and ends in uint8 HWC."""

@@ -7,8 +7,6 @@ from .crops import shrunk
 from .protocol import Pass, Task
 from .torchlike import let_torchvision_load
 
-__all__ = ["ffcv", "ffcv_256", "ffcv_raw"]
-
 _SIDE: Final = 256
 """Shorter edge of reduced pictures, in pixels."""
 

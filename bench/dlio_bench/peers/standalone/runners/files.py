@@ -4,8 +4,6 @@ import io
 import tarfile
 from collections.abc import Iterable, Sequence
 
-__all__ = ["read", "write_tar"]
-
 
 def read(path: str) -> bytes:
     """Bytes of a file."""

@@ -9,8 +9,6 @@ from .crops import cropped
 from .files import read
 from .protocol import Pass, Task
 
-__all__ = ["grain"]
-
 
 def grain(task: Task) -> Pass:
     """Return a pass over the files, in uint8 HWC."""

@@ -24,8 +24,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["MARK", "Pass", "Task", "checksum", "serve"]
-
 MARK: Final = "dlio-peer "
 _PR_SET_PDEATHSIG: Final = 1
 

@@ -8,8 +8,6 @@ from .crops import box
 from .files import read
 from .protocol import Pass, Task
 
-__all__ = ["spdl"]
-
 
 def spdl(task: Task) -> Pass:
     """Return a pass of a pipeline that reads the files and ends in uint8 HWC."""

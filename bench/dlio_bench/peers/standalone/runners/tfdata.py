@@ -5,8 +5,6 @@ from typing import Any
 
 from .protocol import Pass, Task
 
-__all__ = ["tfdata"]
-
 
 def tfdata(task: Task) -> Pass:
     """Return a pass that reads the files and ends in uint8 HWC."""

@@ -12,8 +12,6 @@ from .crops import cropped
 from .files import read, write_tar
 from .protocol import Pass, Task
 
-__all__ = ["let_torchvision_load", "litdata", "mosaic", "webdataset"]
-
 _OPERATORS: Final = 60
 """Most operators of torchvision to stand in for."""
 

@@ -14,8 +14,6 @@ import numpy as np
 from .files import read, write_tar
 from .protocol import Pass, Task
 
-__all__ = ["tbl_raw", "tbl_raw_uint8", "turboloader", "turboloader_uint8"]
-
 _STORED = 256
 """Side of the pictures in a TBL-RAW file, in pixels."""
 

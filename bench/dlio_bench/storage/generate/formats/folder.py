@@ -2,8 +2,6 @@
 
 from dlio_bench.storage.generate.formats.part import Part
 
-__all__ = ["write_folder"]
-
 
 def write_folder(path: str, part: Part) -> None:
     """Write a file, which is one sample."""

@@ -8,8 +8,6 @@ import numpy as np
 
 from dlio_bench.storage.generate.formats.part import Part
 
-__all__ = ["write_hdf5"]
-
 
 def write_hdf5(path: str, part: Part) -> None:
     """Write a file, contiguous and without filters, one sample at a time."""

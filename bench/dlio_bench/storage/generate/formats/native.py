@@ -10,8 +10,6 @@ from dlio_bench.storage.generate.formats.part import Part
 from dlio_bench.storage.generate.stamp import digest_of
 from dlio_staging.writers import NativeWriter, Shard
 
-__all__ = ["write_native"]
-
 _SCHEMA: Final = Schema((("image", "bytes"), ("label", "int64")))
 
 

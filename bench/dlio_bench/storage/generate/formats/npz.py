@@ -8,8 +8,6 @@ import numpy as np
 
 from dlio_bench.storage.generate.formats.part import Part
 
-__all__ = ["write_npz"]
-
 
 def write_npz(path: str, part: Part) -> None:
     """Write a file without compression."""

@@ -7,8 +7,6 @@ import pyarrow.parquet as pq
 
 from dlio_bench.storage.generate.formats.part import Part
 
-__all__ = ["write_parquet"]
-
 _GROUP_BYTES: Final = 16 << 20
 """Approximate bytes of a row group."""
 

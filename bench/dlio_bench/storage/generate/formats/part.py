@@ -9,8 +9,6 @@ import numpy.typing as npt
 from dlio_bench.storage.generate.content import payload
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["Part"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

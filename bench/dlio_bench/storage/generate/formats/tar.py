@@ -5,8 +5,6 @@ import tarfile
 
 from dlio_bench.storage.generate.formats.part import Part
 
-__all__ = ["write_tar"]
-
 
 def write_tar(path: str, part: Part) -> None:
     """Write a tar whose members are named by the numbers of their samples."""

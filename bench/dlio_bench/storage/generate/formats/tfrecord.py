@@ -11,8 +11,6 @@ import google_crc32c
 
 from dlio_bench.storage.generate.formats.part import Part
 
-__all__ = ["write_tfrecord"]
-
 _LENGTH: Final = struct.Struct("<Q")
 _CRC: Final = struct.Struct("<I")
 _BYTES_LIST, _INT64_LIST = 1, 3

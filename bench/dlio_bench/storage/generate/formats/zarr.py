@@ -13,8 +13,6 @@ import numpy.typing as npt
 from dlio_bench.storage.generate.formats.part import Part
 from dlio_bench.storage.workload import Workload
 
-__all__ = ["make_store", "write_zarr"]
-
 
 def make_store(path: str, workload: Workload, labels: npt.NDArray[np.int64], size: int) -> None:
     """Write the store's description and its labels."""
