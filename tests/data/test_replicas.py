@@ -112,14 +112,14 @@ def test_a_damaged_block_is_brought_from_another_copy(folders: list[str], tmp_pa
     shutil.copytree(packed[0], packed[1])
     for shard in Path(packed[0]).rglob("*.dlio"):
         damaged = bytearray(shard.read_bytes())
-        for at in range(len(damaged) // 4, len(damaged), 997):
+        # Payloads alone: a shard with a damaged head or footer is refused when it is opened.
+        for at in range(len(damaged) // 4, len(damaged) // 2, 97):
             damaged[at] ^= 16
         shard.write_bytes(bytes(damaged))
-    try:
-        opened = dlio.open(packed[0], replicas=[packed[1]], tiers="ram:64MiB", image_size=32)
-    except SourceError:
-        pytest.skip("the damage met what is read when a shard is opened")
-    with opened as data, dlio.DataLoader(data, 4, shuffle=True) as loader:
+    with (
+        dlio.open(packed[0], replicas=[packed[1]], tiers="ram:64MiB", image_size=32) as data,
+        dlio.DataLoader(data, 4, shuffle=True) as loader,
+    ):
         assert isinstance(data.reader, StoredBlocks)
         assert sum(len(labels) for _, labels in loader) == len(data)
         assert "failures" in " ".join(loader.stats()["notes"])
