@@ -28,9 +28,9 @@ COMMENTED = ("dlio/loader", "dlio/storage", "dlio/comm", "dlio/exchange")
 """Folders whose comments are counted on their own."""
 IRREGULAR = set(
     "begun bent borne bound bought brought built burnt cast caught chosen dealt done drawn driven "
-    "fallen fed felt fought found frozen given gone grown heard held hidden hit kept known laid left "
-    "lent lost made meant met overlapped paid put read said seen sent shown shut spent stolen swept "
-    "sworn taken taught thought thrown told torn woken won worn wound written".split()
+    "fallen fed felt fought found frozen given gone grown heard held hidden hit kept known laid "
+    "left lent lost made meant met overlapped paid put read said seen sent shown shut spent stolen "
+    "swept sworn taken taught thought thrown told torn woken won worn wound written".split()
 )
 NOUNS = set(
     # Participles by their form, nouns of the field by their use; and words that merely end so.
