@@ -15,7 +15,7 @@
 | `process_group` | torch.distributed's ProcessGroup over MPI |
 """
 
-from dlio.comm.protocol import Buffer, Communicator, Json, Op, Request
+from dlio.comm.comm_protocol import Buffer, Communicator, Json, Op, Request
 from dlio.comm.world import abort, mpi_ranks, world
 
 __all__ = ["Buffer", "Communicator", "Json", "Op", "Request", "abort", "mpi_ranks", "world"]

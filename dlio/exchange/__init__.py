@@ -1,0 +1,31 @@
+"""Exchanges of gradients or weights between ranks, selected by one word.
+
+| module | contents |
+|---|---|
+| `protocol` | the contract, by the places in a training step where an exchange acts |
+| `..exchange_spec` | the names that users write: `gossip`, `local-sgd(8)+adaptive` |
+| `setting`, `running` | the setting of an exchange; how it is started and called |
+| `distribute` | `dlio.distribute`, on which the trainer, `dlio run` and Lightning are based |
+| `gradients`, `phases`, `buckets`, `paths`, `sums`, `routes` | averages of gradients |
+| `place`, `device` | where buckets lie and how they travel; exchanges in a device's memory |
+| `gossip`, `node_gossip`, `joining` | GossipGraD between ranks, and between nodes |
+| `asgd`, `periodic` | asynchronous weights; local SGD and DiLoCo |
+| `compress` | compressors with error feedback |
+| `reshape_state` | residuals and momenta of parameters that were cut |
+"""
+
+from dlio.exchange.exchange_base import Exchange
+from dlio.exchange.exchange_context import ExchangeContext
+from dlio.exchange.exchange_factory import ExchangeCalls, make_exchange, start_exchange
+from dlio.exchange.exchange_spec import NAMES, ExchangeSpec, parse_exchange
+
+__all__ = [
+    "NAMES",
+    "Exchange",
+    "ExchangeCalls",
+    "ExchangeContext",
+    "ExchangeSpec",
+    "make_exchange",
+    "parse_exchange",
+    "start_exchange",
+]
