@@ -21,7 +21,7 @@ from dlio_bench.exchange_cases import (
     unequal_batch_case,
 )
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
-from dlio_bench.exchange_cases.exchange_plots import draw
+from dlio_bench.exchange_cases.message_cost import draw
 from dlio_bench.results.terminal import show
 from dlio_bench.trainings import TrainedEpoch
 

@@ -7,7 +7,7 @@ import pytest
 from dlio.exchange import NAMES
 from dlio.plan import exchange_cost
 from dlio.plan.exchange_cost import ExchangeLoad, LinkCost
-from dlio_bench.exchange_cases.cost_fit import fit
+from dlio_bench.exchange_cases.message_cost import fit
 
 LINK = LinkCost(alpha_s=1e-5, beta_s=1e-9, gamma_s=1e-10)
 

@@ -1,14 +1,17 @@
 """`--case messages`: messages of each exchange on 2 to 16 ranks, and its time on up to 4,096."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
+import numpy as np
+
 from dlio.plan import exchange_cost as model
 from dlio.plan.exchange_cost import ExchangeLoad, LinkCost
 from dlio.util.cores import available_cores
+from dlio.util.plot_files import picture
 from dlio_bench.bench_ranks import LINK, run
-from dlio_bench.exchange_cases.cost_fit import fit
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.monitor import ENVIRONMENT
 from dlio_bench.exchange_cases.overlap_case import fabrics_of
@@ -66,8 +69,6 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
         ],
     }
     if options.plot is not None:
-        from dlio_bench.exchange_cases.exchange_plots import draw
-
         draw(carried["seconds"], _CARRIED, carried["link"], options.plot)
         results["plot"] = options.plot
     return results
@@ -203,3 +204,47 @@ def _carried(
         f"{_BUCKETS} buckets, nodes of {_PER_NODE}"
     )
     return {"rows": rows, "seconds": seconds, "link": said, "parameters": asdict(link)}
+
+
+# The picture of `--case messages`: seconds of a step's exchange against ranks
+
+
+def draw(
+    seconds: Mapping[str, Sequence[float]], ranks: Sequence[int], title: str, path: str
+) -> None:
+    """A line an exchange, both axes logarithmic; PNG or SVG by the name's ending.
+
+    Raises UsageError without matplotlib.
+    """
+    with picture(path) as pyplot:
+        _, axes = pyplot.subplots(figsize=(8, 5.5))
+        for (name, times), marker in zip(seconds.items(), "os^vDPX*<>", strict=False):
+            axes.plot(ranks, times, marker=marker, markersize=4, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ranks, [f"{p:,}" for p in ranks])
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("seconds of a step's exchange, none hidden")
+        axes.grid(True, alpha=0.3)
+        axes.legend()
+        axes.set_title(title, fontsize=9)
+
+
+# Fit the cost model of a message to measured messages
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[LinkCost, float]:
+    """Return the link that fits measured messages best, and its root mean square relative error.
+
+    Least squares of relative errors, because sizes and times span five decades.
+
+    Args:
+        sizes: bytes of each message.
+        seconds: time that each message took.
+    """
+    weights = 1 / np.asarray(seconds)
+    columns = np.stack([weights, np.asarray(sizes) * weights], axis=1)
+    (alpha, beta), *_ = np.linalg.lstsq(columns, np.ones(len(weights)), rcond=None)
+    link = LinkCost(max(0.0, float(alpha)), max(0.0, float(beta)))
+    errors = [link.message(n) / s - 1 for n, s in zip(sizes, seconds, strict=True)]
+    return link, math.sqrt(sum(error * error for error in errors) / len(errors))

@@ -133,7 +133,7 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Trainin
     if "chance" in chosen:
         path = os.path.join(runs.folder, f"rounds-{seed}.json")
         write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
-        by_chance = f"dlio_bench.prune.chance:Chance(rounds={path!r},seed={seed})"
+        by_chance = f"dlio_bench.prune.removal_case:Chance(rounds={path!r},seed={seed})"
         chance = runs.curve("chance", seed, width, epochs=epochs, callback=[by_chance])
         # Its report does not know that it was cut: to the same widths, at the same steps.
         yield (

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Final
 from dlio.cli.option_records import OutputOptions
 from dlio.util.options import Option, check
 from dlio.util.whole_files import check_writable
-from dlio_bench.prune.curves import TrainingCurve
+from dlio_bench.prune.curves import TrainingCurve, draw
 from dlio_bench.prune.prune_options import PruneBenchOptions
-from dlio_bench.prune.prune_plots import draw
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.figure_collection import results_of
 from dlio_bench.results.report_values import PlotCurve as Points

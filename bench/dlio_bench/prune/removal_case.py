@@ -1,5 +1,6 @@
 """Removing neurons by other rules, to compare with: by magnitude, and by chance."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from dlio.features.pruning import (
 )
 from dlio.features.pruning.neuron_groups import ModelInput
 from dlio.features.pruning.rounds import Round
+from dlio.train.callbacks.callback_base import Callback, Run
 
 
 def by_magnitude(
@@ -88,3 +90,30 @@ class ByChance:
         applied = apply(self._model, self._groups, plan, [optimizer], aligned=(self._told,))
         self._groups = applied.groups
         return True
+
+
+# A callback of `dlio train` that removes neurons by chance, when another run's rounds did
+
+
+class Chance(Callback):
+    """See `ByChance`."""
+
+    def __init__(self, rounds: str, seed: int) -> None:
+        with open(rounds, encoding="utf-8") as file:
+            self._rounds = [
+                Round(step=each["step"], parameters=0, widths=each["widths"])
+                for each in json.load(file)
+            ]
+        self._seed = seed
+        self._removal: ByChance | None = None
+
+    def begins(self, run: Run) -> None:
+        size = run.config.image_size
+        self._removal = ByChance(
+            run.model, torch.zeros(2, 3, size, size), self._rounds, self._seed, run.exchange.reshape
+        )
+
+    def after_step(self, run: Run) -> None:
+        assert self._removal is not None
+        if self._removal.step(run.updates, run.optimizer):
+            run.reshaped()

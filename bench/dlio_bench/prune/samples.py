@@ -5,10 +5,12 @@ time that the whole training took: a training of fewer epochs, its learning rate
 length, is the simplest way to train on fewer samples.
 """
 
+import json
 import os
+import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
@@ -17,14 +19,15 @@ from typing import Any, Final
 import torch
 
 import dlio
+from dlio.errors import UsageError
 from dlio.image import crop_transforms
 from dlio.train.compute_device import channels_last
 from dlio.train.learning_rate import learning_rate
 from dlio.train.model import make_model
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer, usual_lr
+from dlio.util.whole_files import write_json
 from dlio_bench.prune.curves import TrainingCurve
-from dlio_bench.prune.kept_rows import kept_curve
 from dlio_bench.prune.prune_options import SAMPLES, PruneBenchOptions
 from dlio_bench.prune.skipping_rivals.contender import Make, SkippingContender, batches
 from dlio_bench.prune.skipping_rivals.density_blocking import DensityBlocking
@@ -226,3 +229,36 @@ def _mean_seconds(runs: Sequence[TrainingCurve]) -> float:
 
 def _mean_accuracy(runs: Sequence[TrainingCurve]) -> float:
     return statistics.mean(run.accuracy[-1] for run in runs)
+
+
+# Curves that are kept in a folder, so that an interrupted benchmark goes on
+
+
+def kept_curve(
+    folder: str | None,
+    name: str,
+    settings: Mapping[str, object],
+    train: Callable[[], TrainingCurve],
+) -> TrainingCurve:
+    """Return the curve of a training; the one in `folder` if there is one of the same settings.
+
+    Args:
+        name: of the training; its file's name follows from it.
+
+    Raises UsageError if the file is of other settings.
+    """
+    if folder is None:
+        return train()
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, re.sub(r"[^\w.]+", "-", name) + ".json")
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            record = json.load(file)
+        if record["settings"] != dict(settings):
+            raise UsageError(
+                f"{path} is of another training: name another folder by --keep, or remove it"
+            )
+        return TrainingCurve(**record["curve"])
+    curve = train()
+    write_json(path, {"settings": dict(settings), "curve": asdict(curve)})
+    return curve

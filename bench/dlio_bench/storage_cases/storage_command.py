@@ -18,12 +18,15 @@ from dlio_bench.results.report_values import Figure, Results
 from dlio_bench.storage_cases.claim import remove_unclaimed
 from dlio_bench.storage_cases.latencies import PERCENTILES, Latencies
 from dlio_bench.storage_cases.metadata import MetadataRate, measure_metadata
-from dlio_bench.storage_cases.rule_report import checks_of
-from dlio_bench.storage_cases.rule_tables import rules_as_json, rules_table
 from dlio_bench.storage_cases.rules import Check
 from dlio_bench.storage_cases.storage_job import StorageMeasurements, data_folder, measure
 from dlio_bench.storage_cases.storage_options import StorageCase
-from dlio_bench.storage_cases.storage_table import show_tables
+from dlio_bench.storage_cases.storage_table import (
+    checks_of,
+    rules_as_json,
+    rules_table,
+    show_tables,
+)
 from dlio_bench.storage_cases.summary import (
     LoaderEpochFigures,
     curves,

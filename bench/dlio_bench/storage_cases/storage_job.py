@@ -17,11 +17,14 @@ from dlio_bench.emulated.emulation_options import Emulation
 from dlio_bench.storage_cases.accelerator import Accelerator
 from dlio_bench.storage_cases.accounting import ResourceAccount
 from dlio_bench.storage_cases.claim import claimed
-from dlio_bench.storage_cases.contenders.bare_reads import THREADS, bare_rate
-from dlio_bench.storage_cases.contenders.dlio_loader import StorageDlioLoader
-from dlio_bench.storage_cases.contenders.factory_loader import FactoryLoader
 from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest
-from dlio_bench.storage_cases.contenders.torch_loader import TorchLoader
+from dlio_bench.storage_cases.contenders.torch_loader import (
+    THREADS,
+    FactoryLoader,
+    StorageDlioLoader,
+    TorchLoader,
+    bare_rate,
+)
 from dlio_bench.storage_cases.epochs import Digests, Runner
 from dlio_bench.storage_cases.generate import GeneratedData, generate
 from dlio_bench.storage_cases.generate.content import payload

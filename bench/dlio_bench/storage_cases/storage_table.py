@@ -1,15 +1,21 @@
 """The measurement as tables for a terminal of 100 columns."""
 
-from collections.abc import Iterator, Sequence
-from statistics import median
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from statistics import mean, median
+from typing import Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dlio.util.units import format_bytes
 from dlio_bench.storage_cases.latencies import PERCENTILES
+from dlio_bench.storage_cases.rules import DISCLAIMER, Check, Outcome, TrainingFacts, check_training
 from dlio_bench.storage_cases.storage_job import StorageMeasurements
+from dlio_bench.storage_cases.storage_options import StorageCase
 from dlio_bench.storage_cases.summary import LoaderEpochFigures
 
 
@@ -84,3 +90,89 @@ def epoch_table(epochs: Sequence[LoaderEpochFigures]) -> Table:
 
 def _middle(values: Sequence[float], digits: int) -> str:
     return f"{median(values):,.{digits}f}" if values else ""
+
+
+# Rules of MLPerf Storage and their outcomes, as a table and for JSON
+
+
+_STYLES: Final[dict[Outcome, str]] = {
+    "passed": "green",
+    "failed": "red",
+    "unknown": "yellow",
+    "not applicable": "dim",
+}
+
+
+def rules_table(checked: Mapping[str, Sequence[Check]], title: str | None = None) -> Table:
+    """Return a row for each rule; the caption says that this is not a result of MLPerf.
+
+    Args:
+        checked: checks by what was run, such as loaders: the same rules, in the same order.
+        title: of the table.
+    """
+    table = Table(
+        box=SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        caption=DISCLAIMER,
+        caption_justify="left",
+    )
+    table.add_column("rule")
+    for name in checked:
+        table.add_column(escape(name))
+    table.add_column("wanted")
+    table.add_column("source", no_wrap=True)
+    for row in zip(*checked.values(), strict=True):
+        outcomes = (f"[{_STYLES[each.outcome]}]{each.outcome}[/]" for each in row)
+        cells = [
+            f"{outcome}: {escape(each.measured)}"
+            for outcome, each in zip(outcomes, row, strict=True)
+        ]
+        table.add_row(row[0].rule, *cells, row[0].wanted, row[0].source)
+    return table
+
+
+def rules_as_json(checks: Iterable[Check]) -> dict[str, object]:
+    """Return the checks for a report, with the sentence that they are not a result of MLPerf."""
+    return {"disclaimer": DISCLAIMER, "checks": [asdict(each) for each in checks]}
+
+
+# A measurement held against the rules of MLPerf Storage
+
+
+def checks_of(
+    case: StorageCase,
+    overridden: Sequence[str],
+    emulates: bool,
+    measured: StorageMeasurements,
+    epochs: Sequence[LoaderEpochFigures],
+) -> dict[str, list[Check]]:
+    """Return the checks of each loader; none if no rules are asked for.
+
+    Args:
+        overridden: keys that differ from the workload's file.
+        emulates: the storage is made slower on purpose.
+    """
+    if case.rules == "none":
+        return {}
+    shares = Counter(measured.nodes.node_of.tolist())
+    result = {}
+    for loader in dict.fromkeys(each.loader for each in epochs):
+        mine = [each for each in epochs if each.loader == loader]
+        numbers = sorted({each.epoch for each in mine})
+        cached = [each.cache_share for each in mine if each.cache_share is not None]
+        facts = TrainingFacts(
+            workload=measured.workload,
+            ranks=len(measured.runs[0].ranks),
+            au=[mean(each.au / 100 for each in mine if each.epoch == k) for k in numbers],
+            memory_bytes=measured.memory_bytes,
+            overridden=overridden,
+            ranks_by_host=[shares[node] for node in sorted(shares)],
+            runs=case.repeats,
+            cache_share=max(cached) if cached else None,
+            in_memory=measured.meter.file_system.in_memory,
+            emulated=emulates,
+            loader=loader,
+        )
+        result[loader] = check_training(facts, case.rules)
+    return result

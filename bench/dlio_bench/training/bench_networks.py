@@ -1,5 +1,6 @@
 """Networks by name, and random batches for them."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -10,8 +11,6 @@ from torch import nn
 from dlio.train.networks.classic_networks import alexnet, googlenet, lenet
 from dlio.train.networks.resnet import resnet50
 from dlio.train.networks.transformer import VisionTransformer
-from dlio_bench.training.language_model import LanguageModel
-from dlio_bench.training.unet3d import UNet3d
 
 _WORDS: Final = 10_000
 
@@ -80,3 +79,77 @@ def make_batch(
     samples = torch.randn(count, network.channels, *axes, generator=generator)
     shape = (count, *axes) if network.kind == "volumes" else (count,)
     return samples, torch.randint(0, network.classes, shape, generator=generator)
+
+
+# A language model of two LSTM layers
+
+
+class LanguageModel(nn.Module):
+    """The medium model for Penn Treebank: 19,780,400 parameters.
+
+    Zaremba et al., "Recurrent neural network regularization", arXiv 1409.2329, section 4.1: two
+    layers of 650 units, a vocabulary of 10,000 words, sequences of 35. torch's LSTM has two biases
+    a layer, the paper's one: 2 * 4 * 650 parameters more.
+
+    Input: words, int64 (n, steps). Output: logits of each next word (n, classes, steps).
+    """
+
+    def __init__(self, words: int = 10_000, width: int = 650) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.layers = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # x: (n, steps) -> (n, words, steps)
+        states, _ = self.layers(self.embedding(x))
+        logits: torch.Tensor = self.head(states).transpose(1, 2)
+        return logits
+
+
+# A U-Net for volumes
+
+
+class UNet3d(nn.Module):
+    """The 3-D U-Net: 19,069,955 parameters.
+
+    Çiçek et al., arXiv 1606.06650, figure 2. Convolutions are padded, so that volumes need no
+    margin: input (n, 3, d, h, w), multiples of 8; output logits (n, classes, d, h, w). Batch
+    normalisation has no parameters and the up-convolutions no biases, as in the paper's count.
+    """
+
+    def __init__(self, inputs: int = 3, classes: int = 3) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(
+            [_double(inputs, 32, 64), _double(64, 64, 128), _double(128, 128, 256)]
+        )
+        self.bottom = _double(256, 256, 512)
+        self.wider = nn.ModuleList(
+            [nn.ConvTranspose3d(n, n, 2, 2, bias=False) for n in (512, 256, 128)]
+        )
+        self.up = nn.ModuleList(
+            [_double(768, 256, 256), _double(384, 128, 128), _double(192, 64, 64)]
+        )
+        self.head = nn.Conv3d(64, classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # x: (n, inputs, d, h, w) -> logits (n, classes, d, h, w)
+        kept = []
+        for block in self.down:
+            x = block(x)
+            kept.append(x)
+            x = nn.functional.max_pool3d(x, 2)
+        x = self.bottom(x)
+        for wider, block in zip(self.wider, self.up, strict=True):
+            x = block(torch.cat([kept.pop(), wider(x)], dim=1))
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def _double(inputs: int, middle: int, outputs: int) -> nn.Sequential:
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for number, (n, m) in enumerate(((inputs, middle), (middle, outputs)), 1):
+        layers[f"conv{number}"] = nn.Conv3d(n, m, 3, padding=1)
+        layers[f"norm{number}"] = nn.BatchNorm3d(m, affine=False)
+        layers[f"relu{number}"] = nn.ReLU()
+    return nn.Sequential(layers)

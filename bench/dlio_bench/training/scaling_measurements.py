@@ -10,7 +10,7 @@ from dlio.plan.exchange_cost import LinkCost
 from dlio.util.cores import available_cores
 from dlio.util.progress_bar import ProgressBar
 from dlio_bench.bench_ranks import run
-from dlio_bench.exchange_cases.cost_fit import fit
+from dlio_bench.exchange_cases.message_cost import fit
 from dlio_bench.training.bench_networks import NETWORKS
 from dlio_bench.training.training_options import TrainingBenchOptions
 from dlio_bench.training.training_rank import NONE

@@ -9,7 +9,12 @@ from dlio.exchange.exchange_spec import NAMES, parse_exchange
 from dlio.plan.exchange_cost import FORMULAE
 from dlio.util.options import Option, check
 from dlio_bench.file_systems import check_folder
-from dlio_bench.training.network_names import NETWORK_NAMES
+
+# Names of networks, for options, which must not import torch
+
+NETWORK_NAMES: Final = ("lenet", "alexnet", "googlenet", "resnet50", "vit", "lstm", "unet3d")
+"""The keys of `networks.registry.NETWORKS`."""
+
 
 CASES: Final = ("scaling", "checkpoint", "ettr")
 _LARGEST: Final = 1 << 20

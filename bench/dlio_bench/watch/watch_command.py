@@ -21,14 +21,15 @@ from dlio_bench.results.saved_report import read_report
 from dlio_bench.results.terminal import advance, show_notes, table, working
 from dlio_bench.watch.calibration import calibrate
 from dlio_bench.watch.judge import (
+    PARTS,
     BaselineFigure,
     FigureVerdict,
+    WatchPart,
     from_json,
     judge,
     normalised,
     to_json,
 )
-from dlio_bench.watch.watch_parts import PARTS, WatchPart
 
 _SCHEMA: Final = "dlio-watch/1"
 _PART_TIMEOUT_S: Final = 900.0

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from dlio.errors import UsageError
-from dlio_bench.emulated.emulated_folder import EmulatedFolder
+from dlio_bench.emulated.emulated_folder import EmulatedFolder, RequestPace, Share
 from dlio_bench.emulated.emulation_options import Emulation
 from dlio_bench.emulated.profile import NAMED, REASONS, Profile, parse_profile
-from dlio_bench.emulated.request_pace import RequestPace, Share
 from dlio_bench.slowfs import SlowMount
 
 

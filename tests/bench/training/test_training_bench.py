@@ -17,7 +17,6 @@ from dlio_bench.training.bench_networks import NETWORKS, make_batch, make_networ
 from dlio_bench.training.checkpoint_case import InterruptibleTraining, report
 from dlio_bench.training.ettr import ettr_figures, storm_options
 from dlio_bench.training.forecast_check import cells
-from dlio_bench.training.network_names import NETWORK_NAMES
 from dlio_bench.training.scaling_measurements import (
     ScalingMeasurements,
     StepConditions,
@@ -26,7 +25,7 @@ from dlio_bench.training.scaling_measurements import (
 )
 from dlio_bench.training.scaling_tables import curves, figures
 from dlio_bench.training.step_loop import BenchLoop
-from dlio_bench.training.training_options import TrainingBenchOptions
+from dlio_bench.training.training_options import NETWORK_NAMES, TrainingBenchOptions
 
 
 def test_options_name_every_network() -> None:

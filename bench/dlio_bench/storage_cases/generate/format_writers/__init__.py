@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from typing import Final
 
-from dlio_bench.storage_cases.generate.format_writers.folder_writer import write_folder
-from dlio_bench.storage_cases.generate.format_writers.hdf5_writer import write_hdf5
-from dlio_bench.storage_cases.generate.format_writers.native_writer import write_native
-from dlio_bench.storage_cases.generate.format_writers.npz_writer import write_npz
+from dlio_bench.storage_cases.generate.format_writers.native_writer import (
+    write_folder,
+    write_hdf5,
+    write_native,
+    write_npz,
+    write_tar,
+)
 from dlio_bench.storage_cases.generate.format_writers.parquet_writer import write_parquet
 from dlio_bench.storage_cases.generate.format_writers.part import FilePart
-from dlio_bench.storage_cases.generate.format_writers.tar_writer import write_tar
 from dlio_bench.storage_cases.generate.format_writers.tfrecord_writer import write_tfrecord
 from dlio_bench.storage_cases.generate.format_writers.zarr_writer import make_store, write_zarr
 from dlio_bench.storage_cases.workload import Format
