@@ -139,6 +139,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not named:
         _check_daily(items)
     _skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])
+    _skip_without_features(items)
     nightly = [item for item in items if _is_nightly(item)]
     if config.getoption("--nightly"):
         for item in nightly:
@@ -161,6 +162,14 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _skip_without_features(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in item.iter_markers("needs"):
+            for name in mark.args:
+                if not (ROOT / "dlio" / "features" / name).is_dir():
+                    item.add_marker(pytest.mark.skip(reason=f"needs dlio.features.{name}"))
 
 
 def _is_nightly(item: pytest.Item) -> bool:

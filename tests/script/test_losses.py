@@ -133,10 +133,9 @@ def test_each_script_survives_a_kill(name: str, tmp_path: Path) -> None:
     assert re.sub(r"\d+\.?\d*", "#", done.stdout) == re.sub(r"\d+\.?\d*", "#", alone.stdout)
     expected, trained = (torch.load(tmp_path / each) for each in ("alone.pt", "out.pt"))
     before, after = _flat(expected), _flat(trained)
-    assert before.shape == after.shape or name == "pruning"
-    if name != "pruning":  # Other neurons may be cut.
-        # One step had two thirds of its samples, and the next ones the rest.
-        assert float((after - before).norm() / before.norm()) < 0.1
+    assert before.shape == after.shape
+    # One step had two thirds of its samples, and the next ones the rest.
+    assert float((after - before).norm() / before.norm()) < 0.1
 
 
 def _flat(saved: Any) -> torch.Tensor:

@@ -32,7 +32,11 @@ def test_one_rank_normalises_as_torch() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"exchange": "gossip"}, {"prune": "apoptosis"}, {"fault_tolerance": "shrink"}],
+    [
+        {"exchange": "gossip"},
+        pytest.param({"prune": "apoptosis"}, marks=pytest.mark.needs("pruning")),
+        {"fault_tolerance": "shrink"},
+    ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--batch-norm sync does not go with"):
@@ -81,8 +85,12 @@ def test_training_gives_the_same_bits_wherever_samples_are(
         ({"exchange": "tree"}, "does not go with --exchange tree"),
         ({"exchange": "allreduce+onebit"}, r"does not go with --exchange allreduce\+onebit"),
         ({"shuffle": "local"}, "does not go with --shuffle local"),
-        ({"balance": True}, "does not go with --balance"),
-        ({"prune": "apoptosis"}, "does not go with --prune"),
+        pytest.param(
+            {"balance": True}, "does not go with --balance", marks=pytest.mark.needs("balance")
+        ),
+        pytest.param(
+            {"prune": "apoptosis"}, "does not go with --prune", marks=pytest.mark.needs("pruning")
+        ),
         ({"fault_tolerance": "shrink"}, "does not go with --fault-tolerance"),
         ({"batch_size": 24}, "not a multiple"),
     ],

@@ -52,6 +52,7 @@ def test_a_compiled_run_equals_a_plain_one(pictures: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.nightly
+@pytest.mark.needs("pruning")
 @pytest.mark.usefixtures("_quick")
 def test_a_compiled_run_is_pruned(pictures: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"prune": "apoptosis", "prune_tolerance": 50.0, "epochs": 6}
@@ -79,8 +80,16 @@ def test_ranks_that_normalise_together_compile(mpirun: MpiRun, pictures: Path) -
     [
         ({"exchange": "gossip"}, "--compile does not go with --exchange gossip"),
         ({"exchange": "noloco(8)"}, r"--compile does not go with --exchange noloco\(8\)"),
-        ({"task": "autoencode", "layerwise": 1}, "--compile does not go with --layerwise"),
-        ({"mesh": "space=2"}, "--compile does not go with --mesh"),
+        pytest.param(
+            {"task": "autoencode", "layerwise": 1},
+            "--compile does not go with --layerwise",
+            marks=pytest.mark.needs("layerwise"),
+        ),
+        pytest.param(
+            {"mesh": "space=2"},
+            "--compile does not go with --mesh",
+            marks=pytest.mark.needs("mesh"),
+        ),
     ],
 )
 def test_options_that_compiled_models_cannot_have_are_refused(

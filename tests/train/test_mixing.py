@@ -104,7 +104,11 @@ def test_a_run_does_not_depend_on_the_number_of_threads(pictures: Path, tmp_path
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"mixup": 0.2, "skip_samples": True, "epochs": 4}, "--mixup does not go with --skip"),
+        pytest.param(
+            {"mixup": 0.2, "skip_samples": True, "epochs": 4},
+            "--mixup does not go with --skip",
+            marks=pytest.mark.needs("skipping"),
+        ),
         ({"cutmix": 1.0, "fault_tolerance": "shrink"}, "--cutmix does not go with --fault"),
         ({"mixup": 0.2, "replay": "t.jsonl"}, "--mixup does not go with --replay"),
         ({"mixup": 0.0}, "--mixup"),

@@ -14,8 +14,7 @@ places are in the sums of gradients:
 
 Where some ranks had all sums and others lacked some, a file `given-RANK-NUMBER` is written.
 
-With `PRUNE_EVERY=4` there is a pruning round after each four steps. A round tries plans on copies
-of the model, so place -1 of the pass after it is in the middle of a round.
+Modules that `ALSO_IMPORT` names are imported, too, before the model is made.
 """
 
 import ctypes
@@ -26,7 +25,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,6 @@ from dlio.comm.survival.recovery import Report
 from dlio.errors import PeerLost
 from dlio.exchange.bucket_sums import BucketSums
 from dlio.exchange.round_commit import RoundCommit
-from dlio.features.pruning import pruner
-from dlio.features.pruning.pruning_pace import Schedule
 from dlio.launch.job_folder import PREFIX
 from dlio.loader.planned_engine.pipeline import Pipeline
 from dlio.train.callbacks import Callback, Run
@@ -178,8 +175,8 @@ class Resize(Callback):
             time.sleep(0.5)  # The ranks look at requests a few times in a second.
 
 
-if steps := int(os.environ.get("PRUNE_EVERY", "0")):
-    vars(pruner)["Schedule"] = partial(Schedule, every=1, looks=steps, begin=0, end=1)
+for name in os.environ.get("ALSO_IMPORT", "").split():
+    import_module(name)
 
 
 class Flip(Callback):

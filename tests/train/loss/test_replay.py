@@ -131,9 +131,9 @@ def test_another_trace_is_refused_in_one_line(
         {"exchange": "noloco"},
         {"exchange": "asgd"},
         {"checkpoint": "c"},
-        {"balance": True},
-        {"prune": "apoptosis"},
-        {"skip_samples": True},
+        pytest.param({"balance": True}, marks=pytest.mark.needs("balance")),
+        pytest.param({"prune": "apoptosis"}, marks=pytest.mark.needs("pruning")),
+        pytest.param({"skip_samples": True}, marks=pytest.mark.needs("skipping")),
     ],
 )
 def test_what_depends_on_more_than_the_batches_is_refused(options: dict[str, Any]) -> None:

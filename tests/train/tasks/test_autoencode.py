@@ -99,7 +99,11 @@ def test_layers_are_trained_in_turn_and_fine_tuned(
     [
         ({"layerwise": 2}, "needs --task autoencode"),
         ({"layerwise": 2, "task": "autoencode", "exchange": "gossip"}, "--exchange gossip"),
-        ({"ema": 0.9, "prune": "apoptosis"}, "--prune apoptosis"),
+        pytest.param(
+            {"ema": 0.9, "prune": "apoptosis"},
+            "--prune apoptosis",
+            marks=pytest.mark.needs("ema", "pruning"),
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:

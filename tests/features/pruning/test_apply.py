@@ -22,7 +22,7 @@ from dlio.features.pruning.model_surgery import apply
 from dlio.features.pruning.neuron_groups import PrunableGroups
 from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
 from dlio.features.pruning.removal_plan import Limits, RemovalPlan, plan_removals, weights_of
-from tests.train.pruning.networks import KINDS, make
+from tests.features.pruning.networks import KINDS, make
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),

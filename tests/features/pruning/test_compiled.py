@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import dlio
 from dlio.errors import DlioError, UsageError
-from tests.train.pruning.apoptosis_checks import (
+from tests.features.pruning.apoptosis_checks import (
     SCHEDULE,
     digest,
     make_net,

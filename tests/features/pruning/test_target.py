@@ -10,7 +10,7 @@ from dlio.features.pruning.model_size import count_parameters
 from dlio.features.pruning.pruning_pace import Schedule
 from dlio.features.pruning.target_widths import parameters_with, widths_for
 from dlio.train.networks.resnet import SmallResNet
-from tests.train.pruning.apoptosis_checks import make_net, probe, samples, shapes, train
+from tests.features.pruning.apoptosis_checks import make_net, probe, samples, shapes, train
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.6, 1.0])

@@ -19,7 +19,7 @@ from dlio.comm import Communicator, world
 from dlio.errors import CommTimeout, UsageError
 from dlio.features.mesh.rank_mesh import Mesh
 from dlio.features.mesh.split_tensor import gather, local_part
-from tests.train.mesh.nets import CosmoFlow, Pictures, UNet
+from tests.features.mesh.nets import CosmoFlow, Pictures, UNet
 
 STEPS = 20
 Step = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -14,7 +14,7 @@ from dlio.features.export.model_export import export_model
 from dlio.features.export.onnx_file import OnnxModel, to_onnx
 from dlio.features.export.trained_model import TrainedModel
 from dlio.train.model import make_model, normalised
-from tests.train.export.conftest import CLASSES, SIZE, Trained
+from tests.features.export.conftest import CLASSES, SIZE, Trained
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

@@ -19,7 +19,7 @@ from dlio.features.pruning.pruned_file import save_layout
 from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
 from dlio.train.checkpoint.checkpoint_store import StoredCheckpoint
 from dlio.train.model import make_model
-from tests.train.export.conftest import CLASSES, MODEL, SIZE, Trained
+from tests.features.export.conftest import CLASSES, MODEL, SIZE, Trained
 
 
 def test_the_number_of_classes_is_that_of_the_weights(trained: Trained) -> None:

@@ -11,7 +11,7 @@ from dlio.errors import UsageError
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.neuron_groups import PrunableGroups
 from dlio.train.networks.resnet import SmallResNet
-from tests.train.pruning.networks import ACTIVATIONS, make
+from tests.features.pruning.networks import ACTIVATIONS, make
 
 
 def _reasons(prunable: PrunableGroups) -> dict[str, str]:

@@ -16,7 +16,7 @@ import dlio
 from dlio.errors import UsageError
 from dlio.features.mesh.rank_mesh import Mesh
 from dlio.features.mesh.tensor_parallel import average_gradients, tensor_parallel
-from tests.train.mesh.nets import Transformer
+from tests.features.mesh.nets import Transformer
 
 STEPS = 20
 PLAN: dict[str, Literal["column", "row"]] = {

@@ -16,7 +16,7 @@ from dlio.errors import UsageError
 from dlio.features.mesh.split_tensor import gather
 from dlio.features.mesh.tensor_parallel import average_gradients, tensor_parallel
 from tests.conftest import MpiRun, TorchRun
-from tests.train.mesh.nets import Transformer
+from tests.features.mesh.nets import Transformer
 
 BODY = Path(__file__).with_name("mesh_checks.py")
 PARALLEL = Path(__file__).with_name("parallel_checks.py")

@@ -22,7 +22,7 @@ from dlio.features.pruning.removal_plan import (
     plan_removals,
     weights_of,
 )
-from tests.train.pruning.networks import ACTIVATIONS, KINDS, make
+from tests.features.pruning.networks import ACTIVATIONS, KINDS, make
 
 _FOUND: dict[tuple[str, str], PrunableGroups] = {}
 

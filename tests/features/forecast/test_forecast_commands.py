@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dlio.cli import main
+from dlio.data.speeds import remember
 
 
 def _said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -95,3 +96,17 @@ def test_invalid_input_is_refused_in_one_line(
     error = _refused(capsys, *argv)
     assert said in error
     assert len(error.splitlines()) == 1
+
+
+def test_plans_take_measured_bandwidths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    plan = ("plan", "--samples", "10000", "--tiers", f"{folder}:1GiB", "--json")
+    remember(str(folder), 1e-3, 1e6)
+    slow = json.loads(_said(capsys, *plan))
+    remember(str(folder), 1e-3, 1e9)
+    fast = json.loads(_said(capsys, *plan))
+    assert slow["later_epoch"]["seconds"] > 2 * fast["later_epoch"]["seconds"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.input_statistics import Collector, Statistics
-from tests.train.pruning.networks import make
+from tests.features.pruning.networks import make
 
 
 def _run(collector: Collector, model: nn.Module, inputs: torch.Tensor) -> None:

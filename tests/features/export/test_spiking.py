@@ -23,7 +23,7 @@ from dlio.features.export.spiking_simulation import simulate
 from dlio.features.export.ternary import Ternary, ternarise, ternary_network, tune_ternary
 from dlio.train.model import make_model, normalised
 from dlio.train.networks.resnet import ResidualBlock
-from tests.train.export.conftest import MODEL, SIZE, Trained
+from tests.features.export.conftest import MODEL, SIZE, Trained
 
 nir = pytest.importorskip("nir")
 pytest.importorskip("nirtorch")

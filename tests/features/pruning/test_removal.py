@@ -18,7 +18,7 @@ from dlio.features.pruning.input_statistics import Collector, Statistics
 from dlio.features.pruning.neuron_groups import NeuronGroup
 from dlio.features.pruning.removal_plan import Limits, RemovalPlan, plan_removals, weights_of
 from dlio.features.pruning.twins import find_twins
-from tests.train.pruning.networks import KINDS, make
+from tests.features.pruning.networks import KINDS, make
 
 _GROUPS: dict[str, tuple[NeuronGroup, ...]] = {}
 

@@ -13,7 +13,7 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.features.mesh.rank_mesh import Mesh
 from dlio.features.mesh.split_tensor import gather
-from tests.train.mesh.pretend import ThreadCommunicator, on_ranks
+from tests.features.mesh.pretend import ThreadCommunicator, on_ranks
 
 RANKS = st.integers(2, 4)
 EXTENTS = st.integers(4, 40)

@@ -26,7 +26,7 @@ from dlio.features.pruning.pruned_file import save_layout
 from dlio.features.pruning.pruned_layout import shrink_to
 from dlio.features.pruning.pruning_pace import Schedule
 from dlio.features.pruning.removal_plan import Limits, RemovalPlan
-from tests.train.pruning.apoptosis_checks import (
+from tests.features.pruning.apoptosis_checks import (
     CHECKS,
     SCHEDULE,
     digest,
@@ -36,7 +36,7 @@ from tests.train.pruning.apoptosis_checks import (
     shapes,
     train,
 )
-from tests.train.pruning.networks import make
+from tests.features.pruning.networks import make
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 BODY = Path(__file__).with_name("apoptosis_checks.py")

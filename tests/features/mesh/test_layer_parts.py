@@ -12,7 +12,7 @@ from dlio.features.mesh.layer_parts import LayerParts, TensorSplit
 from dlio.features.mesh.layer_plan import plan_parts
 from dlio.train.networks.mlp import Mlp
 from dlio.train.networks.transformer import VisionTransformer
-from tests.train.mesh.pretend import ThreadCommunicator, on_ranks
+from tests.features.mesh.pretend import ThreadCommunicator, on_ranks
 
 WIDE = 256
 
