@@ -40,21 +40,21 @@ class RoundCommit:
     others. Otherwise those that are left begin the turn's sums again.
 
     Args:
-        setting: that of the exchange; its `recovery` may be None.
+        context: that of the exchange; its `recovery` may be None.
     """
 
-    def __init__(self, setting: ExchangeContext, sums: RoundSums) -> None:
-        self._setting, self._sums = setting, sums
+    def __init__(self, context: ExchangeContext, sums: RoundSums) -> None:
+        self._context, self._sums = context, sums
         self.closed = self._taken = 0
         """Number of turns that this rank has all sums of, and of those that it has taken."""
-        self.counted: tuple[int, ...] = ()
+        self.contributors: tuple[int, ...] = ()
         """Members whose values are in the sums of the last closed turn."""
-        if setting.recovery is not None:
-            self._part = setting.recovery.add("sums", self)
+        if context.recovery is not None:
+            self._part = context.recovery.add("sums", self)
 
     def close_turn(self) -> None:
         """Return when this rank has all sums of the next turn."""
-        recovery = self._setting.recovery
+        recovery = self._context.recovery
         if recovery is None:
             self._sums.sum_all()
         else:
@@ -67,31 +67,31 @@ class RoundCommit:
 
     def remove(self) -> None:
         """Take no part in later recoveries."""
-        if self._setting.recovery is not None:
-            self._setting.recovery.remove(self._part)
+        if self._context.recovery is not None:
+            self._context.recovery.remove(self._part)
 
     def _over_losses(self, recovery: Recovery) -> None:
         closed = self.closed + 1
         while self.closed < closed:
             try:
                 self._sums.sum_all()
-                self.closed, self.counted = closed, recovery.membership.members
+                self.closed, self.contributors = closed, recovery.membership.members
             except PeerLost:
                 recovery.run()
 
     def tell(self) -> Report:
         return {
             "closed": [self.closed],
-            "counted": list(self.counted),
-            "group": [self._setting.group],
+            "counted": list(self.contributors),
+            "group": [self._context.group],
         }
 
     def follow(self, report: Report) -> None:
         self.closed = self._taken = report["closed"][0]
-        self.counted = tuple(report["counted"])
+        self.contributors = tuple(report["counted"])
 
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        ours = [each for each in reports if each["group"] == [self._setting.group]]
+        ours = [each for each in reports if each["group"] == [self._context.group]]
         closed = [each["closed"][0] for each in ours]
         newest = max(closed)
         # Sums under way belong to the turn after the last one that this rank has taken.
@@ -100,6 +100,6 @@ class RoundCommit:
             return
         giver = closed.index(newest)
         for array in self._sums.arrays(last=self._taken == newest):
-            self._setting.comm.bcast(array, giver)
+            self._context.comm.bcast(array, giver)
         if self.closed < newest:
-            self.closed, self.counted = newest, tuple(ours[giver]["counted"])
+            self.closed, self.contributors = newest, tuple(ours[giver]["counted"])

@@ -17,7 +17,7 @@ from dlio.comm.survival.node_watch import watch_policy
 from dlio.comm.survival.recovery import check_survival, recovery_of, uniform
 from dlio.errors import DlioError, UsageError
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio.exchange.nccl.default_group import devices_connected
+from dlio.exchange.nccl import devices_connected
 from dlio.features.pruning.pruned_file import save_layout
 from dlio.launch.node.job_starts import start_of
 from dlio.loader.dataloader import DataLoader

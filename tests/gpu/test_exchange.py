@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from dlio.exchange.nccl.compressors import make_codec
+from dlio.exchange.nccl.device_group import DeviceGroup
+from dlio.exchange.nccl.group_paths import GroupMemory, group_path
+from dlio.exchange.nccl.tensor_codec import TensorCodec
 from torch import nn
 
 from dlio.comm.single import SingleCommunicator
@@ -16,10 +20,6 @@ from dlio.exchange import ExchangeContext, parse_exchange
 from dlio.exchange.buckets import Bucket
 from dlio.exchange.compress import NAMES
 from dlio.exchange.compress.message_layout import ChunkScratch, pieces_of
-from dlio.exchange.nccl.compressors import make_codec
-from dlio.exchange.nccl.device_group import DeviceGroup
-from dlio.exchange.nccl.group_paths import GroupMemory, group_path
-from dlio.exchange.nccl.tensor_codec import TensorCodec
 
 pytestmark = pytest.mark.gpu
 _CYCLES = 20_000_000

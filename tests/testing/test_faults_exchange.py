@@ -9,7 +9,7 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.comm.single import SingleCommunicator
-from dlio.exchange import NAMES, ExchangeCalls
+from dlio.exchange import NAMES, Exchange
 from dlio.exchange.cut import TensorCut
 from dlio.testing import ExchangeTests, promises_of, run_ranks
 from dlio.testing.exchange_suite import named
@@ -151,8 +151,8 @@ def _on_ranks(kind: type[Broken], ranks: int = RANKS) -> Callable[[], object]:
     class Tests(ExchangeTests):
         averages_gradients = kind.name == "allreduce"
 
-        def make(self, model: nn.Module, comm: Communicator) -> ExchangeCalls:
-            return cast(ExchangeCalls, kind(model, comm))
+        def make(self, model: nn.Module, comm: Communicator) -> Exchange:
+            return cast(Exchange, kind(model, comm))
 
         def __getattribute__(self, name: str) -> object:
             test = super().__getattribute__(name)

@@ -9,7 +9,7 @@ from dlio.comm import world
 from dlio.exchange.buckets import broadcast_state
 from dlio.plan.order import share
 from dlio.train.batch_norm import mean_state, statistics_of, synchronise_batch_norm
-from tests.train.exchange.training import identical, started, train_step
+from tests.exchange.training import identical, started, train_step
 
 SIDE = 6
 

@@ -158,7 +158,7 @@ class Recovery:
         self.last_counted: dict[int, int] = {}
         """By lost member, the number of its last optimizer step that a rank that is left has taken
         in, from 1, since its exchange was created; 0 if there is none. For exchanges that take in
-        the steps of other ranks one by one; see `ExchangeCalls.counted` for others."""
+        the steps of other ranks one by one; see `Exchange.contributors` for others."""
         self._nodes: Sequence[str] = [""] * (max(membership.members) + 1)
         self._place: Callable[[], tuple[int, int]] = lambda: (0, -1)
         self._is_described = False

@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dlio.exchange.bucket_sums import BucketSums
 from torch import nn
 
 from dlio.cli.resize import ResizeOptions, join, leave
 from dlio.comm import Communicator
 from dlio.comm.survival.recovery import Report
 from dlio.errors import PeerLost
-from dlio.exchange.bucket_sums import BucketSums
 from dlio.exchange.round_commit import RoundCommit
 from dlio.features.pruning import pruner
 from dlio.features.pruning.pruning_pace import Schedule

@@ -28,7 +28,7 @@ from dlio.features.pruning.apoptosis import ApoptosisState
 from dlio.features.pruning.neuron_groups import Indices
 from dlio.features.pruning.pruning_sums import reduced
 from dlio.features.pruning.removal_plan import RemovalPlan
-from tests.train.exchange.training import started
+from tests.exchange.training import started
 
 STEPS: Final = 60
 SCHEDULE: Final = Schedule(

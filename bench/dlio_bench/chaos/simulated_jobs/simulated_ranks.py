@@ -169,16 +169,16 @@ class _Messages:
     """The exchange of ranks that take in each other's steps one by one."""
 
     def __init__(self, recovery: Recovery) -> None:
-        self.hearing = PeerSteps(recovery)
+        self.peer_steps = PeerSteps(recovery)
         self.steps = 0
         """Optimizer steps of this rank."""
         self._part = recovery.add("heard", self)
 
     def tell(self) -> Report:
-        return {"heard": self.hearing.tell()}
+        return {"heard": self.peer_steps.tell()}
 
     def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self.hearing.settle(reports)
+        self.peer_steps.settle(reports)
 
 
 class SimulatedTrainer:
@@ -280,7 +280,7 @@ class SimulatedTrainer:
         self._sums, self._before = self._before, self._sums
         self._exchange.take()
         self._epoch.sums.append((step, sums))
-        self.recovery.count(self._exchange.counted)
+        self.recovery.count(self._exchange.contributors)
 
     def _hear(self, mine: "_Messages") -> None:
         """Take in steps of some others."""
@@ -288,7 +288,7 @@ class SimulatedTrainer:
             theirs = other._exchange
             if other is not self and isinstance(theirs, _Messages) and other.cohort.living:
                 upto = self._network.draw(theirs.steps + 1)
-                mine.hearing.note(other.cohort.living, upto)
+                mine.peer_steps.note(other.cohort.living, upto)
                 for member in other.cohort.living:
                     self.heard[member] = max(upto, self.heard.get(member, 0))
 
