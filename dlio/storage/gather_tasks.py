@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dlio.data.abilities import joins_neighbours, reads_together
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 
 _TOGETHER: Final = 32
@@ -49,8 +48,8 @@ class ReadQueue:
 
     def __init__(self, reader: Reader) -> None:
         self._sizes = reader.sizes
-        self._most = _TOGETHER if reads_together(reader) else 1
-        self._joins = joins_neighbours(reader)
+        self._most = _TOGETHER if abilities_of(reader).multi_get else 1
+        self._joins = not reader.objects and abilities_of(reader).random_access
         self._tasks: dict[int, SampleRead] = {}
         self._queue: list[tuple[bool, int, SampleRead]] = []
         """A heap of (True if nobody waits for it, ticket, task); stale entries are passed over."""

@@ -22,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.data.abilities import flow_of
 from dlio.data.flow import Flow
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.errors import SourceError
 from dlio.storage.block_fetcher import BlockFetcher
@@ -72,7 +71,7 @@ class Hierarchy:
         flow: Flow | None = None,
     ) -> None:
         self.reader = reader
-        self.counters = Counters(by_source=getattr(reader, "bytes_by_source", None))
+        self.counters = Counters(by_source=abilities_of(reader).bytes_by_source)
         self.targets = TierTargets(tiers, pins)
         self._notes = RunNotes()
         self.health = TierHealth(self.counters, self._notes)
@@ -101,7 +100,7 @@ class Hierarchy:
         self._first_batch = FirstBatch(
             reader, self._intake, self._early, self._arrivals, self.counters
         )
-        flow = flow_of(reader) if flow is None else flow
+        flow = abilities_of(reader).flow if flow is None else flow
         self.gather: SampleFetcher | None = None
         """Reads the samples of a source with a latency; None for other sources."""
         if flow is not None:
@@ -273,7 +272,7 @@ class Hierarchy:
 
     def notes(self) -> list[str]:
         """Return sentences about handled failures and decisions, without duplicates."""
-        replicas: Callable[[], str] | None = getattr(self.reader, "summary", None)
+        replicas = abilities_of(self.reader).summary
         return self._notes.all() if replicas is None else [*self._notes.all(), replicas()]
 
     def note(self, event: str) -> None:

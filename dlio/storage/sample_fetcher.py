@@ -20,9 +20,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.abilities import estimates_sizes
 from dlio.data.flow import Flow
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.background import BackgroundLimit
@@ -90,7 +89,9 @@ class SampleFetcher:
             if tier.writable
         }
         self._rooms = {
-            n: TierRoom(targets.tiers[n]) for n in self._pieces if estimates_sizes(reader)
+            n: TierRoom(targets.tiers[n])
+            for n in self._pieces
+            if abilities_of(reader).sizes_are_estimates
         }
         self._own = threading.local()
         self._stopping = threading.Event()

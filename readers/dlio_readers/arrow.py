@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.data.urls import inside
 from dlio.errors import SourceError, UsageError
@@ -34,8 +33,6 @@ class ArrowReader(RowGroupReader):
     format = "arrow"
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        self._again = reopening(ArrowReader, path)
-        self.path = path if isinstance(path, str) else " ".join(path)
         paths = [path] if isinstance(path, str) else list(path)
         files: list[str] = []
         for url in expand([split_fields(each)[0] for each in paths]):
@@ -43,9 +40,6 @@ class ArrowReader(RowGroupReader):
         if not files:
             raise SourceError(f"{self.path} holds no Arrow files")
         self._setup(path, files)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:

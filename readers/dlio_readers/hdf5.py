@@ -4,11 +4,10 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-from dlio.data.chunks import ChunkedArray
+from dlio.data.chunked_array import ChunkedArray
 from dlio.data.open_files import PersistentFile
-from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import SourceError
 from dlio_readers.columns import (
@@ -46,9 +45,7 @@ class Hdf5Reader(ColumnReader):
         select: Select = None,
         samples: Samples | None = None,
     ) -> None:
-        self._again = reopening(Hdf5Reader, path, select, samples)
         urls, names = _split(path)
-        self.path = path if isinstance(path, str) else " ".join(path)
         files = [PersistentFile(url) for url in urls]
         rehearse("hdf5", "h5py", path, files)
         self._files = [Hdf5File(file) for file in files]
@@ -56,7 +53,7 @@ class Hdf5Reader(ColumnReader):
         first = tables[0]
         packed = self._files[0].packed_schema
         volumes = volumes_of(self.path, tables, "rows" if packed is not None else samples)
-        self._has_volumes = self.files_are_samples = volumes is not None
+        self._files_are_samples = volumes is not None
         for file, table in zip(self._files, tables, strict=True):
             kinds = {name: column.kind for name, column in table.items()}
             if not volumes and kinds != {name: column.kind for name, column in first.items()}:
@@ -79,12 +76,9 @@ class Hdf5Reader(ColumnReader):
         )
 
     def name(self, sample: int) -> str:
-        if self._has_volumes:
+        if self._files_are_samples:
             return self._files[sample].file.name.rsplit("/", 1)[-1]
         return super().name(sample)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -105,8 +99,7 @@ class Hdf5Reader(ColumnReader):
         for file in self._files:
             file.close()
 
-    def chunked(self) -> dict[str, list[ChunkedArray]]:
-        """Return the arrays by field, one a file, for patches; see `dlio.data.chunks`."""
+    def _chunked(self) -> dict[str, list[ChunkedArray]]:
         names = [name for name in self._columns if name in self._files[0].chunked]
         return {name: [f.chunked[name] for f in self._files] for name in names}
 

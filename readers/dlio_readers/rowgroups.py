@@ -23,6 +23,7 @@ from dlio.util.arguments import nearest
 from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.arrowcolumns import ColumnFacts, class_names, decoded, take
+from dlio_readers.path_reader import PathReader
 from dlio_readers.rehearsal import note_opening, rehearse
 
 _VERSION: Final = 1
@@ -43,18 +44,13 @@ def lie_at(path: str, suffixes: tuple[str, ...], marker: str = "") -> bool:
     return marker in names or any(name.lower().endswith(suffixes) for name in names)
 
 
-class RowGroupReader(ABC):
+class RowGroupReader(PathReader, ABC):
     """Base class: samples are numbered in the order of files, groups and rows.
 
     A subclass opens files, counts and reads groups, and calls `_setup`.
     """
 
     format: str
-    objects = False
-    path: str
-    schema: Schema
-    classes: Sequence[str]
-    sizes: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     fingerprint: str
 
@@ -110,12 +106,6 @@ class RowGroupReader(ABC):
         self.fingerprint = fingerprint_of(
             self.format, _VERSION, self.schema.to_json(), *stamps, self.layout.starts
         )
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def name(self, sample: int) -> str:
-        return f"{sample:09d}"
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)

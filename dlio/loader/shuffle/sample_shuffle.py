@@ -24,7 +24,7 @@ from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import leave
 from dlio.comm.funnel import waiting
 from dlio.comm.survival.membership import messages_of
-from dlio.data.abilities import estimates_sizes
+from dlio.data.reader_contract import abilities_of
 from dlio.errors import DlioError, PeerLost
 from dlio.loader.shuffle.sample_message import (
     ENTRY_BYTES,
@@ -107,7 +107,7 @@ class Shuffle:
         self._planner = planner
         self._tag_base = (generation % _GENERATIONS) * (_WINDOW_TAGS + 1)
         self._windows = windows_of(plan, float(hierarchy.reader.sizes.mean()))
-        self._announced = estimates_sizes(hierarchy.reader)
+        self._announced = abilities_of(hierarchy.reader).sizes_are_estimates
         """Sizes of samples are not known before they are read: messages are announced."""
         self._moves = plan.ranks.nodes > 1
         self._condition = threading.Condition()
