@@ -10,11 +10,8 @@ from typing import Any, Final, TypeGuard, cast
 
 from dlio.data.concatenation import ConcatReader
 from dlio.data.links import following_links
-from dlio.data.reader_contract import (
-    Reader,
-    ReaderType,
-    opening_of,
-)
+from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
+from dlio.data.reader_contract import ReaderType, opening_of
 from dlio.data.source import Source, expand, listed_once, redact, split_fields
 from dlio.data.splits import warn_of_splits
 from dlio.errors import SourceError, UsageError

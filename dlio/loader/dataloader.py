@@ -58,9 +58,9 @@ from dlio.loader.torchdata_state.iteration_state import IterationState
 from dlio.loader.torchdata_state.state_format import StatefulObject
 from dlio.loader.trace import Spans, path_of
 from dlio.plan.epoch import EpochPlan, is_exact
-from dlio.plan.rank_shares import Shares
+from dlio.plan.rank_shares import RankShares
 from dlio.plan.sample_mask import SampleMask
-from dlio.plan.schedule import Ranks, steps_in_epoch
+from dlio.plan.schedule import RankNodes, steps_in_epoch
 from dlio.storage.tier_spec import Tiers
 from dlio.util.arguments import PathText, whole_number
 from dlio.util.cores import available_cores
@@ -530,7 +530,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         Ranks have the numbers that they had when the data set was mounted.
         """
         self._end_pass()
-        self._survivors = Survivors(tuple(members), me, Shares.of(global_batch, len(members)))
+        self._survivors = Survivors(tuple(members), me, RankShares.of(global_batch, len(members)))
         self.shares = None  # They were those of other ranks.
         data = self._planned_data()
         if data is not None and data.mounted is not None:
@@ -577,6 +577,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if record.node_of is not None:
             mounted = self.data.mounted
             assert mounted is not None
-            ranks = Ranks(np.array(record.node_of, np.int32))
+            ranks = RankNodes(np.array(record.node_of, np.int32))
             plan = epoch_plan(batches, mounted, self.mode, ranks)
         return AssignmentSpan(batches, plan, tuple(record.members))

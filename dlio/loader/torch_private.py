@@ -28,8 +28,35 @@ workers) and `_IterableDataset_len_called` (a warning of torch's).
 
 from typing import Any
 
+from torch._utils import ExceptionWrapper
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data._utils import worker as worker_module
+from torch.utils.data._utils.collate import default_collate_fn_map as collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory as _pin_memory
+from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIter
+from torch.utils.data.dataloader import _DatasetKind as DatasetKind
 from torch.utils.data.dataloader import _get_distributed_settings, _share_dist_seed
+from torch.utils.data.dataloader import _InfiniteConstantSampler as InfiniteConstantSampler
+from torch.utils.data.dataloader import (
+    _MultiProcessingDataLoaderIter as MultiProcessingDataLoaderIter,
+)
+from torch.utils.data.dataloader import _sharding_worker_init_fn as sharding_worker_init
+
+__all__ = [
+    "BaseDataLoaderIter",
+    "DatasetKind",
+    "ExceptionWrapper",
+    "InfiniteConstantSampler",
+    "MultiProcessingDataLoaderIter",
+    "collate_fn_map",
+    "distributed_settings",
+    "pin_memory",
+    "share_seed",
+    "sharding_worker_init",
+    "tree_leaves",
+    "tree_map",
+    "worker_module",
+]
 
 # torch gives these no types.
 pin_memory: Any = _pin_memory

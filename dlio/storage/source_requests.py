@@ -17,7 +17,7 @@ from typing import Final, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.reader import Reader, StoredBlocks
+from dlio.data.reader_contract import Reader, StoredBlocks
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block_format import encode_block

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from dlio.data.reader import Reader, data_bytes
+from dlio.data.reader_contract import Reader, data_bytes
 from dlio.errors import CorruptBlock
 from dlio.storage.block_fetcher import BlockFetcher
 from dlio.storage.counters import Counters

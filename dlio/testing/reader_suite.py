@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from dlio.data.reader import Reader, StoredBlocks
+from dlio.data.reader_contract import Reader, StoredBlocks
 from dlio.data.schema import Value
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block import check_block

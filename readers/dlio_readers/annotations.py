@@ -71,7 +71,6 @@ class AnnotatedReader(ListedReader, PathReader):
     """Samples of pictures and their boxes.
 
     Args:
-        path: as the user wrote it.
         source: root of all names.
         kind: name of the index, with the options that it depends on.
         build: lists the annotations.
@@ -80,9 +79,7 @@ class AnnotatedReader(ListedReader, PathReader):
     version = 1
     prefixes = ("", "note_")
 
-    def __init__(
-        self, path: str, source: Source, kind: str, build: Callable[[], Annotations]
-    ) -> None:
+    def __init__(self, source: Source, kind: str, build: Callable[[], Annotations]) -> None:
         self._build = build
         index, head = self._open(source, kind)
         self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))

@@ -15,6 +15,7 @@ from dlio.data.urls import inside
 from dlio.errors import SourceError, UsageError
 from dlio_readers.annotations import AnnotatedReader, Annotations
 from dlio_readers.cocofile import CocoFile, joined
+from dlio_readers.fileset import index_kind
 
 _PREFIXES: Final = ("instances_", "person_keypoints_", "_annotations.coco", "annotations")
 _MAIN, _KEYPOINTS = "instances_", "person_keypoints_"
@@ -75,7 +76,7 @@ class CocoReader(AnnotatedReader):
             made.folders = [os.path.dirname(file)]
             return made
 
-        super().__init__(path, source("coco", file, options), build)
+        super().__init__(source, index_kind("coco", file, options), build)
 
     @staticmethod
     def recognises(path: str) -> str | None:

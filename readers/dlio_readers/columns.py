@@ -28,7 +28,7 @@ from dlio.plan.order import Order
 from dlio.util.arguments import nearest
 from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
-from dlio_readers.path_reader import PathReader
+from dlio_readers.path_reader import PathReader, neighbours
 from dlio_readers.slabs import Part, Select, check_select, slab_shape
 
 ENDS: Final = "__ends"
@@ -196,17 +196,11 @@ class ColumnReader(PathReader):
         samples = np.asarray(samples, np.int64)
         if len(samples) == 1 and self._unit > 1:
             return [self._kept_row(int(samples[0]))]
-        order = np.argsort(samples, kind="stable")
         payloads: list[bytes | memoryview] = [b""] * len(samples)
-        start = 0
-        for k in range(1, len(order) + 1):
-            if k < len(order) and samples[order[k]] <= samples[order[k - 1]] + 1:
-                continue
-            low, high = int(samples[order[start]]), int(samples[order[k - 1]]) + 1
+        for low, high, slots in neighbours(samples):
             run = self._payloads(low, high)
-            for slot in order[start:k].tolist():
+            for slot in slots:
                 payloads[slot] = run[int(samples[slot]) - low]
-            start = k
         return payloads
 
     def _kept_row(self, sample: int) -> bytes | memoryview:

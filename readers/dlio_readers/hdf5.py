@@ -16,6 +16,7 @@ from dlio_readers.columns import (
 )
 from dlio_readers.concat_column import ConcatColumn
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
+from dlio_readers.path_reader import split_paths
 from dlio_readers.rehearsal import rehearse
 from dlio_readers.slabs import Select
 from dlio_readers.volumes import Samples, volumes_of
@@ -45,8 +46,8 @@ class Hdf5Reader(ColumnReader):
         select: Select = None,
         samples: Samples | None = None,
     ) -> None:
-        urls, names = _split(path)
-        files = [PersistentFile(url) for url in urls]
+        urls, names = split_paths(path)
+        files = [PersistentFile(url) for url in files_below(urls, HDF5_SUFFIXES)]
         rehearse("hdf5", "h5py", path, files)
         self._files = [Hdf5File(file) for file in files]
         tables = [file.columns(names, select) for file in self._files]
@@ -102,11 +103,3 @@ class Hdf5Reader(ColumnReader):
     def _chunked(self) -> dict[str, list[ChunkedArray]]:
         names = [name for name in self._columns if name in self._files[0].chunked]
         return {name: [f.chunked[name] for f in self._files] for name in names}
-
-
-def _split(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return (files, names of data sets); the names after the last path apply to all."""
-    paths = [path] if isinstance(path, str) else list(path)
-    parts = [split_fields(each) for each in paths]
-    names = next((names for _, names in reversed(parts) if names), ())
-    return files_below([url for url, _ in parts], HDF5_SUFFIXES), names

@@ -21,7 +21,6 @@ class PathReader:
     path: str
     schema: Schema
     classes: Sequence[str] = ()
-    sizes: npt.NDArray[np.int64]
     layout: Layout
     _again: _Again
 
@@ -57,7 +56,7 @@ def _opened(
 
 
 def split_paths(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return (paths, names of fields) of `a.h5::x,y`, or of several; the last names apply to all."""
+    """Return (paths, names of fields) of `a.h5::x,y`; of several paths, the last names apply."""
     parts = [split_fields(each) for each in ([path] if isinstance(path, str) else path)]
     return [url for url, _ in parts], next((names for _, names in reversed(parts) if names), ())
 

@@ -23,7 +23,7 @@ from dlio.util.arguments import nearest
 from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.arrowcolumns import ColumnFacts, class_names, decoded, take
-from dlio_readers.path_reader import PathReader
+from dlio_readers.path_reader import PathReader, split_paths
 from dlio_readers.rehearsal import note_opening, rehearse
 
 _VERSION: Final = 1
@@ -81,8 +81,7 @@ class RowGroupReader(PathReader, ABC):
             path: as the user gave it, with the names of columns after `::`.
             files: that it stands for.
         """
-        paths = [path] if isinstance(path, str) else list(path)
-        names = next((n for _, n in reversed([split_fields(each) for each in paths]) if n), ())
+        names = split_paths(path)[1]
         self._files = [File(url) for url in files]
         rehearse(self.format, "pyarrow", path, self._files)
         self._opened: dict[int, Any] = {}

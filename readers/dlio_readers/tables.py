@@ -10,6 +10,7 @@ from dlio_readers.columns import Arrays, Column, ColumnReader, PlainColumn, choo
 from dlio_readers.concat_column import ConcatColumn
 from dlio_readers.concurrency import concurrently
 from dlio_readers.npyfile import NpyArray, chunked_array, numpy_arrays
+from dlio_readers.path_reader import split_paths
 from dlio_readers.slabs import Select, slab
 from dlio_readers.texttable import open_text_tables
 from dlio_readers.volumes import Samples, volumes_of
@@ -54,10 +55,8 @@ class TablesReader(ColumnReader):
         self._names: list[str] = []
         self._stored: list[dict[str, NpyArray]] = []
         self._arrays: dict[str, list[ChunkedArray]] = {}
-        paths = [path] if isinstance(path, str) else list(path)
-        parts = [split_fields(each) for each in paths]
-        names = next((names for _, names in reversed(parts) if names), ())
-        urls = _files_of([url for url, _ in parts])
+        paths, names = split_paths(path)
+        urls = _files_of(paths)
         files = concurrently(File, urls, urls[0])
         concurrently(lambda file: file.stamp, files, urls[0])  # Kept by the files.
         stamps = [f"{file.url} {file.stamp}" for file in files]

@@ -22,7 +22,7 @@ from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.memory import new_memory
 from dlio_readers.concurrency import concurrently
-from dlio_readers.path_reader import PathReader
+from dlio_readers.path_reader import PathReader, split_paths
 from dlio_readers.tfexample import (
     Feature,
     RecordBytes,
@@ -71,10 +71,8 @@ class TfRecordReader(PathReader):
     abilities = Abilities(random_access=True)
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        paths = [path] if isinstance(path, str) else list(path)
-        parts = [split_fields(each) for each in paths]
-        names = next((names for _, names in reversed(parts) if names), ())
-        urls = _files_of([url for url, _ in parts])
+        paths, names = split_paths(path)
+        urls = _files_of(paths)
         self._files = concurrently(PersistentFile, urls, urls[0])
         concurrently(lambda file: file.stamp, self._files, urls[0])  # Kept by the files.
         kind = "tfrecord-" + ("-".join(names)[:64].replace("/", "_") or "all")

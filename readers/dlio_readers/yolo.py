@@ -65,7 +65,7 @@ class YoloReader(AnnotatedReader):
             return _annotations(source, sides, masks, outside)
 
         kind = index_kind("yolo", sides.images, masks, outside)
-        super().__init__(path, source, kind, build)
+        super().__init__(source, kind, build)
 
     @staticmethod
     def recognises(path: str) -> str | None:

@@ -91,7 +91,7 @@ class ZarrReader(ColumnReader):
                 raise UsageError(f"{where} is {array.dtype}, which samples cannot have")
             part = slab(select, name, tuple(array.shape[1:]))
             columns[name] = PlainColumn(array, _unit(array), part)
-        self._arrays = {
+        self._by_field = {
             name: [_chunked(arrays[name], f"{redact(url)}::{name}")]
             for name, column in columns.items()
             if isinstance(column, PlainColumn) and select is None
@@ -117,7 +117,7 @@ class ZarrReader(ColumnReader):
         return "holds no zarr.json, .zgroup or .zarray"
 
     def _chunked(self) -> dict[str, list[ChunkedArray]]:
-        return self._arrays
+        return self._by_field
 
     def _open(self, url: str) -> Any:
         import zarr

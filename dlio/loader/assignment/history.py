@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from dlio.loader.passes import FormulaOrder, PlannedPass
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
-from dlio.plan.rank_shares import Shares
+from dlio.plan.rank_shares import RankShares
 from dlio.plan.sample_mask import SampleMask
 
 _T = TypeVar("_T")
@@ -108,7 +108,7 @@ class SpanRecord:
             batch_size=self.batch_size,
             rank=0,
             ranks=self.ranks,
-            shares=Shares(tuple(self.shares)),
+            shares=RankShares(tuple(self.shares)),
             left=None if self.left is None else tuple(self.left),
             members=tuple(self.began),
         )
