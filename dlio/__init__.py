@@ -26,17 +26,17 @@ if TYPE_CHECKING:
         TierFull,
         UsageError,
     )
+    from dlio.exchange.distribute import distribute
+    from dlio.features.mesh.rank_mesh import Mesh
+    from dlio.features.pruning.apoptosis import Apoptosis
+    from dlio.features.pruning.pruned_file import load_pruned
+    from dlio.features.skipping.skipper import SampleSkipper
     from dlio.loader.dataloader import DataLoader
     from dlio.loader.dataset import Dataset
-    from dlio.loader.mixture import mix
+    from dlio.loader.mixture_dataset import mix
     from dlio.loader.opened import open_dataset as open
     from dlio.loader.padding import PadTargets
     from dlio.loader.stateful import StatefulDataLoader
-    from dlio.train.exchange.distribute import distribute
-    from dlio.train.mesh.mesh import Mesh
-    from dlio.train.pruning.apoptosis import Apoptosis
-    from dlio.train.pruning.pruned_file import load_pruned
-    from dlio.train.skipping.skipper import SampleSkipper
 
 __all__ = [
     "Apoptosis",
@@ -65,17 +65,17 @@ __all__ = [
 ]
 
 _WHERE = {
-    "Apoptosis": ("dlio.train.pruning.apoptosis", "Apoptosis"),
+    "Apoptosis": ("dlio.features.pruning.apoptosis", "Apoptosis"),
     "DataLoader": ("dlio.loader.dataloader", "DataLoader"),
     "Dataset": ("dlio.loader.dataset", "Dataset"),
-    "Mesh": ("dlio.train.mesh.mesh", "Mesh"),
+    "Mesh": ("dlio.features.mesh.rank_mesh", "Mesh"),
     "PadTargets": ("dlio.loader.padding", "PadTargets"),
-    "SampleSkipper": ("dlio.train.skipping.skipper", "SampleSkipper"),
+    "SampleSkipper": ("dlio.features.skipping.skipper", "SampleSkipper"),
     "StatefulDataLoader": ("dlio.loader.stateful", "StatefulDataLoader"),
-    "distribute": ("dlio.train.exchange.distribute", "distribute"),
+    "distribute": ("dlio.exchange.distribute", "distribute"),
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
-    "load_pruned": ("dlio.train.pruning.pruned_file", "load_pruned"),
-    "mix": ("dlio.loader.mixture", "mix"),
+    "load_pruned": ("dlio.features.pruning.pruned_file", "load_pruned"),
+    "mix": ("dlio.loader.mixture_dataset", "mix"),
     "open": ("dlio.loader.opened", "open_dataset"),
     **{
         name: ("dlio.errors", name)

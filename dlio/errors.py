@@ -88,5 +88,5 @@ class CommTimeout(CommError, TimeoutError):
 class PeerLost(CommError):
     """A rank is gone: the generation of communicators that it belonged to is over.
 
-    `dlio.comm.membership` makes the next one of the ranks that are left.
+    `dlio.comm.survival.membership` makes the next one of the ranks that are left.
     """

@@ -1,4 +1,4 @@
-"""torchvision's transforms, by its names, fused with the decoder; see `dlio.image.transforms`."""
+"""torchvision's transforms, by name, fused with the decoder; see `dlio.image.crop_transforms`."""
 
-from dlio.image.transforms import *  # noqa: F403
-from dlio.image.transforms import __all__ as __all__
+from dlio.image.crop_transforms import *  # noqa: F403
+from dlio.image.crop_transforms import __all__ as __all__

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import dlio
-from dlio.train.mesh import average_gradients, tensor_parallel
+from dlio.features.mesh import average_gradients, tensor_parallel
 
 WIDTH, SIDE = 32, 8
 

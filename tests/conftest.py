@@ -216,7 +216,7 @@ def shared_folders_of(fingerprint: str) -> set[Path]:
     Args:
         fingerprint: of the data set, with which the names of its folders begin.
     """
-    from dlio.util.shared import SHARED_MEMORY, user_folder
+    from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 
     return set(Path(SHARED_MEMORY, user_folder()).glob(f"{fingerprint}*"))
 

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import UsageError
-from dlio.image import transforms as T  # noqa: N812 - as everybody calls them
-from dlio.image.draws import KeyedDraws
-from dlio.image.picture import Change, PixelTransform
+from dlio.image import crop_transforms as T  # noqa: N812 - as everybody calls them
+from dlio.image.picture import PixelChange, PixelTransform
+from dlio.image.random_source import KeyedRandom
 from dlio.util.extras import how_to_install
-from dlio_bench.results.environment import describe_machine
-from dlio_bench.results.statistics import ratio, spread
+from dlio_bench.results.machine import describe_machine
+from dlio_bench.results.repeats import ratio, spread
 from dlio_bench.results.terminal import steps
 
 _PICTURES: Final = 200
@@ -56,7 +56,7 @@ def augment(repeats: int, image_size: int, pictures: int = _PICTURES) -> dict[st
     }
     for name, transform in steps(_TRANSFORMS.items(), itemgetter(0)):
         drawn = [
-            transform.draw(KeyedDraws(0, 0, number, 64), image_size, image_size)
+            transform.draw(KeyedRandom(0, 0, number, 64), image_size, image_size)
             for number in range(pictures)
         ]
         ours: list[float] = []
@@ -73,7 +73,7 @@ def augment(repeats: int, image_size: int, pictures: int = _PICTURES) -> dict[st
     return report
 
 
-def _seconds(transform: Any, images: Sequence[Any], drawn: Sequence[list[Change]]) -> float:
+def _seconds(transform: Any, images: Sequence[Any], drawn: Sequence[list[PixelChange]]) -> float:
     started = time.thread_time()
     for number, changes in enumerate(drawn):
         image = images[number % len(images)]
@@ -85,7 +85,7 @@ def _seconds(transform: Any, images: Sequence[Any], drawn: Sequence[list[Change]
 class _Pillow:
     """The same changes by Pillow, as torchvision makes them."""
 
-    def paint(self, image: Any, change: Change) -> Any:
+    def paint(self, image: Any, change: PixelChange) -> Any:
         from PIL import Image, ImageEnhance, ImageOps
 
         name, value = change

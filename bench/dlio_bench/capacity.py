@@ -42,7 +42,7 @@ print(json.dumps(found))
 """
 
 
-class Row(TypedDict):
+class CapacityRow(TypedDict):
     """Bytes that a second epoch reads from the source, as shares of the data set."""
 
     share: float
@@ -58,7 +58,7 @@ class Row(TypedDict):
     """None where it cannot be measured."""
 
 
-def capacity(source: str, shares: tuple[float, ...] = SHARES) -> list[Row]:
+def capacity(source: str, shares: tuple[float, ...] = SHARES) -> list[CapacityRow]:
     """Bytes that the second epoch reads from the source, as shares of the data set, where tiers
     hold a share of it: dlio's, an LRU of samples that is simulated, the page cache in a control
     group of that size (None where there is none); and how evenly dlio's hits fall."""
@@ -74,7 +74,7 @@ def capacity(source: str, shares: tuple[float, ...] = SHARES) -> list[Row]:
     stored = int(block_bytes_of(reader).sum())
     reader.close()
     whole = int(sizes.sum())
-    results: list[Row] = []
+    results: list[CapacityRow] = []
     for share in shares:
         room = int(share * stored)
         with (

@@ -9,8 +9,8 @@ import torch
 
 import dlio
 from dlio.loader.contract import Sample
-from dlio_bench.results.environment import describe_machine
-from dlio_bench.results.statistics import ratio, spread
+from dlio_bench.results.machine import describe_machine
+from dlio_bench.results.repeats import ratio, spread
 from dlio_bench.results.terminal import steps
 
 SAMPLES: Final = 512
@@ -19,7 +19,7 @@ _WIDTH: Final = 32
 _TIERS: Final = "ram:256MiB"
 
 
-class Latent(torch.utils.data.Dataset[Sample]):
+class LatentSource(torch.utils.data.Dataset[Sample]):
     """Samples that take a while each, as those of a data base or of an object store do.
 
     A sample is (float32 tensor of shape (3, 32, 32), number); varying ones have 1 to 32 columns.
@@ -79,7 +79,7 @@ def mapstyle(
         for repeat in steps(range(repeats), f"{shapes} shapes, repeat {{}}".format):
             names = list(runs)
             for name in names if repeat % 2 == 0 else names[::-1]:
-                data = Latent(samples, latency_s, shapes == "varying", repeat)
+                data = LatentSource(samples, latency_s, shapes == "varying", repeat)
                 tiers = _TIERS if name == "with" else None
                 runs[name].append(_two_epochs(data, tiers, workers, batch_size))
         report[shapes] = _compared(runs)
@@ -103,7 +103,9 @@ def shown(report: dict[str, object]) -> list[str]:
 _SHOWN: Final = ("first_batch_s", "epoch_1_s", "epoch_2_s")
 
 
-def _two_epochs(data: Latent, tiers: str | None, workers: int, batch_size: int) -> dict[str, float]:
+def _two_epochs(
+    data: LatentSource, tiers: str | None, workers: int, batch_size: int
+) -> dict[str, float]:
     """Figures of two epochs over a data set."""
     figures: dict[str, float] = {}
     began = time.perf_counter()

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from dlio.cli.records import Output
+from dlio.cli.option_records import OutputOptions
 from dlio.util.options import Option, check
-from dlio_bench.results.collected import results_of
 from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.figure_collection import results_of
 from dlio_bench.results.terminal import advance, expect, table, working
 
 FORMATS = ("folder", "shard", "tar", "hdf5", "hdf5-gzip", "zarr", "parquet", "npy", "mds")
@@ -23,7 +23,7 @@ _BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ReaderCase:
     """Data that is read: samples of random bytes, or of float32 where a format is for arrays."""
 
     samples: Annotated[int, Option("Number of samples of each data set.", least=_BLOCK)] = 2000
@@ -61,13 +61,13 @@ class _Peer:
     close: Callable[[], None] = lambda: None
 
 
-def measure(formats: Sequence[str], case: Case) -> dict[str, object]:
+def measure(formats: Sequence[str], case: ReaderCase) -> dict[str, object]:
     """For each format: samples/s and MB/s of a pass in blocks and of `read` of random samples, of
     dlio and of the library, in turn within each repeat; and of `dlio pack` to native shards."""
     from dlio.data.reader import open_reader
-    from dlio_bench.results.environment import describe_machine
-    from dlio_bench.results.statistics import ratio, spread
-    from dlio_staging.packing import pack
+    from dlio_bench.results.machine import describe_machine
+    from dlio_bench.results.repeats import ratio, spread
+    from dlio_staging.pack_folder import pack
 
     results: dict[str, Any] = {}
     chosen = np.random.default_rng(1).integers(0, case.samples, case.random_reads)
@@ -119,7 +119,7 @@ def measure(formats: Sequence[str], case: Case) -> dict[str, object]:
     }
 
 
-def command(case: Case, formats: Formats, output: Output) -> None:
+def command(case: ReaderCase, formats: Formats, output: OutputOptions) -> None:
     """Measure each reader, compared with the format's own library on the same files.
 
     Files are in the page cache. Figures are samples/s of passes in blocks, of random samples, and
@@ -174,11 +174,11 @@ def _chosen_alone(peer: _Peer, chosen: Any) -> int:
     return sum(peer.one(int(i)) for i in chosen)
 
 
-def _body(generator: Any, case: Case) -> bytes:
+def _body(generator: Any, case: ReaderCase) -> bytes:
     return b"\xff\xd8\xff\xe0" + bytes(generator.bytes(case.sample_bytes - 4))
 
 
-def _folder(folder: str, case: Case) -> _Peer:
+def _folder(folder: str, case: ReaderCase) -> _Peer:
     generator = np.random.default_rng(0)
     files = []
     for i in range(case.samples):
@@ -195,15 +195,15 @@ def _folder(folder: str, case: Case) -> _Peer:
     return _Peer("open().read()", f"{folder}/data", one, lambda: sum(map(one, range(len(files)))))
 
 
-def _shard(folder: str, case: Case) -> _Peer:
-    from dlio_staging.packing import pack
+def _shard(folder: str, case: ReaderCase) -> _Peer:
+    from dlio_staging.pack_folder import pack
 
     peer = _folder(folder, case)
     pack(peer.path, f"{folder}/shards", restart_rows=False)
     return _Peer("open().read(), files", f"{folder}/shards", peer.one, peer.all)
 
 
-def _tar(folder: str, case: Case) -> _Peer:
+def _tar(folder: str, case: ReaderCase) -> _Peer:
     import tarfile
 
     generator = np.random.default_rng(0)
@@ -232,7 +232,7 @@ def _tar(folder: str, case: Case) -> _Peer:
     return _Peer("webdataset; tarfile", path, one, whole, opened.close)
 
 
-def _hdf5(folder: str, case: Case, **options: Any) -> _Peer:
+def _hdf5(folder: str, case: ReaderCase, **options: Any) -> _Peer:
     import h5py
 
     width = case.sample_bytes // 4
@@ -252,12 +252,12 @@ def _hdf5(folder: str, case: Case, **options: Any) -> _Peer:
     return _Peer("h5py", path, lambda i: int(opened[i].nbytes), whole, stored.close)
 
 
-def _hdf5_gzip(folder: str, case: Case) -> _Peer:
+def _hdf5_gzip(folder: str, case: ReaderCase) -> _Peer:
     chunks = (8, case.sample_bytes // 4)
     return _hdf5(folder, case, chunks=chunks, compression="gzip", compression_opts=1)
 
 
-def _zarr(folder: str, case: Case) -> _Peer:
+def _zarr(folder: str, case: ReaderCase) -> _Peer:
     import zarr
 
     width = case.sample_bytes // 4
@@ -275,7 +275,7 @@ def _zarr(folder: str, case: Case) -> _Peer:
     return _Peer("zarr", path, lambda i: int(opened[i].nbytes), whole)
 
 
-def _parquet(folder: str, case: Case) -> _Peer:
+def _parquet(folder: str, case: ReaderCase) -> _Peer:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -303,7 +303,7 @@ def _parquet(folder: str, case: Case) -> _Peer:
     return _Peer("pyarrow", path, one, whole, opened.close)
 
 
-def _npy(folder: str, case: Case) -> _Peer:
+def _npy(folder: str, case: ReaderCase) -> _Peer:
     path = f"{folder}/a.npy"
     generator = np.random.default_rng(0)
     np.save(path, generator.integers(0, 99, (case.samples, case.sample_bytes // 4)).astype("f4"))
@@ -315,7 +315,7 @@ def _npy(folder: str, case: Case) -> _Peer:
     return _Peer("numpy, mapped", path, lambda i: np.array(opened[i]).nbytes, whole)
 
 
-def _mds(folder: str, case: Case) -> _Peer:
+def _mds(folder: str, case: ReaderCase) -> _Peer:
     """Shards as MosaicML's writer has them, compared with a reader written from their description:
     MosaicML's own needs more packages than reading takes."""
     generator = np.random.default_rng(0)
@@ -354,7 +354,7 @@ def _mds(folder: str, case: Case) -> _Peer:
     )
 
 
-_WRITERS: dict[str, Callable[[str, Case], _Peer]] = {
+_WRITERS: dict[str, Callable[[str, ReaderCase], _Peer]] = {
     "folder": _folder,
     "shard": _shard,
     "tar": _tar,

@@ -24,7 +24,7 @@ from dlio.cli.app import run_function
 from dlio.util.options import Option, check
 from dlio.util.threads import Workers
 from dlio.util.units import parse_bytes
-from dlio_bench.emulated.mounting import serve, unmount
+from dlio_bench.emulated.emulated_mount import serve, unmount
 from dlio_bench.emulated.profile import Profile, parse_profile
 
 _END_TIMEOUT_S: Final = 10.0

@@ -30,8 +30,8 @@ def source_order(
         at_most: samples that are timed of each pass.
     """
     import dlio
-    from dlio_bench.emulated.mounting import slow_mount, stats
-    from dlio_staging.packing import pack
+    from dlio_bench.emulated.emulated_mount import slow_mount, stats
+    from dlio_staging.pack_folder import pack
 
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:

@@ -1,7 +1,7 @@
 """The `dlio` command: finds sub-commands, runs them and reports errors.
 
 The core's commands are in this folder, one file each. Others plug in through the entry-point group
-`dlio.commands`: functions of records of options (`dlio.cli.command`), groups of such functions,
+`dlio.commands`: functions of records of options (`dlio.cli.cli_command`), groups of such functions,
 cyclopts apps, or, if typer is installed, typer apps.
 
 Exit codes: 0 for success; 2 for errors that a user can resolve, with one line on standard error; 3
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dlio.errors import CommError, DlioError, UsageError
-from dlio.util.processes import die
+from dlio.util.child_processes import die
 from dlio.util.settings import DONE, LAUNCHER, START, STORE, settings, unknown_variables
 
 _FAILED = 2
@@ -56,7 +56,7 @@ def guarded(run: Callable[[], object], ends: bool = True) -> NoReturn:
 def _code_of(run: Callable[[], object]) -> object:
     """Run a command; returns its exit code, or the text of a SystemExit."""
     if LAUNCHER in os.environ:
-        from dlio.comm.environment import watch_launcher
+        from dlio.comm.launch_environment import watch_launcher
 
         watch_launcher()
     code: object = 0
@@ -90,7 +90,7 @@ def _exit(code: object, ends: bool) -> NoReturn:
     if ends and isinstance(code, int) and code != _INTERRUPTED:
         _end_with(code)
     if code == _INTERRUPTED:
-        from dlio.comm.environment import under_mpi, under_torch
+        from dlio.comm.launch_environment import under_mpi, under_torch
 
         if under_mpi() or under_torch():
             from dlio.comm.world import membership
@@ -110,8 +110,8 @@ def _exit(code: object, ends: bool) -> NoReturn:
 
 def _end_with(code: int) -> None:
     """Keep signals that come too late from changing the exit code."""
-    from dlio.comm.environment import under_mpi, under_torch
-    from dlio.comm.launchers import under_torchrun
+    from dlio.comm.launch_detection import under_torchrun
+    from dlio.comm.launch_environment import under_mpi, under_torch
     from dlio.util.signals import end_with
 
     mpi = sys.modules.get("mpi4py.MPI")
@@ -132,7 +132,7 @@ def _end_alone(code: int) -> None:
     left = membership()
     if left is None and START not in os.environ:
         return
-    from dlio.util.files import write_whole
+    from dlio.util.whole_files import write_whole
 
     sys.stdout.flush()
     sys.stderr.flush()
@@ -189,7 +189,7 @@ def run_command(tokens: list[str]) -> None:
 def _warn_of_unknown_variables() -> None:
     unknown = unknown_variables(os.environ)
     if unknown:
-        from dlio.comm.environment import under_mpi, under_torch
+        from dlio.comm.launch_environment import under_mpi, under_torch
 
         if under_mpi() or under_torch():
             return  # The launcher has printed the warning.

@@ -18,29 +18,29 @@ from typing import Annotated, Any, Final
 from cyclopts import App, CycloptsError, Parameter
 
 from dlio import __version__
-from dlio.cli.command import LINKS, Command, CommandFunction, describe, is_command
-from dlio.cli.grouping import examples_of
+from dlio.cli.cli_command import LINKS, Command, CommandFunction, describe, is_command
 from dlio.cli.help import TwoColumns
+from dlio.cli.option_groups import examples_of
 from dlio.errors import DlioError, UsageError
 
 CORE: Final[Mapping[str, str]] = {
-    "train": "dlio.cli.train:command",
-    "launch": "dlio.cli.launcher:command",
+    "train": "dlio.cli.train_command:command",
+    "launch": "dlio.cli.launch_command:command",
     "eval": "dlio.cli.eval:command",
     "run": "dlio.cli.run:command",
-    "search": "dlio.cli.search:command",
+    "search": "dlio.features.search.search_command:command",
     "join": "dlio.cli.resize:join",
     "leave": "dlio.cli.resize:leave",
-    "export": "dlio.cli.export:command",
+    "export": "dlio.features.export.export_command:command",
     "demo": "dlio.cli.demo:command",
     "ls": "dlio.cli.ls:command",
     "view": "dlio.cli.view:command",
-    "cache": "dlio.cli.cache:GROUP",
-    "ledger": "dlio.cli.ledger:command",
-    "doctor": "dlio.cli.doctor:command",
+    "cache": "dlio.cli.cache_command:GROUP",
+    "ledger": "dlio.cli.ledger_command:command",
+    "doctor": "dlio.cli.doctor.doctor_command:command",
     "top": "dlio.cli.top:command",
-    "plan": "dlio.cli.forecast:plan",
-    "simulate": "dlio.cli.forecast:simulate",
+    "plan": "dlio.features.forecast.forecast_command:plan",
+    "simulate": "dlio.features.forecast.forecast_command:simulate",
 }
 """Import path of each core command's function."""
 _HELP: Final = (
@@ -50,7 +50,7 @@ _HELP: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CommandGroup:
     """A command with sub-commands, such as `dlio bench`."""
 
     help: str
@@ -58,7 +58,7 @@ class Group:
     """Import path of each sub-command's function, `package.module:function`, by name."""
 
 
-Loaded = CommandFunction | Group | App
+Loaded = CommandFunction | CommandGroup | App
 """Objects that an entry point of the group `dlio.commands` may name, in addition to typer apps."""
 
 
@@ -91,7 +91,7 @@ def all_commands() -> Iterator[Command]:
     """Import and yield all commands whose options are records, including those of groups."""
     for name, place in places().items():
         loaded = _resolve(place)
-        if isinstance(loaded, Group):
+        if isinstance(loaded, CommandGroup):
             for inner, where in loaded.commands.items():
                 yield Command(f"{name} {inner}", _resolve(where))
         elif callable(loaded) and is_command(loaded):
@@ -106,7 +106,7 @@ def find_command(tokens: Sequence[str]) -> Command | None:
         loaded = _resolve(places()[tokens[0]])
     except Exception:
         return None  # Running the command reports the reason.
-    if isinstance(loaded, Group):
+    if isinstance(loaded, CommandGroup):
         if len(tokens) < 2 or tokens[1] not in loaded.commands:
             return None
         return Command(" ".join(tokens[:2]), _resolve(loaded.commands[tokens[1]]))
@@ -182,7 +182,7 @@ def _loaded(name: str, place: str, path: Sequence[str] | None, rest: Sequence[st
         return _broken(name, place, error)
     if isinstance(loaded, App):
         return loaded
-    if isinstance(loaded, Group):
+    if isinstance(loaded, CommandGroup):
         app = _app(name, loaded.help)
         for inner, where in loaded.commands.items():
             if path is None or list(path[:1]) == [inner]:
@@ -269,7 +269,7 @@ def _summary(place: str) -> str:
         loaded = _resolve(place)
     except Exception as error:
         return f"(cannot be loaded: {error})"
-    if isinstance(loaded, Group):
+    if isinstance(loaded, CommandGroup):
         return loaded.help
     info = getattr(loaded, "info", loaded)  # A typer app keeps its help in `info`.
     return _first_paragraph(getattr(info, "help", None) or loaded.__doc__)

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from dlio.cli.records import ConfigFile
+from dlio.cli.option_records import ConfigFile
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
-from dlio.util.options import Field, Value, options_of
+from dlio.util.options import OptionField, Value, options_of
 
 
-def read_config(path: str, fields: Sequence[Field]) -> dict[str, Value]:
+def read_config(path: str, fields: Sequence[OptionField]) -> dict[str, Value]:
     """Return the values in a YAML file, by field name.
 
     Raises UsageError, naming the file and the key, for a file that cannot be read, a key that is

@@ -8,15 +8,15 @@ from typing import Annotated, Final
 
 from dlio.errors import UsageError
 from dlio.util.extras import how_to_install
-from dlio.util.named import make_folders
 from dlio.util.options import Option, check
+from dlio.util.user_folders import make_folders
 
 _LEAST_RAM: Final = 1 << 20
 """Minimum size of the RAM tier in bytes: a tier holds whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Demo:
+class DemoOptions:
     """Options of `dlio demo`."""
 
     data: Annotated[
@@ -54,7 +54,7 @@ class Demo:
             )
 
 
-def command(demo: Demo) -> None:
+def command(demo: DemoOptions) -> None:
     """Train on a small data set with 2 ranks, in under three minutes on two cores.
 
     The ranks pretend to be two nodes, each with a RAM tier and a disk tier, and shuffle samples
@@ -74,8 +74,8 @@ def command(demo: Demo) -> None:
     print(f"The report as JSON: {report}")
 
 
-def _train(demo: Demo, data: str, report: str) -> None:
-    from dlio.cli.train import find_parts, run
+def _train(demo: DemoOptions, data: str, report: str) -> None:
+    from dlio.cli.train_command import find_parts, run
     from dlio.data.reader import open_reader
     from dlio.train.config import TrainConfig
 
@@ -119,9 +119,9 @@ def _make_folder(folder: str) -> None:
 
 def _draw(folder: str) -> None:
     from dlio.cli.demo_pictures import draw_dataset, is_complete
-    from dlio.util.progress import Bar
+    from dlio.util.progress_bar import ProgressBar
 
     if is_complete(folder):
         return
-    with Bar("drawing pictures", transient=True) as bar:
+    with ProgressBar("drawing pictures", transient=True) as bar:
         draw_dataset(folder, progress=lambda done, total: bar.update(done, total=total))

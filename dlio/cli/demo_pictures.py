@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import UsageError
-from dlio.image.decode import opencv
-from dlio.util.files import unwritable, write_json
+from dlio.image.decoder import opencv
 from dlio.util.folders import new_folder
-from dlio.util.named import make_folders, parent_of
-from dlio.util.opening import open_new
+from dlio.util.trusted_files import open_new
+from dlio.util.user_folders import make_folders, parent_of
+from dlio.util.whole_files import unwritable, write_json
 
 _MARK = "drawn.json"
 _VERSION = 1

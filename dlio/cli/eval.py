@@ -5,21 +5,21 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated
 
-from dlio.cli.grouping import with_help
-from dlio.cli.ranks import on_ranks
-from dlio.cli.records import Output, Ranks
+from dlio.cli.option_groups import with_help
+from dlio.cli.option_records import OutputOptions, RankOptions
+from dlio.features.mesh.mesh_axes import parse_axes
+from dlio.launch.command_ranks import on_ranks
 from dlio.train.config import TrainConfig
 from dlio.train.factory import check_name
-from dlio.train.mesh_axes import parse_axes
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
-from dlio.train.options import MIN_IMAGE_SIZE, MODEL_NAMES
-from dlio.util.files import write_json
+from dlio.train.train_options import MIN_IMAGE_SIZE, MODEL_NAMES
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line
+from dlio.util.whole_files import write_json
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvalOptions:
     """The options of `dlio eval`."""
 
     source: Annotated[
@@ -72,7 +72,7 @@ class Evaluation:
     "dlio eval /data/val --weights weights.pt -n 2",
     "dlio eval test.csv --weights table.pt --json",
 )
-def command(options: Evaluation, ranks: Ranks, output: Output) -> None:
+def command(options: EvalOptions, ranks: RankOptions, output: OutputOptions) -> None:
     """Evaluate saved weights on a data set: accuracy, AUC, RMSE, IoU or the loss of the task."""
     output.check_writable()
     check_name("--model", options.model, MODEL_NAMES)
@@ -86,10 +86,10 @@ def command(options: Evaluation, ranks: Ranks, output: Output) -> None:
     )
 
 
-def evaluate_rank(options: Evaluation, output: Output) -> None:
+def evaluate_rank(options: EvalOptions, output: OutputOptions) -> None:
     """Evaluate as this rank; rank 0 prints the metrics."""
     from dlio.comm import world
-    from dlio.train.evaluate import evaluate
+    from dlio.train.evaluation import evaluate
 
     report = evaluate(_config(options))
     if world().rank:
@@ -101,7 +101,7 @@ def evaluate_rank(options: Evaluation, output: Output) -> None:
         print(json.dumps(asdict(report)))
 
 
-def _config(options: Evaluation) -> TrainConfig:
+def _config(options: EvalOptions) -> TrainConfig:
     return TrainConfig(
         options.source,
         task=options.task,
@@ -118,7 +118,7 @@ def _config(options: Evaluation) -> TrainConfig:
     )
 
 
-def _check(options: Evaluation, ranks: int) -> None:
+def _check(options: EvalOptions, ranks: int) -> None:
     """Raise an error for a mistake that can be found before ranks are started."""
     from dlio.data.reader import open_reader
 

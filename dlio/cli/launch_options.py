@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from dlio.cli.records import Ranks
+from dlio.cli.option_records import RankOptions
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
+from dlio.util.child_processes import module_command
 from dlio.util.options import Option, check
-from dlio.util.processes import module_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class LaunchOptions:
         ),
     ] = None
     ranks_per_node: Annotated[
-        int | None, Option("Ranks on each node of an allocation.", least=1)
+        int | None, Option("RankOptions on each node of an allocation.", least=1)
     ] = None
     backend: Annotated[
         Literal["auto", "mpi", "torch"],
@@ -106,7 +106,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class CheckedCommand:
     """A command whose options have been checked."""
 
     words: tuple[str, ...]
@@ -126,7 +126,7 @@ class Started:
     @property
     def takes_ranks(self) -> bool:
         """True if the command has -n itself."""
-        return any(isinstance(each, Ranks) for each in self.records.values())
+        return any(isinstance(each, RankOptions) for each in self.records.values())
 
     def option(self, name: str) -> object:
         """Return the value of an option of the command, None if it has none of that name."""
@@ -137,7 +137,7 @@ class Started:
         return None
 
 
-def read_program(program: Program) -> Started | None:
+def read_program(program: Program) -> CheckedCommand | None:
     """Check the command and its options without running it.
 
     Returns None if it only printed its help.
@@ -147,7 +147,7 @@ def read_program(program: Program) -> Started | None:
     if not program.command:
         if not program.arguments:
             raise UsageError("COMMAND is missing: `dlio launch -n 2 train DATA`, or `-- PROGRAM`")
-        return Started(program.arguments, is_dlio=False)
+        return CheckedCommand(program.arguments, is_dlio=False)
     words = (program.command, *program.arguments)
     if program.command in ("launch", "join", "leave", "demo"):
         raise UsageError(f"{program.command} is not a command of many ranks: start it by itself")
@@ -155,9 +155,9 @@ def read_program(program: Program) -> Started | None:
     if read is None:
         return None
     records, named = read
-    started = Started(words, True, records, named)
+    started = CheckedCommand(words, True, records, named)
     for each in records.values():
-        if isinstance(each, Ranks) and each.ranks is not None:
+        if isinstance(each, RankOptions) and each.ranks is not None:
             raise UsageError(
                 f"-n {each.ranks} of {program.command}: give -n to `dlio launch` alone"
             )

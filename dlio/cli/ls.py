@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
 from dlio.data.source import redact
-from dlio.util.files import check_writable
 from dlio.util.options import Option
 from dlio.util.printable import print_line, printable
 from dlio.util.units import format_bytes
+from dlio.util.whole_files import check_writable
 
 if TYPE_CHECKING:
     from dlio.data.schema import Structure
@@ -23,7 +23,7 @@ _BAR: Final = 40
 """Width of the longest bar, in characters."""
 
 
-class Storage(TypedDict):
+class DatasetStorage(TypedDict):
     """The file system below a data set."""
 
     kind: str
@@ -33,7 +33,7 @@ class Storage(TypedDict):
     """Both in the file system's own words; may be empty."""
 
 
-class Description(TypedDict):
+class DatasetDescription(TypedDict):
     """A data set, as `dlio ls --json` prints it."""
 
     path: str
@@ -46,12 +46,12 @@ class Description(TypedDict):
     blocks: int
     block_bytes: int
     class_mix: float | None
-    storage: Storage
+    storage: DatasetStorage
     fingerprint: str
     decoder: str
 
 
-def describe(path: str) -> Description:
+def describe(path: str) -> DatasetDescription:
     """Return a description of the data set at `path`, as `dlio ls --json` prints it.
 
     `class_mix` measures how evenly classes are spread over blocks: the mean count of each block's
@@ -65,7 +65,7 @@ def describe(path: str) -> Description:
 
     from dlio.data.reader import data_bytes, open_reader
     from dlio.image import native
-    from dlio.storage.places import find_place
+    from dlio.storage.file_system_kind import file_system_of
 
     reader = open_reader(path)
     layout = reader.layout
@@ -83,7 +83,7 @@ def describe(path: str) -> Description:
         names = list(reader.classes) or [str(number) for number in range(len(counted))]
         counts = dict(zip(names, counted, strict=False))
         mix = _class_mix(labels, layout)
-    place = find_place(reader.path if isinstance(path, str) else "/")
+    place = file_system_of(reader.path if isinstance(path, str) else "/")
     return {
         "path": redact(str(path)),
         "format": reader.format,
@@ -121,7 +121,7 @@ def _class_mix(labels: Any, layout: Any) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class ListOptions:
     """Options of `dlio ls`."""
 
     path: Annotated[
@@ -136,7 +136,7 @@ class Listing:
     ] = None
 
 
-def command(options: Listing) -> None:
+def command(options: ListOptions) -> None:
     """Show the contents of a data set and its division into blocks."""
     if options.html is not None:
         check_writable("--html", options.html)
@@ -173,14 +173,14 @@ def command(options: Listing) -> None:
     _draw(options)
 
 
-def _draw(options: Listing) -> None:
+def _draw(options: ListOptions) -> None:
     """Draw histograms in the terminal, or on a page, or both."""
     if not options.plot and options.html is None:
         return
     from dlio.data.reader import open_reader
     from dlio.loader.gallery.histograms import bars_html, histograms
-    from dlio.loader.gallery.page import page_of
-    from dlio.loader.gallery.values import shortened
+    from dlio.loader.gallery.sample_page import page_of
+    from dlio.loader.gallery.value_html import shortened
 
     reader = open_reader(options.path)
     made = histograms(reader)

@@ -13,8 +13,8 @@
 from dataclasses import dataclass
 
 from dlio.cli.app import all_commands
-from dlio.cli.command import METAVARS, Command, default_of
-from dlio.util.options import Field
+from dlio.cli.cli_command import METAVARS, Command, default_of
+from dlio.util.options import OptionField
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def _reference(command: Command) -> CommandReference:
     )
 
 
-def _option(field: Field) -> OptionReference:
+def _option(field: OptionField) -> OptionReference:
     option = field.option
     metavar = option.metavar or METAVARS.get(field.type, "")
     return OptionReference(

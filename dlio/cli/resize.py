@@ -5,14 +5,14 @@ import tempfile
 from dataclasses import dataclass
 from typing import Annotated
 
-from dlio.cli.job_folder import PREFIX, is_job_folder
-from dlio.cli.node_requests import read_request, request_nodes
 from dlio.errors import UsageError
+from dlio.launch.job_folder import PREFIX, is_job_folder
+from dlio.launch.node_requests import read_request, request_nodes
 from dlio.util.options import Option, check
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ResizeOptions:
     """A job, and by how many ranks it changes."""
 
     job: Annotated[
@@ -38,7 +38,7 @@ class Change:
         check(self)
 
 
-def join(change: Change) -> None:
+def join(change: ResizeOptions) -> None:
     """Have spare ranks of a job, or other nodes, train with the others, from the next batch on."""
     if change.nodes is None:
         _ask(change.job, change.ranks or 1)
@@ -46,7 +46,7 @@ def join(change: Change) -> None:
         _ask_for_nodes(change, change.nodes, joins=True)
 
 
-def leave(change: Change) -> None:
+def leave(change: ResizeOptions) -> None:
     """Have the last ranks of a job, or some nodes, end after their batch; the others go on."""
     if change.nodes is None:
         _ask(change.job, -(change.ranks or 1))
@@ -56,17 +56,17 @@ def leave(change: Change) -> None:
 
 def begin_job(folder: str, ranks: int, spares: int) -> str:
     """Note in a new job's folder how many ranks it has; returns the job's name."""
-    from dlio.comm.standing import Wanted
-    from dlio.comm.wanted import write_wanted
+    from dlio.comm.survival.active_ranks import RankRequest
+    from dlio.comm.survival.rank_requests import write_wanted
 
-    write_wanted(folder, Wanted(0, ranks), ranks + spares)
+    write_wanted(folder, RankRequest(0, ranks), ranks + spares)
     return os.path.basename(folder).removeprefix(PREFIX)
 
 
 def _ask(job: str, more: int) -> None:
     """Raises UsageError for an unknown job, or if it cannot have as many ranks."""
-    from dlio.comm.standing import Wanted
-    from dlio.comm.wanted import read_wanted, write_wanted
+    from dlio.comm.survival.active_ranks import RankRequest
+    from dlio.comm.survival.rank_requests import read_wanted, write_wanted
 
     folder = _folder_of(job)
     if read_request(folder) is not None:
@@ -81,11 +81,11 @@ def _ask(job: str, more: int) -> None:
             f"{job} is asked to have {wanted.ranks} ranks of {most}, so {ranks} are not possible"
             + ("; start it with more --spares" if ranks > most else "")
         )
-    write_wanted(folder, Wanted(wanted.request + 1, ranks), most)
+    write_wanted(folder, RankRequest(wanted.request + 1, ranks), most)
     print(f"{job} is asked to have {ranks} ranks, after {wanted.ranks}")
 
 
-def _ask_for_nodes(change: Change, names: str, joins: bool) -> None:
+def _ask_for_nodes(change: ResizeOptions, names: str, joins: bool) -> None:
     """Raises UsageError if the job cannot have other nodes, or not these."""
     if change.ranks is not None:
         raise UsageError("-n does not go with --nodes: a node has as many ranks as the others")

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from dlio.cli.grouping import with_help
-from dlio.cli.ranks import on_ranks
-from dlio.cli.records import Ranks
-from dlio.script.options import RunOptions
+from dlio.cli.option_groups import with_help
+from dlio.cli.option_records import RankOptions
+from dlio.integrations.script.run_options import RunOptions
+from dlio.launch.command_ranks import on_ranks
 from dlio.util.options import Option
 
 
@@ -26,7 +26,7 @@ class Script:
     "dlio run -n 2 train.py --epochs 3",
     "mpirun -n 64 dlio run --exchange hierarchical train.py",
 )
-def command(script: Script, options: RunOptions, ranks: Ranks) -> None:
+def command(script: Script, options: RunOptions, ranks: RankOptions) -> None:
     """Run SCRIPT unchanged on many ranks; arguments after SCRIPT are passed to it.
 
     Its optimizers get the mean of all ranks' gradients, its DataLoaders give each rank a part of
@@ -34,7 +34,7 @@ def command(script: Script, options: RunOptions, ranks: Ranks) -> None:
     """
 
     def check() -> None:
-        from dlio.storage.spec import choose_tiers
+        from dlio.storage.tier_spec import choose_tiers
 
         choose_tiers(options.tiers, 0)
 
@@ -45,6 +45,6 @@ def command(script: Script, options: RunOptions, ranks: Ranks) -> None:
 
 def run_rank(script: Script, options: RunOptions) -> None:
     """Run the script as this rank."""
-    from dlio.script.runner import run_script
+    from dlio.integrations.script.runner import run_script
 
     run_script(script.script, script.arguments, options)

@@ -6,9 +6,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Annotated, Final
 
-from dlio.cli.grouping import with_help
+from dlio.cli.option_groups import with_help
 from dlio.errors import UsageError
-from dlio.util.live import Answer, ask_all
+from dlio.util.live_figures import ProcessFigures, ask_all
 from dlio.util.options import Option
 from dlio.util.printable import print_line
 
@@ -16,7 +16,7 @@ _ANSWER_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Top:
+class TopOptions:
     """Options of `dlio top`."""
 
     every: Annotated[
@@ -39,7 +39,7 @@ _MOST_S: Final = 3600.0
     "dlio top --once --json",
     "srun --jobid 4711 --overlap dlio top --once",
 )
-def command(options: Top) -> None:
+def command(options: TopOptions) -> None:
     """Show tiers, reads by place, stalls, progress and trials of this user's running jobs.
 
     Asks all processes of dlio on this machine that read data, train, search, stage or pack. On a
@@ -56,7 +56,7 @@ def command(options: Top) -> None:
         return
 
 
-def _print_json(options: Top) -> None:
+def _print_json(options: TopOptions) -> None:
     while True:
         processes = [asdict(answer) for answer in ask_all(_ANSWER_S)]
         print(json.dumps({"time": time.time(), "processes": processes}), flush=True)
@@ -65,7 +65,7 @@ def _print_json(options: Top) -> None:
         time.sleep(options.every)
 
 
-def _print_once(options: Top) -> None:
+def _print_once(options: TopOptions) -> None:
     from rich.console import Console
 
     from dlio.cli.top_table import view
@@ -78,12 +78,12 @@ def _print_once(options: Top) -> None:
     Console().print(view(before, ask_all(_ANSWER_S)))
 
 
-def _draw(options: Top) -> None:
+def _draw(options: TopOptions) -> None:
     from rich.live import Live
 
     from dlio.cli.top_table import view
 
-    before: list[Answer] = []
+    before: list[ProcessFigures] = []
     with Live(auto_refresh=False, screen=True) as live:
         while True:
             now = ask_all(_ANSWER_S)

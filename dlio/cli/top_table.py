@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dlio.storage.counters import PLACES
-from dlio.util.live import Answer, Figures
+from dlio.util.live_figures import Figures, ProcessFigures
 from dlio.util.printable import printable
 from dlio.util.units import format_bytes
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def view(before: Sequence[Answer], now: Sequence[Answer]) -> "RenderableType":
+def view(before: Sequence[ProcessFigures], now: Sequence[ProcessFigures]) -> "RenderableType":
     """Return the tables.
 
     Args:
@@ -26,7 +26,7 @@ def view(before: Sequence[Answer], now: Sequence[Answer]) -> "RenderableType":
     return Group(*(Text(each) if isinstance(each, str) else each for each in made if each))
 
 
-def _tiers(now: Sequence[Answer]) -> "RenderableType | None":
+def _tiers(now: Sequence[ProcessFigures]) -> "RenderableType | None":
     """Return the table of tiers, each once, however many ranks share it."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
@@ -49,7 +49,9 @@ def _tiers(now: Sequence[Answer]) -> "RenderableType | None":
     return table
 
 
-def _ranks(before: Sequence[Answer], now: Sequence[Answer]) -> "Iterator[RenderableType]":
+def _ranks(
+    before: Sequence[ProcessFigures], now: Sequence[ProcessFigures]
+) -> "Iterator[RenderableType]":
     """Return a table for each data set that processes read, with a row for each of them."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -67,7 +69,7 @@ def _ranks(before: Sequence[Answer], now: Sequence[Answer]) -> "Iterator[Rendera
         yield table
 
 
-def _rows(before: Answer | None, now: Answer, path: str) -> Iterator[list[str]]:
+def _rows(before: ProcessFigures | None, now: ProcessFigures, path: str) -> Iterator[list[str]]:
     """Return the rows of a process that has a data set open."""
     old = [part for part in _parts([before] if before else [], "data") if part["path"] == path]
     progress = "".join(
@@ -90,7 +92,7 @@ def _rows(before: Answer | None, now: Answer, path: str) -> Iterator[list[str]]:
         yield [str(now.pid), f"{part['rank']}/{part['ranks']}", progress, *rates]
 
 
-def _lines(now: Sequence[Answer]) -> Iterator[str]:
+def _lines(now: Sequence[ProcessFigures]) -> Iterator[str]:
     """Return a line for each search, and for each command that moves bytes."""
     for part in _parts(now, "search"):
         best = f"; best so far: {part['best']}" if part.get("best") else ""
@@ -104,7 +106,7 @@ def _lines(now: Sequence[Answer]) -> Iterator[str]:
         yield printable(f"{part['title']}: {format_bytes(part['done'])}{total}")
 
 
-def _parts(answers: Sequence[Answer], kind: str) -> Iterator[Figures]:
+def _parts(answers: Sequence[ProcessFigures], kind: str) -> Iterator[Figures]:
     """Return the figures of one kind, but for those that their owner could not give."""
     for answer in answers:
         for part in answer.parts:

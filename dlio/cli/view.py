@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from dlio.cli.grouping import with_help
+from dlio.cli.option_groups import with_help
 from dlio.errors import SourceError, UsageError
-from dlio.util.files import check_writable
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line, printable
+from dlio.util.whole_files import check_writable
 
 
 @dataclass(frozen=True, slots=True)
-class Viewing:
+class ViewOptions:
     """Options of `dlio view`."""
 
     source: Annotated[
@@ -59,7 +59,7 @@ class Viewing:
     "dlio view /data/imagenet/train",
     "dlio view imagenet/train --count 30 --output page.html --no-browser",
 )
-def command(options: Viewing) -> None:
+def command(options: ViewOptions) -> None:
     """Show samples on a page: labels, boxes, masks, and crops as the loader gives them.
 
     The page is a single file that fetches nothing. Volumes are shown by their middle slices, and

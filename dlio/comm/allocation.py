@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dlio.comm.hostlist import expand_counts, expand_hosts
-from dlio.comm.launchers import slurm_step, whole_number
+from dlio.comm.launch_detection import slurm_step, whole_number
 from dlio.errors import UsageError
 
 _BATCH_HOSTS: Final = ("batch", "login")

@@ -37,7 +37,7 @@ _STEPS_AT: Final = _BEATS_AT + _ALIVE.size
 _SIZE: Final = _STEPS_AT + WINDOW * _STEP.size
 
 
-class Phase(IntEnum):
+class RankPhase(IntEnum):
     """Occupation of a rank."""
 
     ELSEWHERE = 0
@@ -47,12 +47,12 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankRow:
     """The row of a rank; times are the machine's monotonic ones."""
 
     step: int
     """Number of steps that it has begun."""
-    phase: Phase
+    phase: RankPhase
     since: float
     """Time when the phase began."""
     beat: float
@@ -76,11 +76,11 @@ class Board:
         """Descriptor through which other processes of this user read the row."""
         os.ftruncate(self.file, _SIZE)
         self._row = mmap.mmap(self.file, _SIZE)
-        self._step, self._phase, self._since = 0, Phase.ELSEWHERE, time.monotonic()
+        self._step, self._phase, self._since = 0, RankPhase.ELSEWHERE, time.monotonic()
         self._begun = self._since
         self._busy = 0.0
         self.beat()
-        self.enter(Phase.ELSEWHERE)
+        self.enter(RankPhase.ELSEWHERE)
 
     def beat(self) -> None:
         """Note that a thread of this rank runs."""
@@ -89,26 +89,26 @@ class Board:
     def begin_step(self) -> None:
         """Note that this rank computes the next step."""
         self._step += 1
-        self.enter(Phase.COMPUTES)
+        self.enter(RankPhase.COMPUTES)
         self._begun, self._busy = self._since, 0.0
 
     def end_step(self) -> None:
         """Note that this rank has computed the step, if it has begun one."""
-        begun = self._phase is Phase.COMPUTES
-        self.enter(Phase.ELSEWHERE)
+        begun = self._phase is RankPhase.COMPUTES
+        self.enter(RankPhase.ELSEWHERE)
         if begun:
             at = _STEPS_AT + (self._step - 1) % WINDOW * _STEP.size
             _STEP.pack_into(self._row, at, self._since - self._begun, self._busy)
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> RankPhase:
         """Present phase of this rank."""
         return self._phase
 
-    def enter(self, phase: Phase) -> Phase:
+    def enter(self, phase: RankPhase) -> RankPhase:
         """Begin a phase; returns the one before."""
         before, now = self._phase, time.monotonic()
-        if before is Phase.COMPUTES:
+        if before is RankPhase.COMPUTES:
             self._busy += now - self._since
         self._phase, self._since = phase, now
         _NOW.pack_into(self._row, 0, now, phase, self._step)
@@ -129,7 +129,7 @@ class BoardReader:
         with suppress(OSError):
             self._file = os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def read(self) -> Row | None:
+    def read(self) -> RankRow | None:
         """Return the row; None if there is none."""
         row = os.pread(self._file, _SIZE, 0) if self._file >= 0 else b""
         if len(row) != _SIZE:
@@ -140,7 +140,7 @@ class BoardReader:
         # A slot is filled when its step has ended.
         filled = [each for each in times if each[0] > 0]
         seconds, busy = (tuple(each[k] for each in filled) for k in range(2))
-        return Row(step, Phase(phase), since, beat, thread, seconds, busy)
+        return RankRow(step, RankPhase(phase), since, beat, thread, seconds, busy)
 
     def close(self) -> None:
         """Forget the row."""
@@ -195,10 +195,10 @@ def waiting(any_thread: bool = False) -> Iterator[None]:
         any_thread: also if this is not the main thread; that one waits for this thread then.
     """
     board = _board
-    if board is None or board.phase is Phase.WAITS:
+    if board is None or board.phase is RankPhase.WAITS:
         yield
     elif any_thread or threading.current_thread() is threading.main_thread():
-        with _within(Phase.WAITS):
+        with _within(RankPhase.WAITS):
             yield
     else:
         yield
@@ -207,12 +207,12 @@ def waiting(any_thread: bool = False) -> Iterator[None]:
 @contextmanager
 def elsewhere() -> Iterator[None]:
     """Note that the `with` block may take any time: this rank is not suspected there."""
-    with _within(Phase.ELSEWHERE):
+    with _within(RankPhase.ELSEWHERE):
         yield
 
 
 @contextmanager
-def _within(phase: Phase) -> Iterator[None]:
+def _within(phase: RankPhase) -> Iterator[None]:
     board = _board
     if board is None:
         yield

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from dlio.comm.comm_protocol import Communicator
 from dlio.comm.net.address import INTERFACE, candidates, listen, own_place, reaches
-from dlio.comm.protocol import Communicator
 from dlio.errors import CommError
 
 

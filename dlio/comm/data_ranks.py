@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 from typing_extensions import TypeIs
 
-from dlio.comm.environment import under_mpi, under_torch
-from dlio.comm.launchers import check_launch, torchrun_place
-from dlio.comm.protocol import Communicator
+from dlio.comm.comm_protocol import Communicator
+from dlio.comm.launch_detection import check_launch, torchrun_place
+from dlio.comm.launch_environment import under_mpi, under_torch
 from dlio.comm.world import world
 from dlio.errors import UsageError
 

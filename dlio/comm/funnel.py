@@ -36,7 +36,7 @@ class Funnel:
         if self.is_owner():
             self.pump()
             return function()
-        call = _Call(function)
+        call = _FunnelCall(function)
         self._calls.put(call.run)
         while not call.done.wait(_LOOK_S):
             if not self._owner.is_alive():
@@ -55,7 +55,7 @@ class Funnel:
             run()
 
 
-class _Call(Generic[_T]):
+class _FunnelCall(Generic[_T]):
     """One queued call and its outcome."""
 
     __slots__ = ("_error", "_function", "_results", "done")

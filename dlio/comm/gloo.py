@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
-from dlio.comm.protocol import Array, Buffer, Op
+from dlio.comm.comm_protocol import Array, Buffer, Op
 from dlio.errors import CommError
 
 _T = TypeVar("_T")

@@ -23,7 +23,7 @@ try:
     import mpi4py
 
     if settings().min_ranks is not None:
-        mpi4py.rc.finalize = False  # It hangs after a loss: `dlio.comm.ulfm` ends MPI.
+        mpi4py.rc.finalize = False  # It hangs after a loss: `dlio.comm.survival.ulfm` ends MPI.
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
     from dlio.errors import CommError as _CommError
@@ -33,10 +33,10 @@ except (ImportError, RuntimeError) as error:
         f"{how_to_install('mpi')}, or load your site's MPI module"
     ) from error
 
+from dlio.comm.comm_protocol import Array, Buffer, Communicator, Op, Request, broadcast_json
+from dlio.comm.deadlines import LONGEST_SLEEP_S, default_timeout_s, wait_all
 from dlio.comm.funnel import use_funnel
-from dlio.comm.protocol import Array, Buffer, Communicator, Op, Request, broadcast_json
 from dlio.comm.single import SingleCommunicator
-from dlio.comm.waiting import LONGEST_SLEEP_S, default_timeout_s, wait_all
 from dlio.errors import CommError, PeerLost
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def agreed(comm: "MPI.Intracomm", well: bool) -> bool:
 
 
 class Renewer(Protocol):
-    """Rebuilds communicators after a loss; see `dlio.comm.ulfm`."""
+    """Rebuilds communicators after a loss; see `dlio.comm.survival.ulfm`."""
 
     def add(self, handle: "MpiCommunicator") -> None:
         """Rebuild a communicator in each new generation."""

@@ -5,13 +5,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from dlio.comm.protocol import Array, Buffer, Op, Request
+from dlio.comm.comm_protocol import Array, Buffer, Op, Request
 from dlio.errors import CommError
 
 _T = TypeVar("_T")
 
 
-class _Done:
+class _CompleteRequest:
     """A request that is complete from the start."""
 
     def done(self) -> bool:
@@ -49,7 +49,7 @@ class SingleCommunicator:
         if array.dtype not in (np.float32, np.float64, np.int64):
             # As on several ranks: a program that runs alone must run with others, too.
             raise CommError(f"cannot reduce {array.dtype}: convert it to float32 first")
-        return _Done()
+        return _CompleteRequest()
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         pass

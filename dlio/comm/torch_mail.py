@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from dlio.comm.deadlines import LONGEST_SLEEP_S
 from dlio.comm.net.address import listen
 from dlio.comm.net.hub import CLOSE_TIMEOUT_S, Hub
-from dlio.comm.net.keys import Keys, Refused, job_secret
-from dlio.comm.net.link import Frame, Link
-from dlio.comm.waiting import LONGEST_SLEEP_S
+from dlio.comm.net.keys import Keys, RefusedConnection, job_secret
+from dlio.comm.net.peer_link import FrameHead, PeerLink
 from dlio.errors import CommError
 
 Channel: TypeAlias = tuple[int, int]
@@ -65,13 +65,13 @@ class Message:
 
 _Key: TypeAlias = tuple[int, Channel, int]
 """Source, channel, tag."""
-_Link: TypeAlias = Link[Message]
+_Link: TypeAlias = PeerLink[Message]
 _Asked: TypeAlias = tuple[_Link, int]
 """A link, and the number of a message that was announced on it."""
 
 
 @dataclass(slots=True, eq=False)
-class _Early:
+class _EarlyMessage:
     """A message that has come before its receive."""
 
     generation: int
@@ -101,20 +101,20 @@ class Mail:
         address: str,
     ) -> None:
         self._posted: dict[_Key, deque[Message]] = {}
-        self._early: dict[_Key, deque[_Early]] = {}
+        self._early: dict[_Key, deque[_EarlyMessage]] = {}
         self._waiting: dict[int, int] = {}
         """Number of early messages by peer."""
         self._oldest = 0
         """Number of the oldest generation whose messages are taken."""
-        self._queues: dict[int, deque[tuple[Frame, Message]]] = {}
+        self._queues: dict[int, deque[tuple[FrameHead, Message]]] = {}
         self._announced: dict[_Asked, Message] = {}
         """Sends whose bodies nobody has asked for yet."""
         self._awaited: dict[_Asked, tuple[_Key, Message | None]] = {}
         """Receives whose bodies were asked for; None where the body is to be skipped."""
         self._arriving: dict[_Link, tuple[_Key, Message | None]] = {}
-        self._small: dict[_Link, tuple[_Key, _Early]] = {}
+        self._small: dict[_Link, tuple[_Key, _EarlyMessage]] = {}
         """Messages that arrive before their receives."""
-        self._replies: deque[tuple[_Link, Frame]] = deque()
+        self._replies: deque[tuple[_Link, FrameHead]] = deque()
         self._number = 0
         self._ends_at: float | None = None
         self._lock = threading.Lock()
@@ -133,7 +133,7 @@ class Mail:
 
     def send(self, view: memoryview, dest: int, tag: int, channel: Channel = (0, 0)) -> Message:
         message = Message(view, lambda _: False, channel[0])
-        frame = Frame(_WHOLE, *channel, tag, 0, len(view))
+        frame = FrameHead(_WHOLE, *channel, tag, 0, len(view))
         with self._lock:
             self._queues.setdefault(dest, deque()).append((frame, message))
         self._hub.wake()
@@ -171,7 +171,9 @@ class Mail:
         self._oldest = oldest
         self._drop(lambda each: each.generation < oldest, lambda each: each.generation < oldest)
 
-    def _drop(self, chosen: Callable[[Message], bool], early: Callable[[_Early], bool]) -> None:
+    def _drop(
+        self, chosen: Callable[[Message], bool], early: Callable[[_EarlyMessage], bool]
+    ) -> None:
         with self._hub.moving, self._lock:
             for key, messages in list(self._posted.items()):
                 self._posted[key] = deque(each for each in messages if not chosen(each))
@@ -192,7 +194,7 @@ class Mail:
             for link in self._hub.links:
                 link.disown(chosen)
 
-    def _drop_early(self, chosen: Callable[[_Early], bool]) -> None:
+    def _drop_early(self, chosen: Callable[[_EarlyMessage], bool]) -> None:
         for key, messages in list(self._early.items()):
             kept = deque(each for each in messages if not chosen(each))
             self._waiting[key[0]] -= len(messages) - len(kept)
@@ -210,7 +212,7 @@ class Mail:
 
     # Receiving: `_lock` is held.
 
-    def _match(self, key: _Key, early: _Early, message: Message) -> None:
+    def _match(self, key: _Key, early: _EarlyMessage, message: Message) -> None:
         """Give a receive the message that has come for it."""
         if early.size > len(message.view):
             message.error = _too_long(early.peer, early.size, len(message.view))
@@ -227,9 +229,9 @@ class Mail:
 
     def _answer(self, asked: _Asked, kind: int, size: int) -> None:
         link, number = asked
-        self._replies.append((link, Frame(kind, 0, 0, 0, number, size)))
+        self._replies.append((link, FrameHead(kind, 0, 0, 0, number, size)))
 
-    def _come(self, key: _Key, early: _Early) -> None:
+    def _come(self, key: _Key, early: _EarlyMessage) -> None:
         """Give a message that has come to its receive, or keep it. Raises Refused."""
         posted = self._posted.get(key)
         if posted:
@@ -240,7 +242,7 @@ class Mail:
         elif early.generation >= self._oldest:
             count = self._waiting.get(early.peer, 0)
             if count >= _MOST_EARLY:
-                raise Refused(f"it has sent {count} messages that nobody expects")
+                raise RefusedConnection(f"it has sent {count} messages that nobody expects")
             self._waiting[early.peer] = count + 1
             self._early.setdefault(key, deque()).append(early)
             if early.body is None and self._ends_at is not None:
@@ -248,29 +250,29 @@ class Mail:
 
     # Called by the hub
 
-    def take(self, link: _Link, frame: Frame) -> memoryview | None:
+    def take(self, link: _Link, frame: FrameHead) -> memoryview | None:
         if frame.kind not in (_ANSWERS if link.calls else _MESSAGES):
-            raise Refused(f"it has sent a frame of kind {frame.kind}")
+            raise RefusedConnection(f"it has sent a frame of kind {frame.kind}")
         if frame.kind == _WHOLE:
             return self._take_whole(link, frame)
         if frame.kind == _BODY:
             with self._lock:
                 awaited = self._awaited.pop((link, frame.number), None)
                 if awaited is None:
-                    raise Refused(f"it has sent {frame.size} bytes that nobody asked for")
+                    raise RefusedConnection(f"it has sent {frame.size} bytes that nobody asked for")
                 message = awaited[1]
                 if message is not None and frame.size != len(message.view):
                     self._restore(*awaited)
-                    raise Refused(
+                    raise RefusedConnection(
                         f"it has sent {frame.size} bytes, and announced {len(message.view)}"
                     )
                 self._arriving[link] = awaited
                 return None if message is None else message.view
         return None
 
-    def _take_whole(self, link: _Link, frame: Frame) -> memoryview | None:
+    def _take_whole(self, link: _Link, frame: FrameHead) -> memoryview | None:
         if frame.size > _MOST_AT_ONCE:
-            raise Refused(
+            raise RefusedConnection(
                 f"it has sent a message of {frame.size} bytes unasked, and {_MOST_AT_ONCE} are the "
                 "most"
             )
@@ -285,14 +287,14 @@ class Mail:
                 self._arriving[link] = (key, message)
                 return message.view
         body = memoryview(bytearray(frame.size))
-        early = _Early(frame.generation, link.peer, frame.size, body, (link, 0))
+        early = _EarlyMessage(frame.generation, link.peer, frame.size, body, (link, 0))
         self._small[link] = (key, early)
         return body
 
-    def taken(self, link: _Link, frame: Frame) -> None:
+    def taken(self, link: _Link, frame: FrameHead) -> None:
         asked = (link, frame.number)
         if frame.kind == _ANNOUNCED:
-            early = _Early(frame.generation, link.peer, frame.size, None, asked)
+            early = _EarlyMessage(frame.generation, link.peer, frame.size, None, asked)
             with self._lock:
                 self._come(_key(link, frame), early)
         elif link in self._small:
@@ -306,14 +308,14 @@ class Mail:
         else:
             self._answered(link, frame)
 
-    def _answered(self, link: _Link, frame: Frame) -> None:
+    def _answered(self, link: _Link, frame: FrameHead) -> None:
         """Go on with a message that this rank has announced, unless it was dropped meanwhile."""
         with self._lock:
             message = self._announced.pop((link, frame.number), None)
         if message is None:
             return
         if frame.kind == _GO:
-            body = Frame(_BODY, 0, 0, 0, frame.number, len(message.view))
+            body = FrameHead(_BODY, 0, 0, 0, frame.number, len(message.view))
             link.send(body, message.view, message)
         elif frame.kind == _REFUSED:
             message.error = CommError(
@@ -391,7 +393,7 @@ class Mail:
                     self._answer(each.asked, _UNWANTED, 0)
 
 
-def _key(link: _Link, frame: Frame) -> _Key:
+def _key(link: _Link, frame: FrameHead) -> _Key:
     return link.peer, (frame.generation, frame.channel), frame.tag
 
 

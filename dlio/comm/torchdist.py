@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from dlio.comm.comm_protocol import Array, Buffer, Communicator, Op, Request, broadcast_json
+from dlio.comm.deadlines import default_timeout_s, wait_all
 from dlio.comm.gloo import allgather_json, bytes_of, sum_options
 from dlio.comm.net.address import meeting_address
 from dlio.comm.net.gloo_gate import GlooGate
-from dlio.comm.protocol import Array, Buffer, Communicator, Op, Request, broadcast_json
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.torch_mail import Mail
-from dlio.comm.waiting import default_timeout_s, wait_all
 from dlio.errors import CommError, CommTimeout
 
 _T = TypeVar("_T")
@@ -95,7 +95,7 @@ def _served(timeout_s: float) -> Store | None:
         )
 
 
-class _Reduction:
+class _GlooReduction:
     """A reduction of gloo.
 
     Args:
@@ -178,7 +178,7 @@ class TorchCommunicator:
         options = sum_options(array, op)
         with self._errors("reduction"):
             work = self._group.allreduce([torch.from_numpy(array)], options)
-        return _Reduction(work, self._errors)
+        return _GlooReduction(work, self._errors)
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s

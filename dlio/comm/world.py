@@ -10,12 +10,12 @@ import os
 import sys
 from functools import cache
 
-from dlio.comm.environment import under_mpi, under_torch
-from dlio.comm.launchers import check_launch, torchrun_place
-from dlio.comm.membership import Membership
-from dlio.comm.protocol import Communicator
-from dlio.util.files import write_whole
+from dlio.comm.comm_protocol import Communicator
+from dlio.comm.launch_detection import check_launch, torchrun_place
+from dlio.comm.launch_environment import under_mpi, under_torch
+from dlio.comm.survival.membership import Membership
 from dlio.util.settings import DONE, SPARES, settings
+from dlio.util.whole_files import write_whole
 
 _world: Communicator | None = None
 _torch_world: object = None
@@ -44,7 +44,7 @@ def world() -> Communicator:
             check_launch(max(1, mpi_ranks()))
             least = settings().min_ranks
             if least is not None and mpi_ranks() > 1:
-                from dlio.comm.ulfm import UlfmMembership
+                from dlio.comm.survival.ulfm import UlfmMembership
 
                 _world = UlfmMembership(least, int(os.environ.get(SPARES, "0"))).world
             else:
@@ -73,17 +73,17 @@ def keep_world() -> None:
 
 def _launched_world() -> Communicator:
     """Return the communicator of ranks that dlio's launcher started without MPI. Collective."""
-    from dlio.comm.job_store import open_store
+    from dlio.comm.survival.job_store import open_store
 
     store, least = open_store(), settings().min_ranks
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if least is not None:
-        from dlio.comm.store_membership import StoreMembership
+        from dlio.comm.survival.store_membership import StoreMembership
 
         return StoreMembership(store, rank, size, least).world
-    from dlio.comm.rendezvous import Rendezvous
+    from dlio.comm.deadlines import default_timeout_s
+    from dlio.comm.survival.rendezvous import Rendezvous
     from dlio.comm.torchdist import TorchCommunicator
-    from dlio.comm.waiting import default_timeout_s
 
     meeting = Rendezvous(store.raw, "", lambda: None, default_timeout_s())
     return TorchCommunicator(meeting, "dlio", rank, size)

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.util.files import take_lock, write_whole_at
 from dlio.util.folders import (
     MARK,
     empty_folder,
@@ -33,16 +32,17 @@ from dlio.util.folders import (
     remove_marked,
     rename,
 )
-from dlio.util.named import make_folders
-from dlio.util.opening import (
+from dlio.util.settings import settings
+from dlio.util.shared_folders import user_folder
+from dlio.util.trusted_files import (
     closing_descriptor,
     open_file,
     open_new,
     read_small,
     temporary_name,
 )
-from dlio.util.settings import settings
-from dlio.util.shared import user_folder
+from dlio.util.user_folders import make_folders
+from dlio.util.whole_files import take_lock, write_whole_at
 
 Arrays = dict[str, npt.NDArray[Any]]
 """Arrays of an index by name; text is stored as uint8."""
@@ -53,7 +53,7 @@ _LOCK = "lock"
 _KEPT = "kept"
 
 
-class Stamped(Protocol):
+class StampSource(Protocol):
     """A file or folder whose `state` changes when its contents do."""
 
     @property
@@ -99,7 +99,7 @@ def cache_folder() -> str:
 
 
 def cached_index(
-    kind: str, version: int, files: Sequence[Stamped], build: Callable[[], Arrays]
+    kind: str, version: int, files: Sequence[StampSource], build: Callable[[], Arrays]
 ) -> Arrays:
     """Return the index of some files, from the cache if they are unchanged, otherwise built.
 

@@ -95,7 +95,7 @@ class PatchOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PatchSlice:
     """A field's part of one patch."""
 
     field: str
@@ -210,7 +210,7 @@ class PatchReader:
 
     def cuts(
         self, number: int, seed: int, epoch: int
-    ) -> tuple[list[Cut], int, npt.NDArray[np.int64]]:
+    ) -> tuple[list[PatchSlice], int, npt.NDArray[np.int64]]:
         """Return (parts by field, number of the volume, first index along each axis cut)."""
         index, place = self._locate(number)
         volume = self._volumes[index]
@@ -312,7 +312,7 @@ class PatchReader:
         # A volume that is smaller than the patch lies in its middle.
         return [s if left >= 0 else -(-left // 2) for s, left in zip(starts, room, strict=True)]
 
-    def _cuts(self, volume: _Volume, starts: Sequence[int]) -> list[Cut]:
+    def _cuts(self, volume: _Volume, starts: Sequence[int]) -> list[PatchSlice]:
         cuts = []
         for name, arrays in self._chunks.arrays.items():
             array = arrays[volume.file]
@@ -330,7 +330,7 @@ class PatchReader:
                 box[at] = slice(max(0, start), min(n, start + side))
                 before[at], shape[at] = max(0, -start), side
             cuts.append(
-                Cut(
+                PatchSlice(
                     name,
                     array,
                     self._chunks.first(name, volume.file),

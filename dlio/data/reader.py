@@ -16,11 +16,11 @@ from typing import Any, Final, Protocol, TypeGuard, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.joined import JoinedReader
+from dlio.data.concatenation import ConcatReader
 from dlio.data.links import following_links, links_followed
-from dlio.data.parts import warn_of_parts
 from dlio.data.schema import Schema
 from dlio.data.source import Source, expand, listed_once, redact, split_fields
+from dlio.data.splits import warn_of_splits
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import Layout
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
@@ -173,7 +173,7 @@ def open_reader(path: object, *, follow_links: bool | None = None, **options: ob
             single = named and getattr(kind, "single", False)
             urls = _each(cast("str | Sequence[str]", path)) if single else []
             if len(urls) > 1:
-                return JoinedReader([_made(name, kind, url, options) for url in urls])
+                return ConcatReader([_made(name, kind, url, options) for url in urls])
             return _made(name, kind, urls[0] if urls else path, options)
         if named and (fields := split_fields(cast(str, first))[1]):
             bare = split_fields(cast(str, first))[0]
@@ -264,7 +264,7 @@ def _made(name: str, kind: ReaderType, path: object, options: dict[str, object])
     with parsing(redact(str(path))):
         reader = kind(path, **options)
     if reader.format == "folder":
-        warn_of_parts(reader.path, reader.classes)
+        warn_of_splits(reader.path, reader.classes)
     return reader
 
 

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 
-class Remote:
+class FsspecHandle:
     """Whatever keeps a file system of fsspec.
 
     A forked child, such as a worker process of torch's loader, has none of the threads in which

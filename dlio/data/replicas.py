@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.reader import Reader, StoredBlocks
-from dlio.data.speeds import Speed, measured
+from dlio.data.speeds import ReadSpeed, measured
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.util.forks import new_lock
 
@@ -24,13 +24,13 @@ class _Replica:
     def __init__(self, reader: Any) -> None:
         self.reader = reader
         known = measured(reader.path)
-        self.speed = Speed() if known is None else Speed(*known)
+        self.speed = ReadSpeed() if known is None else ReadSpeed(*known)
         self.bytes = 0
         self.failures = 0
         self.rests_until = 0.0
 
 
-class Replicated:
+class ReplicatedReader:
     """A reader over the readers of replicas. Everything but reading is delegated to the first.
 
     Args:
@@ -58,7 +58,7 @@ class Replicated:
         return {"readers": [replica.reader for replica in self._replicas]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Replicated.__init__(self, state["readers"])
+        ReplicatedReader.__init__(self, state["readers"])
 
     def __len__(self) -> int:
         return len(self._first)
@@ -126,7 +126,7 @@ class Replicated:
             replica.rests_until = time.monotonic() + _REST_S
 
 
-class ReplicatedBlocks(Replicated):
+class ReplicatedBlocks(ReplicatedReader):
     """A reader over replicas that store blocks; see `StoredBlocks`."""
 
     @property
@@ -160,7 +160,7 @@ def replicated(readers: Sequence[Reader]) -> Reader:
     if len(readers) == 1:
         return readers[0]
     blocks = all(isinstance(reader, StoredBlocks) for reader in readers)
-    made: Any = ReplicatedBlocks(readers) if blocks else Replicated(readers)
+    made: Any = ReplicatedBlocks(readers) if blocks else ReplicatedReader(readers)
     return made  # type: ignore[no-any-return]
 
 

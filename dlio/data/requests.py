@@ -36,7 +36,7 @@ def observed_requests() -> Iterator[list[float]]:
             _observers[:] = [each for each in _observers if each is not seconds]
 
 
-class _Timed:
+class _RequestTimer:
     """Measures the time of its `with` block. Each thread needs its own."""
 
     __slots__ = ("_began",)
@@ -50,7 +50,7 @@ class _Timed:
             each.append(seconds)
 
 
-class _Untimed:
+class _NoTimer:
     __slots__ = ()
 
     def __enter__(self) -> None:
@@ -60,12 +60,12 @@ class _Untimed:
         pass
 
 
-_UNTIMED: Final = _Untimed()
+_UNTIMED: Final = _NoTimer()
 
 
-def request() -> _Timed | _Untimed:
+def request() -> _RequestTimer | _NoTimer:
     """Return a context manager around one request; it measures if anybody observes."""
-    return _Timed() if _observers else _UNTIMED
+    return _RequestTimer() if _observers else _UNTIMED
 
 
 def pread(path: str, offset: int, count: int | None) -> bytes:

@@ -22,7 +22,7 @@ import xxhash
 
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import check_link, links_followed
-from dlio.data.remote import Remote, fsspec
+from dlio.data.remote import FsspecHandle, fsspec
 from dlio.data.requests import pread, pread_into, request
 from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_regular, open_regular
@@ -73,7 +73,7 @@ class Entry:
         return self.size
 
 
-class Source(Remote):
+class Source(FsspecHandle):
     """The file system below one path or URL. Thread-safe; keeps no file open.
 
     Paths are relative to the root, with forward slashes.
@@ -234,7 +234,7 @@ class Source(Remote):
         return failed(self.path(name), error)
 
 
-class File(Remote):
+class File(FsspecHandle):
     """One file, local or behind fsspec. Thread-safe; stays closed between calls.
 
     Raises SourceError when there is not a file at `url`.

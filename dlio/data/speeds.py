@@ -13,9 +13,9 @@ import time
 from typing import Any, Final
 
 from dlio.data.index import cache_folder, open_cache
-from dlio.util.files import unwritable, write_whole_at
 from dlio.util.forks import new_lock
-from dlio.util.opening import read_small
+from dlio.util.trusted_files import read_small
+from dlio.util.whole_files import unwritable, write_whole_at
 
 _FILE: Final = "bandwidths.json"
 _MOST: Final = 1 << 20
@@ -29,7 +29,7 @@ _FORGOTTEN: Final = 0.01
 so that a place that was slow for a while is tried again."""
 
 
-class Speed:
+class ReadSpeed:
     """Expected duration of a place's reads. Thread-safe."""
 
     def __init__(self, latency_s: float = _LATENCY_S, rate: float = _RATE) -> None:
@@ -78,7 +78,7 @@ class Speed:
 class Observation:
     """A read under way."""
 
-    def __init__(self, speed: Speed, queued: int, count: int) -> None:
+    def __init__(self, speed: ReadSpeed, queued: int, count: int) -> None:
         self._speed, self._queued, self._count = speed, queued, count
         self._began = time.monotonic()
 

@@ -5,8 +5,8 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.image import pixels as paint
-from dlio.image.draws import Draws
-from dlio.image.picture import Change, Pixels, PixelTransform, check_probability, check_range
+from dlio.image.picture import PixelChange, Pixels, PixelTransform, check_probability, check_range
+from dlio.image.random_source import RandomSource
 from dlio.util.arguments import named, number_in, whole_number
 
 Jitter = float | Sequence[float]
@@ -40,15 +40,15 @@ class ColorJitter(PixelTransform):
         self.saturation = _jitter("saturation", saturation)
         self.hue = _shift(hue)
 
-    def draw(self, draws: Draws, height: int, width: int) -> list[Change]:
+    def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
         order = draws.permutation(len(_JITTERS))
-        drawn: list[Change | None] = []
+        drawn: list[PixelChange | None] = []
         for name in _JITTERS:
             between = getattr(self, name)
-            drawn.append(None if between is None else Change(name, draws.uniform(*between)))
+            drawn.append(None if between is None else PixelChange(name, draws.uniform(*between)))
         return [change for change in map(drawn.__getitem__, order) if change is not None]
 
-    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return _JITTERS[change.name](pixels, change.value)
 
     def __repr__(self) -> str:
@@ -79,17 +79,17 @@ class GaussianBlur(PixelTransform):
         ends = sigma if isinstance(sigma, list | tuple) else (sigma, sigma)
         self.sigma = check_range("sigma", ends, above=0)
 
-    def draw(self, draws: Draws, height: int, width: int) -> list[Change]:
-        return [Change("blur", draws.uniform(*self.sigma))]
+    def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
+        return [PixelChange("blur", draws.uniform(*self.sigma))]
 
-    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.blur(pixels, self.kernel_size, change.value)
 
     def __repr__(self) -> str:
         return f"GaussianBlur(kernel_size={self.kernel_size}, sigma={self.sigma})"
 
 
-class _Sometimes(PixelTransform):
+class _RandomChange(PixelTransform):
     """One change, made with probability `p`."""
 
     _shown: tuple[str, ...] = ()
@@ -97,35 +97,35 @@ class _Sometimes(PixelTransform):
     def __init__(self, p: float) -> None:
         self.p = check_probability(type(self).__name__, p)
 
-    def draw(self, draws: Draws, height: int, width: int) -> list[Change]:
-        return [Change(type(self).__name__)] if draws.uniform() < self.p else []
+    def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
+        return [PixelChange(type(self).__name__)] if draws.uniform() < self.p else []
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={getattr(self, name)}" for name in (*self._shown, "p"))
         return f"{type(self).__name__}({shown})"
 
 
-class RandomGrayscale(_Sometimes):
+class RandomGrayscale(_RandomChange):
     """Replace colours by their luminance with probability `p`; channels stay."""
 
     def __init__(self, p: float = 0.1) -> None:
         super().__init__(p)
 
-    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.grayscale(pixels)
 
 
-class RandomInvert(_Sometimes):
+class RandomInvert(_RandomChange):
     """Invert colours with probability `p`."""
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__(p)
 
-    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.invert(pixels)
 
 
-class RandomPosterize(_Sometimes):
+class RandomPosterize(_RandomChange):
     """Keep the `bits` highest bits of each value with probability `p`."""
 
     _shown = ("bits",)
@@ -134,11 +134,11 @@ class RandomPosterize(_Sometimes):
         super().__init__(p)
         self.bits = whole_number("bits", bits, 0, 8)
 
-    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.posterize(pixels, self.bits)
 
 
-class RandomSolarize(_Sometimes):
+class RandomSolarize(_RandomChange):
     """Invert values from `threshold` on with probability `p`; values are 0 to 255."""
 
     _shown = ("threshold",)
@@ -147,31 +147,31 @@ class RandomSolarize(_Sometimes):
         super().__init__(p)
         self.threshold = number_in("threshold", threshold, 0, "a value")
 
-    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.solarize(pixels, self.threshold)
 
 
-class RandomAutocontrast(_Sometimes):
+class RandomAutocontrast(_RandomChange):
     """Stretch each channel to its whole range with probability `p`."""
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__(p)
 
-    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.autocontrast(pixels)
 
 
-class RandomEqualize(_Sometimes):
+class RandomEqualize(_RandomChange):
     """Equalize each channel's histogram with probability `p`."""
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__(p)
 
-    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.equalize(pixels)
 
 
-class RandomAdjustSharpness(_Sometimes):
+class RandomAdjustSharpness(_RandomChange):
     """Change sharpness by a factor with probability `p`: 0 is smooth, 2 twice as sharp."""
 
     _shown = ("sharpness_factor",)
@@ -180,7 +180,7 @@ class RandomAdjustSharpness(_Sometimes):
         super().__init__(p)
         self.sharpness_factor = number_in("sharpness_factor", sharpness_factor, 0, "a factor")
 
-    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.sharpness(pixels, self.sharpness_factor)
 
 

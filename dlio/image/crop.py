@@ -39,7 +39,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class CropRegion:
     """The part of an image that a crop shows, exactly."""
 
     box: Box

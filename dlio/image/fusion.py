@@ -17,14 +17,9 @@ import numpy.typing as npt
 import torch
 
 from dlio.errors import UsageError
-from dlio.image.compose import RandomChoice, is_pixelwise
+from dlio.image.composition import RandomChoice, is_pixelwise
 from dlio.image.crop import Crop
-from dlio.image.device.normal import Normal
-from dlio.image.draws import KeyedDraws, stream_of
-from dlio.image.mixing import Mixer
-from dlio.image.picture import Pixels, PixelTransform, Transform
-from dlio.image.recognise import AsTorchvision, flattened, form_after, is_torchvision, recognised
-from dlio.image.transforms import (
+from dlio.image.crop_transforms import (
     CenterCrop,
     Compose,
     Normalize,
@@ -35,6 +30,17 @@ from dlio.image.transforms import (
     RandomVerticalFlip,
     Resize,
     ToDtype,
+)
+from dlio.image.device_decode.normalization import Normalization
+from dlio.image.mixup import MixingTransform
+from dlio.image.picture import Pixels, PixelTransform, Transform
+from dlio.image.random_source import KeyedRandom, stream_of
+from dlio.image.torchvision_steps import (
+    TorchvisionForm,
+    flattened,
+    form_after,
+    is_torchvision,
+    recognised,
 )
 
 _SIZES: Final = ("size", "target_size", "min_size")
@@ -75,7 +81,7 @@ def check_pixelwise(transform: Transform | None, path: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class TransformParts:
     """The parts of a pipeline, in the order in which they are done."""
 
     crop: Crop | None
@@ -94,12 +100,12 @@ class Fused:
         """Transform the pixels of a sample's crop in place; shape (height, width, 3)."""
         made = pixels
         for number, step in self.paints:
-            made = step.apply(made, KeyedDraws(seed, epoch, sample, stream_of(number, crop)))
+            made = step.apply(made, KeyedRandom(seed, epoch, sample, stream_of(number, crop)))
         if made is not pixels:
             pixels[:] = made
 
 
-class Batchwise:
+class BatchTransform:
     """The steps of a pipeline that transform a whole batch.
 
     Args:
@@ -116,14 +122,14 @@ class Batchwise:
         return any(_is_mixer(step) for _, step in self._steps)
 
     @property
-    def normal(self) -> Normal | None:
+    def normal(self) -> Normalization | None:
         """The normalisation that comes first, if the kernel that crops on a device can do it with
         the same result: of three channels, in float32."""
         step = self._steps[0][1] if self._steps else None
         if not isinstance(step, Normalize) or step.dtype != torch.float32 or len(step.mean) != 3:
             return None
         (red, green, blue), (one, two, three) = step.mean, step.std
-        return Normal((red, green, blue), (one, two, three))
+        return Normalization((red, green, blue), (one, two, three))
 
     @property
     def pairs(self) -> bool:
@@ -189,17 +195,17 @@ class Batchwise:
     def one(self, image: torch.Tensor, epoch: int, sample: int) -> torch.Tensor:
         """Transform the image or the crops of one sample; they are not mixed with any other's."""
         alone = [(number, step) for number, step in self._steps if not _is_mixer(step)]
-        made = Batchwise(alone, self._seed, 0)(image[None], None, epoch, [sample])
+        made = BatchTransform(alone, self._seed, 0)(image[None], None, epoch, [sample])
         return made[0][0]
 
-    def _draws(self, number: int, epoch: int, samples: Sequence[_Which]) -> list[KeyedDraws]:
+    def _draws(self, number: int, epoch: int, samples: Sequence[_Which]) -> list[KeyedRandom]:
         return [
-            KeyedDraws(self._seed, epoch, sample, stream_of(number, crop))
+            KeyedRandom(self._seed, epoch, sample, stream_of(number, crop))
             for sample, crop in samples
         ]
 
 
-def fused(transform: Transform | None) -> Fused:
+def fused(transform: Transform | None) -> TransformParts:
     """Cut a transform into its parts.
 
     The crop is the one that the transform begins with; None if it begins with anything else. A
@@ -223,7 +229,7 @@ def fused(transform: Transform | None) -> Fused:
     if crop is None and sizes and (_is_own(transform) or is_torchvision(transform)):
         if any(map(_is_mixer, known)):
             raise UsageError("MixUp and CutMix mix batches of crops: begin with RandomResizedCrop")
-        return Fused(None, (), None, (), _rest(steps, known, [], 0, form))
+        return TransformParts(None, (), None, (), _rest(steps, known, [], 0, form))
     if crop is None:
         at, early = 0, []
     elif crop.crops > 1 and any(map(_is_mixer, known)):
@@ -250,10 +256,10 @@ def fused(transform: Transform | None) -> Fused:
         raise UsageError("MixUp and CutMix mix whole batches: put them last, behind known steps")
     if at == len(steps):
         batchwise = [(n, s) for n, s in later if not isinstance(s, PILToTensor)]
-        return Fused(crop, tuple(paints), None, tuple(batchwise), None)
+        return TransformParts(crop, tuple(paints), None, tuple(batchwise), None)
     if crop is None and not paints and not later:
-        return Fused(None, (), _rest(steps, known, [], 0, form, transform), (), None)
-    return Fused(crop, tuple(paints), _rest(steps, known, later, at, form), (), None)
+        return TransformParts(None, (), _rest(steps, known, [], 0, form, transform), (), None)
+    return TransformParts(crop, tuple(paints), _rest(steps, known, later, at, form), (), None)
 
 
 def _rest(
@@ -279,7 +285,7 @@ def _rest(
     own = [step for _, step in later] + known[at:end]
     if end == len(steps):
         return Compose(own)
-    return Compose([*own, AsTorchvision(form), *steps[end:]])
+    return Compose([*own, TorchvisionForm(form), *steps[end:]])
 
 
 def _crop(known: list[Any], at: int) -> tuple[Crop | None, int]:
@@ -318,14 +324,14 @@ def _is_conversion(step: object) -> bool:
 
 
 def _is_mixer(step: object) -> bool:
-    return isinstance(step, Mixer) or (isinstance(step, RandomChoice) and step.mixes)
+    return isinstance(step, MixingTransform) or (isinstance(step, RandomChoice) and step.mixes)
 
 
 def _is_last_mixer(known: list[Any], at: int) -> bool:
     return _is_mixer(known[at]) and at == len(known) - 1
 
 
-def _draw_mixture(step: Any, draws: KeyedDraws, images: torch.Tensor) -> Any:
+def _draw_mixture(step: Any, draws: KeyedRandom, images: torch.Tensor) -> Any:
     size = int(images.shape[-2]), int(images.shape[-1])
     draw = step.draw_mixture if isinstance(step, RandomChoice) else step.draw
     return draw(draws, *size)

@@ -39,7 +39,7 @@ _NARROWEST: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class JpegFrame:
     """The header of a baseline JPEG with one scan. Offsets are in bytes from the file's start."""
 
     height: int
@@ -77,7 +77,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class IntervalRange:
     """A part of an image: its restart intervals from `top` to `bottom` and `left` to `right`."""
 
     top: int
@@ -86,7 +86,7 @@ class Part:
     right: int
 
 
-def parse_frame(image: Buffer) -> Frame | None:
+def parse_frame(image: Buffer) -> JpegFrame | None:
     """Read a JPEG's header; None for everything but a baseline JPEG with a single scan."""
     view = memoryview(image)
     at, frame, interval, starts_at = 2, 0, 0, 0
@@ -112,7 +112,7 @@ def parse_frame(image: Buffer) -> Frame | None:
 
 def _frame(
     view: memoryview, frame: int, scan: int, length: int, interval: int, starts_at: int
-) -> Frame | None:
+) -> JpegFrame | None:
     held = view[frame + 2] << 8 | view[frame + 3] if frame else 0
     components = view[frame + 9] if held >= 8 else 0
     if not components or held < 8 + 3 * components or length < 3 or view[scan + 4] != components:
@@ -125,7 +125,7 @@ def _frame(
     height, width = view[frame + 5] << 8 | view[frame + 6], view[frame + 7] << 8 | view[frame + 8]
     if not (high and wide and height and width):
         return None
-    return Frame(
+    return JpegFrame(
         height=height,
         width=width,
         height_at=frame + 5,
@@ -147,7 +147,7 @@ def good_interval(width: int, block_width: int) -> int:
     return blocks // max(k for k in range(1, most + 1) if blocks % k == 0)
 
 
-def interval_starts(image: Buffer, frame: Frame) -> npt.NDArray[np.int64] | None:
+def interval_starts(image: Buffer, frame: JpegFrame) -> npt.NDArray[np.int64] | None:
     """Return the offset of each restart interval, then the last one's end; (intervals + 1,).
 
     None if rows of blocks do not begin with an interval, or if markers are missing.
@@ -171,7 +171,7 @@ def interval_starts(image: Buffer, frame: Frame) -> npt.NDArray[np.int64] | None
     return np.concatenate([[frame.scan_at], restarts + 2, [int(ends[0]) + 2]])
 
 
-def _kept_starts(image: Buffer, frame: Frame, count: int) -> npt.NDArray[np.int64] | None:
+def _kept_starts(image: Buffer, frame: JpegFrame, count: int) -> npt.NDArray[np.int64] | None:
     """The offsets in the segment; None if the markers are elsewhere in this image."""
     data = np.frombuffer(image, np.uint8)
     at = frame.starts_at + 4 + len(_NAME)
@@ -215,17 +215,17 @@ def with_kept_starts(image: Buffer) -> bytes:
     )
 
 
-def touched(frame: Frame, top: int, bottom: int, left: int, right: int) -> Part:
+def touched(frame: JpegFrame, top: int, bottom: int, left: int, right: int) -> IntervalRange:
     """Return the intervals that contain pixels of these rows and columns."""
     high, wide = frame.block_height, frame.interval_width
-    return Part(top // high, -(-bottom // high), left // wide, -(-right // wide))
+    return IntervalRange(top // high, -(-bottom // high), left // wide, -(-right // wide))
 
 
 def cut(
     image: Buffer,
-    frame: Frame,
+    frame: JpegFrame,
     starts: npt.NDArray[np.int64],
-    part: Part,
+    part: IntervalRange,
     into: Callable[[int], memoryview] | None = None,
 ) -> tuple[bytearray | memoryview, int, int]:
     """Make a JPEG of some restart intervals of another: (the JPEG, its height, its width).

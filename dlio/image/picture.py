@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from dlio.errors import UsageError
-from dlio.image.draws import Draws, current_draws
+from dlio.image.random_source import RandomSource, current_draws
 from dlio.util.arguments import named, number_in, whole_number
 
 Picture = Any
@@ -21,7 +21,7 @@ Pixels = npt.NDArray[np.uint8]
 _MOST_CROPS: Final = 256
 
 
-class Change(NamedTuple):
+class PixelChange(NamedTuple):
     """One change of an image's pixels, as drawn."""
 
     name: str
@@ -31,16 +31,16 @@ class Change(NamedTuple):
 class PixelTransform:
     """A transform of pixels that keeps the size, in two steps: draw the changes, and do them."""
 
-    def draw(self, draws: Draws, height: int, width: int) -> list[Change]:
+    def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
         """Draw the changes of an image of this size in pixels, in their order."""
         raise NotImplementedError
 
-    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         """Do one change to an image of shape (height, width, 3 or 1); returns a new array, or the
         image itself if it stays as it is."""
         raise NotImplementedError
 
-    def apply(self, pixels: Pixels, draws: Draws) -> Pixels:
+    def apply(self, pixels: Pixels, draws: RandomSource) -> Pixels:
         """Draw the changes and do them."""
         for change in self.draw(draws, *pixels.shape[:2]):
             pixels = self.paint(pixels, change)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.image.decode import opencv
+from dlio.image.decoder import opencv
 
 Pixels = npt.NDArray[np.uint8]
 

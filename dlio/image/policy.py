@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 from dlio.image import pixels as paint
-from dlio.image.draws import Draws
-from dlio.image.picture import Change, Pixels, PixelTransform, numbers_in
+from dlio.image.picture import PixelChange, Pixels, PixelTransform, numbers_in
+from dlio.image.random_source import RandomSource
 from dlio.util.arguments import named, whole_number
 
 Interpolation = str | int | Enum
@@ -34,7 +34,7 @@ _MODES: Final = {"nearest": False, "bilinear": True, "0": False, "2": True}
 """Names of interpolations, and Pillow's numbers."""
 
 
-class _Policy(PixelTransform):
+class _AugmentationPolicy(PixelTransform):
     def __init__(self, bins: int, interpolation: Interpolation, fill: Any) -> None:
         self.num_magnitude_bins = whole_number("num_magnitude_bins", bins, 2)
         self.interpolation = interpolation
@@ -56,7 +56,9 @@ class _Policy(PixelTransform):
         an image of this size in pixels."""
         raise NotImplementedError
 
-    def _change(self, draws: Draws, height: int, width: int, level: int | None) -> Change:
+    def _change(
+        self, draws: RandomSource, height: int, width: int, level: int | None
+    ) -> PixelChange:
         """Draw an operation, and its magnitude unless `level` chooses it."""
         space = self._spaces.get((height, width))
         if space is None:
@@ -70,9 +72,9 @@ class _Policy(PixelTransform):
             magnitude = float(magnitudes[chosen])
         if name in _NAMES and draws.below(2):
             magnitude = -magnitude
-        return Change(name, magnitude)
+        return PixelChange(name, magnitude)
 
-    def paint(self, pixels: Pixels, change: Change) -> Pixels:
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         name, size = change
         match name:
             case "Identity":
@@ -99,7 +101,7 @@ class _Policy(PixelTransform):
         return {**self.__dict__, "_spaces": {}}
 
 
-class RandAugment(_Policy):
+class RandAugment(_AugmentationPolicy):
     """Do `num_ops` random operations, all of one strength.
 
     Args:
@@ -126,7 +128,7 @@ class RandAugment(_Policy):
         limits = (0.3, 0.3, part * width, part * height, 30.0, 0.9, 0.9, 0.9, 0.9)
         return _space(self.num_magnitude_bins, limits, least_bits=4)
 
-    def draw(self, draws: Draws, height: int, width: int) -> list[Change]:
+    def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
         return [self._change(draws, height, width, self.magnitude) for _ in range(self.num_ops)]
 
     def __repr__(self) -> str:
@@ -137,7 +139,7 @@ class RandAugment(_Policy):
         )
 
 
-class TrivialAugmentWide(_Policy):
+class TrivialAugmentWide(_AugmentationPolicy):
     """Do one random operation of random strength. Arguments as for `RandAugment`."""
 
     def __init__(
@@ -152,7 +154,7 @@ class TrivialAugmentWide(_Policy):
         limits = (0.99, 0.99, 32.0, 32.0, 135.0, 0.99, 0.99, 0.99, 0.99)
         return _space(self.num_magnitude_bins, limits, least_bits=2)
 
-    def draw(self, draws: Draws, height: int, width: int) -> list[Change]:
+    def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
         return [self._change(draws, height, width, None)]
 
     def __repr__(self) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from dlio.errors import UsageError
-from dlio.image.draws import Draws, current_draws
 from dlio.image.picture import Picture, check_probability, check_range, numbers_in
+from dlio.image.random_source import RandomSource, current_draws
 from dlio.util.arguments import check_flag, named
 
 _TRIES: Final = 10
@@ -174,7 +174,9 @@ class RandomErasing:
         if value != "random":
             self._values = numbers_in("value", [value] if isinstance(value, int | float) else value)
 
-    def draw(self, draws: Draws, height: int, width: int) -> tuple[int, int, int, int] | None:
+    def draw(
+        self, draws: RandomSource, height: int, width: int
+    ) -> tuple[int, int, int, int] | None:
         """Draw (top, left, height, width) of the rectangle in pixels; None to erase nothing."""
         if draws.uniform() >= self.p:
             return None
@@ -196,13 +198,13 @@ class RandomErasing:
         self._erase(made, draws)
         return made
 
-    def erase_each(self, images: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
+    def erase_each(self, images: torch.Tensor, draws: Sequence[RandomSource]) -> torch.Tensor:
         """Erase in each image of a batch, in place; `draws` are the images' own."""
         for image, own in zip(images, draws, strict=True):
             self._erase(image, own)
         return images
 
-    def _erase(self, img: torch.Tensor, draws: Draws) -> None:
+    def _erase(self, img: torch.Tensor, draws: RandomSource) -> None:
         box = self.draw(draws, int(img.shape[-2]), int(img.shape[-1]))
         if box is None:
             return

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
 from dlio.image import native
-from dlio.image.crop import Shown
-from dlio.image.decode import Decoder, check_size, opencv
+from dlio.image.crop import CropRegion
+from dlio.image.decoder import Decoder, check_size, opencv
 
 _Pixels = npt.NDArray[np.uint8]
 
@@ -26,13 +26,13 @@ def decode_all(
     names: Sequence[object],
     uniforms: Sequence[npt.NDArray[np.float64]],
     outs: Sequence[_Pixels],
-) -> list[Shown | Exception | None]:
+) -> list[CropRegion | Exception | None]:
     """Do `decoder.decode` for several images; return its results, or errors in their places."""
-    shown: list[Shown | Exception | None] = [None] * len(images)
+    shown: list[CropRegion | Exception | None] = [None] * len(images)
     alone = list(range(len(images)))
     library = None if decoder.kept or decoder.crop.crops > 1 else _library()
     if library is not None:
-        cuts: dict[int, native.Cut] = {}
+        cuts: dict[int, native.NativeCrop] = {}
         alone = []
         for k, image in enumerate(images):
             try:
@@ -64,7 +64,7 @@ def finish_all(
     alone = list(range(len(images)))
     library = _library() if crop.train and crop.crops == 1 else None
     if library is not None:
-        cuts: dict[int, native.Cut] = {}
+        cuts: dict[int, native.NativeCrop] = {}
         alone = []
         for k, pixels in enumerate(images):
             box = crop.box(pixels.shape[0], pixels.shape[1], uniforms[k].tolist())
@@ -72,13 +72,13 @@ def finish_all(
                 alone.append(k)
                 continue
             place = box.top, box.left, box.height, box.width
-            cuts[k] = native.Cut(pixels, None, *place, box.flip, box.upend, outs[k])
+            cuts[k] = native.NativeCrop(pixels, None, *place, box.flip, box.upend, outs[k])
         alone += _refused(library, cuts)
     for k in alone:
         decoder.finish(images[k], uniforms[k], outs[k])
 
 
-def _refused(library: native.Library, cuts: dict[int, native.Cut]) -> list[int]:
+def _refused(library: native.NativeLibrary, cuts: dict[int, native.NativeCrop]) -> list[int]:
     """Make crops by one call; return the numbers of those that have to be made otherwise."""
     if not cuts:
         return []
@@ -86,7 +86,7 @@ def _refused(library: native.Library, cuts: dict[int, native.Cut]) -> list[int]:
     return [k for k, is_made in zip(cuts, made, strict=True) if not is_made]
 
 
-def _library() -> native.Library | None:
+def _library() -> native.NativeLibrary | None:
     """Return dlio's own decoder; None if it is not in use or does not resize as OpenCV does."""
     library = native.find()
     if library is None or not native.resizes_alike(library, opencv().resize):
@@ -95,13 +95,13 @@ def _library() -> native.Library | None:
 
 
 def _cut(
-    library: native.Library,
+    library: native.NativeLibrary,
     decoder: Decoder,
     image: Buffer,
     name: object,
     uniforms: npt.NDArray[np.float64],
     out: _Pixels,
-) -> tuple[native.Cut, Shown] | None:
+) -> tuple[native.NativeCrop, CropRegion] | None:
     """Return the crop of a JPEG and the part that it shows; None if it is decoded another way.
 
     Raises DecodeError for more pixels than the limit.
@@ -114,6 +114,6 @@ def _cut(
     if decoder.factor(box) > 1:
         return None
     place = box.top, box.left, box.height, box.width
-    shown = Shown(box, shape.height, shape.width)
+    shown = CropRegion(box, shape.height, shape.width)
     data = np.frombuffer(image, np.uint8)
-    return native.Cut(data, shape, *place, box.flip, box.upend, out), shown
+    return native.NativeCrop(data, shape, *place, box.flip, box.upend, out), shown

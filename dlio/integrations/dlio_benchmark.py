@@ -20,7 +20,7 @@ import torch
 
 from dlio.comm.world import world
 from dlio.errors import UsageError
-from dlio.integrations.dlio_files import DlioFiles, Fitted
+from dlio.integrations.dlio_files import DlioFiles, PayloadFitter
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.util.arguments import nearest
@@ -32,7 +32,7 @@ _FILES_OF: Final = {"mmap_indexed_binary": "indexed_binary"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _BenchmarkJob:
     """The settings of DLIO that a loader of one of its two data sets follows."""
 
     form: str
@@ -61,7 +61,7 @@ class _Job:
     """Values of `_OPTIONS`, by key without prefix."""
 
     @classmethod
-    def of(cls, arguments: Any, train: bool) -> "_Job":
+    def of(cls, arguments: Any, train: bool) -> "_BenchmarkJob":
         """Read DLIO's ConfigArguments. Raises UsageError for settings that dlio cannot follow."""
         form = str(arguments.format)
         storage = str(arguments.storage_type)
@@ -119,7 +119,7 @@ class DlioLoader:
         self._arguments: Any = config.get_instance()
         self._train = str(dataset_type) == "train"
         self._epoch = epoch_number
-        self._job: _Job | None = None
+        self._job: _BenchmarkJob | None = None
         self._data: Dataset | None = None
         self._loader: DataLoader | None = None
         self._made = 0
@@ -132,13 +132,13 @@ class DlioLoader:
 
     def read(self) -> None:
         """Open the data. Collective. Raises SourceError for missing and for damaged files."""
-        self._job = job = _Job.of(self._arguments, self._train)
+        self._job = job = _BenchmarkJob.of(self._arguments, self._train)
         if not job.steps:
             return
         comm = world()
         reader = DlioFiles(job.files, job.form, job.samples_per_file, comm)
         prepare = self._preparing()
-        fitted = Fitted(job.form, reader.whole, reader.name, job.shape, job.dtype, prepare)
+        fitted = PayloadFitter(job.form, reader.whole, reader.name, job.shape, job.dtype, prepare)
         data = self._data = Dataset(
             reader,
             tiers=job.options.get("tiers"),
@@ -171,7 +171,7 @@ class DlioLoader:
             return
         loader, epoch = self._loader, 0 if self._job.same_order else self._epoch
         loader.set_epoch(epoch)
-        clock = _Clock()
+        clock = _PassClock()
         # A whole pass is followed to its end, where the loader begins the next one.
         most = None if self._job.steps == len(loader) else self._job.steps
         batches = itertools.islice(iter(loader), most)
@@ -209,7 +209,7 @@ class DlioLoader:
         sleep = _part("utils.utility").sleep
         return lambda: sleep(lasting)
 
-    def _say(self, clock: "_Clock") -> None:
+    def _say(self, clock: "_PassClock") -> None:
         if self._arguments.my_rank or self._loader is None:
             return
         kind = "training" if self._train else "evaluation"
@@ -219,7 +219,7 @@ class DlioLoader:
         )
 
 
-class _Clock:
+class _PassClock:
     """Time of a pass, divided into that of waiting for batches, in its `with`, and the rest."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from dlio.data.npy import read_npy_head
 from dlio.data.schema import MAX_PAYLOAD, Buffer, Schema
 from dlio.data.source import File
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio.image.decode import decode_whole
+from dlio.image.decoder import decode_whole
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.util.memory import new_memory
@@ -49,7 +49,7 @@ _I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class _FileFacts:
     """The facts about a file, or about all of them: numbers, or arrays of shape (files,)."""
 
     size: Any
@@ -181,7 +181,7 @@ class DlioFiles:
             return Layout(starts, order)
         return cut_blocks(self.sizes, order, starts)
 
-    def _look(self, url: str) -> _Facts:
+    def _look(self, url: str) -> _FileFacts:
         """Look at one file. Raises SourceError."""
         file, count = File(url), self._per_file
         at, record, item = 0, file.size, 1
@@ -203,10 +203,10 @@ class DlioFiles:
             else:
                 record = int(np.frombuffer(File(url + _SIZES).read(0, 8), "<u8")[0])
         changed = int(file.times) if file.times.isdecimal() else 0
-        return _Facts(file.size, changed, at, record, item)
+        return _FileFacts(file.size, changed, at, record, item)
 
 
-class Fitted:
+class PayloadFitter:
     """Makes DLIO's samples of payloads: the sample's bytes, cut or filled up with zeros.
 
     DLIO hands out one random array for every sample, of the size `record_length_bytes_resize`. Here
@@ -265,8 +265,8 @@ class Fitted:
 
 
 def _gathered(
-    files: Sequence[str], look: Callable[[str], _Facts], comm: Communicator | None
-) -> _Facts:
+    files: Sequence[str], look: Callable[[str], _FileFacts], comm: Communicator | None
+) -> _FileFacts:
     """Return the facts about all files, each looked at by one rank. Collective with `comm`."""
     rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
 
@@ -285,7 +285,7 @@ def _gathered(
     table = np.empty((len(files), 5), np.int64)
     for other, (rows, _) in enumerate(parts):
         table[other::ranks] = rows
-    return _Facts(*(np.ascontiguousarray(column) for column in table.T))
+    return _FileFacts(*(np.ascontiguousarray(column) for column in table.T))
 
 
 def _array_head(file: File, form: str) -> tuple[int, tuple[int, ...], int]:

@@ -26,17 +26,17 @@ from torch.utils._pytree import tree_leaves
 
 from dlio.comm import Communicator, world
 from dlio.comm.board import end_step
-from dlio.comm.recovery import recovery_of, uniform
+from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import CommError, UsageError
-from dlio.integrations.launched import Launched, launched
+from dlio.exchange import parse_exchange
+from dlio.exchange.buckets import averaged_state
+from dlio.exchange.distribute import ExchangeHandle, distribute
+from dlio.exchange.script_takeover import take_over
+from dlio.integrations.launch_info import LaunchInfo, launch_info
 from dlio.integrations.lightning_losses import LightningLosses, deals_itself
-from dlio.integrations.metrics import keeps_together, reduce_over_ranks
 from dlio.integrations.objects import broadcast_object, gather_tensor
-from dlio.integrations.reductions import REDUCED, Gather
-from dlio.train.exchange import parse_exchange
-from dlio.train.exchange.aside import set_aside
-from dlio.train.exchange.buckets import averaged_state
-from dlio.train.exchange.distribute import Distributed, distribute
+from dlio.integrations.rank_metrics import keeps_together, reduce_over_ranks
+from dlio.integrations.tensor_reductions import REDUCED, AllGather
 from dlio.util.arguments import unknown_word
 
 _T = TypeVar("_T")
@@ -67,7 +67,7 @@ _results: Any = import_module(f"{_PYTORCH}.trainer.connectors.logger_connector.r
 class DlioEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
     """The ranks as numbered by their launcher (mpirun, srun or torchrun)."""
 
-    def __init__(self, place: Launched) -> None:
+    def __init__(self, place: LaunchInfo) -> None:
         self._place = place
 
     creates_processes_externally = True
@@ -150,17 +150,17 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
             pretend_nodes=pretend_nodes,
             follow_steps=False,
         )
-        set_aside()
-        self._began = launched()
+        take_over()
+        self._began = launch_info()
         options.setdefault("cluster_environment", DlioEnvironment(self._began))
         super().__init__(**options)
         self.num_nodes = 1
-        self._ranks: Distributed | None = None
+        self._ranks: ExchangeHandle | None = None
         self._losses: LightningLosses | None = None
         self._owns_group = self._failed = False
 
     @property
-    def _place(self) -> Launched:
+    def _place(self) -> LaunchInfo:
         return self._began.now()
 
     @property
@@ -435,7 +435,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         if group is not None:
             return super().all_gather(tensor, group, sync_grads)
         if sync_grads:
-            return Gather.apply(tensor, comm)  # type: ignore[no-untyped-call]
+            return AllGather.apply(tensor, comm)  # type: ignore[no-untyped-call]
         return self._together(lambda: gather_tensor(tensor, comm))
 
 

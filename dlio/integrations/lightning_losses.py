@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from dlio.comm import Communicator
-from dlio.comm.nodes import find_nodes
-from dlio.comm.recovery import Recovery, Report
+from dlio.comm.job_nodes import find_nodes
+from dlio.comm.survival.recovery import Recovery, Report
+from dlio.loader.assignment.assigner import ElasticIterator
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dealing import DealtIterator
 
 _log = logging.getLogger("dlio")
 _T = TypeVar("_T")
@@ -135,7 +135,7 @@ class LightningLosses:
             self._followed = (self._recovery.number, 0)
         self._followed = (self._followed[0], self._followed[1] + 1)
         iterators = getattr(fit._combined_loader._iterator, "iterators", [])
-        if len(iterators) != 1 or not isinstance(iterators[0], DealtIterator):
+        if len(iterators) != 1 or not isinstance(iterators[0], ElasticIterator):
             return
         if fetcher.length is None or self._planned[0] < len(iterators[0]):
             return  # `limit_train_batches` ends it before.

@@ -13,9 +13,11 @@ import torch
 from typing_extensions import TypeVar
 
 from dlio.comm.data_ranks import place
-from dlio.comm.recovery import recovery_of
+from dlio.comm.survival.recovery import recovery_of
 from dlio.comm.world import membership, world
 from dlio.errors import UsageError
+from dlio.loader.assignment.assigner import BatchAssigner, ElasticIterator
+from dlio.loader.batch_stream import BatchResult, LoaderIterator, PassCounters, RunningPass
 from dlio.loader.contract import (
     BatchData,
     CollateFn,
@@ -28,24 +30,35 @@ from dlio.loader.contract import (
     UserDataset,
 )
 from dlio.loader.dataset import Dataset
-from dlio.loader.dealing import Dealing, DealtIterator
 from dlio.loader.diagnosis import diagnose, report
-from dlio.loader.engines import Engines, described
-from dlio.loader.feed import Begun, Fed, LoaderIterator, Stats
-from dlio.loader.foreign import accelerate
-from dlio.loader.foreign.adapt import read_by_dlio
-from dlio.loader.mixture import restore_weights
-from dlio.loader.options import SAME_NAMES, LoaderOptions, OnError, WorkerKind, check_arguments
-from dlio.loader.passes import FormulaOrder, Pass, Place, PlannedPass, SamplerOrder, check_state
-from dlio.loader.regrouping import Regrouping
-from dlio.loader.snapshots.keeper import Keeper
-from dlio.loader.snapshots.states import Stateful
+from dlio.loader.elastic import ElasticLoader
+from dlio.loader.engine_choice import Engines, described
+from dlio.loader.loader_options import (
+    SAME_NAMES,
+    LoaderOptions,
+    OnError,
+    WorkerKind,
+    check_arguments,
+)
+from dlio.loader.mixture_dataset import restore_weights
+from dlio.loader.passes import (
+    FormulaOrder,
+    LoaderPosition,
+    Pass,
+    PlannedPass,
+    SamplerOrder,
+    check_state,
+)
 from dlio.loader.stats import PassStats
+from dlio.loader.third_party import accelerate
+from dlio.loader.third_party.adapters import read_by_dlio
+from dlio.loader.torchdata_state.iteration_state import IterationState
+from dlio.loader.torchdata_state.state_format import StatefulObject
 from dlio.loader.trace import Spans, path_of
 from dlio.plan.epoch import EpochPlan
 from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import steps_in_epoch
-from dlio.storage.spec import Tiers
+from dlio.storage.tier_spec import Tiers
 from dlio.util.arguments import PathText, whole_number
 from dlio.util.cores import available_cores
 
@@ -57,7 +70,7 @@ _AHEAD_BATCHES = 3
 """Batches before the end of a pass at which persistent workers begin the next pass."""
 
 
-class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
+class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
     """torch's DataLoader with tiers, exact shuffling across ranks and resumable state.
 
     It takes torch's arguments and behaves as torch's loader does. In addition:
@@ -187,17 +200,17 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         """True if the order is the user's sampler's, which the ranks do not share."""
         self.end_of_dataloader, self.remainder = False, -1
         self._is_accelerate_prepared = not self.follows_sampler
-        self._place = Place()
+        self._place = LoaderPosition()
         self._data: Dataset | None = None
         self._engines = Engines()
-        self._stats = Stats()
+        self._stats = PassCounters()
         self.plan: EpochPlan | None = None
         """Plan of the current pass; None where dlio does not make it."""
         self.deals = True  # False if someone else deals anew when ranks are lost.
-        self._dealing: Dealing | None = None
+        self._dealing: BatchAssigner | None = None
         self._dealt = self._torn = None
         self._current: weakref.ref[LoaderIterator] | None = None
-        self._kept: Keeper | None = None
+        self._kept: IterationState | None = None
         options = self._options()  # Raises now for options that cannot work.
         if options.has_too_many_workers:
             super().check_worker_number_rationality()
@@ -335,7 +348,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._stats = Stats()
+        self._stats = PassCounters()
         self._engines = Engines()
 
     def check_worker_number_rationality(self) -> None:
@@ -346,32 +359,34 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
         if keeper is not None:
             options, length = self._options(), self._IterableDataset_len_called
             begun = keeper.begun(options, length, self._place.next_epoch)
-            self._place = Place(begun.batches)
+            self._place = LoaderPosition(begun.batches)
             return self._iterator_of(options, begun)
         dealing = self._own_dealing()
-        return self.begin() if dealing is None else DealtIterator(dealing, len(self))
+        return self.begin() if dealing is None else ElasticIterator(dealing, len(self))
 
-    def _keeper(self) -> Keeper | None:
+    def _keeper(self) -> IterationState | None:
         """Return what keeps the states of the data set and the sampler; None if nothing needs it,
         because dlio's own order is followed or nothing has a state."""
         every = self.snapshot_every_n_steps
-        if self._kept is not None or (every is None and not isinstance(self.dataset, Stateful)):
+        if self._kept is not None or (
+            every is None and not isinstance(self.dataset, StatefulObject)
+        ):
             return self._kept
         if self.seed is not None or self._planned_data() is not None:
             return None
         if every is None and self.follows_formula():
             return None
-        self._kept = Keeper(self._options(), 1 if every is None else every)
+        self._kept = IterationState(self._options(), 1 if every is None else every)
         return self._kept
 
-    def _own_dealing(self) -> Dealing | None:
+    def _own_dealing(self) -> BatchAssigner | None:
         """Return the dealing of a loop whose ranks may be lost; None if they end together."""
         wanted = membership() is not None or self._place.has_again
         if not (wanted and self.deals and self.follows_formula()):
             return None
         if self._dealing is None:
             recovery = recovery_of(world())
-            self._dealing = Dealing((self,), recovery, self._global_batch(), keeps_steps=True)
+            self._dealing = BatchAssigner((self,), recovery, self._global_batch(), keeps_steps=True)
         return self._dealing
 
     def begin(self) -> LoaderIterator:
@@ -384,7 +399,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
             self._place = self._place.handed_out(ahead.batches)
         return self._iterator_of(options, ahead or self._begin(options, batches))
 
-    def _iterator_of(self, options: LoaderOptions, begun: Begun) -> LoaderIterator:
+    def _iterator_of(self, options: LoaderOptions, begun: RunningPass) -> LoaderIterator:
         self._stats, self.plan = begun.stats, begun.plan
         registration = None
         if "accelerate.state" in sys.modules:
@@ -396,9 +411,9 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
     def _handed(
         self,
         options: LoaderOptions,
-        begun: Begun,
+        begun: RunningPass,
         registration: accelerate.Registration | None,
-        fed: Fed | None,
+        fed: BatchResult | None,
     ) -> None:
         """Note that a batch is handed out; None at the end of the pass."""
         batches, stats = begun.batches, begun.stats
@@ -425,7 +440,7 @@ class DataLoader(Regrouping, torch.utils.data.DataLoader[_T_co]):
             following = PlannedPass(batches.next_state(), order, self._place.mask)
             self._engines.ahead = self._engines.ahead or self._begin(options, following)
 
-    def _begin(self, options: LoaderOptions, batches: Pass) -> Begun:
+    def _begin(self, options: LoaderOptions, batches: Pass) -> RunningPass:
         """Have an engine work on a pass."""
         engines, data = self._engines, self._planned_data()
         spans = Spans() if options.trace is not None else None

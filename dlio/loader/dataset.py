@@ -10,18 +10,18 @@ import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator
-from dlio.data.chosen import ChosenReader
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
+from dlio.data.selection import SelectionReader
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
-from dlio.loader import views
+from dlio.loader import dataset_views
 from dlio.loader.contract import Sample, Transform
-from dlio.loader.cutting import PatchRecipe, PatchSource
-from dlio.loader.recipe import Finish, MappedRecipe, Recipe
+from dlio.loader.patch_source import PatchRecipe, PatchSource
+from dlio.loader.recipe import ForeignDecoder, MappedRecipe, Recipe
 from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
-from dlio.storage.spec import Tiers, choose_tiers, decoded_spec, device_spec
+from dlio.storage.tier_spec import Tiers, choose_tiers, decoded_spec, device_spec
 from dlio.util.arguments import (
     check_callable,
     check_flag,
@@ -30,7 +30,7 @@ from dlio.util.arguments import (
 )
 
 if TYPE_CHECKING:
-    from dlio.loader.gallery.page import Page
+    from dlio.loader.gallery.sample_page import SamplePage
 
 MOST_SHOWN: Final = 1000
 """Samples of a page, at most."""
@@ -42,8 +42,8 @@ class Dataset(torch.utils.data.Dataset[Sample]):
     Map-style and picklable: a copy in another process opens its own files. `dataset[i]` is the
     reader's sample i: (crop, label) for labelled images, with the crop of epoch `dataset.epoch`
     whichever process asks; (crop, target) for images with boxes or masks, see
-    `dlio.loader.targets`; {"image": crop} for unlabelled ones; otherwise the sample's fields, see
-    `dlio.loader.sample.decode_sample`.
+    `dlio.loader.picture_targets`; {"image": crop} for unlabelled ones; otherwise the sample's
+    fields, see `dlio.loader.sample.decode_sample`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         transform: Transform | None,
         seed: int,
         on_error: str,
-        finish: Finish | None = None,
+        finish: ForeignDecoder | None = None,
         requests: int | None = None,
         patches: PatchSource | None = None,
         min_visible: float = 0.0,
@@ -155,7 +155,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             return self.reader.read(np.array([sample], np.int64))[0]
         return self._mount.hierarchy.read_one(sample)[0]
 
-    def show(self, count: int = 12, *, shuffle: bool = True, epochs: int = 2) -> "Page":
+    def show(self, count: int = 12, *, shuffle: bool = True, epochs: int = 2) -> "SamplePage":
         """Return a page of samples, whole and as a loader gives them, with their labels or targets.
 
         A notebook shows it by itself; elsewhere, `data.show().save("page.html")`.
@@ -165,7 +165,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             shuffle: in the order of a shuffled epoch; otherwise the first ones.
             epochs: whose random crops are shown, from `epoch` on.
         """
-        from dlio.loader.gallery.page import make_page
+        from dlio.loader.gallery.sample_page import make_page
 
         count = min(whole_number("count", count, 1, MOST_SHOWN), len(self))
         epochs = whole_number("epochs", epochs, 1, MOST_SHOWN)
@@ -225,7 +225,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
     def where(
         self, field: str, wanted: Callable[[Any], Any] | Sequence[Any] | str | int | float | bool
     ) -> "Dataset":
-        """Return a view of the samples whose field has a wanted value; see `dlio.loader.views`.
+        """Return a view of the samples with wanted values of a field; see `dataset_views`.
 
         Args:
             field: a name from the schema, such as `label`; `class` for names of classes. Labels
@@ -235,7 +235,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
         Raises UsageError for an unknown field and if no sample is left.
         """
-        return self.chosen(views.where(self.reader, field, wanted))
+        return self.chosen(dataset_views.where(self.reader, field, wanted))
 
     def split(
         self, by: str | Callable[[str], Any] | None = None, seed: int = 0, **parts: float
@@ -253,7 +253,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
         Raises UsageError for fractions that cannot work, and for a part without samples.
         """
-        chosen = views.split(self.reader, by, seed, parts)
+        chosen = dataset_views.split(self.reader, by, seed, parts)
         return {name: self.chosen(samples) for name, samples in chosen.items()}
 
     def map(self, function: Callable[[Sample], Sample], kept: bool = False) -> "Dataset":
@@ -277,7 +277,9 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         made = copy.copy(self)
         if len(self) and (self._transform is not None or self.maps):
             self[0]  # The transform shows whether it draws random numbers.
-        made.reader = views.results_reader(self, self.reader, self.recipe.is_random, function)
+        made.reader = dataset_views.results_reader(
+            self, self.reader, self.recipe.is_random, function
+        )
         made.image_size, made._transform, made._finish = None, None, None
         made._patches, made._crops = None, 1
         return made.with_maps(())
@@ -289,7 +291,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
             samples: indices, 0 to len - 1; shape (n,), n at least 1.
         """
         owners = np.zeros(len(samples), np.int64)
-        return self.with_reader(ChosenReader([self.reader], owners, samples))
+        return self.with_reader(SelectionReader([self.reader], owners, samples))
 
     @property
     def is_plain(self) -> bool:

@@ -24,12 +24,12 @@ from typing import Final, Protocol, Self, runtime_checkable
 import torch
 
 from dlio.comm.funnel import waiting
+from dlio.loader.batch_stream import BatchResult, BatchStream
 from dlio.loader.contract import BatchData
-from dlio.loader.feed import Fed, Feed
-from dlio.loader.nested import map_leaves, tensors_in
-from dlio.loader.streams import Streams
-from dlio.storage.device_tier import Copies, Event
-from dlio.util.pool import Lease, Pool
+from dlio.loader.nested_batches import map_leaves, tensors_in
+from dlio.loader.streams import DeviceStreams
+from dlio.storage.device_tier import CopyEvent, DeviceCopies
+from dlio.util.buffer_pool import BufferLease, BufferPool
 from dlio.util.threads import Workers
 
 _AHEAD: Final = 2
@@ -42,10 +42,10 @@ _JOIN_TIMEOUT_S: Final = 10.0
 
 
 @runtime_checkable
-class MadeOnDevice(Protocol):
+class DeviceBatchPart(Protocol):
     """A part of a batch that is computed on the device, from host memory and the device's own."""
 
-    def made_on_device(self, copies: Copies) -> BatchData:
+    def made_on_device(self, copies: DeviceCopies) -> BatchData:
         """Return the part. Called once, by the thread that copies, with the copy stream current.
 
         Args:
@@ -54,28 +54,28 @@ class MadeOnDevice(Protocol):
 
 
 @dataclass(slots=True)
-class _Copied:
-    fed: Fed
-    event: Event | None
+class _CopiedBatch:
+    fed: BatchResult
+    event: CopyEvent | None
     """Completes with the copy; None for an error, which has nothing to copy."""
 
 
-class Staging:
+class StagingBuffers:
     """Streams of a device and page-locked memory for copies to it. Owner: the loader."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: DeviceStreams) -> None:
         self.streams = streams
-        self.pool = Pool(_MOST_SPARE, allocate=streams.pinned)
+        self.pool = BufferPool(_MOST_SPARE, allocate=streams.pinned)
 
 
-class _BatchCopies:
+class _StagedCopies:
     """Copies of one batch, and the host memory that they are made from."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: StagingBuffers) -> None:
         self._streams, self._pool = staging.streams, staging.pool
         self._tensors: list[torch.Tensor] = []
-        self._leases: list[Lease] = []
-        self.event: Event | None = None
+        self._leases: list[BufferLease] = []
+        self.event: CopyEvent | None = None
         """Completes with all of them, once they have begun."""
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -84,10 +84,10 @@ class _BatchCopies:
     def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         self._streams.into(target, self._page_locked(tensor))
 
-    def record(self) -> Event:
+    def record(self) -> CopyEvent:
         return self._streams.record()
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: CopyEvent) -> None:
         self._streams.wait(event)
 
     def release(self) -> None:
@@ -112,7 +112,7 @@ class _BatchCopies:
         return tensor
 
 
-def handed_over(feed: Feed, staging: Staging) -> Feed:
+def handed_over(feed: BatchStream, staging: StagingBuffers) -> BatchStream:
     """Yield the batches of `feed` on a device, copied ahead of their use."""
     streams = staging.streams
     with _Copier(feed, staging) as copier:
@@ -134,7 +134,7 @@ def _is_plain(leaf: BatchData) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
-def _moved_rest(leaf: BatchData, streams: Streams) -> BatchData:
+def _moved_rest(leaf: BatchData, streams: DeviceStreams) -> BatchData:
     """Move other tensors, and objects with a `to` of their own, on their user's stream: the memory
     that they consist of is not known."""
     if _is_plain(leaf):
@@ -146,12 +146,12 @@ def _moved_rest(leaf: BatchData, streams: Streams) -> BatchData:
 class _Copier:
     """The thread that copies. Owner: the feed that it makes."""
 
-    def __init__(self, feed: Feed, staging: Staging) -> None:
+    def __init__(self, feed: BatchStream, staging: StagingBuffers) -> None:
         self._feed, self._staging = feed, staging
-        self._ready: SimpleQueue[_Copied | BaseException | None] = SimpleQueue()
+        self._ready: SimpleQueue[_CopiedBatch | BaseException | None] = SimpleQueue()
         self._room = threading.Semaphore(_AHEAD)
-        self._taken: list[_Copied | BaseException | None] = []
-        self._under_way: deque[_BatchCopies] = deque()
+        self._taken: list[_CopiedBatch | BaseException | None] = []
+        self._under_way: deque[_StagedCopies] = deque()
         self._workers = Workers(
             "dlio-device", self._run, wake=self._room.release, stop_timeout_s=_JOIN_TIMEOUT_S
         )
@@ -163,7 +163,7 @@ class _Copier:
     def __exit__(self, *_: object) -> None:
         self._workers.close()
 
-    def take(self) -> _Copied | None:
+    def take(self) -> _CopiedBatch | None:
         """Return the next batch; None after the last. Raises the error that ended the thread."""
         while not waiting(self._has_taken, _LOOK_S):
             if not self._workers.alive() and self._ready.empty():
@@ -191,7 +191,7 @@ class _Copier:
                     if self._workers.stopping.is_set():
                         break
                     event = None if fed.error is not None else self._copy(fed)
-                    self._ready.put(_Copied(fed, event))
+                    self._ready.put(_CopiedBatch(fed, event))
                     del fed
         except BaseException as error:
             last = error
@@ -203,15 +203,15 @@ class _Copier:
         finally:
             self._ready.put(last)
 
-    def _copy(self, fed: Fed) -> Event:
+    def _copy(self, fed: BatchResult) -> CopyEvent:
         """Start the copies of a batch; return the event after them."""
-        copies = _BatchCopies(self._staging)
+        copies = _StagedCopies(self._staging)
         self._under_way.append(copies)
 
         def on_device(leaf: BatchData) -> BatchData:
             if _is_plain(leaf):
                 return copies.to_device(leaf)
-            return leaf.made_on_device(copies) if isinstance(leaf, MadeOnDevice) else leaf
+            return leaf.made_on_device(copies) if isinstance(leaf, DeviceBatchPart) else leaf
 
         try:
             fed.data = map_leaves(on_device, fed.data)

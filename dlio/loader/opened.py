@@ -10,9 +10,9 @@ from dlio.data.replicas import replicated
 from dlio.errors import UsageError
 from dlio.image.picture import check_crops
 from dlio.loader.contract import Transform, UserDataset
-from dlio.loader.cutting import open_patches
 from dlio.loader.dataset import Dataset
-from dlio.storage.spec import Tiers, choose_tiers
+from dlio.loader.patch_source import open_patches
+from dlio.storage.tier_spec import Tiers, choose_tiers
 from dlio.util.arguments import (
     PathText,
     check_callable,

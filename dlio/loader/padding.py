@@ -8,7 +8,7 @@ from torch.utils.data import default_collate
 
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, Sample
-from dlio.loader.targets import Target
+from dlio.loader.picture_targets import Target
 from dlio.util.arguments import whole_number
 
 _MOST_BOXES = 1 << 20

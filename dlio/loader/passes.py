@@ -14,14 +14,14 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.loader.contract import IndexBatches, Indices, State
-from dlio.loader.sampled import SAMPLER_KIND, BatchesPass, SamplerPass, sampler_state
+from dlio.loader.sampler_pass import SAMPLER_KIND, BatchesPass, SamplerPass, sampler_state
 from dlio.plan.block_order import BlockOrder, window_of
 from dlio.plan.layout import Layout
-from dlio.plan.mixture import MixedEpoch, Mixing
+from dlio.plan.mixture import MixtureEpoch, MixtureRule
 from dlio.plan.order import Cursor, Order, again_of
+from dlio.plan.rank_shares import RankShares
 from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
 from dlio.plan.schedule import steps_in_epoch
-from dlio.plan.shares import Shares
 from dlio.plan.tail_order import TailOrder
 from dlio.util.arguments import named
 
@@ -66,7 +66,7 @@ class FormulaOrder:
     source_order: str = "sample"
     """`sample`, or `block(k)` with the data set's layout."""
     layout: Layout | None = field(default=None, compare=False)
-    shares: Shares | None = None
+    shares: RankShares | None = None
     """Samples per rank of a step; even for None."""
     exact: bool = True
     """True for a mode whose order is the same on any number of ranks and nodes."""
@@ -75,7 +75,7 @@ class FormulaOrder:
     one that did not begin it."""
     members: tuple[int, ...] = ()
     """Number of each rank that began it when the data set was mounted, if some are lost."""
-    mixing: Mixing | None = None
+    mixing: MixtureRule | None = None
     """Weights of the sources, if the data set is a mixture."""
 
     @property
@@ -98,7 +98,7 @@ class SamplerOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LoaderPosition:
     """A loader's place: in a pass, or between two. Immutable; each event gives another place."""
 
     current: Pass | None = None
@@ -112,30 +112,30 @@ class Place:
     mask: tuple[int, SampleMask] | None = None
     """An epoch, and the samples that it uses."""
 
-    def loaded(self, state: State) -> "Place":
+    def loaded(self, state: State) -> "LoaderPosition":
         """The place after `load_state_dict`."""
         return replace(self, resumed=state, epoch=None)
 
-    def chosen(self, epoch: int, mask: SampleMask | None) -> "Place":
+    def chosen(self, epoch: int, mask: SampleMask | None) -> "LoaderPosition":
         """The place after `set_epoch`: a loaded state of the same epoch stays."""
         masked = replace(self, mask=None if mask is None else (epoch, mask))
         if self.resumed is not None and self.resumed["epoch"] == epoch:
             return masked
         return replace(masked, resumed=None, epoch=epoch)
 
-    def handed_out(self, batches: Pass) -> "Place":
+    def handed_out(self, batches: Pass) -> "LoaderPosition":
         """The place after a batch of `batches`, which may not be the newest pass."""
         if self.current is batches and not self.ended:
             return self
         return replace(self, current=batches, ended=False)
 
-    def over(self, batches: Pass) -> "Place":
+    def over(self, batches: Pass) -> "LoaderPosition":
         """The place after the last batch of `batches`."""
         return replace(self, ended=True) if self.current is batches else self
 
-    def copied(self) -> "Place":
+    def copied(self) -> "LoaderPosition":
         """The place of a loader's copy, which begins where the next pass of the original would."""
-        return Place(None, False, self.next_state(), self.epoch, self.mask)
+        return LoaderPosition(None, False, self.next_state(), self.epoch, self.mask)
 
     @property
     def next_epoch(self) -> int:
@@ -189,7 +189,7 @@ class Place:
         assert isinstance(batches, PlannedPass)
         return batches.whole
 
-    def open(self, order: FormulaOrder | SamplerOrder | None) -> "tuple[Pass, Place]":
+    def open(self, order: FormulaOrder | SamplerOrder | None) -> "tuple[Pass, LoaderPosition]":
         """Make the next pass: resumed, of the epoch that was chosen, or of the next epoch.
 
         Args:
@@ -224,7 +224,7 @@ class Place:
                     order.draws_seed,
                 )
         mask = self.mask if self.mask is not None and self.mask[0] == batches.epoch else None
-        return batches, Place(batches, mask=mask)
+        return batches, LoaderPosition(batches, mask=mask)
 
 
 class PlannedPass:
@@ -273,7 +273,7 @@ class PlannedPass:
             self.samples += len(self.again)
         self.batch_size = order.batch_size
         self.shares = order.shares
-        self.dealt = order.shares or Shares.even(order.batch_size, order.ranks)
+        self.dealt = order.shares or RankShares.even(order.batch_size, order.ranks)
         self.global_batch = order.global_batch
         self._steps = steps_in_epoch(
             self.samples, cursor.position, self.global_batch, order.drop_last
@@ -377,7 +377,7 @@ class PlannedPass:
             return state
         return state | {"mixture": self.mixed.following(self.formula.drop_last)}
 
-    def _mixed_epoch(self, mixing: Mixing, begun: Mapping[str, Any]) -> MixedEpoch:
+    def _mixed_epoch(self, mixing: MixtureRule, begun: Mapping[str, Any]) -> MixtureEpoch:
         """Return the epoch of a mixture that a state begins, or goes on with."""
         order = self.formula
         if self.mask is not None:

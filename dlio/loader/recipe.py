@@ -14,19 +14,19 @@ from dlio.data.reader import Reader, SampleName, data_bytes
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.image.crop import Crop
-from dlio.image.decode import Decoder
-from dlio.image.fusion import Batchwise, check_pixelwise, fused
-from dlio.image.moving import Move
-from dlio.image.seeded import Seeded
+from dlio.image.crop_geometry import CropGeometry
+from dlio.image.decoder import Decoder
+from dlio.image.fusion import BatchTransform, check_pixelwise, fused
+from dlio.image.seeded_functions import SeededFunctions
 from dlio.image.together import decode_all
 from dlio.loader.contract import Sample, Transform
+from dlio.loader.picture_targets import companion_of
 from dlio.loader.sample import decode_sample, decoded_field
-from dlio.loader.targets import companion_of
-from dlio.storage.decoded import DecodedTier
+from dlio.storage.decoded_tier import DecodedTier
 from dlio.util.printable import printable
 
 
-class Finish(Protocol):
+class ForeignDecoder(Protocol):
     """Makes samples where the data set of another library is read."""
 
     functions: Sequence[object]
@@ -69,7 +69,7 @@ class Recipe:
         transform: Transform | None,
         seed: int,
         through_decoded: bool,
-        finish: Finish | None,
+        finish: ForeignDecoder | None,
         min_visible: float = 0.0,
         crops: int = 1,
     ) -> None:
@@ -100,7 +100,7 @@ class Recipe:
             )
         self.transform: Transform | None = transform
         """User's transform of each crop, or of each sample that is not cropped."""
-        self.batch_transform: Batchwise | None = None
+        self.batch_transform: BatchTransform | None = None
         """Transform of a whole batch of crops, done on the device where the batch lies."""
         if self.crops:
             self.transform = parts.rest if parts.whole is None else parts.whole
@@ -114,7 +114,7 @@ class Recipe:
                     "another seed="
                 )
             if parts.batchwise:
-                self.batch_transform = Batchwise(parts.batchwise, seed, len(reader.classes))
+                self.batch_transform = BatchTransform(parts.batchwise, seed, len(reader.classes))
             if self.mixes and not (companion and companion.is_class):
                 raise UsageError(
                     f"{reader.path}: MixUp and CutMix mix numbers of classes, and its images have "
@@ -124,7 +124,7 @@ class Recipe:
             self.transform = parts.whole
         functions = [transform] if finish is None else finish.functions
         functions = [each for each in functions if each is not None]
-        self._seeded = Seeded(functions) if functions else None
+        self._seeded = SeededFunctions(functions) if functions else None
         self.decoder = Decoder(self.crop, seed, through_decoded)
 
     @property
@@ -199,7 +199,7 @@ class Recipe:
         values = self.fields(sample, payload)
         encoded, name = values[companion.image], SampleName(self.reader, sample)
         shown = self.decoder.decode(encoded, name, uniforms, slot)
-        move = None if shown is None else Move(shown, self.crop.size, self.crop.width)
+        move = None if shown is None else CropGeometry(shown, self.crop.size, self.crop.width)
         return self.accompanying(values, move, sample)
 
     def into_all(
@@ -231,7 +231,7 @@ class Recipe:
             if isinstance(part, Exception):
                 made[k] = part
                 continue
-            move = None if part is None else Move(part, self.crop.size, self.crop.width)
+            move = None if part is None else CropGeometry(part, self.crop.size, self.crop.width)
             try:
                 made[k] = self.accompanying(values, move, samples[k])
             except Exception as error:
@@ -251,7 +251,7 @@ class Recipe:
         pixels = self.decoder.prepare(encoded, name)
         return pixels, beside, time.thread_time() - began
 
-    def accompanying(self, values: dict[str, Any], move: Move | None, sample: int) -> Any:
+    def accompanying(self, values: dict[str, Any], move: CropGeometry | None, sample: int) -> Any:
         """Make the companion of a picture, of a payload's fields. Raises as `one`.
 
         Args:
@@ -364,7 +364,7 @@ class MappedRecipe(Recipe):
     def __init__(self, inner: Recipe, maps: Sequence[Callable[[Sample], Sample]]) -> None:
         self.__dict__.update(inner.__dict__)
         self._inner, self._maps = inner, tuple(maps)
-        self._seeded = Seeded(maps)
+        self._seeded = SeededFunctions(maps)
         # The samples are made one by one, by `one`.
         self.crops, self.transform, self.batch_transform = False, None, None
 

@@ -13,7 +13,7 @@ import torch
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import IMAGES, Buffer, Schema
 from dlio.errors import CorruptBlock, SourceError
-from dlio.image.decode import decode_whole
+from dlio.image.decoder import decode_whole
 from dlio.loader.contract import Sample
 
 _INTEGERS: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.storage.device_tier import Event
+from dlio.storage.device_tier import CopyEvent
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its streams and events.
 
 
-class Pinned(Enum):
+class HostMemoryKind(Enum):
     """Memory of batches on the host."""
 
     NO = "no"
@@ -30,7 +30,7 @@ class Pinned(Enum):
     copies it, refers to it until its copy is complete."""
 
 
-class Streams(Protocol):
+class DeviceStreams(Protocol):
     """One stream for copies, and the streams of those who use the copies. Thread-safe."""
 
     @property
@@ -51,10 +51,10 @@ class Streams(Protocol):
     def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         """Start a copy into memory of the device, on the current stream."""
 
-    def record(self) -> Event:
+    def record(self) -> CopyEvent:
         """Return an event that completes with all that the copy stream has been given so far."""
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: CopyEvent) -> None:
         """Have the calling thread's current stream wait for an event; the host goes on."""
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -88,13 +88,13 @@ class CudaStreams:
     def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         target.copy_(tensor, non_blocking=True)
 
-    def record(self) -> Event:
+    def record(self) -> CopyEvent:
         event = _cuda.Event(blocking=True)  # Waiting for it leaves the processor to others.
         event.record(self._stream)
-        made: Event = event
+        made: CopyEvent = event
         return made
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: CopyEvent) -> None:
         _cuda.current_stream(self.device).wait_event(event)
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -108,6 +108,6 @@ def pinned_memory(count: int) -> npt.NDArray[np.uint8]:
     return memory
 
 
-def streams_of(device: torch.device) -> Streams | None:
+def streams_of(device: torch.device) -> DeviceStreams | None:
     """Return streams for copies to a device; None if copies to it are made in place."""
     return CudaStreams(device) if device.type == "cuda" else None

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from dlio.util.arguments import PathText
-from dlio.util.files import write_json
+from dlio.util.whole_files import write_json
 
 _MOST: int = 500_000
 """Most spans of a trace; viewers cannot show more anyway."""

@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import UsageError
-from dlio.plan.adopted import AdoptedPlan
 from dlio.plan.block_order import BlockOrder
-from dlio.plan.homeplan import HomePlan
+from dlio.plan.home_plan import HomePlan
 from dlio.plan.layout import Layout
 from dlio.plan.listed_order import ListedOrder, ListedPlan
 from dlio.plan.mixture import MixtureOrder
 from dlio.plan.order import Order
+from dlio.plan.rank_shares import RankShares
 from dlio.plan.schedule import (
-    Ranks,
-    Window,
+    RankNodes,
+    RankWindow,
     cut_window,
     deal,
     keepers_of,
@@ -31,7 +31,7 @@ from dlio.plan.schedule import (
     senders_of,
     with_ranks,
 )
-from dlio.plan.shares import Shares
+from dlio.plan.survivor_plan import SurvivorPlan
 from dlio.plan.tail_order import TailOrder
 from dlio.util.arguments import nearest
 
@@ -96,14 +96,14 @@ class EpochPlan:
     """Per rank."""
     steps: int
     mode: str
-    ranks: Ranks
+    ranks: RankNodes
     rank: int
     home: npt.NDArray[np.int32]
     """Home node of each block, -1 for the source; shape (blocks,)."""
     layout: Layout
     window_bytes: int = WINDOW_BYTES
     """Approximate payload bytes of a rank's window."""
-    shares: Shares | None = None
+    shares: RankShares | None = None
     """Samples per rank of a global batch; even for None."""
     left: tuple[int, ...] | None = None
     """Those of `ranks` that are left, if an inexact mode goes on with an epoch after a loss; `rank`
@@ -135,7 +135,7 @@ class EpochPlan:
 class WindowPlan(Protocol):
     """The plans of one rank."""
 
-    def window(self, steps: range) -> Window:
+    def window(self, steps: range) -> RankWindow:
         """Plan a run of steps."""
 
 
@@ -167,7 +167,7 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
         plan.home,
         plan.ranks,
         plan.rank,
-        plan.shares or Shares.even(plan.batch_size, plan.ranks.size),
+        plan.shares or RankShares.even(plan.batch_size, plan.ranks.size),
         first + plan.steps,
         exchanged(plan.mode),
         first,
@@ -175,7 +175,7 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
     )
     if plan.left is None:
         return whole
-    return AdoptedPlan(whole, plan.ranks, plan.left, plan.rank)
+    return SurvivorPlan(whole, plan.ranks, plan.left, plan.rank)
 
 
 class _ExactPlan:
@@ -184,7 +184,7 @@ class _ExactPlan:
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
 
-    def window(self, steps: range) -> Window:
+    def window(self, steps: range) -> RankWindow:
         plan = self._plan
         return plan_window(
             plan.order,
@@ -213,11 +213,11 @@ class GlobalPlan:
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
         self._batch = plan.global_batch
-        self._shares = plan.shares or Shares.even(plan.batch_size, plan.ranks.size)
+        self._shares = plan.shares or RankShares.even(plan.batch_size, plan.ranks.size)
         self._end = min(plan.order.n, plan.position + plan.steps * self._batch)
         self._pushed = self._positions_to_push()
 
-    def window(self, steps: range) -> Window:
+    def window(self, steps: range) -> RankWindow:
         plan, batch = self._plan, self._batch
         mine, counts = [], []
         for step in steps:
@@ -232,7 +232,7 @@ class GlobalPlan:
         low = np.searchsorted(self._pushed, plan.position + steps.start * batch)
         high = np.searchsorted(self._pushed, plan.position + steps.stop * batch)
         pushed = self._pushed[low:high]
-        return Window(
+        return RankWindow(
             steps,
             samples,
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 from dlio.plan.order import Order
-from dlio.plan.schedule import Window
+from dlio.plan.schedule import RankWindow
 
 _I64 = npt.NDArray[np.int64]
 
@@ -46,11 +46,11 @@ class ListedPlan:
     def __init__(self, order: ListedOrder) -> None:
         self._order = order
 
-    def window(self, steps: range) -> Window:
+    def window(self, steps: range) -> RankWindow:
         """Plan a run of steps."""
         starts = self._order.starts[steps.start : steps.stop + 1]
         if not len(starts):
             starts = np.zeros(1, np.int64)
         samples = self._order.listed[starts[0] : starts[-1]]
         none = np.full(len(samples), -1, np.int32)
-        return Window(steps, samples, starts - starts[0], none, {})
+        return RankWindow(steps, samples, starts - starts[0], none, {})

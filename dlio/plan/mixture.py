@@ -1,6 +1,7 @@
 """A weighted mixture of sources as a formula: the sample at each position of an epoch. Pure.
 
-Each whole global batch has the largest-remainder share of every source (`dlio.plan.fair`); its
+Each whole global batch has the largest-remainder share of every source (`dlio.plan.fair_counts`);
+its
 samples are shuffled by a key of (seed, epoch, batch). The draws from a source are numbered since
 the run began: draw g is at position g % n of the source's own epoch g // n, whose order is a keyed
 permutation (`dlio.plan.order`). So a source goes round in epochs of its own, sees all its samples
@@ -25,8 +26,8 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.errors import UsageError
-from dlio.plan.ends import end_of
-from dlio.plan.fair import fair_counts, largest_remainder
+from dlio.plan.fair_counts import fair_counts, largest_remainder
+from dlio.plan.mixture_end import end_of
 from dlio.plan.order import MAX_SAMPLES, Order, mix
 
 _I64 = npt.NDArray[np.int64]
@@ -40,7 +41,7 @@ _MOST_SEGMENTS: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class MixtureSegment:
     """A run of an epoch's positions with the same weights and the same global batch."""
 
     position: int
@@ -53,14 +54,14 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixing:
+class MixtureRule:
     """The facts of a mixture that all ranks agree on."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     """Number of samples of each source."""
     exhaustion: str
-    """One of `dlio.plan.ends.EXHAUSTION`."""
+    """One of `dlio.plan.mixture_end.EXHAUSTION`."""
     samples: int | None
     """Samples of an epoch, for `repeat`."""
     schedule: tuple[tuple[int, Weights], ...]
@@ -74,11 +75,11 @@ class Mixing:
         drop_last: bool,
         state: object = None,
         again: int = 0,
-    ) -> "MixedEpoch":
+    ) -> "MixtureEpoch":
         """Return an epoch, as it goes on at a position with global batches of `batch` samples.
 
         Args:
-            state: text of `MixedEpoch.text` or `following`; None for an epoch of a run that has
+            state: text of `MixtureEpoch.text` or `following`; None for an epoch of a run that has
                 used this schedule from its beginning.
             again: number of samples that come again at the end.
 
@@ -95,7 +96,7 @@ class Mixing:
         given = _parsed(state, self)
         if not given["segments"]:
             return self._begun(given["step"], given["drawn"], batch)
-        begun = MixedEpoch(self, given["step"], given["n"], given["segments"])
+        begun = MixtureEpoch(self, given["step"], given["n"], given["segments"])
         if position > begun.n + again:
             raise UsageError(
                 f"loader state at position {position} of an epoch of {begun.n} samples: was it "
@@ -103,7 +104,7 @@ class Mixing:
             )
         return begun.resumed(position, batch) if position else begun
 
-    def scheduled(self, state: object) -> "Mixing":
+    def scheduled(self, state: object) -> "MixtureRule":
         """Return this mixture with the weights of a loader's state. Raises UsageError."""
         return replace(self, schedule=_parsed(state, self)["schedule"])
 
@@ -122,15 +123,15 @@ class Mixing:
             epoch -= turns
         return step, drawn
 
-    def _begun(self, step: int, drawn: tuple[int, ...], batch: int) -> "MixedEpoch":
+    def _begun(self, step: int, drawn: tuple[int, ...], batch: int) -> "MixtureEpoch":
         """Plan an epoch whose first step is `step` of the run."""
         first = max(k for k, (begin, _) in enumerate(self.schedule) if begin <= step)
         position, had = 0, (0,) * len(self.names)
-        segments: list[Segment] = []
+        segments: list[MixtureSegment] = []
         for k in range(first, len(self.schedule)):
             weights = self.schedule[k][1]
             before = tuple(a + b for a, b in zip(drawn, had, strict=True))
-            segments.append(Segment(position, batch, weights, before))
+            segments.append(MixtureSegment(position, batch, weights, before))
             steps = None
             if k + 1 < len(self.schedule):
                 steps = self.schedule[k + 1][0] - max(step, self.schedule[k][0])
@@ -138,7 +139,7 @@ class Mixing:
                 self.exhaustion, weights, batch, steps, had, self.sizes, self.samples, position
             )
             if end is not None:
-                return MixedEpoch(self, step, end, tuple(segments))
+                return MixtureEpoch(self, step, end, tuple(segments))
             assert steps is not None
             counts = fair_counts(weights, batch).totals(np.array([steps]))[0].tolist()
             had = tuple(a + b for a, b in zip(had, counts, strict=True))
@@ -147,15 +148,15 @@ class Mixing:
 
 
 @dataclass(frozen=True, slots=True)
-class MixedEpoch:
+class MixtureEpoch:
     """One epoch of a mixture."""
 
-    mixing: Mixing
+    mixing: MixtureRule
     step: int
     """First step, counted since the run began."""
     n: int
     """Number of positions."""
-    segments: tuple[Segment, ...]
+    segments: tuple[MixtureSegment, ...]
     """By position; the first at 0."""
 
     def order(self, seed: int, epoch: int, shuffled: bool) -> "MixtureOrder":
@@ -185,7 +186,7 @@ class MixedEpoch:
             had = tuple(a + b for a, b in zip(had, last, strict=True))
         return tuple(a + b for a, b in zip(segment.drawn, had, strict=True))
 
-    def resumed(self, position: int, batch: int) -> "MixedEpoch":
+    def resumed(self, position: int, batch: int) -> "MixtureEpoch":
         """Return the epoch as it goes on at a position with other global batches.
 
         Its length stays, and so do later changes of weights, but for the batch that they fall in.
@@ -194,7 +195,7 @@ class MixedEpoch:
         if position >= self.n or (here.batch == batch and (position - here.position) % batch == 0):
             return self
         kept = [each for each in self.segments if each.position < position]
-        kept.append(Segment(position, batch, here.weights, self.drawn(position)))
+        kept.append(MixtureSegment(position, batch, here.weights, self.drawn(position)))
         for later in self.segments[self.segments.index(here) + 1 :]:
             begin = position - (position - later.position) // batch * batch
             if begin >= self.n:
@@ -202,7 +203,7 @@ class MixedEpoch:
             drawn = replace(self, segments=tuple(kept)).drawn(begin)
             if kept[-1].position == begin:
                 kept.pop()
-            kept.append(Segment(begin, batch, later.weights, drawn))
+            kept.append(MixtureSegment(begin, batch, later.weights, drawn))
         return replace(self, segments=tuple(kept))
 
     def text(self, position: int) -> str:
@@ -215,7 +216,7 @@ class MixedEpoch:
         """Return the ledger at the beginning of the next epoch."""
         return self._text(self.step + self.steps(drop_last), self.drawn(self.n), ())
 
-    def _text(self, step: int, drawn: tuple[int, ...], segments: tuple[Segment, ...]) -> str:
+    def _text(self, step: int, drawn: tuple[int, ...], segments: tuple[MixtureSegment, ...]) -> str:
         ledger = {
             "sources": list(zip(self.mixing.names, self.mixing.sizes, strict=True)),
             "schedule": [[begin, _written(weights)] for begin, weights in self.mixing.schedule],
@@ -239,7 +240,7 @@ class MixtureOrder(Order):
     of 2^20 samples.
     """
 
-    mixed: MixedEpoch | None = None
+    mixed: MixtureEpoch | None = None
 
     def _map(self, values: _I64, inverse: bool) -> _I64:
         if inverse:
@@ -263,11 +264,11 @@ class MixtureOrder(Order):
         return sources
 
     @property
-    def _mixed(self) -> MixedEpoch:
+    def _mixed(self) -> MixtureEpoch:
         assert self.mixed is not None
         return self.mixed
 
-    def _draws(self, segment: Segment, positions: _I64) -> tuple[_I64, _I64]:
+    def _draws(self, segment: MixtureSegment, positions: _I64) -> tuple[_I64, _I64]:
         """Return (source, draw from it since the run began) of positions of a segment."""
         batch, slot = np.divmod(positions - segment.position, segment.batch)
         batches, row = np.unique(batch, return_inverse=True)
@@ -288,7 +289,7 @@ class MixtureOrder(Order):
         return source, drawn + place - begins[row, source]
 
     def _shuffled(
-        self, segment: Segment, batches: _I64, sizes: _I64, row: _I64, slot: _I64
+        self, segment: MixtureSegment, batches: _I64, sizes: _I64, row: _I64, slot: _I64
     ) -> _I64:
         """Return the place of each slot in its batch before the batch is shuffled."""
         place = np.empty_like(slot)
@@ -324,7 +325,7 @@ def _written(weights: Weights) -> str:
     return " ".join(map(str, weights))
 
 
-def _parsed(state: object, mixing: Mixing) -> dict[str, Any]:
+def _parsed(state: object, mixing: MixtureRule) -> dict[str, Any]:
     """Return the ledger in a loader's state. Raises UsageError for that of another mixture."""
     try:
         ledger = json.loads(str(state))
@@ -335,7 +336,7 @@ def _parsed(state: object, mixing: Mixing) -> dict[str, Any]:
             "drawn": _counts(ledger["drawn"], mixing),
             "n": _whole(ledger["n"]),
             "segments": tuple(
-                Segment(_whole(p), _whole(b), _weights(w, mixing), _counts(d, mixing))
+                MixtureSegment(_whole(p), _whole(b), _weights(w, mixing), _counts(d, mixing))
                 for p, b, w, d in ledger["segments"]
             ),
         }
@@ -376,13 +377,13 @@ def _whole(value: object) -> int:
     return value
 
 
-def _counts(values: Mapping[int, object], mixing: Mixing) -> tuple[int, ...]:
+def _counts(values: Mapping[int, object], mixing: MixtureRule) -> tuple[int, ...]:
     if len(values) != len(mixing.names):
         raise ValueError("counts of other sources")
     return tuple(map(_whole, values))
 
 
-def _weights(text: object, mixing: Mixing) -> Weights:
+def _weights(text: object, mixing: MixtureRule) -> Weights:
     parts = str(text).split(" ")
     if len(parts) != len(mixing.names):
         raise ValueError("weights of other sources")

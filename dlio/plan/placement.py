@@ -40,7 +40,7 @@ _I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class HomeNode:
     """A node that can be home to blocks."""
 
     name: str
@@ -59,7 +59,7 @@ class Placement:
     """Number of the tier that pins it on that node, -1 for none; shape (blocks,)."""
 
 
-def place(block_bytes: npt.NDArray[np.int64], nodes: Sequence[Node], key: str) -> Placement:
+def place(block_bytes: npt.NDArray[np.int64], nodes: Sequence[HomeNode], key: str) -> Placement:
     """Give blocks homes on nodes and tiers, within every tier's capacity. Pure.
 
     A node's bound is its share of all bytes, in proportion to capacity. A block goes to the
@@ -137,7 +137,7 @@ def _pin(size: int, rooms: list[int]) -> int:
     return number
 
 
-def _scores(blocks: _I64, nodes: Sequence[Node], weights: _F64, key: str) -> _F64:
+def _scores(blocks: _I64, nodes: Sequence[HomeNode], weights: _F64, key: str) -> _F64:
     """Weighted rendezvous scores, w / -log2(u) for a hash u in (0, 1); shape (blocks, nodes)."""
     seeds = np.array(
         [xxhash.xxh3_64_intdigest(f"{key}/{node.name}".encode()) for node in nodes], np.uint64

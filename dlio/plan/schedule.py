@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.plan.order import Order, mix
-from dlio.plan.shares import Shares
+from dlio.plan.rank_shares import RankShares
 
 Mode = Literal["batch", "global"]
 _KEEPERS: Final = np.uint64(0x6B65657065727321)
@@ -27,7 +27,7 @@ _I32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankNodes:
     """The ranks of a job and the nodes they are on."""
 
     node_of: _I32
@@ -47,7 +47,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class StepAssignment:
     """The work of all ranks in a run of steps.
 
     Flat arrays with one entry per sample, shape (n,), in the positions of the order: ascending by
@@ -65,7 +65,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class RankWindow:
     """The work of one rank in a run of steps, known before the run starts."""
 
     steps: range
@@ -97,11 +97,11 @@ def assign(
     batch_size: int,
     steps: range,
     home_of: Callable[[_I64], _I32],
-    ranks: Ranks,
+    ranks: RankNodes,
     mode: Mode,
-    shares: Shares | None = None,
+    shares: RankShares | None = None,
     on_devices: bool = False,
-) -> Assignment:
+) -> StepAssignment:
     """Deal the global batches of `steps` to the ranks.
 
     The global batch of step s is the order's positions from position + s·B, B = batch_size x
@@ -136,7 +136,7 @@ def assign(
     else:
         keepers = keepers_of(samples, homes, ranks) if on_devices else None
         consumer = _deal_at_home(homes, step, counts, ranks, shares, keepers)
-    return Assignment(
+    return StepAssignment(
         steps, samples, step + steps.start, consumer, senders_of(homes, consumer, ranks)
     )
 
@@ -147,12 +147,12 @@ def plan_window(
     batch_size: int,
     steps: range,
     home_of: Callable[[_I64], _I32],
-    ranks: Ranks,
+    ranks: RankNodes,
     rank: int,
     mode: Mode,
-    shares: Shares | None = None,
+    shares: RankShares | None = None,
     on_devices: bool = False,
-) -> Window:
+) -> RankWindow:
     """Plan `steps` for `rank` without communication; arguments and cost as for `assign`.
 
     The plans of ranks agree if all pass the same arguments: `a.sends[b]` are the samples that `b`
@@ -162,7 +162,7 @@ def plan_window(
     mine = np.flatnonzero(dealt.consumer == rank)
     per_step = np.bincount(dealt.step[mine] - steps.start, minlength=len(steps))
     pushed = np.flatnonzero(dealt.sender == rank)
-    return Window(
+    return RankWindow(
         steps,
         dealt.samples[mine],
         np.concatenate([[0], np.cumsum(per_step)]).astype(np.int64),
@@ -171,7 +171,7 @@ def plan_window(
     )
 
 
-def keepers_of(samples: _I64, homes: _I32, ranks: Ranks) -> _I32:
+def keepers_of(samples: _I64, homes: _I32, ranks: RankNodes) -> _I32:
     """Return the rank that keeps each sample on its device, where devices keep samples: one of the
     ranks of its home node, by a hash of the sample; of all ranks where it has none.
 
@@ -193,7 +193,7 @@ def cut_window(samples: _I64, consumers: npt.NDArray[np.integer], ranks: int) ->
     return dict(zip(dests.tolist(), np.split(samples[by_rank], begins[1:]), strict=False))
 
 
-def with_ranks(homes: _I32, ranks: Ranks) -> _I32:
+def with_ranks(homes: _I32, ranks: RankNodes) -> _I32:
     """Return `homes` with -1 in place of nodes without ranks."""
     inhabited = np.bincount(ranks.node_of, minlength=ranks.nodes) > 0
     there = (homes >= 0) & (homes < ranks.nodes)
@@ -201,7 +201,7 @@ def with_ranks(homes: _I32, ranks: Ranks) -> _I32:
     return np.where(there, homes, np.int32(-1))
 
 
-def deal(in_step: _I64, counts: _I64, parts: int, shares: Shares | None = None) -> _I32:
+def deal(in_step: _I64, counts: _I64, parts: int, shares: RankShares | None = None) -> _I32:
     """Return the part of a step, even or by `shares`, that each place in it falls to."""
     if shares is not None:
         return shares.deal(in_step, counts)
@@ -213,8 +213,8 @@ def _deal_at_home(
     homes: _I32,
     step: _I64,
     counts: _I64,
-    ranks: Ranks,
-    shares: Shares | None,
+    ranks: RankNodes,
+    shares: RankShares | None,
     keepers: _I32 | None,
 ) -> _I32:
     """Consumers of a run of steps in `batch` mode.
@@ -262,7 +262,7 @@ def _deal_at_home(
     return consumer
 
 
-def senders_of(homes: _I32, consumer: _I32, ranks: Ranks) -> _I32:
+def senders_of(homes: _I32, consumer: _I32, ranks: RankNodes) -> _I32:
     """Return the rank that sends each sample: one per receiver and peer node, so that each pair
     exchanges one message."""
     by_node = _stable(ranks.node_of, ranks.nodes).astype(np.int32)

@@ -19,7 +19,7 @@ _WEIGHT: Final = 0.2
 """Of the newest measurement in the mean."""
 
 
-class Background:
+class BackgroundLimit:
     """When the next request that nobody waits for may begin. The caller holds a lock.
 
     Args:

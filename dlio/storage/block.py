@@ -29,7 +29,7 @@ from dlio.storage.block_format import (
 )
 from dlio.storage.scratch import (
     LZ4_HEAD,
-    Scratch,
+    PayloadScratch,
     decompress_packed,
     own_scratch,
     scatter,
@@ -46,7 +46,7 @@ _CHECKED_BYTES: Final = 1 << 19
 _REMEDY: Final = " (the file is damaged: restore it, or make it again)"
 
 
-class Readable(Protocol):
+class DescriptorlessFile(Protocol):
     """A file without a descriptor, for example one behind fsspec; see `dlio.data.source.File`."""
 
     @property
@@ -80,9 +80,9 @@ class BlockInfo:
 
     def read(
         self,
-        descriptor: int | Readable,
+        descriptor: int | DescriptorlessFile,
         place: int,
-        scratch: Scratch | None = None,
+        scratch: PayloadScratch | None = None,
         *,
         checked: bool = True,
     ) -> memoryview:
@@ -107,7 +107,7 @@ class BlockInfo:
 
     def read_into(
         self,
-        descriptor: int | Readable,
+        descriptor: int | DescriptorlessFile,
         place: int,
         pieces: Sequence[memoryview],
         *,
@@ -147,7 +147,12 @@ class BlockInfo:
             raise CorruptBlock(f"{self.where(place)}: its checksum does not match{_REMEDY}")
 
     def read_stored(
-        self, descriptor: int | Readable, place: int, into: memoryview, *, checked: bool = True
+        self,
+        descriptor: int | DescriptorlessFile,
+        place: int,
+        into: memoryview,
+        *,
+        checked: bool = True,
     ) -> tuple[int, int]:
         """Read the payload at `place` as it is stored, compressed or not.
 
@@ -165,7 +170,9 @@ class BlockInfo:
             read_exactly(descriptor, into[:stored], self.start + offset, lambda: self.where(place))
         return stored, digest
 
-    def check(self, stored: memoryview, place: int, scratch: Scratch | None = None) -> memoryview:
+    def check(
+        self, stored: memoryview, place: int, scratch: PayloadScratch | None = None
+    ) -> memoryview:
         """Decompress the stored bytes of `place` if need be, check and return the raw payload.
 
         Args:
@@ -181,7 +188,9 @@ class BlockInfo:
         self._unpack(with_head(stored), raw, place)
         return self._compare(raw, place, True)
 
-    def _read_packed(self, descriptor: int | Readable, place: int, raw: memoryview) -> None:
+    def _read_packed(
+        self, descriptor: int | DescriptorlessFile, place: int, raw: memoryview
+    ) -> None:
         """Read the compressed payload at `place` and decompress it into `raw`, of its size."""
         offset, stored, _, _ = self.table[place].item()
         packed = own_scratch.packed.view(LZ4_HEAD.size + stored)
@@ -207,7 +216,7 @@ class BlockInfo:
 
 
 def read_info(
-    descriptor: int | Readable, path: str, start: int = 0, length: int | None = None
+    descriptor: int | DescriptorlessFile, path: str, start: int = 0, length: int | None = None
 ) -> BlockInfo:
     """Read and check the header and table of the block at `start` of an open file.
 
@@ -264,7 +273,9 @@ def check_block(memory: memoryview, path: str, start: int, *, payloads: bool = T
 
     Raises CorruptBlock.
     """
-    info = read_info(_Memory(memory), path if start == 0 else f"{path} at {start}", 0, len(memory))
+    info = read_info(
+        _BlockInMemory(memory), path if start == 0 else f"{path} at {start}", 0, len(memory)
+    )
     if payloads:
         for place in range(len(info)):
             offset, stored, _, _ = info.table[place].item()
@@ -272,7 +283,7 @@ def check_block(memory: memoryview, path: str, start: int, *, payloads: bool = T
     return info
 
 
-class _Memory:
+class _BlockInMemory:
     """A block in memory, read as if it were a file."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -283,13 +294,16 @@ class _Memory:
         into[:] = self._memory[offset : offset + len(into)]
 
 
-def file_size(file: int | Readable) -> int:
+def file_size(file: int | DescriptorlessFile) -> int:
     """Return the bytes of an open file."""
     return os.fstat(file).st_size if isinstance(file, int) else file.size
 
 
 def read_exactly(
-    descriptor: int | Readable, into: memoryview, offset: int, part: str | Callable[[], str]
+    descriptor: int | DescriptorlessFile,
+    into: memoryview,
+    offset: int,
+    part: str | Callable[[], str],
 ) -> None:
     """Fill `into` from a file. Raises CorruptBlock, naming `part`, when the file is shorter."""
     if not isinstance(descriptor, int):

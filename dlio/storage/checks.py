@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import TierFull, UsageError
-from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
 from dlio.util.units import format_bytes
 
 

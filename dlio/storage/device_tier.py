@@ -25,7 +25,7 @@ _ALIGNED: Final = 16
 _FIRST, _ROWS, _COLUMNS, _LABEL = range(4)
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """A point in a stream's work."""
 
     def query(self) -> bool:
@@ -35,7 +35,7 @@ class Event(Protocol):
         """Wait, without the interpreter's lock, until the stream has passed it."""
 
 
-class Copies(Protocol):
+class DeviceCopies(Protocol):
     """Copies to a device on the calling thread's stream."""
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -44,10 +44,10 @@ class Copies(Protocol):
     def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         """Start copying a tensor into memory of the device."""
 
-    def record(self) -> Event:
+    def record(self) -> CopyEvent:
         """Return an event that completes with the stream's work so far."""
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: CopyEvent) -> None:
         """Have the stream wait for an event."""
 
 
@@ -74,7 +74,7 @@ class DeviceTier:
         """First byte, rows, columns, label of each sample; -1 for those that are not here."""
         self._pixels: torch.Tensor | None = None
         self._used = self._images = 0
-        self._last: Event | None = None
+        self._last: CopyEvent | None = None
         self._is_closed = False
         self._decode_s, self._decoded = 0.0, 0
         free = free_bytes(device)
@@ -102,7 +102,7 @@ class DeviceTier:
         return self._table[samples]
 
     @contextmanager
-    def turn(self, copies: Copies) -> Iterator[torch.Tensor]:
+    def turn(self, copies: DeviceCopies) -> Iterator[torch.Tensor]:
         """Use the memory, a flat uint8 tensor, on a stream: after all earlier uses, before later
         ones. Raises UsageError if the device lacks the memory, DlioError after `close`."""
         with self._lock:

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from dlio.data.reader import Reader
 from dlio.errors import CorruptBlock, SourceError
-from dlio.storage.arrivals import Arrivals
+from dlio.storage.block_fetcher import BlockFetcher
 from dlio.storage.counters import Counters
 from dlio.storage.early import EarlyPayloads
-from dlio.storage.intake import Intake
+from dlio.storage.source_requests import SourceRequests
 from dlio.util.threads import Workers
 
 _JOIN_TIMEOUT_S: Final = 5.0
@@ -34,9 +34,9 @@ class FirstBatch:
     def __init__(
         self,
         reader: Reader,
-        intake: Intake,
+        intake: SourceRequests,
         early: EarlyPayloads,
-        arrivals: Arrivals,
+        arrivals: BlockFetcher,
         counters: Counters,
     ) -> None:
         self._reader, self._intake, self._early = reader, intake, early

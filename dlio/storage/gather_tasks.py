@@ -18,7 +18,7 @@ _RUN_BYTES: Final = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class SampleRead:
     """A sample that is to be read."""
 
     sample: int
@@ -40,7 +40,7 @@ class Task:
     """Set when it is done, once somebody waits for it."""
 
 
-class Tasks:
+class ReadQueue:
     """Samples that are queued, being read, or read and not taken yet. The caller holds a lock.
 
     Args:
@@ -51,8 +51,8 @@ class Tasks:
         self._sizes = reader.sizes
         self._most = _TOGETHER if reads_together(reader) else 1
         self._joins = joins_neighbours(reader)
-        self._tasks: dict[int, Task] = {}
-        self._queue: list[tuple[bool, int, Task]] = []
+        self._tasks: dict[int, SampleRead] = {}
+        self._queue: list[tuple[bool, int, SampleRead]] = []
         """A heap of (True if nobody waits for it, ticket, task); stale entries are passed over."""
         self._ticket = itertools.count()
         self.spare = 0
@@ -68,17 +68,17 @@ class Tasks:
         """True if there may be something to read."""
         return bool(self._queue)
 
-    def get(self, sample: int) -> Task | None:
+    def get(self, sample: int) -> SampleRead | None:
         """Return the task of a sample, if there is one."""
         return self._tasks.get(sample)
 
-    def add(self, task: Task) -> None:
+    def add(self, task: SampleRead) -> None:
         """Queue a new task, or one that is to be read again."""
         self._tasks[task.sample] = task
         self.spare += not task.wanted
         heapq.heappush(self._queue, (not task.wanted, next(self._ticket), task))
 
-    def want(self, task: Task) -> None:
+    def want(self, task: SampleRead) -> None:
         """Say that somebody is going to take a task's sample: if it is queued, it moves forward."""
         if not task.wanted:
             task.wanted = True
@@ -87,14 +87,14 @@ class Tasks:
                 self.spare -= 1
                 heapq.heappush(self._queue, (False, next(self._ticket), task))
 
-    def let_go(self, task: Task) -> None:
+    def let_go(self, task: SampleRead) -> None:
         """Say that nobody is going to take a task's sample any more; its task ends with that."""
         self.ready -= task.wanted and task.done
         task.wanted = False
         if task.added:
             self.remove(task)
 
-    def finish(self, task: Task) -> None:
+    def finish(self, task: SampleRead) -> None:
         """Say that a task's sample can be taken, or has failed."""
         if not task.done:
             task.done = True
@@ -102,18 +102,18 @@ class Tasks:
         if task.ended is not None:
             task.ended.set()
 
-    def remove(self, task: Task) -> None:
+    def remove(self, task: SampleRead) -> None:
         """Forget a task, unless another one has taken its place."""
         if self._tasks.get(task.sample) is task:
             del self._tasks[task.sample]
 
-    def begin(self, spare_too: bool) -> list[Task]:
+    def begin(self, spare_too: bool) -> list[SampleRead]:
         """Return the tasks of the next request, which begins.
 
         Args:
             spare_too: those that nobody waits for, too; never together with others.
         """
-        tasks: list[Task] = []
+        tasks: list[SampleRead] = []
         while self._queue and len(tasks) < self._most:
             spare, _, task = self._queue[0]
             if task.begun or spare is task.wanted or self._tasks.get(task.sample) is not task:
@@ -128,9 +128,9 @@ class Tasks:
                 tasks.append(each)
         return tasks
 
-    def _neighbours(self, first: Task) -> list[Task]:
+    def _neighbours(self, first: SampleRead) -> list[SampleRead]:
         """Return the tasks of the samples that lie behind one in its block, for its request."""
-        run: list[Task] = []
+        run: list[SampleRead] = []
         size = int(self._sizes[first.sample]) if self._joins else _RUN_BYTES
         while size < _RUN_BYTES and len(run) + 1 < _TOGETHER:
             task = self._tasks.get(first.sample + len(run) + 1)
@@ -143,9 +143,9 @@ class Tasks:
         return run
 
 
-def by_block(tasks: Sequence[Task]) -> dict[int, list[Task]]:
+def by_block(tasks: Sequence[SampleRead]) -> dict[int, list[SampleRead]]:
     """Group tasks by their blocks."""
-    groups: dict[int, list[Task]] = {}
+    groups: dict[int, list[SampleRead]] = {}
     for task in tasks:
         groups.setdefault(task.block, []).append(task)
     return groups

@@ -11,9 +11,9 @@ from typing import Final
 
 from dlio.errors import TierError
 from dlio.storage.counters import Counters
-from dlio.storage.notes import Notes
-from dlio.storage.spec import TierSpec
+from dlio.storage.notes import RunNotes
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
 from dlio.util.forks import new_lock
 from dlio.util.printable import printable
 
@@ -64,10 +64,10 @@ def _number(error: BaseException) -> int | None:
     return None
 
 
-class Health:
+class TierHealth:
     """Counts and tells the errors of the tiers of one hierarchy. Thread-safe."""
 
-    def __init__(self, counters: Counters, notes: Notes) -> None:
+    def __init__(self, counters: Counters, notes: RunNotes) -> None:
         self._counters, self._notes = counters, notes
         self._lock = new_lock()
         self._noted: set[tuple[str, str, int | None]] = set()

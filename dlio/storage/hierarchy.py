@@ -27,18 +27,18 @@ from dlio.data.flow import Flow
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import SourceError
-from dlio.storage.arrivals import Arrivals
+from dlio.storage.block_fetcher import BlockFetcher
 from dlio.storage.counters import Counters
 from dlio.storage.early import EarlyPayloads
 from dlio.storage.first_batch import FirstBatch
-from dlio.storage.gather import Gather, locate
-from dlio.storage.health import Health
-from dlio.storage.intake import Intake
-from dlio.storage.notes import Notes
-from dlio.storage.scratch import Scratch, scatter
-from dlio.storage.targets import Pins, Targets
+from dlio.storage.health import TierHealth
+from dlio.storage.notes import RunNotes
+from dlio.storage.sample_fetcher import SampleFetcher, locate
+from dlio.storage.scratch import PayloadScratch, scatter
+from dlio.storage.source_requests import SourceRequests
 from dlio.storage.tier import Tier
 from dlio.storage.tier_reads import TierReads
+from dlio.storage.tier_targets import PinnedTiers, TierTargets
 
 
 class Hierarchy:
@@ -63,22 +63,22 @@ class Hierarchy:
         self,
         reader: Reader,
         tiers: Sequence[Tier],
-        pins: Pins,
+        pins: PinnedTiers,
         *,
         ranks: int = 1,
-        intake: Intake | None = None,
+        intake: SourceRequests | None = None,
         check: bool = False,
         fill_timeout_s: float | None = None,
         flow: Flow | None = None,
     ) -> None:
         self.reader = reader
         self.counters = Counters(by_source=getattr(reader, "bytes_by_source", None))
-        self.targets = Targets(tiers, pins)
-        self._notes = Notes()
-        self.health = Health(self.counters, self._notes)
-        self._intake = intake or Intake(reader)
+        self.targets = TierTargets(tiers, pins)
+        self._notes = RunNotes()
+        self.health = TierHealth(self.counters, self._notes)
+        self._intake = intake or SourceRequests(reader)
         self._early = EarlyPayloads()
-        self._arrivals = Arrivals(
+        self._arrivals = BlockFetcher(
             reader,
             self.targets,
             self._intake,
@@ -102,10 +102,10 @@ class Hierarchy:
             reader, self._intake, self._early, self._arrivals, self.counters
         )
         flow = flow_of(reader) if flow is None else flow
-        self.gather: Gather | None = None
+        self.gather: SampleFetcher | None = None
         """Reads the samples of a source with a latency; None for other sources."""
         if flow is not None:
-            self.gather = Gather(
+            self.gather = SampleFetcher(
                 self._intake, flow, self.targets, self._arrivals, self.counters, self._notes
             )
 
@@ -126,12 +126,12 @@ class Hierarchy:
         return self.targets.tiers
 
     @property
-    def pins(self) -> Pins:
+    def pins(self) -> PinnedTiers:
         """The tier that each block is kept in."""
         return self.targets.pins
 
     def read(
-        self, sample: int, block: int, place: int, scratch: Scratch | None = None
+        self, sample: int, block: int, place: int, scratch: PayloadScratch | None = None
     ) -> tuple[Buffer, str]:
         """Return a sample's payload and where it came from: `ram`, `disk` or `source`.
 

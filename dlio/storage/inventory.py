@@ -25,9 +25,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dlio.agent.keeping import keep
 from dlio.errors import TierError
-from dlio.util.files import take_lock, write_whole_at
+from dlio.launch.node.lock_keeper import keep
 from dlio.util.folders import (
     is_marked,
     open_below,
@@ -36,9 +35,10 @@ from dlio.util.folders import (
     remove_marked,
     rename,
 )
-from dlio.util.named import open_folder
-from dlio.util.opening import Refused, closing_descriptor, open_file, read_small
-from dlio.util.shared import user_folder
+from dlio.util.shared_folders import user_folder
+from dlio.util.trusted_files import UntrustedFile, closing_descriptor, open_file, read_small
+from dlio.util.user_folders import open_folder
+from dlio.util.whole_files import take_lock, write_whole_at
 
 _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID")
 _LEASE: Final = "lease."
@@ -49,7 +49,7 @@ _WAIT_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class DatasetLease:
     """One process's use of a data set: a running one, or the last of a job that is over."""
 
     job: str
@@ -62,7 +62,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredDataset:
     """A data set in a disk tier."""
 
     root: str
@@ -78,7 +78,7 @@ class Stored:
     hits: int
     """Samples that were read from here."""
     pinned: bool
-    leases: tuple[Lease, ...]
+    leases: tuple[DatasetLease, ...]
 
     @property
     def in_use(self) -> bool:
@@ -91,7 +91,7 @@ class Stored:
         return os.path.join(self.root, user_folder(), self.fingerprint)
 
 
-class Use:
+class DatasetUse:
     """This process's lease on a data set in a disk tier. Owner: the mount, which closes it."""
 
     def __init__(self, root: str, fingerprint: str, about: Mapping[str, object]) -> None:
@@ -153,12 +153,12 @@ def job_id() -> str:
     return "".join(c if c.isalnum() or c in "_-" else "_" for c in name)[:64] or "-"
 
 
-def stored_data(root: str) -> list[Stored]:
+def stored_data(root: str) -> list[StoredDataset]:
     """List the data sets in this user's disk tier below `root`, the least recently used first.
 
     Folders that this user's dlio has not made are left out.
     """
-    entries: list[Stored] = []
+    entries: list[StoredDataset] = []
     with contextlib.suppress(OSError), _opened(root) as base:
         for name in sorted(os.listdir(base)):
             if not name.startswith("."):
@@ -175,7 +175,7 @@ def _opened(root: str) -> Iterator[int]:
         closing_descriptor(open_below(above, user_folder())) as base,
     ):
         if not is_marked(base):
-            raise Refused(f"{user_folder()} was not made by dlio")
+            raise UntrustedFile(f"{user_folder()} was not made by dlio")
         yield base
 
 
@@ -214,7 +214,7 @@ def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
     return entry.bytes
 
 
-def make_room(root: str, wanted: int, capacity: int, keep: str) -> list[Stored]:
+def make_room(root: str, wanted: int, capacity: int, keep: str) -> list[StoredDataset]:
     """Evict data sets until `wanted` bytes fit into `capacity`, together with those that stay.
 
     The least recently used go first; those in use or pinned stay. Returns the evicted ones.
@@ -222,7 +222,7 @@ def make_room(root: str, wanted: int, capacity: int, keep: str) -> list[Stored]:
     Args:
         keep: fingerprint of the data set that the room is for.
     """
-    evicted: list[Stored] = []
+    evicted: list[StoredDataset] = []
     others = [entry for entry in stored_data(root) if entry.fingerprint != keep]
     left = capacity - sum(entry.bytes for entry in others)
     for entry in others:
@@ -251,11 +251,11 @@ def set_pinned(root: str, fingerprint: str, pinned: bool) -> None:
             os.close(folder)
 
 
-def _look(root: str, base: int, name: str) -> Stored:
+def _look(root: str, base: int, name: str) -> StoredDataset:
     """Describe a data set. Raises OSError, Refused if it is not this user's dlio's."""
     with closing_descriptor(open_below(base, name)) as folder:
         if not is_marked(folder):
-            raise Refused(f"{name} was not made by dlio")
+            raise UntrustedFile(f"{name} was not made by dlio")
         about = _read_json(folder, "about.json")
         count = size = 0
         nodes, leases = [], []
@@ -277,7 +277,7 @@ def _look(root: str, base: int, name: str) -> Stored:
             pinned = bool(_status(folder, _PINNED))
         with contextlib.suppress(TypeError, ValueError):
             created = float(about.get("created", created))
-    return Stored(
+    return StoredDataset(
         root=root,
         fingerprint=name,
         source=str(about.get("source", "")),
@@ -308,10 +308,10 @@ def _blocks(folder: int, node: str) -> tuple[int, int]:
     return count, size
 
 
-def _lease(folder: int, name: str) -> Lease:
+def _lease(folder: int, name: str) -> DatasetLease:
     holder = _read_json(folder, name)
     _, job, pid, _ = name.split(".")
-    return Lease(
+    return DatasetLease(
         job=job,
         pid=int(pid),
         host=str(holder.get("host", "")),

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.held import ReadRange, open_ranges
+from dlio.data.file_ranges import ReadRange, open_ranges
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.data.source import File

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.errors import CorruptBlock
-from dlio.util.files import write_whole_at
-from dlio.util.opening import Refused, read_small
+from dlio.util.trusted_files import UntrustedFile, read_small
+from dlio.util.whole_files import write_whole_at
 
 NAME: Final = "manifest"
 """Name of the file in a node's folder."""
@@ -96,7 +96,7 @@ def read_manifest(folder: int, shown: str) -> Manifest | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        if not isinstance(error, Refused) and error.errno != errno.EFBIG:
+        if not isinstance(error, UntrustedFile) and error.errno != errno.EFBIG:
             raise
         raise CorruptBlock(f"{shown}: {error.strerror}: remove it, and stage again") from error
     return Manifest.decode(data, path)

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator
-from dlio.comm.nodes import Nodes, find_nodes
-from dlio.comm.recovery import uniform
+from dlio.comm.job_nodes import JobNodes, find_nodes
+from dlio.comm.survival.recovery import uniform
 from dlio.data.abilities import agree, reads_alone
 from dlio.data.agreement import check_same_data
 from dlio.data.flow import Flow
@@ -23,26 +23,33 @@ from dlio.data.source import is_remote
 from dlio.errors import UsageError
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
-from dlio.plan.placement import Node, Placement, place
-from dlio.plan.schedule import Ranks
+from dlio.plan.placement import HomeNode, Placement, place
+from dlio.plan.schedule import RankNodes
+from dlio.storage.block_filler import IN_FLIGHT_BYTES, BlockFiller, blocks_in_order, filler_threads
 from dlio.storage.block_format import aligned, block_sizes
+from dlio.storage.block_stream import StreamProgress
 from dlio.storage.checks import check_room, check_size
-from dlio.storage.decoded import DecodedTier
+from dlio.storage.decoded_tier import DecodedTier
 from dlio.storage.device_tier import DeviceTier
-from dlio.storage.fill import IN_FLIGHT_BYTES, Filler, blocks_in_order, filler_threads
+from dlio.storage.file_system_kind import FileSystemKind, file_system_of
 from dlio.storage.health import LostTier, is_fault
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.intake import Intake
-from dlio.storage.inventory import Use, make_room, stored_data
-from dlio.storage.known import remember_root
-from dlio.storage.live_figures import LiveFigures
-from dlio.storage.places import Place, find_place
+from dlio.storage.inventory import DatasetUse, make_room, stored_data
+from dlio.storage.known_folders import remember_root
+from dlio.storage.mount_figures import MountFigures
 from dlio.storage.sample_fill import SampleFiller
-from dlio.storage.spec import Tiers, TierSpec, choose_tiers, decoded_spec, device_spec, is_parsed
-from dlio.storage.streamed import StreamProgress
-from dlio.storage.targets import Pins
+from dlio.storage.source_requests import SourceRequests
 from dlio.storage.tier import Tier
-from dlio.util.shared import SHARED_MEMORY, user_folder
+from dlio.storage.tier_spec import (
+    Tiers,
+    TierSpec,
+    choose_tiers,
+    decoded_spec,
+    device_spec,
+    is_parsed,
+)
+from dlio.storage.tier_targets import PinnedTiers
+from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
 
 Layout = Literal["partition", "replicate", "auto"]
@@ -76,8 +83,8 @@ class Mount:
     """A data set mounted on the nodes of a job, as one rank sees it. Owns the hierarchy."""
 
     comm: Communicator
-    nodes: Nodes
-    ranks: Ranks
+    nodes: JobNodes
+    ranks: RankNodes
     tiers: tuple[TierSpec, ...]
     placement: Placement
     block_bytes: npt.NDArray[np.int64]
@@ -85,10 +92,10 @@ class Mount:
     hierarchy: Hierarchy
     requests: int = 1
     """Requests that this rank may have in flight to the source."""
-    uses: list[Use | None] = field(default_factory=list)
+    uses: list[DatasetUse | None] = field(default_factory=list)
     """This process's lease on each disk tier, None on one that cannot be written."""
     notes: list[str] = field(default_factory=list)
-    _filler: Filler | SampleFiller | None = None
+    _filler: BlockFiller | SampleFiller | None = None
     decoded_spec: TierSpec | None = None
     """The tier of decoded images in RAM, None if none is specified."""
     device_spec: TierSpec | None = None
@@ -99,7 +106,7 @@ class Mount:
     _progress: StreamProgress | None = None
     _decoded: DecodedTier | None = None
     _process: int = field(default_factory=os.getpid, init=False)
-    _live: LiveFigures = field(init=False)
+    _live: MountFigures = field(init=False)
     _mounted_on: npt.NDArray[np.int32] = field(init=False)
     """Node number of each rank that mounted the data set."""
 
@@ -109,7 +116,7 @@ class Mount:
     def __post_init__(self) -> None:
         self._mounted_on = self.ranks.node_of
         self._members = tuple(range(self.ranks.size))
-        self._live = LiveFigures(self.comm, self.hierarchy, self.tiers, self.block_bytes)
+        self._live = MountFigures(self.comm, self.hierarchy, self.tiers, self.block_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +124,7 @@ class Mount:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def fill(self, order: Order) -> Filler | SampleFiller | None:
+    def fill(self, order: Order) -> BlockFiller | SampleFiller | None:
         """Start to bring this node's blocks in the background, in the order of their first use.
 
         Returns None when all are there; further calls return the same filler.
@@ -128,7 +135,7 @@ class Mount:
             if self.hierarchy.gather is not None:
                 self._filler = SampleFiller(self.hierarchy.gather, reader, order, wanted)
                 return self._filler
-            self._filler = Filler(
+            self._filler = BlockFiller(
                 self.hierarchy,
                 lambda: blocks_in_order(reader.layout, order, wanted),
                 filler_threads(self.block_bytes, self.requests),
@@ -205,9 +212,9 @@ class Mount:
         self._members = tuple(members)
         self._keep_progress()
 
-    def ranks_of(self, members: Sequence[int]) -> Ranks:
+    def ranks_of(self, members: Sequence[int]) -> RankNodes:
         """Return some of the ranks that mounted the data set, by their numbers then."""
-        return Ranks(self._mounted_on[list(members)])
+        return RankNodes(self._mounted_on[list(members)])
 
     def spare_tiers(self) -> list[TierSpec]:
         """Return the tiers with the capacity that this data set leaves on every node."""
@@ -289,16 +296,16 @@ def mount(
     agree(reader, comm)
     check_same_data(reader, comm)
     nodes = find_nodes(comm, pretend_nodes)
-    ranks = Ranks(nodes.node_of)
+    ranks = RankNodes(nodes.node_of)
     specs = choose_tiers(tiers, data_bytes(reader), nodes.per_machine)
     folder, on_device = nodes.names[nodes.here], device_spec(tiers)
     block_bytes = block_bytes_of(reader)
-    source = find_place(reader.path)
+    source = file_system_of(reader.path)
     requests = options.requests or source.requests(reader.objects)
     about = {"source": _absolute(reader.path), "format": reader.format, "created": time.time()}
     with ExitStack() as undo:
         faults: list[tuple[TierSpec, OSError]] = []
-        uses: list[Use | None] = []
+        uses: list[DatasetUse | None] = []
         for spec in specs:
             if spec.kind == "disk":
                 use = _lease(spec, reader.fingerprint, about, faults)
@@ -325,7 +332,9 @@ def mount(
         pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
         check_room(opened, pins.tier, block_bytes)
         rate = None if options.rate is None else options.rate / comm.size
-        intake = undo.enter_context(closing(Intake(reader, requests, rate, options.timeout_s)))
+        intake = undo.enter_context(
+            closing(SourceRequests(reader, requests, rate, options.timeout_s))
+        )
         hierarchy = Hierarchy(
             reader,
             opened,
@@ -356,7 +365,7 @@ def mount(
     )
 
 
-def _flow(reader: Reader, source: Place, requests: int) -> Flow | None:
+def _flow(reader: Reader, source: FileSystemKind, requests: int) -> Flow | None:
     """Return the limit of samples that are read at a time, of a source behind a network.
 
     In an epoch's random order a first batch touches about as many blocks as it has samples. Where
@@ -375,13 +384,13 @@ def _lease(
     fingerprint: str,
     about: Mapping[str, object],
     faults: list[tuple[TierSpec, OSError]],
-) -> Use | None:
+) -> DatasetUse | None:
     """Take a lease on a disk tier; None, and one more fault, if its disk fails or is read-only.
 
     Raises TierError for other reasons.
     """
     try:
-        return Use(spec.root, fingerprint, about)
+        return DatasetUse(spec.root, fingerprint, about)
     except OSError as error:
         if not is_fault(error):
             raise
@@ -409,30 +418,30 @@ def _open_tier(
 
 
 def _gather_capacities(
-    comm: Communicator, nodes: Nodes, ranks: Ranks, tiers: Sequence[Tier], fingerprint: str
-) -> list[Node]:
+    comm: Communicator, nodes: JobNodes, ranks: RankNodes, tiers: Sequence[Tier], fingerprint: str
+) -> list[HomeNode]:
     """Return all nodes with the capacities that their tiers have for this data set. Collective."""
     everyone = comm.allgather([_capacity(tier, fingerprint) for tier in tiers])
     return [
-        Node(name, tuple(everyone[int(ranks.local(number)[0])]))
+        HomeNode(name, tuple(everyone[int(ranks.local(number)[0])]))
         for number, name in enumerate(nodes.names)
     ]
 
 
 def _pins(
     placement: Placement,
-    nodes: Sequence[Node],
+    nodes: Sequence[HomeNode],
     block_bytes: npt.NDArray[np.int64],
     here: int,
     layout: Layout,
-) -> Pins:
+) -> PinnedTiers:
     """Return the tier of this node that keeps each block.
 
     Raises UsageError when a replica has no room.
     """
     room = min(sum(node.capacities) for node in nodes) >= int(block_bytes.sum())
     if layout == "partition" or (layout == "auto" and not room):
-        return Pins(np.where(placement.home == here, placement.tier, -1).astype(np.int8))
+        return PinnedTiers(np.where(placement.home == here, placement.tier, -1).astype(np.int8))
     alone = place(block_bytes, [nodes[here]], "copy")
     if (alone.tier < 0).any():
         raise UsageError(
@@ -440,7 +449,7 @@ def _pins(
             f"{format_bytes(sum(nodes[here].capacities))}, a copy of the data set needs "
             f"{format_bytes(int(block_bytes.sum()))}: give them more, or choose partition"
         )
-    return Pins(alone.tier)
+    return PinnedTiers(alone.tier)
 
 
 def block_bytes_of(reader: Reader) -> npt.NDArray[np.int64]:

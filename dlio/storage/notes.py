@@ -8,7 +8,7 @@ _MOST: Final = 1000
 """Notes that are kept; a failing disk would otherwise fill the memory with them."""
 
 
-class Notes:
+class RunNotes:
     """Sentences that users should read once. Thread-safe."""
 
     def __init__(self) -> None:

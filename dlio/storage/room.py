@@ -8,7 +8,7 @@ from dlio.util.forks import new_lock
 from dlio.util.units import format_bytes
 
 
-class Room:
+class TierRoom:
     """Keeps a tier within its capacity. Thread-safe.
 
     The folder is looked at again when half of the room that was left may be used up, so that

@@ -1,4 +1,4 @@
-"""Filling tiers in the background, sample by sample in the order of use; see `Gather`."""
+"""Filling tiers in the background, sample by sample in the order of use; see `SampleFetcher`."""
 
 import threading
 from typing import Final
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from dlio.data.reader import Reader
 from dlio.plan.order import Order
-from dlio.storage.gather import Gather
+from dlio.storage.sample_fetcher import SampleFetcher
 from dlio.util.threads import Workers
 
 _CHUNK: Final = 1 << 10
@@ -26,7 +26,7 @@ class SampleFiller:
     """
 
     def __init__(
-        self, gather: Gather, reader: Reader, order: Order, wanted: npt.NDArray[np.bool_]
+        self, gather: SampleFetcher, reader: Reader, order: Order, wanted: npt.NDArray[np.bool_]
     ) -> None:
         self._gather, self._reader, self._order = gather, reader, order
         self._wanted = wanted

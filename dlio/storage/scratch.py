@@ -9,7 +9,7 @@ from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock
 
 
-class Scratch:
+class PayloadScratch:
     """Memory that one thread reads one payload after another into; it grows to the largest."""
 
     __slots__ = ("_memory",)
@@ -25,15 +25,15 @@ class Scratch:
         return memoryview(self._memory)[:count]
 
 
-class _OwnScratch(threading.local):
+class _ThreadScratch(threading.local):
     """Memory of one thread: touching fresh memory costs ten times as much as decompressing."""
 
     def __init__(self) -> None:
-        self.packed = Scratch()
-        self.raw = Scratch()
+        self.packed = PayloadScratch()
+        self.raw = PayloadScratch()
 
 
-own_scratch: Final = _OwnScratch()
+own_scratch: Final = _ThreadScratch()
 """Memory of the calling thread: `packed` for compressed payloads, `raw` for decompressed ones."""
 LZ4_HEAD: Final = struct.Struct("<i")
 """Head of LZ4 data as numcodecs expects it: the decompressed size."""

@@ -4,7 +4,7 @@
     /dev/shm/dlio-<uid>/<data set>.<node>/        a RAM tier; gone with the last job that uses it
         00000042.blk    a published block, always complete
         claims          byte b is locked by the process that is filling block b
-        00000042.part   samples of a block that is not complete, see `dlio.storage.pieces`
+        00000042.part   samples of a block that is not complete, see `dlio.storage.partial_blocks`
 
 A block appears under its name only when it is complete. It is written under a temporary name:
 space is reserved (touching full shared memory kills the process), the bytes are written and
@@ -23,21 +23,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, Self
 
-from dlio.agent.keeping import keep
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull
+from dlio.launch.node.lock_keeper import keep
 from dlio.storage.block import NO_ROOM, BlockInfo, check_block, read_exactly, read_info, write_all
 from dlio.storage.byte_locks import lock_byte
-from dlio.storage.scratch import Scratch
-from dlio.storage.spec import TierSpec
+from dlio.storage.scratch import PayloadScratch
+from dlio.storage.tier_spec import TierSpec
 from dlio.util.folders import open_private, remove_entry, unlink
 from dlio.util.forks import new_lock
-from dlio.util.held import close_held, open_held
+from dlio.util.gil_calls import close_held, open_held
 from dlio.util.limits import open_regular
 from dlio.util.memory import new_memory
-from dlio.util.opening import open_file, publish_file
 from dlio.util.settings import settings
-from dlio.util.shared import SharedFolder, user_folder
+from dlio.util.shared_folders import SharedFolder, user_folder
+from dlio.util.trusted_files import open_file, publish_file
 from dlio.util.units import format_bytes
 
 _BLOCK: Final = re.compile(r"([0-9]{8,12})\.blk")
@@ -132,7 +132,7 @@ class Tier:
             return False
         return True
 
-    def read(self, block: int, place: int, scratch: Scratch | None = None) -> memoryview:
+    def read(self, block: int, place: int, scratch: PayloadScratch | None = None) -> memoryview:
         """Return the payload at `place` of a published block, checked.
 
         Args:
@@ -191,7 +191,7 @@ class Tier:
         descriptor = self._open(block)
         try:
             info = self._info(block, descriptor)
-            scratch = Scratch()
+            scratch = PayloadScratch()
             for place in range(len(info)):
                 info.read(descriptor, place, scratch)
             return info

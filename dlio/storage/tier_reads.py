@@ -5,12 +5,12 @@ from typing import Final, TypeVar
 
 from dlio.data.reader import Reader, data_bytes
 from dlio.errors import CorruptBlock
-from dlio.storage.arrivals import Arrivals
+from dlio.storage.block_fetcher import BlockFetcher
 from dlio.storage.counters import Counters
-from dlio.storage.health import Health
-from dlio.storage.notes import Notes
-from dlio.storage.targets import Targets
+from dlio.storage.health import TierHealth
+from dlio.storage.notes import RunNotes
 from dlio.storage.tier import Tier
+from dlio.storage.tier_targets import TierTargets
 from dlio.util.forks import new_lock
 
 T = TypeVar("T")
@@ -37,11 +37,11 @@ class TierReads:
     def __init__(
         self,
         reader: Reader,
-        targets: Targets,
-        arrivals: Arrivals,
+        targets: TierTargets,
+        arrivals: BlockFetcher,
         counters: Counters,
-        notes: Notes,
-        health: Health,
+        notes: RunNotes,
+        health: TierHealth,
         ranks: int,
     ) -> None:
         self._reader, self._targets, self._arrivals = reader, targets, arrivals

@@ -15,8 +15,8 @@
 | `ReaderTests`        | `dlio.data.reader.Reader`                 | `reader`       |
 | `TierTests`          | `dlio.storage.tier.Tier`                  | `tier`         |
 | `CommunicatorTests`  | `dlio.comm.Communicator`                  | `communicator` |
-| `ExchangeTests`      | `dlio.train.exchange.RunningExchange`     | `exchange`     |
-| `CompressorTests`    | `dlio.train.exchange.compress.Compressor` | `compressor`   |
+| `ExchangeTests`      | `dlio.exchange.RunningExchange`     | `exchange`     |
+| `CompressorTests`    | `dlio.exchange.compress.Compressor` | `compressor`   |
 | `LoaderStateTests`   | `state_dict` of a loader                  | `loader_state` |
 
 Each test method is named for the promise that it checks. Communicators and exchanges need ranks:
@@ -43,13 +43,13 @@ except ImportError as error:
 if TYPE_CHECKING:
     from dlio.testing.communicator import CommunicatorTests
     from dlio.testing.compressor import CompressorTests
-    from dlio.testing.exchange import ExchangeTests
+    from dlio.testing.exchange_suite import ExchangeTests
     from dlio.testing.loader_state import LoaderStateTests
-    from dlio.testing.memory import MemoryReader
+    from dlio.testing.memory_reader import MemoryReader
     from dlio.testing.promises import promises_of
-    from dlio.testing.ranks import ThreadCommunicator, run_ranks
-    from dlio.testing.reader import ReaderTests
-    from dlio.testing.tier import TierTests
+    from dlio.testing.reader_suite import ReaderTests
+    from dlio.testing.thread_ranks import ThreadCommunicator, run_ranks
+    from dlio.testing.tier_suite import TierTests
     from dlio.testing.wrappers import FailingReader, FailingTier, SlowReader, SlowTier
 
 __all__ = [

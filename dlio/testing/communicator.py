@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from dlio.comm import Communicator, world
-from dlio.comm.protocol import Buffer
+from dlio.comm.comm_protocol import Buffer
 from dlio.errors import CommError, CommTimeout
 from dlio.testing.promises import run_promises
 

@@ -1,4 +1,4 @@
-"""The promises of `dlio.train.exchange.compress.Compressor`, each as a test.
+"""The promises of `dlio.exchange.compress.Compressor`, each as a test.
 
 Subclass `CompressorTests` and give `make`. Gradients are drawn from many distributions; hypothesis
 adds arrays of any float32 numbers.
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlio.errors import CommError, DlioError
-from dlio.train.exchange.compress import Compressor
+from dlio.exchange.compress import Compressor
 
 Floats = npt.NDArray[np.float32]
 Layout = Sequence[tuple[str, Sequence[int]]]

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierFull
-from dlio.storage.scratch import Scratch
-from dlio.storage.spec import TierSpec
+from dlio.storage.scratch import PayloadScratch
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
 
 _DEADLINE_S: Final = 60.0
 
@@ -143,7 +143,7 @@ class SlowTier(Tier):
         self.gate = Gate()
         super().__init__(spec, *names, fingerprint=fingerprint)
 
-    def read(self, block: int, place: int, scratch: Scratch | None = None) -> memoryview:
+    def read(self, block: int, place: int, scratch: PayloadScratch | None = None) -> memoryview:
         """The payload at `place` of a block, once the gate lets this thread pass."""
         self.gate.enter()
         return super().read(block, place, scratch)
@@ -168,7 +168,7 @@ class FailingTier(Tier):
             raise TierFull(f"tier {self.path} has no room for block {block}: the test wants it so")
         super().publish(block, pieces)
 
-    def read(self, block: int, place: int, scratch: Scratch | None = None) -> memoryview:
+    def read(self, block: int, place: int, scratch: PayloadScratch | None = None) -> memoryview:
         """The payload at `place` of a block. Raises CorruptBlock for one of `damaged`."""
         if block in self.damaged:
             raise CorruptBlock(f"block {block} of {self.path} is damaged: the test wants it so")

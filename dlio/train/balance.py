@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
-from dlio.plan.shares import Shares, fastest_shares
+from dlio.plan.rank_shares import RankShares, fastest_shares
 from dlio.train.precision import Precision
 from dlio.train.report import RankSpeed
-from dlio.train.tasks.base import Task
+from dlio.train.tasks.task_base import TrainingTask
 
 _DAMPING: Final = 0.5
 """Weight of an epoch's measurement against the earlier estimate."""
@@ -66,7 +66,7 @@ class Cost:
         return Cost(self.fixed_s * level, max(self.per_sample_s * level, _LEAST_S))
 
 
-def balanced_shares(shares: Shares, costs: Sequence[Cost]) -> Shares:
+def balanced_shares(shares: RankShares, costs: Sequence[Cost]) -> RankShares:
     """Return the fastest shares of the same global batch; `shares` if the gain is negligible."""
     fixed = [cost.fixed_s for cost in costs]
     fastest = fastest_shares(shares.global_batch, fixed, [cost.per_sample_s for cost in costs])
@@ -75,12 +75,12 @@ def balanced_shares(shares: Shares, costs: Sequence[Cost]) -> Shares:
     return shares
 
 
-def _slowest(shares: Shares, costs: Sequence[Cost]) -> float:
+def _slowest(shares: RankShares, costs: Sequence[Cost]) -> float:
     """Seconds that the slowest rank takes for a step."""
     return max(cost.of(count) for cost, count in zip(costs, shares.counts, strict=True))
 
 
-class Clock:
+class StepClock:
     """Time that one rank computes in each step, without waiting for other ranks.
 
     Args:
@@ -111,7 +111,7 @@ class Clock:
         return statistics.median(rates) if rates else None
 
 
-class Sharing(Protocol):
+class BalancedLoader(Protocol):
     """The part of a loader that the balancer sets."""
 
     shares: Sequence[int] | None
@@ -131,13 +131,13 @@ class Balancer:
     def __init__(
         self,
         comm: Communicator,
-        loaders: Sequence[Sharing],
+        loaders: Sequence[BalancedLoader],
         batch_size: int,
-        clock: Clock,
+        clock: StepClock,
         chosen: bool,
     ) -> None:
         self._comm, self._loaders = comm, loaders
-        self._shares = Shares.even(batch_size, comm.size)
+        self._shares = RankShares.even(batch_size, comm.size)
         self._clock = clock
         self._chosen = chosen and comm.size > 1
         # Synchronising with a GPU at each step is slow, so time it only to adapt shares.
@@ -166,7 +166,7 @@ class Balancer:
             return
         many = max(2, self._shares.global_batch // self._comm.size)
         few = many // 2
-        clock = Clock(lambda: 0.0, self._clock.device)
+        clock = StepClock(lambda: 0.0, self._clock.device)
         device = self._clock.device
         with torch.random.fork_rng([] if device is None else [device]):
             compute(many)
@@ -207,12 +207,12 @@ class Balancer:
         if self._chosen:
             self._agree([rank["cost"] for rank in everyone], global_batch)
 
-    def _among(self, ranks: int, global_batch: int) -> Shares:
+    def _among(self, ranks: int, global_batch: int) -> RankShares:
         """Return the present shares; even ones if they are of other ranks."""
         shares = self._shares
         if (len(shares.counts), shares.global_batch) == (ranks, global_batch):
             return shares
-        return Shares.of(global_batch, ranks)
+        return RankShares.of(global_batch, ranks)
 
     def _agree(self, costs: Sequence[Sequence[float]], global_batch: int) -> None:
         shares = self._among(len(costs), global_batch)
@@ -222,7 +222,7 @@ class Balancer:
 
 
 def timed_pass(
-    model: nn.Module, precision: Precision, task: Task, device: torch.device
+    model: nn.Module, precision: Precision, task: TrainingTask, device: torch.device
 ) -> Callable[[int], None]:
     """Return a function that runs forward and backward on a number of random samples.
 

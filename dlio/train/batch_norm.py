@@ -1,7 +1,8 @@
 """Batch normalisation over the samples of all ranks.
 
 A rank that normalises by its own samples has other statistics on another number of ranks, or when
-other samples come to it. `synchronised` normalises by the mean and variance of the global batch
+other samples come to it. `synchronise_batch_norm` normalises by the mean and variance of the
+global batch
 (Ioffe and Szegedy, arXiv 1502.03167, over ranks as in arXiv 1711.07240), so that the result is the
 same to rounding however samples are shared. Each layer costs one sum over ranks in the forward
 pass and one in the backward pass, of two numbers per channel; ranks wait for it.
@@ -17,18 +18,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlio.comm import Communicator
 from dlio.comm.single import SingleCommunicator
-from dlio.train.exchange.buckets import averaged_state, broadcast_tensors
+from dlio.exchange.buckets import averaged_state, broadcast_tensors
+from dlio.features.mesh.halo import RankGroup
 from dlio.train.ghost_spec import group_size
-from dlio.train.mesh.messages import Traffic
 
 
-def _sums(ranks: Traffic, *parts: torch.Tensor) -> list[torch.Tensor]:
+def _sums(ranks: RankGroup, *parts: torch.Tensor) -> list[torch.Tensor]:
     """Return the sums over ranks of float64 tensors, on their device, by one sum. Collective."""
     total = ranks.total(torch.cat([part.reshape(-1) for part in parts]))
     return list(torch.split(total, [part.numel() for part in parts]))
 
 
-class _Normalise(torch.autograd.Function):
+class _SyncNormalisation(torch.autograd.Function):
     """Normalise x, shape (n, channels, ...), by the statistics of all ranks' samples."""
 
     @staticmethod
@@ -37,7 +38,7 @@ class _Normalise(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        layer: "_Synchronised",
+        layer: "_SyncBatchNorm",
     ) -> torch.Tensor:
         rest = [0, *range(2, x.ndim)]
         shape = [1, -1, *[1] * (x.ndim - 2)]
@@ -77,16 +78,16 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-class _Synchronised(_BatchNorm):
+class _SyncBatchNorm(_BatchNorm):
     """A batch normalisation whose statistics in training are those of all ranks."""
 
-    ranks: Traffic
+    ranks: RankGroup
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: (n, channels, ...) -> the same shape
         if not self.training:
             return super().forward(x)
-        function: Any = _Normalise  # torch annotates neither `apply` nor the check.
+        function: Any = _SyncNormalisation  # torch annotates neither `apply` nor the check.
         untyped: Any = self
         untyped._check_input_dim(x)
         normalised: torch.Tensor = function.apply(x, self.weight, self.bias, self)
@@ -104,26 +105,26 @@ class _Synchronised(_BatchNorm):
         cast("torch.Tensor", running_var).lerp_(variance.to(running_mean.dtype), momentum)
 
 
-class _BatchNorm1d(_Synchronised, nn.BatchNorm1d):
+class _SyncBatchNorm1d(_SyncBatchNorm, nn.BatchNorm1d):
     pass
 
 
-class _BatchNorm2d(_Synchronised, nn.BatchNorm2d):
+class _SyncBatchNorm2d(_SyncBatchNorm, nn.BatchNorm2d):
     pass
 
 
-class _BatchNorm3d(_Synchronised, nn.BatchNorm3d):
+class _SyncBatchNorm3d(_SyncBatchNorm, nn.BatchNorm3d):
     pass
 
 
-_KINDS: Final[dict[type[nn.Module], type[_Synchronised]]] = {
-    nn.BatchNorm1d: _BatchNorm1d,
-    nn.BatchNorm2d: _BatchNorm2d,
-    nn.BatchNorm3d: _BatchNorm3d,
+_KINDS: Final[dict[type[nn.Module], type[_SyncBatchNorm]]] = {
+    nn.BatchNorm1d: _SyncBatchNorm1d,
+    nn.BatchNorm2d: _SyncBatchNorm2d,
+    nn.BatchNorm3d: _SyncBatchNorm3d,
 }
 
 
-def synchronised(model: nn.Module, comm: Communicator) -> Communicator | None:
+def synchronise_batch_norm(model: nn.Module, comm: Communicator) -> Communicator | None:
     """Have a model's batch normalisations use the samples of all ranks, in place. Collective.
 
     All ranks then run each forward and backward pass together, also on empty batches.
@@ -135,10 +136,10 @@ def synchronised(model: nn.Module, comm: Communicator) -> Communicator | None:
     if comm.size == 1 or not layers:
         return None
     own = comm.dup()
-    ranks = Traffic(own)
+    ranks = RankGroup(own)
     for layer in layers:
         layer.__class__ = _KINDS[type(layer)]  # Parameters, buffers, hooks and names stay.
-        cast("_Synchronised", layer).ranks = ranks
+        cast("_SyncBatchNorm", layer).ranks = ranks
     return own
 
 

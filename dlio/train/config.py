@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan.epoch import check_mode, check_shares
 from dlio.train.config_rules import check_together
-from dlio.train.exchange_spec import parse_exchange
 from dlio.train.names import DEFAULT_OPTIMIZER
-from dlio.train.options import TrainOptions
-from dlio.util.files import check_writable
+from dlio.train.train_options import TrainOptions
 from dlio.util.options import check
+from dlio.util.whole_files import check_writable
 
 _LOCAL: Final = 0.75
 """Default learning rate where an outer optimizer with momentum acts between local steps, over the

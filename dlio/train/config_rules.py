@@ -6,13 +6,13 @@ from datetime import datetime
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.exchange.exchange_spec import parse_exchange
+from dlio.features.mesh.mesh_axes import parse_sizes
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import is_exact
-from dlio.train.exchange_spec import parse_exchange
+from dlio.train.departure import seconds_until
 from dlio.train.ghost_spec import group_size
-from dlio.train.leaving import seconds_until
-from dlio.train.mesh_axes import parse_sizes
-from dlio.train.options import TrainOptions
+from dlio.train.train_options import TrainOptions
 
 _OF_ORDER: Final = ("--shuffle", "--source-order")
 _NO_NODE: Final = r"^$|^-|[^\w.\-]"
@@ -254,7 +254,7 @@ def _check_fault_tolerance(config: TrainOptions) -> None:
 
 
 def _check_skipping(config: TrainOptions) -> None:
-    from dlio.train.skipping.rule import SHARE
+    from dlio.features.skipping.skip_rule import SHARE
 
     if config.skip_share is not None and config.skip_share > SHARE:
         raise UsageError(f"--skip-share {config.skip_share}: give a share above 0, up to {SHARE}")

@@ -1,97 +1,118 @@
-"""Metrics on held-out data of the mean of all ranks' models."""
+"""Evaluate saved weights on a data set, on any number of ranks (`dlio eval`)."""
 
-import copy
-import math
-from collections.abc import Mapping
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import nn
 
-from dlio.comm import Communicator
-from dlio.loader.dataloader import DataLoader
-from dlio.train.mesh import gather
+from dlio.comm import world
+from dlio.errors import UsageError
+from dlio.train.compute_device import channels_last, choose_device
+from dlio.train.config import TrainConfig
+from dlio.train.evaluator import Evaluator
 from dlio.train.precision import Precision
-from dlio.train.pruning.copies import bare_copy
 from dlio.train.sample_sharing import SampleSharing
-from dlio.train.tasks.base import Convert, Outputs, Task, batch_size
+from dlio.train.tasks.metrics import label, show_metric
+from dlio.train.tasks.registry import make_task, resolve_config
+from dlio.train.training_data import is_table, make_loader, open_data
+from dlio.train.weights import read_weights
+from dlio.util.cores import available_cores
+from dlio.util.heap import keep_freed_memory
 
 
-class Evaluator:
-    """Evaluate models on held-out data.
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """Metrics of one model on one data set."""
 
-    Make it before hooks are added to the model: it evaluates in a copy.
+    source: str
+    weights: str
+    task: str
+    model: str
+    samples: int
+    ranks: int
+    seconds: float
+    """Time of the evaluation, with reading the data."""
+    metrics: dict[str, float | None]
+    watch: str
+    """Name of the metric that stands for the task."""
 
-    Args:
-        model: the model, on its device.
-        task: knows how batches become inputs and targets, and the metrics.
-        loader: batches of the held-out data.
-        comm: ranks that share the held-out data.
-        convert: converts its batches; the task's conversion for None.
+    def sentence(self) -> str:
+        """Return the metrics in words."""
+        shown = [self.watch, *(name for name in self.metrics if name != self.watch)]
+        each = ", ".join(f"{label(name)} {show_metric(name, self.metrics[name])}" for name in shown)
+        return f"{self.samples:,} samples on {self.ranks} rank(s) in {self.seconds:.1f} s: {each}"
+
+
+def evaluate(config: TrainConfig) -> EvaluationReport:
+    """Evaluate the weights of a configuration on its source. Collective.
+
+    The metrics do not depend on the number of ranks, but for the rounding of the model's outputs.
+
+    Raises UsageError for weights that are not those of the model.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        loader: DataLoader,
-        precision: Precision,
-        comm: Communicator,
-        convert: Convert | None = None,
-    ) -> None:
-        """Raises UsageError if the task cannot use the held-out data."""
-        self._model = copy.deepcopy(model)
-        self._task, self._convert = task, convert or task.converter(loader.data)
-        self._loader, self._precision, self._comm = loader, precision, comm
-
-    def reshape(self, model: nn.Module) -> None:
-        """Adopt the shapes of a model that was cut."""
-        self._model = bare_copy(model)
-
-    @torch.no_grad()
-    def metrics(
-        self, state: Mapping[str, torch.Tensor], device: torch.device, epoch: int
-    ) -> dict[str, float | None]:
-        """Return the metrics, over all ranks, of a model with this state dict; None for one that is
-        not finite or not defined. Collective.
-
-        Args:
-            epoch: number of the epoch, from 0, whose layers are evaluated if they are trained one
-                by one.
-        """
-        self._model.load_state_dict(state)
-        self._model.eval()
-        self._task.begin_epoch(self._model, epoch)
-        sums = np.zeros(self._task.sum_count, np.int64)
-        self._loader.set_epoch(0)
-        for batch in self._loader:
-            if batch_size(batch):
-                inputs, targets = self._convert(batch, device)
-                with self._precision.casting():
-                    outputs = self._model(inputs)
-                sums += self._task.sums(_whole(outputs), gather(targets))
-        self._comm.wait([self._comm.iallreduce(sums)], "the metrics")
-        metrics = self._task.metrics(sums)
-        return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    weights = config.weights
+    assert weights is not None
+    state = read_weights(weights)
+    comm = world()
+    with ExitStack() as stack:
+        sharing = stack.enter_context(SampleSharing(config, comm))
+        data = stack.enter_context(
+            open_data(comm, config.source, config, config.tiers, False, sharing)
+        )
+        config = resolve_config(config, data, sharing.schema(data))
+        if config.task == "regress" and not is_table(data.reader.schema):
+            raise UsageError(
+                "dlio eval does not know the units of a network that predicts numbers of images "
+                "or arrays: give `dlio train` the data as --val"
+            )
+        device = choose_device(config.device, comm)
+        loader = stack.enter_context(make_loader(data, config, False, sharing.mesh, device))
+        data.mount(sharing.data, config.pretend_nodes)
+        torch.set_num_threads(max(1, available_cores() // comm.size))
+        keep_freed_memory()
+        task = make_task(config, data, comm, sharing.schema(data))
+        model = channels_last(task.make_model()).to(device)
+        _check_state(config, state, model.state_dict())
+        sharing.parts.cut(model)
+        state = sharing.parts.part_state(state)
+        precision = Precision(config.precision, device)
+        convert = sharing.converter(task.converter(data), data, task.is_dense)
+        evaluator = Evaluator(model, task, loader, precision, sharing.data, convert)
+        began = time.perf_counter()
+        metrics = evaluator.metrics(state, device, config.epochs)
+        comm.barrier()
+        return EvaluationReport(
+            config.source,
+            weights,
+            task.name,
+            config.model,
+            len(data),
+            comm.size,
+            time.perf_counter() - began,
+            metrics,
+            task.watch,
+        )
 
 
-def _whole(outputs: Outputs) -> Outputs:
-    """Return the outputs of whole samples where ranks have parts of them. Collective."""
-    if isinstance(outputs, tuple):
-        return tuple(map(gather, outputs))
-    return gather(outputs)
-
-
-def make_evaluator(
-    model: nn.Module,
-    task: Task,
-    held_out: DataLoader | None,
-    precision: Precision,
-    sharing: SampleSharing,
-) -> Evaluator | None:
-    """Return the evaluator of a run's held-out data; None without any."""
-    if held_out is None:
-        return None
-    data = held_out.data
-    convert = sharing.converter(task.converter(data), data, task.is_dense)
-    return Evaluator(model, task, held_out, precision, sharing.data, convert)
+def _check_state(
+    config: TrainConfig, given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]
+) -> None:
+    """Raise UsageError if the weights are not those of the model."""
+    for name, value in own.items():
+        if name not in given:
+            raise UsageError(
+                f"--weights {config.weights}: lacks {name}: give the --model that it was saved with"
+            )
+        if given[name].shape != value.shape:
+            raise UsageError(
+                f"--weights {config.weights}: {name} has shape {tuple(given[name].shape)}, and "
+                f"--model {config.model} on these data {tuple(value.shape)}: give the --model and "
+                "the classes that it was saved with"
+            )
+    extra = [name for name in given if name not in own]
+    if extra:
+        raise UsageError(
+            f"--weights {config.weights}: has {extra[0]}, which --model {config.model} lacks: give "
+            "the --model that it was saved with"
+        )

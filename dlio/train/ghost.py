@@ -26,16 +26,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlio.comm import Communicator
 from dlio.comm.single import SingleCommunicator
-from dlio.train.exchange.buckets import broadcast_state, check_real
-from dlio.train.exchange.distribute import Distributed, connect
+from dlio.exchange.buckets import broadcast_state, check_real
+from dlio.exchange.distribute import ExchangeHandle, connect
+from dlio.features.mesh.halo import RankGroup
 from dlio.train.ghost_spec import group_size
-from dlio.train.mesh.messages import Traffic
-from dlio.train.options import TrainOptions
+from dlio.train.train_options import TrainOptions
 
 _WIDE: Final = torch.float64
 
 
-class _Ghost(_BatchNorm):
+class _GhostBatchNorm(_BatchNorm):
     """A batch normalisation that sums up the statistics of groups in place of tracking them."""
 
     sums: torch.Tensor
@@ -80,22 +80,22 @@ class _Ghost(_BatchNorm):
             kept.lerp_(total.div(groups).to(kept.dtype), momentum)
 
 
-class _BatchNorm1d(_Ghost, nn.BatchNorm1d):
+class _GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
     pass
 
 
-class _BatchNorm2d(_Ghost, nn.BatchNorm2d):
+class _GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
     pass
 
 
-class _BatchNorm3d(_Ghost, nn.BatchNorm3d):
+class _GhostBatchNorm3d(_GhostBatchNorm, nn.BatchNorm3d):
     pass
 
 
-_KINDS: Final[Mapping[type[nn.Module], type[_Ghost]]] = {
-    nn.BatchNorm1d: _BatchNorm1d,
-    nn.BatchNorm2d: _BatchNorm2d,
-    nn.BatchNorm3d: _BatchNorm3d,
+_KINDS: Final[Mapping[type[nn.Module], type[_GhostBatchNorm]]] = {
+    nn.BatchNorm1d: _GhostBatchNorm1d,
+    nn.BatchNorm2d: _GhostBatchNorm2d,
+    nn.BatchNorm3d: _GhostBatchNorm3d,
 }
 
 
@@ -116,13 +116,13 @@ class GhostBatches:
     def __init__(self, model: nn.Module, comm: Communicator, per_rank: int, seed: int) -> None:
         check_real(list(model.named_parameters()))
         self._comm = comm.dup()
-        self._traffic = Traffic(self._comm)
+        self._traffic = RankGroup(self._comm)
         self._per_rank, self._seed = per_rank, seed
         self._parameters = list(model.parameters())
         layers = [module for module in model.modules() if type(module) in _KINDS]
         for layer in layers:
             layer.__class__ = _KINDS[type(layer)]  # Parameters, buffers, hooks and names stay.
-        self._layers = [cast("_Ghost", layer) for layer in layers]
+        self._layers = [cast("_GhostBatchNorm", layer) for layer in layers]
         counts = [parameter.numel() for parameter in self._parameters]
         counts += [len(counts), *(2 * layer.num_features + 1 for layer in self._layers), 1]
         device = self._parameters[0].device if self._parameters else None
@@ -222,13 +222,13 @@ class GhostBatches:
         return gradients, parts[len(counts)], list(parts[len(counts) + 1 : -1]), parts[-1]
 
 
-def connected(
+def connect_exchange(
     config: TrainOptions,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     comm: Communicator,
     are_alike: bool,
-) -> tuple[Distributed, GhostBatches | None]:
+) -> tuple[ExchangeHandle, GhostBatches | None]:
     """Start a run's exchange. With `--batch-norm ghost(SAMPLES)` its groups sum gradients in place
     of the exchange, which then knows one rank alone. Collective.
 

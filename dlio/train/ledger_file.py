@@ -25,7 +25,7 @@ _DIGITS: Final = 32
 _NUMBERS: Final = ("epoch", "step", "rank")
 
 
-class Line(TypedDict):
+class LedgerLine(TypedDict):
     """One line. `update`, `ranks` and `hash` are missing in files of earlier versions."""
 
     epoch: int
@@ -52,8 +52,8 @@ class Line(TypedDict):
     hash: NotRequired[str]
 
 
-def placed(line: Line, update: int, ranks: int, part: int, start: int) -> Line:
-    """Return a line with its place in the run; see `Line` for the fields."""
+def placed(line: LedgerLine, update: int, ranks: int, part: int, start: int) -> LedgerLine:
+    """Return a line with its place in the run; see `LedgerLine` for the fields."""
     line["update"], line["ranks"] = update, ranks
     if part:
         line["part"] = part
@@ -93,7 +93,7 @@ class EpochCheck:
         return not (self.lost or self.doubled or self.problems)
 
 
-def line_hash(before: str, line: Line) -> str:
+def line_hash(before: str, line: LedgerLine) -> str:
     """Return the hash of a line.
 
     Args:
@@ -104,7 +104,7 @@ def line_hash(before: str, line: Line) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
-def read_lines(path: str) -> Iterator[Line]:
+def read_lines(path: str) -> Iterator[LedgerLine]:
     """Yield the lines of a file. Raises UsageError if it cannot be read, or is not a trace."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -115,7 +115,7 @@ def read_lines(path: str) -> Iterator[Line]:
 
 
 def check_ledger(
-    lines: Iterable[Line], samples: int, epochs: int | None = None
+    lines: Iterable[LedgerLine], samples: int, epochs: int | None = None
 ) -> list[EpochCheck]:
     """Check that each epoch has every sample exactly once, steps without gaps, and its hashes.
 
@@ -143,7 +143,7 @@ def check_ledger(
     return sorted(checked, key=lambda each: each.epoch)
 
 
-def _parsed(text: str, where: str) -> Line:
+def _parsed(text: str, where: str) -> LedgerLine:
     try:
         line = json.loads(text)
         good = all(type(line[key]) is int and line[key] >= 0 for key in _NUMBERS)
@@ -154,10 +154,12 @@ def _parsed(text: str, where: str) -> Line:
         raise UsageError(
             f"{where}: not a line of a trace: give a file that `dlio train --trace` has written"
         )
-    return cast(Line, line)
+    return cast(LedgerLine, line)
 
 
-def _check_epoch(epoch: int, rows: Sequence[Line], samples: int, problems: list[str]) -> EpochCheck:
+def _check_epoch(
+    epoch: int, rows: Sequence[LedgerLine], samples: int, problems: list[str]
+) -> EpochCheck:
     taken = np.fromiter(chain.from_iterable(row["samples"] for row in rows), np.int64)
     inside = taken[(taken >= 0) & (taken < samples)]
     if len(inside) < len(taken):
@@ -193,7 +195,7 @@ def _check_epoch(epoch: int, rows: Sequence[Line], samples: int, problems: list[
     )
 
 
-def _gaps(rows: Sequence[Line]) -> Iterator[str]:
+def _gaps(rows: Sequence[LedgerLine]) -> Iterator[str]:
     """Yield the steps that are missing, come twice or out of order, and wrong optimizer steps."""
     if not rows:
         return
@@ -228,7 +230,7 @@ def _gaps(rows: Sequence[Line]) -> Iterator[str]:
         before = update
 
 
-def _wrong_hashes(rows: Sequence[Line]) -> Iterator[str]:
+def _wrong_hashes(rows: Sequence[LedgerLine]) -> Iterator[str]:
     before = ""
     hashed = any("hash" in row for row in rows)
     for row in rows:

@@ -14,7 +14,7 @@ _Make = Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _OptimizerKind:
     make: _Make
     """Make the optimizer from parameter groups and a momentum."""
     peak_lr: float
@@ -24,16 +24,16 @@ class _Kind:
 
 
 _KINDS: Final = {
-    "nesterov": _Kind(
+    "nesterov": _OptimizerKind(
         lambda groups, m: torch.optim.SGD(groups, lr=0.0, momentum=m, nesterov=m > 0), 0.1, 5e-4
     ),
-    "sgd": _Kind(lambda groups, m: torch.optim.SGD(groups, lr=0.0, momentum=m), 0.1, 5e-4),
-    "adagrad": _Kind(lambda groups, _: torch.optim.Adagrad(groups, lr=0.0), 1e-2, 1e-4),
-    "rmsprop": _Kind(
+    "sgd": _OptimizerKind(lambda groups, m: torch.optim.SGD(groups, lr=0.0, momentum=m), 0.1, 5e-4),
+    "adagrad": _OptimizerKind(lambda groups, _: torch.optim.Adagrad(groups, lr=0.0), 1e-2, 1e-4),
+    "rmsprop": _OptimizerKind(
         lambda groups, m: torch.optim.RMSprop(groups, lr=0.0, momentum=m, alpha=0.99), 3e-4, 1e-4
     ),
-    "adam": _Kind(lambda groups, _: torch.optim.Adam(groups, lr=0.0), 2e-3, 1e-4),
-    "adamw": _Kind(lambda groups, _: torch.optim.AdamW(groups, lr=0.0), 2e-3, 5e-2),
+    "adam": _OptimizerKind(lambda groups, _: torch.optim.Adam(groups, lr=0.0), 2e-3, 1e-4),
+    "adamw": _OptimizerKind(lambda groups, _: torch.optim.AdamW(groups, lr=0.0), 2e-3, 5e-2),
 }
 
 
@@ -77,7 +77,7 @@ def usual_lr(name: str, global_batch: int) -> float:
     return float(_kind(name).peak_lr * (global_batch / 64) ** 0.5)
 
 
-def _kind(name: str) -> _Kind:
+def _kind(name: str) -> _OptimizerKind:
     if name not in _KINDS:
         raise unknown_word("--optimizer", name, _KINDS)
     return _KINDS[name]

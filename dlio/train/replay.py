@@ -14,22 +14,22 @@ from typing import Final
 import numpy as np
 import torch
 
-from dlio.comm.planned import PlannedMembership
-from dlio.comm.recovery import Recovery
+from dlio.comm.planned_membership import PlannedMembership
+from dlio.comm.survival.recovery import Recovery
 from dlio.errors import UsageError
+from dlio.loader.assignment.assigner import BatchAssigner
 from dlio.loader.contract import BatchData
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
-from dlio.loader.dealing import Dealing
 from dlio.loader.stats import PassStats
 from dlio.train.config import TrainConfig
-from dlio.train.ledger_file import Line, read_lines
+from dlio.train.ledger_file import LedgerLine, read_lines
 
 _NEEDED: Final = ("update", "ranks")
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _ReplayStep:
     """One step of an epoch."""
 
     counted: tuple[int, ...]
@@ -44,7 +44,7 @@ class _Step:
 
 
 class Replay:
-    """The batches of a trace, in the place of `Dealing`. Closed by its owner.
+    """The batches of a trace, in the place of `BatchAssigner`. Closed by its owner.
 
     Args:
         path: trace of the run to replay.
@@ -79,8 +79,8 @@ class Replay:
             generator=torch.Generator(),  # Otherwise it draws from the one for dropout.
         )
         self._epoch = self._left = 0
-        self._steps: list[_Step] = []
-        self._lines_of_lost: list[Line] = []
+        self._steps: list[_ReplayStep] = []
+        self._lines_of_lost: list[LedgerLine] = []
         self._survivors = self._dealt_to = self._membership.members
         self.members: tuple[int, ...] = self._survivors
         """The ranks that the batch was dealt to, as far as their number goes."""
@@ -158,11 +158,11 @@ class Replay:
         """End the threads that make batches."""
         self._batches.close()
 
-    def _read(self, rows: Iterable[Line]) -> None:
+    def _read(self, rows: Iterable[LedgerLine]) -> None:
         """Note an epoch's steps."""
         me, ranks = self._membership.me, len(self._membership.members)
         lost: set[int] = set()
-        others: list[Line] = []
+        others: list[LedgerLine] = []
         for number, of_step in groupby(rows, lambda line: line["step"]):
             lines = list(of_step)
             if any(key not in line for line in lines for key in _NEEDED):
@@ -184,7 +184,7 @@ class Replay:
             counted = tuple(line["rank"] for line in lines)
             mine = next((line["samples"] for line in lines if line["rank"] == me), [])
             first = lines[0]
-            step = _Step(counted, first["ranks"], first["update"], first.get("part", 0), mine)
+            step = _ReplayStep(counted, first["ranks"], first["update"], first.get("part", 0), mine)
             self._steps.append(step)
             others += (line for line in lines if line.get("lost"))
             lost.update(line["rank"] for line in lines if line.get("lost"))
@@ -208,7 +208,7 @@ def make_dealing(
     recovery: Recovery | None,
     global_batch: int,
     updates: Callable[[], int],
-) -> "Dealing | Replay":
+) -> "BatchAssigner | Replay":
     """Return the batches of a run: dealt by formula, or those of `--replay`.
 
     Args:
@@ -216,7 +216,7 @@ def make_dealing(
     """
     if config.replay is None:
         per_rank = config.batch_size if config.on_loss == "shrink" else None
-        return Dealing(loaders, recovery, global_batch, per_rank=per_rank, updates=updates)
+        return BatchAssigner(loaders, recovery, global_batch, per_rank=per_rank, updates=updates)
     assert recovery is not None
     return Replay(config.replay, loaders, recovery, global_batch, config.workers)
 

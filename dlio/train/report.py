@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypedDict
 
-from dlio.comm.environment import shows_terminal
-from dlio.comm.recovery import Loss
+from dlio.comm.launch_environment import shows_terminal
+from dlio.comm.survival.recovery import MeasuredLoss
+from dlio.features.pruning.rounds import RoundRecord
 from dlio.loader.stats import PassStats
 from dlio.storage.counters import PLACES
 from dlio.train.config import TrainConfig
-from dlio.train.pruning.rounds import RoundRecord
 from dlio.train.tasks.metrics import label, show_metric
 from dlio.util.cores import available_cores
 from dlio.util.printable import printable
@@ -99,7 +99,7 @@ class RankEpoch(RankSpeed, LoaderCounts, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredRank:
     """A rank whose weights differed from those of most ranks (--check-weights)."""
 
     rank: int
@@ -282,11 +282,11 @@ class RunReport:
     """Reason why the run ended early."""
     checkpoints: CheckpointReport | None = None
     """Results of --checkpoint."""
-    losses: list[Loss] = field(default_factory=list)
+    losses: list[MeasuredLoss] = field(default_factory=list)
     """Losses of ranks that the others went on without (--fault-tolerance)."""
-    changes: list[Loss] = field(default_factory=list)
+    changes: list[MeasuredLoss] = field(default_factory=list)
     """Ranks that joined, and that left on purpose."""
-    restored: list[Restored] = field(default_factory=list)
+    restored: list[RestoredRank] = field(default_factory=list)
     """Ranks whose weights were restored (--check-weights)."""
     notes: list[str] = field(default_factory=list)
     """Remarks of the task on the data, such as columns with missing values."""
@@ -436,7 +436,7 @@ def removed_by_kind(epochs: Sequence[PruningReport]) -> dict[str, int]:
     return kinds
 
 
-def _losses(losses: Sequence[Loss]) -> str:
+def _losses(losses: Sequence[MeasuredLoss]) -> str:
     lost = sorted(rank for loss in losses for rank in loss.ranks)
     longest = max(loss.seconds for loss in losses)
     starts = sum(loss.kind == "restart" for loss in losses)

@@ -8,23 +8,23 @@ import xxhash
 from torch import nn
 
 from dlio.comm import Communicator
-from dlio.comm.nodes import find_nodes
+from dlio.comm.job_nodes import find_nodes
 from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import Reader
 from dlio.data.schema import Schema
 from dlio.errors import UsageError
+from dlio.features.mesh import Mesh, Slab, parse_axes
+from dlio.features.mesh.layer_parts import LayerParts
+from dlio.features.mesh.slab import longest_dimension
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount
-from dlio.train.arrays import array_fields
+from dlio.train.array_fields import array_fields
 from dlio.train.batch_norm import mean_state
 from dlio.train.config import TrainConfig
-from dlio.train.mesh import Mesh, Slab, parse_axes
-from dlio.train.mesh.layer_parts import LayerParts
-from dlio.train.mesh.slab import longest_dimension
 
 Convert = Callable[[BatchData, torch.device], tuple[torch.Tensor, torch.Tensor]]
-"""See `dlio.train.tasks.base`."""
+"""See `dlio.train.tasks.task_base`."""
 
 _HEIGHT: Final = -2
 """Dimension in which pictures are cut: they are decoded whole."""

@@ -10,41 +10,41 @@ from typing import NoReturn
 
 import torch
 
-from dlio.agent.starts import start_of
 from dlio.comm import Communicator, world
-from dlio.comm.membership import AllLeave, AllPause, RankLeft
-from dlio.comm.node_watch import watch_policy
-from dlio.comm.planned import plan_world
-from dlio.comm.recovery import check_survival, recovery_of, uniform
+from dlio.comm.planned_membership import plan_world
+from dlio.comm.survival.membership import AllLeave, AllPause, RankLeft
+from dlio.comm.survival.node_watch import watch_policy
+from dlio.comm.survival.recovery import check_survival, recovery_of, uniform
 from dlio.errors import DlioError, UsageError
+from dlio.exchange.exchange_spec import parse_exchange
+from dlio.exchange.nccl.default_group import devices_connected
+from dlio.features.pruning.pruned_file import save_layout
+from dlio.launch.node.job_starts import start_of
 from dlio.loader.dataloader import DataLoader
 from dlio.storage.mount import Mount
 from dlio.train.callbacks import make_callbacks
-from dlio.train.callbacks.weights import WeightGuard
+from dlio.train.callbacks.weight_guard import WeightGuard
 from dlio.train.checkpoint import Checkpoints
-from dlio.train.checkpoint.callback import CheckpointCallback
+from dlio.train.checkpoint.checkpoint_callback import CheckpointCallback
 from dlio.train.checkpoint.state import restore
+from dlio.train.compute_device import choose_device
 from dlio.train.config import TrainConfig
-from dlio.train.data import make_loader, open_data
-from dlio.train.device import choose_device
-from dlio.train.exchange.device.connect import devices_connected
-from dlio.train.exchange_spec import parse_exchange
+from dlio.train.departure import RESUME_CODE, EndRequests, departure_at
 from dlio.train.ghost_spec import group_size
-from dlio.train.joining import Joining
-from dlio.train.leaving import RESUME_CODE, EndRequests, leaving_at
-from dlio.train.ledger import SampleLedger
-from dlio.train.progress import TrainingProgress
-from dlio.train.pruning.pruned_file import save_layout
+from dlio.train.memory_snapshot.job_restart import JobRestart
 from dlio.train.report import RunReport
+from dlio.train.run_requests import RunRequest, make_request_channel
+from dlio.train.sample_ledger import SampleLedger
 from dlio.train.sample_sharing import SampleSharing
-from dlio.train.snapshot.resuming import Resuming
-from dlio.train.tasks.registry import make_task, settle
-from dlio.train.wishes import Wish, make_wishes
+from dlio.train.state_transfer import StateTransfer
+from dlio.train.tasks.registry import make_task, resolve_config
+from dlio.train.training_data import make_loader, open_data
+from dlio.train.training_progress import TrainingProgress
 from dlio.train.worker import Worker
+from dlio.util.child_processes import die
 from dlio.util.cores import available_cores
-from dlio.util.files import write_whole
 from dlio.util.heap import keep_freed_memory
-from dlio.util.processes import die
+from dlio.util.whole_files import write_whole
 
 
 def train(config: TrainConfig) -> RunReport:
@@ -58,14 +58,14 @@ def train(config: TrainConfig) -> RunReport:
     planned = None if config.replay is None else plan_world()
     comm = world()
     start = start_of()
-    resuming = None if start is None else Resuming(start, began)
+    resuming = None if start is None else JobRestart(start, began)
     is_again = resuming is not None and resuming.is_again
     if planned is None:
         check_survival(comm, config.fault_tolerance, config.min_ranks)
     with ExitStack() as stack:
         checkpoints = saving = requests = None
         if config.checkpoint is not None:
-            if recovery_of(comm) is None:  # Otherwise a rank leaves alone; see `leaving_at`.
+            if recovery_of(comm) is None:  # Otherwise a rank leaves alone; see `departure_at`.
                 requests = stack.enter_context(EndRequests())
             checkpoints = stack.enter_context(Checkpoints(config.checkpoint, comm, config.keep))
             if comm.rank == 0 and not (config.resume or is_again) and checkpoints.paths():
@@ -77,7 +77,7 @@ def train(config: TrainConfig) -> RunReport:
         data = stack.enter_context(
             open_data(comm, config.source, config, config.tiers, True, sharing)
         )
-        config = settle(config, data, sharing.schema(data))
+        config = resolve_config(config, data, sharing.schema(data))
         device = choose_device(config.device, comm)
         stack.enter_context(devices_connected(comm, device))
         loader = stack.enter_context(make_loader(data, config, True, sharing.mesh, device))
@@ -131,9 +131,9 @@ def train(config: TrainConfig) -> RunReport:
                 report.resumed = _resume(run, checkpoints)
             wishes = None
             if requests is not None:
-                wishes = make_wishes(comm, parse_exchange(config.exchange))
+                wishes = make_request_channel(comm, parse_exchange(config.exchange))
                 stack.callback(wishes.close)
-                requests.ask = partial(wishes.wish, Wish.END)
+                requests.ask = partial(wishes.wish, RunRequest.END)
             saving = CheckpointCallback(
                 run, checkpoints, config.checkpoint_every, config.checkpoint_minutes, wishes
             )
@@ -220,9 +220,9 @@ def _epochs(
     for callback in run.callbacks:
         callback.begins(run)
     elastic = None if run.recovery is None else run.recovery.elastic
-    stack.enter_context(leaving_at(elastic, config.leave_at))
+    stack.enter_context(departure_at(elastic, config.leave_at))
     if run.recovery is not None and config.spares:
-        joining = Joining(run, run.recovery, ledger)
+        joining = StateTransfer(run, run.recovery, ledger)
         stack.callback(joining.close)
         run.rest(comm.size - config.spares)
     for epoch in range(len(run.history), config.epochs):

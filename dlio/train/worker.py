@@ -12,36 +12,36 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_
 
 from dlio.comm import Communicator
-from dlio.comm.recovery import Loss, recovery_of, uniform
+from dlio.comm.survival.recovery import MeasuredLoss, recovery_of, uniform
+from dlio.exchange.buckets import consensus_distance
+from dlio.exchange.cut import TensorCut
+from dlio.features.pruning.pruner import make_pruner
+from dlio.features.skipping.skipping_feature import make_skipper
+from dlio.loader.assignment.assigner import BatchAssigner
 from dlio.loader.contract import BatchData
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dealing import Dealing
 from dlio.plan.epoch import is_exact
-from dlio.train.balance import Balancer, Clock, timed_pass
-from dlio.train.batch_norm import synchronised
-from dlio.train.callbacks.base import Callback
-from dlio.train.compiled import compile_model
+from dlio.train.balance import Balancer, StepClock, timed_pass
+from dlio.train.batch_norm import synchronise_batch_norm
+from dlio.train.callbacks.callback_base import Callback
+from dlio.train.compilation import compile_model
+from dlio.train.compute_device import channels_last, choose_device
 from dlio.train.config import TrainConfig
-from dlio.train.cut import Cut
-from dlio.train.device import channels_last, choose_device
 from dlio.train.ema import WeightAverage
-from dlio.train.evaluation import make_evaluator
-from dlio.train.exchange.buckets import consensus_distance
-from dlio.train.ghost import connected
+from dlio.train.evaluator import make_evaluator
+from dlio.train.ghost import connect_exchange
 from dlio.train.learning_rate import learning_rate
-from dlio.train.ledger import SampleLedger
-from dlio.train.measured import measured
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer
-from dlio.train.place import RunPlace
 from dlio.train.precision import Precision
-from dlio.train.progress import TrainingProgress
-from dlio.train.pruner import make_pruner
+from dlio.train.rank_epoch import rank_measurements
 from dlio.train.replay import make_dealing
 from dlio.train.report import EpochReport, RankEpoch
+from dlio.train.run_position import RunPosition
+from dlio.train.sample_ledger import SampleLedger
 from dlio.train.sample_sharing import SampleSharing
-from dlio.train.skipping.of_run import make_skipper
-from dlio.train.tasks.base import Task, batch_size
+from dlio.train.tasks.task_base import TrainingTask, batch_size
+from dlio.train.training_progress import TrainingProgress
 from dlio.train.weights import load_weights
 
 
@@ -58,7 +58,7 @@ class Worker:
         comm: Communicator,
         loader: DataLoader,
         held_out: DataLoader | None,
-        task: Task,
+        task: TrainingTask,
         begun: int | None = None,
         is_found: bool = False,
         sharing: SampleSharing | None = None,
@@ -86,12 +86,12 @@ class Worker:
         self.average = None if config.ema is None else WeightAverage(self.model, config.ema)
         """The average of the weights, which is evaluated and saved in their place."""
         agree = config.batch_norm == "sync" and not sharing.cuts_samples
-        self._norms = synchronised(self.model, sharing.data) if agree else None
+        self._norms = synchronise_batch_norm(self.model, sharing.data) if agree else None
         """Ranks that normalise their batches together, if there are such layers."""
         self.optimizer = make_optimizer(
             config.optimizer or DEFAULT_OPTIMIZER, self.model, config.momentum, config.weight_decay
         )
-        self.exchange, self._ghosts = connected(
+        self.exchange, self._ghosts = connect_exchange(
             config, self.model, self.optimizer, sharing.replicas, are_alike=is_found
         )
         self._summing = self._ghosts or self.exchange
@@ -100,7 +100,7 @@ class Worker:
         )
         self._called = compile_model(self.model, self.device) if config.compile else self.model
         """The model, or its compiled form."""
-        clock = Clock(lambda: self._summing.statistics()["wait_s"], self.device)
+        clock = StepClock(lambda: self._summing.statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
         self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
         self.skipper = make_skipper(config, loader)
@@ -126,9 +126,9 @@ class Worker:
             config, loaders, self.recovery, global_batch, lambda: self.updates
         )
         self._losses_told = self._changes_told = 0
-        self.earlier_losses: list[Loss] = []
+        self.earlier_losses: list[MeasuredLoss] = []
         """Losses before the ranks were started again."""
-        self.earlier_changes: list[Loss] = []
+        self.earlier_changes: list[MeasuredLoss] = []
         self.epoch_number = 0
         """Number of the epoch, from 0."""
         self.position = 0
@@ -172,19 +172,19 @@ class Worker:
         return self.config.peak_lr(self.global_batch // self.config.batch_size)
 
     @property
-    def losses(self) -> Sequence[Loss]:
+    def losses(self) -> Sequence[MeasuredLoss]:
         """Losses of ranks since the run began."""
         return [*self.earlier_losses, *(self.recovery.losses if self.recovery else ())]
 
     @property
-    def changes(self) -> Sequence[Loss]:
+    def changes(self) -> Sequence[MeasuredLoss]:
         """Ranks that joined or left on purpose since the run began."""
         return [*self.earlier_changes, *(self.recovery.changes if self.recovery else ())]
 
     @property
-    def dealing(self) -> Dealing:
+    def dealing(self) -> BatchAssigner:
         """The batches of this rank, dealt by formula."""
-        assert isinstance(self._dealing, Dealing)
+        assert isinstance(self._dealing, BatchAssigner)
         return self._dealing
 
     def stop(self, reason: str) -> None:
@@ -228,7 +228,7 @@ class Worker:
         self.dealing.prepare()
         self.recovery.rest(ranks)
 
-    def tell_place(self) -> RunPlace:
+    def tell_place(self) -> RunPosition:
         """Return where the run is, between two batches."""
         return {
             "step": (self._step, self.finished, self._first, self._planned),
@@ -236,7 +236,7 @@ class Worker:
             "dealing": self.dealing.tell_epoch(),
         }
 
-    def follow_place(self, place: RunPlace) -> None:
+    def follow_place(self, place: RunPosition) -> None:
         """Go on where another rank is, whose state was restored."""
         self._step, self.finished, self._first, self._planned = place["step"]
         self._losses_told, self._changes_told = place["said"]
@@ -415,7 +415,7 @@ class Worker:
             progress.lost(self.comm.rank, change)
         self._losses_told, self._changes_told = len(losses), len(changes)
 
-    def reshaped(self, cuts: Sequence[Cut] = ()) -> None:
+    def reshaped(self, cuts: Sequence[TensorCut] = ()) -> None:
         """Adapt the evaluator and the callbacks after the model was cut."""
         if self._evaluator is not None:
             self._evaluator.reshape(self.model)
@@ -441,7 +441,7 @@ class Worker:
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
-        mine = measured(
+        mine = rank_measurements(
             self._balancer.measured(),
             self._dealing.stats(),
             sums=self.sums.tolist(),

@@ -24,8 +24,8 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from dlio.errors import TierError
-from dlio.util.named import open_folder, parent_of
-from dlio.util.opening import Refused, open_file, path_of, read_small, temporary_name
+from dlio.util.trusted_files import UntrustedFile, open_file, path_of, read_small, temporary_name
+from dlio.util.user_folders import open_folder, parent_of
 
 MARK: Final = ".dlio"
 """Name of the file that marks a folder as dlio's."""
@@ -61,7 +61,7 @@ def open_private(root: str, *names: str, marked: int = 0) -> int:
         parent = descriptor
         try:
             descriptor = open_working(parent, name, marked=depth < marked)
-        except Refused as error:
+        except UntrustedFile as error:
             raise TierError(
                 f"tier folder {path} {error.strerror}: remove it, or name another folder in --tiers"
             ) from error
@@ -91,7 +91,7 @@ def open_working(parent: int, name: str, *, text: str = "dlio\n", marked: bool =
         _check_private(descriptor)
         if marked and not is_marked(descriptor):
             if os.listdir(descriptor) and not is_marked(descriptor):
-                raise Refused(f"was not made by dlio: it has no {MARK}")
+                raise UntrustedFile(f"was not made by dlio: it has no {MARK}")
             mark(descriptor, text)
     except BaseException:
         os.close(descriptor)
@@ -157,7 +157,7 @@ def _check_private(descriptor: int) -> None:
     status = os.fstat(descriptor)
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.geteuid() or mode & 0o077:
-        raise Refused(
+        raise UntrustedFile(
             f"belongs to user {status.st_uid} with mode {mode:o}, but must be yours alone (0700)"
         )
 
@@ -353,7 +353,7 @@ def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
             if os.listdir(inner):
                 return False
             held = open_file(inner, lock, os.O_RDWR | os.O_CREAT)
-        except Refused:
+        except UntrustedFile:
             return False
         try:
             # While holding the lock, so that other processes do not remove the folder, too.

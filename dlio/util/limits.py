@@ -5,7 +5,8 @@ Files of a data set, a tier or a checkpoint may have been made by anyone. So
 - only regular files are opened for reading: opening a FIFO or a device could wait for ever, or give
   data without an end (`open_regular`);
 - sizes that a file declares are compared with its stored bytes before memory is taken for them
-  (`check_claim`), and nothing is decompressed beyond its declared size (`dlio.util.expand`);
+  (`check_claim`), and nothing is decompressed beyond its declared size
+  (`dlio.util.decompression_limits`);
 - libraries that raise errors of any kind for malformed metadata are called within `parsing`.
 """
 
@@ -89,7 +90,7 @@ def is_plausible(declared: int, stored: int) -> bool:
     return 0 <= declared <= _FREE_BYTES + _EXPANSION * stored
 
 
-def parsing(where: str | Callable[[], str]) -> "_Parsing":
+def parsing(where: str | Callable[[], str]) -> "_ParseErrors":
     """Turn errors of any kind, as malformed data cause in libraries, into one of the data set.
 
     For a `with` statement, which then raises SourceError.
@@ -97,10 +98,10 @@ def parsing(where: str | Callable[[], str]) -> "_Parsing":
     Args:
         where: path for the message, or a function that returns it, called when there is an error.
     """
-    return _Parsing(where)
+    return _ParseErrors(where)
 
 
-class _Parsing:
+class _ParseErrors:
     """Written out, as samples are parsed one by one: a generator takes four times as long."""
 
     __slots__ = ("_where",)

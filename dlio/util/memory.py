@@ -22,7 +22,7 @@ _SPARE: Final = 64 << 20
 """Free bytes that are kept in any case."""
 
 
-class _Loan(weakref.ref[Any]):
+class _PieceLoan(weakref.ref[Any]):
     """A piece in use, until the array that it refers to is gone."""
 
     __slots__ = ("piece",)
@@ -30,7 +30,7 @@ class _Loan(weakref.ref[Any]):
     piece: mmap.mmap
 
 
-class _Pool:
+class _PiecePool:
     """Pieces of private memory, by size.
 
     Without a lock: pieces come back in any thread at any moment, also while this one is inside a
@@ -39,7 +39,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self._free: dict[int, deque[mmap.mmap]] = {}
-        self._loans: dict[int, _Loan] = {}
+        self._loans: dict[int, _PieceLoan] = {}
 
     def take(self, count: int) -> memoryview:
         """Return `count` bytes with undefined contents, which begin with a page."""
@@ -52,7 +52,7 @@ class _Pool:
                 piece.madvise(mmap.MADV_HUGEPAGE)
         # All that is made of the memoryview refers to this array, and to no other.
         array = np.frombuffer(piece, np.uint8, count)
-        loan = _Loan(array, self._give)
+        loan = _PieceLoan(array, self._give)
         loan.piece = piece
         self._loans[id(loan)] = loan
         return array.data
@@ -77,7 +77,7 @@ class _Pool:
                     excess -= size
 
 
-_pool: Final = _Pool()
+_pool: Final = _PiecePool()
 
 
 def new_memory(count: int) -> memoryview:

@@ -36,7 +36,7 @@ _KINDS: Final[dict[type, str]] = {
 }
 
 
-_KNOWN: Final[dict[type, tuple["Field", ...]]] = {}
+_KNOWN: Final[dict[type, tuple["OptionField", ...]]] = {}
 """Cache of `options_of`."""
 
 
@@ -83,7 +83,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class OptionField:
     """An option of a record: the field's name and type, and its `Option`."""
 
     record: type
@@ -229,15 +229,15 @@ def _number(value: str | float, kind: type) -> int | float | None:
     return number if isinstance(value, str) or number == value else None
 
 
-def options_of(record: type) -> tuple[Field, ...]:
+def options_of(record: type) -> tuple[OptionField, ...]:
     """Return the options among a record's fields, in order."""
-    fields: tuple[Field, ...] | None = _KNOWN.get(record)
+    fields: tuple[OptionField, ...] | None = _KNOWN.get(record)
     if fields is None:
         fields = _KNOWN[record] = tuple(_fields_of(record))
     return fields
 
 
-def _fields_of(record: type) -> Iterator[Field]:
+def _fields_of(record: type) -> Iterator[OptionField]:
     hints = typing.get_type_hints(record, include_extras=True)
     for each in dataclasses.fields(record):
         hint = hints[each.name]
@@ -248,7 +248,9 @@ def _fields_of(record: type) -> Iterator[Field]:
         kind, many, optional, choices = _plain(get_args(hint)[0], option)
         required = each.default is dataclasses.MISSING
         default: Any = None if required else each.default
-        yield Field(record, each.name, option, kind, many, optional, choices, default, required)
+        yield OptionField(
+            record, each.name, option, kind, many, optional, choices, default, required
+        )
 
 
 def _plain(hint: Any, option: Option) -> tuple[Any, bool, bool, tuple[str, ...]]:

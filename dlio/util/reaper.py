@@ -10,7 +10,7 @@ import fcntl
 import os
 import sys
 
-from dlio.util.shared import sweep_shared_memory
+from dlio.util.shared_folders import sweep_shared_memory
 
 
 def main(lock: str) -> None:

@@ -73,7 +73,7 @@ def end_with(code: int, at_once: bool) -> None:
     signal.signal(signal.SIGTERM, end if at_once else signal.SIG_IGN)
 
 
-class Asked:
+class StopSignals:
     """Calls a function at the first SIGTERM or SIGUSR1.
 
     A SIGTERM that comes later than 1 s after that has its former effect. Only the main thread may
@@ -123,7 +123,7 @@ def passing_on(enabled: bool) -> Iterator[None]:
         for receiver in _receivers:
             receiver()
 
-    asked = Asked(act)
+    asked = StopSignals(act)
     asked.listen()
     try:
         yield

@@ -32,7 +32,7 @@ _STOP_TIMEOUT_S: Final = 5.0
 _LOOK_S: Final = 0.5
 
 
-class _Waiting(Protocol):
+class _ThreadWaiter(Protocol):
     def __call__(self, wait: Callable[[float], bool], timeout_s: float, /) -> bool: ...
 
 
@@ -170,7 +170,7 @@ class Workers:
         return alive
 
 
-def join_with(waiting: _Waiting) -> None:
+def join_with(waiting: _ThreadWaiter) -> None:
     """Replace the function that waits while threads are joined.
 
     Args:
@@ -185,10 +185,10 @@ def _plain(wait: Callable[[float], bool], timeout_s: float, /) -> bool:
     return wait(timeout_s)
 
 
-_join_by: _Waiting = _plain
+_join_by: _ThreadWaiter = _plain
 
 
-class _Registry:
+class _WorkersRegistry:
     """All groups that were started and still exist.
 
     Invariant: no group is added once `end` has begun, so `end` misses none.
@@ -223,14 +223,14 @@ class _Registry:
                 group._ended_within(max(0.0, group.stop_timeout_s - waited))
 
 
-_registry = _Registry()
+_registry = _WorkersRegistry()
 
 
 def _forget() -> None:
     global _registry
     for group in _registry._groups:
         group._lose_threads()
-    _registry = _Registry()
+    _registry = _WorkersRegistry()
 
 
 os.register_at_fork(after_in_child=_forget)

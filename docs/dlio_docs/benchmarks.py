@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from dlio_bench.peers.table import CASES, CONTENDERS, RATIOS, cpu_ratio
+from dlio_bench.peers.contender_table import CASES, CONTENDERS, RATIOS, cpu_ratio
 
 __all__ = ["DATA", "loader_rows", "number", "page", "read", "readme_part", "spread"]
 

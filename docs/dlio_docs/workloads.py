@@ -1,7 +1,7 @@
 """Tables of storage workloads: shapes, keys of DLIO, and rounds of MLPerf Storage."""
 
-from dlio_bench.storage.dlio_keys import effects, read_job, shape_names
-from dlio_bench.storage.rules import VERSIONS
+from dlio_bench.storage_cases.dlio_keys import effects, read_job, shape_names
+from dlio_bench.storage_cases.rules import VERSIONS
 
 __all__ = ["keys_table", "rounds_table", "shapes_table"]
 

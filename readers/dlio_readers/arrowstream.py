@@ -116,7 +116,7 @@ class ArrowStream:
             if mark != _CONTINUED or not 0 < size <= min(_MOST_METADATA, file.size):
                 raise SourceError(f"{file.name} is damaged at byte {at}: restore it")
             metadata = file.read(at + 8, size)
-            table = _Table.root(metadata)
+            table = _FlatbufferTable.root(metadata)
             body = table.whole(_BODY, "<q")
             if not 0 <= body <= file.size or at + 8 + size + body > file.size:
                 raise SourceError(
@@ -140,7 +140,7 @@ class ArrowStream:
 
 def _expanded(data: bytes, metadata: int) -> int:
     """Return the bytes that a record batch becomes when its buffers are decompressed."""
-    batch = _Table.root(data[8:metadata]).inner(_HEADER)
+    batch = _FlatbufferTable.root(data[8:metadata]).inner(_HEADER)
     body = len(data) - metadata
     if not batch.offset(_COMPRESSION):
         return body
@@ -151,7 +151,7 @@ def _expanded(data: bytes, metadata: int) -> int:
     return body + total
 
 
-class _Table:
+class _FlatbufferTable:
     """A table of a flatbuffer. Offsets that lead out of it raise struct.error, or IndexError."""
 
     def __init__(self, data: bytes, at: int) -> None:
@@ -160,7 +160,7 @@ class _Table:
         self._size = self._number("<H", self._vtable)
 
     @classmethod
-    def root(cls, data: bytes) -> "_Table":
+    def root(cls, data: bytes) -> "_FlatbufferTable":
         """Return the table that a flatbuffer holds."""
         return cls(data, struct.unpack_from("<I", data)[0])
 
@@ -175,10 +175,10 @@ class _Table:
         at = self.offset(field)
         return self._number(code, at) if at else 0
 
-    def inner(self, field: int) -> "_Table":
+    def inner(self, field: int) -> "_FlatbufferTable":
         """Return a table that this one refers to."""
         at = self.offset(field)
-        return _Table(self._data, at + self._number("<I", at))
+        return _FlatbufferTable(self._data, at + self._number("<I", at))
 
     def pairs(self, field: int) -> list[tuple[int, int]]:
         """Return a vector of structs of two int64."""

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from dlio.data.reader import reopening
 from dlio.data.source import File, Source, own_name
 from dlio.errors import SourceError, UsageError
-from dlio_readers.annotated import AnnotatedReader, Annotations, index_kind
+from dlio_readers.annotations import AnnotatedReader, Annotations, index_kind
 from dlio_readers.cocofile import CocoFile, joined
 from dlio_readers.fileset import url_below
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dlio.data.source import File
 from dlio.errors import SourceError
-from dlio_readers.annotated import MAX_BOXES, Annotations, check_boxes, mirrored_pairs
+from dlio_readers.annotations import MAX_BOXES, Annotations, check_boxes, mirrored_pairs
 
 _MOST_BYTES: Final = 4 << 30
 _MOST_CLASSES: Final = 1 << 16
@@ -114,7 +114,7 @@ def joined(
         points = []
     elif keypoints and not points:
         raise SourceError(f"{main.name} has no keypoints: its categories name none")
-    rows = _Rows(main, len(points))
+    rows = _AnnotationRows(main, len(points))
     for k, record in enumerate(main.annotations):
         crowd = bool(record.get("iscrowd"))
         if crowd and not crowds:
@@ -129,7 +129,7 @@ def joined(
     return _annotations(main, rows, names, ids, declared, classes, points, masks, crowds, outside)
 
 
-class _Rows:
+class _AnnotationRows:
     """Annotations, one after another, as the file has them."""
 
     def __init__(self, file: CocoFile, points: int) -> None:
@@ -245,7 +245,7 @@ def _categories(file: CocoFile, labels: str) -> tuple[list[str], dict[int, int],
 
 def _annotations(
     file: CocoFile,
-    rows: _Rows,
+    rows: _AnnotationRows,
     names: list[str],
     ids: npt.NDArray[np.int64],
     declared: npt.NDArray[np.int64],

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.chunks import Box, ChunkedArray
-from dlio.data.held import HeldFile
+from dlio.data.file_ranges import InMemoryFile
 from dlio.data.index import Arrays, cached_index, fingerprint_of
 from dlio.data.reader import reopening
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, Schema, array_kind
@@ -30,7 +30,7 @@ from dlio.plan.order import Order
 from dlio.util.forks import new_lock
 from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
-from dlio_readers.concurrent import concurrently
+from dlio_readers.concurrency import concurrently
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.rehearsal import rehearse
@@ -54,7 +54,7 @@ _LOOKED_AT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _SampleFiles:
     """The files of a sample."""
 
     name: str
@@ -64,7 +64,7 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class _ArrayFacts:
     """An array as an index has it."""
 
     shape: tuple[int, ...]
@@ -203,7 +203,7 @@ class FilesReader:
         """Return the payload out of the bytes of the sample's files. Raises SourceError."""
         first = sample * self._sides
         return self._joined(
-            sample, lambda number: HeldFile(self._files[number], parts[number - first])
+            sample, lambda number: InMemoryFile(self._files[number], parts[number - first])
         )
 
     def _joined(self, sample: int, find: Callable[[int], File]) -> bytes | memoryview:
@@ -237,7 +237,7 @@ class FilesReader:
                 f"{self.name(sample)} has changed since it was opened: {error}; {_AGAIN}"
             ) from error
 
-    def _lazy(self, sample: int, name: str, facts: _Facts) -> ChunkedArray:
+    def _lazy(self, sample: int, name: str, facts: _ArrayFacts) -> ChunkedArray:
         """Return an array whose file is opened when a part is read."""
 
         def read(box: Box) -> npt.NDArray[Any]:
@@ -361,15 +361,15 @@ def _check_alike(
 
 def _unpacked(
     dtypes: Sequence[Sequence[str]], dims: npt.NDArray[np.int64], count: int
-) -> dict[str, list[_Facts]]:
+) -> dict[str, list[_ArrayFacts]]:
     """Return shapes and chunks by field, from an index."""
     numbers = dims[: len(dtypes)].tolist()
     table = dims[len(dtypes) :].reshape(count, 2 * sum(numbers)).tolist()
-    facts: dict[str, list[_Facts]] = {}
+    facts: dict[str, list[_ArrayFacts]] = {}
     at = 0
     for (name, _), n in zip(dtypes, numbers, strict=True):
         facts[name] = [
-            _Facts(tuple(row[at : at + n]), tuple(row[at + n : at + 2 * n])) for row in table
+            _ArrayFacts(tuple(row[at : at + n]), tuple(row[at + n : at + 2 * n])) for row in table
         ]
         at += 2 * n
     return facts
@@ -380,11 +380,11 @@ def _common(shapes: Sequence[tuple[int, ...]]) -> list[int | None]:
     return [sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*shapes, strict=True)]
 
 
-def _find(path: str | Sequence[str]) -> tuple[list[_Row], list[str], bool]:
+def _find(path: str | Sequence[str]) -> tuple[list[_SampleFiles], list[str], bool]:
     """Return (samples, classes, True if inputs have targets) of a path. Raises SourceError."""
     urls = expand(path)
     if len(urls) > 1 or own_name(urls[0]).endswith(_SCANS):
-        return [_Row(_last(url), (url,)) for url in urls], [], False
+        return [_SampleFiles(_last(url), (url,)) for url in urls], [], False
     source, url = Source(urls[0]), urls[0]
     folders = [name for name, folder in source.names() if folder and not name.startswith(".")]
     inputs = [name for name in _INPUTS if name in folders]
@@ -395,13 +395,15 @@ def _find(path: str | Sequence[str]) -> tuple[list[_Row], list[str], bool]:
         return _pairs(source, url, inputs[0], targets[0]), [], True
     own = _files(source, url, "")
     if own:
-        return [_Row(_last(each), (each,)) for each in own], [], False
-    rows: list[_Row] = []
+        return [_SampleFiles(_last(each), (each,)) for each in own], [], False
+    rows: list[_SampleFiles] = []
     classes: list[str] = []
     for folder in folders:
         files = _files(source, url, folder)
         if files:
-            rows += [_Row(f"{folder}/{_last(each)}", (each,), len(classes)) for each in files]
+            rows += [
+                _SampleFiles(f"{folder}/{_last(each)}", (each,), len(classes)) for each in files
+            ]
             classes.append(folder)
     if not rows:
         raise SourceError(f"{url} holds no arrays or scans: check the path")
@@ -418,7 +420,7 @@ def _files(source: Source, url: str, folder: str) -> list[str]:
     return [inside(url, prefix + name) for name in names]
 
 
-def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_Row]:
+def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_SampleFiles]:
     """Return inputs with the targets of the same name. Raises SourceError for one without."""
     by_stem = {_stem(each): each for each in _files(source, url, targets)}
     rows = []
@@ -426,7 +428,7 @@ def _pairs(source: Source, url: str, inputs: str, targets: str) -> list[_Row]:
         target = by_stem.get(_stem(each)) or by_stem.get(_stem(each).removesuffix(_CHANNEL))
         if target is None:
             raise SourceError(f"{each} has no file of its name in {targets}/: add it, or remove it")
-        rows.append(_Row(f"{inputs}/{_last(each)}", (each, target)))
+        rows.append(_SampleFiles(f"{inputs}/{_last(each)}", (each, target)))
     if not rows:
         raise SourceError(f"{url}/{inputs} holds no arrays or scans: check the path")
     return rows

@@ -21,14 +21,14 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_index
 from dlio.data.labels import TABLE_LABEL_NAMES
 from dlio.data.links import FolderLinks, links_followed
-from dlio.data.parts import is_part
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source
+from dlio.data.splits import is_split
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.block_format import MAX_SAMPLE_BYTES
-from dlio.storage.shard import SUFFIX
+from dlio.storage.shard_file import SUFFIX
 from dlio_readers.fileset import FileSet
 
 EXTENSIONS: Final = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),)
@@ -50,7 +50,7 @@ _IMAGE: Final = Schema((("image", "image"),))
 
 
 @dataclass(frozen=True, slots=True)
-class _Folder:
+class _FolderFiles:
     """The images of one folder, or of a part of it, and the folder's modification time."""
 
     name: str
@@ -202,9 +202,9 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
     """List class folders recursively."""
     listed = _walk(source, classes)
     folders = {"": source.modified_ns()}
-    parts: list[_Folder] = []
+    parts: list[_FolderFiles] = []
     labels = []
-    by_class: dict[str, list[_Folder]] = {name: [] for name in classes}
+    by_class: dict[str, list[_FolderFiles]] = {name: [] for name in classes}
     for each in listed:
         by_class[each.name.split("/", 1)[0]].append(each)
     for label, name in enumerate(classes):
@@ -215,7 +215,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
             raise SourceError(
                 f"{source.path(name)} is a class folder without images "
                 f"({', '.join(EXTENSIONS)}): "
-                + ("open it by itself" if is_part(name) else "fill it, or remove it")
+                + ("open it by itself" if is_split(name) else "fill it, or remove it")
             )
         parts += own
         labels.append(np.full(count, label, np.int64))
@@ -348,12 +348,14 @@ def _numbered(labels: Sequence[str]) -> tuple[npt.NDArray[np.int64], list[str]]:
     return numbers, [str(number) for number in range(int(numbers.max()) + 1)]
 
 
-def _walk(source: Source, folders: Sequence[str]) -> list[_Folder]:
+def _walk(source: Source, folders: Sequence[str]) -> list[_FolderFiles]:
     """List all folders at and below `folders` in parallel."""
-    listed: list[_Folder] = []
+    listed: list[_FolderFiles] = []
     with ThreadPoolExecutor(_LISTING_THREADS) as pool:
         walk = _Walk(source)
-        left: set[Future[_Step]] = {pool.submit(walk.list_folder, name, ()) for name in folders}
+        left: set[Future[_ListingStep]] = {
+            pool.submit(walk.list_folder, name, ()) for name in folders
+        }
         try:
             while left:
                 done, left = wait(left, return_when=FIRST_COMPLETED)
@@ -369,10 +371,10 @@ def _walk(source: Source, folders: Sequence[str]) -> list[_Folder]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _ListingStep:
     """The result of one listing task, and the tasks that follow from it."""
 
-    listed: list[_Folder]
+    listed: list[_FolderFiles]
     below: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     """Folders to list, and the folders that links to them were followed from."""
     files: list[tuple[str, int, list[str]]] = field(default_factory=list)
@@ -386,7 +388,7 @@ class _Walk:
         self._source = source
         self._links = FolderLinks()
 
-    def list_folder(self, folder: str, came_by: tuple[str, ...]) -> _Step:
+    def list_folder(self, folder: str, came_by: tuple[str, ...]) -> _ListingStep:
         """List one folder.
 
         Args:
@@ -401,23 +403,23 @@ class _Walk:
             entries = source.listing(folder)
             images = [e for e in entries if not e.folder and e.name.lower().endswith(EXTENSIONS)]
             inner = [(f"{folder}/{entry.name}", came_by) for entry in entries if entry.folder]
-            return _Step([_listed(folder, modified_ns, images)], inner)
+            return _ListingStep([_listed(folder, modified_ns, images)], inner)
         rows = source.names(folder)
         names = [n for n, inside in rows if not inside and n.lower().endswith(EXTENSIONS)]
         below = [(f"{folder}/{name}", came_by) for name, inside in rows if inside]
         parts = [names[k : k + _LOOKED_AT] for k in range(0, len(names), _LOOKED_AT)] or [[]]
-        return _Step([], below, [(folder, modified_ns, part) for part in parts])
+        return _ListingStep([], below, [(folder, modified_ns, part) for part in parts])
 
 
-def _look_at(source: Source, folder: str, modified_ns: int, names: list[str]) -> _Step:
+def _look_at(source: Source, folder: str, modified_ns: int, names: list[str]) -> _ListingStep:
     entries = [source.entry(folder, name) for name in names]
-    return _Step([_listed(folder, modified_ns, [entry for entry in entries if entry])])
+    return _ListingStep([_listed(folder, modified_ns, [entry for entry in entries if entry])])
 
 
-def _listed(folder: str, modified_ns: int, images: Sequence[Entry]) -> _Folder:
+def _listed(folder: str, modified_ns: int, images: Sequence[Entry]) -> _FolderFiles:
     _check_sizes(images)
     names = Names.of([f"{folder}/{entry.name}" for entry in images])
-    return _Folder(
+    return _FolderFiles(
         folder,
         modified_ns,
         names.blob.tobytes(),

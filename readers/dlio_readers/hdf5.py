@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from dlio.data.chunks import ChunkedArray
-from dlio.data.kept import KeptFile
+from dlio.data.open_files import PersistentFile
 from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import SourceError
@@ -15,8 +15,8 @@ from dlio_readers.columns import (
     Column,
     ColumnReader,
 )
+from dlio_readers.concat_column import ConcatColumn
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
-from dlio_readers.joined import JoinedColumn
 from dlio_readers.rehearsal import rehearse
 from dlio_readers.slabs import Select
 from dlio_readers.volumes import Samples, volumes_of
@@ -49,7 +49,7 @@ class Hdf5Reader(ColumnReader):
         self._again = reopening(Hdf5Reader, path, select, samples)
         urls, names = _split(path)
         self.path = path if isinstance(path, str) else " ".join(path)
-        files = [KeptFile(url) for url in urls]
+        files = [PersistentFile(url) for url in urls]
         rehearse("hdf5", "h5py", path, files)
         self._files = [Hdf5File(file) for file in files]
         tables = [file.columns(names, select) for file in self._files]
@@ -65,7 +65,7 @@ class Hdf5Reader(ColumnReader):
         columns: dict[str, Column] = volumes or {
             name: first[name]
             if len(tables) == 1
-            else JoinedColumn([table[name] for table in tables], counts)
+            else ConcatColumn([table[name] for table in tables], counts)
             for name in first
         }
         stamps = [f"{file.file.url} {file.file.stamp}" for file in self._files]

@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from dlio.errors import SourceError
-from dlio.util.expand import exceeds
+from dlio.util.decompression_limits import exceeds
 from dlio.util.limits import MAX_ABSENT_ROWS, check_claim
 
 _DEFLATE: Final = 1
@@ -17,7 +17,7 @@ _FREE_BYTES: Final = 256 << 20
 _SLACK: Final = 1 << 14
 
 
-class Dataset(Protocol):
+class Hdf5Dataset(Protocol):
     """Attributes of h5py's data sets that are read here."""
 
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Chunks:
     declared.
     """
 
-    def __init__(self, dataset: Dataset, where: str) -> None:
+    def __init__(self, dataset: Hdf5Dataset, where: str) -> None:
         self._where = where
         self._suspects: dict[int, list[tuple[int, ...]]] = {}
         """Offsets of chunks that have to be counted, by their first row."""
@@ -64,7 +64,7 @@ class Chunks:
                 "declare fewer"
             )
 
-    def _look_at_stored(self, dataset: Dataset) -> None:
+    def _look_at_stored(self, dataset: Hdf5Dataset) -> None:
         made = dataset.id.get_create_plist()
         filters = [made.get_filter(k)[0] for k in range(made.get_nfilters())]
         if not filters:
@@ -86,7 +86,7 @@ class Chunks:
                 f"{self._where}: a chunk has {largest} bytes, over {self._chunk}: restore it"
             )
 
-    def check(self, dataset: Dataset, key: object) -> None:
+    def check(self, dataset: Hdf5Dataset, key: object) -> None:
         """Count what the chunks of some rows become, before they are read.
 
         Args:

@@ -163,9 +163,9 @@ class Hdf5File:
         if offset is not None and self.file.local_path is not None and plain:
             if offset + dataset.nbytes > self.file.size:
                 raise SourceError(f"{self.file.name} is cut off: restore it")
-            return _Contiguous(self.file, offset, tuple(dataset.shape), dataset.dtype)
+            return _ContiguousDataset(self.file, offset, tuple(dataset.shape), dataset.dtype)
         shape, sides = tuple(dataset.shape), dataset.chunks
-        return _Chunked(self, dataset.name, chunks, shape, dataset.dtype, sides)
+        return _ChunkedDataset(self, dataset.name, chunks, shape, dataset.dtype, sides)
 
     def _find(self, root: Any, names: Sequence[str]) -> dict[str, Any]:
         """Return the data sets of the file, or the named ones.
@@ -221,7 +221,7 @@ class Hdf5File:
                 raise SourceError(f"{where} is made of other files (virtual): name those instead")
 
 
-class _Chunked:
+class _ChunkedDataset:
     """A data set that is read through the HDF5 library."""
 
     def __init__(
@@ -249,7 +249,7 @@ class _Chunked:
         return ChunkedArray(where, self.shape, self.dtype, sides, self.__getitem__)
 
 
-class _Contiguous:
+class _ContiguousDataset:
     """A contiguous data set, read from the file directly and in parallel."""
 
     def __init__(

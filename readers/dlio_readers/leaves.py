@@ -75,7 +75,7 @@ def _leaf(item: Any, name: str, path: str) -> Leaf:
 
 def _png(picture: Any, name: str, path: str) -> bytes:
     """Encode a Pillow image losslessly."""
-    from dlio.image.decode import opencv
+    from dlio.image.decoder import opencv
 
     if picture.mode not in ("L", "RGB", "RGBA", "I;16"):
         if picture.mode not in ("P", "1", "LA", "PA"):

@@ -17,7 +17,7 @@ _FRAME_BLOCKS: Final = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 1 << 22}
 _KEPT_BLOCKS: Final = 16
 
 
-class Frame:
+class Lz4Frame:
     """An LZ4 frame of independent blocks; caches the last decompressed ones. Thread-safe.
 
     Args:
@@ -66,7 +66,7 @@ class Frame:
 
 
 def frame_index(file: File) -> Arrays:
-    """Index the blocks of an LZ4 frame, for `Frame`.
+    """Index the blocks of an LZ4 frame, for `Lz4Frame`.
 
     Returns `frame_at`, the offset of each block, `frame_stored`, its stored bytes (negative if it
     is not compressed), and `frame_raw`, (decompressed bytes per block, total).
@@ -108,6 +108,6 @@ def frame_index(file: File) -> Arrays:
         "frame_stored": np.array(sizes, np.int64),
         "frame_raw": np.array([raw_bytes, raw_bytes * len(places)], np.int64),
     }
-    last = Frame(file, index)._block(len(places) - 1)
+    last = Lz4Frame(file, index)._block(len(places) - 1)
     index["frame_raw"][1] = raw_bytes * (len(places) - 1) + len(last)
     return index

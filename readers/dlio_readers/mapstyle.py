@@ -28,7 +28,7 @@ from dlio.plan.order import Order
 from dlio.util.arguments import whole_number
 from dlio.util.forks import new_lock
 from dlio_readers.leaves import Leaf, flatten, structure_of
-from dlio_readers.randomness import Draws, may_be_random
+from dlio_readers.randomness import RandomState, may_be_random
 
 _VERSION: Final = 2
 _SEED: Final = 0xD110
@@ -44,7 +44,7 @@ MapStyleData = Any
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class _DatasetFacts:
     """The knowledge of a data set that follows from sixteen of its samples."""
 
     schema: Schema
@@ -96,7 +96,7 @@ class MapStyleReader:
             raise SourceError(f"{self.path} is empty: it has no samples")
         self.classes: Sequence[str] = _class_names(path)
         self._labels: npt.NDArray[np.int64] | None = None
-        self._facts: _Facts | None = None
+        self._facts: _DatasetFacts | None = None
         self._prepare()
         if place()[1] == 1:
             self._known()
@@ -231,7 +231,7 @@ class MapStyleReader:
                 self._kept[sample] = memory[at : at + size].tobytes()
                 at += size
             size = int(record["size"])
-            self._facts = _Facts(
+            self._facts = _DatasetFacts(
                 Schema.from_json(record["schema"]),
                 size,
                 bool(record["estimated"]),
@@ -239,17 +239,17 @@ class MapStyleReader:
                 str(record["fingerprint"]),
             )
 
-    def _known(self) -> _Facts:
+    def _known(self) -> _DatasetFacts:
         facts = self._facts
         if facts is None:
             with self._lock:
                 facts = self._facts = self._facts or self._inspect()
         return facts
 
-    def _inspect(self) -> _Facts:
+    def _inspect(self) -> _DatasetFacts:
         """Read some samples, and learn from them about all; they are kept."""
         probes = np.unique(np.linspace(0, self._count - 1, _PROBES).astype(np.int64)).tolist()
-        draws = Draws(self._data)
+        draws = RandomState(self._data)
         items = self._probe(probes)
         drawn = draws.advanced()
         shape = _Shape(self.path, flatten(items[0], self.path))
@@ -271,7 +271,7 @@ class MapStyleReader:
             *map(bytes, payloads),
         )
         self._kept = dict(zip(probes, payloads, strict=True))
-        return _Facts(schema, size, not schema.is_fixed, layout, fingerprint)
+        return _DatasetFacts(schema, size, not schema.is_fixed, layout, fingerprint)
 
     def _probe(self, probes: list[int]) -> list[Any]:
         """Ask for samples, at a time if that is allowed; begin the flow with as many if they wait

@@ -18,7 +18,7 @@ from dlio.data.source import Source
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
-from dlio_readers.annotated import index_kind
+from dlio_readers.annotations import index_kind
 from dlio_readers.fileset import FileSet, files_in
 from dlio_readers.sidefolders import PICTURES, SideFolders, find_sides, side_folders
 

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, cached_index, fingerprint_of
-from dlio.data.kept import KeptFile
 from dlio.data.labels import LABEL_NAMES
+from dlio.data.open_files import PersistentFile
 from dlio.data.reader import reopening
 from dlio.data.schema import Schema, array_kind
 from dlio.data.source import Source, expand
@@ -72,7 +72,7 @@ _CODES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
+class _MdsColumn:
     """One column of the samples."""
 
     name: str
@@ -112,7 +112,7 @@ class MdsReader:
                 raise SourceError(f"{self._source.path(_INDEX)}: its shards differ in columns")
             name, opener = _file_of(shard, self._source)
             self._source.check_link(self._source.path(name))
-            file = KeptFile(f"{own.rstrip('/')}/{name}{tail}")
+            file = PersistentFile(f"{own.rstrip('/')}/{name}{tail}")
             raw_bytes = _whole(shard["raw_data"]["bytes"], _MAX_SHARD, self._source)
             self._shards.append(_Shard(file, raw_bytes, opener))
         counts = [_whole(shard["samples"], 1 << 32, self._source) for shard in shards]
@@ -208,7 +208,7 @@ class MdsReader:
         payloads: list[bytes | memoryview],
         slots: list[int],
         samples: npt.NDArray[np.int64],
-        file: KeptFile,
+        file: PersistentFile,
         data: memoryview,
         first: int,
     ) -> None:
@@ -263,7 +263,7 @@ class _Shard:
     _lock: ClassVar[threading.Lock] = new_lock()
 
     def __init__(
-        self, file: KeptFile, raw_bytes: int, opener: Callable[[bytes, int], bytes] | None
+        self, file: PersistentFile, raw_bytes: int, opener: Callable[[bytes, int], bytes] | None
     ) -> None:
         if opener is None and raw_bytes > file.size:
             raise SourceError(f"{file.name} is shorter than its index says: restore it")
@@ -367,7 +367,7 @@ def _unzstd(data: bytes, size: int) -> bytes:
         return bytes(memoryview(buffer)[: stream.readinto(buffer)])
 
 
-def _fields(shard: dict[str, Any], source: Source) -> list[_Field]:
+def _fields(shard: dict[str, Any], source: Source) -> list[_MdsColumn]:
     where = source.path(_INDEX)
     try:
         rows = list(
@@ -406,13 +406,13 @@ def _fields(shard: dict[str, Any], source: Source) -> list[_Field]:
             expected = width if width is not None else -1
         if width is not None and width != expected:
             raise SourceError(f"{where}: column {name!r} of {width} bytes is not {encoding}")
-        fields.append(_Field(str(name), str(encoding), width or None, dtype, shape))
+        fields.append(_MdsColumn(str(name), str(encoding), width or None, dtype, shape))
     if not 0 < len(fields) <= _MAX_COLUMNS:
         raise SourceError(f"{where}: {len(rows)} columns; expected 1 to {_MAX_COLUMNS}")
     return fields
 
 
-def _split(view: memoryview, fields: Sequence[_Field]) -> list[memoryview]:
+def _split(view: memoryview, fields: Sequence[_MdsColumn]) -> list[memoryview]:
     """Split a sample into its columns. Raises ValueError if their sizes do not add up."""
     variable = sum(field.size is None for field in fields)
     if len(view) < 4 * variable:
@@ -429,7 +429,7 @@ def _split(view: memoryview, fields: Sequence[_Field]) -> list[memoryview]:
     return parts
 
 
-def _array_head(field: _Field, part: memoryview) -> tuple[str, tuple[int, ...], int]:
+def _array_head(field: _MdsColumn, part: memoryview) -> tuple[str, tuple[int, ...], int]:
     """Return (dtype, shape, offset of the data) of an array. Raises ValueError or IndexError."""
     at = 0
     dtype = field.dtype
@@ -451,7 +451,9 @@ def _array_head(field: _Field, part: memoryview) -> tuple[str, tuple[int, ...], 
     return dtype, shape, at
 
 
-def _body(field: _Field, part: memoryview, dims: dict[str, tuple[str, list[int | None]]]) -> int:
+def _body(
+    field: _MdsColumn, part: memoryview, dims: dict[str, tuple[str, list[int | None]]]
+) -> int:
     """Return the bytes of a column's value, and record shapes of arrays in `dims`."""
     if not field.array:
         return len(part)
@@ -465,7 +467,7 @@ def _body(field: _Field, part: memoryview, dims: dict[str, tuple[str, list[int |
     return len(part) - at
 
 
-def _kind(field: _Field, dims: Any) -> str:
+def _kind(field: _MdsColumn, dims: Any) -> str:
     base = field.encoding.split(":")[0]
     if base in _PLAIN:
         return _PLAIN[base]
@@ -474,7 +476,7 @@ def _kind(field: _Field, dims: Any) -> str:
     return "int64" if base == "int" else base
 
 
-def _value(field: _Field, part: memoryview, schema: Schema) -> Any:
+def _value(field: _MdsColumn, part: memoryview, schema: Schema) -> Any:
     if field.array:
         dtype, shape, at = _array_head(field, part)
         return np.frombuffer(part[at:], np.dtype(dtype).newbyteorder("<")).reshape(shape)

@@ -28,13 +28,13 @@ def numpy_arrays(file: File) -> Mapping[str, Arrays]:
 
 def chunked_array(array: Arrays, where: str) -> ChunkedArray:
     """Return an array with parts of it in place of chunks."""
-    if isinstance(array, StoredArray):
+    if isinstance(array, NpyArray):
         return array.chunked(where)
     sides = plain_chunks(array.shape, array.dtype.itemsize)
     return ChunkedArray(where, tuple(array.shape), array.dtype, sides, array.__getitem__)
 
 
-class StoredArray:
+class NpyArray:
     """An uncompressed array in a file, read in place."""
 
     def __init__(self, file: File, head: NpyHead, start: int) -> None:
@@ -72,8 +72,8 @@ class StoredArray:
         return rows.astype(self.dtype, copy=False)
 
 
-def _npy(file: File) -> StoredArray:
-    return StoredArray(file, _head(file.read(0, _HEAD_BYTES), file.size, file.name), 0)
+def _npy(file: File) -> NpyArray:
+    return NpyArray(file, _head(file.read(0, _HEAD_BYTES), file.size, file.name), 0)
 
 
 def _head(data: bytes, size: int, name: str) -> NpyHead:
@@ -95,7 +95,7 @@ def _npz(file: File) -> dict[str, Any]:
                 if member.compress_type == zipfile.ZIP_STORED:
                     start = _data_start(file, member)
                     head = _head(file.read(start, _HEAD_BYTES), member.file_size, name)
-                    arrays[key] = StoredArray(file, head, start)
+                    arrays[key] = NpyArray(file, head, start)
                     continue
                 if member.file_size > _MAX_RAW:
                     raise SourceError(f"{name} of {member.file_size} bytes is too large")

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dlio.util.reach import reachable
+from dlio.util.object_graph import reachable
 
 _UNSEEDED: Final = ("default_rng", "RandomState", "Random", "SystemRandom", "uuid4", "seed")
 """Called without arguments, these take entropy of the system."""
@@ -15,7 +15,7 @@ _ENTROPY: Final = ("urandom", "token_bytes", "token_hex", "getrandbits", "System
 _PASSED_OVER: Final = ("PRECALL", "PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP")
 
 
-class Draws:
+class RandomState:
     """The state of the generators of random numbers that a data set may use.
 
     Other threads of the process may use the global ones too: that they have advanced is a sign,

@@ -25,7 +25,7 @@ import numpy as np
 from dlio.data.index import Arrays, cached_index
 from dlio.data.source import File
 from dlio.errors import DlioError, SourceError
-from dlio.util.processes import end_with_parent, module_command
+from dlio.util.child_processes import end_with_parent, module_command
 from dlio.util.settings import REHEARSAL
 
 _VERSION: Final = 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.kept import KeptFile
+from dlio.data.open_files import PersistentFile
 from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, failed, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
@@ -19,12 +19,12 @@ from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.storage.block import (
     BlockInfo,
-    Readable,
+    DescriptorlessFile,
     check_block,
     read_exactly,
     read_info,
 )
-from dlio.storage.shard import SUFFIX, ShardIndex, read_footer
+from dlio.storage.shard_file import SUFFIX, ShardIndex, read_footer
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 
@@ -55,7 +55,7 @@ class ShardReader:
         self.path = path if isinstance(path, str) else " ".join(path)
         self._again = reopening(ShardReader, path)
         with ThreadPoolExecutor(_OPENED_AT_A_TIME) as pool:
-            self._files = list(pool.map(KeptFile, files_below(path, SUFFIX)))
+            self._files = list(pool.map(PersistentFile, files_below(path, SUFFIX)))
             footers = list(pool.map(_footer, self._files))
         footers = _in_order(self.path, self._files, footers)
         self._footers = footers
@@ -164,7 +164,7 @@ class ShardReader:
         for file in self._files:
             file.close()
 
-    def file_of(self, block: int) -> tuple[KeptFile, int, int]:
+    def file_of(self, block: int) -> tuple[PersistentFile, int, int]:
         """Return (file, offset, length) of a block."""
         shard = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
         k = block - int(self._first_blocks[shard])
@@ -195,7 +195,7 @@ class ShardReader:
     def _read_run(
         self,
         info: BlockInfo,
-        opened: int | Readable,
+        opened: int | DescriptorlessFile,
         slots: npt.NDArray[np.intp],
         places: npt.NDArray[np.int64],
         payloads: list[bytes | memoryview],
@@ -212,7 +212,7 @@ class ShardReader:
             payloads[slot] = info.check(stored, place)
 
     def _info(
-        self, block: int, opened: int | Readable, file: File, start: int, length: int
+        self, block: int, opened: int | DescriptorlessFile, file: File, start: int, length: int
     ) -> BlockInfo:
         with self._lock:
             info = self._tables.get(block)
@@ -235,7 +235,7 @@ def _foreign(file: File, block: int) -> CorruptBlock:
 
 
 @contextmanager
-def _opened(file: KeptFile) -> Iterator[int | Readable]:
+def _opened(file: PersistentFile) -> Iterator[int | DescriptorlessFile]:
     """Yield a file descriptor if the file is local, otherwise the file itself."""
     if file.local_path is None:
         yield file
@@ -254,7 +254,9 @@ def _footer(file: File) -> ShardIndex:
     return read_footer(file, file.name, left_in_file=file.local_path is not None)
 
 
-def _in_order(path: str, files: list[KeptFile], footers: list[ShardIndex]) -> list[ShardIndex]:
+def _in_order(
+    path: str, files: list[PersistentFile], footers: list[ShardIndex]
+) -> list[ShardIndex]:
     """Sort footers and (in place) files by shard number. Raises SourceError if one is missing."""
     if len({footer.fingerprint for footer in footers}) != 1:
         raise SourceError(f"{path}: shards of several data sets: keep each in its own folder")

@@ -8,9 +8,9 @@ from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import UsageError
 from dlio_readers.columns import Arrays, Column, ColumnReader, PlainColumn, choose
-from dlio_readers.concurrent import concurrently
-from dlio_readers.joined import JoinedColumn
-from dlio_readers.npyfile import StoredArray, chunked_array, numpy_arrays
+from dlio_readers.concat_column import ConcatColumn
+from dlio_readers.concurrency import concurrently
+from dlio_readers.npyfile import NpyArray, chunked_array, numpy_arrays
 from dlio_readers.slabs import Select, slab
 from dlio_readers.texttable import open_text_tables
 from dlio_readers.volumes import Samples, volumes_of
@@ -56,7 +56,7 @@ class TablesReader(ColumnReader):
         self._again = reopening(TablesReader, path, select, columns, separator, samples)
         self.path = path if isinstance(path, str) else " ".join(path)
         self._names: list[str] = []
-        self._stored: list[dict[str, StoredArray]] = []
+        self._stored: list[dict[str, NpyArray]] = []
         self._chunked: dict[str, list[ChunkedArray]] = {}
         paths = [path] if isinstance(path, str) else list(path)
         parts = [split_fields(each) for each in paths]
@@ -80,7 +80,7 @@ class TablesReader(ColumnReader):
         self.files_are_samples = volumes
         if volumes and select is None:
             self._stored = [
-                {n: a for n in arrays if isinstance(a := each[n], StoredArray)} for each in opened
+                {n: a for n in arrays if isinstance(a := each[n], NpyArray)} for each in opened
             ]
             # Not those that are compressed, which are in memory already.
             self.alone = all(len(each) == len(arrays) for each in self._stored)
@@ -173,7 +173,7 @@ def _array_columns(
             )
     if len(files) == 1:
         return tables[0], counts[0], False
-    joined = {name: JoinedColumn([table[name] for table in tables], counts) for name in tables[0]}
+    joined = {name: ConcatColumn([table[name] for table in tables], counts) for name in tables[0]}
     return dict(joined), sum(counts), False
 
 

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import Arrays, Names, cached_index, fingerprint_of
-from dlio.data.kept import KeptFile
 from dlio.data.labels import TAR_LABEL_NAMES
 from dlio.data.npy import NpyHead, read_npy_head
+from dlio.data.open_files import PersistentFile
 from dlio.data.reader import reopening
 from dlio.data.schema import LABEL, Schema, array_kind
 from dlio.data.source import File, Source, expand, files_below, own_name
@@ -30,8 +30,8 @@ from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
-from dlio_readers.lz4frame import Frame, frame_index
-from dlio_readers.tarmembers import Members
+from dlio_readers.lz4frame import Lz4Frame, frame_index
+from dlio_readers.tarmembers import TarMembers
 
 SUFFIXES: Final = (".tar", ".tar.lz4")
 _VERSION: Final = 1
@@ -80,7 +80,7 @@ class TarReader:
     def __init__(self, path: str | Sequence[str], fields: Sequence[str] | None = None) -> None:
         self._again = reopening(TarReader, path, fields)
         self.path = path if isinstance(path, str) else " ".join(path)
-        self._files = [KeptFile(url) for url in files_below(path, SUFFIXES)]
+        self._files = [PersistentFile(url) for url in files_below(path, SUFFIXES)]
         if not self._files:
             raise SourceError(f"{self.path} holds no tar")
         chosen = tuple(fields or ())
@@ -123,7 +123,7 @@ class TarReader:
             self.layout.starts,
         )
         self._frames = [
-            Frame(file, part) if "frame_at" in part else None
+            Lz4Frame(file, part) if "frame_at" in part else None
             for file, part in zip(self._files, parts, strict=True)
         ]
 
@@ -243,7 +243,7 @@ def _build(file: File, fields: tuple[str, ...]) -> Arrays:
     size, read = file.size, file.read
     if own_name(file.name).endswith(".lz4"):
         extra = frame_index(file)
-        frame = Frame(file, extra)
+        frame = Lz4Frame(file, extra)
         size = frame.size
 
         def read(offset: int = 0, count: int | None = None) -> bytes:
@@ -251,7 +251,7 @@ def _build(file: File, fields: tuple[str, ...]) -> Arrays:
             frame.read_into(offset, memoryview(memory))
             return bytes(memory)
 
-    members = Members(size, read, file.name)
+    members = TarMembers(size, read, file.name)
     builder = _Builder(file.name, fields)
     for name, at, length in members:
         builder.add(name, at, length, members)
@@ -272,7 +272,7 @@ class _Builder:
         self._shapes: dict[str, tuple[str, list[int | None]]] = {}
         self._texts: dict[str, bool] = {}
 
-    def add(self, name: str, at: int, size: int, members: Members) -> None:
+    def add(self, name: str, at: int, size: int, members: TarMembers) -> None:
         folder, slash, last = name.rpartition("/")
         if last == _META and size <= _MAX_META:
             self._packed = _meta(members.bytes_at(at, size), members, at)
@@ -372,7 +372,7 @@ class _Builder:
         }
 
 
-def _meta(data: bytes, members: Members, at: int) -> dict[str, Any]:
+def _meta(data: bytes, members: TarMembers, at: int) -> dict[str, Any]:
     """Parse the metadata that `dlio pack` writes: schema, classes, members of each field."""
     try:
         packed = json.loads(data)

@@ -14,7 +14,7 @@ _OCTAL: Final = re.compile(rb"[0-7]+")
 _SIZE: Final = re.compile(r"[0-9]{1,18}")
 
 
-class Members:
+class TarMembers:
     """Iterate over the files of a tar; reads it in large chunks and caches one of them.
 
     Args:
@@ -90,13 +90,13 @@ class Members:
             raise self.damaged(self._size, "it ends within a member: it was cut off")
 
 
-def _check_sum(head: bytes, members: Members, at: int) -> None:
+def _check_sum(head: bytes, members: TarMembers, at: int) -> None:
     stored = _octal(head[148:156], members, at)
     if stored != sum(head[:148]) + 8 * 32 + sum(head[156:]):
         raise members.damaged(at, "is not a tar header: the file is damaged, or not a tar")
 
 
-def _octal(field: bytes, members: Members, at: int) -> int:
+def _octal(field: bytes, members: TarMembers, at: int) -> int:
     if field[0] & 0x80:
         value = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
         if value >= 2**62:
@@ -115,7 +115,7 @@ def _name(head: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def _pax(data: bytes, members: Members, at: int) -> dict[str, str]:
+def _pax(data: bytes, members: TarMembers, at: int) -> dict[str, str]:
     """Parse the records of a pax extended header."""
     records = {}
     place = 0

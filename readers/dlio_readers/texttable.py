@@ -19,7 +19,7 @@ from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import nearest
 from dlio_readers.columns import Column
-from dlio_readers.joined import JoinedColumn
+from dlio_readers.concat_column import ConcatColumn
 
 FEATURES: Final = "features"
 """Field that holds the columns of `columns=` as one array."""
@@ -51,7 +51,7 @@ class TextTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class _TextColumnFacts:
     """A column of one file, from the file's index."""
 
     name: str
@@ -73,13 +73,13 @@ class _LastRows(threading.local):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TableFile:
     """One file of a table."""
 
     file: File
     index: Arrays
     separator: str
-    facts: tuple[_Facts, ...]
+    facts: tuple[_TextColumnFacts, ...]
     last: "_LastRows" = field(default_factory=_LastRows, repr=False, compare=False)
 
     @property
@@ -142,25 +142,25 @@ def open_text_tables(
     return TextTable(columns, sum(part.count for part in parts), classes)
 
 
-def _column(parts: Sequence[_Part], number: int, kind: str, classes: list[str]) -> Column:
+def _column(parts: Sequence[_TableFile], number: int, kind: str, classes: list[str]) -> Column:
     return _joined(parts, lambda part: _TextColumn(part, number, kind, classes))
 
 
-def _joined(parts: Sequence[_Part], make: Callable[[_Part], Column]) -> Column:
+def _joined(parts: Sequence[_TableFile], make: Callable[[_TableFile], Column]) -> Column:
     columns = [make(part) for part in parts]
     if len(columns) == 1:
         return columns[0]
-    return JoinedColumn(columns, [part.count for part in parts])
+    return ConcatColumn(columns, [part.count for part in parts])
 
 
-def _part(file: File, separator: str | None) -> _Part:
+def _part(file: File, separator: str | None) -> _TableFile:
     if separator is None and own_name(file.name).endswith(".tsv"):
         separator = "\t"
     kind = "table" if separator is None else f"table{ord(separator)}"
     index = cached_index(kind, _VERSION, [file], lambda: _table_index(file, separator))
     head = json.loads(index["head"].tobytes())
-    facts = tuple(_Facts(*row) for row in head["columns"])
-    return _Part(file, index, head["separator"], facts)
+    facts = tuple(_TextColumnFacts(*row) for row in head["columns"])
+    return _TableFile(file, index, head["separator"], facts)
 
 
 def _check_names(path: str, header: Sequence[str], names: Sequence[str]) -> None:
@@ -192,7 +192,7 @@ def _feature_names(
     return chosen
 
 
-def _kind(facts: Sequence[_Facts]) -> str:
+def _kind(facts: Sequence[_TextColumnFacts]) -> str:
     """Return the kind of a column over all files."""
     kinds = {each.kind for each in facts}
     if "text" in kinds:
@@ -201,7 +201,7 @@ def _kind(facts: Sequence[_Facts]) -> str:
     return "int64" if kinds == {"int64"} and not missing else "float64"
 
 
-def _check_labels(parts: Sequence[_Part], number: int, kind: str) -> None:
+def _check_labels(parts: Sequence[_TableFile], number: int, kind: str) -> None:
     """Raise SourceError if a label of classes is missing; a number to predict may be."""
     whole = not any(part.facts[number].kind == "float64" for part in parts)
     whole = whole and any(part.facts[number].kind == "int64" for part in parts)
@@ -215,7 +215,7 @@ def _check_labels(parts: Sequence[_Part], number: int, kind: str) -> None:
             )
 
 
-def _classes(parts: Sequence[_Part], number: int) -> list[str]:
+def _classes(parts: Sequence[_TableFile], number: int) -> list[str]:
     """Return the different texts of a label in alphabetical order; none for too many."""
     names: set[str] = set()
     for part in parts:
@@ -226,7 +226,7 @@ def _classes(parts: Sequence[_Part], number: int) -> list[str]:
     return sorted(names) if len(names) <= _MAX_CLASSES else []
 
 
-def _parsed(part: _Part, start: int, stop: int) -> Sequence[list[str]]:
+def _parsed(part: _TableFile, start: int, stop: int) -> Sequence[list[str]]:
     """Read rows `start` to `stop` of a file."""
     last = part.last
     if last.key == (start, stop):
@@ -247,7 +247,7 @@ class _TextColumn:
 
     unit = 1
 
-    def __init__(self, part: _Part, number: int, kind: str, classes: Sequence[str]) -> None:
+    def __init__(self, part: _TableFile, number: int, kind: str, classes: Sequence[str]) -> None:
         self._part, self._number = part, number
         self.kind = "int64" if classes else kind
         self._classes = {name: k for k, name in enumerate(classes)}
@@ -272,7 +272,7 @@ class _Matrix:
 
     unit = 1
 
-    def __init__(self, part: _Part, numbers: Sequence[int]) -> None:
+    def __init__(self, part: _TableFile, numbers: Sequence[int]) -> None:
         self._part, self._numbers = part, numbers
         self.kind = f"float32[{len(numbers)}]"
 
@@ -357,7 +357,7 @@ def _rows(data: bytes, shift: int, separator: str, name: str) -> tuple[list[int]
 
 
 def _facts(name: str, values: Sequence[str]) -> list[Any]:
-    """Return the fields of `_Facts` of a column."""
+    """Return the fields of `_TextColumnFacts` of a column."""
     gaps = [row for row, value in enumerate(values) if value.strip() in _MISSING]
     blank = next((row for row in gaps if not values[row].strip()), -1)
     skipped = set(gaps)

@@ -28,7 +28,7 @@ _MOST_KEY: Final = 1 << 12
 _VARINT_BYTES: Final = 10
 
 
-class Record(Protocol):
+class RecordBytes(Protocol):
     """The bytes of a record: a memoryview, or one that reads them when they are asked for."""
 
     def __len__(self) -> int: ...
@@ -46,7 +46,7 @@ class Feature:
     """Of bytes one span a value; of numbers each span holds one or several."""
 
 
-def features_of(record: Record) -> dict[str, Feature]:
+def features_of(record: RecordBytes) -> dict[str, Feature]:
     """Return the features of an Example by name.
 
     Raises CorruptBlock if the record is not an Example.
@@ -71,7 +71,7 @@ def features_of(record: Record) -> dict[str, Feature]:
     return features
 
 
-def ints_of(record: Record, feature: Feature) -> npt.NDArray[np.int64]:
+def ints_of(record: RecordBytes, feature: Feature) -> npt.NDArray[np.int64]:
     """Return the values of an int64 feature; shape (n,). Raises CorruptBlock."""
     data = b"".join(record.part(start, end) for start, end in feature.spans)
     if not data:
@@ -102,13 +102,13 @@ def _few_ints(data: bytes) -> npt.NDArray[np.int64]:
     return np.array(numbers, np.uint64).view(np.int64)
 
 
-def floats_of(record: Record, feature: Feature) -> npt.NDArray[np.float32]:
+def floats_of(record: RecordBytes, feature: Feature) -> npt.NDArray[np.float32]:
     """Return the values of a float feature; shape (n,)."""
     data = b"".join(record.part(start, end) for start, end in feature.spans)
     return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
 
 
-def count_of(record: Record, feature: Feature) -> int:
+def count_of(record: RecordBytes, feature: Feature) -> int:
     """Return the number of values of a feature. Raises CorruptBlock."""
     if feature.kind == "bytes":
         return len(feature.spans)
@@ -117,7 +117,7 @@ def count_of(record: Record, feature: Feature) -> int:
     return len(ints_of(record, feature))
 
 
-def _entry(record: Record, start: int, end: int) -> tuple[str, Feature | None]:
+def _entry(record: RecordBytes, start: int, end: int) -> tuple[str, Feature | None]:
     """Return (name, feature) of an entry of the map; None for a feature without a list."""
     name, feature = "", None
     for number, wire, begin, stop in _fields(record, start, end):
@@ -133,7 +133,7 @@ def _entry(record: Record, start: int, end: int) -> tuple[str, Feature | None]:
     return name, feature
 
 
-def _feature(record: Record, start: int, end: int) -> Feature | None:
+def _feature(record: RecordBytes, start: int, end: int) -> Feature | None:
     made = None
     for number, wire, begin, stop in _fields(record, start, end):
         kind = _KINDS.get(number)
@@ -151,7 +151,7 @@ def _feature(record: Record, start: int, end: int) -> Feature | None:
     return made
 
 
-def _fields(record: Record, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+def _fields(record: RecordBytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield (number, wire type, first byte, end) of the fields in a part of a record.
 
     Raises CorruptBlock for anything that is not a message.
@@ -175,7 +175,7 @@ def _fields(record: Record, start: int, end: int) -> Iterator[tuple[int, int, in
         at = stop
 
 
-def _varint(record: Record, at: int, end: int) -> tuple[int, int]:
+def _varint(record: RecordBytes, at: int, end: int) -> tuple[int, int]:
     """Return (number, offset behind it). Raises CorruptBlock."""
     value = 0
     data = record.part(at, min(end, at + _VARINT_BYTES))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import cached_index, fingerprint_of
-from dlio.data.kept import KeptFile
+from dlio.data.open_files import PersistentFile
 from dlio.data.reader import reopening
 from dlio.data.schema import Schema
 from dlio.data.source import File, Source, expand, own_name, split_fields
@@ -21,10 +21,10 @@ from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.memory import new_memory
-from dlio_readers.concurrent import concurrently
+from dlio_readers.concurrency import concurrently
 from dlio_readers.tfexample import (
     Feature,
-    Record,
+    RecordBytes,
     count_of,
     features_of,
     floats_of,
@@ -77,7 +77,7 @@ class TfRecordReader:
         parts = [split_fields(each) for each in paths]
         names = next((names for _, names in reversed(parts) if names), ())
         urls = _files_of([url for url, _ in parts])
-        self._files = concurrently(KeptFile, urls, urls[0])
+        self._files = concurrently(PersistentFile, urls, urls[0])
         concurrently(lambda file: file.stamp, self._files, urls[0])  # Kept by the files.
         kind = "tfrecord-" + ("-".join(names)[:64].replace("/", "_") or "all")
         index = cached_index(
@@ -189,7 +189,7 @@ class TfRecordReader:
             raise SourceError(f"{where} {error}") from error
 
 
-def _value(record: Record, feature: Feature | None, kind: str) -> Any:
+def _value(record: RecordBytes, feature: Feature | None, kind: str) -> Any:
     """Return the value of a field of a kind. Raises ValueError if the feature has another."""
     wanted = kind.partition("[")[0]
     numeric = wanted in ("int64", "float32")

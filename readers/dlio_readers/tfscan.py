@@ -18,7 +18,7 @@ from dlio.data.source import File
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.util.arguments import nearest
 from dlio_readers.columns import looks_like
-from dlio_readers.concurrent import concurrently
+from dlio_readers.concurrency import concurrently
 from dlio_readers.tfexample import Feature, FeatureKind, count_of, features_of, ints_of
 from dlio_readers.tfframes import LazyRecord, records_of
 
@@ -38,7 +38,7 @@ def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
     CorruptBlock for wrong checksums; UsageError for names that the first record lacks.
     """
     wanted = _wanted(path, names, files)
-    whole = _Part(wanted)
+    whole = _ScanPart(wanted)
     starts = []
     for part in concurrently(lambda file: _scanned(file, wanted), files, files[0].url):
         starts.append(len(whole.at))
@@ -64,7 +64,7 @@ def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _FeatureRequest:
     """Features to read."""
 
     path: str
@@ -73,7 +73,7 @@ class _Wanted:
     """True if these are all features of the first record, beyond which no record may have any."""
 
 
-def _wanted(path: str, names: Sequence[str], files: Sequence[File]) -> _Wanted:
+def _wanted(path: str, names: Sequence[str], files: Sequence[File]) -> _FeatureRequest:
     """Return the features to read, from the first record."""
     for file in files:
         for _, record in records_of(file):
@@ -90,7 +90,7 @@ def _wanted(path: str, names: Sequence[str], files: Sequence[File]) -> _Wanted:
                     )
             if not features:
                 raise SourceError(f"{where} has no features")
-            return _Wanted(path, tuple(names) or tuple(sorted(features)), not names)
+            return _FeatureRequest(path, tuple(names) or tuple(sorted(features)), not names)
     raise SourceError(f"{path} holds no records")
 
 
@@ -167,10 +167,10 @@ class _Column:
         return array_kind(kind, (next(iter(self.counts)) if len(self.counts) == 1 else None,))
 
 
-class _Part:
+class _ScanPart:
     """Facts about some records."""
 
-    def __init__(self, wanted: _Wanted) -> None:
+    def __init__(self, wanted: _FeatureRequest) -> None:
         self._wanted = wanted
         self.at: list[int] = []
         """Offset of each record's data in its file."""
@@ -196,7 +196,7 @@ class _Part:
         self.at.append(offset)
         self.stored.append(len(record))
 
-    def append(self, later: "_Part") -> None:
+    def append(self, later: "_ScanPart") -> None:
         """Add the next file's records."""
         self.at += later.at
         self.stored += later.stored
@@ -204,8 +204,8 @@ class _Part:
             column.append(later.columns[name], name)
 
 
-def _scanned(file: File, wanted: _Wanted) -> _Part:
-    part = _Part(wanted)
+def _scanned(file: File, wanted: _FeatureRequest) -> _ScanPart:
+    part = _ScanPart(wanted)
     for number, (offset, record) in enumerate(records_of(file)):
         part.add(offset, record, f"{file.name}, record {number},")
     return part

@@ -18,7 +18,7 @@ import yaml
 from dlio.data.reader import reopening
 from dlio.data.source import Source, own_name
 from dlio.errors import SourceError
-from dlio_readers.annotated import (
+from dlio_readers.annotations import (
     MAX_BOXES,
     AnnotatedReader,
     Annotations,
@@ -88,7 +88,7 @@ def _folder_of(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
+class _DataDescription:
     """Names and keypoints, of data.yaml or classes.txt."""
 
     names: list[str] = field(default_factory=list)
@@ -159,7 +159,7 @@ class _Label:
     segments: str = "[]"
 
 
-def _parsed(source: Source, name: str, described: _Described, outside: str) -> _Label:
+def _parsed(source: Source, name: str, described: _DataDescription, outside: str) -> _Label:
     """Parse a label file. Raises SourceError with its line."""
     shown = source.path(name)
     data = source.read(name, 0, _MOST_LABELS + 1)
@@ -236,7 +236,7 @@ def _corners(box: list[float]) -> list[float]:
     return [left, top, right, top, right, bottom, left, bottom]
 
 
-def _described(source: Source, sides: SideFolders) -> _Described:
+def _described(source: Source, sides: SideFolders) -> _DataDescription:
     """Read data.yaml or classes.txt, at the root or next to the folders of a split."""
     inside = os.path.dirname(sides.images)
     for folder in dict.fromkeys(["", inside]):
@@ -251,15 +251,15 @@ def _described(source: Source, sides: SideFolders) -> _Described:
             path = f"{folder}/classes.txt" if folder else "classes.txt"
             lines = source.read(path, 0, _MOST_YAML).decode("utf-8", "replace").splitlines()
             named = [line.strip() for line in lines if line.strip()]
-            return _Described(named, files=[url_below(sides.root, path)])
-    return _Described()
+            return _DataDescription(named, files=[url_below(sides.root, path)])
+    return _DataDescription()
 
 
 def _data_first(name: str) -> tuple[bool, str]:
     return not name.startswith(("data", "dataset")), name
 
 
-def _read_yaml(source: Source, name: str, url: str) -> _Described | None:
+def _read_yaml(source: Source, name: str, url: str) -> _DataDescription | None:
     """Read names and keypoints; None if the file has no names. Raises SourceError."""
     shown = source.path(name)
     data = source.read(name, 0, _MOST_YAML + 1)
@@ -290,4 +290,4 @@ def _read_yaml(source: Source, name: str, url: str) -> _Described | None:
         pairs = whole.get("flip_idx")
         if pairs is not None and sorted(map(str, pairs)) != sorted(map(str, range(shape[0]))):
             raise SourceError(f"{shown}: flip_idx is not the numbers 0 to {shape[0] - 1}")
-    return _Described([str(each) for each in names], points, pairs, [url])
+    return _DataDescription([str(each) for each in names], points, pairs, [url])

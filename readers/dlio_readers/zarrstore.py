@@ -21,7 +21,7 @@ from zarr.storage import FsspecStore, LocalStore
 from dlio.data.requests import request
 from dlio.data.source import Source, failed
 from dlio.errors import SourceError
-from dlio.util.expand import exceeds
+from dlio.util.decompression_limits import exceeds
 from dlio.util.limits import open_regular
 
 _MAX_METADATA: Final = 64 << 20
@@ -30,7 +30,7 @@ _EXPANSION: Final = 8
 """Filters may shrink or widen what a codec has decompressed."""
 
 
-class _Limits:
+class _ArrayLimits:
     """Known sizes of arrays, by their paths in the store."""
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class _Limits:
 class LocalFiles(LocalStore):
     """A store of local files. Links out of it are refused unless the user wants them."""
 
-    limits: _Limits
+    limits: _ArrayLimits
     source: Source
 
     @classmethod
     def at(cls, source: Source) -> Self:
         """Return the store at a source's root."""
         store = cls(source.root, read_only=True)
-        store.limits, store.source = _Limits(), source
+        store.limits, store.source = _ArrayLimits(), source
         return store
 
     def with_read_only(self, read_only: bool = False) -> Self:
@@ -144,13 +144,13 @@ class LocalFiles(LocalStore):
 class RemoteFiles(FsspecStore):
     """A store behind fsspec."""
 
-    limits: _Limits
+    limits: _ArrayLimits
 
     @classmethod
     def at(cls, source: Source) -> Self:
         """Return the store at a URL."""
         store: Any = cls.from_url(source.url, read_only=True)
-        store.limits = _Limits()
+        store.limits = _ArrayLimits()
         return cast("Self", store)
 
     async def get(

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
 from dlio.errors import TierError, UsageError
-from dlio.storage.inventory import Stored, evict, holds_data, set_pinned, stored_data
-from dlio.storage.known import known_roots
-from dlio.storage.places import find_place, scratch_places
-from dlio.storage.spec import parse_tiers
+from dlio.storage.file_system_kind import file_system_of, scratch_folders
+from dlio.storage.inventory import StoredDataset, evict, holds_data, set_pinned, stored_data
+from dlio.storage.known_folders import known_roots
+from dlio.storage.tier_spec import parse_tiers
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line, printable
 from dlio.util.settings import settings
-from dlio.util.shared import SHARED_MEMORY, user_folder
+from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
 
 _DAY_S: Final = 86400
@@ -35,7 +35,7 @@ def find_roots(tiers: str | None) -> list[str]:
         if all(os.path.isdir(os.path.expanduser(part)) for part in parts):
             return [os.path.abspath(os.path.expanduser(part)) for part in parts]
         return [spec.root for spec in parse_tiers(text) if spec.kind == "disk"]
-    places = [place.path for place in scratch_places().values()]
+    places = [place.path for place in scratch_folders().values()]
     usual = [*places, *known_roots(), "/tmp", "/var/tmp", os.getcwd()]  # noqa: S108 - only looked at
     return [root for root in dict.fromkeys(map(os.path.abspath, usual)) if holds_data(root)]
 
@@ -44,11 +44,11 @@ def describe_status(tiers: str | None) -> dict[str, object]:
     """Return the output of `dlio status --json`: scratch places, and tiers with their data sets."""
     scratch = {
         name: {**asdict(place), "free_bytes": _free(place.path)}
-        for name, place in scratch_places().items()
+        for name, place in scratch_folders().items()
     }
     listed = []
     for root in find_roots(tiers):
-        place = find_place(root)
+        place = file_system_of(root)
         sets = [
             {**asdict(entry), "in_use": entry.in_use, "path": entry.path}
             for entry in stored_data(root)
@@ -67,7 +67,7 @@ def describe_status(tiers: str | None) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class StatusOptions:
     """Options of `dlio status`."""
 
     tiers: Annotated[
@@ -81,7 +81,7 @@ class Status:
     as_json: Annotated[bool, Option("Print JSON.", name="json")] = False
 
 
-def status(options: Status) -> None:
+def status(options: StatusOptions) -> None:
     """Show the data that is staged on this node, and the node's scratch places.
 
     Each data set is shown with its users, size, age and hits. The exit code is always 0.
@@ -111,7 +111,7 @@ def status(options: Status) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Eviction:
+class EvictOptions:
     """Options of `dlio evict`."""
 
     names: Annotated[
@@ -152,7 +152,7 @@ class Eviction:
             raise UsageError("say what to evict: a source, --job, --older or --all")
 
 
-def evict_command(options: Eviction) -> None:
+def evict_command(options: EvictOptions) -> None:
     """Remove staged data.
 
     Data that a living process uses stays, and so does pinned data. Made for epilogs of batch jobs:
@@ -181,7 +181,7 @@ def evict_command(options: Eviction) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Pinning:
+class PinOptions:
     """Options of `dlio pin`."""
 
     names: Annotated[
@@ -203,7 +203,7 @@ class Pinning:
     remove: Annotated[bool, Option("Remove the protection again.")] = False
 
 
-def pin_command(options: Pinning) -> None:
+def pin_command(options: PinOptions) -> None:
     """Protect staged data from being evicted to make room, or end the protection."""
     names = options.names
     done = 0
@@ -220,7 +220,7 @@ def pin_command(options: Pinning) -> None:
         raise TierError(f"{', '.join(names)}: not staged here: `dlio status` shows what is")
 
 
-def _chosen(entry: Stored, options: Eviction) -> bool:
+def _chosen(entry: StoredDataset, options: EvictOptions) -> bool:
     """True if `--older`, `--job` or `--all` selects a data set."""
     if options.older is not None and time.time() - entry.used < options.older * _DAY_S:
         return False
@@ -230,7 +230,7 @@ def _chosen(entry: Stored, options: Eviction) -> bool:
     return options.everything or options.older is not None
 
 
-def _is_source(entry: Stored, names: Sequence[str]) -> bool:
+def _is_source(entry: StoredDataset, names: Sequence[str]) -> bool:
     """True if a data set was staged from one of `names`."""
     return bool(entry.source) and any(
         entry.source in (name, os.path.abspath(os.path.expanduser(name))) for name in names

@@ -5,20 +5,20 @@ import os
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-from dlio.cli.grouping import with_help
-from dlio.cli.ranks import on_ranks
-from dlio.cli.records import ConfigFile, Output, Ranks
+from dlio.cli.option_groups import with_help
+from dlio.cli.option_records import ConfigFile, OutputOptions, RankOptions
+from dlio.launch.command_ranks import on_ranks
 from dlio.util.cores import available_cores
-from dlio.util.files import write_json
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
-from dlio_staging.packing import describe, pack, summary
-from dlio_staging.packplan import PackOptions
+from dlio.util.whole_files import write_json
+from dlio_staging.pack_folder import describe, pack, summary
+from dlio_staging.pack_plan import PackOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PackArguments:
     """The data to pack and where to; options of `dlio pack`."""
 
     source: Annotated[
@@ -46,10 +46,10 @@ class Packing:
     "dlio pack photos tars --format tar --split train=0.9,val=0.1",
 )
 def command(
-    packing: Packing,
+    packing: PackArguments,
     options: PackOptions,
-    ranks: Ranks,
-    output: Output,
+    ranks: RankOptions,
+    output: OutputOptions,
     file: ConfigFile,  # noqa: ARG001 - read before
 ) -> None:
     """Write a data set as few large files, verified, in a shuffled order.
@@ -67,10 +67,10 @@ def command(
     on_ranks(ranks.ranks, pack_rank, packing, options, output, backend=ranks.backend)
 
 
-def pack_rank(packing: Packing, options: PackOptions, output: Output) -> None:
+def pack_rank(packing: PackArguments, options: PackOptions, output: OutputOptions) -> None:
     """Pack as this rank; rank 0 prints the result."""
     from dlio.comm import world
-    from dlio_staging.progress import show_progress
+    from dlio_staging.byte_progress import show_progress
 
     rank = world().rank
     with show_progress(1, rank == 0, "packing") as show:
@@ -94,7 +94,7 @@ def pack_rank(packing: Packing, options: PackOptions, output: Output) -> None:
         print(json.dumps(about))
 
 
-def _print_plan(packing: Packing, options: PackOptions) -> None:
+def _print_plan(packing: PackArguments, options: PackOptions) -> None:
     about: dict[str, Any] = describe(packing.source, options)
     for part in about["parts"]:
         print_line(

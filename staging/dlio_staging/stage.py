@@ -11,20 +11,20 @@ from typing import Annotated, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.cli.grouping import with_help
-from dlio.cli.ranks import on_ranks
-from dlio.cli.records import ConfigFile, Output, Ranks
+from dlio.cli.option_groups import with_help
+from dlio.cli.option_records import ConfigFile, OutputOptions, RankOptions
 from dlio.data.reader import Reader, data_bytes
 from dlio.errors import SourceError, TierError, UsageError
+from dlio.launch.command_ranks import on_ranks
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.util.arguments import PathText, path_in
-from dlio.util.files import write_json
 from dlio.util.options import Option
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
 from dlio.util.units import format_bytes
-from dlio_staging.progress import Shown, show_progress
-from dlio_staging.stageplan import (
+from dlio.util.whole_files import write_json
+from dlio_staging.byte_progress import ByteProgress, show_progress
+from dlio_staging.stage_plan import (
     StageOptions,
     blocks_to_read,
     bytes_to_read,
@@ -32,8 +32,8 @@ from dlio_staging.stageplan import (
     is_present,
     plan_tiers,
 )
-from dlio_staging.stagereport import (
-    Staged,
+from dlio_staging.stage_report import (
+    StageResult,
     print_plan,
     print_result,
     shortfall,
@@ -48,7 +48,7 @@ _POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
+class StageArguments:
     """The data to stage, and whether anything is moved; options of `dlio stage`."""
 
     source: Annotated[
@@ -62,7 +62,7 @@ class Staging:
 
 def stage(
     path: PathText, options: StageOptions, *, dry: bool = False, quiet: bool = True
-) -> Staged:
+) -> StageResult:
     """Fill the disk tiers of the nodes that this process's ranks run on. Collective.
 
     A later job on the same nodes, with the same tiers, starts with the blocks in place.
@@ -76,8 +76,8 @@ def stage(
     """
     from dlio.comm import world
     from dlio.data.reader import open_reader
-    from dlio.data.replicas import Replicated, replicated
-    from dlio.storage.spec import choose_tiers
+    from dlio.data.replicas import ReplicatedReader, replicated
+    from dlio.storage.tier_spec import choose_tiers
 
     path = path_in("path", path)
     started = time.monotonic()
@@ -117,7 +117,7 @@ def stage(
             reader.close()
             return done
         _bring(reader, mounted, wanted, options, done, deadline, quiet=quiet)
-        if isinstance(reader, Replicated):
+        if isinstance(reader, ReplicatedReader):
             done.copies = reader.summary()
         mounted.comm.barrier()
     reader.close()
@@ -131,10 +131,10 @@ def stage(
     "dlio launch --ranks-per-node 1 stage packed --tiers /local/scratch:200GiB",
 )
 def command(
-    staging: Staging,
+    staging: StageArguments,
     options: StageOptions,
-    ranks: Ranks,
-    output: Output,
+    ranks: RankOptions,
+    output: OutputOptions,
     file: ConfigFile,  # noqa: ARG001 - read before
 ) -> None:
     """Fill this node's disk tiers with a data set, ahead of a job.
@@ -149,12 +149,12 @@ def command(
     on_ranks(ranks.ranks, stage_rank, staging, options, output, backend=ranks.backend)
 
 
-def stage_rank(staging: Staging, options: StageOptions, output: Output) -> None:
+def stage_rank(staging: StageArguments, options: StageOptions, output: OutputOptions) -> None:
     """Stage as this rank; rank 0 prints the result.
 
     Raises SystemExit with one of the command's exit codes.
     """
-    from dlio_staging.abandon import abandonable
+    from dlio_staging.hung_source import abandonable
 
     abandonable()
     from dlio.comm import world
@@ -187,7 +187,7 @@ def _bring(
     mounted: Mount,
     wanted: npt.NDArray[np.int64],
     options: StageOptions,
-    done: Staged,
+    done: StageResult,
     deadline: float | None,
     *,
     quiet: bool,
@@ -211,7 +211,7 @@ def _bring(
         raise TierError(f"{len(missing)} of {len(own)} blocks could not be staged: {reasons}")
     copies = any(comm.allgather(len(own) != len(wanted)))
     if complete and copies:
-        from dlio_staging.replicate import replicate
+        from dlio_staging.replication import replicate
 
         copied = replicate(mounted, wanted, deadline)
         complete = all(comm.allgather(copied is not None))
@@ -224,18 +224,18 @@ def _bring(
 
 
 def _read_blocks(
-    mounted: Mount, own: npt.NDArray[np.int64], deadline: float | None, progress: Shown
+    mounted: Mount, own: npt.NDArray[np.int64], deadline: float | None, progress: ByteProgress
 ) -> bool:
     """Read this node's share of the blocks from the source; return False at the deadline.
 
     Raises SourceError when the source delivers nothing for the time of DLIO_TIMEOUT.
     """
-    from dlio.storage.fill import Filler, filler_threads
+    from dlio.storage.block_filler import BlockFiller, filler_threads
 
     hierarchy = mounted.hierarchy
     threads = filler_threads(mounted.block_bytes, mounted.requests)
     moved, moved_at = -1, time.monotonic()
-    with Filler(hierarchy, lambda: iter(own.tolist()), threads) as filler:
+    with BlockFiller(hierarchy, lambda: iter(own.tolist()), threads) as filler:
         while not filler.join(_POLL_S):
             now = time.monotonic()
             read = hierarchy.counters.bytes["source"]
@@ -304,7 +304,7 @@ def _evict_earlier(source: str, tiers: str | None) -> None:
     from dlio.comm import world
     from dlio.data.reader import open_reader
     from dlio.storage.inventory import evict, stored_data
-    from dlio.storage.spec import choose_tiers
+    from dlio.storage.tier_spec import choose_tiers
 
     reader = open_reader(source)
     if world().rank == 0:

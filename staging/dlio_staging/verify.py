@@ -11,12 +11,14 @@ from dlio.util.arguments import PathText, path_in
 from dlio.util.options import Option
 from dlio.util.printable import print_line, printable
 from dlio.util.units import format_bytes
-from dlio_staging.tiers import Verified, find_folders, verify_folder
+from dlio_staging.tier_verification import FolderVerification, find_folders, verify_folder
 
 _MOST_SHOWN: Final = 20
 
 
-def verify(path: PathText, *, heal: bool = False, source: PathText | None = None) -> Verified:
+def verify(
+    path: PathText, *, heal: bool = False, source: PathText | None = None
+) -> FolderVerification:
     """Check a data set, or the blocks of a tier, byte by byte.
 
     In shards and tiers every checksum is compared; a tier with a manifest is searched for missing
@@ -35,7 +37,7 @@ def verify(path: PathText, *, heal: bool = False, source: PathText | None = None
         if heal:
             raise UsageError(f"{path} is not a tier: only tiers can be healed, from their source")
         return _verify_data(path)
-    verified = Verified()
+    verified = FolderVerification()
     origin = None if source is None else path_in("source", source)
     for folder in folders:
         verify_folder(folder, verified, heal=heal, source=origin)
@@ -43,7 +45,7 @@ def verify(path: PathText, *, heal: bool = False, source: PathText | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class VerifyOptions:
     """Options of `dlio verify`."""
 
     path: Annotated[
@@ -60,7 +62,7 @@ class Verification:
     ] = None
 
 
-def command(options: Verification) -> None:
+def command(options: VerifyOptions) -> None:
     """Read a data set or a tier completely and verify it.
 
     Exit code 2 when something is damaged.
@@ -82,14 +84,14 @@ def command(options: Verification) -> None:
     print_line(f"{summary}, {healed}all sound")
 
 
-def _verify_data(path: str) -> Verified:
+def _verify_data(path: str) -> FolderVerification:
     """Read every sample of a data set and decode its images."""
     from dlio.data.reader import open_reader
-    from dlio.image.decode import decode_whole
+    from dlio.image.decoder import decode_whole
 
     reader = open_reader(path)
     images = [name for name, kind in reader.schema.fields if kind in IMAGES]
-    checked = Verified()
+    checked = FolderVerification()
     for block in range(reader.layout.blocks):
         samples = reader.layout.samples_of(block)
         for sample in samples:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from dlio.util.settings import DONE
-from dlio.util.shared import SharedFolder
+from dlio.util.shared_folders import SharedFolder
 
 
 def main(how: str) -> None:
@@ -30,7 +30,7 @@ def main(how: str) -> None:
     elif how == "done":
         Path(os.environ[DONE]).write_text("0", encoding="ascii")
     elif how == "keep":
-        from dlio.agent.keeping import keep
+        from dlio.launch.node.lock_keeper import keep
 
         folder = SharedFolder(sys.argv[2])
         keep(folder.alive)

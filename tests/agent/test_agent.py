@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from dlio.agent import shim
-from dlio.agent.places import job_folder
-from dlio.util.shared import SHARED_MEMORY, user_folder
+from dlio.launch.node import shim
+from dlio.launch.node.agent_protocol import job_folder
+from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 
 pytestmark = pytest.mark.cold
 
@@ -46,7 +46,7 @@ class _Job:
         self.token = f"test{os.getpid()}{time.monotonic_ns()}"
         self.folder = Path(job_folder(self.token, socket.gethostname()))
         self.agent = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dlio.agent.agent", self.token],
+            [sys.executable, "-P", "-m", "dlio.launch.node.node_agent", self.token],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -88,7 +88,7 @@ class _Job:
         (zygote,) = (
             int(each)
             for each in children.split()
-            if b"dlio.agent.zygote" in Path(f"/proc/{each}/cmdline").read_bytes()
+            if b"dlio.launch.node.zygote" in Path(f"/proc/{each}/cmdline").read_bytes()
         )
         return zygote
 

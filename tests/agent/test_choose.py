@@ -6,12 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlio.agent.snapshot import Slots, stored
 from dlio.comm.single import SingleCommunicator
-from dlio.train.ledger_file import Line
-from dlio.train.snapshot.copying import Facts, write_slot
-from dlio.train.snapshot.journal import Journal, divided, lines_until
-from dlio.train.snapshot.saved import COMMON, Choice, Part, choose, newest_state, turn_of
+from dlio.launch.node.snapshot_slots import SnapshotSlots, stored
+from dlio.train.ledger_file import LedgerLine
+from dlio.train.memory_snapshot.journal import Journal, divided, lines_until
+from dlio.train.memory_snapshot.snapshot_callback import SlotFacts, write_slot
+from dlio.train.memory_snapshot.snapshot_state import (
+    COMMON,
+    SlotChoice,
+    SlotPart,
+    choose,
+    newest_state,
+    turn_of,
+)
 
 
 def _part(
@@ -21,7 +28,7 @@ def _part(
     apart: bool = False,
     generation: int = 0,
     start: int = 0,
-) -> Part:
+) -> SlotPart:
     return {
         "writer": writer,
         "turn": turn,
@@ -35,7 +42,7 @@ def _part(
 
 def _parts(
     common: Sequence[int], members: Sequence[int] = (0, 1, 2), **own: list[int]
-) -> list[Part]:
+) -> list[SlotPart]:
     """Parts of ranks r0, r1, ... and the common ones."""
     parts = [_part(COMMON, turn, members) for turn in common]
     return parts + [
@@ -45,14 +52,14 @@ def _parts(
 
 def _apart(
     members: Sequence[int] = (0, 1, 2), lag: int = 0, newer: Sequence[int] = (), **own: list[int]
-) -> list[Part]:
+) -> list[SlotPart]:
     """Parts of ranks r0, r1, ... that step without waiting for each other.
 
     Args:
         lag: turns that the common part of rank 0 is behind its own.
         newer: ranks that know of a loss that the others do not know of.
     """
-    parts: list[Part] = []
+    parts: list[SlotPart] = []
     for name, turns in own.items():
         number = int(name[1:])
         for turn in turns:
@@ -69,29 +76,31 @@ def _apart(
         (_parts([]), None),
         (_parts([], r0=[4]), None),
         # Rank 2 was on the lost node.
-        (_parts([4, 6], r0=[4, 6], r1=[4, 6]), Choice(6, {0: 6, 1: 6}, 6)),
+        (_parts([4, 6], r0=[4, 6], r1=[4, 6]), SlotChoice(6, {0: 6, 1: 6}, 6)),
         # Rank 1 had not copied the last step yet: one step is made again.
-        (_parts([4, 6], r0=[4, 6], r1=[2, 4]), Choice(4, {0: 4, 1: 4}, 6)),
+        (_parts([4, 6], r0=[4, 6], r1=[2, 4]), SlotChoice(4, {0: 4, 1: 4}, 6)),
         # The common part of the last step was not whole yet.
-        (_parts([2, 4], r0=[4, 6], r1=[4, 6]), Choice(4, {0: 4, 1: 4}, 6)),
+        (_parts([2, 4], r0=[4, 6], r1=[4, 6]), SlotChoice(4, {0: 4, 1: 4}, 6)),
         # Nobody has all of a step: the newest, with the parts that there are.
-        (_parts([4, 6], r0=[4, 6], r1=[0, 2]), Choice(6, {0: 6}, 6)),
+        (_parts([4, 6], r0=[4, 6], r1=[0, 2]), SlotChoice(6, {0: 6}, 6)),
         # Rank 1 was lost long ago; its part is of no use.
-        (_parts([8], members=(0, 2), r0=[8], r1=[2], r2=[8]), Choice(8, {0: 8, 2: 8}, 8)),
+        (_parts([8], members=(0, 2), r0=[8], r1=[2], r2=[8]), SlotChoice(8, {0: 8, 2: 8}, 8)),
         # Ranks step on their own: the furthest rank's place, everyone's newest model.
-        (_apart(r0=[6, 8], r1=[2, 4]), Choice(8, {0: 8, 1: 4}, 8, "common-0")),
+        (_apart(r0=[6, 8], r1=[2, 4]), SlotChoice(8, {0: 8, 1: 4}, 8, "common-0")),
         # All paused after the same step.
-        (_apart(r0=[6, 8], r1=[6, 8]), Choice(8, {0: 8, 1: 8}, 8, "common-1")),
+        (_apart(r0=[6, 8], r1=[6, 8]), SlotChoice(8, {0: 8, 1: 8}, 8, "common-1")),
         # Rank 0 was killed before its place was whole: the part that belongs to it is used.
-        (_apart(r0=[6, 8], r1=[2, 4], lag=2), Choice(6, {0: 6, 1: 4}, 8, "common-0")),
+        (_apart(r0=[6, 8], r1=[2, 4], lag=2), SlotChoice(6, {0: 6, 1: 4}, 8, "common-0")),
         # Rank 0 had come further than all that know of its loss.
         (
             _apart(members=(1, 2), newer=(1, 2), r0=[7, 8], r1=[2, 4], r2=[4, 6]),
-            Choice(6, {1: 4, 2: 6}, 8, "common-2"),
+            SlotChoice(6, {1: 4, 2: 6}, 8, "common-2"),
         ),
     ],
 )
-def test_the_newest_whole_state_is_chosen(parts: list[Part], expected: Choice | None) -> None:
+def test_the_newest_whole_state_is_chosen(
+    parts: list[SlotPart], expected: SlotChoice | None
+) -> None:
     assert choose(parts) == expected
 
 
@@ -105,26 +114,26 @@ def test_parts_of_two_courses_are_not_mixed(tmp_path: Path) -> None:
         _part(COMMON, 4, (0, 1)),
         _part(COMMON, 6, (0, 1)),
     ]
-    assert choose(parts) == Choice(4, {0: 4, 1: 4}, 6)
+    assert choose(parts) == SlotChoice(4, {0: 4, 1: 4}, 6)
     parts += [_part("rank-0", 6, (0, 1), start=1), _part(COMMON, 6, (0, 1), start=1)]
-    assert choose(parts) == Choice(6, {0: 6, 1: 6}, 6, start=1)
+    assert choose(parts) == SlotChoice(6, {0: 6, 1: 6}, 6, start=1)
 
 
 def test_turns_of_another_course_are_overwritten_first(tmp_path: Path) -> None:
-    facts: Facts = {"apart": False, "era": [0, 0], "members": [0], "about": {}}
-    with Slots(str(tmp_path), COMMON) as slots:
+    facts: SlotFacts = {"apart": False, "era": [0, 0], "members": [0], "about": {}}
+    with SnapshotSlots(str(tmp_path), COMMON) as slots:
         for turn in (4, 6):
             write_slot(slots, turn, {}, facts)
-    with Slots(str(tmp_path), COMMON, after=4) as slots:
+    with SnapshotSlots(str(tmp_path), COMMON, after=4) as slots:
         write_slot(slots, 5, {}, facts)
     assert [each.turn for each in stored(str(tmp_path), COMMON)] == [5, 4]
 
 
 def test_a_turn_that_was_reached_twice_is_read_as_it_was_listed(tmp_path: Path) -> None:
-    facts: Facts = {"apart": False, "era": [0, 0], "members": [0], "about": {"place": "old"}}
-    newer: Facts = {**facts, "era": [1, 0], "about": {"place": "a longer one"}}
+    facts: SlotFacts = {"apart": False, "era": [0, 0], "members": [0], "about": {"place": "old"}}
+    newer: SlotFacts = {**facts, "era": [1, 0], "about": {"place": "a longer one"}}
     for name in (COMMON, "rank-0"):
-        with Slots(str(tmp_path), name) as slots:
+        with SnapshotSlots(str(tmp_path), name) as slots:
             for each in (newer, facts):
                 write_slot(slots, 4, {"sums": torch.ones(3)}, each)
     state = newest_state(SingleCommunicator(), str(tmp_path))
@@ -145,9 +154,12 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 3),
         "step": torch.tensor(5, dtype=torch.int64),
     }
-    facts: Facts = {"apart": False, "era": [0, 0], "members": [3], "about": {}}
+    facts: SlotFacts = {"apart": False, "era": [0, 0], "members": [3], "about": {}}
     own = {"random": torch.get_rng_state(), "sums": torch.ones(3, dtype=torch.float64)}
-    with Slots(str(tmp_path), COMMON) as slots, Slots(str(tmp_path), "rank-3") as mine:
+    with (
+        SnapshotSlots(str(tmp_path), COMMON) as slots,
+        SnapshotSlots(str(tmp_path), "rank-3") as mine,
+    ):
         write_slot(mine, 6, own, facts)
         facts["about"] = {"updates": 3}
         write_slot(slots, 6, common, facts)
@@ -187,8 +199,8 @@ class _Trail:
         return iter(self.back)
 
 
-def _line(step: int, rank: int, samples: list[int], update: int, ranks: int) -> Line:
-    line: Line = {"epoch": 1, "step": step, "rank": rank, "samples": samples}
+def _line(step: int, rank: int, samples: list[int], update: int, ranks: int) -> LedgerLine:
+    line: LedgerLine = {"epoch": 1, "step": step, "rank": rank, "samples": samples}
     line["update"], line["ranks"] = update, ranks
     return line
 
@@ -230,7 +242,7 @@ def test_a_journal_has_the_lines_up_to_a_turn(tmp_path: Path) -> None:
     again.write(46, 1, _Trail((12, [[5, 7]])), 1)
     (path,) = tmp_path.iterdir()
     path.write_text(path.read_text() + '{"turn": 48, "lines": [[13', encoding="ascii")
-    last: Line = {**_line(12, 4, [5, 7], 22, 1), "part": 1}
+    last: LedgerLine = {**_line(12, 4, [5, 7], 22, 1), "part": 1}
     assert lines_until(str(tmp_path), 1, 99) == [*first, last]
     for epoch in (2, 3):
         again.write(80, epoch, _Trail(), 0)
@@ -261,12 +273,12 @@ def test_a_start_that_comes_no_further_takes_nothing_from_the_next(tmp_path: Pat
 
 
 def test_parts_tell_which_steps_of_other_ranks_they_have(tmp_path: Path) -> None:
-    facts: Facts = {"apart": True, "era": [0, 0], "members": [3, 4, 5], "about": {}}
+    facts: SlotFacts = {"apart": True, "era": [0, 0], "members": [3, 4, 5], "about": {}}
     for member, turn, heard in ((3, 8, 4), (4, 6, 6)):
         about = {"heard": [[5, heard], [4, 8]]}
-        with Slots(str(tmp_path), f"rank-{member}") as own:
+        with SnapshotSlots(str(tmp_path), f"rank-{member}") as own:
             write_slot(own, turn, {"sums": torch.ones(3)}, {**facts, "about": about})
-        with Slots(str(tmp_path), f"{COMMON}-{member}") as common:
+        with SnapshotSlots(str(tmp_path), f"{COMMON}-{member}") as common:
             write_slot(common, turn, {}, {**facts, "about": {"updates": turn // 2}})
     state = newest_state(SingleCommunicator(), str(tmp_path))
     assert state is not None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlio.cli.train import run
+from dlio.cli.train_command import run
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
 

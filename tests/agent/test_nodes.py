@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from dlio.cli.demo_pictures import draw_dataset
-from dlio.util.shared import SHARED_MEMORY, user_folder
-from dlio_bench.chaos.pretended import Nodes, may_pretend
+from dlio.util.shared_folders import SHARED_MEMORY, user_folder
+from dlio_bench.chaos.pretended_nodes import PretendedNodes, may_pretend
 
 pytestmark = [
     pytest.mark.mpi,
@@ -89,7 +89,7 @@ class _Ran:
         return float(first["time"]) - self.hurt
 
 
-Hurt = Callable[[Nodes, "subprocess.Popen[str]"], object]
+Hurt = Callable[[PretendedNodes, "subprocess.Popen[str]"], object]
 Run = Callable[..., _Ran]
 
 
@@ -102,14 +102,14 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    nodes = Nodes(tmp_path)
+def nodes(tmp_path: Path) -> Iterator[PretendedNodes]:
+    nodes = PretendedNodes(tmp_path)
     yield nodes
     nodes.close()
 
 
 @pytest.fixture
-def run(pictures: Path, tmp_path: Path, nodes: Nodes) -> Run:
+def run(pictures: Path, tmp_path: Path, nodes: PretendedNodes) -> Run:
     """Train on pretended nodes, and hurt them after some optimizer steps.
 
     With `asked`, the nodes to begin with, training waits until the damage is done.
@@ -175,7 +175,7 @@ def _await_step(path: Path, updates: int, job: "subprocess.Popen[str]") -> None:
         time.sleep(0.005)
 
 
-def _check_nothing_is_left(nodes: Nodes, names: str, folder: Path, killed: bool) -> None:
+def _check_nothing_is_left(nodes: PretendedNodes, names: str, folder: Path, killed: bool) -> None:
     def left() -> list[object]:
         memory = Path(SHARED_MEMORY, user_folder())
         folders: list[object] = [p for name in names for p in memory.glob(f"*.{name}")]
@@ -241,7 +241,7 @@ def test_one_node_after_another_is_lost(run: Run) -> None:
 
 
 def test_a_rank_is_lost_and_then_a_node_in_the_same_epoch(run: Run) -> None:
-    def first_rank(nodes: Nodes, _: object) -> None:
+    def first_rank(nodes: PretendedNodes, _: object) -> None:
         ranks = [p for p, line in nodes.processes("A").items() if "agent.zygote" in line]
         os.kill(max(ranks), signal.SIGKILL)
 
@@ -252,7 +252,7 @@ def test_a_rank_is_lost_and_then_a_node_in_the_same_epoch(run: Run) -> None:
 
 
 def test_the_first_rank_is_lost_in_the_epoch_in_which_all_began_again(run: Run) -> None:
-    def first_rank(nodes: Nodes, _: object) -> None:
+    def first_rank(nodes: PretendedNodes, _: object) -> None:
         ranks = [p for p, line in nodes.processes("A").items() if "agent.zygote" in line]
         os.kill(sorted(ranks)[1], signal.SIGKILL)  # The zygote is the first.
 
@@ -263,7 +263,7 @@ def test_the_first_rank_is_lost_in_the_epoch_in_which_all_began_again(run: Run) 
 
 
 def test_the_only_rank_of_a_node_is_stopped(run: Run) -> None:
-    def stop(nodes: Nodes, _: object) -> None:
+    def stop(nodes: PretendedNodes, _: object) -> None:
         ranks = [p for p, line in nodes.processes("B").items() if "agent.zygote" in line]
         os.kill(max(ranks), signal.SIGSTOP)
 
@@ -274,7 +274,7 @@ def test_the_only_rank_of_a_node_is_stopped(run: Run) -> None:
 
 
 def test_all_ranks_of_a_node_are_stopped(run: Run) -> None:
-    def stop(nodes: Nodes, _: object) -> None:
+    def stop(nodes: PretendedNodes, _: object) -> None:
         ranks = [p for p, line in nodes.processes("B").items() if "agent.zygote" in line]
         for rank in sorted(ranks)[1:]:  # The zygote is the first.
             os.kill(rank, signal.SIGSTOP)
@@ -333,14 +333,14 @@ def test_a_node_that_cannot_be_reached_is_named(run: Run, monkeypatch: pytest.Mo
 def _change(verb: str, names: str) -> Hurt:
     """Have nodes join the job or leave it; returns when they are ready."""
 
-    def act(nodes: Nodes, _: object) -> None:
+    def act(nodes: PretendedNodes, _: object) -> None:
         done = _ask(nodes, verb, "--nodes", names)
         assert done.returncode == 0, done.stderr
 
     return act
 
 
-def _ask(nodes: Nodes, verb: str, *options: str) -> "subprocess.CompletedProcess[str]":
+def _ask(nodes: PretendedNodes, verb: str, *options: str) -> "subprocess.CompletedProcess[str]":
     name = (nodes.folder / "output").read_text().split("job ", 1)[1].split(":", 1)[0]
     return subprocess.run(
         [sys.executable, "-m", "dlio.cli", verb, name, *options],
@@ -386,7 +386,7 @@ def test_a_lost_node_is_taken_in_again(run: Run) -> None:
 def test_requests_for_nodes_that_cannot_be_are_refused_in_one_line(run: Run) -> None:
     said: list[str] = []
 
-    def ask(nodes: Nodes, _: object) -> None:
+    def ask(nodes: PretendedNodes, _: object) -> None:
         for verb, *options in (
             ("join", "--nodes", "A"),
             ("join", "--nodes", "no-such"),
@@ -417,16 +417,16 @@ def test_requests_for_nodes_that_cannot_be_are_refused_in_one_line(run: Run) -> 
 
 
 def test_beyond_a_cut_of_the_network_ranks_end_before_others_are_started(
-    run: Run, nodes: Nodes
+    run: Run, nodes: PretendedNodes
 ) -> None:
     nodes.relay()
     ended: list[float] = []
 
-    def cut(nodes: Nodes, _: object) -> None:
+    def cut(nodes: PretendedNodes, _: object) -> None:
         began = time.time()
         nodes.cut("B")
         deadline = time.monotonic() + TIMEOUT_S
-        while any("dlio.agent" in line for line in nodes.processes("B").values()):
+        while any("dlio.launch.node" in line for line in nodes.processes("B").values()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         ended.append(time.time())

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from dlio.agent.snapshot import Slots, newest_turn, stored, writers
+from dlio.launch.node.snapshot_slots import SnapshotSlots, newest_turn, stored, writers
 
 
-def _write(slots: Slots, turn: int, data: bytes, text: bytes = b"text") -> None:
+def _write(slots: SnapshotSlots, turn: int, data: bytes, text: bytes = b"text") -> None:
     with slots.writing(turn, text, len(data)) as memory:
         memory[:] = data
 
@@ -17,7 +17,7 @@ def _turns(folder: Path) -> list[int]:
 
 
 def test_the_two_newest_turns_are_there(tmp_path: Path) -> None:
-    slots = Slots(str(tmp_path), "w")
+    slots = SnapshotSlots(str(tmp_path), "w")
     for turn in range(5):
         _write(slots, turn, bytes([turn]) * 1000, f"turn {turn}".encode())
     newest, older = stored(str(tmp_path), "w")
@@ -29,7 +29,7 @@ def test_the_two_newest_turns_are_there(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_ends_in_the_middle_leaves_the_other_slot(tmp_path: Path) -> None:
-    slots = Slots(str(tmp_path), "w")
+    slots = SnapshotSlots(str(tmp_path), "w")
     _write(slots, 1, b"one")
     _write(slots, 2, b"two")
 
@@ -46,7 +46,7 @@ def test_a_writer_that_ends_in_the_middle_leaves_the_other_slot(tmp_path: Path) 
 
 
 def test_damaged_data_are_not_whole(tmp_path: Path) -> None:
-    slots = Slots(str(tmp_path), "w")
+    slots = SnapshotSlots(str(tmp_path), "w")
     _write(slots, 1, b"one" * 100)
     _write(slots, 2, b"two" * 100)
     path = tmp_path / "w.1"
@@ -61,7 +61,7 @@ def test_damaged_data_are_not_whole(tmp_path: Path) -> None:
 
 
 def test_slots_grow_and_shrink(tmp_path: Path) -> None:
-    slots = Slots(str(tmp_path), "w")
+    slots = SnapshotSlots(str(tmp_path), "w")
     for turn, size in enumerate([10, 10, 100_000, 5, 0, 200_000]):
         _write(slots, turn, b"d" * size, b"t" * size)
         slot = stored(str(tmp_path), "w")[0]
@@ -70,15 +70,15 @@ def test_slots_grow_and_shrink(tmp_path: Path) -> None:
 
 
 def test_the_next_writer_overwrites_the_older_slot(tmp_path: Path) -> None:
-    first = Slots(str(tmp_path), "w")
+    first = SnapshotSlots(str(tmp_path), "w")
     for turn in (1, 2, 3):
         _write(first, turn, b"x")
-    _write(Slots(str(tmp_path), "w"), 4, b"y")
+    _write(SnapshotSlots(str(tmp_path), "w"), 4, b"y")
     assert _turns(tmp_path) == [4, 3]
 
 
 def test_data_stay_readable_when_their_writer_goes_on(tmp_path: Path) -> None:
-    slots = Slots(str(tmp_path), "w")
+    slots = SnapshotSlots(str(tmp_path), "w")
     _write(slots, 1, b"x" * 10)
     (slot,) = stored(str(tmp_path), "w")
     for turn in (2, 3):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlio.agent.starts import Incident, Patience, Start, living, spread, start_of
+from dlio.launch.node.job_starts import Incident, JobStart, Patience, living, spread, start_of
 from dlio.util.settings import START
 
 
@@ -52,6 +52,6 @@ def test_a_job_that_never_makes_a_step_ends() -> None:
 
 def test_ranks_get_what_the_launcher_knows() -> None:
     incident = Incident((2, 3), ("b", "b"), 12.5, "left")
-    start = Start(1, "token", 4, (0, 1), (incident,))
+    start = JobStart(1, "token", 4, (0, 1), (incident,))
     assert start_of({START: start.to_json()}) == start
     assert start_of({}) is None

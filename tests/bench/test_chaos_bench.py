@@ -11,28 +11,28 @@ import pytest
 from dlio_docs.benchmarks import page
 
 from dlio.cli import main
-from dlio.train.ledger_file import Line, check_ledger
-from dlio.util.shared import SHARED_MEMORY, SharedFolder, user_folder
+from dlio.train.ledger_file import LedgerLine, check_ledger
+from dlio.util.shared_folders import SHARED_MEMORY, SharedFolder, user_folder
 from dlio_bench.chaos.accounts import (
-    Uneven,
+    UnevenEpoch,
     confidence,
     effective_time,
     quantiles,
     uneven_epochs,
 )
-from dlio_bench.chaos.figures import figures_of, next_step, rows_of
+from dlio_bench.chaos.chaos_figures import figures_of, next_step, rows_of
 from dlio_bench.chaos.leftovers import JOB, kill, processes_of, shared_memory
-from dlio_bench.chaos.overhead import step_seconds
-from dlio_bench.chaos.records import JobRecord, RunRecord
-from dlio_bench.chaos.schedule import KINDS, Fault, Made, make_schedule
-from dlio_bench.chaos.stamps import LossStamp, RankStamps, Stamps, Step, StepStamp, steps_of
+from dlio_bench.chaos.overhead_case import step_seconds
+from dlio_bench.chaos.run_records import JobRecord, RunRecord
+from dlio_bench.chaos.scheduled_faults import KINDS, InjectedFault, ScheduledFault, make_schedule
+from dlio_bench.chaos.stamps import FinishedStep, LossStamp, RankStamps, Stamps, StepStamp, steps_of
 from dlio_bench.chaos.suspicions import pauses_of, suspicions_in
 
 Soon = Callable[[Callable[[], bool]], bool]
 
 
-def _steps(first: int, times: Sequence[float], ranks: int = 2) -> list[Step]:
-    return [Step(number, at, ranks) for number, at in enumerate(times, first)]
+def _steps(first: int, times: Sequence[float], ranks: int = 2) -> list[FinishedStep]:
+    return [FinishedStep(number, at, ranks) for number, at in enumerate(times, first)]
 
 
 def _stamp(step: int, t: float, generation: int = 0, epoch: int = 0) -> StepStamp:
@@ -52,12 +52,12 @@ def _loss(generation: int, *ranks: int, t: float = 100.0, change: str = "lost") 
     }
 
 
-def _fault(kind: str = "kill") -> Fault:
-    return Fault(1.0, kind, (0.5, 0.5), 0.01)
+def _fault(kind: str = "kill") -> ScheduledFault:
+    return ScheduledFault(1.0, kind, (0.5, 0.5), 0.01)
 
 
 def test_a_trace_shows_samples_that_were_lost_and_doubled() -> None:
-    def line(epoch: int, step: int, *samples: int) -> Line:
+    def line(epoch: int, step: int, *samples: int) -> LedgerLine:
         return {"epoch": epoch, "step": step, "rank": 0, "samples": list(samples)}
 
     ledger = [
@@ -69,9 +69,9 @@ def test_a_trace_shows_samples_that_were_lost_and_doubled() -> None:
     ]
     assert uneven_epochs(check_ledger(ledger[:2], 5, 1)) == []
     assert uneven_epochs(check_ledger(ledger, 5, 3)) == [
-        Uneven(1, lost=1, doubled=2),  # 3 is missing, and 2 comes three times.
-        Uneven(2, lost=5, doubled=0, problems=1),
-        Uneven(3, lost=0, doubled=0, problems=1),  # No such epoch was asked for.
+        UnevenEpoch(1, lost=1, doubled=2),  # 3 is missing, and 2 comes three times.
+        UnevenEpoch(2, lost=5, doubled=0, problems=1),
+        UnevenEpoch(3, lost=0, doubled=0, problems=1),  # No such epoch was asked for.
     ]
 
 
@@ -139,7 +139,7 @@ def test_ranks_are_chosen_of_those_that_are_left() -> None:
     assert _fault("first").choose([2, 3, 5]) == [2]
     assert _fault("kill").choose([2, 3, 5]) == [3]
     assert sorted(_fault("twice").choose([2, 3, 5])) == [3, 5]
-    assert [Fault(0, "kill", (0.999, 0), 0).choose([4, 7])] == [[7]]
+    assert [ScheduledFault(0, "kill", (0.999, 0), 0).choose([4, 7])] == [[7]]
 
 
 def test_the_next_step_is_that_of_the_last_rank_that_is_left() -> None:
@@ -147,11 +147,11 @@ def test_the_next_step_is_that_of_the_last_rank_that_is_left() -> None:
     left.steps = [_stamp(1, 1.0), _stamp(2, 2.0), _stamp(3, 3.0, generation=1)]
     slow.steps = [_stamp(1, 1.1), _stamp(2, 2.1), _stamp(3, 3.5, generation=1)]
     hurt.steps = [_stamp(1, 1.0)]
-    made = Made(_fault(), 1.5, (2,))
+    made = InjectedFault(_fault(), 1.5, (2,))
     assert next_step([left, slow, hurt], made) is None  # Nobody has told of the loss.
     left.losses = [_loss(1, 2)]
     assert next_step([left, slow, hurt], made) == 3.5
-    assert next_step([left, slow, hurt], Made(_fault("twice"), 1.5, (1, 2))) is None
+    assert next_step([left, slow, hurt], InjectedFault(_fault("twice"), 1.5, (1, 2))) is None
 
 
 def test_a_rank_that_joins_is_not_waited_for_and_its_joining_is_no_loss() -> None:
@@ -162,8 +162,8 @@ def test_a_rank_that_joins_is_not_waited_for_and_its_joining_is_no_loss() -> Non
     spare.losses = left.losses
     third.steps = [_stamp(1, 1.0)]
     ranks = [left, spare, third]
-    assert next_step(ranks, Made(_fault(), 1.5, (2,))) == 2.0
-    lost_again = Made(_fault(), 4.0, (1,))
+    assert next_step(ranks, InjectedFault(_fault(), 1.5, (2,))) == 2.0
+    lost_again = InjectedFault(_fault(), 4.0, (1,))
     assert next_step(ranks, lost_again) is None
     left.losses.append(_loss(3, 1))
     left.steps.append(_stamp(4, 5.0, generation=3))
@@ -178,12 +178,14 @@ def test_figures_are_of_the_records() -> None:
     left.steps = [_stamp(k, float(k)) for k in range(1, 5)] + [_stamp(5, 6.0, generation=1)]
     hurt.steps = left.steps[:4]
     left.losses = [_loss(1, 1)]
-    run = RunRecord(0, False, [left, hurt], [Made(_fault(), 4.5, (1,))], 7.0, "", 1, ["pmix"])
+    run = RunRecord(
+        0, False, [left, hurt], [InjectedFault(_fault(), 4.5, (1,))], 7.0, "", 1, ["pmix"]
+    )
     hung = RunRecord(None, True, [], [], 7.0, "", 0, [])
-    late = RunRecord(0, False, [left, hurt], [Made(_fault(), 6.5, (0,))], 7.0, "", 0, [])
-    hung.made.append(Made(_fault(), 6.5, (0,)))
+    late = RunRecord(0, False, [left, hurt], [InjectedFault(_fault(), 6.5, (0,))], 7.0, "", 0, [])
+    hung.made.append(InjectedFault(_fault(), 6.5, (0,)))
     jobs = [
-        JobRecord([run], [Uneven(0, 1, 2)], epochs=1),
+        JobRecord([run], [UnevenEpoch(0, 1, 2)], epochs=1),
         JobRecord([hung]),
         JobRecord([RunRecord(2, False, [], [], 7.0, "dlio: error: x", 0, [])]),
     ]
@@ -207,7 +209,7 @@ def test_a_restart_lasts_until_the_next_process_makes_steps() -> None:
     first, second = RankStamps(0, 10, 0.0), RankStamps(0, 20, 9.0)
     first.steps = [_stamp(k, float(k)) for k in range(1, 5)]
     second.steps = [_stamp(k, 7.0 + k) for k in range(3, 8)]
-    made = [Made(_fault(), 4.5, (1,))]
+    made = [InjectedFault(_fault(), 4.5, (1,))]
     job = JobRecord(
         [
             RunRecord(137, False, [first], made, 5.0, "", 0, []),
@@ -229,7 +231,7 @@ def test_a_stored_report_becomes_tables_of_the_site(
     monkeypatch.setattr("dlio_docs.benchmarks.DATA", tmp_path)
     left = RankStamps(0, 10, 0.0)
     left.steps = [_stamp(k, float(k)) for k in range(1, 4)]
-    job = JobRecord([RunRecord(0, False, [left], [], 7.0, "", 0, [])], [Uneven(0, 3, 0)], 1)
+    job = JobRecord([RunRecord(0, False, [left], [], 7.0, "", 0, [])], [UnevenEpoch(0, 3, 0)], 1)
     rows = rows_of({"shrink": figures_of("shrink", [job], samples=10)})
     ratio = {"parameters_MB": 25, "shrink_over_off": 1.01, "ratios": [1.0, 1.02]}
     stored = {

@@ -10,22 +10,24 @@ import pytest
 
 from dlio.cli import main
 from dlio.errors import UsageError
-from dlio_bench.exchange import (
-    balance,
-    messages,
-    overlap,
-    placement,
-    slow_rank,
-    step,
-    training,
-    unequal,
+from dlio_bench.exchange_cases import (
+    accuracy_case,
+    balance_case,
+    message_cost,
+    overlap_case,
+    placement_case,
+    slow_rank_case,
+    step_case,
+    unequal_batch_case,
 )
-from dlio_bench.exchange.drawing import draw
-from dlio_bench.exchange.options import Options
+from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
+from dlio_bench.exchange_cases.exchange_plots import draw
 from dlio_bench.results.terminal import show
 from dlio_bench.trainings import TrainedEpoch
 
-TINY = Options(repeats=1, network="perceptron", batch_size=2, fabrics=("memory",), counts=(2, 4))
+TINY = ExchangeBenchOptions(
+    repeats=1, network="perceptron", batch_size=2, fabrics=("memory",), counts=(2, 4)
+)
 
 
 @pytest.mark.mpi
@@ -35,7 +37,7 @@ def test_messages_are_counted_as_theory_has_them(
     picture = tmp_path / "model.svg"
     exchanges = ("allreduce", "tree", "parameter-server", "gossip", "asgd")
     options = replace(TINY, exchanges=exchanges, plot=str(picture), alpha_us=2.0, bandwidth_gbs=10)
-    results: dict[str, Any] = messages.measure(options)
+    results: dict[str, Any] = message_cost.measure(options)
     for row in results["rows"]:
         if row["exchange"] == "asgd":
             assert row["messages_counted"] <= row["messages_in_theory"]
@@ -58,7 +60,7 @@ def test_messages_are_counted_as_theory_has_them(
 @pytest.mark.mpi
 @pytest.mark.nightly
 def test_a_slowed_rank_gets_less_and_the_ideal_is_told() -> None:
-    results: dict[str, Any] = balance.measure(replace(TINY, images=192))
+    results: dict[str, Any] = balance_case.measure(replace(TINY, images=192))
     for row in results["rows"]:
         *fast, slow = map(int, row["shares"].split())
         assert sum(fast) + slow == 32 * row["ranks"]
@@ -70,7 +72,7 @@ def test_a_slowed_rank_gets_less_and_the_ideal_is_told() -> None:
 
 @pytest.mark.mpi
 def test_overlap_is_of_steps_with_and_without() -> None:
-    results: dict[str, Any] = overlap.measure(replace(TINY, exchanges=("allreduce", "gossip")))
+    results: dict[str, Any] = overlap_case.measure(replace(TINY, exchanges=("allreduce", "gossip")))
     for row in results["rows"]:
         assert row["step_without_s"]["median"] > 0
         assert row["with_s"]["median"] > 0
@@ -82,7 +84,7 @@ def test_overlap_is_of_steps_with_and_without() -> None:
 @pytest.mark.nightly
 def test_steps_stand_beside_those_of_ddp() -> None:
     options = replace(TINY, exchanges=("allreduce", "allreduce+onebit", "allreduce+threshold"))
-    results: dict[str, Any] = step.measure(options)
+    results: dict[str, Any] = step_case.measure(options)
     rows = results["rows"]
     less = {
         row["exchange"]: row["float32_over_sent"] for row in rows if row["network"] == "perceptron"
@@ -97,7 +99,7 @@ def test_steps_stand_beside_those_of_ddp() -> None:
 
 @pytest.mark.mpi
 def test_a_slow_rank_is_told_beside_none() -> None:
-    results: dict[str, Any] = slow_rank.measure(replace(TINY, seconds=0.3))
+    results: dict[str, Any] = slow_rank_case.measure(replace(TINY, seconds=0.3))
     assert [row["exchange"] for row in results["rows"]] == [
         "allreduce",
         "gossip",
@@ -110,7 +112,7 @@ def test_a_slow_rank_is_told_beside_none() -> None:
 @pytest.mark.mpi
 @pytest.mark.nightly
 def test_a_training_goes_on_where_it_was_interrupted(pictures: Path, tmp_path: Path) -> None:
-    options = Options(
+    options = ExchangeBenchOptions(
         source=str(pictures),
         val=str(pictures.parent / "val"),
         exchanges=("allreduce", "gossip+bf16"),
@@ -118,21 +120,24 @@ def test_a_training_goes_on_where_it_was_interrupted(pictures: Path, tmp_path: P
         epochs=1,
         keep=str(tmp_path / "kept"),
     )
-    results: dict[str, Any] = training.measure(options)
+    results: dict[str, Any] = accuracy_case.measure(options)
     kept = sorted((tmp_path / "kept").iterdir())
     assert [path.name for path in kept] == ["allreduce-0.json", "gossip+bf16-0.json"]
     exact, gossip = results["rows"]
     assert exact["sent_MB"] > 1.9 * gossip["sent_MB"] > 0
     written = [path.stat().st_mtime_ns for path in kept]
-    assert training.measure(options) == results
+    assert accuracy_case.measure(options) == results
     assert [path.stat().st_mtime_ns for path in kept] == written
     with pytest.raises(UsageError, match="another training"):
-        training.measure(replace(options, epochs=2))
+        accuracy_case.measure(replace(options, epochs=2))
 
 
 def test_options_of_a_training_are_as_its_report_has_them() -> None:
-    options = Options(settings=("image-size=32", "balance=true", "lr=0.1", "model=lenet"), pace=2)
-    model = "dlio_bench.exchange.paced:paced(model='lenet', sample_ms=2, slow=1.0)"
+    options = ExchangeBenchOptions(
+        settings=("image-size=32", "balance=true", "lr=0.1", "model=lenet"), pace=2
+    )
+    factory = "dlio_bench.exchange_cases.paced_network:paced_network"
+    model = f"{factory}(model='lenet', sample_ms=2, slow=1.0)"
     assert options.train_options() == {
         "image_size": 32,
         "balance": True,
@@ -146,9 +151,9 @@ def test_time_to_an_accuracy_lies_between_epochs() -> None:
         {"val_accuracy": 0.2, "seconds": 10.0},
         {"val_accuracy": 0.4, "seconds": 8.0},
     ]
-    assert training.seconds_to(0.1, epochs) == 5.0
-    assert training.seconds_to(0.3, epochs) == 14.0
-    assert training.seconds_to(0.5, epochs) is None
+    assert accuracy_case.seconds_to(0.1, epochs) == 5.0
+    assert accuracy_case.seconds_to(0.3, epochs) == 14.0
+    assert accuracy_case.seconds_to(0.5, epochs) is None
 
 
 def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path: Path) -> None:
@@ -163,7 +168,7 @@ def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path: Path) -> None:
 def test_groups_are_alike_in_all_placements_and_ranks_own_batches_are_not(
     pictures: Path, tmp_path: Path
 ) -> None:
-    options = Options(
+    options = ExchangeBenchOptions(
         source=str(pictures),
         val=str(pictures.parent / "val"),
         batch_norms=("ghost(16)", "average"),
@@ -171,22 +176,22 @@ def test_groups_are_alike_in_all_placements_and_ranks_own_batches_are_not(
         epochs=5,
         keep=str(tmp_path / "kept"),
     )
-    results: dict[str, Any] = placement.measure(options)
+    results: dict[str, Any] = placement_case.measure(options)
     for row in results["rows"]:
-        first = row["placement"] == placement.PLACEMENTS[0].name
-        dealt_by_place = row["placement"] != placement.PLACEMENTS[-1].name
+        first = row["placement"] == placement_case.PLACEMENTS[0].name
+        dealt_by_place = row["placement"] != placement_case.PLACEMENTS[-1].name
         if row["batch_norm"] == "ghost(16)" and dealt_by_place:
             assert (row["final_weights"], row["distance_after_5"]) == ("A", 0)
         elif row["batch_norm"] == "average":
             assert (row["distance_after_1"] == 0) == first
-    assert len(results["rows"]) == 2 * len(placement.PLACEMENTS)
+    assert len(results["rows"]) == 2 * len(placement_case.PLACEMENTS)
 
 
 @pytest.mark.mpi
 @pytest.mark.nightly
 def test_the_slow_ranks_share_is_told_for_each_exchange() -> None:
     options = replace(TINY, images=192, seeds=1, exchanges=("tree", "local-sgd(8)"))
-    results: dict[str, Any] = unequal.measure(options)
+    results: dict[str, Any] = unequal_batch_case.measure(options)
     assert [row["exchange"] for row in results["rows"]] == ["tree", "local-sgd(8)"]
     for row in results["rows"]:
         *fast, slow = map(int, row["shares"].split())

@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-from dlio.cli.records import Output
+from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio_bench.augment import augment
-from dlio_bench.feeding import arrays
+from dlio_bench.feed_bench import arrays
 from dlio_bench.latent import mapstyle, shown
-from dlio_bench.loader import Case, Choice, command, measure
-from dlio_staging.packing import pack
+from dlio_bench.loader_bench import LoaderCase, LoaderChoice, command, measure
+from dlio_staging.pack_folder import pack
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.cold
 def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> None:
     report: dict[str, Any] = measure(
-        Case(str(pictures), image_size=32, batch_size=5, workers=2, repeats=2)
+        LoaderCase(str(pictures), image_size=32, batch_size=5, workers=2, repeats=2)
     )
     assert report["samples"] == 12
     for name in ("torch", "torch_floats", "dlio", "ceiling"):
@@ -76,10 +76,10 @@ def test_every_transform_is_timed_next_to_pillow() -> None:
 
 def test_a_case_that_reads_pictures_asks_for_their_folder() -> None:
     with pytest.raises(UsageError, match="--case slow: name SRC"):
-        command(Case(), Choice(case=("mapstyle", "slow")), Output(report=None))
+        command(LoaderCase(), LoaderChoice(case=("mapstyle", "slow")), OutputOptions(report=None))
 
 
 def test_packed_data_is_refused_with_a_reason(pictures: Path, tmp_path: Path) -> None:
     pack(str(pictures), str(tmp_path / "packed"))
     with pytest.raises(UsageError, match="is packed"):
-        measure(Case(str(tmp_path / "packed")))
+        measure(LoaderCase(str(tmp_path / "packed")))

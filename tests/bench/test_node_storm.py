@@ -7,10 +7,10 @@ import pytest
 
 from dlio.cli import main
 from dlio.errors import UsageError
-from dlio_bench.chaos.accounts import Uneven, quantiles
+from dlio_bench.chaos.accounts import UnevenEpoch, quantiles
+from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.chaos.node_storm import NodeJob, Outage, figures_of_nodes
-from dlio_bench.chaos.options import Options
-from dlio_bench.chaos.pretended import may_pretend
+from dlio_bench.chaos.pretended_nodes import may_pretend
 
 
 def test_figures_are_of_the_jobs() -> None:
@@ -24,7 +24,7 @@ def test_figures_are_of_the_jobs() -> None:
         wall_s=40.0,
     )
     failed = NodeJob(outages=[Outage("node", "C", 5.0)], code=1, errors="dlio: error: x")
-    uneven = NodeJob(code=0, uneven=[Uneven(0, lost=2, doubled=3, problems=4)])
+    uneven = NodeJob(code=0, uneven=[UnevenEpoch(0, lost=2, doubled=3, problems=4)])
     hung = NodeJob(code=None, hung=True)
     figures = figures_of_nodes([well, failed, uneven, hung])
     assert figures["faults"] == {"node": 2, "cut": 1}
@@ -41,7 +41,7 @@ def test_figures_are_of_the_jobs() -> None:
 
 def test_faults_of_nodes_are_known() -> None:
     with pytest.raises(UsageError, match="--node-faults fire: choose of node, cut"):
-        Options(node_faults="node,fire")
+        ChaosOptions(node_faults="node,fire")
 
 
 @pytest.mark.mpi

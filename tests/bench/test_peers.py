@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 
 from dlio.errors import UsageError
-from dlio_bench.loader import Case, measure
+from dlio_bench.loader_bench import LoaderCase, measure
 from dlio_bench.peers import environments
-from dlio_bench.peers.command import Peers, command
-from dlio_bench.peers.process import Contender
-from dlio_bench.peers.race import race
-from dlio_bench.peers.standalone.runners import protocol
-from dlio_bench.peers.standalone.runners.protocol import Task, checksum
-from dlio_bench.peers.table import (
+from dlio_bench.peers.contender_table import (
     CASES,
     CONTENDERS,
     ENVIRONMENTS,
     RATIOS,
-    Entry,
-    Environment,
+    ContenderEntry,
+    PeerEnvironment,
     cpu_ratio,
 )
+from dlio_bench.peers.peers_command import PeersChoice, command
+from dlio_bench.peers.process import ContenderProcess
+from dlio_bench.peers.race import race
+from dlio_bench.peers.standalone.runners import protocol
+from dlio_bench.peers.standalone.runners.protocol import Task, checksum
 
 _STANDALONE = os.path.join(os.path.dirname(os.path.dirname(protocol.__file__)))
 _LABELS = [3, 1, 2, 1, 0]
@@ -82,12 +82,14 @@ def fake(tmp_path: Path) -> Any:
     program = tmp_path / "fake.py"
     program.write_text(_FAKE)
 
-    def start(how: str, patience_s: float = 60.0) -> Contender:
+    def start(how: str, patience_s: float = 60.0) -> ContenderProcess:
         task = Task([f"{k}.jpg" for k in range(5)], _LABELS, 8, 2, 1, str(tmp_path / how))
         # The real interpreter, not the session's stand-in: these are killed and looked at.
         python = os.path.realpath(f"/proc/{os.getpid()}/exe")
         paths = os.pathsep.join([_STANDALONE, *filter(None, sys.path)])
-        return Contender(how, [python, str(program), how], task, patience_s, {"PYTHONPATH": paths})
+        return ContenderProcess(
+            how, [python, str(program), how], task, patience_s, {"PYTHONPATH": paths}
+        )
 
     return start
 
@@ -153,7 +155,9 @@ def test_workers_of_a_contender_are_ended_with_it(fake: Any) -> None:
 
 def test_a_program_that_is_not_there_is_reported(tmp_path: Path) -> None:
     task = Task([], [], 8, 2, 1, str(tmp_path / "scratch"))
-    outcome = race({"gone": lambda: Contender("gone", ["/no/such/python"], task, 5.0)}, _LABELS, 1)
+    outcome = race(
+        {"gone": lambda: ContenderProcess("gone", ["/no/such/python"], task, 5.0)}, _LABELS, 1
+    )
     assert "gone cannot be started" in outcome.absent["gone"]
 
 
@@ -163,7 +167,7 @@ def test_the_checksum_is_of_the_multiset() -> None:
 
 
 def test_all_contenders_have_a_program_and_a_case() -> None:
-    from dlio_bench.peers.own import MAKERS
+    from dlio_bench.peers.dlio_contenders import MAKERS
     from dlio_bench.peers.standalone.runners.__main__ import WHERE
 
     own = {name for name, entry in CONTENDERS.items() if not entry.environment}
@@ -186,7 +190,9 @@ def test_libraries_that_are_not_installed_are_reported_with_the_remedy(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path))
-    report: dict[str, Any] = measure(Case(str(pictures), 32, 5, 1, 1, 60, ("dali", "ceiling")))
+    report: dict[str, Any] = measure(
+        LoaderCase(str(pictures), 32, 5, 1, 1, 60, ("dali", "ceiling"))
+    )
     assert report["absent"] == {"dali": "not installed: dlio bench peers install dali"}
     assert list(report["samples_per_s"]) == ["ceiling"]
 
@@ -198,11 +204,11 @@ class TestInstallation:
     def pip(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         """Record commands instead of running them; they succeed."""
         monkeypatch.setenv("DLIO_CACHE", str(tmp_path))
-        monkeypatch.setitem(CONTENDERS, "fancy", Entry("Fancy", "files", "fancy"))
+        monkeypatch.setitem(CONTENDERS, "fancy", ContenderEntry("Fancy", "files", "fancy"))
         monkeypatch.setitem(
             ENVIRONMENTS,
             "fancy",
-            Environment(("torch==1", "fancy==1"), ("quick==2",), "a compiler"),
+            PeerEnvironment(("torch==1", "fancy==1"), ("quick==2",), "a compiler"),
         )
         self.commands: list[list[str]] = []
         self.planned = ["fancy", "numpy"]
@@ -231,7 +237,7 @@ class TestInstallation:
 
     def test_one_of_other_versions_is_made_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
         environments.install("fancy")
-        monkeypatch.setitem(ENVIRONMENTS, "fancy", Environment(("fancy==2",)))
+        monkeypatch.setitem(ENVIRONMENTS, "fancy", PeerEnvironment(("fancy==2",)))
         assert "for other versions" in (environments.missing("fancy") or "")
         environments.install("fancy")
         assert environments.missing("fancy") is None
@@ -248,7 +254,7 @@ class TestInstallation:
     ) -> None:
         self.fails = "quick==2"
         with pytest.raises(UsageError, match="not installed: fancy"):
-            command(Peers("install", ("fancy", "spdl")))
+            command(PeersChoice("install", ("fancy", "spdl")))
         said = capsys.readouterr().out
         assert "no quick==2; it needs a compiler" in said
         assert f"spdl: {environments.folder('spdl')}" in said
@@ -256,4 +262,4 @@ class TestInstallation:
 
     def test_an_unknown_one_is_refused(self) -> None:
         with pytest.raises(UsageError, match="fanciest: choose among"):
-            Peers("install", ("fanciest",))
+            PeersChoice("install", ("fanciest",))

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from dlio.cli import main
-from dlio.train.pruning import apply, find_groups
-from dlio_bench.prune import images, removal, rows, tabular
-from dlio_bench.prune.curves import Curve, sooner
-from dlio_bench.prune.options import Options
+from dlio.features.pruning import apply, find_groups
+from dlio_bench.prune import images, removal_case, rows, tabular
+from dlio_bench.prune.curves import TrainingCurve, sooner
+from dlio_bench.prune.prune_options import PruneBenchOptions
 
 
 def test_variants_of_a_perceptron_are_as_large_as_each_other(
@@ -40,7 +40,7 @@ def test_variants_of_a_perceptron_are_as_large_as_each_other(
 
 def test_rows_that_are_left_out_are_not_read() -> None:
     results: dict[str, Any] = rows.measure(
-        Options(seeds=1, epochs=6, shrunk_epochs=6, width=64, rows=6000)
+        PruneBenchOptions(seeds=1, epochs=6, shrunk_epochs=6, width=64, rows=6000)
     )
     curves = {name: runs[0] for name, runs in results["raw"].items()}
     whole, some = curves["unpruned"]["extra"], curves["samples left out"]["extra"]
@@ -74,9 +74,9 @@ def test_magnitude_keeps_the_largest_and_chance_as_many() -> None:
         first.weight[::2] *= 100
     groups = find_groups(model, torch.randn(2, 5)).groups
     widths = {groups[0].name: 8}
-    plan = removal.by_magnitude(model, groups, widths)
+    plan = removal_case.by_magnitude(model, groups, widths)
     assert plan.keep[groups[0].name].tolist() == list(range(0, 16, 2))
-    chance = removal.by_chance(groups, widths, np.random.default_rng(0))
+    chance = removal_case.by_chance(groups, widths, np.random.default_rng(0))
     kept = chance.keep[groups[0].name]
     assert len(set(kept.tolist())) == 8
     apply(model, groups, plan)
@@ -84,11 +84,11 @@ def test_magnitude_keeps_the_largest_and_chance_as_many() -> None:
 
 
 def test_sooner_is_against_the_end_of_the_same_seed() -> None:
-    whole = Curve([10.0, 20.0], [0.2, 0.4], [100, 100], [(), ()])
-    early = Curve([5.0, 10.0], [0.4, 0.5], [100, 10], [(), ()])
-    late = Curve([5.0, 10.0], [0.1, 0.39], [100, 10], [(), ()])
+    whole = TrainingCurve([10.0, 20.0], [0.2, 0.4], [100, 100], [(), ()])
+    early = TrainingCurve([5.0, 10.0], [0.4, 0.5], [100, 10], [(), ()])
+    late = TrainingCurve([5.0, 10.0], [0.1, 0.39], [100, 10], [(), ()])
     assert sooner([(early, whole)], 0.0) == "4.00 (4.00 to 4.00)"
-    soon = Curve([10.0, 20.0, 30.0], [0.4, 0.5, 0.4], [9, 9, 9], [(), (), ()])
+    soon = TrainingCurve([10.0, 20.0, 30.0], [0.4, 0.5, 0.4], [9, 9, 9], [(), (), ()])
     assert sooner([(soon, soon)], 0.0) == "1.00 (1.00 to 1.00)"
     assert sooner([(late, whole)], 0.0) == "never"
     assert sooner([(early, whole), (late, whole)], 0.0).endswith("1 of 2")
@@ -98,7 +98,7 @@ def test_sooner_is_against_the_end_of_the_same_seed() -> None:
 @pytest.mark.nightly
 @pytest.mark.mpi
 def test_variants_of_a_network_for_images(pictures: Path, tmp_path: Path) -> None:
-    options = Options(
+    options = PruneBenchOptions(
         source=str(pictures),
         val=str(pictures.parent / "val"),
         seeds=1,

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from dlio.train.networks.residual import SmallResNet
-from dlio.train.pruning import RemovalPlan, apply, find_groups
-from dlio.train.pruning.groups import Group
+from dlio.features.pruning import RemovalPlan, apply, find_groups
+from dlio.features.pruning.neuron_groups import NeuronGroup
+from dlio.train.networks.resnet import SmallResNet
 from dlio_bench.prune.rivals.prunetrain import norms, remaining, shrink
-from dlio_bench.prune.rivals.torchpruning import chosen
+from dlio_bench.prune.rivals.torch_pruning import chosen
 
 EXAMPLE = torch.zeros(2, 3, 32, 32)
 
 
-def _network() -> tuple[SmallResNet, tuple[Group, ...]]:
+def _network() -> tuple[SmallResNet, tuple[NeuronGroup, ...]]:
     torch.manual_seed(0)
     model = SmallResNet(5, 32, width=16)
     return model, find_groups(model, EXAMPLE).groups

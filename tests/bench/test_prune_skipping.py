@@ -11,12 +11,12 @@ import torch
 
 import dlio
 from dlio.errors import UsageError
-from dlio.train.networks.residual import SmallResNet
+from dlio.train.networks.resnet import SmallResNet
 from dlio_bench.prune import samples
-from dlio_bench.prune.options import Options
-from dlio_bench.prune.skipping.blocking import Density, deep, shallow
-from dlio_bench.prune.skipping.ies import LossHistory
-from dlio_bench.prune.skipping.infobatch import choose
+from dlio_bench.prune.prune_options import PruneBenchOptions
+from dlio_bench.prune.skipping_rivals.density_blocking import Density, deep, shallow
+from dlio_bench.prune.skipping_rivals.ies import LossHistory
+from dlio_bench.prune.skipping_rivals.infobatch import choose
 
 
 def test_infobatch_skips_a_share_of_low_losses_and_keeps_the_sum_of_weights() -> None:
@@ -70,7 +70,7 @@ def test_the_yardstick_is_the_training_on_all_samples_that_is_as_accurate() -> N
 def test_contenders_count_their_work_and_kept_runs_are_not_repeated(
     pictures: Path, tmp_path: Path
 ) -> None:
-    options = Options(
+    options = PruneBenchOptions(
         source=str(pictures),
         val=str(pictures.parent / "val"),
         seeds=1,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dlio.cli.demo_pictures import draw_dataset
-from dlio_bench.searching import Choice, measure
+from dlio_bench.search_bench import SearchChoice, measure
 
 
 @pytest.fixture(name="pictures")
@@ -26,7 +26,7 @@ def _pictures(tmp_path: Path) -> Path:
 @pytest.mark.cold
 def test_ten_kills_of_24_trials_change_no_result(pictures: Path, tmp_path: Path) -> None:
     folders = (str(pictures / "train"), str(pictures / "val"))
-    choice = Choice(*folders, epochs=4, sample_ms=4, every_s=2.5, seed=3)
+    choice = SearchChoice(*folders, epochs=4, sample_ms=4, every_s=2.5, seed=3)
     report: dict[str, Any] = measure(choice, str(tmp_path))
     rows = {row["case"]: row for row in report["rows"]}
     assert [row["trials"] for row in rows.values()] == [24] * 4

@@ -11,9 +11,9 @@ import pytest
 
 from dlio.cli import main
 from dlio_bench.capacity import capacity
-from dlio_bench.links import NoNamespaces, link
-from dlio_bench.mixing import MODES, statistics
-from dlio_bench.shuffle import exchange, plan
+from dlio_bench.mixture_bench import MODES, statistics
+from dlio_bench.network_links import NoNamespaces, link
+from dlio_bench.shuffle_bench import exchange, plan
 
 
 def test_partial_tiers_read_no_more_than_they_lack(pictures: Path) -> None:

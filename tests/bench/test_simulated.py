@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from dlio.cli import main
-from dlio.comm.recovery import Recovery
-from dlio.loader.dealing import Dealing
-from dlio.loader.groups import Groups
-from dlio.train.exchange.closing import Closing
-from dlio.train.exchange.hearing import Hearing
-from dlio_bench.chaos.simulated.check import Outcome, run_schedule
-from dlio_bench.chaos.simulated.drawing import COHORTS, draw_schedule
-from dlio_bench.chaos.simulated.network import MemoryCommunicator
-from dlio_bench.chaos.simulated.turns import Stuck, Turns
+from dlio.comm.survival.recovery import Recovery
+from dlio.exchange.peer_steps import PeerSteps
+from dlio.exchange.round_commit import RoundCommit
+from dlio.loader.assignment.assigner import BatchAssigner
+from dlio.loader.assignment.rank_groups import RankGroups
+from dlio_bench.chaos.simulated_jobs.memory_network import MemoryCommunicator
+from dlio_bench.chaos.simulated_jobs.outcome_check import ScheduleOutcome, run_schedule
+from dlio_bench.chaos.simulated_jobs.schedule_draws import COHORTS, draw_schedule
+from dlio_bench.chaos.simulated_jobs.turns import Deadlock, Turns
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def turns() -> Iterator[Turns]:
         yield running
 
 
-def _total(turns: Turns, seed: int, count: int, ranks: int | None = None) -> Outcome:
-    total = Outcome()
+def _total(turns: Turns, seed: int, count: int, ranks: int | None = None) -> ScheduleOutcome:
+    total = ScheduleOutcome()
     for number in range(count):
         outcome = run_schedule(draw_schedule(seed, number, ranks), turns)
         outcome.disagreements = [f"schedule {number}: {each}" for each in outcome.disagreements]
@@ -67,18 +67,18 @@ def _least_settles(self: Any, reports: Any) -> None:
     self._switches[-1] = self._switches[-1]._replace(taken=-self._switches[-1].taken)
 
 
-settle = Groups.settle
+settle = RankGroups.settle
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (Groups, "settle", _least_settles),
+        (RankGroups, "settle", _least_settles),
         (MemoryCommunicator, "bcast", lambda self, array, root=0: self.barrier()),
-        (Dealing, "_has_counted", lambda self, member, step, counted: True),
-        (Dealing, "_has_counted", lambda self, member, step, counted: False),
-        (Hearing, "settle", lambda self, reports: None),
-        (Closing, "take", lambda self: None),
+        (BatchAssigner, "_has_counted", lambda self, member, step, counted: True),
+        (BatchAssigner, "_has_counted", lambda self, member, step, counted: False),
+        (PeerSteps, "settle", lambda self, reports: None),
+        (RoundCommit, "take", lambda self: None),
         (Recovery, "uniform", lambda self, act: act()),
     ],
     ids=["too early", "not given", "counted", "uncounted", "unheard", "not taken", "no agreement"],
@@ -94,7 +94,7 @@ def test_ranks_that_wait_for_each_other_are_told(turns: Turns) -> None:
     def never() -> None:
         turns.wait(lambda: False)
 
-    with pytest.raises(Stuck):
+    with pytest.raises(Deadlock):
         turns.run([never, never], random.Random(0))
     done: list[int] = []
     turns.run([lambda: done.append(0), lambda: done.append(1)], random.Random(0))

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dlio.cli import main
-from dlio_bench.emulated.mounting import why_not
-from dlio_bench.readers import Case
+from dlio_bench.emulated.emulated_mount import why_not
+from dlio_bench.readers import ReaderCase
 from dlio_bench.readers import measure as measure_readers
-from dlio_bench.staging import Sizes, measure
+from dlio_bench.staging_bench import Sizes, measure
 
 TINY = Sizes(0.3, 1 << 22, 200, 4096, 20_000, 0.1, 1)
 
@@ -47,5 +47,5 @@ def test_every_reader_beside_its_library(tmp_path: Path) -> None:
     cases = json.loads(report.read_text())["formats"]
     for name, figures in cases.items():
         assert figures["pass_over_library"]["median"] > 0, name
-    formats: Any = measure_readers(["npy"], Case(64, 2000, 10, 1))["formats"]
+    formats: Any = measure_readers(["npy"], ReaderCase(64, 2000, 10, 1))["formats"]
     assert formats["npy"]["bytes"] == 128_000

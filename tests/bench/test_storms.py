@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dlio_bench.chaos.leftovers import kill, processes_of
-from dlio_bench.chaos.schedule import KINDS
+from dlio_bench.chaos.scheduled_faults import KINDS
 
 Soon = Callable[[Callable[[], bool]], bool]
 

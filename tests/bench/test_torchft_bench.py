@@ -15,14 +15,14 @@ import torch
 import dlio
 from dlio.errors import UsageError
 from dlio.train.ledger_file import check_ledger
-from dlio_bench.chaos.accounts import Uneven, quantiles, uneven_epochs
-from dlio_bench.chaos.figures import figures_of, rows_of
-from dlio_bench.chaos.job import Job
-from dlio_bench.chaos.options import Options
-from dlio_bench.chaos.records import JobRecord, RunRecord
-from dlio_bench.chaos.schedule import Fault, Made
+from dlio_bench.chaos.accounts import UnevenEpoch, quantiles, uneven_epochs
+from dlio_bench.chaos.chaos_figures import figures_of, rows_of
+from dlio_bench.chaos.chaos_job import ChaosJob
+from dlio_bench.chaos.chaos_options import ChaosOptions
+from dlio_bench.chaos.run_records import JobRecord, RunRecord
+from dlio_bench.chaos.scheduled_faults import InjectedFault, ScheduledFault
 from dlio_bench.chaos.stamps import RankStamps, StepStamp
-from dlio_bench.chaos.torchft_accounts import Batch, account, joins, next_quorum_step
+from dlio_bench.chaos.torchft_accounts import ComputedBatch, account, joins, next_quorum_step
 from dlio_bench.chaos.torchft_job import torchft_argv
 
 
@@ -30,13 +30,15 @@ def _stamp(step: int, t: float, generation: int = 0) -> StepStamp:
     return {"t": t, "epoch": 0, "step": step, "generation": generation, "ranks": 2}
 
 
-def _fault() -> Fault:
-    return Fault(1.0, "kill", (0.5, 0.5), 0.01)
+def _fault() -> ScheduledFault:
+    return ScheduledFault(1.0, "kill", (0.5, 0.5), 0.01)
 
 
-def _batch(epoch: int, step: int, *samples: int, quorum: int = 1, sums: bool = True) -> Batch:
+def _batch(
+    epoch: int, step: int, *samples: int, quorum: int = 1, sums: bool = True
+) -> ComputedBatch:
     numbers = {"epoch": epoch, "batch": 0, "step": step, "quorum": quorum}
-    return cast(Batch, {**numbers, "samples": list(samples), "sums": sums})
+    return cast(ComputedBatch, {**numbers, "samples": list(samples), "sums": sums})
 
 
 def test_a_batch_of_torchft_counts_if_anyone_committed_its_step_in_its_quorum() -> None:
@@ -61,8 +63,8 @@ def test_a_batch_of_torchft_counts_if_anyone_committed_its_step_in_its_quorum() 
     ]
     assert (whole.dropped, whole.beyond) == (2, 1)
     assert uneven_epochs(check_ledger(whole.lines, 7, 2)) == [
-        Uneven(0, lost=1, doubled=1),
-        Uneven(1, lost=5, doubled=0),
+        UnevenEpoch(0, lost=1, doubled=1),
+        UnevenEpoch(1, lost=5, doubled=0),
     ]
     assert account([], [], epochs=1).lines[0]["samples"] == []
 
@@ -75,12 +77,12 @@ def test_the_next_step_of_torchft_is_of_a_quorum_without_the_lost_one() -> None:
     left.steps = [*before, _stamp(3, 3.0, 1), _stamp(4, 8.0, 2), _stamp(5, 9.5, 3)]
     slow.steps = [*before, _stamp(4, 8.5, 2), _stamp(5, 9.6, 3)]
     hurt.steps = before
-    made = Made(_fault(), 2.5, (2,))
+    made = InjectedFault(_fault(), 2.5, (2,))
     assert next_quorum_step([left, slow, hurt], made) == 8.5
     again.steps = [_stamp(5, 9.7, 3)]
     ranks = [left, slow, hurt, again]
     assert next_quorum_step(ranks, made) == 8.5
-    assert next_quorum_step(ranks, Made(_fault(), 9.8, (2,))) is None
+    assert next_quorum_step(ranks, InjectedFault(_fault(), 9.8, (2,))) is None
     ((group, join),) = joins(ranks)
     assert group is again
     assert (join["ranks"], join["generation"], join["t"]) == ([2], 3, 9.7)
@@ -92,8 +94,8 @@ def test_figures_of_torchft_tell_of_dropped_samples() -> None:
     left, hurt = RankStamps(0, 10, 0.0), RankStamps(1, 11, 0.0)
     left.steps = [*(_stamp(k, float(k), 1) for k in range(1, 5)), _stamp(5, 10.0, 2)]
     hurt.steps = left.steps[:4]
-    run = RunRecord(0, False, [left, hurt], [Made(_fault(), 4.5, (1,))], 11.0, "", 0, [])
-    job = JobRecord([run], [Uneven(0, 6, 0)], dropped=2, beyond=0, epochs=1)
+    run = RunRecord(0, False, [left, hurt], [InjectedFault(_fault(), 4.5, (1,))], 11.0, "", 0, [])
+    job = JobRecord([run], [UnevenEpoch(0, 6, 0)], dropped=2, beyond=0, epochs=1)
     figures = figures_of("torchft", [job], samples=10)
     assert figures["next_step_s"] == quantiles([5.5])
     assert figures["ettr"] == pytest.approx(4 / 9)
@@ -112,7 +114,7 @@ def test_the_newest_process_of_a_rank_is_hurt(tmp_path: Path) -> None:
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / f"rank-{rank}-{pid}.jsonl").write_text(text)
 
-    with Job(["sleep", "60"], str(tmp_path), str(tmp_path), 60) as job:
+    with ChaosJob(["sleep", "60"], str(tmp_path), str(tmp_path), 60) as job:
         child = subprocess.Popen(["sleep", "60"])
         try:
             stamp(0, 2**22 + 1, 1.0, _stamp(1, 2.0))
@@ -136,7 +138,7 @@ def test_the_newest_process_of_a_rank_is_hurt(tmp_path: Path) -> None:
 def test_a_job_of_torchft_has_decoded_pictures_and_a_model(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = Options(ranks=3, batch_size=5, pause_ms=50, torchft="python-of-torchft", seed=7)
+    options = ChaosOptions(ranks=3, batch_size=5, pause_ms=50, torchft="python-of-torchft", seed=7)
     folder = tmp_path / "job" / "1"
     argv = torchft_argv(options, str(pictures), str(folder), "resnet(width=4)")
     assert argv[:2] == ["python-of-torchft", "-I"]

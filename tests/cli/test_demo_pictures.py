@@ -8,7 +8,7 @@ import pytest
 from dlio.cli.demo_pictures import PAINTERS, draw, draw_dataset, is_complete
 from dlio.data.reader import open_reader
 from dlio.errors import UsageError
-from dlio.image.decode import decode_whole, opencv
+from dlio.image.decoder import decode_whole, opencv
 
 
 def test_pictures_have_the_requested_number_and_size(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli import launch
-from dlio.cli.launch import ErrorFilter
+from dlio.launch import mpi_launch
+from dlio.launch.mpi_launch import ErrorFilter
 
 RULE = "-" * 74 + "\n"
 BANNER = [RULE, "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n", RULE]
@@ -67,8 +67,8 @@ exit 213
 """
     )
     mpirun.chmod(mpirun.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(launch, "find_mpirun", lambda: os.fspath(mpirun))
-    assert launch.run_ranks(2, ["train"]) == code
+    monkeypatch.setattr(mpi_launch, "find_mpirun", lambda: os.fspath(mpirun))
+    assert mpi_launch.run_ranks(2, ["train"]) == code
     shown = capfd.readouterr()
     assert len((tmp_path / "starts").read_text().split()) == 5
     assert shown.out == ("" if code else "trained\n")

@@ -13,8 +13,8 @@ from PIL import Image
 
 from dlio.cli import main
 from dlio.cli.app import all_commands, find_command
-from dlio.cli.command import Command
-from dlio.cli.grouping import examples_of, groups_of
+from dlio.cli.cli_command import Command
+from dlio.cli.option_groups import examples_of, groups_of
 
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
 COMMANDS = {command.name: command for command in all_commands()}

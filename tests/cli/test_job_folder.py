@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.job_folder import PREFIX, open_job_folder
+from dlio.launch.job_folder import PREFIX, open_job_folder
 
 _KILLED = """
 import os, signal, sys, tempfile
-from dlio.cli.job_folder import open_job_folder
+from dlio.launch.job_folder import open_job_folder
 tempfile.tempdir = sys.argv[1]
 with open_job_folder():
     os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlio.data.reader import open_reader
-from dlio.util.shared import SHARED_MEMORY, sweep_shared_memory, user_folder
+from dlio.util.shared_folders import SHARED_MEMORY, sweep_shared_memory, user_folder
 from tests.conftest import shared_folders_of
 
 # cold: the tests recognise processes by their command line, which a fork does not change.

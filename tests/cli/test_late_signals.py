@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dlio.cli import main
-from dlio.train.leaving import EndRequests
+from dlio.train.departure import EndRequests
 from dlio.util.signals import as_command
 
 PROGRAM = """

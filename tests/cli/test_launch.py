@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dlio.cli import app, main
-from dlio.cli.launch import find_mpirun, launch
-from dlio.comm.environment import launched, under_mpi
+from dlio.comm.launch_environment import launched, under_mpi
 from dlio.errors import UsageError
+from dlio.launch.mpi_launch import find_mpirun, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = os.pathsep.join(str(ROOT / room) for room in ("", "readers", "staging", "bench"))
@@ -50,7 +50,9 @@ def test_a_failed_rank_ends_the_ranks_that_wait_for_it(
         "        raise SourceError(f'x.jpg is gone from {here.size} ranks')\n"
         "    here.barrier()\n"
     )
-    text = "import sys; from dlio.cli.launch import run_ranks; sys.exit(run_ranks(2, ['fail']))"
+    text = (
+        "import sys; from dlio.launch.mpi_launch import run_ranks; sys.exit(run_ranks(2, ['fail']))"
+    )
     paths = os.pathsep.join([PATHS, str(tmp_path)])
     with _python(text, PYTHONPATH=paths, DLIO_DEBUG=debug) as run:
         try:
@@ -68,7 +70,7 @@ def test_a_rank_ends_when_its_launcher_is_gone(with_pidfd: bool) -> None:
     launcher = _python("import time; time.sleep(600)")
     lacking = "" if with_pidfd else "import os; del os.pidfd_open\n"
     text = (
-        "from dlio.comm.environment import watch_launcher\n"
+        "from dlio.comm.launch_environment import watch_launcher\n"
         "import time; watch_launcher(); print('watching', flush=True); time.sleep(600)"
     )
     rank = _python(lacking + text, DLIO_LAUNCHER_PID=str(launcher.pid), OMPI_COMM_WORLD_SIZE="1")

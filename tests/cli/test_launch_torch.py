@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli import launch, launch_torch
-from dlio.cli.ranks import has_mpi, on_ranks
 from dlio.errors import UsageError
+from dlio.launch import mpi_launch, torch_launch
+from dlio.launch.command_ranks import has_mpi, on_ranks
 from tests.conftest import in_time, is_running
 
 PLACE = "import os, sys, time, signal; rank = int(os.environ['RANK'])\n"
@@ -20,7 +20,7 @@ def _launch(
     text: str, ranks: int = 3, *, min_ranks: int | None = None, timeout_s: float = 60
 ) -> "subprocess.CompletedProcess[str]":
     argv = [sys.executable, "-c", PLACE + text]
-    return launch_torch.launch(argv, ranks, capture=True, timeout_s=timeout_s, min_ranks=min_ranks)
+    return torch_launch.launch(argv, ranks, capture=True, timeout_s=timeout_s, min_ranks=min_ranks)
 
 
 def test_ranks_know_their_places() -> None:
@@ -66,7 +66,7 @@ def test_no_rank_outlasts_the_deadline(tmp_path: Path) -> None:
 def test_pipes_are_closed_once_a_process_that_outlives_its_rank_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch_torch, "_END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(torch_launch, "_END_TIMEOUT_S", 0.2)
     before = len(os.listdir("/dev/fd"))
     end = tmp_path / "end"
     wait = f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.02)"
@@ -82,7 +82,7 @@ def test_deaths_are_events_of_the_store() -> None:
     """A rank sees the death of another, in the store to which its environment points."""
     text = (
         "if rank: os._exit(3)\n"
-        "from dlio.comm.job_store import EventLog, open_store\n"
+        "from dlio.comm.survival.job_store import EventLog, open_store\n"
         "print(EventLog(open_store()).next())"
     )
     done = _launch(text, 2, min_ranks=1)
@@ -104,11 +104,12 @@ def test_process_groups_of_a_script_use_the_same_store() -> None:
 @pytest.mark.nightly
 def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     rank = (
-        "import os, time; from dlio.comm.environment import watch_launcher; watch_launcher()\n"
+        "import os, time\n"
+        "from dlio.comm.launch_environment import watch_launcher; watch_launcher()\n"
         f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w'); time.sleep(60)"
     )
     text = (
-        "import sys; from dlio.cli.launch_torch import launch\n"
+        "import sys; from dlio.launch.torch_launch import launch\n"
         f"launch([sys.executable, '-c', {rank!r}], 2)"
     )
     with subprocess.Popen([sys.executable, "-c", text]) as launcher:
@@ -121,7 +122,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
 def _started(monkeypatch: pytest.MonkeyPatch, backend: str) -> str:
     """Return the launcher that `on_ranks` chooses."""
     chosen: list[str] = []
-    for name, module in (("mpi", launch), ("torch", launch_torch)):
+    for name, module in (("mpi", mpi_launch), ("torch", torch_launch)):
         monkeypatch.setattr(module, "run_module", lambda *_, n=name: chosen.append(n))
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     assert on_ranks(2, _started, backend=backend)
@@ -129,7 +130,7 @@ def _started(monkeypatch: pytest.MonkeyPatch, backend: str) -> str:
 
 
 def test_mpi_is_taken_if_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "find_mpirun", lambda: "mpirun")
+    monkeypatch.setattr(mpi_launch, "find_mpirun", lambda: "mpirun")
     installed = importlib.util.find_spec("mpi4py") is not None
     assert has_mpi() == installed
     assert _started(monkeypatch, "auto") == ("mpi" if installed else "torch")
@@ -138,7 +139,7 @@ def test_mpi_is_taken_if_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     def missing() -> str:
         raise UsageError("not installed")
 
-    monkeypatch.setattr(launch, "find_mpirun", missing)
+    monkeypatch.setattr(mpi_launch, "find_mpirun", missing)
     assert _started(monkeypatch, "auto") == "torch"
     assert _started(monkeypatch, "mpi") == "mpi"
 

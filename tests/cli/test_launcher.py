@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from dlio.cli.launch_command import command
 from dlio.cli.launch_options import LaunchOptions, Program
-from dlio.cli.launcher import command
-from dlio.cli.spread import (
+from dlio.comm.launch_environment import local_rank
+from dlio.launch.slurm_tasks import is_task, task_variables
+from dlio.launch.spread import (
     mpirun_command,
     passed_variables,
     run_under_mpirun,
     srun_command,
 )
-from dlio.cli.tasks import is_task, task_variables
-from dlio.comm.environment import local_rank
-from dlio.util.processes import module_command
+from dlio.util.child_processes import module_command
 from dlio_staging.pack import pack_rank
 
 _PREFIXES = ("SLURM", "PBS", "LSB", "OMPI_COMM", "PMI", "MASTER", "TORCHELASTIC", "RANK", "WORLD")
@@ -108,7 +108,7 @@ def test_pack_starts_as_many_ranks_as_launch_says(
         started.append((function, ranks))
         return 0
 
-    monkeypatch.setattr("dlio.cli.ranks._launch", start)
+    monkeypatch.setattr("dlio.launch.command_ranks._launch", start)
     for name in [name for name in os.environ if name.startswith(_PREFIXES)]:
         monkeypatch.delenv(name)
     command(
@@ -213,7 +213,7 @@ def test_a_job_whose_node_mpirun_has_lost_has_failed(
         "#!/bin/sh\n[ -z $LOST ] || echo 'PRTE has lost communication with a remote daemon.' >&2\n"
     )
     mpirun.chmod(0o755)
-    monkeypatch.setattr("dlio.cli.launch.find_mpirun", lambda: str(mpirun))
+    monkeypatch.setattr("dlio.launch.mpi_launch.find_mpirun", lambda: str(mpirun))
     assert run_under_mpirun(["true"], {"a": 1, "b": 1}) == 0
     monkeypatch.setenv("LOST", "1")
     assert run_under_mpirun(["true"], {"a": 1, "b": 1}) == 1

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.growth import Growth
-from dlio.cli.node_requests import (
+from dlio.cli.resize import ResizeOptions, begin_job, join
+from dlio.errors import UsageError
+from dlio.launch.growth import Growth
+from dlio.launch.node_requests import (
     NodeChange,
+    NodeRequest,
     NodeRequests,
-    Request,
     change_between,
     read_request,
     request_nodes,
 )
-from dlio.cli.resize import Change, begin_job, join
-from dlio.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_wrong_names_are_refused(tmp_path: Path, names: str, joins: bool, error:
     NodeRequests(str(tmp_path), ("a", "b"))
     with pytest.raises(UsageError, match=f"^{error}$"):
         request_nodes(str(tmp_path), "job", names, joins)
-    assert read_request(str(tmp_path)) == Request(0, ("a", "b"))
+    assert read_request(str(tmp_path)) == NodeRequest(0, ("a", "b"))
 
 
 def test_a_job_of_one_machine_has_no_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +59,9 @@ def test_a_job_of_one_machine_has_no_nodes(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "dlio-job-abc" / "alive").touch()
     begin_job(str(tmp_path / "dlio-job-abc"), 2, 2)
     with pytest.raises(UsageError, match="--nodes: abc runs on one machine; start it with --nodes"):
-        join(Change("abc", nodes="d"))
+        join(ResizeOptions("abc", nodes="d"))
     with pytest.raises(UsageError, match="-n does not go with --nodes"):
-        join(Change("abc", 2, "d"))
+        join(ResizeOptions("abc", 2, "d"))
 
 
 class _Agents:
@@ -96,7 +96,7 @@ def agents() -> _Agents:
 
 @pytest.fixture
 def growth(tmp_path: Path, agents: _Agents, monkeypatch: pytest.MonkeyPatch) -> Growth:
-    monkeypatch.setattr("dlio.cli.node_requests._EVERY_S", 0.0)
+    monkeypatch.setattr("dlio.launch.node_requests._EVERY_S", 0.0)
     requests = NodeRequests(str(tmp_path), agents.living)
     return Growth(agents, requests, 2, 1)  # type: ignore[arg-type] # Only what it calls.
 
@@ -173,7 +173,7 @@ def test_a_request_to_a_job_that_ends_is_told(tmp_path: Path) -> None:
     NodeRequests(str(folder), ("a", "b"))
     done = threading.Event()
     answers = _asked(folder, "d", True, done)
-    while read_request(str(folder)) == Request(0, ("a", "b")):
+    while read_request(str(folder)) == NodeRequest(0, ("a", "b")):
         done.wait(0.01)
     os.unlink(folder / "nodes")
     folder.rmdir()

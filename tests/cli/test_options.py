@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
-from dlio.cli import launch, main
+from dlio.cli import main
 from dlio.cli.app import all_commands, places
-from dlio.cli.command import Command
+from dlio.cli.cli_command import Command
 from dlio.cli.reference import commands
 from dlio.errors import UsageError
+from dlio.launch import mpi_launch
 from dlio.train.config import TrainConfig
-from dlio.util.options import Field, as_mapping, from_mapping, options_of
+from dlio.util.options import OptionField, as_mapping, from_mapping, options_of
 from dlio.util.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +109,7 @@ def _stated(tree: ast.Module, module: Any) -> list[tuple[type, str, int]]:
 
 
 @pytest.mark.parametrize("field", FIELDS.values(), ids=lambda f: f"{f.record.__name__}.{f.name}")
-def test_a_default_is_a_value_that_the_option_takes(field: Field) -> None:
+def test_a_default_is_a_value_that_the_option_takes(field: OptionField) -> None:
     if field.required or field.option.rest:
         return
     field.check(field.default)
@@ -250,10 +251,10 @@ def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: P
 
 
 def test_a_record_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlio.cli.ranks import on_ranks
-    from dlio.cli.train import train_rank
+    from dlio.cli.train_command import train_rank
+    from dlio.launch.command_ranks import on_ranks
 
-    monkeypatch.setattr(launch, "run_module", lambda *_: 0)
+    monkeypatch.setattr(mpi_launch, "run_module", lambda *_: 0)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS"):
         monkeypatch.delenv(name, raising=False)
     config = TrainConfig("x", replica=tuple(f"/replica/{number:05d}" for number in range(9000)))

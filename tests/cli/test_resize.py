@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.resize import Change, begin_job, join, leave
-from dlio.comm.standing import Wanted
-from dlio.comm.wanted import RankRequests, read_wanted
+from dlio.cli.resize import ResizeOptions, begin_job, join, leave
+from dlio.comm.survival.active_ranks import RankRequest
+from dlio.comm.survival.rank_requests import RankRequests, read_wanted
 from dlio.errors import UsageError
 from dlio.util.settings import DONE
 
@@ -26,26 +26,26 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_ranks_see_the_newest_request(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DONE, str(job / "done"))
-    join(Change("abc", 2))
-    leave(Change("abc"))
-    assert read_wanted(str(job)) == (Wanted(2, 3), 4)
-    assert RankRequests().newest() == Wanted(2, 3)
+    join(ResizeOptions("abc", 2))
+    leave(ResizeOptions("abc"))
+    assert read_wanted(str(job)) == (RankRequest(2, 3), 4)
+    assert RankRequests().newest() == RankRequest(2, 3)
     (job / "wanted").write_text("3 x")
-    assert RankRequests().newest() == Wanted(-1, 0)
+    assert RankRequests().newest() == RankRequest(-1, 0)
     assert sorted(os.listdir(job)) == ["alive", "wanted"]
 
 
 def test_what_is_not_possible_is_refused(job: Path) -> None:
     with pytest.raises(UsageError, match="so 5 are not possible; start it with more --spares"):
-        join(Change("abc", 3))
+        join(ResizeOptions("abc", 3))
     with pytest.raises(UsageError, match="so 0 are not possible"):
-        leave(Change("abc", 2))
+        leave(ResizeOptions("abc", 2))
     with pytest.raises(UsageError, match="nothing: not a job of yours that runs here"):
-        join(Change("nothing"))
-    assert read_wanted(str(job)) == (Wanted(0, 2), 4)
+        join(ResizeOptions("nothing"))
+    assert read_wanted(str(job)) == (RankRequest(0, 2), 4)
 
 
 def test_a_job_of_another_user_is_not_believed(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.lstat(job).st_uid + 1)
     with pytest.raises(UsageError, match="not a job of yours"):
-        join(Change("abc"))
+        join(ResizeOptions("abc"))

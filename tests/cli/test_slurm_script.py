@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlio.cli.launch_command import job_script
 from dlio.cli.launch_options import LaunchOptions, Program, read_program
-from dlio.cli.launcher import job_script
-from dlio.cli.slurm_options import parse_slurm, parse_time
-from dlio.cli.slurm_script import JobScript, shell_words
 from dlio.errors import UsageError
-from dlio.util.processes import end_groups
+from dlio.launch.slurm_options import parse_slurm, parse_time
+from dlio.launch.slurm_script import JobScript, shell_words
+from dlio.util.child_processes import end_groups
 from tests.conftest import in_time
 
 

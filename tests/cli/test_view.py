@@ -67,14 +67,14 @@ def test_a_page_without_a_name_goes_to_a_new_private_file(
     monkeypatch.setattr(webbrowser, "open", browser)
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
         monkeypatch.delenv(name, raising=False)
-    view.command(view.Viewing(str(coco), count=1))
+    view.command(view.ViewOptions(str(coco), count=1))
     (page,) = tmp_path.glob("dlio-view-*.html")
     assert page.stat().st_mode & 0o077 == 0
     assert "no browser was found" in capsys.readouterr().out
     assert opened == []
     page.unlink()
     monkeypatch.setenv("DISPLAY", ":0")
-    view.command(view.Viewing(str(coco), count=1))
+    view.command(view.ViewOptions(str(coco), count=1))
     (page,) = tmp_path.glob("dlio-view-*.html")
     assert opened == [f"file://{page}"]
 
@@ -87,14 +87,14 @@ def test_a_transform_of_the_users_module_is_shown(
         "wide = T.Compose([T.RandomResizedCrop((20, 50)), T.ToFloat()])\n"
     )
     monkeypatch.chdir(tmp_path)
-    options = view.Viewing(
+    options = view.ViewOptions(
         str(coco), no_browser=True, output="a.html", transform="my_view_transforms:wide"
     )
     view.command(options)
     assert "50 &times; 20" in (tmp_path / "a.html").read_text()
     for name in ("wide", "no_such_module:wide", "my_view_transforms:narrow"):
         with pytest.raises(UsageError, match=f"--transform {name}"):
-            view.command(view.Viewing(str(coco), no_browser=True, transform=name))
+            view.command(view.ViewOptions(str(coco), no_browser=True, transform=name))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_bad_input_and_output_are_clear_errors(
     write(Path("bad/a/1.png"), painted(9, 9, []))
     Path("bad/a/1.png").write_bytes(b"\x89PNG broken")
     with pytest.raises((SourceError, UsageError), match=error):
-        view.command(view.Viewing(path, no_browser=True, output=output))
+        view.command(view.ViewOptions(path, no_browser=True, output=output))
     assert not Path("a.html").exists()
 
 
@@ -123,14 +123,14 @@ def test_damaged_samples_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFix
     for k in range(3):
         write(tmp_path / "a" / f"{k}.png", painted(9, 9, []))
     (tmp_path / "a" / "1.png").write_bytes(b"\x89PNG broken")
-    view.command(view.Viewing(str(tmp_path), no_browser=True, output=str(tmp_path / "p.html")))
+    view.command(view.ViewOptions(str(tmp_path), no_browser=True, output=str(tmp_path / "p.html")))
     assert "a/1.png" in capsys.readouterr().err
 
 
 def test_ls_draws_histograms(
     coco: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ls.command(ls.Listing(str(coco), plot=True, html=str(tmp_path / "ls.html")))
+    ls.command(ls.ListOptions(str(coco), plot=True, html=str(tmp_path / "ls.html")))
     out = capsys.readouterr().out
     for title in ("bytes of a sample", "width in pixels, all pictures", "boxes of a class"):
         assert title in out
@@ -138,7 +138,7 @@ def test_ls_draws_histograms(
     assert "█" in out
     page = (tmp_path / "ls.html").read_text()
     assert page.count('<section class="card">') == 4
-    ls.command(ls.Listing(str(coco), plot=True, as_json=True))
+    ls.command(ls.ListOptions(str(coco), plot=True, as_json=True))
     assert json.loads(capsys.readouterr().out)["classes"] == {"cat": 5}
     with pytest.raises(UsageError, match="--html"):
-        ls.command(ls.Listing(str(coco), html=str(tmp_path / "no" / "ls.html")))
+        ls.command(ls.ListOptions(str(coco), html=str(tmp_path / "no" / "ls.html")))

@@ -1,7 +1,7 @@
 """Checks of the nodes that ranks detect; each rank runs this file under mpirun."""
 
 from dlio.comm import Communicator, world
-from dlio.comm.nodes import find_nodes
+from dlio.comm.job_nodes import find_nodes
 from dlio.errors import UsageError
 
 

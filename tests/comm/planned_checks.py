@@ -3,9 +3,9 @@
 import numpy as np
 
 from dlio.comm import world
-from dlio.comm.membership import RankLeft
-from dlio.comm.planned import plan_world
-from dlio.comm.recovery import recovery_of
+from dlio.comm.planned_membership import plan_world
+from dlio.comm.survival.membership import RankLeft
+from dlio.comm.survival.recovery import recovery_of
 
 
 def main() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from dlio.comm import board
-from dlio.comm.board import WINDOW, Board, BoardReader, Phase, Row
-from dlio.comm.protocol import Request
-from dlio.comm.waiting import wait_all
+from dlio.comm.board import WINDOW, Board, BoardReader, RankPhase, RankRow
+from dlio.comm.comm_protocol import Request
+from dlio.comm.deadlines import wait_all
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     os.close(row.file)
 
 
-def _read(own: Board) -> Row:
+def _read(own: Board) -> RankRow:
     reader = BoardReader(os.getpid(), own.file)
     row = reader.read()
     reader.close()
@@ -31,7 +31,7 @@ def _read(own: Board) -> Row:
 
 
 def test_a_row_tells_steps_and_phases(own: Board) -> None:
-    assert _read(own).phase is Phase.ELSEWHERE
+    assert _read(own).phase is RankPhase.ELSEWHERE
     phases = []
     with board.computing():
         phases.append(_read(own).phase)
@@ -43,7 +43,7 @@ def test_a_row_tells_steps_and_phases(own: Board) -> None:
         phases.append(_read(own).phase)
         with board.elsewhere():
             phases.append(_read(own).phase)
-    computes, waits, elsewhere = Phase.COMPUTES, Phase.WAITS, Phase.ELSEWHERE
+    computes, waits, elsewhere = RankPhase.COMPUTES, RankPhase.WAITS, RankPhase.ELSEWHERE
     assert phases == [computes, waits, waits, computes, elsewhere]
     row = _read(own)
     assert (row.phase, row.step, len(row.seconds)) == (elsewhere, 1, 1)
@@ -61,9 +61,9 @@ def test_a_row_keeps_the_last_steps(own: Board) -> None:
 def test_something_else_in_the_midst_of_a_step_lasts_until_the_next(own: Board) -> None:
     with board.computing():
         board.end_step()
-        assert _read(own).phase is Phase.ELSEWHERE
+        assert _read(own).phase is RankPhase.ELSEWHERE
     with board.computing():
-        assert _read(own).phase is Phase.COMPUTES
+        assert _read(own).phase is RankPhase.COMPUTES
     assert len(_read(own).seconds) == 2
 
 
@@ -71,7 +71,7 @@ class _Later:
     """A request that is done at the third look, and tells the phase meanwhile."""
 
     def __init__(self, own: Board) -> None:
-        self._own, self.phases = own, list[Phase]()
+        self._own, self.phases = own, list[RankPhase]()
 
     def done(self) -> bool:
         self.phases.append(_read(self._own).phase)
@@ -92,8 +92,8 @@ def test_a_rank_waits_while_its_main_thread_does(own: Board) -> None:
         thread = threading.Thread(target=wait, args=(of_other,))
         thread.start()
         thread.join()
-    assert of_main.phases == [Phase.COMPUTES, Phase.WAITS, Phase.WAITS]
-    assert of_other.phases == [Phase.COMPUTES] * 3
+    assert of_main.phases == [RankPhase.COMPUTES, RankPhase.WAITS, RankPhase.WAITS]
+    assert of_other.phases == [RankPhase.COMPUTES] * 3
 
 
 def test_beats_come_from_the_thread_that_beats(own: Board) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.launch import SURVIVING
+from dlio.launch.mpi_launch import SURVIVING
 from tests.conftest import MpiRun
 
 RENEWING = Path(__file__).with_name("renewing.py")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dlio.comm.environment import under_mpi
-from dlio.comm.launchers import check_launch, torchrun_place
+from dlio.comm.launch_detection import check_launch, torchrun_place
+from dlio.comm.launch_environment import under_mpi
 from dlio.errors import UsageError
 from tests.conftest import TorchRun
 

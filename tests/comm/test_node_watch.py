@@ -10,9 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from dlio.comm import board, node_watch
-from dlio.comm.node_watch import NodeWatch, Policy
-from dlio.util.processes import is_stopped
+from dlio.comm import board
+from dlio.comm.survival import node_watch
+from dlio.comm.survival.node_watch import NodeWatch, WatchPolicy
+from dlio.util.child_processes import is_stopped
 from tests.conftest import in_time
 
 # A signal that stops the stand-in would not stop its program.
@@ -86,7 +87,7 @@ def test_the_lowest_rank_that_lives_and_is_not_stopped_watches_the_others() -> N
 _HANGING = """
 import ctypes, sys, time
 from dlio.comm.board import WINDOW, computing, open_board
-from dlio.comm.node_watch import NodeWatch
+from dlio.comm.survival.node_watch import NodeWatch
 import os
 board = open_board()
 watch = NodeWatch({0: os.getppid(), 1: os.getpid()}, 1, lambda: (0, 1), board, {1: board.file})
@@ -116,7 +117,7 @@ def test_a_rank_that_hangs_writes_its_stacks_and_is_killed(
     hang: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(board, "_board", None)
-    monkeypatch.setattr(node_watch, "_policy", Policy(hang_after_s=1.0))
+    monkeypatch.setattr(node_watch, "_policy", WatchPolicy(hang_after_s=1.0))
     command = [sys.executable, "-c", _HANGING.replace("HANG", hang)]
     own = board.open_board()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as hangs:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from dlio.comm.progress import Progress
+from dlio.comm.progress_thread import ProgressThread
 from dlio.comm.single import SingleCommunicator
 
 
@@ -27,7 +27,7 @@ def _running() -> bool:
 
 def test_a_library_is_called_while_something_is_under_way(soon: Callable[..., bool]) -> None:
     comm = _Poked()
-    progress = Progress(comm)
+    progress = ProgressThread(comm)
     assert not _running()
     progress.go()
     assert soon(lambda: comm.pokes > 5)
@@ -51,7 +51,7 @@ def _rests(comm: _Poked) -> bool:
 
 def test_no_thread_is_started_where_it_does_not_help() -> None:
     for comm in (SingleCommunicator(), _Poked(helps=False)):
-        progress = Progress(comm)
+        progress = ProgressThread(comm)
         progress.go()
         assert not _running()
         progress.rest()

@@ -5,24 +5,24 @@ from dataclasses import replace
 
 import pytest
 
-from dlio.comm.standing import (
-    Standing,
-    Wanted,
+from dlio.comm.survival.active_ranks import (
+    MembershipReport,
+    RankRequest,
     is_meeting_due,
     leaving_members,
     next_members,
 )
 
 
-def _ranks(active: int, spares: int, wanted: int, meets: bool = True) -> list[Standing]:
-    newest = Wanted(1, wanted)
+def _ranks(active: int, spares: int, wanted: int, meets: bool = True) -> list[MembershipReport]:
+    newest = RankRequest(1, wanted)
     return [
-        Standing(member, member < active, False, meets and member < active, newest)
+        MembershipReport(member, member < active, False, meets and member < active, newest)
         for member in range(active + spares)
     ]
 
 
-def _leaving(ranks: list[Standing], *members: int) -> list[Standing]:
+def _leaving(ranks: list[MembershipReport], *members: int) -> list[MembershipReport]:
     return [replace(each, leaves=each.member in members) for each in ranks]
 
 
@@ -62,14 +62,14 @@ def test_a_meeting_brings_as_many_ranks_as_are_wanted(
 
 
 def test_at_the_jobs_beginning_the_last_ranks_become_spares_and_do_not_end() -> None:
-    ranks = [replace(each, wanted=Wanted(0, 2)) for each in _ranks(4, 0, 2)]
+    ranks = [replace(each, wanted=RankRequest(0, 2)) for each in _ranks(4, 0, 2)]
     assert next_members(ranks) == (0, 1)
     assert leaving_members(ranks, (0, 1)) == set()
 
 
 def test_only_the_newest_request_holds() -> None:
     ranks = _ranks(2, 2, 2)
-    ranks[3] = replace(ranks[3], wanted=Wanted(2, 4))
+    ranks[3] = replace(ranks[3], wanted=RankRequest(2, 4))
     assert next_members(ranks) == (0, 1, 2, 3)
 
 
@@ -94,5 +94,5 @@ def test_meetings_come_to_rest(seed: int) -> None:
 
 
 def test_a_standing_is_told_as_numbers() -> None:
-    one = Standing(3, False, True, False, Wanted(2, 5))
-    assert Standing.from_list(one.as_list()) == one
+    one = MembershipReport(3, False, True, False, RankRequest(2, 5))
+    assert MembershipReport.from_list(one.as_list()) == one

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from dlio.comm.job_store import EventLog, JobStore
-from dlio.comm.membership import messages_of
-from dlio.comm.protocol import Request
-from dlio.comm.store_membership import StoreMembership
+from dlio.comm.comm_protocol import Request
+from dlio.comm.survival.job_store import EventLog, JobStore
+from dlio.comm.survival.membership import messages_of
+from dlio.comm.survival.store_membership import StoreMembership
 from dlio.errors import CommError, PeerLost
 from dlio.testing import CommunicatorTests
 from dlio.testing.promises import run_promises

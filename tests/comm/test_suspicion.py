@@ -5,30 +5,30 @@ from dataclasses import replace
 
 import pytest
 
-from dlio.comm.board import WINDOW, Phase, Row
-from dlio.comm.suspicion import Seen, SlowRanks, hung_ranks
+from dlio.comm.board import WINDOW, RankPhase, RankRow
+from dlio.comm.survival.suspicion import RankView, SlowRanks, hung_ranks
 
 NOW = 1000.0
 
 
-def _row(phase: Phase, for_s: float, seconds: float = 0.1, silent_s: float = 0.1) -> Row:
+def _row(phase: RankPhase, for_s: float, seconds: float = 0.1, silent_s: float = 0.1) -> RankRow:
     """A row of a rank that has done the same for some time."""
     times = (seconds,) * WINDOW
-    return Row(100, phase, NOW - for_s, NOW - silent_s, 1, times, times)
+    return RankRow(100, phase, NOW - for_s, NOW - silent_s, 1, times, times)
 
 
 def _hung(
-    *rows: Row | None,
+    *rows: RankRow | None,
     states: str = "SSSS",
     hang_after_s: float | None = None,
     watching_since: float = 0.0,
 ) -> list[int]:
-    seen = {member: Seen(states[member], row) for member, row in enumerate(rows)}
+    seen = {member: RankView(states[member], row) for member, row in enumerate(rows)}
     return [each.member for each in hung_ranks(seen, NOW, watching_since, hang_after_s)]
 
 
-WAITS = _row(Phase.WAITS, 40)
-STUCK = _row(Phase.COMPUTES, 41)
+WAITS = _row(RankPhase.WAITS, 40)
+STUCK = _row(RankPhase.COMPUTES, 41)
 
 
 def test_the_one_rank_that_all_others_wait_for_hangs() -> None:
@@ -38,29 +38,29 @@ def test_the_one_rank_that_all_others_wait_for_hangs() -> None:
 
 
 def test_nobody_is_suspected_before_the_others_have_waited_long_enough() -> None:
-    for row in (_row(Phase.WAITS, 29), _row(Phase.COMPUTES, 29)):
+    for row in (_row(RankPhase.WAITS, 29), _row(RankPhase.COMPUTES, 29)):
         assert _hung(WAITS, STUCK, replace(WAITS, since=row.since)) == []
-    assert _hung(WAITS, _row(Phase.COMPUTES, 29), WAITS) == []
+    assert _hung(WAITS, _row(RankPhase.COMPUTES, 29), WAITS) == []
 
 
-@pytest.mark.parametrize("phase", [Phase.COMPUTES, Phase.ELSEWHERE])
-def test_nobody_is_suspected_while_another_rank_does_not_wait(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [RankPhase.COMPUTES, RankPhase.ELSEWHERE])
+def test_nobody_is_suspected_while_another_rank_does_not_wait(phase: RankPhase) -> None:
     assert _hung(WAITS, STUCK, replace(WAITS, phase=phase)) == []
 
 
-@pytest.mark.parametrize("phase", [Phase.WAITS, Phase.ELSEWHERE])
+@pytest.mark.parametrize("phase", [RankPhase.WAITS, RankPhase.ELSEWHERE])
 @pytest.mark.parametrize("state", "SDR")
 @pytest.mark.parametrize("silent_s", [0.1, 3600])
 def test_a_rank_that_waits_for_a_source_or_for_others_is_never_suspected(
-    phase: Phase, state: str, silent_s: float
+    phase: RankPhase, state: str, silent_s: float
 ) -> None:
     row = _row(phase, 3600, silent_s=silent_s)
     assert _hung(WAITS, row, WAITS, states=f"S{state}S") == []
 
 
 def test_long_steps_take_long() -> None:
-    long = _row(Phase.COMPUTES, 199, seconds=10)
-    waits = _row(Phase.WAITS, 300)
+    long = _row(RankPhase.COMPUTES, 199, seconds=10)
+    waits = _row(RankPhase.WAITS, 300)
     assert _hung(waits, long, waits) == []
     assert _hung(waits, replace(long, since=NOW - 201), waits) == [1]
 
@@ -78,8 +78,8 @@ def test_a_time_of_the_users_counts_as_it_is() -> None:
 
 
 def test_pythons_lock_may_be_held_longer() -> None:
-    def held(silent_s: float) -> Row:
-        return _row(Phase.COMPUTES, silent_s, silent_s=silent_s)
+    def held(silent_s: float) -> RankRow:
+        return _row(RankPhase.COMPUTES, silent_s, silent_s=silent_s)
 
     assert _hung(WAITS, held(34), WAITS) == []
     assert _hung(WAITS, held(36), WAITS) == [1]
@@ -90,12 +90,12 @@ def test_pythons_lock_may_be_held_longer() -> None:
 
 def test_a_pause_of_the_whole_machine_counts_for_nobody() -> None:
     assert _hung(WAITS, STUCK, WAITS, watching_since=NOW - 10) == []
-    held = _row(Phase.COMPUTES, 50, silent_s=50)
+    held = _row(RankPhase.COMPUTES, 50, silent_s=50)
     assert _hung(WAITS, held, WAITS, watching_since=NOW - 34) == []
 
 
 def test_dead_and_stopped_ranks_are_not_waited_for() -> None:
-    busy = _row(Phase.COMPUTES, 1)
+    busy = _row(RankPhase.COMPUTES, 1)
     for state in "ZXT":
         assert _hung(WAITS, STUCK, busy, states=f"SS{state}") == [1]
         assert _hung(WAITS, STUCK, None, states=f"SS{state}") == [1]
@@ -107,15 +107,15 @@ def test_without_the_row_of_a_living_rank_nobody_is_suspected() -> None:
 
 
 def test_the_reason_tells_what_the_rank_does() -> None:
-    held = _row(Phase.COMPUTES, 50, silent_s=50)
+    held = _row(RankPhase.COMPUTES, 50, silent_s=50)
     for row, state, word in ((STUCK, "S", "runs"), (STUCK, "D", "device"), (held, "S", "lock")):
-        seen = {0: Seen("S", WAITS), 1: Seen(state, row)}
+        seen = {0: RankView("S", WAITS), 1: RankView(state, row)}
         (suspicion,) = hung_ranks(seen, NOW, 0.0, None)
         assert word in suspicion.why
         assert suspicion.why.startswith("all others of its node have waited 4")
 
 
-def _rows(step: int, *busy: float) -> dict[int, Row]:
+def _rows(step: int, *busy: float) -> dict[int, RankRow]:
     row = replace(STUCK, step=step)
     return {member: replace(row, busy=(each,) * WINDOW) for member, each in enumerate(busy)}
 

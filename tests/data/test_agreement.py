@@ -14,8 +14,8 @@ from dlio.data.agreement import check_same_data
 from dlio.data.reader import Reader, open_reader
 from dlio.errors import UsageError
 from dlio.storage.mount import mount
-from dlio.testing.ranks import run_ranks
-from dlio_staging.packing import pack
+from dlio.testing.thread_ranks import run_ranks
+from dlio_staging.pack_folder import pack
 from tests.conftest import MpiRun
 
 

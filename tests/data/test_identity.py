@@ -15,9 +15,9 @@ import dlio
 from dlio.data.identity import content_sample, spread
 from dlio.data.reader import open_reader
 from dlio.data.source import File
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 from dlio_staging.stage import stage
-from dlio_staging.stageplan import StageOptions
+from dlio_staging.stage_plan import StageOptions
 
 OLD = 1_000_000_000
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dlio.data import kept
-from dlio.data.kept import KeptFile
+from dlio.data import open_files
+from dlio.data.open_files import PersistentFile
 from dlio.errors import SourceError
 
 
@@ -24,20 +24,20 @@ def _open_below(folder: Path) -> list[str]:
     return sorted(each for each in paths if each.startswith(f"{folder}/"))
 
 
-def _file(folder: Path, name: str = "a", data: bytes = b"0123456789") -> KeptFile:
+def _file(folder: Path, name: str = "a", data: bytes = b"0123456789") -> PersistentFile:
     (folder / name).write_bytes(data)
-    return KeptFile(str(folder / name))
+    return PersistentFile(str(folder / name))
 
 
 def test_is_opened_once_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
-    class Counted(kept.Descriptor):
+    class Counted(open_files.Descriptor):
         def __init__(self, path: str) -> None:
             opened.append(path)
             super().__init__(path)
 
-    monkeypatch.setattr(kept, "Descriptor", Counted)
+    monkeypatch.setattr(open_files, "Descriptor", Counted)
     file = _file(tmp_path)
     assert not _open_below(tmp_path)
     memory = bytearray(4)

@@ -13,10 +13,10 @@ import pytest
 import dlio
 from dlio.cli import main
 from dlio.data.reader import StoredBlocks, open_reader
-from dlio.data.replicas import Replicated, replicated
-from dlio.data.speeds import Speed, measured, remember
+from dlio.data.replicas import ReplicatedReader, replicated
+from dlio.data.speeds import ReadSpeed, measured, remember
 from dlio.errors import SourceError, UsageError
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_reads_go_to_the_copy_that_is_faster(folders: list[str]) -> None:
     slow, fast = (open_reader(folder) for folder in folders)
     count = _slow(slow, 0.01)
     reader = replicated([slow, fast])
-    assert isinstance(reader, Replicated)
+    assert isinstance(reader, ReplicatedReader)
     for k in range(60):
         sample = k % len(reader)
         assert reader.read(np.array([sample])) == fast.read(np.array([sample]))
@@ -61,7 +61,7 @@ def test_reads_go_to_the_copy_that_is_faster(folders: list[str]) -> None:
 
 
 def test_a_copy_that_was_slow_for_a_while_is_tried_again() -> None:
-    speed, other = Speed(0.001, 1e9), Speed(0.002, 1e9)
+    speed, other = ReadSpeed(0.001, 1e9), ReadSpeed(0.002, 1e9)
     for _ in range(20):
         speed.learn(0, 0, 1.0)
     assert speed.expected_s(100) > 0.1 > other.expected_s(100)
@@ -73,7 +73,7 @@ def test_a_copy_that_was_slow_for_a_while_is_tried_again() -> None:
 
 
 def test_waiting_reads_count() -> None:
-    speed = Speed(0.001, 1e6)
+    speed = ReadSpeed(0.001, 1e6)
     idle = speed.expected_s(1000)
     watch = speed.begins(100_000)
     assert speed.expected_s(1000) == pytest.approx(idle + 0.1)
@@ -87,7 +87,7 @@ def test_a_copy_that_fails_is_left_for_another(folders: list[str]) -> None:
     reader = replicated([bad, good])
     for sample in range(len(reader)):
         assert reader.read(np.array([sample])) == good.read(np.array([sample]))
-    assert isinstance(reader, Replicated)
+    assert isinstance(reader, ReplicatedReader)
     assert "1 failures" in reader.summary()
     assert reader.shares()[0] == 0
     shutil.rmtree(folders[0])
@@ -129,7 +129,7 @@ def test_it_goes_to_other_processes(folders: list[str]) -> None:
     with dlio.open(folders[0], replicas=[folders[1]], tiers="none", image_size=32) as data:
         copy = pickle.loads(pickle.dumps(data))
         assert (copy[3][0] == data[3][0]).all()
-        assert isinstance(copy.reader, Replicated)
+        assert isinstance(copy.reader, ReplicatedReader)
         copy.close()
 
 
@@ -146,7 +146,7 @@ def test_bandwidths_are_measured_once_and_known_to_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("dlio_bench.tiers._SECONDS", 0.05)
+    monkeypatch.setattr("dlio_bench.tier_bench._SECONDS", 0.05)
     folder = tmp_path / "tier"
     folder.mkdir()
     assert measured(str(folder)) is None

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from dlio.cli import main
-from dlio.comm.single import SingleCommunicator
-from dlio.doctor.clocks import check_clocks, clock_offsets
-from dlio.doctor.examine import DoctorOptions, examine, merged
-from dlio.doctor.findings import Finding, ok, warning, worst
-from dlio.doctor.limits import check_limits, check_shared_memory, memory_limit
-from dlio.doctor.places import check_place, check_source, check_tier, measure_folder
-from dlio.doctor.probe import MpiFacts
-from dlio.doctor.ranks import RankFacts, allocation, check_ranks, lost_ranks
-from dlio.doctor.software import (
+from dlio.cli.doctor.clocks import check_clocks, clock_offsets
+from dlio.cli.doctor.examination import DoctorOptions, examine, merged
+from dlio.cli.doctor.findings import Finding, ok, warning, worst
+from dlio.cli.doctor.limit_checks import check_limits, check_shared_memory, memory_limit
+from dlio.cli.doctor.path_checks import check_place, check_source, check_tier, measure_folder
+from dlio.cli.doctor.probe import MpiFacts
+from dlio.cli.doctor.rank_checks import RankHardware, allocation, check_ranks, lost_ranks
+from dlio.cli.doctor.software import (
     check_launchers,
     check_mpi,
     check_torch,
@@ -26,9 +25,10 @@ from dlio.doctor.software import (
     is_same_library,
     slurm_plugins,
 )
-from dlio.storage.places import Place
-from dlio.storage.spec import TierSpec, parse_tiers
-from dlio.util.shared import user_folder
+from dlio.comm.single import SingleCommunicator
+from dlio.storage.file_system_kind import FileSystemKind
+from dlio.storage.tier_spec import TierSpec, parse_tiers
+from dlio.util.shared_folders import user_folder
 
 OPEN_MPI = MpiFacts("Open MPI v5.0.11", "multiple", survives=True, paths=["/a/libmpi.so.40"])
 HYDRA = "HYDRA build details: Version: 4.1.2"
@@ -52,8 +52,8 @@ def fact(
     gpus: int = 0,
     visible: str = "",
     device: str = "cpu",
-) -> RankFacts:
-    return RankFacts(rank, node, tuple(range(cores)), of, gpus, visible, device)
+) -> RankHardware:
+    return RankHardware(rank, node, tuple(range(cores)), of, gpus, visible, device)
 
 
 def test_copies_that_do_not_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,9 @@ def test_the_decoder_of_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
     for is_there, words in ((True, "can decode"), (False, "pip install")):
-        monkeypatch.setattr("dlio.doctor.software.is_installed", lambda is_there=is_there: is_there)
+        monkeypatch.setattr(
+            "dlio.cli.doctor.software.is_installed", lambda is_there=is_there: is_there
+        )
         named = {each.subject: each for each in check_torch("cuda")}
         assert words in str(named["nvImageCodec"])
 
@@ -188,11 +190,11 @@ def test_tiers_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_a_large_file_on_one_stripe() -> None:
-    lustre = Place("/lustre/data", "lustre", "lustre", "/lustre", 1, 1 << 20)
+    lustre = FileSystemKind("/lustre/data", "lustre", "lustre", "/lustre", 1, 1 << 20)
     finding = only(check_place("/lustre/data", lustre, 8 << 30))
     assert "lfs migrate" in finding.remedy
     assert not bad(check_place("/lustre/data", lustre, 1 << 20))
-    striped = Place("/lustre/data", "lustre", "lustre", "/lustre", 8, 1 << 20)
+    striped = FileSystemKind("/lustre/data", "lustre", "lustre", "/lustre", 8, 1 << 20)
     assert not bad(check_place("/lustre/data", striped, 8 << 30))
 
 

@@ -1,4 +1,4 @@
-"""A file system for fsspec with faults: `faulty:///path` reads /path through a `Fault`."""
+"""A file system for fsspec with faults: `faulty:///path` reads /path through a `ScheduledFault`."""
 
 import errno
 import threading

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import dlio
 from dlio.loader.stats import PassStats
 from dlio_staging.stage import stage
-from dlio_staging.stageplan import StageOptions
+from dlio_staging.stage_plan import StageOptions
 
 
 def _batches(data: dlio.Dataset) -> tuple[dict[int, bytes], PassStats]:

@@ -11,9 +11,9 @@ import pytest
 
 from dlio.data.reader import open_reader
 from dlio.errors import CorruptBlock, SourceError, TierError
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 from dlio_staging.stage import stage
-from dlio_staging.stageplan import StageOptions
+from dlio_staging.stage_plan import StageOptions
 from dlio_staging.verify import verify
 from tests.faults.faulty import FaultyFileSystem, fails, hangs, install
 

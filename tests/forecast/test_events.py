@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlio.forecast.analysis import forecast, remedies, resized
-from dlio.forecast.events import Machine, run
-from dlio.forecast.traffic import Job, job_of, messages_of, traffic
-from dlio.plan.placement import Node
+from dlio.features.forecast.epoch_simulation import Machine, run
+from dlio.features.forecast.forecast_analysis import forecast, remedies, resized
+from dlio.loader.planned_traffic import ForecastJob, job_of, messages_of, traffic
+from dlio.plan.placement import HomeNode
 
 FAST = Machine(
     source_rate=1e15,
@@ -32,8 +32,8 @@ def _job(
     batch: int = 16,
     mode: str = "batch",
     capacity: int = 1 << 40,
-) -> Job:
-    named = tuple(Node(f"node{number}", (capacity,)) for number in range(nodes))
+) -> ForecastJob:
+    named = tuple(HomeNode(f"node{number}", (capacity,)) for number in range(nodes))
     return job_of(samples, SIZE, named, local, batch, mode)
 
 

@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from dlio.forecast import exchange
-from dlio.forecast.exchange import Link, Work
-from dlio.train.exchange import NAMES
-from dlio_bench.exchange.fitting import fit
+from dlio.exchange import NAMES
+from dlio.plan import exchange_cost
+from dlio.plan.exchange_cost import ExchangeLoad, LinkCost
+from dlio_bench.exchange_cases.cost_fit import fit
 
-LINK = Link(alpha_s=1e-5, beta_s=1e-9, gamma_s=1e-10)
+LINK = LinkCost(alpha_s=1e-5, beta_s=1e-9, gamma_s=1e-10)
 
 
 def test_a_fit_recovers_the_link_that_generated_the_figures() -> None:
@@ -24,50 +24,52 @@ def test_a_fit_recovers_the_link_that_generated_the_figures() -> None:
 
 
 def test_rings_and_recursive_halving_send_the_fewest_bytes() -> None:
-    work = Work(8e6)
+    work = ExchangeLoad(8e6)
     for p in (2, 4, 8, 4096):
         by_bytes = 2 * (p - 1) / p * 8e6 * 1e-9 + (p - 1) / p * 8e6 * 1e-10
-        assert exchange.ring(p, work, LINK) == pytest.approx(2 * (p - 1) * 1e-5 + by_bytes)
-        assert exchange.halving(p, work, LINK) == pytest.approx(2 * math.log2(p) * 1e-5 + by_bytes)
+        assert exchange_cost.ring(p, work, LINK) == pytest.approx(2 * (p - 1) * 1e-5 + by_bytes)
+        assert exchange_cost.halving(p, work, LINK) == pytest.approx(
+            2 * math.log2(p) * 1e-5 + by_bytes
+        )
     # Five ranks: the fifth sends its gradients to another rank and receives the sum.
-    more = exchange.halving(5, work, LINK) - exchange.halving(4, work, LINK)
+    more = exchange_cost.halving(5, work, LINK) - exchange_cost.halving(4, work, LINK)
     assert more == pytest.approx(2 * 1e-5 + 8e6 * 2.1e-9)
 
 
 def test_a_server_receives_from_all_ranks_and_a_tree_from_some() -> None:
-    work = Work(8e6, buckets=8)
+    work = ExchangeLoad(8e6, buckets=8)
     hop = 8 * 1e-5 * 2 + 8e6 * (2e-9 + 1e-10)
-    assert exchange.star(16, work, LINK) == pytest.approx(15 * hop)
-    assert exchange.binomial(16, work, LINK) == pytest.approx(4 * hop)
+    assert exchange_cost.star(16, work, LINK) == pytest.approx(15 * hop)
+    assert exchange_cost.binomial(16, work, LINK) == pytest.approx(4 * hop)
 
 
 def test_nodes_sum_within_first() -> None:
-    work, inside = Work(8e6, per_node=4), Link(0.0, 1e-10)
+    work, inside = ExchangeLoad(8e6, per_node=4), LinkCost(0.0, 1e-10)
     within = 3 * 2 * 8e6 * 1e-10
     across = 2 * (1e-5 + 8e6 * 1.1e-9)
-    assert exchange.seconds("hierarchical", 16, work, LINK, inside) == pytest.approx(
+    assert exchange_cost.seconds("hierarchical", 16, work, LINK, inside) == pytest.approx(
         within + across
     )
 
 
 def test_some_presets_cost_the_same_on_any_number_of_ranks() -> None:
-    work = Work(8e6, buckets=8)
+    work = ExchangeLoad(8e6, buckets=8)
     for name in NAMES:
-        assert exchange.seconds(name, 1, work, LINK) == 0
-        assert exchange.counts(name, 1, work).size == 0
-        few, many = (exchange.seconds(name, p, work, LINK) for p in (2, 4096))
-        counted = [exchange.counts(name, p, work).messages for p in (2, 4096)]
+        assert exchange_cost.seconds(name, 1, work, LINK) == 0
+        assert exchange_cost.counts(name, 1, work).size == 0
+        few, many = (exchange_cost.seconds(name, p, work, LINK) for p in (2, 4096))
+        counted = [exchange_cost.counts(name, p, work).messages for p in (2, 4096)]
         if name in ("gossip", "noloco", "asgd"):
             assert few == many
             assert counted[0] == counted[1]
         else:
             assert few < many
-    eighth = exchange.seconds("allreduce", 64, work, LINK) / 8
-    assert exchange.seconds("local-sgd", 64, work, LINK) == pytest.approx(eighth)
+    eighth = exchange_cost.seconds("allreduce", 64, work, LINK) / 8
+    assert exchange_cost.seconds("local-sgd", 64, work, LINK) == pytest.approx(eighth)
 
 
 def test_shared_cores_slow_bytes_and_not_messages() -> None:
-    slow = exchange.shared(LINK, 8, 2)
+    slow = exchange_cost.shared(LINK, 8, 2)
     assert slow.alpha_s == 1e-5
     assert slow.beta_s == pytest.approx(4e-9)
-    assert exchange.shared(LINK, 2, 4) == LINK
+    assert exchange_cost.shared(LINK, 2, 4) == LINK

@@ -4,28 +4,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.forecast.exchange import FORMULAE, Link, Work
-from dlio.forecast.scaling import (
+from dlio.plan.exchange_cost import FORMULAE, ExchangeLoad, LinkCost
+from dlio_bench.training.step_scaling import (
     Cluster,
-    Steps,
+    StepTimings,
     compute_seconds,
     exchange_seconds,
     message_seconds,
 )
 
-LINK = Link(1e-6, 1e-9, 1e-10)
+LINK = LinkCost(1e-6, 1e-9, 1e-10)
 PERIODS = {"local-sgd": 8, "diloco": 32, "noloco": 32}
 HERE = Cluster(LINK, per_node=4, cores=2)
 TWO = Cluster(LINK, per_node=2, cores=2)
-AWAY = Cluster(Link(1e-5, 1e-8, 1e-10), LINK, per_node=8)
+AWAY = Cluster(LinkCost(1e-5, 1e-8, 1e-10), LINK, per_node=8)
 
 
-def work(per_node: int) -> Work:
-    return Work(1e6, 2, per_node)
+def work(per_node: int) -> ExchangeLoad:
+    return ExchangeLoad(1e6, 2, per_node)
 
 
-def steps(x: float = 0.0, busy: float = 1.0) -> Steps:
-    return Steps({2: 0.2, 8: 0.5}, busy, dict.fromkeys(FORMULAE, x))
+def steps(x: float = 0.0, busy: float = 1.0) -> StepTimings:
+    return StepTimings({2: 0.2, 8: 0.5}, busy, dict.fromkeys(FORMULAE, x))
 
 
 def test_ranks_that_share_cores_compute_in_turn() -> None:
@@ -36,14 +36,14 @@ def test_ranks_that_share_cores_compute_in_turn() -> None:
 
 
 def test_ranks_that_share_cores_do_not_wait_for_the_slowest_core() -> None:
-    uneven = Steps({8: 0.5}, 1.2, {}, shared=1.1)
+    uneven = StepTimings({8: 0.5}, 1.2, {}, shared=1.1)
     assert compute_seconds(uneven, 8, 2, HERE) == pytest.approx(0.6)
     assert compute_seconds(uneven, 8, 4, HERE) == pytest.approx(1.1)
     assert compute_seconds(uneven, 8, 1024, AWAY) == pytest.approx(0.6)
 
 
 def test_ranks_that_share_a_core_take_longer_than_in_turns() -> None:
-    crowded = Steps({2: 0.2, 8: 0.5}, 1.1, {}, crowding={2: 1.2, 8: 1.05})
+    crowded = StepTimings({2: 0.2, 8: 0.5}, 1.1, {}, crowding={2: 1.2, 8: 1.05})
     assert compute_seconds(crowded, 8, 4, HERE) == pytest.approx(1.1 * 1.05)
     assert compute_seconds(crowded, 2, 4, HERE) == pytest.approx(2 * 0.2 * 1.1 * 1.2)
     assert compute_seconds(crowded, 8, 2, HERE) == pytest.approx(0.55)
@@ -53,7 +53,7 @@ def test_ranks_that_share_a_core_take_longer_than_in_turns() -> None:
 @pytest.mark.parametrize("preset", sorted(set(FORMULAE) - {"asgd"}))
 @given(x=st.floats(0.0, 1.0))
 def test_ranks_that_share_cores_are_forecast_from_two_on_one_core(preset: str, x: float) -> None:
-    crowded = Steps({8: 0.5}, 1.0, dict.fromkeys(FORMULAE, 9.0), crowded={(preset, 8): x})
+    crowded = StepTimings({8: 0.5}, 1.0, dict.fromkeys(FORMULAE, 9.0), crowded={(preset, 8): x})
     period = PERIODS.get(preset, 1)
     one = Cluster(LINK, per_node=2, cores=1)
     works = (work(2), work(2))
@@ -63,8 +63,8 @@ def test_ranks_that_share_cores_are_forecast_from_two_on_one_core(preset: str, x
 
 
 def test_ranks_that_wait_for_nobody_are_forecast_from_two_with_a_core_each() -> None:
-    known = Steps({8: 0.5}, 1.0, {"asgd": 0.2}, crowded={("asgd", 8): 9.0})
-    unknown = Steps({8: 0.5}, 1.0, {"asgd": 0.2})
+    known = StepTimings({8: 0.5}, 1.0, {"asgd": 0.2}, crowded={("asgd", 8): 9.0})
+    unknown = StepTimings({8: 0.5}, 1.0, {"asgd": 0.2})
     forecasts = [
         exchange_seconds(each, "asgd", "asgd", 1, 4, 8, (work(2), work(4)), HERE)
         for each in (known, unknown)
@@ -75,7 +75,7 @@ def test_ranks_that_wait_for_nobody_are_forecast_from_two_with_a_core_each() -> 
 def test_computing_time_is_linear_between_and_beyond_measured_batches() -> None:
     for size, seconds in ((1, 0.15), (2, 0.2), (4, 0.3), (8, 0.5), (12, 0.7)):
         assert compute_seconds(steps(), size, 1, HERE) == pytest.approx(seconds)
-    one = Steps({4: 0.4}, 1.0, {})
+    one = StepTimings({4: 0.4}, 1.0, {})
     assert compute_seconds(one, 2, 1, HERE) == pytest.approx(0.2)
 
 
@@ -105,7 +105,7 @@ def test_a_hidden_exchange_stays_hidden_and_own_work_does_not_grow() -> None:
 
 
 def test_messages_of_shared_cores_take_the_busiest_rank_or_all_work() -> None:
-    link = Link(0.0, 1e-9)
+    link = LinkCost(0.0, 1e-9)
     shared, own = Cluster(link, per_node=4, cores=2), Cluster(link, per_node=4)
     # A ring keeps all ranks busy: 3/2 of the bytes each, and two ranks take turns on a core.
     assert message_seconds("allreduce", 1, 4, work(4), own) == pytest.approx(1.5e-3)

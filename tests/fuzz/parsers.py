@@ -17,15 +17,15 @@ from PIL import Image
 from dlio.data.npy import read_npy_head
 from dlio.data.schema import IMAGE_LABEL, Schema
 from dlio.errors import DlioError
-from dlio.image.decode import decode_whole
-from dlio.image.jpeg import Part, cut, interval_starts, parse_frame
+from dlio.image.decoder import decode_whole
+from dlio.image.jpeg import IntervalRange, cut, interval_starts, parse_frame
 from dlio.storage.block import check_block, read_info
 from dlio.storage.block_format import ALIGN, ENTRY, HEADER, encode_block
 from dlio.storage.manifest import Manifest
-from dlio.storage.shard import Footer, ShardWriter, read_footer
-from dlio.storage.spec import parse_tiers
-from dlio.train.checkpoint.reader import CONTENTS, contents
-from dlio.util.expand import CODECS, exceeds
+from dlio.storage.shard_file import ShardFooter, ShardWriter, read_footer
+from dlio.storage.tier_spec import parse_tiers
+from dlio.train.checkpoint.tensor_reader import CONTENTS, contents
+from dlio.util.decompression_limits import CODECS, exceeds
 from dlio.util.units import parse_bytes, parse_seconds
 from tests.fuzz.datasets import DATASETS, seed
 from tests.hostile.corpus import checkpoints
@@ -134,8 +134,13 @@ def jpeg(data: bytes) -> None:
     frame = parse_frame(data)
     starts = None if frame is None else interval_starts(data, frame)
     if frame is not None and starts is not None:
-        cut(data, frame, starts, Part(0, frame.rows, 0, frame.intervals_a_row))
-        cut(data, frame, starts, Part(0, 1, frame.intervals_a_row - 1, frame.intervals_a_row))
+        cut(data, frame, starts, IntervalRange(0, frame.rows, 0, frame.intervals_a_row))
+        cut(
+            data,
+            frame,
+            starts,
+            IntervalRange(0, 1, frame.intervals_a_row - 1, frame.intervals_a_row),
+        )
 
 
 OF_BYTES: Final[dict[str, Callable[[bytes], None]]] = {
@@ -162,7 +167,7 @@ def sound() -> dict[str, bytes]:
         with ShardWriter(path) as writer:
             writer.write_block([made])
             writer.finish(
-                Footer(
+                ShardFooter(
                     fingerprint=FINGERPRINT,
                     schema=IMAGE_LABEL,
                     classes=("a", "b"),

@@ -11,8 +11,8 @@ import sys
 import torch
 
 from dlio.comm import world
-from dlio.train.exchange import parse_exchange
-from dlio.train.exchange.place import find_path
+from dlio.exchange import parse_exchange
+from dlio.exchange.buffer_placement import find_path
 from tests.train.exchange.training import (
     BATCH,
     make_net,

@@ -6,12 +6,12 @@ import torch
 
 from dlio.errors import DecodeError
 from dlio.image.crop import Crop
-from dlio.image.decode import Decoder
-from dlio.image.device.codec import Codec, Made
-from dlio.image.device.crops import crop_batch, find_triton
-from dlio.image.device.encoded import Encoded, encoded, header_of
-from dlio.image.device.library import is_installed
-from dlio.image.device.normal import Normal
+from dlio.image.decoder import Decoder
+from dlio.image.device_decode.crop_kernel import crop_batch, find_triton
+from dlio.image.device_decode.encoded_image import EncodedImage, encoded, header_of
+from dlio.image.device_decode.jpeg_codec import DecodedCrops, JpegCodec
+from dlio.image.device_decode.normalization import Normalization
+from dlio.image.device_decode.nvimagecodec import is_installed
 from tests.image.jpegs import drawn
 
 pytestmark = [
@@ -41,11 +41,15 @@ def _batch(seed: int) -> Batch:
     return pixels, *numbers, torch.tensor(factors, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("normal", [None, Normal((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)), "bfloat16"])
-def test_the_kernel_has_the_pixels_of_the_host_in_a_cuda_graph(normal: Normal | str | None) -> None:
+@pytest.mark.parametrize(
+    "normal", [None, Normalization((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)), "bfloat16"]
+)
+def test_the_kernel_has_the_pixels_of_the_host_in_a_cuda_graph(
+    normal: Normalization | str | None,
+) -> None:
     assert find_triton() is not None
     if normal == "bfloat16":
-        normal = Normal((0.5, 0.4, 0.3), (0.2, 0.3, 0.4), torch.bfloat16)
+        normal = Normalization((0.5, 0.4, 0.3), (0.2, 0.3, 0.4), torch.bfloat16)
     assert not isinstance(normal, str)
     size, first, second = (65, 43), _batch(1), _batch(2)
     room = torch.empty(max(len(first[0]), len(second[0])), dtype=torch.uint8, device="cuda")
@@ -65,8 +69,8 @@ def test_the_kernel_has_the_pixels_of_the_host_in_a_cuda_graph(normal: Normal | 
         assert torch.equal(out.cpu(), wanted)
 
 
-def _crops(device: str, images: list[Encoded], decoder: Decoder) -> Made:
-    codec = Codec(torch.device(device), 2, 2, 60)
+def _crops(device: str, images: list[EncodedImage], decoder: Decoder) -> DecodedCrops:
+    codec = JpegCodec(torch.device(device), 2, 2, 60)
     rows = [[k] for k in range(len(images))]
     size = decoder.crop.size, decoder.crop.width
     for _ in range(2):  # Into memory that has been used.
@@ -75,7 +79,7 @@ def _crops(device: str, images: list[Encoded], decoder: Decoder) -> Made:
     return made
 
 
-def _encoded(image: bytes, decoder: Decoder, number: int) -> Encoded:
+def _encoded(image: bytes, decoder: Decoder, number: int) -> EncodedImage:
     header = header_of(image)
     assert header is not None
     uniforms = decoder.draw(0, np.array([number]))[0].tolist()

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from dlio.comm.single import SingleCommunicator
-from dlio.train.exchange import Setting, parse_exchange
-from dlio.train.exchange.buckets import Bucket
-from dlio.train.exchange.compress import NAMES
-from dlio.train.exchange.compress.layout import Scratch, pieces_of
-from dlio.train.exchange.device.codec import Codec
-from dlio.train.exchange.device.compressors import make_codec
-from dlio.train.exchange.device.group import DeviceGroup
-from dlio.train.exchange.device.paths import GroupMemory, group_path
+from dlio.exchange import ExchangeContext, parse_exchange
+from dlio.exchange.buckets import Bucket
+from dlio.exchange.compress import NAMES
+from dlio.exchange.compress.message_layout import ChunkScratch, pieces_of
+from dlio.exchange.nccl.compressors import make_codec
+from dlio.exchange.nccl.device_group import DeviceGroup
+from dlio.exchange.nccl.group_paths import GroupMemory, group_path
+from dlio.exchange.nccl.tensor_codec import TensorCodec
 
 pytestmark = pytest.mark.gpu
 _CYCLES = 20_000_000
@@ -55,7 +55,7 @@ def alone() -> Iterator[DeviceGroup]:
 )
 def test_a_sum_of_one_rank_and_its_residual_are_its_values(alone: DeviceGroup, name: str) -> None:
     bucket = Bucket([("weight", nn.Parameter(torch.zeros(40, 900)))], 0, alone.device)
-    setting = Setting(parse_exchange(name), SingleCommunicator(), np.zeros(1, np.int32))
+    setting = ExchangeContext(parse_exchange(name), SingleCommunicator(), np.zeros(1, np.int32))
     path = group_path(bucket, setting, GroupMemory.of(alone))
     owed = torch.zeros_like(bucket.flat)
     for number in range(3):
@@ -78,7 +78,9 @@ def test_a_sum_of_one_rank_and_its_residual_are_its_values(alone: DeviceGroup, n
 def test_a_gpu_compresses_as_the_cpu_and_waits_for_nothing(name: str) -> None:
     places = [torch.device("cuda", 0), torch.device("cpu")]
     pieces = pieces_of(_LAYOUT)
-    codecs: list[Codec] = [make_codec(name, pieces, Scratch(), place) for place in places]
+    codecs: list[TensorCodec] = [
+        make_codec(name, pieces, ChunkScratch(), place) for place in places
+    ]
     entries, room = codecs[0].entries, codecs[0].max_bytes
     owed = [torch.zeros(entries, device=place) for place in places]
     for seed in range(3):

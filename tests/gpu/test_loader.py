@@ -12,8 +12,8 @@ import dlio
 from dlio.errors import UsageError
 from dlio.image.boxes import boxes_of
 from dlio.image.crop import Crop
-from dlio.image.device.crops import crop_batch
-from dlio.image.device.library import is_installed
+from dlio.image.device_decode.crop_kernel import crop_batch
+from dlio.image.device_decode.nvimagecodec import is_installed
 
 pytestmark = pytest.mark.gpu
 _IMAGES, _BATCH = 96, 8

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlio.train.checkpoint.copies import Copies
+from dlio.train.checkpoint.host_copies import HostCopies
 
 pytestmark = pytest.mark.gpu
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
@@ -42,7 +42,7 @@ def test_two_ranks_on_one_gpu_exchange_as_on_the_processor(mpirun: MpiRun, excha
 def test_checkpoints_hold_the_values_of_their_step() -> None:
     weights = torch.zeros(1 << 20, device="cuda")
     strange = torch.arange(60.0, device="cuda").reshape(3, 4, 5).permute(2, 0, 1)[:, ::2]
-    copies = Copies()
+    copies = HostCopies()
     for step in range(3):
         _cuda._sleep(_CYCLES)
         weights.fill_(step)

@@ -57,8 +57,8 @@ def tier(path: str, options: dict[str, Any]) -> str:
     """Read all blocks of a tier."""
     from dlio.errors import CorruptBlock
     from dlio.storage.manifest import read_manifest
-    from dlio.storage.spec import TierSpec
     from dlio.storage.tier import Tier
+    from dlio.storage.tier_spec import TierSpec
 
     opened = Tier(TierSpec("disk", path, 1 << 30), *options["names"])
     damages = []

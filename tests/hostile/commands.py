@@ -14,12 +14,12 @@ from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
 from dlio.data.schema import IMAGE_LABEL
 from dlio.storage.block_format import encode_block
-from dlio.storage.inventory import Use
+from dlio.storage.inventory import DatasetUse
 from dlio.storage.manifest import Manifest, write_manifest
-from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
-from dlio.train.checkpoint.folder import Checkpoints
-from dlio_staging.packing import pack
+from dlio.storage.tier_spec import TierSpec
+from dlio.train.checkpoint.checkpoint_store import Checkpoints
+from dlio_staging.pack_folder import pack
 from tests.hostile.users import Machine
 
 Attack = Callable[[Machine], None]
@@ -57,7 +57,7 @@ def fill_tier(root: Path, block: int = 0) -> str:
     """Put a block and a manifest into a tier; returns the path of the blocks."""
     pieces = encode_block([b"x" * 9], block=block, fingerprint=DATA_SET, schema=IMAGE_LABEL)
     with (
-        contextlib.closing(Use(str(root), DATA_SET, {"source": "/nowhere"})),
+        contextlib.closing(DatasetUse(str(root), DATA_SET, {"source": "/nowhere"})),
         Tier(TierSpec("disk", str(root), 1 << 20), DATA_SET, "node") as tier,
     ):
         tier.publish(block, pieces)

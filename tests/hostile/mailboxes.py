@@ -11,7 +11,7 @@ import xxhash
 
 from dlio.comm.net.address import LOOPBACK
 from dlio.comm.net.keys import Caller, Keys
-from dlio.comm.net.link import Frame, Seal
+from dlio.comm.net.peer_link import FrameHead, Seal
 from dlio.comm.torch_mail import Mail, Message
 from tests.conftest import in_time
 
@@ -168,10 +168,10 @@ class Traitor:
     def send(self, kind: int, size: int, body: bytes = b"", *, number: int = 0) -> None:
         """Send a frame with tag 5, and a body that need not have its size."""
         digest = xxhash.xxh3_64_intdigest(body, self._seal.seed) if body else 0
-        frame = Frame(kind, 0, 0, 5, number, size, digest)
+        frame = FrameHead(kind, 0, 0, 5, number, size, digest)
         self.connection.sendall(self._seal.close(frame) + body)
 
-    def answer(self) -> Frame:
+    def answer(self) -> FrameHead:
         """Return the next frame of the other side."""
         self.connection.settimeout(20)
         return self._opener.open(self.connection.recv(Seal.SIZE, socket.MSG_WAITALL))

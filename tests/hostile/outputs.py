@@ -11,11 +11,11 @@ import pytest
 
 from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
-from dlio.train.checkpoint.folder import Checkpoints
-from dlio.train.ledger import SampleLedger
-from dlio.util.files import write_json
-from dlio_staging.packing import pack
-from dlio_staging.packplan import PackOptions, PackPlan
+from dlio.train.checkpoint.checkpoint_store import Checkpoints
+from dlio.train.sample_ledger import SampleLedger
+from dlio.util.whole_files import write_json
+from dlio_staging.pack_folder import pack
+from dlio_staging.pack_plan import PackOptions, PackPlan
 from tests.hostile.commands import (
     attack,
     checkpoint,

@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlio.cli.job_folder import PREFIX
 from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
 from dlio.data.schema import IMAGE_LABEL
+from dlio.launch.job_folder import PREFIX
 from dlio.storage.block_format import encode_block
 from dlio.storage.inventory import evict, stored_data
 from dlio.storage.manifest import NAME, Manifest, write_manifest
-from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
-from dlio.train.ledger import SampleLedger
-from dlio.util.files import write_json
+from dlio.storage.tier_spec import TierSpec
+from dlio.train.sample_ledger import SampleLedger
 from dlio.util.folders import remove_if_unheld
-from dlio.util.named import open_folder
-from dlio.util.shared import SHARED_MEMORY, SharedFolder
-from dlio_staging.manage import Eviction, Status, evict_command, find_roots, status
-from dlio_staging.packing import pack
+from dlio.util.shared_folders import SHARED_MEMORY, SharedFolder
+from dlio.util.user_folders import open_folder
+from dlio.util.whole_files import write_json
+from dlio_staging.manage import EvictOptions, StatusOptions, evict_command, find_roots, status
+from dlio_staging.pack_folder import pack
 from dlio_staging.verify import verify
 from tests.hostile.commands import (
     DATA_SET,
@@ -66,8 +66,8 @@ def _her_folder_of_a_tier_is_her_own_renamed_folder(machine: Machine) -> None:
 
 def _evict_all(root: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        evict_command(Eviction(everything=True, tiers=str(root)))
-        evict_command(Eviction(job="1", tiers=str(root)))
+        evict_command(EvictOptions(everything=True, tiers=str(root)))
+        evict_command(EvictOptions(job="1", tiers=str(root)))
 
 
 @daily
@@ -89,7 +89,7 @@ def _a_tier_of_a_stranger_is_not_believed(machine: Machine) -> None:
     def look() -> list[object]:
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
-            status(Status(tiers=str(place)))
+            status(StatusOptions(tiers=str(place)))
         os.chdir(place)
         return [len(stored_data(str(place))), str(place) in find_roots(None), text.getvalue()]
 

@@ -15,8 +15,8 @@ import pytest
 from dlio.comm.net import address, door, hub
 from dlio.comm.net.address import INTERFACE, LOOPBACK, choose_address, listen
 from dlio.comm.net.door import Door
-from dlio.comm.net.keys import Answerer, Caller, Keys, Refused
-from dlio.comm.net.link import Frame, Seal
+from dlio.comm.net.keys import Answerer, Caller, Keys, RefusedConnection
+from dlio.comm.net.peer_link import FrameHead, Seal
 from dlio.comm.torch_mail import Mail
 from dlio.errors import CommError
 from tests.conftest import in_time
@@ -287,7 +287,7 @@ def test_values_of_a_stranger_in_the_middle_do_not_help_without_the_secret() -> 
     keys[1].meet([false, theirs])
     middle.meet([own, false])
     caller, answerer = Caller(keys[0], 1), Answerer(middle)
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedConnection):
         answerer.feed(caller.begin())
 
 
@@ -331,12 +331,12 @@ def test_a_recorded_connection_cannot_be_played_again(ranks: Ranks) -> None:
 
 def test_every_bit_of_a_frame_counts() -> None:
     key = os.urandom(32)
-    sealed = Seal(key).close(Frame(WHOLE, 1, 2, 3, 4, 5, 6))
-    assert Seal(key).open(sealed) == Frame(WHOLE, 1, 2, 3, 4, 5, 6)
+    sealed = Seal(key).close(FrameHead(WHOLE, 1, 2, 3, 4, 5, 6))
+    assert Seal(key).open(sealed) == FrameHead(WHOLE, 1, 2, 3, 4, 5, 6)
     for bit in range(8 * len(sealed)):
         changed = bytearray(sealed)
         changed[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedConnection):
             Seal(key).open(bytes(changed))
 
 
@@ -346,13 +346,13 @@ def test_every_bit_of_a_frame_counts() -> None:
 def test_frames_have_their_places(order: tuple[int, ...]) -> None:
     key = os.urandom(32)
     seal, opener = Seal(key), Seal(key)
-    frames = [seal.close(Frame(WHOLE, 0, 0, 0, k, 0)) for k in range(3)]
+    frames = [seal.close(FrameHead(WHOLE, 0, 0, 0, k, 0)) for k in range(3)]
 
     def play() -> None:
         for k in order:
             opener.open(frames[k])
 
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedConnection):
         play()
 
 
@@ -369,9 +369,9 @@ def test_frames_of_the_other_direction_and_of_other_connections_are_refused() ->
         sessions.append(caller.session())
     distinct = {key for session in sessions for key in session}
     assert len(distinct) == 4
-    frame = Seal(sessions[0][0]).close(Frame(WHOLE, 0, 0, 0, 0, 0))
+    frame = Seal(sessions[0][0]).close(FrameHead(WHOLE, 0, 0, 0, 0, 0))
     for key in distinct - {sessions[0][0]}:
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedConnection):
             Seal(key).open(frame)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli import launch, launch_torch
 from dlio.comm.net.address import LOOPBACK
+from dlio.launch import mpi_launch, torch_launch
 from tests.conftest import in_time
 from tests.hostile.sockets import listening
 
@@ -40,7 +40,7 @@ def _ended(folder: Path, launcher: str, flood: int, files: int) -> subprocess.Co
 
     def run() -> None:
         least = 1 if launcher == "surviving" else None
-        start = launch.launch if launcher == "mpi" else launch_torch.launch
+        start = mpi_launch.launch if launcher == "mpi" else torch_launch.launch
         done.append(start(limited, 2, capture=True, timeout_s=120, min_ranks=least))
 
     job = threading.Thread(target=run)

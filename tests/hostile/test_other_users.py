@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio_staging.manage import Status, status
+from dlio_staging.manage import StatusOptions, status
 from dlio_staging.verify import verify
 from tests.hostile import outputs, private
 from tests.hostile.commands import Attack, checkpoint, fill_tier, packs
@@ -35,7 +35,7 @@ def machine(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     fill_tier(place, 0)
     verify(str(place))
     with contextlib.redirect_stdout(io.StringIO()):
-        status(Status(tiers=str(place)))
+        status(StatusOptions(tiers=str(place)))
     with two_users(pictures) as both:
         yield both
 

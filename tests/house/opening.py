@@ -12,17 +12,20 @@ from typing import Final
 ROOMS: Final = ("dlio", "readers/dlio_readers", "staging/dlio_staging")
 """Benchmarks write in temporary folders that they have made, and are not checked."""
 OWNERS: Final = (
-    "dlio/util/files.py",
+    "dlio/util/whole_files.py",
     "dlio/util/folders.py",
-    "dlio/util/named.py",
-    "dlio/util/opening.py",
-    "dlio/util/shared.py",
+    "dlio/util/user_folders.py",
+    "dlio/util/trusted_files.py",
+    "dlio/util/shared_folders.py",
 )
 """The room."""
 ALLOWED: Final = {
-    ("dlio/testing/tier.py", "write_bytes"): "damages the tier under test, in pytest's folder",
-    ("dlio/testing/tier.py", "rename"): "the same",
-    ("dlio/testing/reader.py", "write_bytes"): "makes data for the test, in pytest's folder",
+    (
+        "dlio/testing/tier_suite.py",
+        "write_bytes",
+    ): "damages the tier under test, in pytest's folder",
+    ("dlio/testing/tier_suite.py", "rename"): "the same",
+    ("dlio/testing/reader_suite.py", "write_bytes"): "makes data for the test, in pytest's folder",
 }
 _OS: Final = {
     *("chmod", "chown", "lchown", "link", "makedirs", "mkdir", "mkfifo", "mknod", "remove"),
@@ -44,7 +47,7 @@ def complaints(text: str, path: str) -> list[str]:
     """Return a line for each call that opens for writing, renames or deletes."""
     tree = ast.parse(text)
     return [
-        f"{path}:{line}: {call}: use dlio.util.files or dlio.util.folders"
+        f"{path}:{line}: {call}: use dlio.util.whole_files or dlio.util.folders"
         for line, call in sorted(set(_calls(tree)))
         if (path, call.rpartition(".")[2]) not in ALLOWED
     ]

@@ -17,7 +17,7 @@ ROOMS = ("dlio", "readers/dlio_readers", "staging/dlio_staging", "bench/dlio_ben
 PUBLIC = {
     "dlio/__init__.py",
     "dlio/errors.py",
-    "dlio/image/transforms.py",
+    "dlio/image/crop_transforms.py",
     "dlio/integrations/__init__.py",
     "dlio/testing/__init__.py",
     "dlio/transforms.py",
@@ -27,9 +27,8 @@ ANY_ALLOWED = {
     "dlio/loader": "torch's DataLoader: its arguments, samples, batches and states",
     "dlio/testing/loader_state.py": "torch's stateful loaders: states and batches",
     "dlio/integrations": "Lightning's and torch's hooks, which are typed so",
-    "dlio/comm/process_group/work": "torch's Work and Future: the values that they hold",
-    "dlio/script/share.py": "torch's DataLoader: its arguments",
-    "dlio/train/skipping": "a user's loss function and samples, as torch has them",
+    "dlio/comm/process_group/mpi_work": "torch's Work and Future: the values that they hold",
+    "dlio/features/skipping": "a user's loss function and samples, as torch has them",
 }
 """Files or folders whose public signatures may have `Any`, with the reason."""
 _ASSIGNED = re.compile(r"[A-Za-z]\w*$")

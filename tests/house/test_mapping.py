@@ -7,10 +7,10 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 MAPPING: Final = re.compile(r"\bmmap\.mmap\(|\bmemmap\(|\bmmap_mode=|\bmemory_map=|\bmmap=True")
 MEMORY: Final = {
-    "dlio/agent/snapshot.py": "snapshots",
+    "dlio/launch/node/snapshot_slots.py": "snapshots",
     "dlio/comm/board.py": "rows of the board",
-    "dlio/storage/decoded.py": "slabs",
-    "dlio/storage/streamed.py": "positions",
+    "dlio/storage/decoded_tier.py": "slabs",
+    "dlio/storage/block_stream.py": "positions",
     "dlio/util/memory.py": "private memory, of no file",
 }
 """Modules that map memory of their own, not files of disks or data sets."""

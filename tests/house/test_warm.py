@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.util.processes import module_command
+from dlio.util.child_processes import module_command
 from tests.conftest import in_time
 
 PROGRAMS = {
@@ -48,8 +48,8 @@ def _run(command: list[str], program: str, **environment: str) -> subprocess.Com
 
 
 def test_processes_that_dlio_starts_are_forks() -> None:
-    command = module_command("dlio.cli.rank")
-    assert command[-2:] == ["-m", "dlio.cli.rank"]
+    command = module_command("dlio.cli.rank_main")
+    assert command[-2:] == ["-m", "dlio.cli.rank_main"]
     done = _run(command[:-2], "import sys; print('dlio.train.trainer' in sys.modules)")
     assert done.stdout == "True\n", done.stderr
 

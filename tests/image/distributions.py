@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dlio.image.draws import Draws, KeyedDraws, TorchDraws
+from dlio.image.random_source import KeyedRandom, RandomSource, TorchRandom
 
 __all__ = ["SOURCES", "chi_square", "ks", "ks_of_two"]
 
-SOURCES: dict[str, Callable[[int], Draws]] = {
-    "keyed": lambda sample: KeyedDraws(11, 2, sample, 64),
-    "torch": lambda _: TorchDraws(),
+SOURCES: dict[str, Callable[[int], RandomSource]] = {
+    "keyed": lambda sample: KeyedRandom(11, 2, sample, 64),
+    "torch": lambda _: TorchRandom(),
 }
 """Sources of a sample's random numbers: a loader's, and torch's generator."""
 _LEVEL = 1.95

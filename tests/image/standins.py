@@ -43,7 +43,7 @@ class _Compose(_StandIn):
 
 class _ToTensor(_StandIn):
     def result(self, image: Any) -> Any:
-        from dlio.image.transforms import ToTensor
+        from dlio.image.crop_transforms import ToTensor
 
         return ToTensor()(image)
 

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from dlio.errors import UsageError
-from dlio.image import transforms as T  # noqa: N812 - as everybody calls them
-from dlio.image.draws import Draws, KeyedDraws, drawing
+from dlio.image import crop_transforms as T  # noqa: N812 - as everybody calls them
+from dlio.image.random_source import KeyedRandom, RandomSource, drawing
 from dlio.plan.order import keyed_uniforms
 from tests.image.distributions import SOURCES, chi_square, ks, ks_of_two
 
@@ -29,7 +29,7 @@ SIGNED = POLICY[1:10]
 
 
 @pytest.fixture(params=SOURCES)
-def draws(request: pytest.FixtureRequest) -> Callable[[int], Draws]:
+def draws(request: pytest.FixtureRequest) -> Callable[[int], RandomSource]:
     """A source of random numbers for each sample."""
     torch.manual_seed(4)
     return SOURCES[request.param]
@@ -37,12 +37,12 @@ def draws(request: pytest.FixtureRequest) -> Callable[[int], Draws]:
 
 def test_a_samples_numbers_are_those_of_the_formula() -> None:
     for sample in (0, 7, 2**39):
-        own = KeyedDraws(5, 3, sample, 64)
+        own = KeyedRandom(5, 3, sample, 64)
         row = keyed_uniforms(5, 3, np.array([sample], np.int64), 4, stream=64)[0]
         assert [own.uniform() for _ in range(4)] == row.tolist()
 
 
-def test_color_jitters_factors_and_order(draws: Callable[[int], Draws]) -> None:
+def test_color_jitters_factors_and_order(draws: Callable[[int], RandomSource]) -> None:
     jitter = T.ColorJitter(0.4, 1.5, (0.2, 0.7), 0.1)
     drawn = [jitter.draw(draws(sample), 8, 8) for sample in range(N)]
     limits = {
@@ -63,7 +63,7 @@ def test_color_jitters_factors_and_order(draws: Callable[[int], Draws]) -> None:
     assert [c.name for c in T.ColorJitter(contrast=0.2).draw(draws(0), 8, 8)] == ["contrast"]
 
 
-def test_blurs_widths(draws: Callable[[int], Draws]) -> None:
+def test_blurs_widths(draws: Callable[[int], RandomSource]) -> None:
     blur = T.GaussianBlur(5, (0.3, 1.7))
     ks([blur.draw(draws(sample), 8, 8)[0].value for sample in range(N)], 0.3, 1.7)
 
@@ -83,13 +83,13 @@ def test_blurs_widths(draws: Callable[[int], Draws]) -> None:
         lambda p: T.RandomApply([T.ColorJitter(0.3)], p),
     ],
 )
-def test_changes_by_chance(make: Any, draws: Callable[[int], Draws]) -> None:
+def test_changes_by_chance(make: Any, draws: Callable[[int], RandomSource]) -> None:
     transform = make(0.3)
     made = sum(bool(transform.draw(draws(sample), 8, 8)) for sample in range(N))
     chi_square([made, N - made], [0.3, 0.7])
 
 
-def test_one_of_several_by_weight(draws: Callable[[int], Draws]) -> None:
+def test_one_of_several_by_weight(draws: Callable[[int], RandomSource]) -> None:
     choice = T.RandomChoice([T.RandomInvert(1), T.RandomEqualize(1), T.RandomGrayscale(1)])
     drawn = Counter(choice.draw(draws(sample), 8, 8)[0].name for sample in range(N))
     chi_square(list(drawn.values()))
@@ -99,7 +99,7 @@ def test_one_of_several_by_weight(draws: Callable[[int], Draws]) -> None:
     assert len(drawn) == 2
 
 
-def test_trivial_augments_operations_and_magnitudes(draws: Callable[[int], Draws]) -> None:
+def test_trivial_augments_operations_and_magnitudes(draws: Callable[[int], RandomSource]) -> None:
     policy = T.TrivialAugmentWide()
     drawn = [policy.draw(draws(sample), 100, 80)[0] for sample in range(4 * N)]
     chi_square([sum(change.name == name for change in drawn) for name in POLICY])
@@ -120,7 +120,7 @@ def test_trivial_augments_operations_and_magnitudes(draws: Callable[[int], Draws
     chi_square([bits[value] for value in sorted(set(steps))], chances)
 
 
-def test_rand_augments_operations_and_strength(draws: Callable[[int], Draws]) -> None:
+def test_rand_augments_operations_and_strength(draws: Callable[[int], RandomSource]) -> None:
     height, width, level = 100, 80, 9
     policy = T.RandAugment(num_ops=3, magnitude=level)
     drawn = [policy.draw(draws(sample), height, width) for sample in range(N)]
@@ -165,7 +165,7 @@ def _their_box(height: int, width: int, scale: Any, ratio: Any) -> tuple[int, ..
     [((60, 90), (0.02, 0.33), (0.3, 3.3)), ((20, 60), (0.3, 0.9), (0.5, 2.0))],
 )
 def test_erased_boxes(
-    draws: Callable[[int], Draws], shape: tuple[int, int], scale: Any, ratio: Any
+    draws: Callable[[int], RandomSource], shape: tuple[int, int], scale: Any, ratio: Any
 ) -> None:
     erasing = T.RandomErasing(1.0, scale, ratio)
     ours = [erasing.draw(draws(sample), *shape) for sample in range(FEW)]
@@ -209,7 +209,7 @@ def test_erasing_overwrites_the_box_alone() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 3.0])
-def test_shares_of_mixup_are_betas(draws: Callable[[int], Draws], alpha: float) -> None:
+def test_shares_of_mixup_are_betas(draws: Callable[[int], RandomSource], alpha: float) -> None:
     mixup = T.MixUp(alpha=alpha, num_classes=2)
     ours = [mixup.draw(draws(sample), 8, 8).part for sample in range(N)]
     theirs = torch.distributions.Beta(torch.tensor(alpha), torch.tensor(alpha)).sample((N,))
@@ -227,7 +227,7 @@ def _their_cut(alpha: float, height: int, width: int) -> tuple[float, ...]:
     return x1, y1, x2, y2, 1.0 - (x2 - x1) * (y2 - y1) / (width * height)
 
 
-def test_cutmixs_boxes(draws: Callable[[int], Draws]) -> None:
+def test_cutmixs_boxes(draws: Callable[[int], RandomSource]) -> None:
     cutmix = T.CutMix(alpha=0.7, num_classes=2)
     drawn = [cutmix.draw(draws(sample), 60, 90) for sample in range(FEW)]
     ours = np.array([(*(each.box or ()), each.part) for each in drawn])
@@ -300,10 +300,10 @@ def test_every_kind_of_picture_is_taken_and_every_transform_sent(transform: Any)
     picture = Image.fromarray(tensor.permute(1, 2, 0).contiguous().numpy())
     copy = pickle.loads(pickle.dumps(transform))
     assert repr(copy) == repr(transform)
-    with drawing(lambda: KeyedDraws(1, 0, 5, 64)):
+    with drawing(lambda: KeyedRandom(1, 0, 5, 64)):
         wanted = transform(tensor)
     for given in (picture, tensor[None], tensor.float() / 255, tensor.expand(2, 3, 20, 31)):
-        with drawing(lambda: KeyedDraws(1, 0, 5, 64)):
+        with drawing(lambda: KeyedRandom(1, 0, 5, 64)):
             made = copy(given)
         if isinstance(made, Image.Image):
             made = torch.from_numpy(np.array(made)).permute(2, 0, 1)

@@ -11,9 +11,9 @@ from PIL import Image, ImageFile
 
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.errors import UsageError
-from dlio.image import decode, native
+from dlio.image import decoder, native
 from dlio.image.crop import DRAWS, Box, Crop, are_near, enclosing
-from dlio.image.decode import Decoder
+from dlio.image.decoder import Decoder
 from tests.image.jpegs import KINDS, drawn
 
 U8 = npt.NDArray[np.uint8]
@@ -36,13 +36,13 @@ def _alone(image: bytes, crop: Crop, uniforms: Any, kept: bool = False) -> U8:
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(height, factor) of each decoding of a JPEG from now on."""
     calls: list[tuple[int, int]] = []
-    before = decode._decode_jpeg
+    before = decoder._decode_jpeg
 
     def counting(image: Any, name: Any, size: Any, box: Box, factor: int) -> Any:
         calls.append((box.height, factor))
         return before(image, name, size, box, factor)
 
-    monkeypatch.setattr(decode, "_decode_jpeg", counting)
+    monkeypatch.setattr(decoder, "_decode_jpeg", counting)
     return calls
 
 
@@ -148,13 +148,13 @@ def test_a_crop_that_ends_with_what_is_decoded_is_decoded_alone(
 
 def test_a_file_of_another_format_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    before = decode._decode_other
+    before = decoder._decode_other
 
     def counting(*args: Any) -> Any:
         calls.append(args)
         return before(*args)
 
-    monkeypatch.setattr(decode, "_decode_other", counting)
+    monkeypatch.setattr(decoder, "_decode_other", counting)
     memory = io.BytesIO()
     Image.new("RGB", (70, 50)).save(memory, "PNG")
     crop = Crop(16, True, crops=6)

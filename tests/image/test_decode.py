@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from dlio.errors import DecodeError
-from dlio.image import decode
+from dlio.image import decoder
 from dlio.image.crop import Box, Crop
-from dlio.image.decode import Decoder, decode_whole
+from dlio.image.decoder import Decoder, decode_whole
 
 
 def _picture(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -72,12 +72,14 @@ def test_decoding_only_down_to_the_crop_changes_no_pixel(
     saved = [_decode(image, sample=k) for k in range(20)]
     size = (301, 333)
     lowered = [
-        decode._smaller(image, size, Box(0, 0, rows, 5, False)).height
+        decoder._smaller(image, size, Box(0, 0, rows, 5, False)).height
         for rows in (1, 100, 280, 301)
     ]
     assert lowered[0] <= 16
     assert lowered[-1] == 301
-    monkeypatch.setattr(decode, "_smaller", lambda image, size, _: decode._Small(image, *size))
+    monkeypatch.setattr(
+        decoder, "_smaller", lambda image, size, _: decoder._PartialJpeg(image, *size)
+    )
     assert all(np.array_equal(_decode(image, sample=k), saved[k]) for k in range(20))
 
 
@@ -218,7 +220,7 @@ def test_a_tiff_has_the_size_that_it_is_decoded_to(orientation: int) -> None:
     image = _encoded(_picture(30, 50), "TIFF", exif=turned)
     wanted = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
     assert np.array_equal(decode_whole(image, "name.tif"), wanted)
-    assert decode.image_size(image, "name.tif") == wanted.shape[:2]
+    assert decoder.image_size(image, "name.tif") == wanted.shape[:2]
 
 
 def test_bytes_behind_the_end_do_no_harm() -> None:

@@ -15,13 +15,13 @@ from PIL import Image
 
 from dlio.errors import DecodeError, DlioError
 from dlio.image.crop import Crop
-from dlio.image.decode import Decoder, decode_whole
-from dlio.image.device import codec as codec_module
-from dlio.image.device.codec import Codec, Made
-from dlio.image.device.crops import crop_batch
-from dlio.image.device.encoded import Encoded, encoded, header_of
-from dlio.image.device.library import Place, is_installed
-from dlio.image.device.queue import HostQueue
+from dlio.image.decoder import Decoder, decode_whole
+from dlio.image.device_decode import jpeg_codec as codec_module
+from dlio.image.device_decode.crop_kernel import crop_batch
+from dlio.image.device_decode.device_queue import HostQueue
+from dlio.image.device_decode.encoded_image import EncodedImage, encoded, header_of
+from dlio.image.device_decode.jpeg_codec import DecodedCrops, JpegCodec
+from dlio.image.device_decode.nvimagecodec import PixelBuffer, is_installed
 from tests.image.jpegs import KINDS, drawn
 
 pytestmark = pytest.mark.skipif(
@@ -32,14 +32,14 @@ TAKEN = ("baseline", "restarts", "rows", "lengths", "1x2")
 """Kinds of JPEGs that a device decodes."""
 
 
-def _encoded(image: bytes, decoder: Decoder, number: int) -> Encoded:
+def _encoded(image: bytes, decoder: Decoder, number: int) -> EncodedImage:
     header = header_of(image)
     assert header is not None
     uniforms = decoder.draw(0, np.array([number]))[0].tolist()
     return encoded(image, header, decoder, uniforms, "a picture")
 
 
-def _crops(codec: Codec, images: Sequence[Encoded], decoder: Decoder) -> Made:
+def _crops(codec: JpegCodec, images: Sequence[EncodedImage], decoder: Decoder) -> DecodedCrops:
     crops = decoder.crop.crops
     rows = [range(k * crops, (k + 1) * crops) for k in range(len(images))]
     size = decoder.crop.size, decoder.crop.width
@@ -66,7 +66,7 @@ def test_pixels_are_the_cpu_decoders(crop: Crop) -> None:
         boxes = crop.boxes(frame.frame.height, frame.frame.width, uniforms)
         if all(decoder.factor(box) == 1 for box in boxes):
             images.append(image)
-    codec = Codec(HOST, 1, 1, 60)
+    codec = JpegCodec(HOST, 1, 1, 60)
     made = _crops(codec, [_encoded(image, decoder, k) for k, image in enumerate(images)], decoder)
     codec.close()
     assert not made.failed
@@ -105,7 +105,7 @@ def test_shrunk_photos_are_within_the_stated_bound(
         images.append((tmp_path / f"{k}.jpg").read_bytes())
     coded = [_encoded(image, decoder, k) for k, image in enumerate(images)]
     assert {given for image in coded for _, given in image.crops} == {factor}
-    codec = Codec(HOST, 1, 1, 60)
+    codec = JpegCodec(HOST, 1, 1, 60)
     made = _crops(codec, coded, decoder)
     codec.close()
     for k, image in enumerate(images):
@@ -152,7 +152,7 @@ def test_only_the_restart_intervals_of_a_crop_are_sent() -> None:
         if header is not None and header.frame.height > 200:
             images.append(image)
     coded = [_encoded(image, decoder, k) for k, image in enumerate(images)]
-    codec = Codec(HOST, 1, 1, 60)
+    codec = JpegCodec(HOST, 1, 1, 60)
     made = _crops(codec, coded, decoder)
     codec.close()
     assert made.sent == sum(len(image.data) for image in coded)
@@ -161,7 +161,7 @@ def test_only_the_restart_intervals_of_a_crop_are_sent() -> None:
 
 def test_damage_that_the_device_finds_is_the_cpus_error() -> None:
     rng, decoder = np.random.default_rng(3), Decoder(Crop(16, True), 5)
-    codec = Codec(HOST, 1, 1, 60)
+    codec = JpegCodec(HOST, 1, 1, 60)
     errors = 0
     for k in range(300):
         image = bytearray(drawn(rng, TAKEN[k % len(TAKEN)], 60))
@@ -200,7 +200,9 @@ class _Recorder:
     def source(self, image: npt.NDArray[np.uint8], part: tuple[int, int, int, int]) -> object:
         return image, part
 
-    def decode(self, sources: Sequence[Any], into: Sequence[Place], stream: int) -> list[bool]:
+    def decode(
+        self, sources: Sequence[Any], into: Sequence[PixelBuffer], stream: int
+    ) -> list[bool]:
         self.done.append("decode")
         self._coded = [image for image, _ in sources]
         self._at_decode = [bytes(image) for image in self._coded]
@@ -218,8 +220,8 @@ class _Recorder:
         self.done.append("close")
 
 
-def _recorded(recorder: _Recorder) -> Codec:
-    return Codec(HOST, 1, 1, 60, library=lambda *_: recorder, queue_of=lambda _: recorder)
+def _recorded(recorder: _Recorder) -> JpegCodec:
+    return JpegCodec(HOST, 1, 1, 60, library=lambda *_: recorder, queue_of=lambda _: recorder)
 
 
 def test_order_of_work_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +239,7 @@ def test_order_of_work_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec_module, "crop_batch", cropped)
     rng, decoder = np.random.default_rng(4), Decoder(Crop(20, True), 5)
     images = [_encoded(drawn(rng, "baseline", 60), decoder, k) for k in range(6)]
-    codec = Codec(HOST, 2, 1, 60, library=library, queue_of=lambda _: recorders[-1])
+    codec = JpegCodec(HOST, 2, 1, 60, library=library, queue_of=lambda _: recorders[-1])
     for slot in codec._slots:
         original = slot.pixels
 
@@ -266,7 +268,9 @@ def test_large_batches_are_decoded_in_parts(most: int) -> None:
     images = [_encoded(drawn(rng, "baseline", 90), decoder, k) for k in range(9)]
     sizes = [3 * image.part.height * image.part.width for image in images]
     recorder = _Recorder()
-    codec = Codec(HOST, 1, 1, 60, most, library=lambda *_: recorder, queue_of=lambda _: recorder)
+    codec = JpegCodec(
+        HOST, 1, 1, 60, most, library=lambda *_: recorder, queue_of=lambda _: recorder
+    )
     made = _crops(codec, images, decoder)
     assert torch.equal(made.crops, _crops(_recorded(_Recorder()), images, decoder).crops)
     assert made.sent == sum(len(image.data) for image in images)
@@ -278,14 +282,16 @@ def test_large_batches_are_decoded_in_parts(most: int) -> None:
 
 
 def test_a_device_that_hangs_ends_in_an_error() -> None:
-    codec = Codec(HOST, 0, 1, 0.01)
+    codec = JpegCodec(HOST, 0, 1, 0.01)
     with pytest.raises(DlioError, match="DLIO_TIMEOUT"):
         codec.crops([], [], (8, 8), {}, 0)
 
 
 def test_an_image_that_the_device_refuses_is_decoded_by_the_cpu() -> None:
     class Refusing(_Recorder):
-        def decode(self, sources: Sequence[Any], into: Sequence[Place], stream: int) -> list[bool]:
+        def decode(
+            self, sources: Sequence[Any], into: Sequence[PixelBuffer], stream: int
+        ) -> list[bool]:
             super().decode(sources, into, stream)
             into[1].tensor().zero_()
             return [k != 1 for k in range(len(sources))]
@@ -307,7 +313,7 @@ def test_decoders_leave_no_threads_and_use_their_memory_again() -> None:
     rng, decoder = np.random.default_rng(6), Decoder(Crop(20, True), 5)
     images = [_encoded(drawn(rng, "baseline", 60), decoder, k) for k in range(8)]
     before = len(list(tasks.iterdir()))
-    codec = Codec(HOST, 2, 3, 60)
+    codec = JpegCodec(HOST, 2, 3, 60)
     _crops(codec, images, decoder)
     _crops(codec, images, decoder)
     places = [slot._pixels.data_ptr() for slot in codec._slots]

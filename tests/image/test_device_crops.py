@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from dlio.errors import UsageError
-from dlio.image.decode import opencv
-from dlio.image.device.crops import crop_batch
-from dlio.image.device.normal import Normal
-from dlio.image.fusion import Batchwise
+from dlio.image.decoder import opencv
+from dlio.image.device_decode.crop_kernel import crop_batch
+from dlio.image.device_decode.normalization import Normalization
+from dlio.image.fusion import BatchTransform
 from dlio.transforms import Normalize, RandomErasing, ToTensor
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -104,9 +104,9 @@ def test_images_are_shrunk_to_means_of_blocks_first() -> None:
 def test_normalised_crops_equal_normalize() -> None:
     batch = _batch(1, 5, 90)
     plain = crop_batch(*batch, (24, 31))
-    made = crop_batch(*batch, (24, 31), normal=Normal(_MEAN, _STD))
+    made = crop_batch(*batch, (24, 31), normal=Normalization(_MEAN, _STD))
     assert torch.equal(made, Normalize(_MEAN, _STD)(plain))
-    half = crop_batch(*batch, (24, 31), normal=Normal(_MEAN, _STD, torch.bfloat16))
+    half = crop_batch(*batch, (24, 31), normal=Normalization(_MEAN, _STD, torch.bfloat16))
     assert torch.equal(half, made.to(torch.bfloat16))
 
 
@@ -151,7 +151,7 @@ def test_unsuitable_tensors_are_refused() -> None:
 def test_triton_kernel_gives_the_same_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    kernel = importlib.reload(importlib.import_module("dlio.image.device.triton_crops"))
+    kernel = importlib.reload(importlib.import_module("dlio.image.device_decode.triton_kernel"))
     batch = _batch(4, 5, 70)
     batch[2][1] = 0
     shrinks = [_by_opencv(batch, k, (11, 9))[1] for k in (0, 2, 3, 4)]
@@ -160,8 +160,8 @@ def test_triton_kernel_gives_the_same_pixels(monkeypatch: pytest.MonkeyPatch) ->
     small = _shrunk(batch, factors.tolist())[2]
     for normal, boxes, given in (
         (None, batch[2], None),
-        (Normal(_MEAN, _STD), small, factors),
-        (Normal(_MEAN, _STD, torch.bfloat16), batch[2], None),
+        (Normalization(_MEAN, _STD), small, factors),
+        (Normalization(_MEAN, _STD, torch.bfloat16), batch[2], None),
     ):
         wanted = crop_batch(*batch[:2], boxes, (11, 9), normal=normal, factors=given)
         out = torch.empty((5, 11, 9, 3), dtype=wanted.dtype)
@@ -175,7 +175,7 @@ def test_triton_kernel_gives_the_same_pixels(monkeypatch: pytest.MonkeyPatch) ->
 def test_triton_kernel_compiles_for_a_gpu(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    kernel = importlib.reload(importlib.import_module("dlio.image.device.triton_crops"))
+    kernel = importlib.reload(importlib.import_module("dlio.image.device_decode.triton_kernel"))
     signature = {"pixels": "*u8", "images": "*i64", "boxes": "*i32", "factors": "*i32"}
     signature |= {"out": f"*{dtype}"}
     signature |= {"height": "i32", "width": "i32"}
@@ -191,10 +191,10 @@ def test_triton_kernel_compiles_for_a_gpu(dtype: str, monkeypatch: pytest.Monkey
 def test_which_normalisation_the_kernel_does() -> None:
     """The others are left to the steps of a whole batch, which then have uint8 crops."""
     normal = Normalize(_MEAN, _STD)
-    assert Batchwise([(1, normal)], 0, 0).normal == Normal(_MEAN, _STD)
+    assert BatchTransform([(1, normal)], 0, 0).normal == Normalization(_MEAN, _STD)
     for steps in ([], [(1, Normalize(_MEAN, _STD, torch.float16))], [(1, ToTensor()), (2, normal)]):
-        assert Batchwise(steps, 0, 0).normal is None
+        assert BatchTransform(steps, 0, 0).normal is None
     batch = _batch(6, 3, 60)
-    both = Batchwise([(1, normal), (2, RandomErasing(1.0))], 3, 0)
+    both = BatchTransform([(1, normal), (2, RandomErasing(1.0))], 3, 0)
     plain, done = crop_batch(*batch, (16, 16)), crop_batch(*batch, (16, 16), normal=both.normal)
     assert torch.equal(both(done, None, 0, [4, 5, 6])[0], both(plain, None, 0, [4, 5, 6])[0])

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dlio.errors import UsageError
-from dlio.image.device import library
-from dlio.image.device.library import NvImageCodec, Place
-from dlio.image.device.queue import CudaQueue, HostQueue, queue_for
+from dlio.image.device_decode import nvimagecodec
+from dlio.image.device_decode.device_queue import CudaQueue, HostQueue, queue_for
+from dlio.image.device_decode.nvimagecodec import NvImageCodec, PixelBuffer
 
 
 class _Module:
@@ -61,7 +61,7 @@ class _Module:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> _Module:
     made = _Module()
-    monkeypatch.setattr(library, "_load", lambda: made)
+    monkeypatch.setattr(nvimagecodec, "_load", lambda: made)
     return made
 
 
@@ -69,7 +69,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> _Module:
 def test_a_batch_is_decoded_by_one_call(
     device: str, module: _Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "_has_nvjpeg", lambda: True)
+    monkeypatch.setattr(nvimagecodec, "_has_nvjpeg", lambda: True)
     codec = NvImageCodec(torch.device(device), 3)
     name, options = module.calls[0]
     assert (name, options["max_num_cpu_threads"]) == ("Decoder", 3)
@@ -78,7 +78,7 @@ def test_a_batch_is_decoded_by_one_call(
     assert options["device_id"] == (-99999 if device == "cpu" else 1)
     # In place of memory of a GPU, of which there is none.
     pixels = torch.empty(4 * 600, dtype=torch.uint8, device="cpu" if device == "cpu" else "meta")
-    into = [Place(pixels, 600 * k, 10, 20) for k in range(4)]
+    into = [PixelBuffer(pixels, 600 * k, 10, 20) for k in range(4)]
     coded = [np.zeros(k, np.uint8) for k in (5, 0, 5, 5)]
     parts = [(0, 0, 10, 20), (0, 0, 10, 20), (2, 3, 10, 20), (0, 0, 10, 19)]
     made = [codec.source(image, part) for image, part in zip(coded, parts, strict=True)]
@@ -111,7 +111,7 @@ def test_a_gpu_needs_nvjpeg(
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    monkeypatch.setattr("dlio.image.device.library._TOOLKIT", str(tmp_path))
+    monkeypatch.setattr("dlio.image.device_decode.nvimagecodec._TOOLKIT", str(tmp_path))
     with pytest.raises(UsageError, match=r"nvJPEG: .*nvimgcodec-cu1[23]\[nvjpeg\]"):
         NvImageCodec(torch.device("cuda:0"), 1)
     (tmp_path / wheel / "lib").mkdir(parents=True)

@@ -11,10 +11,9 @@ from PIL import Image
 
 from dlio.errors import DecodeError
 from dlio.image.crop import Crop
-from dlio.image.decode import Decoder, decode_whole
-from dlio.image.encode import encode_with_restarts, resized
+from dlio.image.decoder import Decoder, decode_whole
 from dlio.image.jpeg import (
-    Part,
+    IntervalRange,
     cut,
     good_interval,
     interval_starts,
@@ -23,6 +22,7 @@ from dlio.image.jpeg import (
     with_kept_starts,
     with_restarts,
 )
+from dlio.image.jpeg_encoder import encode_with_restarts, resized
 
 
 def _jpeg(
@@ -123,7 +123,7 @@ def test_real_pictures_keep_their_pixels(imagenet: Path) -> None:
         whole = decode_whole(image, "a")
         box = decoder.box(whole.shape[0], whole.shape[1], uniforms[k].tolist())
         if decoder.factor(box) == 1:
-            from dlio.image.decode import opencv
+            from dlio.image.decoder import opencv
 
             cv2 = opencv()
             part = whole[box.top : box.top + box.height, box.left : box.left + box.width]
@@ -176,7 +176,7 @@ def test_restart_rows_are_added_losslessly_where_there_is_a_tool() -> None:
 def test_where_rows_begin_is_kept_in_the_file(height: int, width: int, sampling: str) -> None:
     plain = _jpeg(height, width, sampling, intervals=height % 4 + 1)
     image = with_kept_starts(plain)
-    first = Part(0, 1, 0, 1)
+    first = IntervalRange(0, 1, 0, 1)
     assert with_kept_starts(image) == image
     assert np.array_equal(decode_whole(image, "a"), decode_whole(plain, "b"))
     frame, unkept = parse_frame(image), parse_frame(plain)

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from dlio.errors import DecodeError
-from dlio.image import decode, native
+from dlio.image import decoder, native
 from dlio.image.crop import Box, Crop
-from dlio.image.decode import Decoder, decode_whole
+from dlio.image.decoder import Decoder, decode_whole
 from dlio.image.native.build import compiler
 from tests.image.jpegs import KINDS, box_within, drawn, whole
 
@@ -22,20 +22,20 @@ LEFT_TO_OTHERS = ("progressive", "cmyk")
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, native.Library]:
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, native.NativeLibrary]:
     """The library as it is used, in plain C, and built without vector instructions."""
     if not os.path.exists(native.LIBRARY):
         pytest.skip(native.name())
-    made = {"usual": native.Library(), "portable": native.Library(portable=True)}
+    made = {"usual": native.NativeLibrary(), "portable": native.NativeLibrary(portable=True)}
     if compiler() is not None:
         folder = tmp_path_factory.mktemp("native")
         build = importlib.import_module("dlio.image.native.build").build
-        made["plain"] = native.Library(build(str(folder), ("-O1",), portable=True))
+        made["plain"] = native.NativeLibrary(build(str(folder), ("-O1",), portable=True))
     return made
 
 
 def _compare(
-    library: native.Library, image: bytes, box: Box, expected: npt.NDArray[np.uint8]
+    library: native.NativeLibrary, image: bytes, box: Box, expected: npt.NDArray[np.uint8]
 ) -> bool:
     """True if the library decodes the box, to the expected pixels; False if it refuses."""
     made = library.crop(image, box.top, box.left, box.height, box.width)
@@ -49,7 +49,7 @@ def _compare(
 
 
 def _sweep(
-    libraries: dict[str, native.Library], crops: int, images: list[bytes], seed: int
+    libraries: dict[str, native.NativeLibrary], crops: int, images: list[bytes], seed: int
 ) -> dict[str, int]:
     """Compare random crops of drawn and given images; return crops per kind that were decoded."""
     generator = np.random.default_rng(seed)
@@ -71,7 +71,7 @@ def _sweep(
 
 
 def test_random_crops_have_the_pixels_of_the_whole_image(
-    libraries: dict[str, native.Library],
+    libraries: dict[str, native.NativeLibrary],
 ) -> None:
     decoded = _sweep(libraries, 140, [], 0)
     assert all(
@@ -82,7 +82,7 @@ def test_random_crops_have_the_pixels_of_the_whole_image(
 
 @pytest.mark.nightly
 def test_10_000_random_crops_have_the_pixels_of_the_whole_image(
-    libraries: dict[str, native.Library], request: pytest.FixtureRequest
+    libraries: dict[str, native.NativeLibrary], request: pytest.FixtureRequest
 ) -> None:
     images = []
     if Path(request.config.rootpath, "..", "shared", "data").exists():
@@ -93,7 +93,7 @@ def test_10_000_random_crops_have_the_pixels_of_the_whole_image(
     assert sum(decoded.values()) >= 10_000
 
 
-def test_all_small_sizes_and_qualities(libraries: dict[str, native.Library]) -> None:
+def test_all_small_sizes_and_qualities(libraries: dict[str, native.NativeLibrary]) -> None:
     """1 to 40 pixels in both directions, qualities 1 to 100, each with every sampling."""
     generator = np.random.default_rng(2)
     for side in range(1, 41):
@@ -111,7 +111,7 @@ def test_all_small_sizes_and_qualities(libraries: dict[str, native.Library]) -> 
                 assert _compare(library, image, Box(0, 0, height, width, False), expected)
 
 
-def test_extreme_coefficients_overflow_alike(libraries: dict[str, native.Library]) -> None:
+def test_extreme_coefficients_overflow_alike(libraries: dict[str, native.NativeLibrary]) -> None:
     """Quantisers of 255 bring 16-bit arithmetic to its limits."""
     generator = np.random.default_rng(3)
     for _ in range(30):
@@ -147,7 +147,7 @@ def test_batches_are_the_same_with_and_without_it(
 
 
 def test_damage_is_left_to_the_other_decoder(
-    libraries: dict[str, native.Library], monkeypatch: pytest.MonkeyPatch
+    libraries: dict[str, native.NativeLibrary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decoded damage has the other decoder's pixels, and all of its errors are raised."""
     generator = np.random.default_rng(5)
@@ -168,7 +168,7 @@ def test_damage_is_left_to_the_other_decoder(
 
 def outcome(image: bytes, generator: np.random.Generator) -> str:
     """Compare the decoders on a possibly damaged image. Used by tests/fuzz, too."""
-    library = native.find() or (native.Library() if os.path.exists(native.LIBRARY) else None)
+    library = native.find() or (native.NativeLibrary() if os.path.exists(native.LIBRARY) else None)
     shape = None if library is None else library.shape(image)
     if library is None or shape is None:
         return "refused"
@@ -182,9 +182,9 @@ def outcome(image: bytes, generator: np.random.Generator) -> str:
     find = native.find
     native.find = lambda: None
     try:
-        size = decode._jpeg_size(image, "x")
+        size = decoder._jpeg_size(image, "x")
         assert size == shape[:2]
-        other, top, left = decode._decode_jpeg(image, "x", size, box, 1)
+        other, top, left = decoder._decode_jpeg(image, "x", size, box, 1)
     except DecodeError:
         assert made is None, "damage was decoded without an error"
         return "error"
@@ -220,7 +220,7 @@ def test_truncated_and_damaged_images_raise_the_same_errors(
     assert with_it == errors()
 
 
-def test_threads_do_not_disturb_each_other(libraries: dict[str, native.Library]) -> None:
+def test_threads_do_not_disturb_each_other(libraries: dict[str, native.NativeLibrary]) -> None:
     generator = np.random.default_rng(7)
     images = [drawn(generator, KINDS[k % 4], 150) for k in range(24)]
     expected = [whole(image) for image in images]
@@ -243,8 +243,8 @@ def test_threads_do_not_disturb_each_other(libraries: dict[str, native.Library])
     assert not failures
 
 
-def test_crops_are_resized_to_opencvs_pixels(libraries: dict[str, native.Library]) -> None:
-    library, cv2 = libraries["usual"], decode.opencv()
+def test_crops_are_resized_to_opencvs_pixels(libraries: dict[str, native.NativeLibrary]) -> None:
+    library, cv2 = libraries["usual"], decoder.opencv()
     if library.instructions != "AVX2":
         pytest.skip("needs AVX2")
     generator = np.random.default_rng(9)
@@ -264,17 +264,17 @@ def test_crops_are_resized_to_opencvs_pixels(libraries: dict[str, native.Library
 
 
 def test_a_library_that_resizes_otherwise_leaves_it_to_opencv(
-    libraries: dict[str, native.Library],
+    libraries: dict[str, native.NativeLibrary],
 ) -> None:
-    cv2 = decode.opencv()
-    assert not native.resizes_alike(native.Library(), lambda *a: cv2.resize(*a) ^ 1)
-    assert native.resizes_alike(native.Library(), cv2.resize) == (
+    cv2 = decoder.opencv()
+    assert not native.resizes_alike(native.NativeLibrary(), lambda *a: cv2.resize(*a) ^ 1)
+    assert native.resizes_alike(native.NativeLibrary(), cv2.resize) == (
         libraries["usual"].instructions == "AVX2"
     )
 
 
 def test_a_library_with_other_pixels_is_not_used(
-    libraries: dict[str, native.Library], monkeypatch: pytest.MonkeyPatch
+    libraries: dict[str, native.NativeLibrary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = libraries["usual"]
     assert native.agrees(usual)
@@ -283,7 +283,7 @@ def test_a_library_with_other_pixels_is_not_used(
         made = usual.crop(*box)  # type: ignore[arg-type]
         return None if made is None else (made[0] + 1, made[1])
 
-    wrong = native.Library()
+    wrong = native.NativeLibrary()
     monkeypatch.setattr(wrong, "crop", brighter)
     assert not native.agrees(wrong)
 

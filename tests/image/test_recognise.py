@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import dlio
-from dlio.image import transforms as T  # noqa: N812 - as everybody calls them
+from dlio.image import crop_transforms as T  # noqa: N812 - as everybody calls them
 from dlio.image.crop import Crop
 from dlio.image.fusion import fused
-from dlio.image.recognise import recognised
+from dlio.image.torchvision_steps import recognised
 from tests.image.standins import InterpolationMode, made, v1, v2
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

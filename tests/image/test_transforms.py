@@ -11,9 +11,9 @@ from PIL import Image
 
 import dlio
 from dlio.errors import UsageError
-from dlio.image import transforms as T  # noqa: N812 - as everybody calls them
+from dlio.image import crop_transforms as T  # noqa: N812 - as everybody calls them
 from dlio.image.crop import DRAWS, Crop
-from dlio.image.fusion import Fused, fused
+from dlio.image.fusion import TransformParts, fused
 from dlio.plan.order import keyed_uniforms
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -94,8 +94,8 @@ def test_the_first_part_of_a_compose_is_fused() -> None:
     assert isinstance(parts.rest, T.Compose)
     assert parts.rest.transforms == [str]
     assert not parts.batchwise
-    assert fused(str) == Fused(None, (), str, (), None)
-    assert fused(None) == Fused(None, (), None, (), None)
+    assert fused(str) == TransformParts(None, (), str, (), None)
+    assert fused(None) == TransformParts(None, (), None, (), None)
     whole = fused(T.Compose([T.CenterCrop(8)]))
     assert (whole.crop, whole.rest) == (None, None)
     assert whole.whole is not None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlio.cli.launch import launch
+from dlio.launch.mpi_launch import launch
 
 FIT = Path(__file__).parent / "losses" / "fit.py"
 SAMPLES, EPOCHS = 101, 3

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlio.integrations import metrics
+from dlio.integrations import rank_metrics
 
 
 class _Mean:
@@ -28,13 +28,13 @@ def test_what_is_gathered_in_several_parts_is_gathered_from_the_same_ranks(
     losses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recovery = SimpleNamespace(number=0)
-    monkeypatch.setattr(metrics, "recovery_of", lambda _: recovery)
+    monkeypatch.setattr(rank_metrics, "recovery_of", lambda _: recovery)
 
     class Mean(_Mean):
         pass
 
-    metrics.keeps_together(Mean, "gather", lambda _: ("total", "count"))
-    metrics.keeps_together(Mean, "gather", lambda _: ())  # A second time, it changes nothing.
+    rank_metrics.keeps_together(Mean, "gather", lambda _: ("total", "count"))
+    rank_metrics.keeps_together(Mean, "gather", lambda _: ())  # A second time, it changes nothing.
     ranks = [0, 1, 2, 3, 4]
     assert Mean(ranks, losses).gather(recovery) == 2
     assert len(ranks) == 5 - losses

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.launch import launch
+from dlio.launch.mpi_launch import launch
 from dlio_bench.peers.environments import folder, missing, shared_environment
 
 pytestmark = [

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.storage.device_tier import Event
+from dlio.storage.device_tier import CopyEvent
 
 __all__ = ["RecordedEvent", "RecordedStreams"]
 
@@ -90,7 +90,7 @@ class RecordedStreams:
             self.log.append(("record", event.number))
             return event
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: CopyEvent) -> None:
         assert isinstance(event, RecordedEvent)
         copying = threading.get_ident() in self.copying_threads
         self.log.append(("copies wait" if copying else "wait", event.number))

@@ -16,7 +16,7 @@ import torch
 import dlio
 from dlio.comm import world
 from dlio.errors import UsageError
-from dlio.shuffle import shuffle
+from dlio.loader.shuffle import sample_shuffle
 
 SHARES = ([5, 1, 6], [10, 1, 1], None, [2, 9, 1], [1, 2, 9])
 
@@ -35,9 +35,9 @@ def counted(owner: Any, name: str, calls: Counter[str]) -> None:
 def main(folder: str, mode: str) -> None:
     comm = world()
     calls: Counter[str] = Counter()
-    counted(shuffle, "leave", calls)
-    counted(shuffle.Shuffle, "_agree_on_end", calls)
-    counted(shuffle.Shuffle, "_settle", calls)
+    counted(sample_shuffle, "leave", calls)
+    counted(sample_shuffle.Shuffle, "_agree_on_end", calls)
+    counted(sample_shuffle.Shuffle, "_settle", calls)
     passes = []
     kept: dict[str, Any] = {}
     with (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import dlio
 from dlio.comm import world
-from dlio.loader.planned import engine as planned
+from dlio.loader.planned_engine import engine as planned
 from dlio.plan.epoch import EpochPlan
 
 

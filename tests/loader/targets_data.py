@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dlio.image.decode import opencv
+from dlio.image.decoder import opencv
 
 GREY, WHITE = 0, 255
 Box = tuple[int, int, int, int]

@@ -13,7 +13,7 @@ import dlio
 from dlio import transforms
 from dlio.data.reader import OPEN_ARGUMENTS
 from dlio.errors import UsageError
-from dlio.storage.spec import parse_tiers
+from dlio.storage.tier_spec import parse_tiers
 from dlio.train.config import TrainConfig
 
 

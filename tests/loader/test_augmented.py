@@ -15,7 +15,7 @@ import torch
 import dlio
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.errors import SourceError, UsageError
-from dlio.image.draws import KeyedDraws, stream_of
+from dlio.image.random_source import KeyedRandom, stream_of
 from tests.loader.augmented_checks import MEAN, STD, digests, recipe, report, users_own
 
 BODY = str(Path(__file__).with_name("augmented_checks.py"))
@@ -95,7 +95,7 @@ def test_pixels_are_those_of_each_transform_with_the_samples_numbers(pictures: P
                 for sample, image in zip(loader.last_samples.tolist(), images, strict=True):
                     pixels = crops[sample][0].permute(1, 2, 0).contiguous().numpy()
                     for number, step in enumerate(steps, 1):
-                        draws = KeyedDraws(3, epoch, sample, stream_of(number))
+                        draws = KeyedRandom(3, epoch, sample, stream_of(number))
                         pixels = step.apply(pixels, draws)
                     assert np.array_equal(image.permute(1, 2, 0).numpy(), pixels)
         data.set_epoch(0)
@@ -124,7 +124,7 @@ def test_erasing_is_done_for_the_batch_behind_normalize(pictures: Path) -> None:
         boxes = []
         for sample, image in zip(loader.last_samples.tolist(), images, strict=True):
             wanted = plain[sample][0].clone()
-            box = erasing.draw(KeyedDraws(3, 0, sample, stream_of(2)), 32, 32)
+            box = erasing.draw(KeyedRandom(3, 0, sample, stream_of(2)), 32, 32)
             if box is not None:
                 top, left, height, width = box
                 wanted[:, top : top + height, left : left + width] = 9
@@ -147,7 +147,7 @@ def test_each_sample_is_mixed_with_the_one_before_it(pictures: Path, partners: A
             samples = loader.last_samples.tolist()
             assert labels.shape == (len(samples), 3)
             for k, sample in enumerate(samples):
-                part = mixup.draw(KeyedDraws(3, 0, sample, stream_of(2)), 32, 32).part
+                part = mixup.draw(KeyedRandom(3, 0, sample, stream_of(2)), 32, 32).part
                 (image, label), (other, second) = plain[sample], plain[samples[k - 1]]
                 assert torch.allclose(images[k], image * part + other * (1 - part), atol=1e-5)
                 wanted = torch.zeros(3)

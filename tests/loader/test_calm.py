@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dlio
-from dlio.loader.planned.pipeline import Pipeline
+from dlio.loader.planned_engine.pipeline import Pipeline
 from tests.conftest import in_time
 
 

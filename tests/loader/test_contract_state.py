@@ -163,7 +163,7 @@ def test_what_a_pass_cost_is_told(tmp_path: Any, caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("tiers", ["ram:64MiB", "none"])
 @pytest.mark.parametrize("compress", ["none", "lz4"])
 def test_arrays_are_read_into_the_batch_itself(tmp_path: Any, tiers: str, compress: str) -> None:
-    from dlio_staging.packing import pack
+    from dlio_staging.pack_folder import pack
 
     class Volumes(Numbers):
         def __getitem__(self, index: int) -> Any:

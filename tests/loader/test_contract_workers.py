@@ -141,7 +141,7 @@ def test_a_nested_batch_counts_its_samples() -> None:
     loader: Any = threads(list(range(5)), 2, num_workers=2, collate_fn=nested, seed=1)
     assert len(list(loader)) == 3
     assert loader.stats()["samples"] == 5
-    from dlio.loader.nested import emptied, samples_in
+    from dlio.loader.nested_batches import emptied, samples_in
 
     batch = {"ragged": nested([1, 2, 3])}
     assert samples_in(batch) == 3

@@ -12,10 +12,10 @@ import dlio
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.data.reader import SampleName
 from dlio.errors import UsageError
-from dlio.image import decode
+from dlio.image import decoder
 from dlio.image.crop import DRAWS, Box, Crop
-from dlio.image.decode import Decoder
-from dlio.image.draws import KeyedDraws, stream_of
+from dlio.image.decoder import Decoder
+from dlio.image.random_source import KeyedRandom, stream_of
 from tests.loader.augmented_checks import MEAN, STD, users_own
 from tests.loader.test_gallery import parsed, pixels_of
 
@@ -45,10 +45,10 @@ def _one_by_one(data: dlio.Dataset, epoch: int, sample: int, kept: bool) -> torc
         name = SampleName(data.reader, sample)
         decoder.decode(image, name, wide[crop * DRAWS : (crop + 1) * DRAWS], pixels)
         for number, step in enumerate(PAINTS, 2):
-            draws = KeyedDraws(SEED, epoch, sample, stream_of(number, crop))
+            draws = KeyedRandom(SEED, epoch, sample, stream_of(number, crop))
             pixels = step.apply(pixels, draws)
         normal = T.Normalize(MEAN, STD)(torch.from_numpy(pixels).permute(2, 0, 1)[None])
-        draws = KeyedDraws(SEED, epoch, sample, stream_of(5, crop))
+        draws = KeyedRandom(SEED, epoch, sample, stream_of(5, crop))
         made.append(ERASING.erase_each(normal, [draws])[0])
     return torch.stack(made)
 
@@ -120,13 +120,13 @@ def test_each_picture_is_decoded_once(
     pictures: Path, tiers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    before = decode._decode_jpeg
+    before = decoder._decode_jpeg
 
     def counting(*args: Any) -> Any:
         calls.append(args[1])
         return before(*args)
 
-    monkeypatch.setattr(decode, "_decode_jpeg", counting)
+    monkeypatch.setattr(decoder, "_decode_jpeg", counting)
     large = T.RandomResizedCrop(200, (0.3, 1.0), crops=N)
     with _open(pictures, large, tiers) as data, dlio.DataLoader(data, 4) as loader:
         assert [images.shape for images, _ in loader] == [(4, N, 3, 200, 200)] * 3
@@ -140,13 +140,13 @@ def test_evaluation_decodes_the_part_that_is_shown_in_one_call(
     noise = np.random.default_rng(0).integers(0, 256, (375, 500, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a" / "0.jpg")
     calls = []
-    before = decode._decode_jpeg
+    before = decoder._decode_jpeg
 
     def counting(image: Any, name: Any, size: Any, box: Box, factor: int) -> Any:
         calls.append((box.top, box.left, box.height, box.width, factor))
         return before(image, name, size, box, factor)
 
-    monkeypatch.setattr(decode, "_decode_jpeg", counting)
+    monkeypatch.setattr(decoder, "_decode_jpeg", counting)
     steps: list[Any] = [T.Resize(256), T.CenterCrop(224), T.ToTensor(), T.Normalize(MEAN, STD)]
     with _open(tmp_path, T.Compose(steps)) as data, dlio.DataLoader(data, 1) as loader:
         [(images, _)] = list(loader)

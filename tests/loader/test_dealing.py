@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from dlio.loader import history
-from dlio.loader.dealing import Dealing
+from dlio.loader.assignment import history
+from dlio.loader.assignment.assigner import BatchAssigner
 
 SAMPLES: Final = 83
 BATCH: Final = 12
@@ -86,7 +86,7 @@ class _Rank:
         recovery.count_again = lambda *_: None
         self.recovery = recovery
         loader: Any = _Loader(me, len(members))
-        self.dealing = Dealing([loader], recovery, BATCH)
+        self.dealing = BatchAssigner([loader], recovery, BATCH)
         self.dealing.begin_epoch(0)
         self.samples: list[list[int]] = []
         """Those of each step."""

@@ -18,10 +18,10 @@ from PIL import Image
 import dlio
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
 from dlio.errors import DecodeError, UsageError
-from dlio.image.decode import decode_whole, image_size
-from dlio.image.device.encoded import header_of
-from dlio.image.device.library import is_installed
-from dlio.loader import decoding
+from dlio.image.decoder import decode_whole, image_size
+from dlio.image.device_decode.encoded_image import header_of
+from dlio.image.device_decode.nvimagecodec import is_installed
+from dlio.loader import decode_device
 from tests.image.jpegs import drawn
 from tests.loader.targets_data import drawn as drawn_boxes
 from tests.loader.targets_data import write_coco
@@ -263,6 +263,6 @@ def test_what_a_device_cannot_make_is_refused(jpegs: Path, tmp_path: Path) -> No
 def test_without_the_library_the_extra_is_named(
     jpegs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "is_installed", lambda: False)
+    monkeypatch.setattr(decode_device, "is_installed", lambda: False)
     with dlio.open(str(jpegs), tiers="none", image_size=16) as data:
         _refused(data, "extra gpu")

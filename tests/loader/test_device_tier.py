@@ -15,7 +15,7 @@ import torch
 import dlio
 from dlio.errors import DlioError, UsageError
 from dlio.storage.device_tier import DeviceTier
-from dlio.storage.spec import TierSpec, device_spec, parse_tiers
+from dlio.storage.tier_spec import TierSpec, device_spec, parse_tiers
 from dlio.util.settings import DEVICE_TIER
 from tests.loader.recorded_streams import RecordedStreams
 
@@ -158,7 +158,7 @@ def test_uses_of_the_memory_follow_each_other_on_the_device(
 ) -> None:
     streams = RecordedStreams(eager=True)
     ram, _ = _passes(folder, "ram:32MiB:decoded,ram:64MiB")
-    monkeypatch.setattr("dlio.loader.device.streams_of", lambda device: streams)
+    monkeypatch.setattr("dlio.loader.delivery.streams_of", lambda device: streams)
     ours, _ = _passes(folder, "gpu:16MiB:decoded,ram:64MiB")
     assert _close(ours, ram)
     calls = [call for call, _ in streams.log]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import dlio
-from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
 from tests.loader.datasets import Numbers
 from tests.util.test_forks import in_child
 
@@ -21,7 +21,7 @@ _DEADLINE_S = 60.0
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
     from dlio.cli.demo_pictures import draw_dataset
-    from dlio_staging.packing import pack
+    from dlio_staging.pack_folder import pack
 
     root = tmp_path_factory.mktemp("forked")
     draw_dataset(str(root / "a"), images=60, validation=2, classes=3)

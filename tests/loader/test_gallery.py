@@ -15,10 +15,10 @@ import torch
 import dlio
 from dlio import transforms as T  # noqa: N812
 from dlio.data.reader import open_reader
-from dlio.image.decode import opencv
-from dlio.loader.gallery.drawing import line_plot, mask_uri, picture_uri, stretched
+from dlio.image.decoder import opencv
 from dlio.loader.gallery.histograms import histograms
-from dlio.loader.gallery.values import value_html
+from dlio.loader.gallery.thumbnails import line_plot, mask_uri, picture_uri, stretched
+from dlio.loader.gallery.value_html import value_html
 from tests.loader.targets_data import drawn, painted, write, write_coco, write_masks
 
 EVIL = "<script>alert(1)</script>"

@@ -3,24 +3,24 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from dlio.comm.recovery import Report
-from dlio.loader.groups import Groups
+from dlio.comm.survival.recovery import Report
+from dlio.loader.assignment.rank_groups import RankGroups
 
 
-def _shares(groups: Groups) -> tuple[int, ...]:
+def _shares(groups: RankGroups) -> tuple[int, ...]:
     return groups.members
 
 
-def _ranks(count: int) -> tuple[list[Groups], SimpleNamespace]:
+def _ranks(count: int) -> tuple[list[RankGroups], SimpleNamespace]:
     membership = SimpleNamespace(members=tuple(range(count)), me=0, due=False)
     recovery = cast(
         Any, SimpleNamespace(membership=membership, number=0, meets=False, last_counted={})
     )
     membership.recovery = recovery
-    return [Groups(recovery) for _ in range(count)], membership
+    return [RankGroups(recovery) for _ in range(count)], membership
 
 
-def _lose(groups: list[Groups], membership: SimpleNamespace, member: int) -> None:
+def _lose(groups: list[RankGroups], membership: SimpleNamespace, member: int) -> None:
     membership.members = tuple(each for each in membership.members if each != member)
     reports: list[Report] = [groups[each].tell() for each in membership.members]
     for each in membership.members:
@@ -60,7 +60,7 @@ def test_a_loss_before_anything_was_taken_forgets_the_lost() -> None:
 
 
 def test_without_losses_nobody_is_named() -> None:
-    assert Groups(None).members == ()
+    assert RankGroups(None).members == ()
 
 
 def test_ranks_meet_where_the_furthest_is_if_others_are_to_join() -> None:
@@ -72,7 +72,7 @@ def test_ranks_meet_where_the_furthest_is_if_others_are_to_join() -> None:
     groups[0].taken += 1
     assert groups[0].meets
     membership.members, membership.due, membership.recovery.meets = (0, 1, 2), False, True
-    newcomer = Groups(membership.recovery)
+    newcomer = RankGroups(membership.recovery)
     newcomer.follow(groups[0].tell())
     for each in (*groups, newcomer):
         each.settle([each.tell()] * 3)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import dlio
-from dlio.loader.feed import Fed, Feed
-from dlio.loader.handover import Staging, handed_over
-from dlio.storage.device_tier import Copies
-from dlio.util.pool import Pool
+from dlio.loader.batch_stream import BatchResult, BatchStream
+from dlio.loader.handover import StagingBuffers, handed_over
+from dlio.storage.device_tier import DeviceCopies
+from dlio.util.buffer_pool import BufferPool
 from tests.loader.recorded_streams import RecordedStreams
 
 _BATCHES = 12
@@ -26,16 +26,16 @@ def _no_thread_is_left() -> Iterator[None]:
     assert [each.name for each in threading.enumerate() if each.name == "dlio-device"] == []
 
 
-def _feed(batches: Iterator[Any]) -> Feed:
+def _feed(batches: Iterator[Any]) -> BatchStream:
     yield None
     for data in batches:
-        yield Fed(data, 4)
+        yield BatchResult(data, 4)
 
 
-def _handed(streams: RecordedStreams, batches: Iterator[Any]) -> Feed:
+def _handed(streams: RecordedStreams, batches: Iterator[Any]) -> BatchStream:
     inner = _feed(batches)
     next(inner)
-    feed = handed_over(inner, Staging(streams))
+    feed = handed_over(inner, StagingBuffers(streams))
     next(feed)
     return feed
 
@@ -71,7 +71,7 @@ def test_a_batch_is_copied_then_awaited_by_its_users_stream_then_kept_for_it() -
 
 def test_page_locked_memory_is_used_again_only_after_the_event_of_its_copies() -> None:
     streams = RecordedStreams()
-    staging = Staging(streams)
+    staging = StagingBuffers(streams)
     for _ in range(3):
         inner = _feed(_batches())
         next(inner)
@@ -97,7 +97,7 @@ def test_page_locked_memory_is_used_again_only_after_the_event_of_its_copies() -
 
 def test_batches_made_in_page_locked_memory_are_not_copied_on_the_host() -> None:
     streams = RecordedStreams(pinned=True)
-    pool = Pool(64, allocate=streams.pinned)
+    pool = BufferPool(64, allocate=streams.pinned)
 
     def batches() -> Iterator[Any]:
         for number in range(_BATCHES):
@@ -105,7 +105,7 @@ def test_batches_made_in_page_locked_memory_are_not_copied_on_the_host() -> None
             array[:] = number
             yield torch.from_numpy(array).view(4, 16)
 
-    staging = Staging(streams)
+    staging = StagingBuffers(streams)
     for _ in range(3):
         inner = _feed(batches())
         next(inner)
@@ -149,7 +149,7 @@ class _Movable:
 
 
 class _Made:
-    def made_on_device(self, copies: Copies) -> torch.Tensor:
+    def made_on_device(self, copies: DeviceCopies) -> torch.Tensor:
         self.made_by = threading.get_ident()
         return copies.to_device(torch.tensor([5]))
 
@@ -174,16 +174,16 @@ def test_errors_come_in_their_place_and_end_the_pass() -> None:
     with pytest.raises(OSError, match="the disk is gone"):
         next(feed)
 
-    def failed() -> Feed:
+    def failed() -> BatchStream:
         yield None
-        yield Fed(torch.ones(2), 2)
-        yield Fed(None, 2, error=ValueError("sample 7"))
-        yield Fed(torch.ones(2), 2)
+        yield BatchResult(torch.ones(2), 2)
+        yield BatchResult(None, 2, error=ValueError("sample 7"))
+        yield BatchResult(torch.ones(2), 2)
 
     inner = failed()
     next(inner)
     streams = RecordedStreams()
-    handed = handed_over(inner, Staging(streams))
+    handed = handed_over(inner, StagingBuffers(streams))
     next(handed)
     errors = [fed.error for fed in handed if fed is not None]
     assert [type(error) for error in errors] == [type(None), ValueError, type(None)]
@@ -201,7 +201,7 @@ def test_a_pass_that_is_left_ends_its_thread_and_its_feed_and_gives_all_memory_b
             closed.set()
 
     streams = RecordedStreams()
-    staging = Staging(streams)
+    staging = StagingBuffers(streams)
     inner = _feed(endless())
     next(inner)
     feed = handed_over(inner, staging)
@@ -226,7 +226,7 @@ def test_a_loader_hands_over_the_same_batches_and_takes_no_more_memory_each_epoc
     folder: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = RecordedStreams()
-    monkeypatch.setattr("dlio.loader.device.streams_of", lambda device: streams)
+    monkeypatch.setattr("dlio.loader.delivery.streams_of", lambda device: streams)
 
     def epochs(device: str | None) -> tuple[list[tuple[bytes, list[int]]], list[int]]:
         batches, allocated = [], []

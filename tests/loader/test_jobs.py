@@ -13,7 +13,7 @@ from tests.conftest import in_time, shared_folders_of
 BODY = """
 import json, os, sys, time
 import dlio
-from dlio.util.shared import user_folder
+from dlio.util.shared_folders import user_folder
 with (
     dlio.open(sys.argv[1], tiers=sys.argv[2], image_size=32) as data,
     dlio.DataLoader(data, 4, shuffle=True, seed=int(sys.argv[3])) as loader,

@@ -14,9 +14,9 @@ import torch
 
 import dlio
 from dlio.errors import DecodeError, DlioError, SourceError, UsageError
-from dlio.loader.planned.crop_maker import BatchMemory
-from dlio.loader.streams import Pinned
-from dlio.util.shared import SharedFolder
+from dlio.loader.planned_engine.batch_builders import BatchMemory
+from dlio.loader.streams import HostMemoryKind
+from dlio.util.shared_folders import SharedFolder
 
 N = 90
 
@@ -229,7 +229,7 @@ def test_batches_that_are_kept_are_not_overwritten(folder: Path) -> None:
 
 
 def test_a_steady_epoch_allocates_no_batch() -> None:
-    memory = BatchMemory((2, 4, 4, 3), "uint8", Pinned.NO)
+    memory = BatchMemory((2, 4, 4, 3), "uint8", HostMemoryKind.NO)
     first = memory.take()
     tensor = torch.from_numpy(first[:1]).permute(0, 3, 1, 2)
     address = first.ctypes.data

@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import RandomSampler
 
 import dlio
-from dlio.data.chosen import ChosenReader
-from dlio.data.mixed import MixedReader
+from dlio.data.mixture_reader import MixtureReader
 from dlio.data.reader import Reader, open_reader
+from dlio.data.selection import SelectionReader
 from dlio.errors import UsageError
-from dlio.loader.mixture import Mixture
+from dlio.loader.mixture_dataset import Mixture
 from dlio.loader.passes import FormulaOrder, PlannedPass
 from dlio.plan.order import Order
 from dlio.testing import ReaderTests
@@ -70,7 +70,7 @@ class TestReader(ReaderTests):
 
     def make(self, folder: Path) -> Reader:
         parts = [open_reader(_Squares(20)), open_reader(_Squares(30))]
-        return MixedReader(parts, ("a", "b"), (0.1, 0.9))
+        return MixtureReader(parts, ("a", "b"), (0.1, 0.9))
 
     def expected(self) -> list[dict[str, int]]:
         return [{"index": k, "size": size} for size in (20, 30) for k in range(size)]
@@ -83,7 +83,7 @@ class TestChosen(ReaderTests):
     """So does the reader of a view."""
 
     def make(self, folder: Path) -> Reader:
-        return ChosenReader([open_reader(_Squares(30))], np.zeros(20, int), np.arange(25, 5, -1))
+        return SelectionReader([open_reader(_Squares(30))], np.zeros(20, int), np.arange(25, 5, -1))
 
     def expected(self) -> list[dict[str, int]]:
         return [{"index": k, "size": 30} for k in range(25, 5, -1)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dlio.loader.planned.pairs import Pairing
+from dlio.loader.planned_engine.mixup_partners import EpochPartners
 from dlio.plan.order import Order
 from dlio.plan.tail_order import TailOrder
 
@@ -20,7 +20,7 @@ def test_a_partner_is_the_one_before_in_the_step(
     order, end = Order(103, 5, 2, shuffled=True), 103
     if tail:
         order, end = TailOrder.of(order, (3, 90)), 105
-    pairing = Pairing(order, position, end, global_batch, _fetch, skip=False)
+    pairing = EpochPartners(order, position, end, global_batch, _fetch, skip=False)
     everyone = order.samples(np.arange(end)).tolist()
     for step, first in enumerate(range(position, end, global_batch)):
         batch = everyone[first : first + global_batch]

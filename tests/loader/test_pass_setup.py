@@ -71,7 +71,7 @@ class Way:
 
 
 def test_the_set_up_of_a_pass_is_the_way_that_is_documented(pictures: Path) -> None:
-    from dlio.loader.planned.pipeline import Pipeline
+    from dlio.loader.planned_engine.pipeline import Pipeline
 
     with (
         dlio.open(str(pictures), image_size=32, tiers="ram:32MiB") as data,

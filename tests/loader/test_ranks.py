@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from dlio.data.reader import open_reader
-from dlio.forecast.traffic import job_over, traffic
+from dlio.loader.planned_traffic import job_over, traffic
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
-from dlio.plan.placement import Node
-from dlio_staging.packing import pack
+from dlio.plan.placement import HomeNode
+from dlio_staging.pack_folder import pack
 from tests.conftest import shared_folders_of
 
 pytestmark = pytest.mark.mpi
@@ -145,7 +145,7 @@ def test_messages_and_bytes_are_those_that_were_forecast(
     run: Run, folder: Path, ranks: int, nodes: int, mode: str
 ) -> None:
     reports = run(ranks, "ram:64MiB", mode=mode, nodes=nodes)
-    named = tuple(Node(name, (64 << 20,)) for name in reports[0]["nodes"])
+    named = tuple(HomeNode(name, (64 << 20,)) for name in reports[0]["nodes"])
     reader = open_reader(str(folder))
     assert reports[0]["key"] == reader.fingerprint
     job = job_over(reader, named, ranks // nodes, BATCH, mode, seed=3)

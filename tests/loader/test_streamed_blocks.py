@@ -9,7 +9,7 @@ import pytest
 
 import dlio
 from dlio.errors import UsageError
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 
 N = 3000
 

@@ -13,7 +13,7 @@ import torch
 
 import dlio
 from dlio import transforms as T  # noqa: N812
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 from tests.loader import targets_data
 from tests.loader.targets_data import drawn, painted, write_coco, write_masks, write_yolo
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 
 import dlio
-from dlio.search.shown import Shown
-from dlio.train.progress import TrainingProgress
-from dlio.util.live import ask_all
-from dlio_staging.progress import show_progress
+from dlio.features.search.search_display import TrialTable
+from dlio.train.training_progress import TrainingProgress
+from dlio.util.live_figures import ask_all
+from dlio_staging.byte_progress import show_progress
 
 _TIMEOUT_S = 10.0
 
@@ -75,7 +75,7 @@ def test_a_search_tells_its_trials() -> None:
         def best(self) -> list[object]:
             return []
 
-    with Shown(cast("Any", Study()), 24) as shown:
+    with TrialTable(cast("Any", Study()), 24) as shown:
         shown.update({3: False, 4: True})
         (part,) = parts("search")
     counts = {"trials": 24, "ended": 0, "running": [3], "waiting": [4], "best": None}

@@ -15,8 +15,8 @@ import torch
 
 import dlio
 from dlio.errors import UsageError
-from dlio.image import decode
-from dlio.loader.views import field_values
+from dlio.image import decoder
+from dlio.loader.dataset_views import field_values
 from dlio.plan.order import Order
 
 _N = 120
@@ -117,11 +117,11 @@ def test_labels_and_classes_come_from_the_index(
 def test_no_image_is_decoded_for_another_field(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlio_staging.packing import pack
+    from dlio_staging.pack_folder import pack
 
     pack(str(pictures), str(tmp_path / "packed"))
     with dlio.open(str(tmp_path / "packed"), image_size=None) as data:
-        monkeypatch.setattr(decode, "decode_whole", lambda *_: pytest.fail("was decoded"))
+        monkeypatch.setattr(decoder, "decode_whole", lambda *_: pytest.fail("was decoded"))
         assert set(np.asarray(field_values(data.reader, "label")).tolist()) == {0, 1, 2}
         with pytest.raises(UsageError, match="is an image"):
             data.where("image", lambda image: True)
@@ -171,7 +171,8 @@ def test_a_split_stays_when_the_data_set_grows_and_in_other_processes() -> None:
             int(b["scan"][0]) for b in map(before.__getitem__, range(len(before)))
         ]
     code = (
-        "from dlio.loader.views import split\nfrom tests.loader.test_views import _Patients\n"
+        "from dlio.loader.dataset_views import split\n"
+        "from tests.loader.test_views import _Patients\n"
         "import dlio\nd = dlio.open(_Patients(300))\n"
         "print(split(d.reader, None, 0, {'train': 0.7, 'val': 0.3})['val'].tolist())"
     )

@@ -13,9 +13,9 @@ from dlio.errors import UsageError
 from dlio.plan.epoch import EpochPlan, GlobalPlan, check_mode, exchanged, plan_epoch
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order, share
+from dlio.plan.rank_shares import RankShares
 from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
-from dlio.plan.schedule import Ranks, Window, assign, steps_in_epoch
-from dlio.plan.shares import Shares
+from dlio.plan.schedule import RankNodes, RankWindow, assign, steps_in_epoch
 
 MODES = ("batch", "global", "ring", "local", "partial(0.1)", "partial(0.5)", "partial(1)")
 
@@ -33,7 +33,7 @@ def epochs(draw: st.DrawFn) -> EpochPlan:
         node_of = np.random.default_rng(0).permutation(node_of)
     blocks = layout.blocks
     homes = draw(st.lists(st.integers(-1, len(nodes)), min_size=blocks, max_size=blocks))
-    ranks = Ranks(node_of)
+    ranks = RankNodes(node_of)
     batch = draw(st.integers(1, 9))
     about = (draw(st.integers(0, 99)), draw(st.integers(0, 3)))
     order = Order(n, *about)
@@ -55,14 +55,14 @@ def _of(plan: EpochPlan, mode: str, rank: int) -> EpochPlan:
     return EpochPlan(**{**values, "mode": mode, "rank": rank})
 
 
-def _windows(plan: EpochPlan, mode: str) -> list[Window]:
+def _windows(plan: EpochPlan, mode: str) -> list[RankWindow]:
     return [
         plan_epoch(_of(plan, mode, rank)).window(range(plan.steps))
         for rank in range(plan.ranks.size)
     ]
 
 
-def _check(plan: EpochPlan, windows: list[Window]) -> None:
+def _check(plan: EpochPlan, windows: list[RankWindow]) -> None:
     """Whatever the mode."""
     ranks, whole = plan.ranks, plan.batch_size * plan.ranks.size
     for step in range(plan.steps):
@@ -102,7 +102,7 @@ def test_inexact_modes_give_each_sample_once_by_uneven_shares(
 ) -> None:
     """As when fewer ranks go on with a global batch that their number does not divide."""
     ranks = plan.ranks.size
-    shares = Shares.of(data.draw(st.integers(ranks, 9 * ranks)), ranks)
+    shares = RankShares.of(data.draw(st.integers(ranks, 9 * ranks)), ranks)
     whole = shares.global_batch
     steps = steps_in_epoch(plan.order.n, 0, whole)
     uneven = replace(plan, position=0, steps=steps, shares=shares)
@@ -186,7 +186,7 @@ def test_the_plan_for_many_nodes_is_that_of_the_whole_batch(plan: EpochPlan) -> 
 def _even(n: int, nodes: int, local: int, batch: int, mode: str, rank: int = 0) -> EpochPlan:
     layout = Layout(np.arange(0, n + 1, 100, dtype=np.int64), Order(n, 5))
     home = (np.random.default_rng(0).permutation(n // 100) % nodes).astype(np.int32)
-    ranks = Ranks(np.repeat(np.arange(nodes), local).astype(np.int32))
+    ranks = RankNodes(np.repeat(np.arange(nodes), local).astype(np.int32))
     steps = steps_in_epoch(n, 0, batch * ranks.size)
     return EpochPlan(Order(n, 3, 1), 0, batch, steps, mode, ranks, rank, home, layout)
 
@@ -281,7 +281,7 @@ def test_positions_up_to_a_trillion_are_addressed() -> None:
     assert len(np.unique(samples)) == 5
     assert np.array_equal(order.positions(samples), positions)
     layout = Layout(np.arange(0, n + 1, 10**9, dtype=np.int64), Order(n, 0, shuffled=False))
-    ranks = Ranks(np.arange(8, dtype=np.int32))
+    ranks = RankNodes(np.arange(8, dtype=np.int32))
     home = (np.arange(layout.blocks) % 8).astype(np.int32)
     steps = range(10**9, 10**9 + 2)
     dealt = assign(order, 0, 64, steps, lambda s: home[layout.block_of(s)], ranks, "batch")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.errors import UsageError
-from dlio.plan.fair import FairCounts, largest_remainder
-from dlio.plan.mixture import MixedEpoch, Mixing, MixtureOrder
+from dlio.plan.fair_counts import FairCounts, largest_remainder
+from dlio.plan.mixture import MixtureEpoch, MixtureOrder, MixtureRule
 
 _I64 = npt.NDArray[np.int64]
 _parts = st.lists(st.integers(0, 10**6), min_size=1, max_size=7).filter(any)
@@ -26,13 +26,15 @@ def _mixing(
     sizes: tuple[int, ...] = (70, 200, 31),
     exhaustion: str = "repeat",
     samples: int | None = 500,
-) -> Mixing:
+) -> MixtureRule:
     names = tuple("abcdefgh"[: len(sizes)])
     changes = tuple((step, _weights(*parts)) for step, parts in schedule)
-    return Mixing(names, sizes, exhaustion, None if exhaustion != "repeat" else samples, changes)
+    return MixtureRule(
+        names, sizes, exhaustion, None if exhaustion != "repeat" else samples, changes
+    )
 
 
-def _order(epoch: MixedEpoch, number: int = 0, seed: int = 5) -> MixtureOrder:
+def _order(epoch: MixtureEpoch, number: int = 0, seed: int = 5) -> MixtureOrder:
     return epoch.order(seed, number, True)
 
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.plan.placement import Node, Placement, _log2, place
+from dlio.plan.placement import HomeNode, Placement, _log2, place
 
 AMPLE = 1 << 50
 
 
 def _equal(count: int, nodes: int, capacity: int = AMPLE, key: str = "key") -> Placement:
     """Blocks of 100 bytes on equal nodes."""
-    names = [Node(f"node{number}", (capacity,)) for number in range(nodes)]
+    names = [HomeNode(f"node{number}", (capacity,)) for number in range(nodes)]
     return place(np.full(count, 100, np.int64), names, key)
 
 
@@ -23,7 +23,7 @@ def _equal(count: int, nodes: int, capacity: int = AMPLE, key: str = "key") -> P
 )
 def test_no_tier_holds_more_than_its_capacity(sizes: list[int], tiers: list[list[int]]) -> None:
     block_bytes = np.array(sizes, np.int64)
-    nodes = [Node(f"n{k}", tuple(capacities)) for k, capacities in enumerate(tiers)]
+    nodes = [HomeNode(f"n{k}", tuple(capacities)) for k, capacities in enumerate(tiers)]
     placed = place(block_bytes, nodes, "data")
     assert ((placed.home < 0) == (placed.tier < 0)).all()
     free = [0]
@@ -41,7 +41,7 @@ def test_no_tier_holds_more_than_its_capacity(sizes: list[int], tiers: list[list
 @given(st.lists(st.integers(500, 1000), min_size=1, max_size=200), st.integers(1, 9))
 def test_with_room_for_all_shares_are_even_to_two_blocks(sizes: list[int], nodes: int) -> None:
     block_bytes = np.array(sizes, np.int64)
-    placed = place(block_bytes, [Node(f"n{k}", (AMPLE, AMPLE)) for k in range(nodes)], "data")
+    placed = place(block_bytes, [HomeNode(f"n{k}", (AMPLE, AMPLE)) for k in range(nodes)], "data")
     assert (placed.home >= 0).all()
     loads = np.bincount(placed.home, block_bytes, minlength=nodes)
     assert np.abs(loads - block_bytes.sum() / nodes).max() <= 2 * block_bytes.max()
@@ -56,7 +56,11 @@ def test_shares_of_equal_blocks_are_even_to_one(blocks: int, nodes: int) -> None
 
 
 def test_shares_follow_capacity() -> None:
-    nodes = [Node("small", (1 << 20,)), Node("large", (1 << 20, 2 << 20)), Node("none", ())]
+    nodes = [
+        HomeNode("small", (1 << 20,)),
+        HomeNode("large", (1 << 20, 2 << 20)),
+        HomeNode("none", ()),
+    ]
     counts = np.bincount(place(np.full(4000, 100, np.int64), nodes, "k").home, minlength=3)
     assert counts.tolist() == pytest.approx([1000, 3000, 0], abs=1)
 
@@ -68,14 +72,14 @@ def test_storage_that_is_too_small_is_filled_on_every_node() -> None:
 
 def test_at_most_a_block_of_a_tier_is_wasted() -> None:
     sizes = np.random.default_rng(0).integers(50, 100, 1000)
-    nodes = [Node(f"n{k}", (1000 + 37 * k, 5000)) for k in range(5)]
+    nodes = [HomeNode(f"n{k}", (1000 + 37 * k, 5000)) for k in range(5)]
     placed = place(sizes, nodes, "k")
     held = sizes[placed.home >= 0].sum()
     assert sum(sum(node.capacities) for node in nodes) - held <= 10 * 100
 
 
 def test_the_fastest_tier_is_filled_first() -> None:
-    placed = place(np.full(10, 10, np.int64), [Node("n", (35, 1000))], "k")
+    placed = place(np.full(10, 10, np.int64), [HomeNode("n", (35, 1000))], "k")
     assert placed.tier.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
 
 
@@ -104,9 +108,9 @@ def test_few_blocks_move_when_a_node_joins_or_leaves(
 
 def test_a_node_keeps_its_blocks_whatever_its_number() -> None:
     names = [f"node{number}" for number in range(5)]
-    forward = place(np.full(900, 100, np.int64), [Node(name, (AMPLE,)) for name in names], "k")
+    forward = place(np.full(900, 100, np.int64), [HomeNode(name, (AMPLE,)) for name in names], "k")
     backward = place(
-        np.full(900, 100, np.int64), [Node(name, (AMPLE,)) for name in names[::-1]], "k"
+        np.full(900, 100, np.int64), [HomeNode(name, (AMPLE,)) for name in names[::-1]], "k"
     )
     assert np.array_equal(forward.home, 4 - backward.home)
 
@@ -117,16 +121,16 @@ def test_data_sets_are_placed_independently() -> None:
 
 
 def test_without_capacity_all_stays_in_the_source() -> None:
-    for nodes in ([], [Node("n", ()), Node("m", (0,))], [Node("n", (9, 9))]):
+    for nodes in ([], [HomeNode("n", ()), HomeNode("m", (0,))], [HomeNode("n", (9, 9))]):
         placed = place(np.full(3, 10, np.int64), nodes, "k")
         assert (placed.home == -1).all()
         assert (placed.tier == -1).all()
-    assert len(place(np.empty(0, np.int64), [Node("n", (1,))], "k").home) == 0
+    assert len(place(np.empty(0, np.int64), [HomeNode("n", (1,))], "k").home) == 0
 
 
 def test_homes_are_the_same_on_every_machine() -> None:
     assert _equal(16, 3).home.tolist() == [2, 1, 1, 1, 1, 2, 1, 2, 1, 0, 2, 0, 2, 0, 0, 0]
-    nodes = [Node("a", (250, 300)), Node("b", (900,)), Node("c", (100, 100))]
+    nodes = [HomeNode("a", (250, 300)), HomeNode("b", (900,)), HomeNode("c", (100, 100))]
     placed = place(np.full(20, 100, np.int64), nodes, "key")
     assert placed.home.tolist() == [1, 1, 1, 1, 1, 1, 0, 0, 1, 0, 1, 2, 1, 2, 0, 0, -1, -1, -1, -1]
     assert placed.tier.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, -1, -1, -1, -1]

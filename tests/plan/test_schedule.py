@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from dlio.plan.order import Order, share
 from dlio.plan.schedule import (
-    Assignment,
     Mode,
-    Ranks,
-    Window,
+    RankNodes,
+    RankWindow,
+    StepAssignment,
     assign,
     keepers_of,
     plan_window,
@@ -21,7 +21,7 @@ from dlio.plan.schedule import (
     window_steps,
 )
 
-Job = tuple[Order, int, int, Ranks, npt.NDArray[np.int32]]
+Job = tuple[Order, int, int, RankNodes, npt.NDArray[np.int32]]
 """(order, position, batch size, ranks, home of each sample)."""
 
 MODES: tuple[Mode, ...] = ("batch", "global")
@@ -38,7 +38,7 @@ def jobs(draw: st.DrawFn) -> Job:
     homes = draw(st.lists(st.integers(-1, len(nodes) - 1), min_size=n, max_size=n))
     order = Order(n, draw(st.integers(0, 99)), draw(st.integers(0, 3)))
     position = draw(st.integers(0, n))
-    return order, position, draw(st.integers(1, 9)), Ranks(node_of), np.array(homes, np.int32)
+    return order, position, draw(st.integers(1, 9)), RankNodes(node_of), np.array(homes, np.int32)
 
 
 @settings(max_examples=150)
@@ -97,7 +97,7 @@ def test_a_node_without_ranks_is_no_home(job: Job, mode: Mode) -> None:
     order, position, batch, ranks, homes = job
     steps = range(steps_in_epoch(len(order), position, batch * ranks.size))
     # Every second node number is without ranks, and so is the one after the last.
-    spread = Ranks(ranks.node_of * 2)
+    spread = RankNodes(ranks.node_of * 2)
     lost = (homes * 2 + 1).astype(np.int32)
     nowhere = np.full(len(homes), -1, np.int32)
     orphaned = _all((order, position, batch, spread, lost), steps, mode)
@@ -114,7 +114,7 @@ def test_a_node_without_ranks_is_no_home(job: Job, mode: Mode) -> None:
 @given(jobs(), modes)
 def test_one_node_never_sends(job: Job, mode: Mode) -> None:
     order, position, batch, ranks, _ = job
-    alone = Ranks(np.zeros(ranks.size, np.int32))
+    alone = RankNodes(np.zeros(ranks.size, np.int32))
     window = plan_window(
         order, position, batch, range(3), lambda s: np.zeros(len(s), np.int32), alone, 0, mode
     )
@@ -126,7 +126,7 @@ def test_both_modes_have_the_same_global_batches_on_any_number_of_ranks() -> Non
     order = Order(1000, 4, 2)
     batches = []
     for size, batch in ((1, 32), (2, 16), (4, 8)):
-        ranks = Ranks(np.arange(size, dtype=np.int32))
+        ranks = RankNodes(np.arange(size, dtype=np.int32))
         homes = (np.arange(1000) % size).astype(np.int32)
         for mode in MODES:
             dealt = _all((order, 100, batch, ranks, homes), range(29), mode)
@@ -154,7 +154,7 @@ def test_batch_mode_moves_only_the_overflow(nodes: int, ranks_a_node: int, batch
     steps = range(n // (batch * len(node_of)))
     moved: dict[Mode, float] = {}
     for mode in MODES:
-        dealt = assign(Order(n, 3), 0, batch, steps, lambda s: homes[s], Ranks(node_of), mode)
+        dealt = assign(Order(n, 3), 0, batch, steps, lambda s: homes[s], RankNodes(node_of), mode)
         moved[mode] = float((dealt.sender >= 0).mean())
     node_batch = batch * ranks_a_node
     # Of node_batch·nodes samples, the excess of one node over node_batch: a binomial's.
@@ -191,7 +191,7 @@ def test_a_rank_gets_the_samples_that_it_keeps_as_far_as_its_share_allows(job: J
 
 
 def test_eight_ranks_of_a_node_get_nearly_all_samples_that_they_keep() -> None:
-    ranks, n, batch = Ranks(np.zeros(8, np.int32)), 1 << 15, 256
+    ranks, n, batch = RankNodes(np.zeros(8, np.int32)), 1 << 15, 256
     homes = np.zeros(n, np.int32)
     steps = range(n // (8 * batch))
     for epoch in range(2):
@@ -204,7 +204,7 @@ def test_eight_ranks_of_a_node_get_nearly_all_samples_that_they_keep() -> None:
 
 def test_two_nodes_of_batch_32_move_at_most_12_percent() -> None:
     homes = (np.arange(20_000) % 2).astype(np.int32)
-    ranks = Ranks(np.array([0, 1], np.int32))
+    ranks = RankNodes(np.array([0, 1], np.int32))
     dealt = assign(Order(20_000, 0), 0, 32, range(313), lambda s: homes[s], ranks, "batch")
     assert (dealt.sender >= 0).mean() <= 0.12
 
@@ -215,7 +215,7 @@ def test_a_receiver_gets_one_message_per_peer_node() -> None:
     receivers: dict[int, int] = {}
     for rank in range(12):
         window = plan_window(
-            Order(5000, 0), 0, 8, range(20), lambda s: homes[s], Ranks(node_of), rank, "global"
+            Order(5000, 0), 0, 8, range(20), lambda s: homes[s], RankNodes(node_of), rank, "global"
         )
         senders = np.unique(window.senders[window.senders >= 0])
         assert len(senders) == 2
@@ -227,7 +227,7 @@ def test_a_receiver_gets_one_message_per_peer_node() -> None:
 
 def test_ten_thousand_ranks_are_planned_alike() -> None:
     nodes, local = 1250, 8
-    ranks = Ranks(np.repeat(np.arange(nodes), local).astype(np.int32))
+    ranks = RankNodes(np.repeat(np.arange(nodes), local).astype(np.int32))
     order = Order(50_000_000, 1)
     dealt = assign(
         order, 0, 32, range(3, 4), lambda s: (s // 1000 % nodes).astype(np.int32), ranks, "batch"
@@ -245,11 +245,11 @@ def test_windows_are_bounded_by_bytes() -> None:
     assert steps_in_epoch(100, 100, 30) == 0
 
 
-def _all(job: Job, steps: range, mode: Mode) -> Assignment:
+def _all(job: Job, steps: range, mode: Mode) -> StepAssignment:
     order, position, batch, ranks, homes = job
     return assign(order, position, batch, steps, lambda s: homes[s], ranks, mode)
 
 
-def _plan(job: Job, steps: range, rank: int, mode: Mode) -> Window:
+def _plan(job: Job, steps: range, rank: int, mode: Mode) -> RankWindow:
     order, position, batch, ranks, homes = job
     return plan_window(order, position, batch, steps, lambda s: homes[s], ranks, rank, mode)

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.errors import UsageError
+from dlio.loader.shuffle.windows import windows_of
 from dlio.plan.epoch import EpochPlan, GlobalPlan, check_shares, plan_epoch
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order, share
-from dlio.plan.schedule import Ranks, Window, steps_in_epoch
-from dlio.plan.shares import Shares, checked_shares, fastest_shares
-from dlio.shuffle.windows import windows_of
+from dlio.plan.rank_shares import RankShares, checked_shares, fastest_shares
+from dlio.plan.schedule import RankNodes, RankWindow, steps_in_epoch
 
 counts = st.lists(st.integers(1, 50), min_size=1, max_size=8).map(tuple)
 seconds = st.floats(1e-5, 10.0)
@@ -23,7 +23,7 @@ seconds = st.floats(1e-5, 10.0)
 def test_a_step_of_any_size_is_dealt_once_and_in_proportion(
     samples: tuple[int, ...], count: int
 ) -> None:
-    shares = Shares(samples)
+    shares = RankShares(samples)
     parts = [shares.part(count, rank) for rank in range(len(samples))]
     assert list(chain(*parts)) == list(range(count))
     for part, most in zip(parts, samples, strict=True):
@@ -37,7 +37,7 @@ def test_a_step_of_any_size_is_dealt_once_and_in_proportion(
 
 @given(st.integers(1, 20), st.integers(1, 9), st.integers(0, 200))
 def test_equal_shares_are_the_even_ones(batch: int, ranks: int, count: int) -> None:
-    shares = Shares.even(batch, ranks)
+    shares = RankShares.even(batch, ranks)
     for rank in range(ranks):
         assert shares.part(count, rank) == share(count, ranks, rank)
 
@@ -49,7 +49,7 @@ def epochs(draw: st.DrawFn) -> EpochPlan:
     cuts = draw(st.lists(st.integers(1, n), max_size=12))
     layout = Layout(np.unique([0, n, *cuts]).astype(np.int64), Order(n, 99))
     nodes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
-    ranks = Ranks(np.repeat(np.arange(len(nodes)), nodes).astype(np.int32))
+    ranks = RankNodes(np.repeat(np.arange(len(nodes)), nodes).astype(np.int32))
     batch = draw(st.integers(1, 9))
     cost = draw(st.lists(seconds, min_size=ranks.size, max_size=ranks.size))
     shares = fastest_shares(batch * ranks.size, [0.0] * ranks.size, cost)
@@ -71,7 +71,7 @@ def _of(plan: EpochPlan, mode: str, rank: int) -> EpochPlan:
 @settings(max_examples=150, deadline=None)
 @given(epochs(), st.sampled_from(["batch", "global", "many nodes"]))
 def test_plans_with_shares_agree_and_give_each_sample_once(plan: EpochPlan, mode: str) -> None:
-    def window(rank: int) -> Window:
+    def window(rank: int) -> RankWindow:
         if mode == "many nodes":
             return GlobalPlan(_of(plan, "global", rank)).window(range(plan.steps))
         return plan_epoch(_of(plan, mode, rank)).window(range(plan.steps))

@@ -16,9 +16,9 @@ import dlio
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Value
 from dlio.errors import DecodeError, SourceError
-from dlio.image.masks import decode_mask, draw_instance
+from dlio.image.segmentation_masks import decode_mask, draw_instance
 from dlio.testing import ReaderTests
-from dlio_readers.annotated import mirrored_pairs
+from dlio_readers.annotations import mirrored_pairs
 from tests.loader.targets_data import drawn, painted, write, write_coco, write_masks, write_yolo
 
 ROWS = drawn(11, 24, boxes=2)

@@ -13,7 +13,7 @@ import dlio
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
 from dlio_readers.arrow import ArrowReader
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 
 
 @pytest.fixture(autouse=True)

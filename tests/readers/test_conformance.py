@@ -19,7 +19,7 @@ import zarr
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Value
 from dlio.testing import ReaderTests
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 from tests.readers import tfrecords
 
 COUNT = 60

@@ -19,7 +19,7 @@ import dlio
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
 from dlio_readers.files import FilesReader
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 
 Volume = npt.NDArray[Any]
 

@@ -15,9 +15,9 @@ import pytest
 
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 from dlio_staging.stage import stage
-from dlio_staging.stageplan import StageOptions
+from dlio_staging.stage_plan import StageOptions
 from dlio_staging.verify import verify
 
 pytest.importorskip("s3fs", reason="S3 is read through s3fs: pip install 'dlio[s3]'")

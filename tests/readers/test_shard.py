@@ -19,7 +19,7 @@ from dlio.data.reader import Reader, open_reader
 from dlio.errors import CorruptBlock, SourceError, TierFull, UsageError
 from dlio_readers.folder import FolderReader
 from dlio_readers.shard import ShardReader
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 from dlio_staging.verify import verify
 
 FullDisk = Callable[[int], AbstractContextManager[None]]

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 import dlio
 from dlio.data.source import File
 from dlio.errors import CorruptBlock, DlioError, SourceError, UsageError
-from dlio.storage.places import find_place
+from dlio.storage.file_system_kind import file_system_of
 from dlio_readers.tfexample import count_of, features_of, floats_of, ints_of
 from dlio_readers.tfframes import WholeRecord, masked
 from dlio_readers.tfrecord import TfRecordReader
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 from tests.readers.tfrecords import Values, example, sequence_example, write
 
 
@@ -179,8 +179,8 @@ def test_files_of_a_network_are_scanned_side_by_side_and_agree(
 
     monkeypatch.setattr(File, "read", seen)
     with monkeypatch.context() as patch:
-        place = find_place(str(tmp_path))
-        patch.setattr("dlio_readers.concurrent.find_place", lambda _: replace(place, kind="nfs"))
+        place = file_system_of(str(tmp_path))
+        patch.setattr("dlio_readers.concurrency.find_place", lambda _: replace(place, kind="nfs"))
         networked = TfRecordReader(str(tmp_path))
     assert any(name.startswith("dlio-ask") for name in threads)
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "other"))

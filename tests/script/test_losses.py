@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dlio.errors import UsageError
-from dlio.script.options import RunOptions
+from dlio.integrations.script.run_options import RunOptions
 
 HERE = Path(__file__).parent
 ENDING, COUNTING = HERE / "losses" / "ending.py", HERE / "losses" / "counting.py"

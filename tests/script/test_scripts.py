@@ -276,7 +276,7 @@ def test_groups_of_parameters_do_not_hold_messages_back(tmp_path: Path) -> None:
     script.write_text(
         """
 import torch
-from dlio.train.exchange.sums import AllreduceSum
+from dlio.exchange.sums import AllreduceSum
 model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(6)))
 groups = [{"params": [p for p in model.parameters() if p.dim() == d]} for d in (2, 1)]
 optimizer = torch.optim.SGD(groups, lr=0.1)

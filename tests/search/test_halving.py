@@ -6,17 +6,17 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.search.halving import Course, Halving
+from dlio.features.search.successive_halving import SuccessiveHalving, TrialCourse
 
 
-def ended(halving: Halving, values: list[list[float]], order: list[int]) -> list[int]:
+def ended(halving: SuccessiveHalving, values: list[list[float]], order: list[int]) -> list[int]:
     """Return the epochs that each trial trains; `order` says who trains an epoch next."""
     done = [0] * len(values)
     stopped: set[int] = set()
 
-    def courses() -> dict[int, Course]:
+    def courses() -> dict[int, TrialCourse]:
         return {
-            k: Course(values[k][: done[k]], k in stopped or done[k] == halving.epochs)
+            k: TrialCourse(values[k][: done[k]], k in stopped or done[k] == halving.epochs)
             for k in range(len(values))
         }
 
@@ -40,7 +40,7 @@ def ended(halving: Halving, values: list[list[float]], order: list[int]) -> list
 def test_decisions_do_not_depend_on_the_order_in_which_trials_run(
     values: list[list[float]], random: Random, brackets: int
 ) -> None:
-    halving = Halving(9, 1, 3, brackets)
+    halving = SuccessiveHalving(9, 1, 3, brackets)
     order = list(range(len(values)))
     first = ended(halving, values, order)
     shuffled = random.sample(order, len(order))
@@ -48,23 +48,23 @@ def test_decisions_do_not_depend_on_the_order_in_which_trials_run(
 
 
 def test_a_trial_goes_on_if_it_is_among_the_best_third() -> None:
-    halving = Halving(9, 1, 3)
-    courses = {k: Course([value], True) for k, value in enumerate([5.0, 1, 4, 3, 2, 6, 4.5])}
+    halving = SuccessiveHalving(9, 1, 3)
+    courses = {k: TrialCourse([value], True) for k, value in enumerate([5.0, 1, 4, 3, 2, 6, 4.5])}
     decisions = [halving.goes_on(k, 1, courses) for k in courses]
     # The best of up to five; the two best of six and more.
     assert decisions == [True, False, False, False, False, True, False]
-    assert halving.goes_on(1, 2, {1: Course([1, 1], False)})
+    assert halving.goes_on(1, 2, {1: TrialCourse([1, 1], False)})
     assert halving.looks(0) == [1, 3]
 
 
 def test_a_value_that_is_not_a_number_never_goes_on() -> None:
-    assert not Halving(9).goes_on(0, 1, {0: Course([-math.inf], False)})
+    assert not SuccessiveHalving(9).goes_on(0, 1, {0: TrialCourse([-math.inf], False)})
 
 
 def test_a_trial_waits_for_lower_numbers_of_its_bracket_alone() -> None:
-    halving = Halving.hyperband(9, 1, 3)
+    halving = SuccessiveHalving.hyperband(9, 1, 3)
     assert (halving.brackets, halving.looks(0), halving.looks(1)) == (2, [1, 3], [3])
-    running, mine = Course([], False), Course([1.0], False)
+    running, mine = TrialCourse([], False), TrialCourse([1.0], False)
     assert halving.goes_on(2, 1, {0: running, 1: running, 2: mine}) is None
-    assert halving.goes_on(2, 1, {0: Course([], True), 1: running, 2: mine})
+    assert halving.goes_on(2, 1, {0: TrialCourse([], True), 1: running, 2: mine})
     assert halving.goes_on(0, 1, {0: mine, 1: running})

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from dlio.errors import UsageError
-from dlio.search.objectives import Objective
-from dlio.search.sampling import Choice, Sampling, quiet_optuna
-from dlio.search.space import Axis, Point
-from dlio.search.study import Epoch, Study
+from dlio.features.search.objectives import Objective
+from dlio.features.search.parameter_sampler import ParameterSampler, TrialParameters, quiet_optuna
+from dlio.features.search.search_space import Point, SearchParameter
+from dlio.features.search.study import Study, TrialEpoch
 
 quiet_optuna()
 AXES = (
-    Axis("lr", (), 1e-4, 1e-1, is_log=True),
-    Axis("momentum", (), 0, 1),
-    Axis("exchange", ("allreduce", "gossip")),
+    SearchParameter("lr", (), 1e-4, 1e-1, is_log=True),
+    SearchParameter("momentum", (), 0, 1),
+    SearchParameter("exchange", ("allreduce", "gossip")),
 )
 GOALS = (Objective("val_accuracy", is_minimised=False),)
 FIRST = {"lag": 3}
@@ -22,7 +22,7 @@ FIRST = {"lag": 3}
 
 def _points(folder: Path, sampler: str, trials: int, reopen: bool, sign: int = 1) -> list[Point]:
     """Run a search whose results are a function of the parameters; return all parameters."""
-    sampling = Sampling(sampler, AXES, 7, 3, ["maximize"])
+    sampling = ParameterSampler(sampler, AXES, 7, 3, ["maximize"])
     study = Study(str(folder), AXES, GOALS, {}, FIRST)
     for number in range(trials):
         if reopen:
@@ -31,7 +31,7 @@ def _points(folder: Path, sampler: str, trials: int, reopen: bool, sign: int = 1
         known = study.frozen(sampling.known(number))
         record = study.add(sampling.choose(number, known))
         value = sign * float(record.point["momentum"])
-        study.report(record, 0, Epoch((value,)))
+        study.report(record, 0, TrialEpoch((value,)))
         study.end(record, "complete")
     points = [record.point for record in study.records]
     study.close()
@@ -54,22 +54,22 @@ def test_results_are_used(tmp_path: Path, sampler: str) -> None:
 
 
 def test_a_choice_needs_only_trials_that_precede_it_by_the_lag() -> None:
-    tpe = Sampling("tpe", AXES, 0, 4, ["maximize"])
+    tpe = ParameterSampler("tpe", AXES, 0, 4, ["maximize"])
     # Until ten are known, choices are random.
     assert [tpe.known(number) for number in (0, 12, 13, 14)] == [0, 0, 10, 11]
-    assert Sampling("random", AXES, 0, 4, ["maximize"]).known(99) == 0
+    assert ParameterSampler("random", AXES, 0, 4, ["maximize"]).known(99) == 0
 
 
 def test_a_grid_is_tried_in_its_order() -> None:
-    axes = (Axis("a", (1, 2)), Axis("b", ("x", "y")))
-    grid = Sampling("grid", axes, 0, 1, ["maximize"])
+    axes = (SearchParameter("a", (1, 2)), SearchParameter("b", ("x", "y")))
+    grid = ParameterSampler("grid", axes, 0, 1, ["maximize"])
     assert grid.most == 4
     assert [grid.choose(k, []).point for k in (0, 3)] == [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
 
 
 def test_cmaes_needs_two_ranges() -> None:
     with pytest.raises(UsageError, match="two ranges"):
-        Sampling("cmaes", AXES[1:], 0, 1, ["maximize"])
+        ParameterSampler("cmaes", AXES[1:], 0, 1, ["maximize"])
 
 
 def test_two_searches_on_one_folder_are_refused_and_so_are_other_options(tmp_path: Path) -> None:
@@ -87,15 +87,15 @@ def test_two_searches_on_one_folder_are_refused_and_so_are_other_options(tmp_pat
 def test_a_journal_whose_last_line_is_torn_goes_on(tmp_path: Path) -> None:
     point: Point = {"lr": 0.01, "momentum": 0.5, "exchange": "gossip"}
     with Study(str(tmp_path), AXES, GOALS, {}, FIRST) as study:
-        record = study.add(Choice(point, {}))
-        study.report(record, 0, Epoch((0.25,), 7))
-        study.report(record, 0, Epoch((0.5,), 9))  # Told again: the first one stays.
+        record = study.add(TrialParameters(point, {}))
+        study.report(record, 0, TrialEpoch((0.25,), 7))
+        study.report(record, 0, TrialEpoch((0.5,), 9))  # Told again: the first one stays.
     with open(tmp_path / "journal.log", "ab") as file:
         file.write(b'{"op_code": 8, "wor')
     with Study(str(tmp_path), AXES, GOALS, {}, FIRST) as study:
         (record,) = study.records
         assert (record.point, record.state) == (point, "running")
-        assert record.epochs == [Epoch((0.25,), 7)]
+        assert record.epochs == [TrialEpoch((0.25,), 7)]
         study.end(record, "complete")
     with Study(str(tmp_path), AXES, GOALS, {}, FIRST) as study:
         assert [each.state for each in study.records] == ["complete"]
@@ -107,7 +107,9 @@ def test_the_best_of_several_objectives_are_those_that_none_dominates(tmp_path: 
     rows = [(0.5, 2.0), (0.6, 2.0), (0.4, 1.0), (0.6, 3.0)]
     with Study(str(tmp_path), AXES, goals, {}, FIRST) as study:
         for row in rows:
-            record = study.add(Choice({"lr": 0.01, "momentum": 0.5, "exchange": "gossip"}, {}))
-            study.report(record, 0, Epoch(row))
+            record = study.add(
+                TrialParameters({"lr": 0.01, "momentum": 0.5, "exchange": "gossip"}, {})
+            )
+            study.report(record, 0, TrialEpoch(row))
             study.end(record, "complete")
         assert [record.number for record in study.best()] == [1, 2]

@@ -3,8 +3,8 @@
 import pytest
 
 from dlio.errors import UsageError
-from dlio.search.space import (
-    Axis,
+from dlio.features.search.search_space import (
+    SearchParameter,
     filled_in,
     grid_of,
     parse_space,
@@ -30,12 +30,12 @@ def test_ranges_and_lists_have_the_types_of_their_options() -> None:
         RUN,
     )
     assert axes == (
-        Axis("lr", (), 1e-4, 1e-1, is_log=True),
-        Axis("batch-size", (), 16, 64, is_integer=True),
-        Axis("exchange", ("allreduce", "diloco(32,rate=0.7)")),
-        Axis("model.width", (), 8, 32, is_integer=True),
-        Axis("ema", (0.9, 0.99)),
-        Axis("skip-samples", (True, False)),
+        SearchParameter("lr", (), 1e-4, 1e-1, is_log=True),
+        SearchParameter("batch-size", (), 16, 64, is_integer=True),
+        SearchParameter("exchange", ("allreduce", "diloco(32,rate=0.7)")),
+        SearchParameter("model.width", (), 8, 32, is_integer=True),
+        SearchParameter("ema", (0.9, 0.99)),
+        SearchParameter("skip-samples", (True, False)),
     )
 
 
@@ -86,7 +86,10 @@ def test_a_grid_has_all_combinations_and_refuses_real_ranges() -> None:
 def test_a_scripts_arguments_and_parameters_have_to_name_each_other() -> None:
     words = ["train.py", "--lr={lr}", "{n}"]
     axes = parse_words(["lr=0.1,x", "n=1..3"], words)
-    assert axes == (Axis("lr", (0.1, "x")), Axis("n", (), 1, 3, is_integer=True))
+    assert axes == (
+        SearchParameter("lr", (0.1, "x")),
+        SearchParameter("n", (), 1, 3, is_integer=True),
+    )
     assert filled_in(words, {"lr": 0.1, "n": 2}) == ["train.py", "--lr=0.1", "2"]
     with pytest.raises(UsageError, match="do not use it"):
         parse_words(["lr=1,2", "n=1..3", "m=1,2"], words)

@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.shuffle.wire import (
+from dlio.loader.shuffle.sample_message import (
     MessageMemory,
     message_bytes,
     pack_message,

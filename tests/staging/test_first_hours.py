@@ -10,15 +10,15 @@ import pytest
 from PIL import Image
 
 import dlio
-from dlio.cli.cache import Cleaning, Shown, clean, list_entries
-from dlio.cli.ls import Listing
+from dlio.cli.cache_command import CacheCleanOptions, CacheListOptions, clean, list_entries
+from dlio.cli.ls import ListOptions
 from dlio.cli.ls import command as ls
 from dlio.data.index import open_cache
-from dlio.storage.known import known_roots, remember_root
-from dlio_staging.manage import Status, describe_status, status
+from dlio.storage.known_folders import known_roots, remember_root
+from dlio_staging.manage import StatusOptions, describe_status, status
 from dlio_staging.stage import stage
-from dlio_staging.stageplan import StageOptions
-from dlio_staging.verify import Verification
+from dlio_staging.stage_plan import StageOptions
+from dlio_staging.verify import VerifyOptions
 from dlio_staging.verify import command as verify
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_status_finds_what_was_staged(
 ) -> None:
     tier = _tier(tmp_path, "some place")
     stage(str(pictures), StageOptions(tiers=f"{tier}:64MB"))
-    status(Status())
+    status(StatusOptions())
     shown = capsys.readouterr().out
     assert str(tier) in shown
     assert str(pictures) in shown
@@ -97,10 +97,10 @@ def test_the_list_of_another_user_is_not_believed(
 def test_one_damaged_file_is_named_on_the_line(pictures: Path) -> None:
     (pictures / "a" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
     with pytest.raises(dlio.CorruptBlock, match=r"1 damaged \(.*1\.png.*\): restore or remove it"):
-        verify(Verification(str(pictures)))
+        verify(VerifyOptions(str(pictures)))
     (pictures / "b" / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
     with pytest.raises(dlio.CorruptBlock, match="2 damaged: restore or remove them"):
-        verify(Verification(str(pictures)))
+        verify(VerifyOptions(str(pictures)))
 
 
 def test_names_are_escaped(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,10 +108,10 @@ def test_names_are_escaped(pictures: Path, capsys: pytest.CaptureFixture[str]) -
     (pictures / "a").rename(pictures / "a\x1b]0;owned\x07")
     (pictures / "b" / "0.png").rename(pictures / "b" / "\x1b[2J.png")
     pictures.rename(evil)
-    ls(Listing(str(evil)))
+    ls(ListOptions(str(evil)))
     (evil / "b" / "\x1b[2J.png").write_bytes(b"damaged")
     with pytest.raises(dlio.CorruptBlock) as error:
-        verify(Verification(str(evil)))
+        verify(VerifyOptions(str(evil)))
     shown = capsys.readouterr().out + str(error.value)
     assert "\\x1b" in shown
     assert "\x1b" not in shown
@@ -138,12 +138,12 @@ def test_the_cache_is_listed_and_cleaned(
     (cache / "mine.txt").write_text("not dlio's")
     (cache / "my folder").mkdir()
     (cache / "my folder" / "file").write_text("not dlio's")
-    list_entries(Shown())
+    list_entries(CacheListOptions())
     shown = capsys.readouterr().out
     assert "folder." in shown
-    clean(Cleaning(older=1.0))
+    clean(CacheCleanOptions(older=1.0))
     assert "removed 0 indexes" in capsys.readouterr().out
-    clean(Cleaning())
+    clean(CacheCleanOptions())
     assert "removed 1 indexes" in capsys.readouterr().out
     assert (cache / "my folder" / "file").exists()
     assert (cache / "mine.txt").exists()
@@ -156,5 +156,5 @@ def test_old_indexes_are_chosen(pictures: Path, cache: Path) -> None:
     (index,) = (each for each in cache.iterdir() if each.is_dir())
     long_ago = time.time() - 3 * 86400
     os.utime(index, (long_ago, long_ago))
-    clean(Cleaning(older=2.0))
+    clean(CacheCleanOptions(older=2.0))
     assert not index.exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio_staging.writers import WRITERS
+from dlio_staging.pack_writers import WRITERS
 
 pytestmark = pytest.mark.cold
 ROOT = Path(__file__).resolve().parents[2]

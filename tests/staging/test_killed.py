@@ -11,8 +11,8 @@ import pytest
 
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError
-from dlio_staging.packing import pack
-from dlio_staging.processes import in_processes
+from dlio_staging.pack_folder import pack
+from dlio_staging.pipe_workers import in_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = Path("/dev/shm")

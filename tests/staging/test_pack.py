@@ -18,13 +18,13 @@ import dlio
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import DTYPES, ENCODED, TEXTS, Schema, array_kind
 from dlio.errors import TierFull, UsageError
-from dlio.image.decode import decode_whole
+from dlio.image.decoder import decode_whole
 from dlio.image.jpeg import parse_frame
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.folders import MARK
-from dlio_staging.packing import pack, packed_path
-from dlio_staging.packplan import PackOptions
+from dlio_staging.pack_folder import pack, packed_path
+from dlio_staging.pack_plan import PackOptions
 from tests.conftest import FullDisk, MpiRun
 
 FORMATS = ("native", "tar", "hdf5", "zarr")

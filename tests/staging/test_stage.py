@@ -16,14 +16,14 @@ import pytest
 import dlio
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, TierError, UsageError
-from dlio.storage.inventory import Use, evict, make_room, set_pinned, stored_data
+from dlio.storage.inventory import DatasetUse, evict, make_room, set_pinned, stored_data
 from dlio.storage.manifest import NAME, Manifest, read_manifest
-from dlio.util.named import open_folder
-from dlio.util.opening import closing_descriptor
+from dlio.util.trusted_files import closing_descriptor
+from dlio.util.user_folders import open_folder
 from dlio_staging.manage import find_roots
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 from dlio_staging.stage import stage
-from dlio_staging.stageplan import StageOptions
+from dlio_staging.stage_plan import StageOptions
 from dlio_staging.verify import verify
 from tests.conftest import MpiRun, in_time, is_running
 
@@ -221,7 +221,7 @@ def test_healing_from_another_data_set_is_refused(
 def test_a_data_set_in_use_or_pinned_is_not_evicted(pictures: Path, scratch: Path) -> None:
     root = str(scratch)
     done = stage(str(pictures), _options(scratch))
-    use = Use(root, done.fingerprint, {})
+    use = DatasetUse(root, done.fingerprint, {})
     with pytest.raises(TierError, match="in use by job"):
         evict(root, done.fingerprint)
     use.close()
@@ -378,7 +378,7 @@ def test_wrong_usage_is_refused_in_one_line(pictures: Path, scratch: Path, tmp_p
 
 
 def test_a_killed_staging_process_ends_its_command_with_the_same_status() -> None:
-    body = "import os; from dlio_staging.abandon import abandonable; abandonable(); "
+    body = "import os; from dlio_staging.hung_source import abandonable; abandonable(); "
     body += "os.kill(os.getpid(), 9)"
     done = subprocess.run(
         [sys.executable, "-c", body], capture_output=True, text=True, timeout=120, check=False

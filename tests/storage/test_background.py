@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlio.storage.background import Background
+from dlio.storage.background import BackgroundLimit
 
 
 class Clock:
@@ -12,7 +12,7 @@ class Clock:
         return self.now
 
 
-def _requests(clock: Clock, background: Background, seconds: float, computed_s: float) -> int:
+def _requests(clock: Clock, background: BackgroundLimit, seconds: float, computed_s: float) -> int:
     """Number of requests that begin in some seconds while somebody waits for others."""
     count, end = 0, clock.now + seconds
     while clock.now < end:
@@ -30,7 +30,7 @@ def _requests(clock: Clock, background: Background, seconds: float, computed_s: 
 @pytest.mark.parametrize("computed_s", [0.001, 0.02])
 def test_it_takes_a_quarter_of_a_processor(computed_s: float) -> None:
     clock = Clock()
-    background = Background(clock)
+    background = BackgroundLimit(clock)
     _requests(clock, background, 1.0, computed_s)  # It learns the cost of a request.
     count = _requests(clock, background, 10.0, computed_s)
     assert count * computed_s == pytest.approx(2.5, rel=0.05)
@@ -38,7 +38,7 @@ def test_it_takes_a_quarter_of_a_processor(computed_s: float) -> None:
 
 def test_without_anybody_who_waits_nothing_is_limited() -> None:
     clock = Clock()
-    background = Background(clock)
+    background = BackgroundLimit(clock)
     for _ in range(20):
         assert background.delay() == 0.0
         background.begins()
@@ -51,7 +51,7 @@ def test_without_anybody_who_waits_nothing_is_limited() -> None:
 
 def test_a_quarter_of_the_requests_in_flight() -> None:
     clock = Clock()
-    background = Background(clock)
+    background = BackgroundLimit(clock)
     for _ in range(3):
         assert background.has_room(4)  # Nobody waits.
         background.begins()

@@ -12,7 +12,7 @@ from dlio.data.schema import IMAGE_LABEL, Schema
 from dlio.errors import CorruptBlock
 from dlio.storage.block import read_info
 from dlio.storage.block_format import aligned, block_sizes, encode_block
-from dlio.storage.scratch import Scratch
+from dlio.storage.scratch import PayloadScratch
 
 FINGERPRINT = "0123456789abcdef" * 2
 
@@ -30,7 +30,7 @@ def _read(path: Path, data: bytes) -> list[bytes]:
     try:
         info = read_info(descriptor, str(path))
         assert (info.block, info.fingerprint, info.schema) == (7, FINGERPRINT, IMAGE_LABEL)
-        scratch = Scratch()
+        scratch = PayloadScratch()
         return [bytes(info.read(descriptor, place, scratch)) for place in range(len(info))]
     finally:
         os.close(descriptor)
@@ -114,7 +114,7 @@ def test_an_error_names_file_block_sample_and_remedy(tmp_path: Path) -> None:
 
 
 def test_scratch_keeps_earlier_payloads_from_being_resized() -> None:
-    scratch = Scratch()
+    scratch = PayloadScratch()
     small = scratch.view(10)
     small[:] = b"0123456789"
     large = scratch.view(1 << 20)

@@ -9,20 +9,24 @@ import pytest
 
 import dlio
 from dlio.comm import world
+from dlio.data.file_ranges import open_ranges
 from dlio.data.flow import Flow
-from dlio.data.held import open_ranges
 from dlio.data.reader import open_reader
 from dlio.storage import large, mount
-from dlio.storage.intake import Intake
-from dlio.storage.places import Place
+from dlio.storage.file_system_kind import FileSystemKind
+from dlio.storage.source_requests import SourceRequests
 
-NETWORK = Place("", "fuse", "fuse", "/")
-DISK = Place("", "disk", "ext4", "/")
+NETWORK = FileSystemKind("", "fuse", "fuse", "/")
+DISK = FileSystemKind("", "disk", "ext4", "/")
 
 
 @pytest.fixture
 def networked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("dlio.storage.intake", "dlio.storage.mount", "dlio_readers.concurrent"):
+    for module in (
+        "dlio.storage.source_requests",
+        "dlio.storage.mount",
+        "dlio_readers.concurrency",
+    ):
         monkeypatch.setattr(f"{module}.find_place", lambda _: NETWORK)
 
 
@@ -55,7 +59,7 @@ def test_a_large_sample_is_read_in_parts_through_one_opening(
         return open_ranges(file)
 
     monkeypatch.setattr(large, "open_ranges", counted)
-    with Intake(reader, 8) as intake:
+    with SourceRequests(reader, 8) as intake:
         original = intake.map
 
         def seen(function: Any, items: Any, block: int) -> Any:

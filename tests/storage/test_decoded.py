@@ -9,8 +9,8 @@ import pytest
 
 import dlio
 from dlio.errors import UsageError
-from dlio.storage.decoded import DecodedTier
-from dlio.storage.spec import TierSpec, decoded_spec, parse_tiers
+from dlio.storage.decoded_tier import DecodedTier
+from dlio.storage.tier_spec import TierSpec, decoded_spec, parse_tiers
 
 _Pixels = npt.NDArray[np.uint8]
 

@@ -15,13 +15,13 @@ from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
-from dlio.storage.background import Background
+from dlio.storage.background import BackgroundLimit
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.pieces import Pieces
+from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.sample_fill import SampleFiller
-from dlio.storage.spec import TierSpec
-from dlio.storage.targets import Pins
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
+from dlio.storage.tier_targets import PinnedTiers
 from tests.conftest import in_time, is_running
 
 N = 120
@@ -85,7 +85,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def hierarchy(reader: Waiting, capacity: int = 1 << 20) -> Hierarchy:
         tier = Tier(TierSpec("disk", str(tmp_path), capacity), "d", "n")
         pinned = np.where(np.arange(reader.layout.blocks) == 3, -1, 0).astype(np.int8)
-        made.append(Hierarchy(reader, [tier], Pins(pinned), fill_timeout_s=30))
+        made.append(Hierarchy(reader, [tier], PinnedTiers(pinned), fill_timeout_s=30))
         return made[-1]
 
     yield hierarchy
@@ -130,13 +130,13 @@ def test_a_sample_is_handed_over_before_its_tier_has_it(
 ) -> None:
     reader, written = Waiting(), threading.Event()
     hierarchy = make(reader)
-    add = Pieces.add
+    add = PartialBlocks.add
 
-    def slow(self: Pieces, block: int, samples: Mapping[int, Buffer]) -> bool:
+    def slow(self: PartialBlocks, block: int, samples: Mapping[int, Buffer]) -> bool:
         assert written.wait(60)
         return add(self, block, samples)
 
-    monkeypatch.setattr(Pieces, "add", slow)
+    monkeypatch.setattr(PartialBlocks, "add", slow)
     sample = _pinned(hierarchy)[5]
     assert _take(hierarchy, sample) == "source"
     assert hierarchy.missing() > 0
@@ -311,7 +311,7 @@ def test_closing_ends_those_who_wait_for_a_source_that_hangs(make: Make) -> None
 def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
     reader = Waiting()
     with Tier(TierSpec("disk", str(tmp_path), 1 << 20), "d", "n") as tier:
-        one, two = Pieces(tier, reader), Pieces(tier, reader)
+        one, two = PartialBlocks(tier, reader), PartialBlocks(tier, reader)
         assert one.claim([7]) == [7]
         assert two.claim([6, 7, 8]) == [6, 8]
         one.close()
@@ -340,7 +340,9 @@ def test_few_samples_are_read_ahead_of_need_as_long_as_others_are_taken(
 ) -> None:
     """All batches of a pass may have been announced long before they are taken."""
     now = 0.0
-    monkeypatch.setattr("dlio.storage.gather.Background", lambda: Background(lambda: now))
+    monkeypatch.setattr(
+        "dlio.storage.sample_fetcher.Background", lambda: BackgroundLimit(lambda: now)
+    )
     reader = Waiting(requests=8)
     reader.flow.raise_to(8)
     hierarchy = make(reader)

@@ -16,13 +16,13 @@ from dlio.data.schema import IMAGE_LABEL
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.arrivals import Arrivals
-from dlio.storage.fill import Filler, blocks_in_order
+from dlio.storage.block_fetcher import BlockFetcher
+from dlio.storage.block_filler import BlockFiller, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.intake import Intake
-from dlio.storage.spec import TierSpec
-from dlio.storage.targets import Pins
+from dlio.storage.source_requests import SourceRequests
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
+from dlio.storage.tier_targets import PinnedTiers
 from tests.conftest import in_time
 
 N = 400
@@ -81,7 +81,7 @@ def make(tmp_path: Path) -> Make:
             for name in ("fast", "slow")
         ]
         pinned = (np.arange(reader.layout.blocks) % 3 - 1).astype(np.int8)  # -1, 0, 1, -1 ...
-        return Hierarchy(reader, tiers, Pins(pinned))
+        return Hierarchy(reader, tiers, PinnedTiers(pinned))
 
     return hierarchy
 
@@ -122,7 +122,7 @@ def test_processes_of_a_node_share_blocks_and_work(make: Make) -> None:
         def blocks() -> Iterator[int]:
             return blocks_in_order(reader.layout, order, wanted)
 
-        with Filler(one, blocks) as first, Filler(two, blocks) as second:
+        with BlockFiller(one, blocks) as first, BlockFiller(two, blocks) as second:
             assert first.join(60)
             assert second.join(60)
         assert one.missing() == two.missing() == 0
@@ -238,8 +238,8 @@ def _two_jobs(reader: MemoryReader, folder: Path) -> list[Hierarchy]:
     jobs = []
     for _ in range(2):
         tier = Tier(TierSpec("disk", str(folder), 1 << 30), "x", fingerprint=reader.fingerprint)
-        pins = Pins(np.zeros(reader.layout.blocks, np.int8))
-        jobs.append(Hierarchy(reader, [tier], pins, intake=Intake(reader, 4)))
+        pins = PinnedTiers(np.zeros(reader.layout.blocks, np.int8))
+        jobs.append(Hierarchy(reader, [tier], pins, intake=SourceRequests(reader, 4)))
     return jobs
 
 
@@ -253,7 +253,7 @@ def test_a_first_batch_is_read_before_its_blocks_and_nothing_twice(tmp_path: Pat
 
     def fill(job: Hierarchy, seed: int) -> None:
         order = Order(N, seed)
-        fillers.append(Filler(job, lambda: blocks_in_order(reader.layout, order, blocks)))
+        fillers.append(BlockFiller(job, lambda: blocks_in_order(reader.layout, order, blocks)))
 
     for seed, job in enumerate(jobs):
         job.hurry(batches[seed], functools.partial(fill, job, seed))
@@ -315,17 +315,17 @@ def test_a_patient_reader_does_not_give_up_with_an_impatient_one(
     mine, others = _two_jobs(reader, tmp_path)
     tier = others.tiers[others.pins.tier[0]]
     assert tier.claim(0)
-    fill_or_wait = Arrivals._fill_or_wait
+    fill_or_wait = BlockFetcher._fill_or_wait
     trying, released = threading.Event(), threading.Event()
 
-    def slowly(arrivals: Arrivals, block: int, there: int, timeout_s: float | None) -> bool:
+    def slowly(arrivals: BlockFetcher, block: int, there: int, timeout_s: float | None) -> bool:
         filled = fill_or_wait(arrivals, block, there, timeout_s)
         if timeout_s == 0:
             trying.set()
             released.wait(60)
         return filled
 
-    monkeypatch.setattr(Arrivals, "_fill_or_wait", slowly)
+    monkeypatch.setattr(BlockFetcher, "_fill_or_wait", slowly)
     impatient = threading.Thread(target=lambda: mine.fill(0, timeout_s=0))
     impatient.start()
     assert trying.wait(60)

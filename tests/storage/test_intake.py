@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dlio.data.reader import open_reader
-from dlio.storage.intake import Intake, piece_bytes
-from dlio.storage.places import Place
-from dlio_staging.packing import pack
+from dlio.storage.file_system_kind import FileSystemKind
+from dlio.storage.source_requests import SourceRequests, piece_bytes
+from dlio_staging.pack_folder import pack
 
 
 class _Counted:
@@ -35,9 +35,9 @@ def test_on_lustre_no_request_touches_two_stripes(
     np.save(tmp_path / "volumes.npy", np.arange(5 << 19, dtype=np.int32).reshape(2, -1))
     pack(str(tmp_path / "volumes.npy"), str(tmp_path / "shards"), compress="none")
     reader = _Counted(open_reader(str(tmp_path / "shards")))
-    place = Place(str(tmp_path), "lustre", "lustre", "/", 4, stripe)
-    monkeypatch.setattr("dlio.storage.intake.find_place", lambda _: place)
-    with Intake(reader, 4) as intake:
+    place = FileSystemKind(str(tmp_path), "lustre", "lustre", "/", 4, stripe)
+    monkeypatch.setattr("dlio.storage.source_requests.find_place", lambda _: place)
+    with SourceRequests(reader, 4) as intake:
         for block in range(len(reader.block_bytes)):
             with intake.block(block) as read:
                 assert sum(len(memoryview(piece)) for piece in read.pieces) == read.source_bytes

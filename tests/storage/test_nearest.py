@@ -8,11 +8,11 @@ import pytest
 import dlio
 from dlio.plan.layout import Layout
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.spec import TierSpec
-from dlio.storage.targets import Pins
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
+from dlio.storage.tier_targets import PinnedTiers
 from dlio_staging.stage import stage
-from dlio_staging.stageplan import StageOptions
+from dlio_staging.stage_plan import StageOptions
 from tests.storage.test_hierarchy import MemoryReader, N
 
 
@@ -27,7 +27,9 @@ def _tiers(tmp_path: Path) -> list[Tier]:
 def _fill(reader: MemoryReader, tmp_path: Path, tier: int) -> None:
     """Have all blocks in one tier only."""
     blocks = reader.layout.blocks
-    with Hierarchy(reader, _tiers(tmp_path), Pins(np.full(blocks, tier, np.int8))) as hierarchy:
+    with Hierarchy(
+        reader, _tiers(tmp_path), PinnedTiers(np.full(blocks, tier, np.int8))
+    ) as hierarchy:
         assert all(hierarchy.fill(block) for block in range(blocks))
     reader.reads[:] = 0
 
@@ -52,7 +54,7 @@ def test_a_block_that_any_tier_has_is_not_read_from_the_source(
     _fill(reader, tmp_path, tier)
     blocks = reader.layout.blocks
     pins = np.arange(blocks) % 3 - 1 if pinned is None else np.full(blocks, pinned)
-    with Hierarchy(reader, _tiers(tmp_path), Pins(pins.astype(np.int8))) as hierarchy:
+    with Hierarchy(reader, _tiers(tmp_path), PinnedTiers(pins.astype(np.int8))) as hierarchy:
         hierarchy.hurry(np.arange(64), lambda: None)
         _read_all(hierarchy)
         _read_all(hierarchy)
@@ -79,7 +81,7 @@ def test_a_damaged_block_of_a_slower_tier_is_read_from_the_source(tmp_path: Path
     data[-20] ^= 4
     path.write_bytes(data)
     blocks = reader.layout.blocks
-    with Hierarchy(reader, _tiers(tmp_path), Pins(np.zeros(blocks, np.int8))) as hierarchy:
+    with Hierarchy(reader, _tiers(tmp_path), PinnedTiers(np.zeros(blocks, np.int8))) as hierarchy:
         assert all(hierarchy.fill(block) for block in range(blocks))
         assert hierarchy.counters.healed == 1
         _read_all(hierarchy)

@@ -17,9 +17,9 @@ from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.storage.block_format import ENTRY, HEADER, encode_block, table_offset
-from dlio.storage.pieces import Pieces
-from dlio.storage.spec import TierSpec
+from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
 
 BLOCK, EACH = 1, 6
 FINGERPRINT = "ab" * 16
@@ -40,7 +40,7 @@ class Sized:
         self.sizes[self.layout.samples_of(BLOCK)] = [len(each) for each in PAYLOADS]
 
 
-Make = Callable[..., Pieces]
+Make = Callable[..., PartialBlocks]
 
 
 @pytest.fixture(params=["disk", "ram"])
@@ -52,9 +52,9 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
 
 @pytest.fixture
 def make(tier: Tier) -> Iterator[Make]:
-    made: list[Pieces] = []
+    made: list[PartialBlocks] = []
 
-    def pieces(estimates: bool = False) -> Pieces:
+    def pieces(estimates: bool = False) -> PartialBlocks:
         made.append(_pieces(tier, estimates))
         return made[-1]
 
@@ -63,9 +63,9 @@ def make(tier: Tier) -> Iterator[Make]:
         each.close()
 
 
-def _pieces(tier: Tier, estimates: bool = False) -> Pieces:
+def _pieces(tier: Tier, estimates: bool = False) -> PartialBlocks:
     reader: Any = Sized(estimates)
-    return Pieces(tier, reader)
+    return PartialBlocks(tier, reader)
 
 
 def _no_put(payloads: Sequence[Buffer]) -> None:
@@ -81,7 +81,7 @@ def _whole() -> bytes:
     return b"".join(bytes(each) for each in made)
 
 
-def _add(pieces: Pieces, places: Sequence[int]) -> bool:
+def _add(pieces: PartialBlocks, places: Sequence[int]) -> bool:
     return pieces.add(BLOCK, {place: PAYLOADS[place] for place in places})
 
 

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from dlio.storage.streamed import BlockStream, StreamProgress
-from dlio.util.named import open_folder
-from dlio.util.opening import closing_descriptor
+from dlio.storage.block_stream import BlockStream, StreamProgress
+from dlio.util.trusted_files import closing_descriptor
+from dlio.util.user_folders import open_folder
 from tests.conftest import in_time
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dlio.doctor.places import check_place
-from dlio.storage import places, stripes
-from dlio.storage.places import find_place
+from dlio.cli.doctor.path_checks import check_place
+from dlio.storage import file_system_kind, stripes
+from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.stripes import Stripes, parse_beegfs, parse_lustre, parse_nfs
-from dlio.util.mounts import parse_mounts
+from dlio.util.mount_points import parse_mounts
 
 MIB = 1 << 20
 BEEGFS_7 = """Entry type: file
@@ -85,8 +85,8 @@ def test_places_follow_their_file_system(
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     row = f"30 1 0:40 / {tmp_path} {NFS.split(',vers')[0]} - {kind} {source} {NFS}\n"
-    monkeypatch.setattr(places, "read_mounts", lambda: parse_mounts(row))
-    place = find_place(str(tmp_path))
+    monkeypatch.setattr(file_system_kind, "read_mounts", lambda: parse_mounts(row))
+    place = file_system_of(str(tmp_path))
     assert said in place.stripes
     assert place.network
     assert place.requests(objects=False) == requests
@@ -110,14 +110,14 @@ def test_beeond_is_known_by_its_mount(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = tmp_path / "beeond"
     folder.mkdir()
     row = f"30 1 0:40 / {folder} rw - beegfs beegfs_ondemand rw\n"
-    monkeypatch.setattr(places, "read_mounts", lambda: parse_mounts(row))
+    monkeypatch.setattr(file_system_kind, "read_mounts", lambda: parse_mounts(row))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_place(str(folder)).filesystem == "beeond"
+    assert file_system_of(str(folder)).filesystem == "beeond"
 
 
 def test_a_large_file_on_one_server_has_a_remedy() -> None:
     for kind, word in (("lustre", "lfs migrate"), ("beegfs", "--numtargets=4")):
-        one = places.Place("/data", kind, kind, "/data", 1, MIB)
+        one = file_system_kind.FileSystemKind("/data", kind, kind, "/data", 1, MIB)
         (finding,) = check_place("/data", one, 8 << 30)
         assert finding.remedy is not None
         assert word in finding.remedy

@@ -14,11 +14,11 @@ import pytest
 from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull, UsageError
 from dlio.storage.block_format import encode_block
-from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
-from dlio.util import shared
+from dlio.storage.tier_spec import TierSpec
+from dlio.util import shared_folders
 from dlio.util.folders import open_private
-from dlio.util.shared import SHARED_MEMORY, sweep_shared_memory, user_folder
+from dlio.util.shared_folders import SHARED_MEMORY, sweep_shared_memory, user_folder
 
 FINGERPRINT = "00" * 16
 FullDisk = Callable[[int], AbstractContextManager[None]]
@@ -198,7 +198,7 @@ _JOB = """
 import sys, time
 sys.path.insert(0, {root!r})
 from dlio.storage import tier as t
-from dlio.storage.spec import TierSpec
+from dlio.storage.tier_spec import TierSpec
 from dlio.util import shared
 if {unreaped!r}:
     shared.SHARED_MEMORY = {unreaped!r}
@@ -236,8 +236,8 @@ def test_a_killed_jobs_shared_memory_without_a_reaper_is_freed_by_the_next_start
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In shared memory itself, any other dlio process that starts meanwhile frees it first.
-    monkeypatch.setattr(shared, "SHARED_MEMORY", str(tmp_path))
-    monkeypatch.setattr(shared, "_start_reaper", lambda *_: None)
+    monkeypatch.setattr(shared_folders, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(shared_folders, "_start_reaper", lambda *_: None)
     path = _killed_job(job, unreaped=str(tmp_path))
     assert os.path.isdir(path)
     _ram(f"{job}-next").close()

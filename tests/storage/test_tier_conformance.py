@@ -3,11 +3,11 @@
 import secrets
 from pathlib import Path
 
-from dlio.storage.spec import TierSpec
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
 from dlio.testing import TierTests
-from dlio.testing.tier import FINGERPRINT
-from dlio.util.shared import SHARED_MEMORY
+from dlio.testing.tier_suite import FINGERPRINT
+from dlio.util.shared_folders import SHARED_MEMORY
 
 
 class TestDisk(TierTests):

@@ -12,11 +12,11 @@ import pytest
 import dlio
 from dlio.errors import TierError
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.spec import TierSpec
-from dlio.storage.targets import Pins
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
+from dlio.storage.tier_targets import PinnedTiers
 from dlio_staging.stage import stage
-from dlio_staging.stageplan import StageOptions
+from dlio_staging.stage_plan import StageOptions
 from tests.storage.test_hierarchy import MemoryReader, N
 
 NUMBERS = (errno.ESTALE, errno.EIO, errno.EROFS, errno.ENOSPC)
@@ -44,7 +44,7 @@ def _hierarchy(reader: MemoryReader, tmp_path: Path) -> tuple[Hierarchy, Ill]:
     for name in ("fast", "slow"):
         (tmp_path / name).mkdir(exist_ok=True)
         tiers.append(Ill(TierSpec("disk", str(tmp_path / name), 1 << 30), "d", "n"))
-    pins = Pins((np.arange(reader.layout.blocks) % 3 - 1).astype(np.int8))
+    pins = PinnedTiers((np.arange(reader.layout.blocks) % 3 - 1).astype(np.int8))
     return Hierarchy(reader, tiers, pins), tiers[0]
 
 

@@ -10,7 +10,7 @@ import dlio
 from dlio.data.reader import open_reader
 from dlio.errors import CorruptBlock, SourceError
 from dlio_readers.shard import ShardReader
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 
 LENGTHS = (0, 100, 4096, 0.5, 0.9)
 """Bytes that are left, or the share of them."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dlio.comm import Communicator
-from dlio.comm.protocol import Array, Buffer, Op, Request
+from dlio.comm.comm_protocol import Array, Buffer, Op, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import CommTimeout
 from dlio.testing import CommunicatorTests, ThreadCommunicator, promises_of, run_ranks

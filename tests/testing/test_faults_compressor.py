@@ -5,11 +5,11 @@ import numpy.typing as npt
 import pytest
 
 from dlio.errors import CommError, DlioError
+from dlio.exchange.compress import Compressor
+from dlio.exchange.compress.half import Bfloat16, Float16
+from dlio.exchange.compress.message_layout import ChunkScratch, pieces_of
 from dlio.testing import CompressorTests
 from dlio.testing.compressor import Floats, Layout
-from dlio.train.exchange.compress import Compressor
-from dlio.train.exchange.compress.half import Bfloat16, Float16
-from dlio.train.exchange.compress.layout import Scratch, pieces_of
 from tests.testing.faults import Fault, assert_caught, assert_complete
 
 Message = npt.NDArray[np.uint8]
@@ -17,7 +17,7 @@ Message = npt.NDArray[np.uint8]
 
 class _CountsBytes(Bfloat16):
     def __init__(self, layout: Layout) -> None:
-        super().__init__(pieces_of(layout), Scratch())
+        super().__init__(pieces_of(layout), ChunkScratch())
         self.entries *= 2
 
 
@@ -25,7 +25,7 @@ class _Plain(Bfloat16):
     """Keeps every promise; faults are put into it."""
 
     def __init__(self, layout: Layout) -> None:
-        super().__init__(pieces_of(layout), Scratch())
+        super().__init__(pieces_of(layout), ChunkScratch())
 
 
 class _WritesOneByteMore(_Plain):
@@ -124,7 +124,7 @@ class _SignsOfTheStep(Float16):
     """Sends every second step's exponents one larger, and does not say at which step it is."""
 
     def __init__(self, layout: Layout) -> None:
-        super().__init__(pieces_of(layout), Scratch())
+        super().__init__(pieces_of(layout), ChunkScratch())
         self.steps = 0
         self.max_bytes += 1
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.comm.single import SingleCommunicator
+from dlio.exchange import NAMES, ExchangeCalls
+from dlio.exchange.cut import TensorCut
 from dlio.testing import ExchangeTests, promises_of, run_ranks
-from dlio.testing.exchange import named
-from dlio.train.cut import Cut
-from dlio.train.exchange import NAMES, RunningExchange
+from dlio.testing.exchange_suite import named
 from tests.testing.faults import Fault, assert_caught, assert_complete
 
 RANKS = 3
@@ -101,7 +101,7 @@ class _NeverFinishes(Broken):
 class _ForgetsToCut(Broken):
     """Cuts the exchange's buckets, and weights of one rank differently."""
 
-    def reshape(self, cuts: Sequence[Cut]) -> None:
+    def reshape(self, cuts: Sequence[TensorCut]) -> None:
         self.inner.reshape(cuts)
         with torch.no_grad():
             cuts[0].tensor.add_(self.comm.rank)
@@ -151,8 +151,8 @@ def _on_ranks(kind: type[Broken], ranks: int = RANKS) -> Callable[[], object]:
     class Tests(ExchangeTests):
         averages_gradients = kind.name == "allreduce"
 
-        def make(self, model: nn.Module, comm: Communicator) -> RunningExchange:
-            return cast(RunningExchange, kind(model, comm))
+        def make(self, model: nn.Module, comm: Communicator) -> ExchangeCalls:
+            return cast(ExchangeCalls, kind(model, comm))
 
         def __getattribute__(self, name: str) -> object:
             test = super().__getattribute__(name)

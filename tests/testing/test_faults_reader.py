@@ -15,7 +15,7 @@ from dlio.data.schema import Value
 from dlio.errors import SourceError
 from dlio.testing import ReaderTests
 from dlio_readers.shard import ShardReader
-from dlio_staging.packing import pack
+from dlio_staging.pack_folder import pack
 from tests.testing.faults import Fault, assert_caught, assert_complete
 from tests.testing.records import RecordReader, RecordTests
 

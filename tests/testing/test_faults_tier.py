@@ -10,11 +10,11 @@ import pytest
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, TierFull
 from dlio.storage.block import BlockInfo
-from dlio.storage.scratch import Scratch
-from dlio.storage.spec import TierSpec
+from dlio.storage.scratch import PayloadScratch
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
 from dlio.testing import TierTests
-from dlio.testing.tier import FINGERPRINT
+from dlio.testing.tier_suite import FINGERPRINT
 from tests.testing.faults import Fault, assert_caught, assert_complete
 
 
@@ -24,7 +24,7 @@ class _ForgetsBlocks(Tier):
 
 
 class _OffByOnePlace(Tier):
-    def read(self, block: int, place: int, scratch: Scratch | None = None) -> memoryview:
+    def read(self, block: int, place: int, scratch: PayloadScratch | None = None) -> memoryview:
         return super().read(block, max(0, place - 1), scratch)
 
 
@@ -50,7 +50,7 @@ class _DigestOfTheNumber(Tier):
 
 
 class _ReadsNothingThere(Tier):
-    def read(self, block: int, place: int, scratch: Scratch | None = None) -> memoryview:
+    def read(self, block: int, place: int, scratch: PayloadScratch | None = None) -> memoryview:
         return super().read(block, place, scratch) if self.has(block) else memoryview(b"")
 
 
@@ -68,7 +68,7 @@ class _OwnBlocksOnly(Tier):
 
 
 class _CountsBlocks(Tier):
-    def read(self, block: int, place: int, scratch: Scratch | None = None) -> memoryview:
+    def read(self, block: int, place: int, scratch: PayloadScratch | None = None) -> memoryview:
         hits = self.hits
         payload = super().read(block, place, scratch)
         self.hits = max(hits, 1)
@@ -105,7 +105,7 @@ class _FullSomewhere(Tier):
 
 
 class _Unchecked(Tier):
-    def read(self, block: int, place: int, scratch: Scratch | None = None) -> memoryview:
+    def read(self, block: int, place: int, scratch: PayloadScratch | None = None) -> memoryview:
         with self._opened(block) as (descriptor, info, _):
             return info.read(descriptor, place, scratch, checked=False)
 
@@ -117,7 +117,7 @@ class _CheckReadsTheTableOnly(Tier):
 
 
 class _BelievesNames(Tier):
-    def read(self, block: int, place: int, scratch: Scratch | None = None) -> memoryview:
+    def read(self, block: int, place: int, scratch: PayloadScratch | None = None) -> memoryview:
         try:
             return super().read(block, place, scratch)
         except CorruptBlock:

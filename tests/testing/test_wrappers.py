@@ -10,7 +10,7 @@ from dlio.data.reader import Reader
 from dlio.data.schema import IMAGE_LABEL
 from dlio.errors import CorruptBlock, SourceError, TierFull
 from dlio.storage.block_format import encode_block
-from dlio.storage.spec import TierSpec
+from dlio.storage.tier_spec import TierSpec
 from dlio.testing import FailingReader, FailingTier, MemoryReader, SlowReader, SlowTier
 from dlio.testing.wrappers import Gate
 

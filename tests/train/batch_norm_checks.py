@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from dlio.comm import world
+from dlio.exchange.buckets import broadcast_state
 from dlio.plan.order import share
-from dlio.train.batch_norm import mean_state, statistics_of, synchronised
-from dlio.train.exchange.buckets import broadcast_state
+from dlio.train.batch_norm import mean_state, statistics_of, synchronise_batch_norm
 from tests.train.exchange.training import identical, started, train_step
 
 SIDE = 6
@@ -44,7 +44,7 @@ def check_synchronised() -> None:
     net, whole = make_net(), make_net()
     broadcast_state(net, comm)
     names = set(net.state_dict())
-    norms = synchronised(net, comm)
+    norms = synchronise_batch_norm(net, comm)
     assert (norms is None) == (comm.size == 1)
     assert set(net.state_dict()) == names
     exchange = started("allreduce", net, comm)

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from dlio.comm import world
+from dlio.exchange.buckets import broadcast_state
 from dlio.plan.order import share
-from dlio.train.exchange.buckets import broadcast_state
 from dlio.train.ghost import GhostBatches
 from tests.train.batch_norm_checks import samples
 

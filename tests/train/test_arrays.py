@@ -4,8 +4,8 @@ import pytest
 
 from dlio.data.schema import Schema
 from dlio.errors import UsageError
-from dlio.train.arrays import array_fields, is_arrays
-from dlio.train.tasks.arrays import usual_task
+from dlio.train.array_fields import array_fields, is_arrays
+from dlio.train.tasks.array_tasks import usual_task
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.plan.shares import Shares, fastest_shares
-from dlio.train.balance import Balancer, Clock, Cost, balanced_shares
+from dlio.plan.rank_shares import RankShares, fastest_shares
+from dlio.train.balance import Balancer, Cost, StepClock, balanced_shares
 from dlio.train.config import TrainConfig
 
 _BATCH = 32
@@ -36,9 +36,9 @@ class _Rank:
         self.believed = self.believed.corrected(taken)
 
 
-def _trained(ranks: Sequence[_Rank], epochs: int) -> list[Shares]:
+def _trained(ranks: Sequence[_Rank], epochs: int) -> list[RankShares]:
     """Train for some epochs; return the shares of each epoch."""
-    shares = balanced_shares(Shares.even(_BATCH, len(ranks)), [rank.believed for rank in ranks])
+    shares = balanced_shares(RankShares.even(_BATCH, len(ranks)), [rank.believed for rank in ranks])
     history = [shares]
     for _ in range(epochs):
         for rank, count in zip(ranks, shares.counts, strict=True):
@@ -48,12 +48,12 @@ def _trained(ranks: Sequence[_Rank], epochs: int) -> list[Shares]:
     return history
 
 
-def _ideal(costs: Sequence[Cost]) -> Shares:
+def _ideal(costs: Sequence[Cost]) -> RankShares:
     fixed = [cost.fixed_s for cost in costs]
     return fastest_shares(_BATCH * len(costs), fixed, [cost.per_sample_s for cost in costs])
 
 
-def _apart(one: Shares, other: Shares) -> int:
+def _apart(one: RankShares, other: RankShares) -> int:
     return max(abs(a - b) for a, b in zip(one.counts, other.counts, strict=True))
 
 
@@ -114,7 +114,7 @@ def test_a_step_without_samples_is_ignored() -> None:
 
 def test_a_clock_excludes_waiting() -> None:
     waited = iter([10.0, 10.0 + 1e6])
-    clock = Clock(lambda: next(waited))
+    clock = StepClock(lambda: next(waited))
     assert clock.rate() is None
     with clock.step(4):
         pass
@@ -147,7 +147,7 @@ def test_calibrating_shares_by_speed_and_draws_nothing() -> None:
 
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    balancer = Balancer(_Ranks(), loaders, 32, Clock(lambda: 0.0), chosen=True)
+    balancer = Balancer(_Ranks(), loaders, 32, StepClock(lambda: 0.0), chosen=True)
     balancer.calibrate(compute)
     assert torch.equal(torch.get_rng_state(), before)
     assert set(asked) == {16, 32}
@@ -158,7 +158,7 @@ def test_calibrating_shares_by_speed_and_draws_nothing() -> None:
 
 def test_without_the_option_ranks_are_measured_and_nothing_changes() -> None:
     loader = _Loader()
-    balancer = Balancer(_Ranks(), [loader], 32, Clock(lambda: 0.0), chosen=False)
+    balancer = Balancer(_Ranks(), [loader], 32, StepClock(lambda: 0.0), chosen=False)
     balancer.calibrate(lambda samples: pytest.fail("nobody asked for it"))
     with balancer.step(32):
         pass
@@ -179,7 +179,7 @@ def test_balancing_requires_an_exact_mode() -> None:
 
 
 def test_a_gpu_is_synchronised_only_when_shares_follow_its_speed() -> None:
-    clock = Clock(lambda: pytest.fail("steps are timed"), torch.device("cuda", 0))
+    clock = StepClock(lambda: pytest.fail("steps are timed"), torch.device("cuda", 0))
     balancer = Balancer(_Ranks(), [], 32, clock, chosen=False)
     with balancer.step(32):
         pass

@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dlio.comm.protocol import Buffer, Request
+from dlio.comm.comm_protocol import Buffer, Request
 from dlio.errors import SourceError
-from dlio.train.checkpoint.parts import agree, complete, has_part, write_part
-from dlio.train.checkpoint.reader import contents, read_tensors
+from dlio.train.checkpoint.rank_parts import agree, complete, has_part, write_part
+from dlio.train.checkpoint.tensor_reader import contents, read_tensors
 
 
 def test_any_rank_completes_the_parts_and_another_goes_on_with_it(tmp_path: Path) -> None:

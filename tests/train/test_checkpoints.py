@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import SourceError, UsageError
 from dlio.train.checkpoint import Checkpoints
-from dlio.train.checkpoint.folder import open_checkpoint
-from dlio.train.checkpoint.reader import contents
+from dlio.train.checkpoint.checkpoint_store import open_checkpoint
+from dlio.train.checkpoint.tensor_reader import contents
 from tests.conftest import in_time, is_running
 
 Args = tuple[str, ...]

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from dlio.cli.train import find_parts
+from dlio.cli.train_command import find_parts
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
 from dlio.loader.opened import open_dataset
 from dlio.train.config import TrainConfig
-from dlio.train.data import open_data
 from dlio.train.model import make_model
+from dlio.train.training_data import open_data
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 SAMPLES, CLASSES = 101, 4
@@ -141,13 +141,13 @@ def test_mistakes_are_reported_before_ranks_are_started(
     options: list[str],
     said: str,
 ) -> None:
-    import dlio.cli.launch
+    import dlio.launch.mpi_launch
     from dlio.cli import main
 
     def never(*_: object) -> int:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(dlio.cli.launch, "run_module", never)
+    monkeypatch.setattr(dlio.launch.mpi_launch, "run_module", never)
     with pytest.raises(SystemExit) as ended:
         main(["train", str(pictures / "train"), "-n", "2", *options])
     assert ended.value.code == 2
@@ -197,8 +197,9 @@ def test_ranks_get_the_record_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -
 
 def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig:
     """Return the record that a rank reads when the launcher is given `config`."""
-    from dlio.cli import launch, ranks, train
-    from dlio.util.liveline import LiveLine
+    from dlio.cli import train_command
+    from dlio.launch import command_ranks, mpi_launch
+    from dlio.util.live_line import LiveLine
 
     seen: list[TrainConfig] = []
 
@@ -212,17 +213,17 @@ def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig
         live: LiveLine,
     ) -> int:
         assert not live.shown
-        assert (module, argv, count) == ("dlio.cli.rank", ["train"], 2)
+        assert (module, argv, count) == ("dlio.cli.rank_main", ["train"], 2)
         assert (min_ranks, spares) == (None, 0)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        ranks.run_as_rank()
+        command_ranks.run_as_rank()
         assert not set(environment) & set(os.environ), "the script of a rank must not see it"
         return 0
 
-    monkeypatch.setattr(launch, "run_module", start)
-    monkeypatch.setattr(train, "train_rank", train_rank := _recorder(seen))
-    assert ranks.on_ranks(2, train_rank, config)
+    monkeypatch.setattr(mpi_launch, "run_module", start)
+    monkeypatch.setattr(train_command, "train_rank", train_rank := _recorder(seen))
+    assert command_ranks.on_ranks(2, train_rank, config)
     return seen[0]
 
 
@@ -230,7 +231,7 @@ def _recorder(seen: list[TrainConfig]) -> Callable[[TrainConfig], None]:
     def train_rank(config: TrainConfig) -> None:
         seen.append(config)
 
-    train_rank.__module__, train_rank.__qualname__ = "dlio.cli.train", "train_rank"
+    train_rank.__module__, train_rank.__qualname__ = "dlio.cli.train_command", "train_rank"
     return train_rank
 
 

@@ -8,9 +8,9 @@ import torch
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.image.device.library import is_installed
+from dlio.image.device_decode.nvimagecodec import is_installed
 from dlio.train.config import TrainConfig
-from dlio.train.data import make_loader, open_data
+from dlio.train.training_data import make_loader, open_data
 
 
 def _batches(folder: Path, training: bool, **options: Any) -> list[tuple[Any, Any]]:

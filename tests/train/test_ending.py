@@ -16,8 +16,8 @@ import torch
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
-from dlio.train.leaving import RESUME_CODE
-from dlio.train.wishes import Wish, WishesInTurn, WishesToAll
+from dlio.train.departure import RESUME_CODE
+from dlio.train.run_requests import AsynchronousRequests, RunRequest, SynchronousRequests
 from tests.conftest import MpiRun, in_time
 
 _TIMEOUT_S = 120
@@ -166,14 +166,17 @@ def test_time_between_checkpoints_needs_ranks_that_end_together() -> None:
 
 
 def test_one_rank_acts_on_its_own_wish() -> None:
-    for wishes in (WishesInTurn(SingleCommunicator(), 1), WishesToAll(SingleCommunicator())):
+    for wishes in (
+        SynchronousRequests(SingleCommunicator(), 1),
+        AsynchronousRequests(SingleCommunicator()),
+    ):
         acted = []
         for step in range(1, 6):
             if step == 3:
-                wishes.wish(Wish.SAVE)
+                wishes.wish(RunRequest.SAVE)
             acted.append(wishes.after_step(step, ends_epoch=False))
-        assert acted.count(Wish.SAVE) == 1
-        assert set(acted) == {Wish.SAVE, Wish.NONE}
+        assert acted.count(RunRequest.SAVE) == 1
+        assert set(acted) == {RunRequest.SAVE, RunRequest.NONE}
         wishes.close()
 
 
@@ -181,7 +184,7 @@ WISHES = """
 import sys, time
 import numpy as np
 from dlio.comm import world
-from dlio.train.wishes import Wish, WishesInTurn, WishesToAll
+from dlio.train.run_requests import Wish, WishesInTurn, WishesToAll
 comm = world()
 draws = np.random.default_rng(int(sys.argv[1]))
 for kind in ("turn", "all"):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dlio.train.exchange import NAMES
+from dlio.exchange import NAMES
 from tests.conftest import MpiRun, TorchRun
 
-SUITE = ("-m", "dlio.testing.exchange")
+SUITE = ("-m", "dlio.testing.exchange_suite")
 
 
 @pytest.mark.mpi

@@ -16,8 +16,8 @@ from torch import nn
 from dlio.comm import Op, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.train.callbacks.early import EarlyStopping
-from dlio.train.callbacks.nan import NanGuard
+from dlio.train.callbacks.early_stopping import EarlyStopping
+from dlio.train.callbacks.nan_guard import NanGuard
 from dlio.train.config import TrainConfig
 from dlio.train.factory import call_with, split_options
 from dlio.train.model import make_model

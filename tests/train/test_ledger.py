@@ -10,9 +10,9 @@ import pytest
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.train.ledger import SampleLedger
 from dlio.train.ledger_file import check_ledger, read_lines
-from dlio.util.files import check_writable, write_whole
+from dlio.train.sample_ledger import SampleLedger
+from dlio.util.whole_files import check_writable, write_whole
 
 FullDisk = Callable[[int], AbstractContextManager[None]]
 

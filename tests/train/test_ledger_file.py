@@ -8,19 +8,19 @@ import pytest
 
 from dlio.cli import main
 from dlio.errors import UsageError
-from dlio.train.ledger_file import Line, check_ledger, line_hash, read_lines
+from dlio.train.ledger_file import LedgerLine, check_ledger, line_hash, read_lines
 
 SAMPLES = 24
 
 
-def _epoch(number: int, ranks: Sequence[int] = (0, 1, 2), steps: int = 4) -> list[Line]:
+def _epoch(number: int, ranks: Sequence[int] = (0, 1, 2), steps: int = 4) -> list[LedgerLine]:
     """Lines of an epoch of 24 samples in 4 steps on 3 ranks."""
     each = SAMPLES // (len(ranks) * steps)
-    lines: list[Line] = []
+    lines: list[LedgerLine] = []
     before, sample = "", 0
     for step in range(steps):
         for rank in ranks:
-            line: Line = {"epoch": number, "step": step, "rank": rank, "samples": []}
+            line: LedgerLine = {"epoch": number, "step": step, "rank": rank, "samples": []}
             line["samples"] = list(range(sample, sample + each))
             line["update"], line["ranks"] = number * steps + step, len(ranks)
             before = line["hash"] = line_hash(before, line)
@@ -36,11 +36,11 @@ def test_an_exact_trace_has_no_problem() -> None:
     assert [each.steps for each in checked] == [4, 4]
 
 
-def _moved(lines: list[Line]) -> None:
+def _moved(lines: list[LedgerLine]) -> None:
     lines[3], lines[6] = lines[6], lines[3]
 
 
-def _changed(lines: list[Line]) -> None:
+def _changed(lines: list[LedgerLine]) -> None:
     lines[4]["samples"] = lines[4]["samples"][::-1]
 
 
@@ -61,7 +61,7 @@ def _changed(lines: list[Line]) -> None:
     ],
 )
 def test_a_trace_that_was_changed_is_told(
-    change: Callable[[list[Line]], object], expected: list[str]
+    change: Callable[[list[LedgerLine]], object], expected: list[str]
 ) -> None:
     lines = _epoch(0)
     change(lines)
@@ -73,7 +73,7 @@ def test_a_trace_that_was_changed_is_told(
 
 
 def test_steps_that_no_rank_was_left_for_are_no_problem_where_another_rank_began_later() -> None:
-    def line(step: int, rank: int, *samples: int) -> Line:
+    def line(step: int, rank: int, *samples: int) -> LedgerLine:
         return {"epoch": 0, "step": step, "rank": rank, "samples": list(samples)}
 
     (joined,) = check_ledger([line(0, 0, 0, 2), line(1, 0, 1), line(7, 4, 3)], 4, 1)
@@ -88,7 +88,7 @@ def test_steps_that_no_rank_was_left_for_are_no_problem_where_another_rank_began
 
 
 def test_a_rank_that_began_again_may_have_been_away() -> None:
-    def line(step: int, rank: int, *samples: int, start: int = 0) -> Line:
+    def line(step: int, rank: int, *samples: int, start: int = 0) -> LedgerLine:
         return {"epoch": 0, "step": step, "rank": rank, "samples": list(samples), "start": start}
 
     lines = [line(0, 0, 0), line(0, 1, 1), line(1, 0, 2)]
@@ -148,7 +148,7 @@ def test_the_command_ends_with_1_if_the_trace_is_not_exact(
 ) -> None:
     path = tmp_path / "t.jsonl"
 
-    def run(lines: Sequence[Line], *more: str) -> tuple[object, str]:
+    def run(lines: Sequence[LedgerLine], *more: str) -> tuple[object, str]:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         with pytest.raises(SystemExit) as ended:
             main(["ledger", str(path), "--samples", str(SAMPLES), *more])

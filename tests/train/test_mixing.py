@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
-from dlio.train.data import make_loader, open_data
-from dlio.train.tasks.classify import Classes
+from dlio.train.tasks.classification import Classes
 from dlio.train.trainer import train
+from dlio.train.training_data import make_loader, open_data
 
 CLASSES = 4
 

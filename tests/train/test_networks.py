@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.train.options import MODEL_NAMES
+from dlio.train.train_options import MODEL_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from dlio.train.callbacks.slow import slow_ranks
-from dlio.train.callbacks.weights import majority, weights_digest
-from dlio.train.exchange_spec import NAMES, parse_exchange
+from dlio.exchange.exchange_spec import NAMES, parse_exchange
+from dlio.train.callbacks.slow_rank_guard import slow_ranks
+from dlio.train.callbacks.weight_guard import majority, weights_digest
 
 
 def test_a_rank_is_slow_at_less_than_a_fifth_of_the_others_speed() -> None:

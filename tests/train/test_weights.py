@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from dlio.errors import DlioError, SourceError, UsageError
-from dlio.train.checkpoint.folder import StoredCheckpoint
-from dlio.train.export import trained
-from dlio.train.pruning.pruned_file import load_pruned
+from dlio.features.export import trained_model
+from dlio.features.pruning.pruned_file import load_pruned
+from dlio.train.checkpoint.checkpoint_store import StoredCheckpoint
 from dlio.train.weights import read_weights
 
 
@@ -133,9 +133,9 @@ def test_a_checkpoint_does_not_choose_the_memory_that_is_taken(
     about = {"model": model, "image_size": size}
     stored = StoredCheckpoint(str(tmp_path / "step-00000001"), 1, about, frozenset())
     whole: Any = {"model/fc.weight": torch.zeros(2, 3)}
-    monkeypatch.setattr(trained, "open_checkpoint", lambda path: stored)
+    monkeypatch.setattr(trained_model, "open_checkpoint", lambda path: stored)
     monkeypatch.setattr(StoredCheckpoint, "whole", lambda self: self)
-    monkeypatch.setattr(trained, "_mean_weights", lambda checkpoint: whole)
+    monkeypatch.setattr(trained_model, "_mean_weights", lambda checkpoint: whole)
     Path(stored.path).mkdir()
     with pytest.raises(DlioError, match=said):
-        trained.load_trained(stored.path, None, 2, None)
+        trained_model.load_trained(stored.path, None, 2, None)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from dlio.errors import TierError, UsageError
-from dlio.util.files import open_partial, write_json, write_whole
 from dlio.util.folders import (
     MARK,
     empty_folder,
@@ -18,9 +17,17 @@ from dlio.util.folders import (
     remove_marked,
     seal,
 )
-from dlio.util.named import make_folders, open_folder, parent_of
-from dlio.util.opening import Refused, closing_descriptor, open_file, path_of, planted, read_small
 from dlio.util.printable import printable
+from dlio.util.trusted_files import (
+    UntrustedFile,
+    closing_descriptor,
+    open_file,
+    path_of,
+    planted,
+    read_small,
+)
+from dlio.util.user_folders import make_folders, open_folder, parent_of
+from dlio.util.whole_files import open_partial, write_json, write_whole
 
 READ = os.O_RDONLY
 
@@ -139,13 +146,13 @@ def test_only_plain_files_with_one_name_are_opened(tmp_path: Path) -> None:
             read_small(folder, "plain", 4)
         for name in ("twice", "again", "link", "fifo"):
             for flags in (READ, os.O_RDWR, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_APPEND):
-                with pytest.raises(Refused, match=name):
+                with pytest.raises(UntrustedFile, match=name):
                     open_file(folder, name, flags)
         for name in ("plain", "link", "folder", "fifo"):
             with pytest.raises(FileExistsError):
                 open_file(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     for name in ("twice", "link", "fifo"):
-        with pytest.raises(Refused):
+        with pytest.raises(UntrustedFile):
             open_partial(str(tmp_path / name), new=True)
     assert (tmp_path / "twice").read_text() == "twice"
 
@@ -184,7 +191,7 @@ def test_nothing_is_removed_in_a_folder_without_a_mark(tmp_path: Path) -> None:
         with closing_descriptor(open_folder(str(tmp_path / "foreign"))) as foreign:
             assert not is_marked(foreign)
             empty_folder(foreign)
-        with pytest.raises(Refused, match="not made by dlio"):
+        with pytest.raises(UntrustedFile, match="not made by dlio"):
             open_working(folder, "foreign")
         removed = {
             name: remove_marked(folder, name)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import fsspec
 import pytest
 
-from dlio.data.remote import Remote
+from dlio.data.remote import FsspecHandle
 from dlio.util.forks import call_in_child, new_lock, new_rlock
 from dlio.util.threads import Workers
 
@@ -73,7 +73,7 @@ def test_a_group_has_no_threads_in_a_child() -> None:
 
 
 def test_a_child_opens_its_own_remote_file_system() -> None:
-    class Files(Remote):
+    class Files(FsspecHandle):
         def __init__(self) -> None:
             self._opened = fsspec.filesystem("http", block_size=77)
 
@@ -87,4 +87,4 @@ def test_a_child_opens_its_own_remote_file_system() -> None:
         return same and mine is not parents and mine is files._files and mine.loop is not None
 
     assert in_child(renewed)
-    assert Remote()._files is None
+    assert FsspecHandle()._files is None

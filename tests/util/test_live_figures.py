@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from dlio.cli.top_table import view
-from dlio.util import live
-from dlio.util.live import Answer, Figures, ask_all, publish
+from dlio.util import live_figures
+from dlio.util.live_figures import Figures, ProcessFigures, ask_all, publish
 
 _TIMEOUT_S = 5.0
 
@@ -32,7 +32,7 @@ class Source:
 @pytest.fixture(autouse=True)
 def _alone() -> None:
     """Publish nothing of other tests' data sets, which end when they are collected."""
-    for each in list(live._board._published):
+    for each in list(live_figures._board._published):
         each.close()
 
 
@@ -172,13 +172,13 @@ def test_top_prints_json_and_a_table() -> None:
 
 
 def test_rates_are_of_the_time_between_two_looks() -> None:
-    def look(seconds: float, samples: int, source: int, waited_s: float) -> Answer:
+    def look(seconds: float, samples: int, source: int, waited_s: float) -> ProcessFigures:
         part = {"kind": "data", "path": "a", "rank": 0, "ranks": 1, "tiers": []}
         counts = {"samples": samples, "waited_s": waited_s}
         places = {"source": source << 20, "peer": 0, "ram": 0, "disk": 0}
         training = {"kind": "training", "epoch": 2, "epochs": 9, "step": 3, "steps": 8}
         parts = [{**part, **counts, "bytes": places}, training]
-        return Answer(7, "", seconds, parts)
+        return ProcessFigures(7, "", seconds, parts)
 
     out = io.StringIO()
     console = Console(width=100, file=out)

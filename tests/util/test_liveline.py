@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dlio.util.liveline import LiveLine, row_of, tell_launcher
+from dlio.util.live_line import LiveLine, row_of, tell_launcher
 
 NOTES = ("", "1,234 samples/s, waited 0.3 s for data", "x" * 300, "\x1b[31mred\n")
 

@@ -14,8 +14,8 @@ from dlio.util.memory import LARGE, joined, new_memory
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> memory._Pool:
-    pool = memory._Pool()
+def pool(monkeypatch: pytest.MonkeyPatch) -> memory._PiecePool:
+    pool = memory._PiecePool()
     monkeypatch.setattr(memory, "_pool", pool)
     return pool
 
@@ -34,7 +34,7 @@ def test_memory_is_writable_and_as_long_as_asked_for(count: int) -> None:
         assert _address(view) % mmap.PAGESIZE == 0
 
 
-def test_memory_that_nothing_refers_to_is_used_again(pool: memory._Pool) -> None:
+def test_memory_that_nothing_refers_to_is_used_again(pool: memory._PiecePool) -> None:
     first = new_memory(2 * LARGE)
     place = _address(first)
     del first
@@ -42,7 +42,7 @@ def test_memory_that_nothing_refers_to_is_used_again(pool: memory._Pool) -> None
     assert _address(new_memory(2 * LARGE - 100)) == place
 
 
-def test_whatever_is_made_of_memory_keeps_it(pool: memory._Pool) -> None:
+def test_whatever_is_made_of_memory_keeps_it(pool: memory._PiecePool) -> None:
     holders: list[Callable[[memoryview], object]] = [
         lambda view: view[5:10],
         lambda view: np.frombuffer(view, np.uint8),
@@ -61,7 +61,7 @@ def test_whatever_is_made_of_memory_keeps_it(pool: memory._Pool) -> None:
         assert pool.lent_bytes == 0
 
 
-def test_no_more_is_kept_than_is_in_use_and_a_little(pool: memory._Pool) -> None:
+def test_no_more_is_kept_than_is_in_use_and_a_little(pool: memory._PiecePool) -> None:
     views = [new_memory(32 * LARGE) for _ in range(8)]
     while views:
         views.pop()
@@ -69,7 +69,7 @@ def test_no_more_is_kept_than_is_in_use_and_a_little(pool: memory._Pool) -> None
     assert pool.free_bytes == 64 * LARGE
 
 
-def test_threads_never_share_memory(pool: memory._Pool) -> None:
+def test_threads_never_share_memory(pool: memory._PiecePool) -> None:
     wrong: list[int] = []
 
     def use(number: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.util.pool import Pool
+from dlio.util.buffer_pool import BufferPool
 
 
 def address(array: np.ndarray[Any, Any]) -> int:
@@ -18,7 +18,7 @@ def address(array: np.ndarray[Any, Any]) -> int:
 
 
 def test_a_released_lease_serves_the_next_of_its_size() -> None:
-    pool = Pool(2)
+    pool = BufferPool(2)
     with pool.take(4 << 20) as first:
         where = address(first.array)
         assert first.array.shape == (4 << 20,)
@@ -27,20 +27,20 @@ def test_a_released_lease_serves_the_next_of_its_size() -> None:
 
 
 def test_two_leases_are_never_the_same_memory() -> None:
-    pool = Pool(2)
+    pool = BufferPool(2)
     with pool.take(100) as first, pool.take(100) as second:
         assert address(first.array) != address(second.array)
 
 
 def test_a_lease_is_released_once() -> None:
-    lease = Pool(2).take(1)
+    lease = BufferPool(2).take(1)
     lease.release()
     with pytest.raises(RuntimeError, match="released twice"):
         lease.release()
 
 
 def test_a_much_larger_buffer_does_not_serve_a_small_request() -> None:
-    pool = Pool(2)
+    pool = BufferPool(2)
     pool.take(8 << 20).release()
     with pool.take(1 << 20) as small:
         assert pool.statistics().spare == 1
@@ -48,14 +48,14 @@ def test_a_much_larger_buffer_does_not_serve_a_small_request() -> None:
 
 
 def test_headroom_lets_a_somewhat_larger_request_use_the_memory() -> None:
-    pool = Pool(2, headroom=0.25)
+    pool = BufferPool(2, headroom=0.25)
     pool.take(4 << 20).release()
     with pool.take(5 << 20):
         assert pool.statistics().spare == 0
 
 
 def test_no_more_is_kept_than_was_asked_for() -> None:
-    pool = Pool(2)
+    pool = BufferPool(2)
     leases = [pool.take(10) for _ in range(5)]
     for lease in leases:
         lease.release()
@@ -66,20 +66,20 @@ def test_no_more_is_kept_than_was_asked_for() -> None:
 
 
 def test_a_pool_of_none_keeps_none() -> None:
-    pool = Pool(0)
+    pool = BufferPool(0)
     pool.take(10).release()
     assert pool.statistics().spare == 0
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 1 << 20])
 def test_lent_memory_has_the_size_asked_for(size: int) -> None:
-    array = Pool(1).lend(size)
+    array = BufferPool(1).lend(size)
     assert array.shape == (size,)
     assert array.flags.writeable
 
 
 def test_lent_memory_comes_back_with_its_last_array() -> None:
-    pool = Pool(2)
+    pool = BufferPool(2)
     array = pool.lend(1000)
     where = address(array)
     assert pool.statistics().out == 1
@@ -101,7 +101,7 @@ def test_lent_memory_comes_back_with_its_last_array() -> None:
     ],
 )
 def test_lent_memory_stays_out_while_anything_refers_to_it(view: Any) -> None:
-    pool = Pool(2)
+    pool = BufferPool(2)
     array = pool.lend(1 << 10)
     held = view(array)
     del array
@@ -113,7 +113,7 @@ def test_lent_memory_stays_out_while_anything_refers_to_it(view: Any) -> None:
 
 
 def test_lent_memory_outlives_its_pool() -> None:
-    pool = Pool(2)
+    pool = BufferPool(2)
     array = pool.lend(1 << 20)
     array[:] = 7
     del pool
@@ -122,7 +122,7 @@ def test_lent_memory_outlives_its_pool() -> None:
 
 
 def test_memory_in_a_reference_cycle_comes_back_when_it_is_collected() -> None:
-    pool = Pool(2)
+    pool = BufferPool(2)
     cycle: list[Any] = [pool.lend(100)]
     cycle.append(cycle)
     del cycle
@@ -136,7 +136,7 @@ def test_memory_in_a_reference_cycle_comes_back_when_it_is_collected() -> None:
     )
 )
 def test_whatever_is_held_keeps_its_own_bytes(acts: list[tuple[str, int]]) -> None:
-    pool = Pool(3, headroom=0.1)
+    pool = BufferPool(3, headroom=0.1)
     held: list[tuple[Any, Any, int]] = []
     for k, (act, number) in enumerate(acts):
         if act == "drop" and held:
@@ -156,7 +156,7 @@ def test_whatever_is_held_keeps_its_own_bytes(acts: list[tuple[str, int]]) -> No
 
 
 def test_threads_never_share_what_they_hold() -> None:
-    pool = Pool(4)
+    pool = BufferPool(4)
     wrong: list[int] = []
 
     def work(number: int) -> None:

@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from dlio.util.processes import end_groups, process_state
+from dlio.util.child_processes import end_groups, process_state
 from tests.conftest import in_time
 
 PARENT = """

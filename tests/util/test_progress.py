@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dlio.util import progress
+from dlio.util import progress_bar
 
 NOTE = "123,456 samples/s, waited 1234.5 s for data, 12% of the samples skipped, 98.7% held out"
 
@@ -21,7 +21,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], list[str]]:
         monkeypatch.setattr(
             rich.console, "Console", lambda **_: real(file=file, width=columns, force_terminal=True)
         )
-        with progress.Bar("first", total=123_456, in_bytes=in_bytes, force=True) as bar:
+        with progress_bar.ProgressBar("first", total=123_456, in_bytes=in_bytes, force=True) as bar:
             for epoch in range(30):
                 bar.begin(f"epoch {epoch + 1}/30", 123_456)
                 bar.update(100_000, note=NOTE)
@@ -47,7 +47,7 @@ def test_a_bar_is_one_row(
 
 def test_a_bar_is_not_drawn_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     for to_stderr in (False, True):
-        with progress.Bar("first", total=3, transient=True, to_stderr=to_stderr) as bar:
+        with progress_bar.ProgressBar("first", total=3, transient=True, to_stderr=to_stderr) as bar:
             bar.update(2, note="half")
     assert capsys.readouterr() == ("", "")
 
@@ -60,7 +60,7 @@ def test_counts_have_a_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         rich.console, "Console", lambda **_: real(file=file, width=100, force_terminal=True)
     )
-    bar = progress.Bar("cases", total=4)
+    bar = progress_bar.ProgressBar("cases", total=4)
     bar._rows.get_time = lambda: now[0]
     bar.begin("cases", 4)
     with bar:
@@ -79,6 +79,6 @@ def test_the_cursor_is_back_after_an_interruption(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         rich.console, "Console", lambda **_: real(file=file, width=80, force_terminal=True)
     )
-    with pytest.raises(KeyboardInterrupt), progress.Bar("cases", total=4):
+    with pytest.raises(KeyboardInterrupt), progress_bar.ProgressBar("cases", total=4):
         raise KeyboardInterrupt
     assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")

@@ -3,7 +3,7 @@
 import pytest
 
 from dlio.errors import UsageError
-from dlio.storage.spec import TierSpec, parse_tiers
+from dlio.storage.tier_spec import TierSpec, parse_tiers
 from dlio.util.units import format_bytes, parse_bytes
 
 

@@ -44,9 +44,9 @@ _PRELOADED = (
     "xxhash",
     "simplejpeg",
     "dlio.cli.app",
-    "dlio.cli.train",
+    "dlio.cli.train_command",
     "dlio.train.trainer",
-    "dlio.script.runner",
+    "dlio.integrations.script.runner",
     *(f"dlio_readers.{name}" for name in ("folder", "hdf5", "mds", "parquet", "shard", "tar")),
 )
 """None of them starts a thread or MPI, or is itself a program that tests run with `-m`."""

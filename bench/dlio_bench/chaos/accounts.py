@@ -8,13 +8,13 @@ from typing import Final
 import numpy as np
 
 from dlio.train.ledger_file import EpochCheck
-from dlio_bench.chaos.stamps import Step
+from dlio_bench.chaos.stamps import FinishedStep
 
 _DRAWS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Uneven:
+class UnevenEpoch:
     """An epoch in which some samples were not trained on exactly once."""
 
     epoch: int
@@ -26,17 +26,17 @@ class Uneven:
     """Steps that are missing, and the like."""
 
 
-def uneven_epochs(checked: Iterable[EpochCheck]) -> list[Uneven]:
+def uneven_epochs(checked: Iterable[EpochCheck]) -> list[UnevenEpoch]:
     """Return the epochs in which not every sample came exactly once."""
     return [
-        Uneven(each.epoch, each.lost, each.doubled, len(each.problems))
+        UnevenEpoch(each.epoch, each.lost, each.doubled, len(each.problems))
         for each in checked
         if not each.exact
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Effective:
+class EffectiveSteps:
     """Time of a job, and the part of it that counts."""
 
     counted_s: float
@@ -50,8 +50,8 @@ class Effective:
 
 
 def effective_time(
-    runs: Sequence[Sequence[Step]], disturbed: Sequence[tuple[float, float]]
-) -> Effective:
+    runs: Sequence[Sequence[FinishedStep]], disturbed: Sequence[tuple[float, float]]
+) -> EffectiveSteps:
     """Return the effective time of a job. Its quotient is the effective training time ratio:
 
         ETTR = time in steps that count / wall time from the first step to the end
@@ -71,7 +71,7 @@ def effective_time(
     """
     made = [list(run) for run in runs if run]
     if not made:
-        return Effective(0.0, 0.0, 0, 0)
+        return EffectiveSteps(0.0, 0.0, 0, 0)
     last_run = {step.number: number for number, run in enumerate(made) for step in run}
     whole: dict[int, list[float]] = {}
     others: list[tuple[int, float | None]] = []
@@ -94,7 +94,7 @@ def effective_time(
     for ranks, seconds in others:
         usual = statistics.median(whole.get(ranks) or everything or [0.0])
         counted_s += usual if seconds is None else min(seconds, usual)
-    return Effective(
+    return EffectiveSteps(
         counted_s=counted_s,
         wall_s=made[-1][-1].at - made[0][0].at,
         steps=len(last_run),

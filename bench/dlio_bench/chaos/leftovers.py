@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from dlio.util.shared import SHARED_MEMORY, user_folder
+from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 
 JOB: Final = "CHAOS_JOB"
 """Environment variable by which all processes of a job are known, whoever started them."""

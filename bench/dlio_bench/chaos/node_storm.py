@@ -15,14 +15,14 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.train.ledger_file import check_ledger, read_lines
-from dlio_bench.chaos.accounts import Uneven, effective_time, quantiles, uneven_epochs
-from dlio_bench.chaos.clock import Clock
-from dlio_bench.chaos.figures import figure_text
-from dlio_bench.chaos.job import Job, train_argv
+from dlio_bench.chaos.accounts import UnevenEpoch, effective_time, quantiles, uneven_epochs
+from dlio_bench.chaos.chaos_figures import figure_text
+from dlio_bench.chaos.chaos_job import ChaosJob, train_argv
+from dlio_bench.chaos.chaos_options import ChaosOptions
+from dlio_bench.chaos.fault_clock import FaultClock
 from dlio_bench.chaos.leftovers import left_in_shared_memory, lives, shared_memory
-from dlio_bench.chaos.options import Options
-from dlio_bench.chaos.pretended import Nodes, may_pretend, without_daemons
-from dlio_bench.chaos.schedule import make_schedule
+from dlio_bench.chaos.pretended_nodes import PretendedNodes, may_pretend, without_daemons
+from dlio_bench.chaos.scheduled_faults import make_schedule
 from dlio_bench.chaos.stamps import steps_of
 
 _NAMES: Final = "ABCDEF"
@@ -67,7 +67,7 @@ class NodeJob:
     code: int | None = None
     hung: bool = False
     errors: str = ""
-    uneven: list[Uneven] | None = None
+    uneven: list[UnevenEpoch] | None = None
     """Epochs with lost or doubled samples; None without a trace of the whole job."""
     losses: list[dict[str, Any]] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class NodeJob:
     left_files: list[str] = field(default_factory=list)
 
 
-def measure(options: Options, source: str, folder: str) -> dict[str, object]:
+def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object]:
     """Lose nodes by a schedule; each joins again when the others have gone on.
 
     Raises UsageError where nodes cannot be pretended, or for ranks that do not fit them.
@@ -95,7 +95,7 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
     faults = make_schedule(
         options.node_kinds, options.kills, options.every, options.spacing, options.seed
     )
-    clock, jobs, idle = Clock(faults), list[NodeJob](), 0
+    clock, jobs, idle = FaultClock(faults), list[NodeJob](), 0
     while clock.faults and idle < 2:
         remaining = len(clock.faults)
         jobs.append(_job(options, source, os.path.join(folder, str(len(jobs) + 1)), samples, clock))
@@ -156,7 +156,9 @@ def figures_of_nodes(jobs: Sequence[NodeJob]) -> dict[str, object]:
 class _World:
     """The nodes that a job has, and whether all of their ranks make steps."""
 
-    def __init__(self, job: Job, nodes: Nodes, names: Sequence[str], per_node: int) -> None:
+    def __init__(
+        self, job: ChaosJob, nodes: PretendedNodes, names: Sequence[str], per_node: int
+    ) -> None:
         self._job, self._nodes, self._per_node = job, nodes, per_node
         self.names = list(names)
         self._lost = ""
@@ -212,7 +214,9 @@ class _World:
         return bool(self._lost)
 
 
-def _job(options: Options, source: str, folder: str, samples: int, clock: Clock) -> NodeJob:
+def _job(
+    options: ChaosOptions, source: str, folder: str, samples: int, clock: FaultClock
+) -> NodeJob:
     """Run a job to its end; make faults meanwhile."""
     record = NodeJob()
     own = os.path.join(folder, "run")
@@ -221,12 +225,12 @@ def _job(options: Options, source: str, folder: str, samples: int, clock: Clock)
     more = ["--nodes", ",".join(names), "--fault-tolerance", "shrink"]
     argv = train_argv(options, source, own, options.model, more)
     cache = os.path.join(os.path.dirname(folder), "cache")
-    with closing(Nodes(Path(folder))) as nodes:
+    with closing(PretendedNodes(Path(folder))) as nodes:
         if "cut" in options.node_kinds:
             nodes.relay()
         with (
             ExitStack() as stack,
-            Job(argv, own, cache, options.deadline, nodes.environment) as job,
+            ChaosJob(argv, own, cache, options.deadline, nodes.environment) as job,
         ):
             world = _World(job, nodes, names, options.ranks // options.nodes)
             stack.callback(world.close)

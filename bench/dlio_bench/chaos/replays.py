@@ -6,15 +6,15 @@ from typing import Final
 
 import torch
 
-from dlio_bench.chaos.job import Job, train_argv
-from dlio_bench.chaos.options import Options
+from dlio_bench.chaos.chaos_job import ChaosJob, train_argv
+from dlio_bench.chaos.chaos_options import ChaosOptions
 
 WEIGHTS: Final = "weights.pt"
 """File in a job's folder."""
 _POLL_S: Final = 0.05
 
 
-def replay(options: Options, source: str, folder: str, cache: str) -> str:
+def replay(options: ChaosOptions, source: str, folder: str, cache: str) -> str:
     """Replay a job; see `JobRecord.replay`.
 
     Args:
@@ -23,7 +23,7 @@ def replay(options: Options, source: str, folder: str, cache: str) -> str:
     """
     own = f"{folder}-replay"
     more = ["--replay", f"{folder}/trace.jsonl", "--save", f"{own}/{WEIGHTS}"]
-    with Job(
+    with ChaosJob(
         train_argv(options, source, own, options.model, more), own, cache, options.deadline
     ) as job:
         while job.runs():

@@ -7,7 +7,7 @@ monotonic clock, and a `kind`:
 |---|---|
 | `begin` | `rank`, `pid`, `step`: optimizer steps before the first one of this process |
 | `step` | a finished step: `epoch`, `step` (from 1), `generation`, `ranks` |
-| `loss` | the fields of `dlio.comm.recovery.Loss`, of which `change` is the kind |
+| `loss` | the fields of `dlio.comm.survival.recovery.MeasuredLoss`, of which `change` is the kind |
 | `end` | `peak_KiB`: largest resident memory |
 """
 
@@ -108,7 +108,7 @@ class Stamps:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class FinishedStep:
     """A step that a run has finished."""
 
     number: int
@@ -118,7 +118,7 @@ class Step:
     ranks: int
 
 
-def steps_of(ranks: Sequence[RankStamps]) -> list[Step]:
+def steps_of(ranks: Sequence[RankStamps]) -> list[FinishedStep]:
     """Return the steps of a run, ascending."""
     last: dict[int, StepStamp] = {}
     for each in ranks:
@@ -126,4 +126,4 @@ def steps_of(ranks: Sequence[RankStamps]) -> list[Step]:
             other = last.get(stamp["step"])
             if other is None or stamp["t"] > other["t"]:
                 last[stamp["step"]] = stamp
-    return [Step(number, each["t"], each["ranks"]) for number, each in sorted(last.items())]
+    return [FinishedStep(number, each["t"], each["ranks"]) for number, each in sorted(last.items())]

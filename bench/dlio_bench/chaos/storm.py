@@ -8,18 +8,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from dlio.train.exchange_spec import parse_exchange
+from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.ledger_file import check_ledger, read_lines
 from dlio_bench.chaos.accounts import uneven_epochs
-from dlio_bench.chaos.clock import Clock
-from dlio_bench.chaos.figures import figures_of, rows_of
-from dlio_bench.chaos.job import Job, train_argv
+from dlio_bench.chaos.chaos_figures import figures_of, rows_of
+from dlio_bench.chaos.chaos_job import ChaosJob, train_argv
+from dlio_bench.chaos.chaos_options import ChaosOptions
+from dlio_bench.chaos.fault_clock import FaultClock
 from dlio_bench.chaos.leftovers import left_in_shared_memory, lives, shared_memory
-from dlio_bench.chaos.options import Options
-from dlio_bench.chaos.pretended import Nodes, without_daemons
-from dlio_bench.chaos.records import JobRecord, RunRecord
+from dlio_bench.chaos.pretended_nodes import PretendedNodes, without_daemons
 from dlio_bench.chaos.replays import WEIGHTS, replay
-from dlio_bench.chaos.schedule import Made, make_schedule
+from dlio_bench.chaos.run_records import JobRecord, RunRecord
+from dlio_bench.chaos.scheduled_faults import InjectedFault, make_schedule
 from dlio_bench.chaos.stamps import steps_of
 from dlio_bench.chaos.torchft_accounts import account, joins, read_batches
 from dlio_bench.chaos.torchft_job import torchft_argv
@@ -36,7 +36,7 @@ _REPLACED: Final = {
 }
 
 
-def measure(options: Options, source: str, folder: str) -> dict[str, object]:
+def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object]:
     """Make all faults of the schedule in jobs that shrink and, if wished, in others, too.
 
     `--restart` and `--torchft` add others.
@@ -62,7 +62,7 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
         faults = make_schedule(
             options.kinds, options.kills, options.every, options.spacing, options.seed
         )
-        clock = Clock(faults)
+        clock = FaultClock(faults)
         jobs: list[JobRecord] = []
         idle = 0
         while clock.faults and idle < _IDLE:
@@ -96,7 +96,7 @@ class _Refill:
     def __init__(self, folder: str, ranks: int, steps: int) -> None:
         self._steps = steps
         os.makedirs(f"{folder}-nodes")
-        self._nodes = Nodes(Path(f"{folder}-nodes"))
+        self._nodes = PretendedNodes(Path(f"{folder}-nodes"))
         self.environment = self._nodes.environment
         self.close = self._nodes.close
         self._ranks = ranks
@@ -109,7 +109,7 @@ class _Refill:
         """True from the daemon's death until all ranks have come further."""
         return bool(self._begun)
 
-    def look(self, job: Job, wanted: bool) -> None:
+    def look(self, job: ChaosJob, wanted: bool) -> None:
         """Kill a daemon if that is wanted, or see whether all ranks have come further.
 
         A job that comes no further in three starts ends.
@@ -124,7 +124,7 @@ class _Refill:
 
 
 def _job(
-    options: Options, source: str, folder: str, samples: int, mode: str, clock: Clock
+    options: ChaosOptions, source: str, folder: str, samples: int, mode: str, clock: FaultClock
 ) -> JobRecord:
     """Run a job to its end; make faults meanwhile."""
     record = JobRecord()
@@ -180,18 +180,20 @@ def _reason(job: JobRecord) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _run(options: Options, argv: Sequence[str], folder: str, mode: str, clock: Clock) -> RunRecord:
+def _run(
+    options: ChaosOptions, argv: Sequence[str], folder: str, mode: str, clock: FaultClock
+) -> RunRecord:
     """Run a training to its end; make faults meanwhile."""
     cache = os.path.join(os.path.dirname(os.path.dirname(folder)), "cache")
     all_ranks = options.ranks + (options.spares if mode == "shrink" else 0)
-    made: list[Made] = []
+    made: list[InjectedFault] = []
     refill = None
     with ExitStack() as stack:
         if options.refill and mode == "shrink":
             refill = _Refill(folder, options.ranks, parse_exchange(options.exchange).period)
             stack.callback(refill.close)
         job = stack.enter_context(
-            Job(argv, folder, cache, options.deadline, refill.environment if refill else None)
+            ChaosJob(argv, folder, cache, options.deadline, refill.environment if refill else None)
         )
         while job.runs():
             takes = clock.faults[0].takes if clock.faults else 0

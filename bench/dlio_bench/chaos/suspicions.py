@@ -16,15 +16,15 @@ from typing import Final
 
 from dlio.errors import UsageError
 from dlio.train.callbacks import Callback, Run
-from dlio_bench.chaos.job import Job, train_argv
-from dlio_bench.chaos.options import Options
+from dlio_bench.chaos.chaos_job import ChaosJob, train_argv
+from dlio_bench.chaos.chaos_options import ChaosOptions
 
 _POLL_S: Final = 0.1
 _WORDS: Final = ("hangs and is killed", "times slower than", " lost at step", " lost: ")
 """Parts of what a job says about a rank that it suspects, or has lost."""
 
 
-def measure(options: Options, source: str, folder: str) -> dict[str, object]:
+def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object]:
     """Train `options.steps` steps with pauses of `options.pause_s`, next to spinning processes.
 
     Raises UsageError if the job fails.
@@ -44,7 +44,7 @@ def measure(options: Options, source: str, folder: str) -> dict[str, object]:
     argv = train_argv(options, source, own, options.model, more)
     cache = os.path.join(folder, "cache")
     began = time.monotonic()
-    with _spinning(options.spinning), Job(argv, own, cache, options.deadline) as job:
+    with _spinning(options.spinning), ChaosJob(argv, own, cache, options.deadline) as job:
         while job.runs():
             time.sleep(_POLL_S)
         if job.code or job.hung:

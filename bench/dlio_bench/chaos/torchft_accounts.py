@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypedDict
 
-from dlio.train.ledger_file import Line
-from dlio_bench.chaos.schedule import Made
+from dlio.train.ledger_file import LedgerLine
+from dlio_bench.chaos.scheduled_faults import InjectedFault
 from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
 
 
-class Batch(TypedDict):
+class ComputedBatch(TypedDict):
     """A batch whose gradients a replica group has computed."""
 
     epoch: int
@@ -28,10 +28,10 @@ class Batch(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class LedgerAccount:
     """A ledger, and the samples of which it has no line."""
 
-    lines: list[Line]
+    lines: list[LedgerLine]
     """One for each epoch."""
     dropped: int
     """Samples of batches that were computed and are not in the model. All others that are lost were
@@ -40,7 +40,7 @@ class Account:
     """Samples that are in the model in epochs after the last one."""
 
 
-def next_quorum_step(ranks: Sequence[RankStamps], made: Made) -> float | None:
+def next_quorum_step(ranks: Sequence[RankStamps], made: InjectedFault) -> float | None:
     """Return when all that were left had committed their first step without the ranks of a fault.
 
     A quorum without them is newer than all that had a step before the fault. Replica groups that
@@ -87,7 +87,7 @@ def joins(ranks: Sequence[RankStamps]) -> list[tuple[RankStamps, LossStamp]]:
     return joined
 
 
-def read_batches(folder: str) -> list[tuple[int, Batch]]:
+def read_batches(folder: str) -> list[tuple[int, ComputedBatch]]:
     """Return the batches of all replica groups in the folder of a job, each with its group."""
     batches = []
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "batches-*.jsonl"))):
@@ -98,8 +98,8 @@ def read_batches(folder: str) -> list[tuple[int, Batch]]:
 
 
 def account(
-    batches: Iterable[tuple[int, Batch]], ranks: Sequence[RankStamps], epochs: int
-) -> Account:
+    batches: Iterable[tuple[int, ComputedBatch]], ranks: Sequence[RankStamps], epochs: int
+) -> LedgerAccount:
     """Return the ledger of a job, of the batches that are in the model.
 
     A batch is in the model if its step was committed in its quorum, by any replica group: also if
@@ -126,8 +126,8 @@ def account(
         if counts:
             samples.setdefault(batch["epoch"], []).extend(batch["samples"])
     dropped = sum(len(each.difference(samples.get(epoch, ()))) for epoch, each in tried.items())
-    lines: list[Line] = [
+    lines: list[LedgerLine] = [
         {"epoch": epoch, "step": 0, "rank": 0, "samples": samples.get(epoch, [])}
         for epoch in range(epochs)
     ]
-    return Account(lines, dropped, beyond)
+    return LedgerAccount(lines, dropped, beyond)

@@ -11,9 +11,9 @@ import torch
 from torch.jit.frontend import FrontendError
 
 from dlio.errors import UsageError
-from dlio_bench.chaos.job import IMAGE_SIZE
-from dlio_bench.chaos.options import Options
-from dlio_bench.chaos.torchft_program import Settings
+from dlio_bench.chaos.chaos_job import IMAGE_SIZE
+from dlio_bench.chaos.chaos_options import ChaosOptions
+from dlio_bench.chaos.torchft_program import TorchftSettings
 
 _PROGRAM: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "torchft_program.py")
 _VERSIONS: Final = (
@@ -51,7 +51,7 @@ def torchft_versions(python: str) -> dict[str, str]:
 
 
 def torchft_argv(
-    options: Options, source: str, folder: str, model: str, plain: bool = False
+    options: ChaosOptions, source: str, folder: str, model: str, plain: bool = False
 ) -> list[str]:
     """Return the command of a job of torchft that stamps its steps into `folder`, which is made.
 
@@ -68,7 +68,7 @@ def torchft_argv(
     data = os.path.join(os.path.dirname(folder), "torchft-data")
     classes = _decode(source, data)
     os.makedirs(folder)
-    settings: Settings = {
+    settings: TorchftSettings = {
         "data": data,
         "model": os.path.join(folder, "model.pt"),
         "ranks": options.ranks,

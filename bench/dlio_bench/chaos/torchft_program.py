@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional
 
 
-class Settings(TypedDict):
+class TorchftSettings(TypedDict):
     """Settings of a job."""
 
     data: str
@@ -79,14 +79,14 @@ def main(argv: Sequence[str]) -> int:
     """Run a role; returns the exit code."""
     role, folder, *rest = argv
     with open(os.path.join(folder, "settings.json"), encoding="utf-8") as file:
-        settings = cast(Settings, json.load(file))
+        settings = cast(TorchftSettings, json.load(file))
     if role == "supervise":
         return _Supervisor(settings, folder).run()
     _die_with_parent()
-    return _Group(settings, folder, int(rest[0])).run()
+    return _ReplicaGroup(settings, folder, int(rest[0])).run()
 
 
-class Sampler(Protocol):
+class TorchftSampler(Protocol):
     """The samplers of torch and torchft."""
 
     def set_epoch(self, epoch: int) -> None: ...
@@ -96,7 +96,7 @@ class Sampler(Protocol):
 class _Supervisor:
     """Starts a Lighthouse and the replica groups, and starts groups again that end."""
 
-    def __init__(self, settings: Settings, folder: str) -> None:
+    def __init__(self, settings: TorchftSettings, folder: str) -> None:
         self._settings, self._folder = settings, folder
         self._environment = dict(os.environ)
         self._groups: dict[int, subprocess.Popen[bytes]] = {}
@@ -171,10 +171,10 @@ class _Supervisor:
         return self._starts > _MOST_STARTS
 
 
-class _Group:
+class _ReplicaGroup:
     """A replica group of one process."""
 
-    def __init__(self, settings: Settings, folder: str, rank: int) -> None:
+    def __init__(self, settings: TorchftSettings, folder: str, rank: int) -> None:
         self._settings, self._folder, self._rank = settings, folder, rank
         self._again = os.path.exists(_ready(folder, rank))
         self._raises = self._hangs = False
@@ -216,7 +216,7 @@ class _Group:
             timeout=timeout,
         )
         model = DistributedDataParallel(self._model)
-        sampler: Sampler = DistributedSampler(
+        sampler: TorchftSampler = DistributedSampler(
             self._dataset, settings["ranks"], self._rank, seed=settings["seed"]
         )
         self._begin()
@@ -343,7 +343,7 @@ class _Group:
         # The threads of torchft would wait for groups that have left before.
         os._exit(0)
 
-    def _batch(self, sampler: Sampler) -> list[int]:
+    def _batch(self, sampler: TorchftSampler) -> list[int]:
         """Return the samples of this group's next batch."""
         epoch, batch = self._at
         sampler.set_epoch(epoch)

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 from dlio.cli.app import run_function
 from dlio.util.options import Option, check
 from dlio.util.threads import Workers
-from dlio_bench.emulated.mounting import emulated
+from dlio_bench.emulated.emulated_mount import emulated
 from dlio_bench.emulated.profile import Profile
 
 _FILE_BYTES: Final = 64 << 20

@@ -195,7 +195,7 @@ def _rate(text: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ProfilePart:
     """A part of a profile's text."""
 
     figures: dict[str, str]
@@ -206,7 +206,7 @@ class _Part:
 
 
 _PARTS: Final = {
-    "latency": _Part(
+    "latency": _ProfilePart(
         {
             "all": "latency_s",
             "open": "open_latency_s",
@@ -217,16 +217,16 @@ _PARTS: Final = {
         parse_seconds,
         lambda seconds: f"{seconds:.9f}s",
     ),
-    "bandwidth": _Part(
+    "bandwidth": _ProfilePart(
         {"all": "bandwidth", "each": "each_bandwidth", "write": "write_bandwidth"},
         _rate,
         lambda rate: exact_bytes(int(rate)),
     ),
-    "tail": _Part({"share": "tail_share", "times": "tail_times"}, _share),
-    "metadata": _Part({"rate": "metadata_rate"}, _number),
-    "errors": _Part({"share": "error_share"}, _share),
-    "hangs": _Part({"share": "hang_share"}, _share),
-    "seed": _Part({"seed": "seed"}, _number),
+    "tail": _ProfilePart({"share": "tail_share", "times": "tail_times"}, _share),
+    "metadata": _ProfilePart({"rate": "metadata_rate"}, _number),
+    "errors": _ProfilePart({"share": "error_share"}, _share),
+    "hangs": _ProfilePart({"share": "hang_share"}, _share),
+    "seed": _ProfilePart({"seed": "seed"}, _number),
 }
 """Parts by name."""
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from dlio.data.index import cache_folder
 from dlio.errors import UsageError
-from dlio.util.files import write_json
-from dlio_bench.peers.table import ENVIRONMENTS, Environment
+from dlio.util.whole_files import write_json
+from dlio_bench.peers.contender_table import ENVIRONMENTS, PeerEnvironment
 
 _TIMEOUT_S: Final = 1800.0
 _MARK: Final = "dlio-peer.json"
@@ -103,7 +103,7 @@ def install(name: str, archive: str = "") -> None:
     write_json(os.path.join(path, _MARK), _content(environment))
 
 
-def _content(environment: Environment) -> dict[str, list[str]]:
+def _content(environment: PeerEnvironment) -> dict[str, list[str]]:
     made = {"packages": list(environment.packages), "built": list(environment.built)}
     if environment.archive:
         made["archive"] = [environment.archive]

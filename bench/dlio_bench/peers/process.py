@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
 from dlio.errors import UsageError
+from dlio_bench.bench_processes import cpu_s, pss, threads, tree
 from dlio_bench.peers.standalone.runners.protocol import MARK, Task
-from dlio_bench.processes import cpu_s, pss, threads, tree
 
 _LOOK_S: Final = 0.25
 _END_S: Final = 20.0
@@ -21,7 +21,7 @@ _LINGER_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ContenderFigures:
     """Figures of the last of some passes."""
 
     samples: int
@@ -35,7 +35,7 @@ class Figures:
     """Seconds of all processes of the contender on processors, of all passes."""
 
 
-class Contender:
+class ContenderProcess:
     """One contender's process. Owner: the caller, by `with`.
 
     Args:
@@ -106,12 +106,12 @@ class Contender:
         versions: dict[str, str] = self._ask({"task": path}, "prepare its data")["versions"]
         return versions
 
-    def make_passes(self, passes: int) -> Figures:
+    def make_passes(self, passes: int) -> ContenderFigures:
         """Have it make passes over all pictures, one after another; the last one is timed."""
         self._signal(signal.SIGCONT)
         before = self._cpu_s()
         answer = self._ask({"passes": passes}, "make a pass")
-        return Figures(**answer, cpu_s=self._cpu_s() - before)
+        return ContenderFigures(**answer, cpu_s=self._cpu_s() - before)
 
     def pause(self) -> None:
         """Stop it: some contenders poll while they wait, which would slow the others' turns."""

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dlio.errors import UsageError
-from dlio_bench.peers.process import Contender, Figures
+from dlio_bench.peers.process import ContenderFigures, ContenderProcess
 from dlio_bench.peers.standalone.runners.protocol import checksum
 
 
 @dataclass(slots=True)
-class Outcome:
+class RaceOutcome:
     """Figures by contender."""
 
     rates: dict[str, list[float]] = field(default_factory=dict)
@@ -31,11 +31,11 @@ class Outcome:
 
 
 def race(
-    starts: Mapping[str, Callable[[], Contender]],
+    starts: Mapping[str, Callable[[], ContenderProcess]],
     labels: Sequence[int],
     repeats: int,
     progress: Callable[[str], object] = lambda _: None,
-) -> Outcome:
+) -> RaceOutcome:
     """Have contenders load the same pictures, each `repeats` times, in turn.
 
     Within each repeat every contender makes a pass that is not timed and one that is; the order is
@@ -48,10 +48,10 @@ def race(
         progress: called before a contender prepares its data and before each timed pass, with a
             note; 1 + repeats times for each contender that does not fail.
     """
-    outcome = Outcome()
+    outcome = RaceOutcome()
     expected = checksum(labels)
 
-    def passes(contender: Contender, count: int) -> Figures:
+    def passes(contender: ContenderProcess, count: int) -> ContenderFigures:
         figures = contender.make_passes(count)
         if set(figures.labels) != {expected}:
             raise UsageError(
@@ -63,7 +63,7 @@ def race(
         return figures
 
     with contextlib.ExitStack() as stack:
-        running: dict[str, Contender] = {}
+        running: dict[str, ContenderProcess] = {}
 
         def leave(name: str, error: UsageError) -> None:
             outcome.absent[name] = str(error)

@@ -4,9 +4,9 @@ import json
 
 import torch
 
-from dlio.train.callbacks.base import Callback, Run
-from dlio.train.pruning.rounds import Round
-from dlio_bench.prune.removal import ByChance
+from dlio.features.pruning.rounds import Round
+from dlio.train.callbacks.callback_base import Callback, Run
+from dlio_bench.prune.removal_case import ByChance
 
 
 class Chance(Callback):

@@ -4,14 +4,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from dlio_bench.results.statistics import deviation
+from dlio_bench.results.repeats import deviation
 from dlio_bench.trainings import first_at
 
 _YARDSTICK = "unpruned"
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class TrainingCurve:
     """A training, at the ends of its epochs."""
 
     seconds: list[float] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Curve:
         return first_at(goal, zip(self.seconds, self.accuracy, strict=True))
 
 
-def summary(variants: Mapping[str, Sequence[Curve]], tolerance: float) -> dict[str, object]:
+def summary(variants: Mapping[str, Sequence[TrainingCurve]], tolerance: float) -> dict[str, object]:
     """A row a variant, against the unpruned one of the same seed: final accuracy, parameters, and
     how much sooner it is as good as that one is in the end, and as good within the tolerance.
 
@@ -72,7 +72,7 @@ def summary(variants: Mapping[str, Sequence[Curve]], tolerance: float) -> dict[s
     }
 
 
-def sooner(pairs: Sequence[tuple[Curve, Curve]], less: float) -> str:
+def sooner(pairs: Sequence[tuple[TrainingCurve, TrainingCurve]], less: float) -> str:
     """Speed-up of pairs (curve, yardstick): the yardstick's seconds over the curve's.
 
     The yardstick's are to its final accuracy, the curve's to that accuracy less `less`.

@@ -12,15 +12,15 @@ from typing import Any, Final
 import torch
 
 import dlio
+from dlio.features.pruning.group_search import find_groups
+from dlio.features.pruning.model_size import count_parameters
+from dlio.features.pruning.rounds import RoundRecord
 from dlio.train.model import make_model, normalised
-from dlio.train.pruning.find import find_groups
-from dlio.train.pruning.model_size import count_parameters
-from dlio.train.pruning.rounds import RoundRecord
-from dlio.util.files import write_json
-from dlio_bench.prune import removal
-from dlio_bench.prune.curves import Curve, summary
-from dlio_bench.prune.options import IMAGES, Options
-from dlio_bench.prune.rivals.cutting import Size
+from dlio.util.whole_files import write_json
+from dlio_bench.prune import removal_case
+from dlio_bench.prune.curves import TrainingCurve, summary
+from dlio_bench.prune.prune_options import IMAGES, PruneBenchOptions
+from dlio_bench.prune.rivals.network_cutter import Size
 from dlio_bench.results.terminal import steps
 from dlio_bench.trainings import TrainedEpoch, TrainingReport, trained
 
@@ -44,7 +44,7 @@ _RIVALS: Final = {
 """Names in tables, and callbacks, of other ways to prune, by variant."""
 
 
-def measure(options: Options) -> dict[str, object]:
+def measure(options: PruneBenchOptions) -> dict[str, object]:
     """Runs of `dlio train` by seed: the wide network, as it is, with apoptosis, with a size that is
     given, and with other ways to prune; and, of the widths that apoptosis came to: the rest of the
     wide one after training, by magnitude; neurons removed by chance at the steps at which apoptosis
@@ -53,7 +53,7 @@ def measure(options: Options) -> dict[str, object]:
     with ExitStack() as stack:
         runs = _Runs(options, stack, options.epochs or _EPOCHS)
         width = options.width or _WIDTH
-        by_name: dict[str, list[Curve]] = {}
+        by_name: dict[str, list[TrainingCurve]] = {}
         for seed in steps(range(options.seeds), "seed {}".format):
             for name, curve in _variants(runs, seed, width):
                 by_name.setdefault(name, []).append(curve)
@@ -63,7 +63,7 @@ def measure(options: Options) -> dict[str, object]:
 class _Runs:
     """Trainings of a case, by variant and seed."""
 
-    def __init__(self, options: Options, stack: ExitStack, epochs: int) -> None:
+    def __init__(self, options: PruneBenchOptions, stack: ExitStack, epochs: int) -> None:
         self.source, self.val = options.check_images("images")
         self.options, self.epochs = options, epochs
         self.folder = options.keep or stack.enter_context(
@@ -95,10 +95,10 @@ class _Runs:
             },
         )
 
-    def curve(self, name: str, seed: int, width: int, **more: Any) -> Curve:
+    def curve(self, name: str, seed: int, width: int, **more: Any) -> TrainingCurve:
         return self.curve_of(self.report(name, seed, width, **more), width, name, seed)
 
-    def curve_of(self, report: TrainingReport, width: int, name: str, seed: int) -> Curve:
+    def curve_of(self, report: TrainingReport, width: int, name: str, seed: int) -> TrainingCurve:
         """The curve of a report, in CPU time if there is one rank."""
         curve = curve_of(report, self.model(width), self.options.image_size)
         if self.options.ranks > 1:
@@ -110,7 +110,7 @@ class _Runs:
         return os.path.join(self.folder, f"cpu-{name}-{seed}.json")
 
 
-def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]:
+def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, TrainingCurve]]:
     options = runs.options
     chosen = options.chosen(IMAGES)
     weights = os.path.join(runs.folder, f"weights-{seed}.pt")
@@ -123,7 +123,7 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
     report = runs.report("apoptosis", seed, width, **same, prune_tolerance=options.tolerance)
     pruned = runs.curve_of(report, width, "apoptosis", seed)
     yield "apoptosis", pruned
-    given: Curve | None = None
+    given: TrainingCurve | None = None
     if "target" in chosen:
         given = runs.curve("target", seed, width, **same, prune_target=_TARGET)
         yield f"apoptosis, target {_TARGET:g}", given
@@ -154,7 +154,7 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Curve]]
 
 def _rival(
     runs: _Runs, name: str, seed: int, width: int, epochs: int, report: TrainingReport
-) -> Curve:
+) -> TrainingCurve:
     """The curve of a way to prune that is a callback, and writes the sizes of the network.
 
     Args:
@@ -180,14 +180,14 @@ def _rounds(epoch: TrainedEpoch) -> Sequence[RoundRecord]:
 
 
 def _cut(
-    runs: _Runs, weights: str, width: int, rounds: Sequence[RoundRecord], trained_: Curve
-) -> Curve:
+    runs: _Runs, weights: str, width: int, rounds: Sequence[RoundRecord], trained_: TrainingCurve
+) -> TrainingCurve:
     """The trained wide network, cut by magnitude to the widths that rounds came to."""
     model = runs.model(width)
     model.load_state_dict(torch.load(weights, weights_only=True))
     size = runs.options.image_size
     widths = {name: left for each in rounds for name, left in each["widths"].items()}
-    removal.cut_by_magnitude(model, torch.zeros(2, 3, size, size), widths)
+    removal_case.cut_by_magnitude(model, torch.zeros(2, 3, size, size), widths)
     model.eval()
     right = 0
     with (
@@ -200,7 +200,7 @@ def _cut(
             answers = model(normalised(images, torch.device("cpu"))).argmax(1)
             right += int((answers == labels).sum())
         accuracy = right / len(loader.data)
-    return Curve(
+    return TrainingCurve(
         trained_.seconds[-1:],
         [accuracy],
         [count_parameters(model)],
@@ -221,9 +221,9 @@ def widths_of(model: torch.nn.Module, image_size: int) -> dict[str, int]:
     return {group.name: group.width for group in find_groups(model, example).groups}
 
 
-def curve_of(report: TrainingReport, model: torch.nn.Module, image_size: int) -> Curve:
+def curve_of(report: TrainingReport, model: torch.nn.Module, image_size: int) -> TrainingCurve:
     """The curve of a report of `dlio train`, and of the model before training."""
-    curve = Curve(extra={"read_MB": 0.0, "trained_on": 0.0})
+    curve = TrainingCurve(extra={"read_MB": 0.0, "trained_on": 0.0})
     widths, parameters = widths_of(model, image_size), count_parameters(model)
     seconds = 0.0
     for epoch in report["epochs"]:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 import dlio
-from dlio_bench.prune.curves import Curve
-from dlio_bench.prune.options import Options
+from dlio_bench.prune.curves import TrainingCurve
+from dlio_bench.prune.prune_options import PruneBenchOptions
 from dlio_bench.prune.tabular import (
     BATCH,
     by_seed,
@@ -28,14 +28,14 @@ _SKIPPING_EPOCHS: Final = 12
 """Epochs of trainings that leave rows out: they spend a part of the saved time on more epochs."""
 
 
-def measure(options: Options) -> dict[str, object]:
+def measure(options: PruneBenchOptions) -> dict[str, object]:
     """By seed, one after another on one thread, rows from a file through `dlio.DataLoader`: with
     all of them, with samples left out, with neurons removed as well; and, with all samples, of as
     many whole epochs as those that leave some out train on samples."""
     return by_seed(options, _variants, _WIDTH, _EPOCHS)
 
 
-class _Read:
+class _RowReading:
     """Rows of a file; with `epochs` those that a SampleSkipper keeps in a run of so many."""
 
     def __init__(self, path: str, seed: int, epochs: int | None) -> None:
@@ -45,7 +45,7 @@ class _Read:
         )
         self.extra = {"read_MB": 0.0, "trained_on": 0.0}
 
-    def __enter__(self) -> "_Read":
+    def __enter__(self) -> "_RowReading":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +75,9 @@ class _Read:
         return losses if self._skipper is None else self._skipper.weigh(losses)
 
 
-def _variants(seed: int, widths: Sequence[int], epochs: int, options: Options) -> dict[str, Curve]:
+def _variants(
+    seed: int, widths: Sequence[int], epochs: int, options: PruneBenchOptions
+) -> dict[str, TrainingCurve]:
     task = make_task(seed, options.rows or _ROWS)
     more = options.longer(epochs, _SKIPPING_EPOCHS / _EPOCHS)
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as folder:
@@ -83,10 +85,10 @@ def _variants(seed: int, widths: Sequence[int], epochs: int, options: Options) -
         np.savez(path, rows=task.rows.numpy(), labels=task.labels.numpy())
         source = f"{path}::rows,labels"
 
-        def run(epochs: int, skip: bool, prune: bool) -> Curve:
+        def run(epochs: int, skip: bool, prune: bool) -> TrainingCurve:
             model = perceptron(widths, seed)
             pruning = pruned_by(model, task, options.tolerance) if prune else None
-            with _Read(source, seed, epochs if skip else None) as feed:
+            with _RowReading(source, seed, epochs if skip else None) as feed:
                 curve, _ = train(model, task, epochs, feed, options.lr, apoptosis=pruning)
             curve.extra.update(feed.extra)
             return curve

@@ -17,21 +17,21 @@ from typing import Any, Final
 import torch
 
 import dlio
-from dlio.image import transforms
-from dlio.train.device import channels_last
+from dlio.image import crop_transforms
+from dlio.train.compute_device import channels_last
 from dlio.train.learning_rate import learning_rate
 from dlio.train.model import make_model
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer, usual_lr
-from dlio_bench.prune.curves import Curve
-from dlio_bench.prune.kept import kept_curve
-from dlio_bench.prune.options import SAMPLES, Options
-from dlio_bench.prune.skipping.blocking import Blocking
-from dlio_bench.prune.skipping.contender import Contender, Make, batches
-from dlio_bench.prune.skipping.ies import EarlyStopping
-from dlio_bench.prune.skipping.infobatch import InfoBatch
-from dlio_bench.prune.skipping.own import Own
-from dlio_bench.results.statistics import deviation
+from dlio_bench.prune.curves import TrainingCurve
+from dlio_bench.prune.kept_rows import kept_curve
+from dlio_bench.prune.prune_options import SAMPLES, PruneBenchOptions
+from dlio_bench.prune.skipping_rivals.contender import Make, SkippingContender, batches
+from dlio_bench.prune.skipping_rivals.density_blocking import DensityBlocking
+from dlio_bench.prune.skipping_rivals.ies import InstanceEarlyStopping
+from dlio_bench.prune.skipping_rivals.infobatch import InfoBatch
+from dlio_bench.prune.skipping_rivals.own_skipping import OwnSkipping
+from dlio_bench.results.repeats import deviation
 from dlio_bench.results.terminal import steps
 
 _BATCH: Final = 64
@@ -48,24 +48,28 @@ _CONTENDERS: Final[dict[str, Make]] = dict(
     zip(
         SAMPLES,
         (
-            *(Own, partial(Own, share=0.4), InfoBatch),
-            *(EarlyStopping, partial(EarlyStopping, threshold=0.3), Blocking),
+            *(OwnSkipping, partial(OwnSkipping, share=0.4), InfoBatch),
+            *(
+                InstanceEarlyStopping,
+                partial(InstanceEarlyStopping, threshold=0.3),
+                DensityBlocking,
+            ),
         ),
         strict=True,
     )
 )
 
 
-def measure(options: Options) -> dict[str, object]:
+def measure(options: PruneBenchOptions) -> dict[str, object]:
     """By seed, in one process with one thread of torch: all samples, for the epochs of `options`
     and for fewer; and the contenders. Seconds are CPU time of the process."""
     source, val = options.check_images("samples")
     epochs = options.epochs or _EPOCHS
     lengths = sorted({max(1, round(each * epochs)) for each in _SHORTER} - {epochs}, reverse=True)
-    variants: dict[str, tuple[Make, int]] = {_ALL: (Contender, epochs)}
-    variants |= {f"{_ALL}, {each} epochs": (Contender, each) for each in lengths}
+    variants: dict[str, tuple[Make, int]] = {_ALL: (SkippingContender, epochs)}
+    variants |= {f"{_ALL}, {each} epochs": (SkippingContender, each) for each in lengths}
     variants |= {name: (_CONTENDERS[name], epochs) for name in options.chosen(SAMPLES)}
-    by_name: dict[str, list[Curve]] = {}
+    by_name: dict[str, list[TrainingCurve]] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -87,11 +91,16 @@ def measure(options: Options) -> dict[str, object]:
     return table(by_name)
 
 
-def _trained(options: Options, source: str, val: str, seed: int, make: Make, epochs: int) -> Curve:
+def _trained(
+    options: PruneBenchOptions, source: str, val: str, seed: int, make: Make, epochs: int
+) -> TrainingCurve:
     """Train as `dlio train` does on one rank."""
     size = options.image_size
-    crop = transforms.Compose(
-        [transforms.RandomResizedCrop(size, (_CROP, 1.0)), transforms.RandomHorizontalFlip()]
+    crop = crop_transforms.Compose(
+        [
+            crop_transforms.RandomResizedCrop(size, (_CROP, 1.0)),
+            crop_transforms.RandomHorizontalFlip(),
+        ]
     )
     data = dlio.open(source, image_size=size, train=True, transform=crop, seed=seed, tiers=_TIERS)
     torch.manual_seed(seed)
@@ -99,7 +108,7 @@ def _trained(options: Options, source: str, val: str, seed: int, make: Make, epo
         make_model(f"resnet(width={options.width or _WIDTH})", len(data.classes), size)
     )
     optimizer = make_optimizer(DEFAULT_OPTIMIZER, model, _MOMENTUM, None)
-    peak, curve = usual_lr(DEFAULT_OPTIMIZER, _BATCH), Curve()
+    peak, curve = usual_lr(DEFAULT_OPTIMIZER, _BATCH), TrainingCurve()
     with (
         dlio.DataLoader(data, _BATCH, True, num_workers=1, seed=seed) as loader,
         dlio.DataLoader(dlio.open(val, image_size=size, train=False), 200, num_workers=1) as held,
@@ -143,7 +152,7 @@ def _accuracy(model: torch.nn.Module, held_out: dlio.DataLoader) -> float:
     return right / len(held_out.data)
 
 
-def table(by_name: Mapping[str, Sequence[Curve]]) -> dict[str, object]:
+def table(by_name: Mapping[str, Sequence[TrainingCurve]]) -> dict[str, object]:
     """Return rows: accuracy, passes, CPU seconds, and the times less work and time than trainings
     on all samples that are as accurate."""
     yardstick = {name: runs for name, runs in by_name.items() if name.startswith(_ALL)}
@@ -207,13 +216,13 @@ def cost_of_all(accuracy: float, points: Sequence[tuple[float, float]]) -> tuple
     return ordered[-1][0], ">"
 
 
-def _mean_work(runs: Sequence[Curve]) -> float:
+def _mean_work(runs: Sequence[TrainingCurve]) -> float:
     return statistics.mean(run.extra["work"] for run in runs)
 
 
-def _mean_seconds(runs: Sequence[Curve]) -> float:
+def _mean_seconds(runs: Sequence[TrainingCurve]) -> float:
     return statistics.mean(run.seconds[-1] for run in runs)
 
 
-def _mean_accuracy(runs: Sequence[Curve]) -> float:
+def _mean_accuracy(runs: Sequence[TrainingCurve]) -> float:
     return statistics.mean(run.accuracy[-1] for run in runs)

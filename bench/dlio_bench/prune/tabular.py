@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dlio
-from dlio.train.pruning import Group
-from dlio_bench.prune import removal
-from dlio_bench.prune.curves import Curve, summary
-from dlio_bench.prune.options import Options
+from dlio.features.pruning import NeuronGroup
+from dlio_bench.prune import removal_case
+from dlio_bench.prune.curves import TrainingCurve, summary
+from dlio_bench.prune.prune_options import PruneBenchOptions
 from dlio_bench.results.terminal import steps
 
 _FEATURES: Final = 64
@@ -35,7 +35,7 @@ _PROBE: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TabularTask:
     """Rows and labels."""
 
     rows: torch.Tensor
@@ -50,7 +50,7 @@ class Task:
     """Of neither."""
 
 
-def make_task(seed: int, samples: int) -> Task:
+def make_task(seed: int, samples: int) -> TabularTask:
     """A teacher with random weights, of one hidden layer of 24 neurons that read 16 of 64 numbers,
     the others being noise; and rows that it has answered."""
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +68,7 @@ def make_task(seed: int, samples: int) -> Task:
     flipped = torch.rand(samples, generator=generator) < _FLIPPED
     drawn = torch.randint(0, _CLASSES, (samples,), generator=generator)
     held_out, probe = answered(max(1000, samples // 5)), answered(_PROBE)
-    return Task(rows, torch.where(flipped, drawn, labels), *held_out, *probe)
+    return TabularTask(rows, torch.where(flipped, drawn, labels), *held_out, *probe)
 
 
 def perceptron(widths: Sequence[int], seed: int) -> nn.Sequential:
@@ -80,7 +80,7 @@ def perceptron(widths: Sequence[int], seed: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(widths[-1], _CLASSES))
 
 
-class Feed(Protocol):
+class TabularBatches(Protocol):
     """Batches of a task."""
 
     def epoch(self, number: int) -> tuple[int, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
@@ -94,12 +94,12 @@ class Feed(Protocol):
         """Losses of the last batch, shape (n,), times their weights."""
 
 
-class Shuffled:
+class ShuffledRows:
     """All rows, from memory, in another order each epoch."""
 
     lr_factor = 1.0
 
-    def __init__(self, task: Task, seed: int) -> None:
+    def __init__(self, task: TabularTask, seed: int) -> None:
         self._task, self._generator = task, torch.Generator().manual_seed(seed)
 
     def epoch(self, number: int) -> tuple[int, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
@@ -115,13 +115,13 @@ class Shuffled:
 
 def train(
     model: nn.Module,
-    task: Task,
+    task: TabularTask,
     epochs: int,
-    feed: Feed,
+    feed: TabularBatches,
     lr: float,
     after_step: Callable[[int, torch.optim.Optimizer], object] | None = None,
     apoptosis: Callable[[torch.optim.Optimizer, int], dlio.Apoptosis] | None = None,
-) -> tuple[Curve, dlio.Apoptosis | None]:
+) -> tuple[TrainingCurve, dlio.Apoptosis | None]:
     """Adam, with the rate on a cosine to zero.
 
     Args:
@@ -133,7 +133,7 @@ def train(
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     pruning = apoptosis(optimizer, epochs * (len(task.rows) // BATCH)) if apoptosis else None
-    curve, spent, done = Curve(), 0.0, 0
+    curve, spent, done = TrainingCurve(), 0.0, 0
     for epoch in range(epochs):
         began = time.perf_counter()
         batches, feeding = feed.epoch(epoch)
@@ -169,7 +169,7 @@ def train(
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, task: Task) -> float:
+def accuracy(model: nn.Module, task: TabularTask) -> float:
     """On the held-out rows."""
     answers = torch.cat([model(rows).argmax(1) for rows in _chunks(task.held_out_rows)])
     return float((answers == task.held_out_labels).double().mean())
@@ -185,7 +185,7 @@ def hidden_widths(model: nn.Module) -> tuple[int, ...]:
     return tuple(layer.out_features for layer in layers[:-1])
 
 
-def measure(options: Options) -> dict[str, object]:
+def measure(options: PruneBenchOptions) -> dict[str, object]:
     """By seed, one after another on one thread: the wide network, as it is and with apoptosis;
     and, of the widths that apoptosis came to: the rest of the wide one after training, by
     magnitude; neurons removed by chance at the steps at which apoptosis did; and a network of these
@@ -194,8 +194,8 @@ def measure(options: Options) -> dict[str, object]:
 
 
 def by_seed(
-    options: Options,
-    variants: Callable[[int, Sequence[int], int, Options], Mapping[str, Curve]],
+    options: PruneBenchOptions,
+    variants: Callable[[int, Sequence[int], int, PruneBenchOptions], Mapping[str, TrainingCurve]],
     width: int,
     epochs: int,
 ) -> dict[str, object]:
@@ -206,7 +206,7 @@ def by_seed(
         width, epochs: where the options give none.
     """
     widths, epochs = [options.width or width] * _LAYERS, options.epochs or epochs
-    by_variant: dict[str, list[Curve]] = {}
+    by_variant: dict[str, list[TrainingCurve]] = {}
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -218,7 +218,9 @@ def by_seed(
     return summary(by_variant, options.tolerance)
 
 
-def _variants(seed: int, whole: Sequence[int], epochs: int, options: Options) -> dict[str, Curve]:
+def _variants(
+    seed: int, whole: Sequence[int], epochs: int, options: PruneBenchOptions
+) -> dict[str, TrainingCurve]:
     task, lr = make_task(seed, options.rows or _ROWS), options.lr
 
     def fresh(widths: Sequence[int]) -> nn.Sequential:
@@ -226,27 +228,27 @@ def _variants(seed: int, whole: Sequence[int], epochs: int, options: Options) ->
 
     more = options.longer(epochs, _SHRUNK_EPOCHS / _EPOCHS)
     wide = fresh(whole)
-    by_name = {"unpruned": train(wide, task, epochs, Shuffled(task, seed), lr)[0]}
+    by_name = {"unpruned": train(wide, task, epochs, ShuffledRows(task, seed), lr)[0]}
     model = fresh(whole)
 
     pruning = pruned_by(model, task, options.tolerance)
     by_name["apoptosis"], pruned = train(
-        model, task, more, Shuffled(task, seed), lr, apoptosis=pruning
+        model, task, more, ShuffledRows(task, seed), lr, apoptosis=pruning
     )
     assert pruned is not None
     by_name["magnitude, after training"] = _cut(wide, task, by_name["unpruned"], pruned.groups)
     model = fresh(whole)
-    chance = removal.ByChance(model, task.rows[:2], pruned.rounds, seed)
+    chance = removal_case.ByChance(model, task.rows[:2], pruned.rounds, seed)
     by_name["by chance, as apoptosis"] = train(
-        model, task, more, Shuffled(task, seed), lr, after_step=chance.step
+        model, task, more, ShuffledRows(task, seed), lr, after_step=chance.step
     )[0]
     narrow = fresh(by_name["apoptosis"].widths[-1])
-    by_name["narrow from the start"] = train(narrow, task, more, Shuffled(task, seed), lr)[0]
+    by_name["narrow from the start"] = train(narrow, task, more, ShuffledRows(task, seed), lr)[0]
     return by_name
 
 
 def pruned_by(
-    model: nn.Module, task: Task, tolerance: float
+    model: nn.Module, task: TabularTask, tolerance: float
 ) -> Callable[[torch.optim.Optimizer, int], dlio.Apoptosis]:
     """Options of the Apoptosis that `train` creates."""
 
@@ -263,15 +265,21 @@ def pruned_by(
     return make
 
 
-def _probe(task: Task) -> Callable[[nn.Module], torch.Tensor]:
+def _probe(task: TabularTask) -> Callable[[nn.Module], torch.Tensor]:
     def probe(model: nn.Module) -> torch.Tensor:
         return cross_entropy(model(task.probe_rows), task.probe_labels)
 
     return probe
 
 
-def _cut(model: nn.Module, task: Task, trained: Curve, smaller: Sequence[Group]) -> Curve:
+def _cut(
+    model: nn.Module, task: TabularTask, trained: TrainingCurve, smaller: Sequence[NeuronGroup]
+) -> TrainingCurve:
     """A trained network, cut by magnitude to the widths of groups; at the end of its training."""
-    removal.cut_by_magnitude(model, task.rows[:2], {group.name: group.width for group in smaller})
+    removal_case.cut_by_magnitude(
+        model, task.rows[:2], {group.name: group.width for group in smaller}
+    )
     count = sum(p.numel() for p in model.parameters())
-    return Curve(trained.seconds[-1:], [accuracy(model, task)], [count], [hidden_widths(model)])
+    return TrainingCurve(
+        trained.seconds[-1:], [accuracy(model, task)], [count], [hidden_widths(model)]
+    )

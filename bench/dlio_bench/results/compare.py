@@ -7,10 +7,10 @@ from typing import Annotated, Any, Final
 
 from dlio.errors import UsageError, printable
 from dlio.util.options import Option, check
-from dlio_bench.results.reading import Report, read_report
-from dlio_bench.results.statistics import ENOUGH, interval_of_ratio, median
+from dlio_bench.results.repeats import ENOUGH, interval_of_ratio, median
+from dlio_bench.results.report_values import Better, labels_text
+from dlio_bench.results.saved_report import SavedReport, read_report
 from dlio_bench.results.terminal import range_text, show_notes, table
-from dlio_bench.results.values import Better, labels_text
 
 Key = tuple[str, str, tuple[tuple[str, str], ...]]
 _WARNED: Final = ("processor", "cores", "kernel", "file system")
@@ -22,7 +22,7 @@ _PLAIN: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class CompareOptions:
     """The options of `dlio bench compare`."""
 
     files: Annotated[
@@ -46,7 +46,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FigureChange:
     """A figure of the first report and of another one."""
 
     name: str
@@ -80,7 +80,7 @@ class Change:
         return f"{labels}: {self.name}" if labels else self.name
 
 
-def command(compared: Compared) -> None:
+def command(compared: CompareOptions) -> None:
     """Compare reports of benchmarks, figure by figure.
 
     Figures are matched by name and labels: medians, ranges, and ratios to the first report with
@@ -110,7 +110,7 @@ def command(compared: Compared) -> None:
         sys.exit(1)
 
 
-def changes_of(first: Report, other: Report) -> list[Change]:
+def changes_of(first: SavedReport, other: SavedReport) -> list[FigureChange]:
     """Return figures and ratios of both reports, those that only one has included.
 
     Forecasts are compared with forecasts only.
@@ -121,7 +121,7 @@ def changes_of(first: Report, other: Report) -> list[Change]:
         mine, its = ours.get(key), theirs.get(key)
         unit, better, _ = mine or its or ("", "", ())
         changes.append(
-            Change(
+            FigureChange(
                 key[1],
                 unit,
                 dict(key[2]),
@@ -134,7 +134,7 @@ def changes_of(first: Report, other: Report) -> list[Change]:
     return changes
 
 
-def is_worse(change: Change, factor: float) -> bool:
+def is_worse(change: FigureChange, factor: float) -> bool:
     """True if the whole interval of the ratio is worse by more than a factor.
 
     Without an interval, the ratio itself. A figure without a direction is never worse.
@@ -148,7 +148,7 @@ def is_worse(change: Change, factor: float) -> bool:
     return high < 1 / factor
 
 
-def differences(first: Report, other: Report) -> Iterator[str]:
+def differences(first: SavedReport, other: SavedReport) -> Iterator[str]:
     """Yield a sentence for each difference of the environments, and of the benchmarks."""
     if first.benchmark != other.benchmark:
         yield printable(f"warning: different benchmarks: {first.benchmark} and {other.benchmark}")
@@ -182,7 +182,7 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _by_key(
-    report: Report,
+    report: SavedReport,
 ) -> dict[Key, tuple[str, Better, tuple[float, ...]]]:
     values: dict[Key, tuple[str, Better, tuple[float, ...]]] = {}
     for figure in report.figures:
@@ -195,7 +195,7 @@ def _by_key(
     return values
 
 
-def _show(first: Report, other: Report, changes: Sequence[Change]) -> None:
+def _show(first: SavedReport, other: SavedReport, changes: Sequence[FigureChange]) -> None:
     rows = [
         (
             printable(change.title),
@@ -225,7 +225,7 @@ def _show(first: Report, other: Report, changes: Sequence[Change]) -> None:
             show_notes([f"not in {printable(file)}: {printable(_listed(missing))}"])
 
 
-def _listed(changes: Sequence[Change]) -> str:
+def _listed(changes: Sequence[FigureChange]) -> str:
     """Return names of figures, each with all the labels that it has."""
     names: dict[str, list[str]] = {}
     for change in changes:
@@ -241,7 +241,7 @@ def _median(values: tuple[float, ...] | None) -> str:
     return "-" if values is None else range_text(values)
 
 
-def _interval(change: Change) -> str:
+def _interval(change: FigureChange) -> str:
     if change.interval is None:
         return "-"
     low, high = change.interval

@@ -17,23 +17,23 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from dlio.cli.records import Output
-from dlio.util.files import write_json
-from dlio_bench.results.environment import (
+from dlio.cli.option_records import OutputOptions
+from dlio.util.whole_files import write_json
+from dlio_bench.results.machine import (
     PACKAGES,
     describe_file_system,
     describe_machine,
     load_average,
 )
-from dlio_bench.results.statistics import ENOUGH, interval_of_median
-from dlio_bench.results.values import Curve, Figure, Ratio, Results, Waterfall
+from dlio_bench.results.repeats import ENOUGH, interval_of_median
+from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Results, Waterfall
 
 SCHEMA: Final = "dlio-bench/1"
 Value = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RunStart:
     """Beginning of a run."""
 
     at: datetime
@@ -42,13 +42,13 @@ class Start:
     load_average: float | None
 
 
-def begin(output: Output) -> Start:
+def begin(output: OutputOptions) -> RunStart:
     """Note the time and the load. Raises UsageError if the report cannot be written."""
     output.check_writable()
-    return Start(datetime.now(UTC), time.monotonic(), load_average())
+    return RunStart(datetime.now(UTC), time.monotonic(), load_average())
 
 
-def finish(output: Output, results: Results, start: Start | None = None) -> None:
+def finish(output: OutputOptions, results: Results, start: RunStart | None = None) -> None:
     """Write the report of --report, and print that of --json on the last line.
 
     Args:
@@ -63,13 +63,13 @@ def finish(output: Output, results: Results, start: Start | None = None) -> None
         print(json.dumps(report), flush=True)
 
 
-def save(output: Output, results: Results, start: Start) -> None:
+def save(output: OutputOptions, results: Results, start: RunStart) -> None:
     """Write the report of --report during a run, so that a later failure does not lose it."""
     if output.report is not None:
         write_json(output.report, envelope(results, start))
 
 
-def envelope(results: Results, start: Start | None = None) -> dict[str, object]:
+def envelope(results: Results, start: RunStart | None = None) -> dict[str, object]:
     """Return the report as JSON values.
 
     Keys of `results.details` stand at its top level; those of the envelope take precedence. A value
@@ -140,7 +140,7 @@ def _summary(values: Sequence[float]) -> Value:
     return {"median": median, "min": finite[0], "max": finite[-1]}
 
 
-def _curve(curve: Curve) -> Value:
+def _curve(curve: PlotCurve) -> Value:
     return {
         "name": curve.name,
         "kind": curve.kind,

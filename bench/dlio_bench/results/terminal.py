@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dlio.util.progress import Bar
-from dlio_bench.results.values import Figure, Ratio, labels_text
+from dlio.util.progress_bar import ProgressBar
+from dlio_bench.results.report_values import Figure, Ratio, labels_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,13 +28,13 @@ _WIDE: Final = 130
 
 
 @dataclass(slots=True)
-class _Work:
-    bar: Bar
+class _TerminalWork:
+    bar: ProgressBar
     total: float = 0
     done: float = 0
 
 
-_WORK: ContextVar[_Work | None] = ContextVar("work", default=None)
+_WORK: ContextVar[_TerminalWork | None] = ContextVar("work", default=None)
 
 
 @contextmanager
@@ -44,8 +44,8 @@ def working(title: str, total: float = 0) -> Iterator[None]:
     Args:
         total: steps that are known already; `expect` adds further ones.
     """
-    with Bar(title, total=total or None, transient=True, to_stderr=True) as bar:
-        mark = _WORK.set(_Work(bar, total))
+    with ProgressBar(title, total=total or None, transient=True, to_stderr=True) as bar:
+        mark = _WORK.set(_TerminalWork(bar, total))
         try:
             yield
         finally:
@@ -179,6 +179,6 @@ def _rows(title: str, rows: list[dict[str, Any]]) -> None:
 
 def range_text(values: Sequence[float]) -> str:
     """Return the median with the range; a single value as it is."""
-    from dlio_bench.results.statistics import spread
+    from dlio_bench.results.repeats import spread
 
     return format_figure(spread(values)) if len(values) > 1 else format_figure(float(values[0]))

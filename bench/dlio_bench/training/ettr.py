@@ -7,18 +7,18 @@ from typing import Final
 
 from rich.console import Console
 
-from dlio_bench.chaos.options import Options as ChaosOptions
+from dlio_bench.chaos.chaos_options import ChaosOptions as ChaosOptions
 from dlio_bench.chaos.storm import measure as measure_storm
+from dlio_bench.results.report_values import Figure, Results
 from dlio_bench.results.terminal import show
-from dlio_bench.results.values import Figure, Results
-from dlio_bench.training.options import Options
+from dlio_bench.training.training_options import TrainingBenchOptions
 
 _RANKS: Final = 4
 _IMAGES: Final = 480
 _WAYS: Final = ("shrink", "restart")
 
 
-def measure(options: Options, results: Results, _: Console) -> None:
+def measure(options: TrainingBenchOptions, results: Results, _: Console) -> None:
     """Kill ranks of jobs that go on with the others, and of jobs that restart from a checkpoint."""
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as folder:
         storm = measure_storm(
@@ -29,7 +29,7 @@ def measure(options: Options, results: Results, _: Console) -> None:
     results.details = {**results.details, "ettr": storm}
 
 
-def storm_options(options: Options) -> ChaosOptions:
+def storm_options(options: TrainingBenchOptions) -> ChaosOptions:
     """Return the options of the kills, as for `dlio bench chaos --case storm`."""
     return ChaosOptions(
         ranks=min(_RANKS, options.rank_counts[-1]),
@@ -54,7 +54,7 @@ def ettr_figures(storm: Mapping[str, object]) -> list[Figure]:
     return figures
 
 
-def _source(options: Options, folder: str) -> str:
+def _source(options: TrainingBenchOptions, folder: str) -> str:
     from dlio.cli.demo_pictures import draw_dataset
 
     os.makedirs(os.path.join(folder, "jobs"))

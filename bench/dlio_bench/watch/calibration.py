@@ -16,7 +16,7 @@ _PIECE: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class MachineSpeed:
     """Seconds that fixed work takes; the machine's load is in them."""
 
     processor: float
@@ -27,16 +27,16 @@ class Speed:
         """Return the seconds of the work that a part depends on most."""
         return {"processor": self.processor, "memory": self.memory, "disk": self.disk}[bound]
 
-    def mean(self, other: "Speed") -> "Speed":
+    def mean(self, other: "MachineSpeed") -> "MachineSpeed":
         """Return the mean of the speeds before and after a part."""
-        return Speed(
+        return MachineSpeed(
             (self.processor + other.processor) / 2,
             (self.memory + other.memory) / 2,
             (self.disk + other.disk) / 2,
         )
 
 
-def calibrate(folder: str) -> Speed:
+def calibrate(folder: str) -> MachineSpeed:
     """Time hashes and sorts, copies of memory, and a file that is written through to `folder`.
 
     Each is the mean of 3 rounds, a second in all: a load that comes and goes is met in part.
@@ -60,7 +60,7 @@ def calibrate(folder: str) -> Speed:
             file.flush()
             os.fsync(file.fileno())
 
-    return Speed(_seconds(compute), _seconds(move), _seconds(write))
+    return MachineSpeed(_seconds(compute), _seconds(move), _seconds(write))
 
 
 def _seconds(work: Callable[[], None]) -> float:

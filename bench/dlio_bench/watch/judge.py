@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypedDict
 
-from dlio_bench.results.statistics import interval_of_ratio, median
-from dlio_bench.results.values import Better, Figure
+from dlio_bench.results.repeats import interval_of_ratio, median
+from dlio_bench.results.report_values import Better, Figure
 
 Verdict = Literal["worse", "same", "better", "too noisy", "changed", "new", "gone"]
 Runs = Mapping[str, Figure]
@@ -19,7 +19,7 @@ _COUNTS: Final = ("", "B", "bytes", "MiB", "messages", "requests", "copies")
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class FigureVerdict:
     """A figure compared with its baseline."""
 
     key: str
@@ -50,37 +50,39 @@ def normalised(figure: Figure, seconds: float) -> Figure:
     return Figure(figure.name, figure.unit, values, figure.labels, figure.better, figure.forecast)
 
 
-def judge(baseline: Runs, now: Runs) -> Iterator[Judged]:
+def judge(baseline: Runs, now: Runs) -> Iterator[FigureVerdict]:
     """Compare each figure that has a direction, and each count.
 
     Counts are compared where all repeats of the baseline agree: others depend on time.
     """
     for key in dict.fromkeys([*baseline, *now]):
         if key not in now:
-            yield Judged(key, None, None, "gone")
+            yield FigureVerdict(key, None, None, "gone")
         elif key not in baseline:
-            yield Judged(key, None, None, "new")
+            yield FigureVerdict(key, None, None, "new")
         elif now[key].better:
             yield _speed(key, baseline[key], now[key])
         elif now[key].unit in _COUNTS and len(set(baseline[key].values)) == 1:
             yield _count(key, baseline[key].values[0], now[key].values)
 
 
-def _count(key: str, then: float, now: Sequence[float]) -> Judged:
+def _count(key: str, then: float, now: Sequence[float]) -> FigureVerdict:
     same = all(math.isclose(value, then, rel_tol=1e-12) for value in now)
-    return Judged(key, median(now) / then if then else None, None, "same" if same else "changed")
+    return FigureVerdict(
+        key, median(now) / then if then else None, None, "same" if same else "changed"
+    )
 
 
-def _speed(key: str, then: Figure, now: Figure) -> Judged:
+def _speed(key: str, then: Figure, now: Figure) -> FigureVerdict:
     new, old = now.values, then.values
     if now.better == "lower":
         new, old = old, new
     if not median(old):
-        return Judged(key, None, None, "too noisy")
+        return FigureVerdict(key, None, None, "too noisy")
     ratio = median(new) / median(old)
     interval = interval_of_ratio(new, old)
     if interval is None:
-        return Judged(key, ratio, None, "too noisy")
+        return FigureVerdict(key, ratio, None, "too noisy")
     low, high = interval
     verdict: Verdict = "same"
     if high < 1 / _TOLERANCE:
@@ -89,10 +91,10 @@ def _speed(key: str, then: Figure, now: Figure) -> Judged:
         verdict = "better"
     elif low <= 0 or high / low > _WIDEST:
         verdict = "too noisy"
-    return Judged(key, ratio, interval, verdict)
+    return FigureVerdict(key, ratio, interval, verdict)
 
 
-class Stored(TypedDict):
+class BaselineFigure(TypedDict):
     """A figure as JSON."""
 
     unit: str
@@ -100,7 +102,7 @@ class Stored(TypedDict):
     values: list[float]
 
 
-def to_json(runs: Runs) -> dict[str, Stored]:
+def to_json(runs: Runs) -> dict[str, BaselineFigure]:
     """Return JSON values."""
     return {
         key: {"unit": each.unit, "better": each.better, "values": list(each.values)}
@@ -108,7 +110,7 @@ def to_json(runs: Runs) -> dict[str, Stored]:
     }
 
 
-def from_json(stored: Mapping[str, Stored]) -> dict[str, Figure]:
+def from_json(stored: Mapping[str, BaselineFigure]) -> dict[str, Figure]:
     """Return figures that `to_json` stored. Raises KeyError, TypeError or ValueError."""
     return {
         key: Figure(key, str(each["unit"]), tuple(map(float, each["values"])), {}, each["better"])

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from dlio.comm.net.door import Door
-from dlio.comm.net.keys import Answerer, Caller, Keys, Refused
-from dlio.comm.net.link import Frame, Link
+from dlio.comm.net.keys import Answerer, Caller, Keys, RefusedConnection
+from dlio.comm.net.peer_link import FrameHead, PeerLink
 from dlio.errors import CommError
 from dlio.util.threads import Workers
 
@@ -38,28 +38,28 @@ class Handler(Protocol[_T]):
     with_body: frozenset[int]
     """Kinds of frames that have a body."""
 
-    def take(self, link: Link[_T], frame: Frame) -> memoryview | None:
+    def take(self, link: PeerLink[_T], frame: FrameHead) -> memoryview | None:
         """Return the memory for a frame's body, None to skip it. Raises Refused."""
 
-    def taken(self, link: Link[_T], frame: Frame) -> object:
+    def taken(self, link: PeerLink[_T], frame: FrameHead) -> object:
         """Note that a frame and its body are complete."""
 
     def sent(self, owner: _T) -> object:
-        """Note that all of `Link.send`'s data have left."""
+        """Note that all of `PeerLink.send`'s data have left."""
 
     def waiting(self) -> Sequence[int]:
         """Return the ranks to which there is something to send that no link has yet."""
 
-    def push(self, peer: int, link: Link[_T]) -> object:
+    def push(self, peer: int, link: PeerLink[_T]) -> object:
         """Hand over the data to send to a rank."""
 
-    def reply(self) -> Sequence[Link[_T]]:
+    def reply(self) -> Sequence[PeerLink[_T]]:
         """Hand answers over to links; return these."""
 
-    def lost(self, peer: int, link: Link[_T], error: CommError) -> object:
+    def lost(self, peer: int, link: PeerLink[_T], error: CommError) -> object:
         """Note that a rank that was called cannot be reached."""
 
-    def ended(self, link: Link[_T]) -> object:
+    def ended(self, link: PeerLink[_T]) -> object:
         """Note that a link has ended, after `lost` if it was called."""
 
     def over(self, stopping: bool) -> bool:
@@ -67,7 +67,7 @@ class Handler(Protocol[_T]):
 
 
 @dataclass(slots=True)
-class _Call:
+class _EndedCalls:
     """Calls of one rank that have ended before it answered."""
 
     since: float
@@ -94,10 +94,10 @@ class Hub(Generic[_T]):
         self._keys, self._addresses, self._handler = keys, list(addresses), handler
         self.moving = threading.Lock()
         """Held while bytes are moved."""
-        self.links: set[Link[_T]] = set()
-        self._called: dict[int, Link[_T]] = {}
-        self._calls: dict[int, _Call] = {}
-        self._by_socket: dict[socket.socket, Link[_T]] = {}
+        self.links: set[PeerLink[_T]] = set()
+        self._called: dict[int, PeerLink[_T]] = {}
+        self._calls: dict[int, _EndedCalls] = {}
+        self._by_socket: dict[socket.socket, PeerLink[_T]] = {}
         self._door = Door(listener, self._turn_away)
         self._told = False
         self._selector = selectors.DefaultSelector()
@@ -158,7 +158,7 @@ class Hub(Generic[_T]):
             with contextlib.suppress(BlockingIOError):
                 self._wake_out.recv(4096)
         else:
-            link: Link[_T] = key.data
+            link: PeerLink[_T] = key.data
             if not link.closed:
                 self._move(link, bool(events & selectors.EVENT_READ))
 
@@ -186,10 +186,10 @@ class Hub(Generic[_T]):
         connection.connect_ex(self._addresses[peer])
         self._called[peer] = self._open(connection, greeting)
 
-    def _open(self, connection: socket.socket, greeting: Caller | Answerer) -> Link[_T]:
+    def _open(self, connection: socket.socket, greeting: Caller | Answerer) -> PeerLink[_T]:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         handler = self._handler
-        link = Link(
+        link = PeerLink(
             connection, greeting, handler.with_body, handler.take, handler.taken, handler.sent
         )
         self.links.add(link)
@@ -198,7 +198,7 @@ class Hub(Generic[_T]):
         self._selector.register(connection, events, link)
         return link
 
-    def _move(self, link: Link[_T], readable: bool) -> None:
+    def _move(self, link: PeerLink[_T], readable: bool) -> None:
         """Move the bytes that can be moved now, and watch for the rest."""
         ready = link.ready
         try:
@@ -210,24 +210,28 @@ class Hub(Generic[_T]):
                 self._greeted(link)
             if link.wants_write:
                 link.write()
-        except (OSError, Refused) as error:
+        except (OSError, RefusedConnection) as error:
             self._end(link, error)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0)
         if self._selector.get_key(link.connection).events != events:
             self._selector.modify(link.connection, events, link)
 
-    def _greeted(self, link: Link[_T]) -> None:
+    def _greeted(self, link: PeerLink[_T]) -> None:
         self._door.left(link.connection)
         if link.calls:
             self._calls.pop(link.peer, None)
             self._handler.push(link.peer, link)
 
-    def _end(self, link: Link[_T], error: OSError | Refused) -> None:
+    def _end(self, link: PeerLink[_T], error: OSError | RefusedConnection) -> None:
         """Close a link that has failed."""
         host, port = self._name(link)
         # Strangers may come in thousands.
-        if isinstance(error, Refused) and not link.calls and (link.ready or not self._told):
+        if (
+            isinstance(error, RefusedConnection)
+            and not link.calls
+            and (link.ready or not self._told)
+        ):
             who = f"rank {link.peer}" if link.ready else "a stranger"
             _log.warning("the connection of %s at %s:%s is closed: %s", who, host, port, error)
             self._told |= not link.ready
@@ -236,9 +240,11 @@ class Hub(Generic[_T]):
             self._call_ended(link, error, f"{host}:{port}")
         self._handler.ended(link)
 
-    def _call_ended(self, link: Link[_T], error: OSError | Refused, place: str) -> None:
+    def _call_ended(
+        self, link: PeerLink[_T], error: OSError | RefusedConnection, place: str
+    ) -> None:
         peer, now = link.peer, time.monotonic()
-        call = self._calls.get(peer) or _Call(now, _FIRST_PAUSE_S, now)
+        call = self._calls.get(peer) or _EndedCalls(now, _FIRST_PAUSE_S, now)
         if not link.ready and isinstance(error, ConnectionResetError):
             if now - call.since < _CALL_TIMEOUT_S:
                 # The listener had no place, or this rank was too slow.
@@ -246,7 +252,7 @@ class Hub(Generic[_T]):
                 call.pause_s = min(2 * call.pause_s, _LONGEST_PAUSE_S)
                 self._calls[peer] = call
                 return
-            error = Refused(
+            error = RefusedConnection(
                 "it closes each connection before it answers: have all ranks the same DLIO_SECRET?"
             )
         self._calls.pop(peer, None)
@@ -261,7 +267,7 @@ class Hub(Generic[_T]):
         self._forget(link)
         self._handler.ended(link)
 
-    def _forget(self, link: Link[_T]) -> None:
+    def _forget(self, link: PeerLink[_T]) -> None:
         self._door.left(link.connection)
         self._selector.unregister(link.connection)
         self._by_socket.pop(link.connection, None)
@@ -270,7 +276,7 @@ class Hub(Generic[_T]):
             self._called.pop(link.peer, None)
         link.close()
 
-    def _name(self, link: Link[_T]) -> tuple[str, int]:
+    def _name(self, link: PeerLink[_T]) -> tuple[str, int]:
         if link.calls:
             return self._addresses[link.peer]
         try:

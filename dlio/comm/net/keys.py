@@ -46,7 +46,7 @@ _DIGITS: Final = re.compile("[0-9a-f]{1,512}")
 _HASH: Final = "sha256"
 
 
-class Refused(CommError):
+class RefusedConnection(CommError):
     """The other side of a connection did not prove who it is, or broke the protocol."""
 
 
@@ -84,7 +84,9 @@ class Keys:
     def key(self, peer: int) -> bytes:
         """Return the key with a rank. Raises Refused for an unknown rank."""
         if not 0 <= peer < len(self._values):
-            raise Refused(f"this job has {len(self._values)} ranks, and none is number {peer}")
+            raise RefusedConnection(
+                f"this job has {len(self._values)} ranks, and none is number {peer}"
+            )
         if peer not in self._keys:
             low, high = sorted((peer, self.rank))
             shared = pow(self._values[peer], self._exponent, _PRIME)
@@ -120,7 +122,7 @@ class _Greeting:
 
     def _check(self, what: bytes, proof: bytes) -> None:
         if not hmac.compare_digest(proof, self._proof(what)):
-            raise Refused("it does not know the job's key")
+            raise RefusedConnection("it does not know the job's key")
 
 
 class Caller(_Greeting):
@@ -165,11 +167,13 @@ class Answerer(_Greeting):
             return b""
         magic, version, _, peer, dest = _NAMES.unpack_from(message)
         if magic != _MAGIC:
-            raise Refused("it does not speak dlio's protocol")
+            raise RefusedConnection("it does not speak dlio's protocol")
         if version != _VERSION:
-            raise Refused(f"it speaks version {version} of dlio's protocol, this rank {_VERSION}")
+            raise RefusedConnection(
+                f"it speaks version {version} of dlio's protocol, this rank {_VERSION}"
+            )
         if dest != self._keys.rank:
-            raise Refused(f"it looks for rank {dest}, and this is rank {self._keys.rank}")
+            raise RefusedConnection(f"it looks for rank {dest}, and this is rank {self._keys.rank}")
         self._key, self._hello = self._keys.key(peer), message[:_HELLO_BYTES]
         self._check(b"hello", message[_HELLO_BYTES:])
         self.peer, self._nonce = peer, secrets.token_bytes(_NONCE_BYTES)

@@ -14,10 +14,10 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import DebugLevel, Store, get_debug_level
 
 from dlio.comm.common_store import common_store
+from dlio.comm.deadlines import default_timeout_s
 from dlio.comm.mpi import one_at_a_time
 from dlio.comm.process_group.collectives import MpiProcessGroup
-from dlio.comm.process_group.group import BACKEND, CHECKED_STEPS, STEPS, devices
-from dlio.comm.waiting import default_timeout_s
+from dlio.comm.process_group.mpi_group import BACKEND, CHECKED_STEPS, STEPS, devices
 from dlio.comm.world import world
 from dlio.errors import CommError, CommTimeout, UsageError
 from dlio.util.extras import how_to_install

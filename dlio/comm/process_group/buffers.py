@@ -66,7 +66,7 @@ def size_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class Scratch:
+class HostMemoryPool:
     """A pool of host memory. Reuse pays: touching new pages costs more than copying."""
 
     def __init__(self) -> None:
@@ -88,14 +88,14 @@ class Scratch:
             del self._free[:-_MOST_KEPT]
 
 
-class Staging:
+class OperationMemory:
     """Host memory of one operation: `source` copies inputs in, `finish` copies results out.
 
     Args:
         device: device of all tensors of the operation.
     """
 
-    def __init__(self, scratch: Scratch, device: torch.device) -> None:
+    def __init__(self, scratch: HostMemoryPool, device: torch.device) -> None:
         self.device = device
         self._scratch = scratch
         self._taken: list[torch.Tensor] = []

@@ -19,10 +19,10 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-from dlio.comm.process_group.buffers import Staging, offsets, size_of, split, typed, whole
-from dlio.comm.process_group.group import MpiGroup, Start, Tensors
-from dlio.comm.process_group.reductions import Reduction
-from dlio.comm.process_group.work import MpiWork, Step
+from dlio.comm.process_group.buffers import OperationMemory, offsets, size_of, split, typed, whole
+from dlio.comm.process_group.mpi_group import MpiGroup, Start, Tensors
+from dlio.comm.process_group.mpi_reductions import Reduction
+from dlio.comm.process_group.mpi_work import MpiCall, MpiWork
 from dlio.errors import CommError, UsageError
 
 _SMALL_BYTES: Final = 1 << 15
@@ -229,7 +229,11 @@ class MpiProcessGroup(MpiGroup):
         return self._collective(what, [start], staging, tensors, opts, finish)
 
     def _in_pieces(
-        self, reduction: Reduction, staging: Staging, flat: torch.Tensor, into: Tensors | None
+        self,
+        reduction: Reduction,
+        staging: OperationMemory,
+        flat: torch.Tensor,
+        into: Tensors | None,
     ) -> list[Start]:
         """Reduce in two steps: each rank reduces one piece of the tensors, then sends it to all."""
         width = reduction.dtype.itemsize
@@ -315,13 +319,13 @@ class MpiProcessGroup(MpiGroup):
 
         return self._collective(what, [start], staging, value, opts)
 
-    def _message(self, what: str, rank: int, tag: int, start: Start) -> Step:
+    def _message(self, what: str, rank: int, tag: int, start: Start) -> MpiCall:
         most = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
         if not 0 <= tag <= most:
             raise UsageError(f"{what}: MPI has the tags 0 to {most}")
         if rank != MPI.ANY_SOURCE and not 0 <= rank < self._size:
             raise UsageError(f"{what}: the group {self._name!r} has {self._size} ranks")
-        return Step(self._mail, start)
+        return MpiCall(self._mail, start)
 
     def _reduction(self, what: str, tensors: Tensors, opts: Any) -> Reduction:
         dtypes = {tensor.dtype for tensor in tensors}

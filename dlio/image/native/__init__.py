@@ -8,8 +8,8 @@ and every damaged one, is left to the decoder that is used without it, with all 
 The library is called through ctypes: it serves every Python, and its calls release the GIL. With
 many threads on as many cores, each time that a thread takes the GIL again costs more than the
 Python between two calls: a sleeping thread has to be woken, and nothing runs until it is. So
-`Library.crops` makes the crops of many images by one call, and headers of moderate size are read
-without releasing the GIL.
+`NativeLibrary.crops` makes the crops of many images by one call, and headers of moderate size are
+read without releasing the GIL.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ _HELD_BYTES: Final = 1 << 20
 """The markers of a smaller file are read with the GIL held: it takes microseconds."""
 
 
-class Shape(NamedTuple):
+class JpegShape(NamedTuple):
     """Size of a JPEG that the library knows, in pixels, and the bytes that decoding it takes."""
 
     height: int
@@ -43,12 +43,12 @@ class Shape(NamedTuple):
     memory: int
 
 
-class Cut(NamedTuple):
-    """A crop for `Library.crops`: a part of an image, resized."""
+class NativeCrop(NamedTuple):
+    """A crop for `NativeLibrary.crops`: a part of an image, resized."""
 
     image: npt.NDArray[np.uint8]
     """A JPEG's bytes, shape (n,); or RGB of shape (rows, columns, 3), whose rows may be apart."""
-    shape: Shape | None
+    shape: JpegShape | None
     """Of the JPEG; None for RGB."""
     top: int
     left: int
@@ -60,7 +60,7 @@ class Cut(NamedTuple):
     """RGB without gaps, shape (rows, columns, 3)."""
 
 
-class _Memory(threading.local):
+class _ThreadBuffers(threading.local):
     """Memory of a thread: tables and coded data, sums of resized rows, and pixels that its next
     decode overwrites."""
 
@@ -81,7 +81,7 @@ class _Memory(threading.local):
             self.sums = np.empty(40 * columns + 64, np.uint8)
 
 
-class Library:
+class NativeLibrary:
     """The loaded library. Thread-safe: each thread has memory of its own.
 
     Args:
@@ -109,18 +109,18 @@ class Library:
             ends.argtypes = (data, size, size, size)
         library.dlio_jpeg_name.restype = ctypes.c_char_p
         self._portable = int(portable)
-        self._memory = _Memory()
+        self._memory = _ThreadBuffers()
         self.resizes: bool | None = None
         """True if `resize` gives OpenCV's pixels; None before `resizes_alike`."""
         self.instructions = "portable" if portable else library.dlio_jpeg_name().decode()
 
-    def shape(self, image: Buffer) -> Shape | None:
+    def shape(self, image: Buffer) -> JpegShape | None:
         """Return the size of a JPEG; None for every image that the library does not know."""
         data = np.frombuffer(image, np.uint8)
         sides = (ctypes.c_int64 * 4)()
         call = self._shape if len(data) > _HELD_BYTES else self._held_shape
         refused = call(_address(data), len(data), sides)
-        return None if refused else Shape(*sides)
+        return None if refused else JpegShape(*sides)
 
     def ends(self, image: Buffer, scan: int, restarts: int) -> bool:
         """True if the coded data at `scan` have so many restart markers, in order, and end."""
@@ -179,7 +179,7 @@ class Library:
         )
         return not refused
 
-    def crops(self, cuts: Sequence[Cut]) -> list[bool]:
+    def crops(self, cuts: Sequence[NativeCrop]) -> list[bool]:
         """Make crops as `crop` and then `resize` do; all of them by one call.
 
         Returns: False for each crop that has to be made otherwise. Its `out` is undefined then.
@@ -208,7 +208,7 @@ class Library:
         return made
 
 
-def _whole_mcus(shape: Shape, left: int, width: int) -> tuple[int, int]:
+def _whole_mcus(shape: JpegShape, left: int, width: int) -> tuple[int, int]:
     """Return (first column, columns) of the MCUs that contain some columns."""
     across = shape.mcu_width
     first = left // across * across
@@ -221,11 +221,11 @@ def _address(array: npt.NDArray[Any]) -> int:
 
 
 _lock = new_lock()
-_searched: tuple[Library | None, str] | None = None
+_searched: tuple[NativeLibrary | None, str] | None = None
 """The library and its name, or None and the reason; None before the first search."""
 
 
-def find() -> Library | None:
+def find() -> NativeLibrary | None:
     """Return the library; None if it was not built, is switched off or gives other pixels.
 
     DLIO_NATIVE is read by the first call of the process.
@@ -239,7 +239,7 @@ def name() -> str:
     return text if library is not None else f"{_FALLBACK} ({text})"
 
 
-def _search() -> tuple[Library | None, str]:
+def _search() -> tuple[NativeLibrary | None, str]:
     global _searched
     with _lock:
         if _searched is None:
@@ -247,13 +247,13 @@ def _search() -> tuple[Library | None, str]:
         return _searched
 
 
-def _load() -> tuple[Library | None, str]:
+def _load() -> tuple[NativeLibrary | None, str]:
     if not settings().native:
         return None, "DLIO_NATIVE=0"
     if not os.path.exists(LIBRARY):
         return None, "dlio was installed without a C compiler"
     try:
-        library = Library(LIBRARY)
+        library = NativeLibrary(LIBRARY)
     except (OSError, AttributeError) as error:
         return None, f"{LIBRARY} cannot be loaded: {error}"
     if library.instructions != "AVX2":
@@ -263,7 +263,7 @@ def _load() -> tuple[Library | None, str]:
     return library, f"dlio ({library.instructions})"
 
 
-def agrees(library: Library) -> bool:
+def agrees(library: NativeLibrary) -> bool:
     """True if the library decodes a few small images as libjpeg-turbo does.
 
     libjpeg-turbo's results depend on the processor and on the version.
@@ -279,7 +279,7 @@ def agrees(library: Library) -> bool:
     return True
 
 
-def resizes_alike(library: Library, resize: Callable[..., npt.NDArray[np.uint8]]) -> bool:
+def resizes_alike(library: NativeLibrary, resize: Callable[..., npt.NDArray[np.uint8]]) -> bool:
     """True if the library resizes a few small images as `resize` does: OpenCV's with INTER_LINEAR.
 
     OpenCV's results depend on the processor and on the version. The result is kept in

@@ -12,8 +12,8 @@ from dlio.data.identity import spread
 from dlio.data.reader import Reader, SampleName
 from dlio.data.schema import IMAGES
 from dlio.errors import CorruptBlock, DecodeError, SourceError
-from dlio.image.decode import image_size
-from dlio.loader.gallery.values import shortened
+from dlio.image.decoder import image_size
+from dlio.loader.gallery.value_html import shortened
 from dlio.util.units import format_bytes
 
 _BINS: Final = 12

@@ -5,7 +5,7 @@ by its name.
 """
 
 from dlio.errors import UsageError
-from dlio.train.callbacks.base import Callback, Run
+from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.config import TrainConfig
 from dlio.train.names import CALLBACKS
 
@@ -17,12 +17,12 @@ def make_callbacks(config: TrainConfig, rank: int) -> list[Callback]:
 
     Raises UsageError for a factory that cannot be called or gives another type.
     """
-    from dlio.train.callbacks.early import EarlyStopping
+    from dlio.train.callbacks.early_stopping import EarlyStopping
     from dlio.train.callbacks.matrices import MatrixDump
-    from dlio.train.callbacks.nan import NanGuard
-    from dlio.train.callbacks.slow import SlowRankGuard
+    from dlio.train.callbacks.nan_guard import NanGuard
+    from dlio.train.callbacks.slow_rank_guard import SlowRankGuard
     from dlio.train.callbacks.tensorboard import TensorBoard
-    from dlio.train.callbacks.weights import WeightGuard
+    from dlio.train.callbacks.weight_guard import WeightGuard
     from dlio.train.factory import call_with, load_factory, split_options
 
     callbacks: list[Callback] = [SlowRankGuard(config.evict_slow)]

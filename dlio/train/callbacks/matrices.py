@@ -8,10 +8,10 @@ from typing import IO
 import numpy as np
 import torch
 
-from dlio.train.callbacks.base import Callback, Run
+from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.report import EpochReport
-from dlio.util.files import unwritable, write_whole
-from dlio.util.named import make_folders
+from dlio.util.user_folders import make_folders
+from dlio.util.whole_files import unwritable, write_whole
 
 
 class MatrixDump(Callback):

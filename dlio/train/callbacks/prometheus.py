@@ -4,9 +4,9 @@ import time
 from typing import Final
 
 from dlio.storage.counters import PLACES
-from dlio.train.callbacks.base import Callback, Run
+from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.report import EpochReport
-from dlio.util.files import check_writable, write_whole
+from dlio.util.whole_files import check_writable, write_whole
 
 _EVERY_S: Final = 15.0
 _HELP: Final = {

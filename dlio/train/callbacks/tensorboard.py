@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from dlio.errors import UsageError
-from dlio.train.callbacks.base import Callback, Run
-from dlio.train.callbacks.figures import figures_of
+from dlio.train.callbacks.callback_base import Callback, Run
+from dlio.train.callbacks.epoch_figures import figures_of
 from dlio.train.report import EpochReport
 from dlio.util.extras import how_to_install
-from dlio.util.files import unwritable
+from dlio.util.whole_files import unwritable
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from dlio.errors import UsageError
-from dlio.train.callbacks.base import Callback, Run
-from dlio.train.callbacks.figures import figures_of
+from dlio.train.callbacks.callback_base import Callback, Run
+from dlio.train.callbacks.epoch_figures import figures_of
 from dlio.train.report import EpochReport
 
 

@@ -7,10 +7,10 @@ from typing import Any, Final, NotRequired, Protocol, TypedDict, cast
 import torch
 
 from dlio.errors import UsageError
-from dlio.train.finished import FIXED
-from dlio.train.mesh_axes import parse_sizes
+from dlio.features.mesh.mesh_axes import parse_sizes
+from dlio.features.pruning.pruner import PrunerState
+from dlio.train.checkpoint_progress import FIXED
 from dlio.train.names import DEFAULT_OPTIMIZER
-from dlio.train.pruner import PrunerState
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
 

@@ -15,7 +15,7 @@ from typing import IO, Final, cast
 import torch
 from torch.serialization import skip_data
 
-from dlio.util.files import open_own
+from dlio.util.whole_files import open_own
 
 _BLOCK: Final = 8 << 20
 """Bytes that are handed to the device at a time."""
@@ -39,7 +39,7 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, t
         descriptor = open_own(path, os.O_WRONLY | os.O_CREAT)
         try:
             os.ftruncate(descriptor, 0)
-            file = _Appended(descriptor)
+            file = _AppendBuffer(descriptor)
             for name, tensor in tensors.items():
                 begin = file.size
                 _archive(tensor, file.write)
@@ -53,7 +53,7 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, t
     return places
 
 
-class _Appended:
+class _AppendBuffer:
     """Appends to a file: gathers small pieces, and has the device begin with each whole block."""
 
     def __init__(self, descriptor: int) -> None:
@@ -93,7 +93,7 @@ class _Appended:
             self._begun = end
 
 
-class _Gap:
+class _SkippedBytes:
     """A file for torch.save that notes where the tensor's bytes belong."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ def _archive(tensor: torch.Tensor, write: Callable[[Bytes], None]) -> None:
     """Pass the archive that torch.save makes of a tensor to `write`, piece by piece."""
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         tensor = tensor.clone()  # It is a part of something larger, which would be written too.
-    around = _Gap()
+    around = _SkippedBytes()
     with skip_data():
         torch.save(tensor, cast(IO[bytes], around))
     stored = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

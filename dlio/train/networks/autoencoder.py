@@ -20,7 +20,7 @@ _LEAST_SIDE: Final = 4
 
 
 @runtime_checkable
-class Layered(Protocol):
+class LayerwiseModel(Protocol):
     """A model whose layers can be trained one by one."""
 
     @property

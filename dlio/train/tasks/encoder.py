@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dlio.errors import SourceError
-from dlio.train.tasks.columns import TableColumns
+from dlio.train.tasks.table_columns import TableColumns
 
 COLUMNS: Final = "encoder.columns"
 """Name of the columns' description in a network's state: JSON as uint8."""

@@ -7,11 +7,10 @@ from typing import Final
 from dlio.comm import Communicator
 from dlio.data.schema import Schema
 from dlio.errors import UsageError
+from dlio.features.mesh.mesh_axes import parse_sizes
 from dlio.loader.dataset import Dataset
-from dlio.train.arrays import array_fields, is_arrays
+from dlio.train.array_fields import array_fields, is_arrays
 from dlio.train.config import TrainConfig
-from dlio.train.data import is_table
-from dlio.train.mesh_axes import parse_sizes
 from dlio.train.names import (
     ARRAY_MODELS,
     DEFAULT_MODEL,
@@ -19,15 +18,16 @@ from dlio.train.names import (
     USUAL_MODELS,
     USUAL_OPTIMIZERS,
 )
-from dlio.train.tasks.arrays import make_array_task, usual_task
-from dlio.train.tasks.autoencode import AutoencodeImages
-from dlio.train.tasks.base import Task
-from dlio.train.tasks.classify import ClassifyImages
-from dlio.train.tasks.regress import RegressImages
-from dlio.train.tasks.segment import SegmentImages, has_masks
-from dlio.train.tasks.table import TableTask
+from dlio.train.tasks.array_tasks import make_array_task, usual_task
+from dlio.train.tasks.classification import ClassifyImages
+from dlio.train.tasks.reconstruction import AutoencodeImages
+from dlio.train.tasks.regression import RegressImages
+from dlio.train.tasks.segmentation import SegmentImages, has_masks
+from dlio.train.tasks.table_task import TableTask
+from dlio.train.tasks.task_base import TrainingTask
+from dlio.train.training_data import is_table
 
-_Make = Callable[[TrainConfig, Dataset, Communicator], Task]
+_Make = Callable[[TrainConfig, Dataset, Communicator], TrainingTask]
 TASKS: Final[dict[str, _Make]] = dict(
     zip(
         TASK_NAMES,
@@ -44,7 +44,7 @@ TASKS: Final[dict[str, _Make]] = dict(
 """How tasks are made, by the names that --task accepts. Collective."""
 
 
-def settle(config: TrainConfig, data: Dataset, whole: Schema | None = None) -> TrainConfig:
+def resolve_config(config: TrainConfig, data: Dataset, whole: Schema | None = None) -> TrainConfig:
     """Return the configuration with the task, model and optimizer that a run of these data has.
 
     Args:
@@ -90,7 +90,7 @@ def settle(config: TrainConfig, data: Dataset, whole: Schema | None = None) -> T
 
 def make_task(
     config: TrainConfig, data: Dataset, comm: Communicator, whole: Schema | None = None
-) -> Task:
+) -> TrainingTask:
     """Make the task of a settled configuration. Collective.
 
     Args:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dlio.comm.single import SingleCommunicator
-from dlio_bench.checkpoint.methods import METHODS, random_state
-from dlio_bench.checkpoint.stalls import Training, measure_stalls
+from dlio_bench.checkpoint_cases.methods import METHODS, random_state
+from dlio_bench.checkpoint_cases.stalls import StallTraining, measure_stalls
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "dd"])
@@ -42,7 +42,7 @@ def test_dd_writes_as_many_bytes(tmp_path: Path) -> None:
 
 
 def test_stalls_are_of_each_method_and_repeat(tmp_path: Path) -> None:
-    training = Training(200_000, 4)
+    training = StallTraining(200_000, 4)
     names = ("dlio", "dcp async_save")
     stalls = measure_stalls(str(tmp_path), names, training, 2, 2, SingleCommunicator())
     assert sorted(each.method for each in stalls) == sorted(names * 2)

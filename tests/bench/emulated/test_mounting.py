@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dlio_bench.emulated import emulated
-from dlio_bench.emulated.folder import EmulatedFolder
-from dlio_bench.emulated.mounting import slow_mount, stats, why_not
+from dlio_bench.emulated.emulated_folder import EmulatedFolder
+from dlio_bench.emulated.emulated_mount import slow_mount, stats, why_not
 from dlio_bench.emulated.profile import Profile
 from tests.conftest import ROOT, in_time
 
@@ -69,7 +69,7 @@ def test_errors_are_drawn_from_the_seed(source: Path) -> None:
 def test_it_goes_with_an_owner_that_is_killed(source: Path) -> None:
     body = (
         "import sys, time\n"
-        "from dlio_bench.emulated.mounting import slow_mount\n"
+        "from dlio_bench.emulated.emulated_mount import slow_mount\n"
         "with slow_mount(sys.argv[1]) as mounted:\n"
         "    print(mounted, flush=True)\n"
         "    time.sleep(60)\n"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dlio.errors import UsageError
-from dlio_bench.emulated.folder import EmulatedFolder
-from dlio_bench.emulated.options import Emulation
-from dlio_bench.emulated.pace import Pace, Share
+from dlio_bench.emulated.emulated_folder import EmulatedFolder
+from dlio_bench.emulated.emulation_options import Emulation
 from dlio_bench.emulated.profile import NAMED, REASONS, Profile, parse_profile
+from dlio_bench.emulated.request_pace import RequestPace, Share
 from dlio_bench.slowfs import SlowMount
 
 
@@ -24,11 +24,11 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_request_waits_for_its_latency_and_its_share(slept: list[float]) -> None:
-    pace = Pace(0.005, Share(1000.0))
+    pace = RequestPace(0.005, Share(1000.0))
     for _ in range(3):
         pace.wait(100)
     assert slept == [0.1, 0.2, 0.3]
-    Pace(0.005, Share(None)).wait(10**9, times=4)
+    RequestPace(0.005, Share(None)).wait(10**9, times=4)
     assert slept[-1] == 0.02
 
 

@@ -10,8 +10,8 @@ from dlio.cli import main
 from dlio.errors import UsageError
 from dlio_bench.results.compare import changes_of, is_worse
 from dlio_bench.results.envelope import envelope
-from dlio_bench.results.reading import read_report
-from dlio_bench.results.values import Figure, Ratio, Results
+from dlio_bench.results.report_values import Figure, Ratio, Results
+from dlio_bench.results.saved_report import read_report
 
 
 def _written(path: Path, rates: tuple[float, ...], **environment: object) -> Path:

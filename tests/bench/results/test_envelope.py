@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import dlio_bench.results
-from dlio.cli.records import Output
+from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio_bench.results.envelope import begin, envelope, finish
-from dlio_bench.results.environment import describe_file_system
-from dlio_bench.results.values import Curve, Figure, Ratio, Results, Waterfall
+from dlio_bench.results.machine import describe_file_system
+from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Results, Waterfall
 
 jsonschema = pytest.importorskip("jsonschema")
 _SCHEMA = json.loads(
@@ -28,7 +28,7 @@ def _results(folder: str) -> Results:
         seeds={"order": 7},
         figures=[Figure("throughput", "samples/s", (1.0, 3.0, 2.0), {"loader": "dlio"}, "higher")],
         ratios=[Ratio("dlio / torch", (1.5, 2.0, 2.5))],
-        curves=[Curve("latency", "cdf", "s", "share", (0.1, 0.2), (0.5, 1.0))],
+        curves=[PlotCurve("latency", "cdf", "s", "share", (0.1, 0.2), (0.5, 1.0))],
         waterfalls=[Waterfall("epoch", {"read": 1.0, "decode": 2.0})],
         notes=["from the page cache"],
         details={"samples_per_s": {"dlio": 2.0}},
@@ -39,7 +39,7 @@ def _results(folder: str) -> Results:
 
 def test_a_report_follows_the_schema_and_keeps_all_repeats(tmp_path: Path) -> None:
     report_file = tmp_path / "report.json"
-    output = Output(report=str(report_file))
+    output = OutputOptions(report=str(report_file))
     finish(output, _results(str(tmp_path)), begin(output))
     report = json.loads(report_file.read_text())
     jsonschema.validate(report, _SCHEMA)
@@ -82,15 +82,15 @@ def test_values_that_are_no_numbers_become_null() -> None:
 
 
 def test_json_stands_on_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
-    finish(Output(as_json=True), Results("x"))
+    finish(OutputOptions(as_json=True), Results("x"))
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["benchmark"] == "x"
-    finish(Output(), Results("x"))
+    finish(OutputOptions(), Results("x"))
     assert capsys.readouterr().out == ""
 
 
 def test_a_report_that_cannot_be_written_is_refused_at_the_beginning(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--report"):
-        begin(Output(report=str(tmp_path / "none" / "report.json")))
+        begin(OutputOptions(report=str(tmp_path / "none" / "report.json")))
 
 
 def test_a_path_that_is_gone_has_the_file_system_of_the_folder_above(tmp_path: Path) -> None:

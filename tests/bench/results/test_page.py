@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from dlio.cli import main
 from dlio_bench.results.envelope import envelope
-from dlio_bench.results.page.document import page
-from dlio_bench.results.page.plots import Numbers, plot, waterfall
-from dlio_bench.results.page.scales import format_number, linear, logarithmic
-from dlio_bench.results.reading import read_report
-from dlio_bench.results.values import Curve, Figure, Ratio, Results, Waterfall
+from dlio_bench.results.html.document import page
+from dlio_bench.results.html.plots import ElementIds, plot, waterfall
+from dlio_bench.results.html.scales import format_number, linear, logarithmic
+from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Results, Waterfall
+from dlio_bench.results.saved_report import read_report
 
 EVIL = """</title></style><script>alert("1")</script><img src='//e.example/x' onerror=a()>&"""
 TAGS = {
@@ -50,10 +50,12 @@ class _Tags(HTMLParser):
 def _results(text: str) -> Results:
     labels = {text: text}
     curves = [
-        Curve(text, "cdf", text, text, (0.001, 0.01, 1.0), (0.1, 0.5, 1.0), labels),
-        Curve("rate", "time", "s", text, (0.0, 1.0), (5.0, 6.0), labels),
-        Curve("scaling", "scaling", "ranks", "images/s", (1.0, 2.0), (10.0, 19.0), labels),
-        Curve("scaling", "scaling", "ranks", "images/s", (4.0, 8.0), (36.0, 70.0), labels, True),
+        PlotCurve(text, "cdf", text, text, (0.001, 0.01, 1.0), (0.1, 0.5, 1.0), labels),
+        PlotCurve("rate", "time", "s", text, (0.0, 1.0), (5.0, 6.0), labels),
+        PlotCurve("scaling", "scaling", "ranks", "images/s", (1.0, 2.0), (10.0, 19.0), labels),
+        PlotCurve(
+            "scaling", "scaling", "ranks", "images/s", (4.0, 8.0), (36.0, 70.0), labels, True
+        ),
     ]
     return Results(
         text,
@@ -145,13 +147,13 @@ def test_curves_of_few_equal_or_negative_points_are_drawn(
     kind: Literal["cdf", "time", "scaling"], points: tuple[tuple[float, float], ...]
 ) -> None:
     x, y = tuple(p[0] for p in points), tuple(p[1] for p in points)
-    drawn = plot([Curve("c", kind, "x", "y", x, y)], Numbers())
+    drawn = plot([PlotCurve("c", kind, "x", "y", x, y)], ElementIds())
     assert "nan" not in drawn
     assert len(drawn) < 20_000
 
 
 def test_a_waterfall_fills_its_width_in_order() -> None:
-    drawn = waterfall(Waterfall("w", {"a": 1.0, "b": 3.0, "c": 0.0}), Numbers())
+    drawn = waterfall(Waterfall("w", {"a": 1.0, "b": 3.0, "c": 0.0}), ElementIds())
     bars = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)" height="12" class="bar', drawn)
     (a, a_width), (b, b_width) = [(float(x), float(width)) for x, width in bars]
     assert a + a_width == pytest.approx(b, abs=0.11)

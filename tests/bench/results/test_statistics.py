@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dlio_bench.results.statistics import interval_of_median, interval_of_ratio
+from dlio_bench.results.repeats import interval_of_median, interval_of_ratio
 
 
 def test_an_interval_covers_the_true_ratio_as_often_as_it_says() -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import dlio
-from dlio_bench.emulated import mounting as slowfs
-from dlio_bench.mounts import FileSystem, file_system_of
-from dlio_bench.processes import descendants
-from dlio_bench.storage import cache, served
-from dlio_bench.storage.direct import read_direct
-from dlio_bench.storage.served import Meter, Served
+from dlio_bench.bench_processes import descendants
+from dlio_bench.emulated import emulated_mount as slowfs
+from dlio_bench.file_systems import FileSystem, file_system_of
+from dlio_bench.storage_cases import page_cache, served_bytes
+from dlio_bench.storage_cases.direct import read_direct
+from dlio_bench.storage_cases.served_bytes import Meter, ServedBytes
 
 SIZE = 16 << 20
 
@@ -26,7 +26,7 @@ SIZE = 16 << 20
 def disk() -> Iterator[Path]:
     """A folder on a disk: pytest's own may be in memory."""
     for parent in (tempfile.gettempdir(), os.getcwd(), "/var/tmp"):
-        if os.access(parent, os.W_OK) and served._device_of(file_system_of(parent)):
+        if os.access(parent, os.W_OK) and served_bytes._device_of(file_system_of(parent)):
             with tempfile.TemporaryDirectory(dir=parent) as folder:
                 yield Path(folder)
             return
@@ -68,7 +68,7 @@ def read(paths: list[str]) -> None:
 def test_a_warm_cache_is_detected_and_a_cold_one_is_not_accused(disk: Path) -> None:
     paths = written(disk)
     meter = Meter(str(disk))
-    dropped = cache.drop(paths, everything=False)
+    dropped = page_cache.drop(paths, everything=False)
     assert dropped.methods == ("fadvise",)
     assert dropped.cold
     assert dropped.notes == ()
@@ -80,7 +80,7 @@ def test_a_warm_cache_is_detected_and_a_cold_one_is_not_accused(disk: Path) -> N
     verdict = meter.verdict(cold, SIZE, dropped.resident_share)
     assert not verdict.from_cache, verdict
     with held(paths):
-        assert cache.resident(paths) == 1.0
+        assert page_cache.resident(paths) == 1.0
         before = meter.snapshot()
         read(paths)
         warm = meter.snapshot() - before
@@ -93,10 +93,10 @@ def test_a_warm_cache_is_detected_and_a_cold_one_is_not_accused(disk: Path) -> N
 
 def test_a_half_warm_cache_is_half_detected(disk: Path) -> None:
     paths = written(disk)
-    cache.drop(paths, everything=False)
+    page_cache.drop(paths, everything=False)
     meter = Meter(str(disk))
     with held(paths[:1]):
-        assert cache.resident(paths) == 0.5
+        assert page_cache.resident(paths) == 0.5
         before = meter.snapshot()
         read(paths)
         share = meter.verdict(meter.snapshot() - before, SIZE).cache_share
@@ -107,12 +107,12 @@ def test_a_half_warm_cache_is_half_detected(disk: Path) -> None:
 def test_files_that_were_just_written_are_dropped_too(disk: Path) -> None:
     # Their pages are dirty: DONTNEED alone would leave them.
     paths = written(disk)
-    assert cache.drop(paths, everything=False).resident_share == 0.0
+    assert page_cache.drop(paths, everything=False).resident_share == 0.0
 
 
 def test_children_are_counted_while_they_run_and_afterwards(disk: Path) -> None:
     paths = written(disk)
-    cache.drop(paths, everything=False)
+    page_cache.drop(paths, everything=False)
     meter = Meter(str(disk))
     before = meter.snapshot()
     with subprocess.Popen(
@@ -135,7 +135,7 @@ def test_children_are_counted_while_they_run_and_afterwards(disk: Path) -> None:
 
 def test_files_in_memory_cannot_be_dropped_and_are_said_to_be_memory(memory: Path) -> None:
     paths = written(memory)
-    dropped = cache.drop(paths, everything=False)
+    dropped = page_cache.drop(paths, everything=False)
     assert dropped.resident_share == 1.0
     assert not dropped.cold
     assert "its files are memory" in dropped.notes[0]
@@ -153,7 +153,7 @@ def test_slowfs_counts_what_it_served_whatever_lies_in_the_cache_below(tmp_path:
     with slowfs.slow_mount(str(tmp_path)) as mounted:
         meter = Meter(mounted)
         seen = [os.path.join(mounted, os.path.basename(path)) for path in paths]
-        dropped = cache.drop(seen, everything=False)
+        dropped = page_cache.drop(seen, everything=False)
         # Opened with direct I/O: the kernel keeps no pages of it.
         assert dropped.resident_share == 0.0
         assert "fuse" in dropped.notes[0]
@@ -195,9 +195,9 @@ def test_nothing_is_claimed_where_nothing_counts(
     share: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(served, "file_system_of", lambda _: system)
+    monkeypatch.setattr(served_bytes, "file_system_of", lambda _: system)
     meter = Meter("/data")
-    verdict = meter.verdict(Served(asked_bytes=SIZE, fetched_bytes=fetched), SIZE, resident)
+    verdict = meter.verdict(ServedBytes(asked_bytes=SIZE, fetched_bytes=fetched), SIZE, resident)
     assert verdict.cache_share == share
     if share is None:
         assert not verdict.from_cache
@@ -206,15 +206,15 @@ def test_nothing_is_claimed_where_nothing_counts(
 
 def test_a_missing_file_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(dlio.UsageError, match="generate the data again"):
-        cache.drop([str(tmp_path / "no.bin")])
+        page_cache.drop([str(tmp_path / "no.bin")])
     with pytest.raises(dlio.UsageError, match="generate the data again"):
-        cache.resident([str(tmp_path / "no.bin")])
+        page_cache.resident([str(tmp_path / "no.bin")])
 
 
 def test_an_empty_file_has_no_pages(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
-    assert cache.residency([str(tmp_path / "empty")]) == cache.Residency(0, 0)
-    assert cache.resident([]) == 0.0
+    assert page_cache.residency([str(tmp_path / "empty")]) == page_cache.Residency(0, 0)
+    assert page_cache.resident([]) == 0.0
 
 
 def test_pages_of_strangers_files_are_unknown_not_resident(
@@ -224,9 +224,9 @@ def test_pages_of_strangers_files_are_unknown_not_resident(
     paths = written(disk)
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    left = cache.residency(paths)
+    left = page_cache.residency(paths)
     assert (left.pages, left.unknown_files) == (0, 2)
-    dropped = cache.drop(paths, everything=False)
+    dropped = page_cache.drop(paths, everything=False)
     assert not dropped.cold
     assert "only their owner may" in dropped.notes[0]
 
@@ -238,8 +238,8 @@ def test_drop_caches_is_written_where_it_may_be(
     switch = tmp_path / "drop_caches"
     if writable:
         switch.write_text("")
-    monkeypatch.setattr(cache, "DROP_CACHES", str(switch))
-    methods = cache.drop(written(tmp_path)).methods
+    monkeypatch.setattr(page_cache, "DROP_CACHES", str(switch))
+    methods = page_cache.drop(written(tmp_path)).methods
     assert methods == (("fadvise", "drop_caches") if writable else ("fadvise",))
     assert not writable or switch.read_text() == "3\n"
 
@@ -274,14 +274,14 @@ def test_an_overlay_counts_at_the_disk_below(tmp_path: Path) -> None:
     assert file_system_of("/over/x", MOUNTS).upper == "/up per"
     below = file_system_of(str(tmp_path))
     overlay = FileSystem("/", "overlay", "overlay", "0:9", upper=str(tmp_path))
-    assert served._device_of(overlay) == served._device_of(below)
+    assert served_bytes._device_of(overlay) == served_bytes._device_of(below)
 
 
 def test_counters_of_the_own_tree_are_read() -> None:
     tree = descendants(os.getpid())
     assert tree[0] == os.getpid()
-    assert served._io_of(os.getpid())["rchar"] > 0
-    assert served._io_of(2**22 + 1) == {}
+    assert served_bytes._io_of(os.getpid())["rchar"] > 0
+    assert served_bytes._io_of(2**22 + 1) == {}
     assert file_system_of(sys.executable).type != "unknown"
 
 
@@ -289,14 +289,14 @@ def test_counters_of_the_own_tree_are_read() -> None:
 def test_direct_reads_give_the_bytes_and_leave_the_cache_alone(disk: Path, size: int) -> None:
     path = disk / "some.bin"
     path.write_bytes(os.urandom(size))
-    cache.drop([str(path)], everything=False)
+    page_cache.drop([str(path)], everything=False)
     data = b"".join(bytes(piece) for piece in read_direct(str(path), request_bytes=1 << 20))
     assert data == path.read_bytes()
     if size:
-        cache.drop([str(path)], everything=False)
+        page_cache.drop([str(path)], everything=False)
         for _ in read_direct(str(path), request_bytes=1 << 20):
             pass
-        assert cache.resident([str(path)]) == 0.0
+        assert page_cache.resident([str(path)]) == 0.0
 
 
 def test_files_in_memory_are_read_nevertheless(memory: Path) -> None:
@@ -325,10 +325,10 @@ def test_progress_of_many_files_is_shown_and_of_few_is_not(
 ) -> None:
     shown = Shown()
     paths = written(tmp_path, 4)
-    cache.drop(paths, everything=False, progress=shown)
+    page_cache.drop(paths, everything=False, progress=shown)
     assert not shown.titles
     assert not shown.done
-    monkeypatch.setattr(cache, "_SHOWN", 3)
-    cache.drop(paths, everything=False, progress=shown)
+    monkeypatch.setattr(page_cache, "_SHOWN", 3)
+    page_cache.drop(paths, everything=False, progress=shown)
     assert shown.titles == ["dropping the page cache 4", "looking into the page cache 4"]
     assert shown.done == [1, 2, 3, 4] * 2

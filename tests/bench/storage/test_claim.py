@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlio.errors import UsageError
-from dlio_bench.storage.claim import claimed, remove_unclaimed
+from dlio_bench.storage_cases.claim import claimed, remove_unclaimed
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_killed_run_leaves_its_folder_to_the_next(tmp_path: Path) -> None:
     folder = str(tmp_path / "data")
     program = (
         "import os, signal, sys\n"
-        "from dlio_bench.storage.claim import claimed\n"
+        "from dlio_bench.storage_cases.claim import claimed\n"
         "with claimed(sys.argv[1], keep=False):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -50,7 +50,7 @@ def test_a_killed_run_leaves_its_folder_to_the_next(tmp_path: Path) -> None:
 def test_a_folder_that_another_run_has_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlio_bench.storage.claim._ENDING_S", 0.2)
+    monkeypatch.setattr("dlio_bench.storage_cases.claim._ENDING_S", 0.2)
     folder = str(tmp_path / "data")
     with claimed(folder, keep=True):
         remove_unclaimed(folder)

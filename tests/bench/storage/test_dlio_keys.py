@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 import dlio
-from dlio_bench.storage import dlio_keys
-from dlio_bench.storage.dlio_keys import read_job, shape_names, with_format
-from dlio_bench.storage.rules import VERSIONS
+from dlio_bench.storage_cases import dlio_keys
+from dlio_bench.storage_cases.dlio_keys import read_job, shape_names, with_format
+from dlio_bench.storage_cases.rules import VERSIONS
 
 UNET3D = """
 model:

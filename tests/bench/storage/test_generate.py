@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 import dlio
 from dlio.data.schema import Buffer
-from dlio_bench.emulated import mounting as slowfs
-from dlio_bench.storage.generate import Generated, generate
-from dlio_bench.storage.generate.content import sample_sizes
-from dlio_bench.storage.generate.formats import WRITERS, Part
-from dlio_bench.storage.generate.stamp import STAMP
-from dlio_bench.storage.workload import FORMATS, Format, Workload
+from dlio_bench.emulated import emulated_mount as slowfs
+from dlio_bench.storage_cases.generate import GeneratedData, generate
+from dlio_bench.storage_cases.generate.content import sample_sizes
+from dlio_bench.storage_cases.generate.format_writers import WRITERS, FilePart
+from dlio_bench.storage_cases.generate.stamp import STAMP
+from dlio_bench.storage_cases.workload import FORMATS, Format, Workload
 
 Bytes = Buffer | npt.NDArray[np.uint8]
 
@@ -141,7 +141,7 @@ def test_an_interrupted_generation_is_continued(
     workload = shape(format_, 6, 1)
     plain = WRITERS[format_]
 
-    def interrupted(path: str, part: Part) -> None:
+    def interrupted(path: str, part: FilePart) -> None:
         plain(path, part)
         if part.number == 3:
             raise KeyboardInterrupt
@@ -163,7 +163,7 @@ def test_ranks_share_the_files(tmp_path: Path) -> None:
 
     workload = shape("hdf5", 5, 1)
     meeting = threading.Barrier(2, timeout=60)
-    made: list[Generated] = []
+    made: list[GeneratedData] = []
 
     def run(rank: int) -> None:
         made.append(
@@ -270,7 +270,7 @@ def test_sizes_have_the_mean_and_the_deviation(
     assert 0.8 * relative < sizes.std() / mean < 1.1 * relative + 1e-3
 
 
-def _folder(made: Generated) -> Iterator[Bytes]:
+def _folder(made: GeneratedData) -> Iterator[Bytes]:
     from PIL import Image
 
     for path in made.files:
@@ -279,7 +279,7 @@ def _folder(made: Generated) -> Iterator[Bytes]:
         yield Path(path).read_bytes()
 
 
-def _npz(made: Generated) -> Iterator[Bytes]:
+def _npz(made: GeneratedData) -> Iterator[Bytes]:
     for path in made.files:
         with np.load(path, allow_pickle=False) as arrays:
             x = arrays["x"]
@@ -290,26 +290,26 @@ def _npz(made: Generated) -> Iterator[Bytes]:
             yield from x
 
 
-def _hdf5(made: Generated) -> Iterator[Bytes]:
+def _hdf5(made: GeneratedData) -> Iterator[Bytes]:
     for path in made.files:
         with h5py.File(path) as file:
             for k in range(made.workload.samples_per_file):
                 yield file["records_0"][k].reshape(-1)
 
 
-def _zarr(made: Generated) -> Iterator[Bytes]:
+def _zarr(made: GeneratedData) -> Iterator[Bytes]:
     array = zarr.open_group(made.source.partition("::")[0], mode="r")["x"]
     assert isinstance(array, zarr.Array)
     for k in range(array.shape[0]):
         yield np.asarray(array[k], np.uint8)
 
 
-def _parquet(made: Generated) -> Iterator[Bytes]:
+def _parquet(made: GeneratedData) -> Iterator[Bytes]:
     for path in made.files:
         yield from pq.read_table(path).column("image").to_pylist()
 
 
-def _tar(made: Generated) -> Iterator[bytes]:
+def _tar(made: GeneratedData) -> Iterator[bytes]:
     for path in made.files:
         with tarfile.open(path) as archive:
             for member in archive.getmembers():
@@ -319,7 +319,7 @@ def _tar(made: Generated) -> Iterator[bytes]:
                     yield stream.read()
 
 
-def _tfrecord(made: Generated) -> Iterator[Bytes]:
+def _tfrecord(made: GeneratedData) -> Iterator[Bytes]:
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
     from tests.readers.tfrecords import parse
@@ -333,7 +333,7 @@ def _tfrecord(made: Generated) -> Iterator[Bytes]:
             yield values["image"][0]
 
 
-def _native(made: Generated) -> Iterator[Bytes]:
+def _native(made: GeneratedData) -> Iterator[Bytes]:
     from dlio_staging.verify import verify
 
     assert verify(made.source).damaged == []
@@ -342,7 +342,7 @@ def _native(made: Generated) -> Iterator[Bytes]:
             yield opened[k]["image"]
 
 
-LIBRARIES: dict[str, Callable[[Generated], Iterator[Bytes]]] = {
+LIBRARIES: dict[str, Callable[[GeneratedData], Iterator[Bytes]]] = {
     "folder": _folder,
     "npz": _npz,
     "hdf5": _hdf5,

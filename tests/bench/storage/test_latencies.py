@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio_bench.storage.latencies import Latencies
+from dlio_bench.storage_cases.latencies import Latencies
 
 _SECONDS = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=60)
 

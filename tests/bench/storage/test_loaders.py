@@ -10,34 +10,36 @@ import pytest
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio_bench.storage.accelerator import Accelerator
-from dlio_bench.storage.epochs import Digests, Epoch, Runner
-from dlio_bench.storage.generate import Generated, generate
-from dlio_bench.storage.generate.content import payload
-from dlio_bench.storage.loaders.contract import Contender, Place, digest
-from dlio_bench.storage.loaders.factory import FactoryLoader
-from dlio_bench.storage.loaders.formats import is_sequential
-from dlio_bench.storage.loaders.own import DlioLoader
-from dlio_bench.storage.loaders.torch import TorchLoader
-from dlio_bench.storage.workload import FORMATS, Format, Workload
+from dlio_bench.storage_cases.accelerator import Accelerator
+from dlio_bench.storage_cases.contenders.dlio_loader import StorageDlioLoader
+from dlio_bench.storage_cases.contenders.factory_loader import FactoryLoader
+from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest
+from dlio_bench.storage_cases.contenders.sample_formats import is_sequential
+from dlio_bench.storage_cases.contenders.torch_loader import TorchLoader
+from dlio_bench.storage_cases.epochs import Digests, Runner, StorageRankEpoch
+from dlio_bench.storage_cases.generate import GeneratedData, generate
+from dlio_bench.storage_cases.generate.content import payload
+from dlio_bench.storage_cases.workload import FORMATS, Format, Workload
 
 _VARYING: tuple[Format, ...] = ("folder", "npz", "tar", "parquet", "tfrecord", "native")
 
 
-def _data(folder: Path, format_: Format, per_file: int = 1, stdev: float = 0.0) -> Generated:
+def _data(folder: Path, format_: Format, per_file: int = 1, stdev: float = 0.0) -> GeneratedData:
     workload = Workload("t", format_, 12 // per_file, per_file, 3000.0, stdev, 3, 0.0, workers=2)
     return generate(workload, str(folder / "data"))
 
 
-def _digests(data: Generated) -> Digests:
+def _digests(data: GeneratedData) -> Digests:
     workload = data.workload
     sizes = data.sizes.tolist()
     made = [digest(workload, payload(workload, k, size)) for k, size in enumerate(sizes)]
     return np.array(made, np.int64)
 
 
-def _epochs(data: Generated, make: Callable[[Place], Contender], count: int = 2) -> list[Epoch]:
-    place = Place(data, 0, 1, "ram:4MiB")
+def _epochs(
+    data: GeneratedData, make: Callable[[LoaderShare], RankLoader], count: int = 2
+) -> list[StorageRankEpoch]:
+    place = LoaderShare(data, 0, 1, "ram:4MiB")
     runner = Runner(SingleCommunicator(), place, _digests(data), True, "keep", data.files)
     loader = make(place)
     try:
@@ -46,10 +48,10 @@ def _epochs(data: Generated, make: Callable[[Place], Contender], count: int = 2)
         loader.close()
 
 
-@pytest.mark.parametrize("make", [TorchLoader, DlioLoader])
+@pytest.mark.parametrize("make", [TorchLoader, StorageDlioLoader])
 @pytest.mark.parametrize("format_", FORMATS)
 def test_each_sample_comes_once_with_its_bytes(
-    tmp_path: Path, format_: Format, make: Callable[[Place], Contender]
+    tmp_path: Path, format_: Format, make: Callable[[LoaderShare], RankLoader]
 ) -> None:
     per_file = 1 if format_ == "folder" else 3
     epochs = _epochs(_data(tmp_path, format_, per_file), make)
@@ -57,17 +59,17 @@ def test_each_sample_comes_once_with_its_bytes(
     assert len(epochs[0].requests) > 0 or format_ in ("hdf5", "parquet")
 
 
-@pytest.mark.parametrize("make", [TorchLoader, DlioLoader])
+@pytest.mark.parametrize("make", [TorchLoader, StorageDlioLoader])
 @pytest.mark.parametrize("format_", _VARYING)
 def test_samples_of_any_size_come_too(
-    tmp_path: Path, format_: Format, make: Callable[[Place], Contender]
+    tmp_path: Path, format_: Format, make: Callable[[LoaderShare], RankLoader]
 ) -> None:
     epochs = _epochs(_data(tmp_path, format_, stdev=900.0), make, 1)
     assert epochs[0].wanted_bytes > 0
 
 
 def test_bytes_from_a_tier_are_not_wanted_from_the_storage(tmp_path: Path) -> None:
-    first, second = _epochs(_data(tmp_path, "npz"), DlioLoader)
+    first, second = _epochs(_data(tmp_path, "npz"), StorageDlioLoader)
     assert first.wanted_bytes >= 12 * 3000
     assert second.wanted_bytes == 0
     assert len(second.requests) == 0
@@ -85,7 +87,7 @@ def test_a_damaged_sample_ends_the_run(tmp_path: Path) -> None:
 class _Own:
     """A loader of a user's, with a fault if asked for."""
 
-    def __init__(self, data: Generated, fault: str) -> None:
+    def __init__(self, data: GeneratedData, fault: str) -> None:
         self._data, self._fault = data, fault
 
     steps = 4
@@ -104,9 +106,9 @@ class _Own:
         return numbers, [Path(self._data.files[k]).read_bytes() for k in shown]
 
     def passed(self) -> Any:
-        from dlio_bench.storage.loaders.contract import Passed
+        from dlio_bench.storage_cases.contenders.rank_loader import PassCounts
 
-        return Passed()
+        return PassCounts()
 
     def close(self) -> None:
         pass
@@ -133,7 +135,7 @@ def test_formats_that_stream_are_known() -> None:
 def test_too_few_files_for_the_ranks_are_refused(tmp_path: Path) -> None:
     data = _data(tmp_path, "tar", per_file=12)
     with pytest.raises(UsageError, match="2 ranks need at least as many files, and there are 1"):
-        TorchLoader(Place(data, 0, 2))
+        TorchLoader(LoaderShare(data, 0, 2))
 
 
 def _mine(*, files: list[str], batch_size: int, **_: Any) -> Callable[[int], Iterable[Any]]:
@@ -159,4 +161,4 @@ def test_a_loader_of_a_users_own_is_measured(
     epochs = _epochs(_data(tmp_path, "folder"), lambda place: FactoryLoader(name, place))
     assert len(epochs) == 2
     with pytest.raises(UsageError, match="name a function as module:function"):
-        FactoryLoader("my_loader_of_a_test:absent", Place(_data(tmp_path, "folder"), 0, 1))
+        FactoryLoader("my_loader_of_a_test:absent", LoaderShare(_data(tmp_path, "folder"), 0, 1))

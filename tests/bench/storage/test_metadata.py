@@ -10,9 +10,9 @@ import pytest
 
 import dlio
 from dlio.util.threads import Workers
-from dlio_bench.emulated import mounting as slowfs
-from dlio_bench.storage import metadata
-from dlio_bench.storage.metadata import OPERATIONS, MetadataRate, measure_metadata
+from dlio_bench.emulated import emulated_mount as slowfs
+from dlio_bench.storage_cases import metadata
+from dlio_bench.storage_cases.metadata import OPERATIONS, MetadataRate, measure_metadata
 
 
 def test_every_operation_is_counted_and_the_folder_is_as_before(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from dlio_bench.storage.dlio_keys import read_job
-from dlio_bench.storage.rules import (
+from dlio_bench.storage_cases.dlio_keys import read_job
+from dlio_bench.storage_cases.rule_tables import rules_as_json, rules_table
+from dlio_bench.storage_cases.rules import (
     CheckpointFacts,
     TrainingFacts,
     check_checkpoint,
@@ -15,7 +16,6 @@ from dlio_bench.storage.rules import (
     least_samples,
     summary,
 )
-from dlio_bench.storage.rules_shown import rules_as_json, rules_table
 
 GIB = 1 << 30
 WORKLOAD = read_job("unet3d_h100", ["dataset.num_files_train=7000"]).workload

@@ -5,28 +5,40 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.records import Output
+from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio_bench.peers.environments import missing
-from dlio_bench.storage.side_by_side import Pass, SideBySide, agreement, command, dlio_keys
+from dlio_bench.storage_cases.side_by_side import (
+    AgreementOptions,
+    ProgramFigures,
+    agreement,
+    command,
+    dlio_keys,
+)
 
 
 def test_medians_agree_within_3_percent_and_2_points() -> None:
-    theirs = [Pass(90.0, 100.0, ()), Pass(91.0, 100.0, ()), Pass(10.0, 900.0, ())]
+    theirs = [
+        ProgramFigures(90.0, 100.0, ()),
+        ProgramFigures(91.0, 100.0, ()),
+        ProgramFigures(10.0, 900.0, ()),
+    ]
     for rate, au, agrees in (
         (102.5, 88.5, True),
         (104.0, 90.0, False),
         (96.0, 90.0, False),
         (100.0, 92.5, False),
     ):
-        percent, points, within = agreement([Pass(au, rate, ())], theirs)
+        percent, points, within = agreement([ProgramFigures(au, rate, ())], theirs)
         assert percent == pytest.approx(rate - 100)
         assert points == pytest.approx(au - 90.0)
         assert within is agrees
 
 
 def test_dlio_gets_the_same_settings(tmp_path: Path) -> None:
-    case = SideBySide(str(tmp_path), files=64, batch_size=8, step_ms=50.0, epochs=2, workers=3)
+    case = AgreementOptions(
+        str(tmp_path), files=64, batch_size=8, step_ms=50.0, epochs=2, workers=3
+    )
     keys = dlio_keys(case, "torch", "/data", "/results")
     for key in (
         "dataset.data_folder=/data",
@@ -45,15 +57,15 @@ def test_dlio_gets_the_same_settings(tmp_path: Path) -> None:
 
 def test_too_few_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="give at least 32"):
-        SideBySide(str(tmp_path), files=31)
+        AgreementOptions(str(tmp_path), files=31)
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(missing("dlio_benchmark") is not None, reason="dlio_benchmark is absent")
 def test_both_programs_read_the_same_files(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    case = SideBySide(str(tmp_path), files=64, sample_size="64KiB", epochs=2)
-    command(case, Output(report=str(report)))
+    case = AgreementOptions(str(tmp_path), files=64, sample_size="64KiB", epochs=2)
+    command(case, OutputOptions(report=str(report)))
     made = json.loads(report.read_text())
     assert set(made["agreement"]) == {"torch", "dlio"}
     names = {(each["labels"]["loader"], each["labels"]["program"]) for each in made["figures"]}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlio.errors import UsageError
-from dlio_bench.storage.options import StorageCase
+from dlio_bench.storage_cases.storage_options import StorageCase
 from tests.conftest import in_time
 
 TINY = (

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from dlio_bench.storage.utilisation import Steps, least_seconds
+from dlio_bench.storage_cases.utilisation import StepTimes, least_seconds
 
-FOUR = Steps(
+FOUR = StepTimes(
     load_s=(2.0, 0.5, 0.0, 0.5),
     compute_s=(1.0,) * 4,
     over_s=(0.0,) * 4,
@@ -36,7 +36,7 @@ def test_dlio_counts_one_step_less_in_the_same_time() -> None:
 
 
 def test_an_epoch_of_one_step_has_no_figures() -> None:
-    one = Steps((1.0,), (1.0,), (0.0,), 2.0, 4)
+    one = StepTimes((1.0,), (1.0,), (0.0,), 2.0, 4)
     assert (one.utilisation, one.throughput, one.dlio_throughput) == (0.0, 0.0, 0.0)
 
 

@@ -10,18 +10,23 @@ import torch
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.forecast.exchange import Link
-from dlio_bench.checkpoint.stalls import measure_stalls
-from dlio_bench.results.values import Results
-from dlio_bench.training.checkpointing import Interruptible, report
+from dlio.plan.exchange_cost import LinkCost
+from dlio_bench.checkpoint_cases.stalls import measure_stalls
+from dlio_bench.results.report_values import Results
+from dlio_bench.training.bench_networks import NETWORKS, make_batch, make_network
+from dlio_bench.training.checkpoint_case import InterruptibleTraining, report
 from dlio_bench.training.ettr import ettr_figures, storm_options
-from dlio_bench.training.forecasting import cells
-from dlio_bench.training.measuring import Measured, Point, Times, batch_of
-from dlio_bench.training.names import NETWORK_NAMES
-from dlio_bench.training.networks import NETWORKS, make_batch, make_network
-from dlio_bench.training.options import Options
-from dlio_bench.training.shown import curves, figures
-from dlio_bench.training.stepping import Loop
+from dlio_bench.training.forecast_check import cells
+from dlio_bench.training.network_names import NETWORK_NAMES
+from dlio_bench.training.scaling_measurements import (
+    ScalingMeasurements,
+    StepConditions,
+    Times,
+    batch_of,
+)
+from dlio_bench.training.scaling_tables import curves, figures
+from dlio_bench.training.step_loop import BenchLoop
+from dlio_bench.training.training_options import TrainingBenchOptions
 
 
 def test_options_name_every_network() -> None:
@@ -42,38 +47,40 @@ def test_options_name_every_network() -> None:
 )
 def test_wrong_options_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong)).removesuffix("s")):
-        Options(**wrong)
+        TrainingBenchOptions(**wrong)
 
 
 def test_counts_are_ranges_lists_or_none() -> None:
-    assert Options(forecast="8..100").forecast_counts == (8, 16, 32, 64)
-    assert Options(forecast="12, 8").forecast_counts == (8, 12)
-    assert Options(forecast="none").forecast_counts == ()
-    assert Options(ranks="4,2,1").rank_counts == (1, 2, 4)
+    assert TrainingBenchOptions(forecast="8..100").forecast_counts == (8, 16, 32, 64)
+    assert TrainingBenchOptions(forecast="12, 8").forecast_counts == (8, 12)
+    assert TrainingBenchOptions(forecast="none").forecast_counts == ()
+    assert TrainingBenchOptions(ranks="4,2,1").rank_counts == (1, 2, 4)
 
 
 def test_strong_scaling_divides_the_batch_and_ends_where_samples_end() -> None:
-    options = Options(batch_size=8)
+    options = TrainingBenchOptions(batch_size=8)
     assert [batch_of(options, "vit", p, "weak") for p in (1, 2, 1024)] == [8, 8, 8]
     assert [batch_of(options, "vit", p, "strong") for p in (1, 2, 8, 16)] == [8, 4, 1, None]
 
 
-def measured(options: Options, step_s: dict[tuple[int, str], float]) -> Measured:
+def measured(
+    options: TrainingBenchOptions, step_s: dict[tuple[int, str], float]
+) -> ScalingMeasurements:
     times = {
-        Point("vit", p, 8, exchange): Times(
+        StepConditions("vit", p, 8, exchange): Times(
             [seconds], [seconds - step_s[p, "none"]], [seconds], [seconds], [{"exchange": 0.0}]
         )
         for (p, exchange), seconds in step_s.items()
     }
-    links = {"memory": Link(0.0, 1e-9), "tcp": Link(1e-5, 1e-8)}
-    return Measured(times, links, {"vit": (1_000_000, 1)})
+    links = {"memory": LinkCost(0.0, 1e-9), "tcp": LinkCost(1e-5, 1e-8)}
+    return ScalingMeasurements(times, links, {"vit": (1_000_000, 1)})
 
 
 def test_forecasts_are_marked_and_know_nothing_of_four_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dlio_bench.training.forecasting.available_cores", lambda: 2)
-    options = Options(
+    monkeypatch.setattr("dlio_bench.training.forecast_check.available_cores", lambda: 2)
+    options = TrainingBenchOptions(
         networks="vit", exchanges="allreduce", batch_size=8, scaling="weak", forecast="8"
     )
     steps = {(1, "none"): 1.0, (2, "none"): 1.0, (2, "allreduce"): 1.001}
@@ -97,7 +104,7 @@ def test_forecasts_are_marked_and_know_nothing_of_four_ranks(
 
 
 def test_ettr_is_of_the_storms_of_chaos() -> None:
-    storm = storm_options(Options(kills=3, every=2.5))
+    storm = storm_options(TrainingBenchOptions(kills=3, every=2.5))
     assert (storm.ranks, storm.kills, storm.every, storm.restart) == (4, 3, 2.5, True)
     (figure,) = ettr_figures({"shrink": {"ettr": 0.9}, "restart": {"ettr": None}})
     assert figure.values == pytest.approx((90.0,))
@@ -135,14 +142,16 @@ def test_two_ranks_are_measured_and_more_are_forecast(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_kept_in_a_folder_that_exists(tmp_path: Path) -> None:
-    assert Options(checkpoints=str(tmp_path)).checkpoints == str(tmp_path)
+    assert TrainingBenchOptions(checkpoints=str(tmp_path)).checkpoints == str(tmp_path)
     with pytest.raises(UsageError, match="no-such"):
-        Options(checkpoints=str(tmp_path / "no-such"))
+        TrainingBenchOptions(checkpoints=str(tmp_path / "no-such"))
 
 
 def test_stalls_of_checkpoints_are_those_of_the_network_that_trains(tmp_path: Path) -> None:
     batch = make_batch("lenet", 4, NETWORKS["lenet"].side, seed=0)
-    training = Interruptible(Loop(make_network("lenet", 28, 0), lambda: iter([batch] * 5)), None)
+    training = InterruptibleTraining(
+        BenchLoop(make_network("lenet", 28, 0), lambda: iter([batch] * 5)), None
+    )
     training.step()
     before = {name: tensor.clone() for name, tensor in training.tensors().items()}
     assert training.step(lambda: time.sleep(0.02)) >= 0.02

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlio_bench.training.networks import NETWORKS, make_batch, make_network
+from dlio_bench.training.bench_networks import NETWORKS, make_batch, make_network
 
 
 @pytest.mark.parametrize("name", NETWORKS)

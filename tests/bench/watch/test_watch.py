@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlio.cli.records import Output
+from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
-from dlio_bench.results.values import Figure
-from dlio_bench.watch import command as watched
+from dlio_bench.results.report_values import Figure
+from dlio_bench.watch import watch_command as watched
 from dlio_bench.watch.judge import from_json, judge, normalised, to_json
-from dlio_bench.watch.parts import PARTS, Part
+from dlio_bench.watch.watch_parts import PARTS, WatchPart
 
-TINY = Part(
+TINY = WatchPart(
     ("readers", "--samples", "64", "--sample-bytes", "64", "--repeats", "3", "--format", "shard"),
     "processor",
 )
@@ -63,8 +63,8 @@ def test_the_command_compares_with_the_baseline_that_it_wrote(
     file = tmp_path / "baseline.json"
     watch = watched.Watch(("readers",), str(file), repeats=2, folder=str(tmp_path))
     with pytest.raises(UsageError, match="run with --update first"):
-        watched.command(watch, Output())
-    watched.command(replace(watch, update=True), Output())
+        watched.command(watch, OutputOptions())
+    watched.command(replace(watch, update=True), OutputOptions())
     stored = json.loads(file.read_text())
     figures = from_json(stored["parts"]["readers"])
     rates = [key for key, each in figures.items() if each.better == "higher" and each.unit]
@@ -79,7 +79,7 @@ def test_the_command_compares_with_the_baseline_that_it_wrote(
     file.write_text(json.dumps({**stored, "parts": {"readers": to_json(faster)}}))
     report = tmp_path / "report.json"
     with pytest.raises(SystemExit) as end:
-        watched.command(watch, Output(str(report)))
+        watched.command(watch, OutputOptions(str(report)))
     assert end.value.code == 1
     verdicts = json.loads(report.read_text())["verdicts"]["readers"]
     assert {verdicts[key] for key in rates} == {"worse"}
@@ -91,4 +91,4 @@ def test_a_file_that_is_no_baseline_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "b.json"
     file.write_text('{"schema": "other"}')
     with pytest.raises(UsageError, match="not a baseline of dlio-watch/1"):
-        watched.command(watched.Watch(baseline=str(file), folder=str(tmp_path)), Output())
+        watched.command(watched.Watch(baseline=str(file), folder=str(tmp_path)), OutputOptions())

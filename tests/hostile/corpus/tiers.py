@@ -11,7 +11,7 @@ import numpy as np
 
 from dlio.storage.manifest import Manifest
 from dlio.util.folders import MARK
-from dlio.util.shared import user_folder
+from dlio.util.shared_folders import user_folder
 from tests.hostile.corpus import folder as folders
 from tests.hostile.corpus import shards
 from tests.hostile.corpus.case import ANY, RIGHT, Ask, Case, Cases, Make

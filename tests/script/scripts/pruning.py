@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dlio
-from dlio.train.pruning import Schedule
+from dlio.features.pruning import Schedule
 
 torch.manual_seed(3)
 inputs = torch.randn(480, 8)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from dlio.train.checkpoint.copies import Copies
+from dlio.train.checkpoint.host_copies import HostCopies
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -22,7 +22,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("later", [(), ("weight", "kernel", "half", "slice", "step", "nothing")])
 def test_copies_are_equal_whatever_the_layout(later: tuple[str, ...]) -> None:
-    copies, tensors = Copies(), _tensors()
+    copies, tensors = HostCopies(), _tensors()
     copies.begin(tensors, later)
     copies.finish()
     for name, tensor in tensors.items():
@@ -31,7 +31,7 @@ def test_copies_are_equal_whatever_the_layout(later: tuple[str, ...]) -> None:
 
 
 def test_only_later_tensors_wait() -> None:
-    copies = Copies()
+    copies = HostCopies()
     buffer, weight = torch.zeros(4), torch.zeros(4)
     copies.begin({"buffer": buffer, "weight": weight}, {"weight"})
     buffer += 1  # A forward pass changes it at once.
@@ -45,7 +45,7 @@ def test_only_later_tensors_wait() -> None:
 
 
 def test_memory_is_used_again_until_a_shape_changes() -> None:
-    copies = Copies()
+    copies = HostCopies()
     copies.begin({"a": torch.ones(5), "b": torch.ones(5)}, {"a"})
     copies.finish()
     places = {name: held.data_ptr() for name, held in copies.held.items()}
@@ -59,13 +59,13 @@ def test_memory_is_used_again_until_a_shape_changes() -> None:
 
 
 def test_an_error_while_copying_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = Copies()
+    copies = HostCopies()
     copies.begin({"a": torch.ones(5)}, {"a"})
 
     def fail(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("dlio.train.checkpoint.copies._copy", fail)
+    monkeypatch.setattr("dlio.train.checkpoint.host_copies._copy", fail)
     with pytest.raises(MemoryError):
         copies.finish()
     assert copies.wait(0)

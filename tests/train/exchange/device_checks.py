@@ -15,11 +15,11 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.errors import CommTimeout, DlioError
-from dlio.train.cut import Cut
-from dlio.train.exchange import RunningExchange
-from dlio.train.exchange.buckets import averaged_state
-from dlio.train.exchange.place import find_path
-from dlio.train.exchange_spec import parse_exchange
+from dlio.exchange import ExchangeCalls
+from dlio.exchange.buckets import averaged_state
+from dlio.exchange.buffer_placement import find_path
+from dlio.exchange.cut import TensorCut
+from dlio.exchange.exchange_spec import parse_exchange
 from dlio.util.settings import DEVICE_EXCHANGE
 from tests.train.exchange.training import (
     BATCH,
@@ -69,7 +69,7 @@ def _path(path: str) -> Iterator[None]:
         os.environ.pop(DEVICE_EXCHANGE, None)
 
 
-def _started(path: str, name: str, net: Net, comm: Communicator) -> RunningExchange:
+def _started(path: str, name: str, net: Net, comm: Communicator) -> ExchangeCalls:
     with _path(path):
         cpu = [torch.device("cpu")]
         assert find_path(cpu, parse_exchange(name), comm) == path, name
@@ -77,7 +77,7 @@ def _started(path: str, name: str, net: Net, comm: Communicator) -> RunningExcha
 
 
 def _train(
-    exchange: RunningExchange, net: Net, comm: Communicator, steps: Sequence[int]
+    exchange: ExchangeCalls, net: Net, comm: Communicator, steps: Sequence[int]
 ) -> torch.Tensor:
     """Train, with fewer samples at some steps; return this rank's weights."""
     optimizer = torch.optim.SGD(parameters_of(net), lr=0.02)
@@ -166,7 +166,7 @@ def check_resumed(comm: Communicator) -> None:
             assert apart < 1e-4, f"{name} from {first} to {second} differs by {apart}"
 
 
-def _cut(net: Net) -> list[Cut]:
+def _cut(net: Net) -> list[TensorCut]:
     """Remove every sixth neuron of the first layer."""
     keep = torch.tensor([k for k in range(600) if k % 6])
     of = {"first.weight": (0,), "first.bias": (0,), "second.weight": (1,)}
@@ -174,7 +174,7 @@ def _cut(net: Net) -> list[Cut]:
     for name, parameter in net.named_parameters():
         if name in of:
             shape = tuple(parameter.shape)
-            cut = Cut(name, parameter, shape, tuple((dim, keep) for dim in of[name]))
+            cut = TensorCut(name, parameter, shape, tuple((dim, keep) for dim in of[name]))
             parameter.data = cut.of(parameter.data)
             parameter.grad = None
             cuts.append(cut)
@@ -247,7 +247,7 @@ def check_infinite(comm: Communicator) -> None:
     exchange.close()
 
 
-def _step(exchange: RunningExchange, net: nn.Module) -> None:
+def _step(exchange: ExchangeCalls, net: nn.Module) -> None:
     exchange.weigh(1.0)
     net(torch.ones(1, 3)).sum().backward()
     exchange.before_step()

@@ -14,9 +14,9 @@ from torch import nn
 import dlio
 from dlio.comm import Communicator
 from dlio.errors import UsageError
+from dlio.exchange.buckets import averaged_state, broadcast_state
 from dlio.plan.order import share
-from dlio.plan.shares import fastest_shares
-from dlio.train.exchange.buckets import averaged_state, broadcast_state
+from dlio.plan.rank_shares import fastest_shares
 from tests.train.exchange.gossip_checks import CHECKS as WEIGHT_CHECKS
 from tests.train.exchange.training import (
     BATCH,

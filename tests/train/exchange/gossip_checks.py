@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
+from dlio.exchange import ExchangeCalls, parse_exchange
+from dlio.exchange.buckets import averaged_state, consensus_distance
+from dlio.exchange.gossip import Gossip
+from dlio.exchange.partners import partners
 from dlio.plan.order import share
-from dlio.train.exchange import RunningExchange, parse_exchange
-from dlio.train.exchange.buckets import averaged_state, consensus_distance
-from dlio.train.exchange.gossip import Gossip
-from dlio.train.exchange.partners import partners
 from tests.train.exchange.training import (
     BATCH,
     FEATURES,
@@ -115,7 +115,7 @@ def _steps(comm: Communicator) -> int:
     return 70 if comm.size > 2 else 35
 
 
-def _train_apart(net: Net, exchange: RunningExchange | None, comm: Communicator) -> None:
+def _train_apart(net: Net, exchange: ExchangeCalls | None, comm: Communicator) -> None:
     optimizer = torch.optim.SGD(parameters_of(net), lr=0.02)
     for step in range(_steps(comm)):
         inputs, labels = samples(1000 * comm.rank + step, BATCH)
@@ -219,7 +219,7 @@ def check_noloco_of_differences(comm: Communicator) -> None:
         exchange = started(name, net, comm)
         period = parse_exchange(name).period
 
-        def meet(count: int, exchange: RunningExchange = exchange, period: int = period) -> None:
+        def meet(count: int, exchange: ExchangeCalls = exchange, period: int = period) -> None:
             for _ in range(count * turns * period):
                 exchange.after_step()
                 exchange.finish()

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from dlio.comm import Buffer, Communicator, Request, world
-from dlio.train.exchange.buckets import in_buckets, trainable
-from dlio.train.exchange.gossip import Gossip
-from dlio.train.exchange.node_gossip import NodeGossip
-from dlio.train.exchange.partners import partners
+from dlio.exchange.buckets import in_buckets, trainable
+from dlio.exchange.gossip import Gossip
+from dlio.exchange.node_gossip import NodeGossip
+from dlio.exchange.partners import partners
 from tests.train.exchange.training import started
 
 _FEATURES: Final = 6

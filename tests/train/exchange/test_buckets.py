@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dlio.comm.single import SingleCommunicator
-from dlio.train.exchange.buckets import (
+from dlio.exchange.buckets import (
     BUCKET_BYTES,
     Bucket,
     averaged_state,

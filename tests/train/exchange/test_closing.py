@@ -7,12 +7,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from dlio.comm.recovery import Report
 from dlio.comm.single import SingleCommunicator
+from dlio.comm.survival.recovery import Report
 from dlio.errors import PeerLost
-from dlio.train.exchange import parse_exchange
-from dlio.train.exchange.closing import Closing
-from dlio.train.exchange.setting import Setting
+from dlio.exchange import parse_exchange
+from dlio.exchange.exchange_context import ExchangeContext
+from dlio.exchange.round_commit import RoundCommit
 
 
 class _Comm(SingleCommunicator):
@@ -57,7 +57,7 @@ class _Turns:
         recovery: Any = SimpleNamespace(
             membership=SimpleNamespace(members=(0, 1, 2)), add=lambda *_: "sums", run=self._run
         )
-        setting = Setting(
+        setting = ExchangeContext(
             parse_exchange("allreduce"),
             self.comm,
             np.zeros(3, np.int32),
@@ -65,7 +65,7 @@ class _Turns:
             members=(0, 1, 2),
         )
         self.recovery = recovery
-        self.closing = Closing(setting, self.sums)
+        self.closing = RoundCommit(setting, self.sums)
 
     def _run(self) -> None:
         self.recovery.membership.members = (0, 2)

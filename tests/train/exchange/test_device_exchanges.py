@@ -15,16 +15,16 @@ from torch._C._distributed_c10d import HashStore
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import CommTimeout
-from dlio.train.exchange import Setting, parse_exchange, place
-from dlio.train.exchange.buckets import Bucket
-from dlio.train.exchange.device import side as side_module
-from dlio.train.exchange.device.group import DeviceGroup, Flight
-from dlio.train.exchange.device.paths import GroupMemory, group_path
-from dlio.train.exchange.device.side import Side, Waits
-from dlio.train.exchange.gradients import Synchronous
-from dlio.train.exchange.paths import PinnedPath
-from dlio.train.exchange.place import Place, find_path
-from dlio.train.exchange.sums import AllreduceSum
+from dlio.exchange import ExchangeContext, buffer_placement, parse_exchange
+from dlio.exchange.buckets import Bucket
+from dlio.exchange.buffer_placement import BufferPlacement, find_path
+from dlio.exchange.nccl import side_stream as side_module
+from dlio.exchange.nccl.device_group import DeviceGroup, Flight
+from dlio.exchange.nccl.group_paths import GroupMemory, group_path
+from dlio.exchange.nccl.side_stream import SideStream, StreamWaits
+from dlio.exchange.paths import PinnedPath
+from dlio.exchange.sums import AllreduceSum
+from dlio.exchange.synchronous_sgd import SynchronousSgd
 from dlio.util.settings import DEVICE_EXCHANGE
 from tests.conftest import TorchRun
 
@@ -86,7 +86,7 @@ def test_a_transfer_that_does_not_end_is_an_error_of_the_next_launch(alone: Devi
 def test_a_sum_of_one_rank_and_its_residual_are_its_values(alone: DeviceGroup, name: str) -> None:
     weight = nn.Parameter(torch.zeros(40, 900))
     bucket = Bucket([("weight", weight)], 0, CPU)
-    setting = Setting(parse_exchange(name), SingleCommunicator(), np.zeros(1, np.int32))
+    setting = ExchangeContext(parse_exchange(name), SingleCommunicator(), np.zeros(1, np.int32))
     path = group_path(bucket, setting, GroupMemory.of(alone))
     owed = torch.zeros(bucket.flat.numel())
     for seed in range(3):
@@ -168,7 +168,7 @@ def test_the_side_stream_runs_between_what_the_training_wrote_and_what_it_reads(
 ) -> None:
     cuda = _Cuda()
     monkeypatch.setattr(side_module, "_cuda", cuda)
-    side = Side(torch.device("cuda", 0))
+    side = SideStream(torch.device("cuda", 0))
     with side.after_current():
         cuda.log.append("work")
     side.join(side.mark())
@@ -182,7 +182,7 @@ def test_waits_of_the_device_are_counted_once_it_has_come_to_their_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(side_module, "_cuda", _Cuda())
-    waits = Waits(torch.device("cuda", 0))
+    waits = StreamWaits(torch.device("cuda", 0))
     monkeypatch.setattr(_Event, "reached_ms", 0.0)
     for began, ended in ((1000.0, 1500.0), (2000.0, 4000.0)):
         monkeypatch.setattr(_Event, "now_ms", began)
@@ -248,7 +248,7 @@ def test_the_log_names_the_path_of_a_gpu_and_the_reason(
     path: str,
     why: str,
 ) -> None:
-    monkeypatch.setattr(place, "_backend", lambda devices, comm: group)
+    monkeypatch.setattr(buffer_placement, "_backend", lambda devices, comm: group)
     gpu = [torch.device("cuda", 0)]
     with caplog.at_level("INFO", "dlio"):
         assert find_path(gpu, parse_exchange(exchange), _Two(other), survives) == path
@@ -260,8 +260,8 @@ def test_the_log_names_the_path_of_a_gpu_and_the_reason(
 def test_ranks_that_share_a_gpu_do_not_use_nccl(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(place, "_backend", lambda devices, comm: "nccl")
-    monkeypatch.setattr(place, "_gpu", lambda devices: "GPU-7")
+    monkeypatch.setattr(buffer_placement, "_backend", lambda devices, comm: "nccl")
+    monkeypatch.setattr(buffer_placement, "_gpu", lambda devices: "GPU-7")
     with caplog.at_level("INFO", "dlio"):
         path = find_path([torch.device("cuda", 0)], parse_exchange("allreduce"), _Two())
     assert path == "pinned"
@@ -294,15 +294,15 @@ def test_the_work_of_the_own_device_is_not_a_wait_for_other_ranks(
     """Otherwise `--balance` takes a GPU, which computes while the host waits, for free of cost."""
     slow = _Slow()
 
-    def path_of(_: Place, bucket: Bucket, extra: int, tag: int) -> PinnedPath:
+    def path_of(_: BufferPlacement, bucket: Bucket, extra: int, tag: int) -> PinnedPath:
         return PinnedPath(bucket, AllreduceSum(_Two()), slow, torch.zeros_like(bucket.flat))
 
-    monkeypatch.setattr(Place, "path_of", path_of)
+    monkeypatch.setattr(BufferPlacement, "path_of", path_of)
     monkeypatch.setattr(time, "perf_counter", lambda: slow.now_s)
     model = nn.Linear(2, 2)
-    exchange = Synchronous(
+    exchange = SynchronousSgd(
         list(model.named_parameters()),
-        Setting(parse_exchange("allreduce"), _Two(), np.zeros(2, np.int32)),
+        ExchangeContext(parse_exchange("allreduce"), _Two(), np.zeros(2, np.int32)),
     )
     model(torch.ones(1, 2)).sum().backward()
     exchange.before_step()

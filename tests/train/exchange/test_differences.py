@@ -4,23 +4,23 @@ import numpy as np
 import pytest
 import torch
 
-from dlio.train.exchange.compress.layout import Piece, Scratch
-from dlio.train.exchange.consensus import ConsensusMomentum
-from dlio.train.exchange.copies import Copies
-from dlio.train.exchange.device.codec import Codec
-from dlio.train.exchange.device.compressors import make_codec
+from dlio.exchange.compress.message_layout import ChunkScratch, Piece
+from dlio.exchange.consensus import ConsensusMomentum
+from dlio.exchange.nccl.compressors import make_codec
+from dlio.exchange.nccl.tensor_codec import TensorCodec
+from dlio.exchange.pair_copies import PairCopies
 
 ROWS, WIDTH = 32, 256
 ENTRIES = ROWS * WIDTH
 
 
-def _copies(compressor: str) -> tuple[Copies, int]:
+def _copies(compressor: str) -> tuple[PairCopies, int]:
     """Return a rank's copies, and the length of its longest message."""
     pieces = [Piece("weight", 0, ROWS, WIDTH, small=False)]
-    codecs: list[Codec] = [
-        make_codec(name, pieces, Scratch(), None) for name in (compressor, "bf16")
+    codecs: list[TensorCodec] = [
+        make_codec(name, pieces, ChunkScratch(), None) for name in (compressor, "bf16")
     ]
-    return Copies(*codecs), max(codec.max_bytes for codec in codecs)
+    return PairCopies(*codecs), max(codec.max_bytes for codec in codecs)
 
 
 class _Pair:

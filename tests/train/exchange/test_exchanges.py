@@ -16,9 +16,9 @@ from torch import nn
 from dlio.comm import Op, Request
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.train.exchange import NAMES, Setting, parse_exchange
-from dlio.train.exchange.asgd import Asgd, _Arriving
-from dlio.train.exchange.buckets import BUCKET_BYTES, trainable
+from dlio.exchange import NAMES, ExchangeContext, parse_exchange
+from dlio.exchange.asgd import Asgd, _IncomingMessage
+from dlio.exchange.buckets import BUCKET_BYTES, trainable
 from tests.conftest import TorchRun
 from tests.train.exchange.training import started
 
@@ -233,13 +233,13 @@ class _Deaf(_Alone):
         return _Never() if dest == 1 else _Gone()
 
 
-def _setting() -> Setting:
-    return Setting(parse_exchange("asgd"), _Alone(), np.zeros(2, np.int32))
+def _setting() -> ExchangeContext:
+    return ExchangeContext(parse_exchange("asgd"), _Alone(), np.zeros(2, np.int32))
 
 
-def _message(weights: Sequence[float], sent_ns: int) -> _Arriving:
+def _message(weights: Sequence[float], sent_ns: int) -> _IncomingMessage:
     memory = np.array(weights, np.float32).view(np.uint8)
-    return _Arriving(_Never(), 1, 0, 0, memory, len(memory), sent_ns)
+    return _IncomingMessage(_Never(), 1, 0, 0, memory, len(memory), sent_ns)
 
 
 @torch.no_grad()
@@ -303,7 +303,9 @@ def test_asgd_sends_less_often_when_its_queue_is_full() -> None:
 def test_asgd_sends_on_next_to_a_rank_that_takes_nothing() -> None:
     model = nn.Linear(2, 1)
     comm = _Deaf()
-    exchange = Asgd(trainable(model), Setting(parse_exchange("asgd"), comm, np.zeros(4, np.int32)))
+    exchange = Asgd(
+        trainable(model), ExchangeContext(parse_exchange("asgd"), comm, np.zeros(4, np.int32))
+    )
     for _ in range(300):
         exchange.before_step()
         exchange.after_step()

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.train.exchange.partners import partners
+from dlio.exchange.partners import partners
 
 SEEDS = st.integers(0, 2**64 - 1)
 STEPS = st.integers(0, 100_000)

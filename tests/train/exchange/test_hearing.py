@@ -3,13 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
-from dlio.train.exchange.hearing import Hearing
+from dlio.exchange.peer_steps import PeerSteps
 
 
 def test_the_last_step_that_any_rank_has_taken_in_counts_also_after_that_rank_is_lost() -> None:
     members: Any = SimpleNamespace(members=(0, 1, 2, 3))
     recovery: Any = SimpleNamespace(membership=members, last_counted={})
-    ranks = [Hearing(recovery) for _ in range(4)]
+    ranks = [PeerSteps(recovery) for _ in range(4)]
     assert ranks[0].members([1, 3]) == (1, 3)
     ranks[0].note([3], 4)
     ranks[1].note([3, 2], 7)
@@ -24,13 +24,13 @@ def test_the_last_step_that_any_rank_has_taken_in_counts_also_after_that_rank_is
 
 
 def test_where_the_job_ends_with_any_rank_nothing_is_noted() -> None:
-    hearing = Hearing(None)
+    hearing = PeerSteps(None)
     assert hearing.members([0, 1]) == ()
     hearing.note(hearing.members([1]), 3)
     assert hearing.tell() == []
 
 
-def _settle(ranks: list[Hearing]) -> None:
+def _settle(ranks: list[PeerSteps]) -> None:
     reports = [{"heard": each.tell()} for each in ranks]
     for each in ranks:
         each.settle(reports)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dlio.train.exchange.buckets import trainable
-from dlio.train.exchange.joining import join_before_use
+from dlio.exchange.buckets import trainable
+from dlio.exchange.join_hooks import join_before_use
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 BODY = Path(__file__).with_name("node_gossip_checks.py")

@@ -12,11 +12,11 @@ from torch import nn
 from dlio.comm import Op, Request
 from dlio.comm.devices import supports_device_buffers
 from dlio.comm.single import SingleCommunicator
-from dlio.train.exchange import backward, gradients, parse_exchange
-from dlio.train.exchange.backward import after_backward
-from dlio.train.exchange.buckets import Bucket
-from dlio.train.exchange.paths import PinnedPath
-from dlio.train.exchange.place import agreed, choose, find_path
+from dlio.exchange import backward, parse_exchange, synchronous_sgd
+from dlio.exchange.backward import after_backward
+from dlio.exchange.buckets import Bucket
+from dlio.exchange.buffer_placement import agreed, choose, find_path
+from dlio.exchange.paths import PinnedPath
 from tests.train.exchange.training import started
 
 _T = TypeVar("_T")
@@ -194,8 +194,8 @@ def test_a_thread_that_may_not_send_leaves_sending_to_the_one_that_waits_for_bac
 ) -> None:
     log: list[str] = []
     in_autograd = True
-    monkeypatch.setattr(gradients, "sends_after_backward", lambda _: True)
-    monkeypatch.setattr(gradients, "elsewhere", lambda: in_autograd)
+    monkeypatch.setattr(synchronous_sgd, "sends_after_backward", lambda _: True)
+    monkeypatch.setattr(synchronous_sgd, "elsewhere", lambda: in_autograd)
     model = nn.Linear(2, 1)
     before = torch.autograd.backward
     exchange = started("allreduce", model, _Twin(log), seed=0)

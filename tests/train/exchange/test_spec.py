@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlio.errors import UsageError
-from dlio.train.exchange.compress import NAMES as COMPRESSORS
-from dlio.train.exchange.routes import Op, route
-from dlio.train.exchange_spec import NAMES, parse_exchange
+from dlio.exchange.compress import NAMES as COMPRESSORS
+from dlio.exchange.exchange_spec import NAMES, parse_exchange
+from dlio.exchange.routes import Op, route
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dlio.comm import Communicator, world
-from dlio.train.exchange import RunningExchange, parse_exchange, start_exchange
-from dlio.train.exchange.buckets import trainable
+from dlio.exchange import ExchangeCalls, parse_exchange, start_exchange
+from dlio.exchange.buckets import trainable
 
 FEATURES = 500
 
@@ -68,7 +68,7 @@ def samples(step: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train_step(
     net: nn.Module,
-    exchange: RunningExchange,
+    exchange: ExchangeCalls,
     optimizer: torch.optim.Optimizer,
     inputs: torch.Tensor,
     labels: torch.Tensor,
@@ -93,7 +93,7 @@ def identical(net: nn.Module, comm: Communicator) -> bool:
 
 def started(
     name: str, model: nn.Module, comm: Communicator, seed: int = 0, pretend_nodes: int | None = None
-) -> RunningExchange:
+) -> ExchangeCalls:
     """Start an exchange for a model. Collective."""
     spec = parse_exchange(name)
     return start_exchange(spec, trainable(model), model.modules(), comm, seed, pretend_nodes)

@@ -9,7 +9,7 @@ import simplejpeg
 import torch
 from torch import nn
 
-from dlio.train.export.pictures import Pictures, batches, read_pictures
+from dlio.features.export.check_pictures import LabelledPictures, batches, read_pictures
 from dlio.train.model import make_model, normalised
 
 CLASSES = 4
@@ -25,7 +25,7 @@ class Trained:
     train: Path
     val: Path
     module: nn.Module
-    held_out: Pictures
+    held_out: LabelledPictures
 
     def options(self, output: Path, **more: object) -> dict[str, object]:
         """Options of an export with checks."""

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from dlio.errors import DlioError, UsageError
-from dlio.train.export.exporting import export_model
-from dlio.train.export.onnx_file import OnnxModel, to_onnx
-from dlio.train.export.options import ExportOptions
-from dlio.train.export.trained import TrainedModel
+from dlio.features.export.export_options import ExportOptions
+from dlio.features.export.model_export import export_model
+from dlio.features.export.onnx_file import OnnxModel, to_onnx
+from dlio.features.export.trained_model import TrainedModel
 from dlio.train.model import make_model, normalised
 from tests.train.export.conftest import CLASSES, SIZE, Trained
 
@@ -61,7 +61,7 @@ def test_the_file_keeps_the_names_of_the_classes(trained: Trained, tmp_path: Pat
 def test_a_file_that_answers_differently_is_an_error_and_not_written(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlio.train.export import onnx_file
+    from dlio.features.export import onnx_file
 
     right = onnx_file.OnnxModel.logits
     monkeypatch.setattr(

@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.train.export import simulation
-from dlio.train.export.exporting import export_model
-from dlio.train.export.network import Network
-from dlio.train.export.options import ExportOptions
-from dlio.train.export.pictures import Pictures
-from dlio.train.export.simulation import simulate
-from dlio.train.export.spiking import activation_scales, spiking_graph
-from dlio.train.export.ternary import Ternary, ternarise, ternary_network, tune_ternary
-from dlio.train.export.tracing import trace_network
+from dlio.features.export import spiking_simulation
+from dlio.features.export.check_pictures import LabelledPictures
+from dlio.features.export.export_options import ExportOptions
+from dlio.features.export.graph_tracer import trace_network
+from dlio.features.export.layer_graph import LayerGraph
+from dlio.features.export.model_export import export_model
+from dlio.features.export.nir_graph import activation_scales, spiking_graph
+from dlio.features.export.spiking_simulation import simulate
+from dlio.features.export.ternary import Ternary, ternarise, ternary_network, tune_ternary
 from dlio.train.model import make_model, normalised
-from dlio.train.networks.residual import ResidualBlock
+from dlio.train.networks.resnet import ResidualBlock
 from tests.train.export.conftest import MODEL, SIZE, Trained
 
 nir = pytest.importorskip("nir")
@@ -70,11 +70,11 @@ def _blurred(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-def _pictures(count: int = 8, size: int = SIZE) -> Pictures:
+def _pictures(count: int = 8, size: int = SIZE) -> LabelledPictures:
     generator = torch.Generator().manual_seed(2)
     small = torch.randint(0, 256, (count, 3, 4, 4), generator=generator).float()
     images = nn.functional.interpolate(small, size, mode="bilinear").byte()
-    return Pictures(images, torch.arange(count) % 4, ())
+    return LabelledPictures(images, torch.arange(count) % 4, ())
 
 
 def _expected(module: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def test_a_traced_network_computes_as_its_module(make: Any) -> None:
 @pytest.mark.parametrize("is_ternary", [False, True])
 def test_spike_rates_approach_activations(is_ternary: bool) -> None:
     module, shown = _blurred(_Block()), _pictures()
-    network: Network = trace_network(module, SIZE)
+    network: LayerGraph = trace_network(module, SIZE)
     ternary: dict[str, Ternary] = {}
     if is_ternary:
         network, ternary = ternary_network(network)
@@ -176,7 +176,7 @@ def test_neurons_of_snntorch_give_the_same_answers(
     network = trace_network(trained.module, SIZE)
     graph = spiking_graph(network, activation_scales(network, trained.held_out, 99.9), {})
     ours = simulate(graph, trained.held_out.images, [32])
-    monkeypatch.setattr(simulation, "_IntegrateAndFire", _LeakyOfSnntorch)
+    monkeypatch.setattr(spiking_simulation, "_IntegrateAndFire", _LeakyOfSnntorch)
     theirs = simulate(graph, trained.held_out.images, [32])
     # A neuron that should spike more than once a step loses a spike there.
     assert theirs.spikes == pytest.approx(ours.spikes, rel=0.02)
@@ -226,7 +226,7 @@ def test_tuning_lowers_the_loss_of_ternary_weights(trained: Trained) -> None:
     network = trace_network(trained.module, SIZE)
     data = trained.held_out
 
-    def loss(which: Network) -> float:
+    def loss(which: LayerGraph) -> float:
         logits = ternary_network(which)[0].logits(data.images.float() / 255)
         return float(nn.functional.cross_entropy(logits, data.labels))
 

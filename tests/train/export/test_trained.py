@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from dlio.errors import DlioError, SourceError, UsageError
-from dlio.train.checkpoint.folder import StoredCheckpoint
-from dlio.train.export.options import ExportOptions
-from dlio.train.export.pictures import read_pictures
-from dlio.train.export.trained import load_trained
+from dlio.features.export.check_pictures import read_pictures
+from dlio.features.export.export_options import ExportOptions
+from dlio.features.export.trained_model import load_trained
+from dlio.features.pruning.pruned_file import save_layout
+from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
+from dlio.train.checkpoint.checkpoint_store import StoredCheckpoint
 from dlio.train.model import make_model
-from dlio.train.pruning.pruned_file import save_layout
-from dlio.train.pruning.pruned_layout import PrunedLayout, shrink_to
 from tests.train.export.conftest import CLASSES, MODEL, SIZE, Trained
 
 
@@ -107,7 +107,7 @@ def test_weights_are_not_overwritten(trained: Trained) -> None:
 def test_a_checkpoint_does_not_choose_code_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlio.train.export import trained as module
+    from dlio.features.export import trained_model as module
 
     name = f"pathlib:Path.touch(self='{tmp_path}/ran')"
     about = {"model": name, "image_size": SIZE}

@@ -33,17 +33,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlio.cli.job_folder import PREFIX
-from dlio.cli.resize import Change, join, leave
+from dlio.cli.resize import ResizeOptions, join, leave
 from dlio.comm import Communicator
-from dlio.comm.recovery import Report
+from dlio.comm.survival.recovery import Report
 from dlio.errors import PeerLost
-from dlio.loader.planned.pipeline import Pipeline
-from dlio.train import pruner
+from dlio.exchange.bucket_sums import BucketSums
+from dlio.exchange.round_commit import RoundCommit
+from dlio.features.pruning import pruner
+from dlio.features.pruning.pruning_pace import Schedule
+from dlio.launch.job_folder import PREFIX
+from dlio.loader.planned_engine.pipeline import Pipeline
 from dlio.train.callbacks import Callback, Run
-from dlio.train.exchange.bucket_sums import BucketSums
-from dlio.train.exchange.closing import Closing
-from dlio.train.pruning.pace import Schedule
 from dlio.train.report import EpochReport
 
 _LATE_S = 40.0
@@ -121,7 +121,7 @@ def _lack(pattern: str) -> None:
 
 def _watch_sums(model: Ending) -> None:
     """Have this rank end, or be late, at a place in the sums, and note givings."""
-    wait, take, settle = BucketSums.wait, BucketSums.take, Closing.settle
+    wait, take, settle = BucketSums.wait, BucketSums.take, RoundCommit.settle
     given: list[int] = []
 
     def here(*places: str) -> bool:
@@ -146,7 +146,7 @@ def _watch_sums(model: Ending) -> None:
         if here("taken"):
             _end(model.how)
 
-    def settling(self: Closing, reports: Sequence[Report], comm: Communicator) -> None:
+    def settling(self: RoundCommit, reports: Sequence[Report], comm: Communicator) -> None:
         if len({each["closed"][0] for each in reports}) > 1:
             given.append(len(reports))
             Path(f"given-{_RANK}-{len(given)}").touch()
@@ -154,7 +154,7 @@ def _watch_sums(model: Ending) -> None:
 
     patched: Any = BucketSums
     patched.wait, patched.take = waiting, taking
-    patched = Closing
+    patched = RoundCommit
     patched.settle = settling
 
 
@@ -174,7 +174,7 @@ class Resize(Callback):
         more = json.loads(os.environ.get("RESIZE", "{}")).get(str(run.updates), 0)
         if more and run.comm.rank == 0:
             job = Path(os.environ["DLIO_DONE"]).parent.name.removeprefix(PREFIX)
-            (join if more > 0 else leave)(Change(job, abs(more)))
+            (join if more > 0 else leave)(ResizeOptions(job, abs(more)))
             time.sleep(0.5)  # The ranks look at requests a few times in a second.
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.launch import launch
+from dlio.launch.mpi_launch import launch
 
 LOOP = Path(__file__).with_name("loop.py")
 SAMPLES, BATCH, EPOCHS = 101, 4, 3

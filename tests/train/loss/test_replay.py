@@ -17,9 +17,9 @@ import torch
 
 import dlio
 from dlio import DataLoader
-from dlio.comm.planned import PlannedMembership
-from dlio.comm.recovery import Recovery
+from dlio.comm.planned_membership import PlannedMembership
 from dlio.comm.single import SingleCommunicator
+from dlio.comm.survival.recovery import Recovery
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
 from dlio.train.ledger_file import check_ledger, read_lines

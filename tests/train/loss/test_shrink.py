@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dlio.errors import UsageError
-from dlio.script.options import RunOptions
+from dlio.integrations.script.run_options import RunOptions
 from dlio.train.config import TrainConfig
 from tests.conftest import MpiRun
 from tests.train.loss.conftest import EPOCHS, SAMPLES, Run, check_exact

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import dlio
 from dlio.errors import UsageError
-from dlio.train.mesh import Mesh, average_gradients, tensor_parallel
+from dlio.features.mesh import Mesh, average_gradients, tensor_parallel
 from tests.train.mesh.nets import Transformer
 
 STEPS = 20

@@ -9,9 +9,9 @@ from typing import TypeVar
 import numpy as np
 
 from dlio.comm import Op, Request
-from dlio.comm.protocol import Array, Buffer
+from dlio.comm.comm_protocol import Array, Buffer
+from dlio.comm.deadlines import wait_all
 from dlio.comm.single import SingleCommunicator
-from dlio.comm.waiting import wait_all
 
 _T = TypeVar("_T")
 _DEADLINE_S = 60.0

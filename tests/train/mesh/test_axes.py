@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlio.errors import UsageError
-from dlio.train.mesh import Slab, parse_axes
-from dlio.train.mesh.slab import Window, longest_dimension
+from dlio.features.mesh import Slab, parse_axes
+from dlio.features.mesh.slab import LayerWindow, longest_dimension
 
 
 def test_the_last_axis_is_the_fastest() -> None:
@@ -56,7 +56,7 @@ def test_axes_that_do_not_fit_are_refused(axes: str, ranks: int, error: str) -> 
 def test_ranks_need_what_their_outputs_use(
     ranks: int, reach: int, stride: int, before: int, after: int, extent: int
 ) -> None:
-    window = Window(stride, before, after, reach)
+    window = LayerWindow(stride, before, after, reach)
     outputs = window.outputs(extent)
     if outputs < ranks or extent < ranks:
         return

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.train.mesh.layer_parts import Cut, LayerParts
-from dlio.train.mesh.layer_plan import plan_parts
+from dlio.features.mesh.layer_parts import LayerParts, TensorSplit
+from dlio.features.mesh.layer_plan import plan_parts
 from dlio.train.networks.mlp import Mlp
 from dlio.train.networks.transformer import VisionTransformer
 from tests.train.mesh.pretend import ThreadCommunicator, on_ranks
@@ -105,7 +105,7 @@ def test_parts_compute_what_the_whole_does(
 
 
 def test_stacked_matrices_are_cut_one_by_one() -> None:
-    cut, whole = Cut(0, 3), torch.arange(12.0).view(12, 1)
+    cut, whole = TensorSplit(0, 3), torch.arange(12.0).view(12, 1)
     parts = [cut.part(whole, rank, 2) for rank in range(2)]
     assert parts[1].flatten().tolist() == [2, 3, 6, 7, 10, 11]
     assert torch.equal(cut.join(parts), whole)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.train.mesh import Mesh, gather
+from dlio.features.mesh import Mesh, gather
 from tests.train.mesh.pretend import ThreadCommunicator, on_ranks
 
 RANKS = st.integers(2, 4)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlio
 from dlio.comm import Communicator, world
-from dlio.train.pruning import (
+from dlio.features.pruning import (
     Collector,
     PrunedLayout,
     Schedule,
@@ -24,10 +24,10 @@ from dlio.train.pruning import (
     merge,
     shrink_to,
 )
-from dlio.train.pruning.agreement import reduced
-from dlio.train.pruning.apoptosis import ApoptosisState
-from dlio.train.pruning.groups import Indices
-from dlio.train.pruning.removal import RemovalPlan
+from dlio.features.pruning.apoptosis import ApoptosisState
+from dlio.features.pruning.neuron_groups import Indices
+from dlio.features.pruning.pruning_sums import reduced
+from dlio.features.pruning.removal_plan import RemovalPlan
 from tests.train.exchange.training import started
 
 STEPS: Final = 60

@@ -16,12 +16,12 @@ import dlio
 from dlio.comm import Request
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import DlioError, SourceError, UsageError
-from dlio.train.exchange import Setting, parse_exchange
-from dlio.train.exchange.asgd import Asgd
-from dlio.train.exchange.buckets import trainable
-from dlio.train.pruning import Limits, RemovalPlan, Schedule, apply, find_groups, shrink_to
-from dlio.train.pruning.model_size import count_parameters, flops_per_sample, parameters_by_layer
-from dlio.train.pruning.pruned_file import save_layout
+from dlio.exchange import ExchangeContext, parse_exchange
+from dlio.exchange.asgd import Asgd
+from dlio.exchange.buckets import trainable
+from dlio.features.pruning import Limits, RemovalPlan, Schedule, apply, find_groups, shrink_to
+from dlio.features.pruning.model_size import count_parameters, flops_per_sample, parameters_by_layer
+from dlio.features.pruning.pruned_file import save_layout
 from tests.train.pruning.apoptosis_checks import (
     CHECKS,
     SCHEDULE,
@@ -264,7 +264,7 @@ def test_settings_that_cannot_work_are_refused_at_once(monkeypatch: pytest.Monke
     class Many(SingleCommunicator):
         size = 4
 
-    monkeypatch.setattr("dlio.train.pruning.apoptosis.world", Many)
+    monkeypatch.setattr("dlio.features.pruning.apoptosis.world", Many)
     with pytest.raises(UsageError, match=r"4 ranks .* make it after dlio\.distribute"):
         dlio.Apoptosis(net, optimizer, example=EXAMPLE)
 
@@ -425,13 +425,15 @@ class _Mailbox(SingleCommunicator):
 
 @pytest.mark.parametrize("ahead", [0, 1 << 20])
 def test_asgd_drops_messages_of_another_layout(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlio.train.exchange.asgd._AHEAD_BYTES", ahead)
+    monkeypatch.setattr("dlio.exchange.asgd._AHEAD_BYTES", ahead)
     net = make_net()
     comm = _Mailbox()
     whole = sum(p.numel() for p in net.parameters())
     for _ in range(2):
         comm.deliver(0, torch.zeros(whole))
-    exchange = Asgd(trainable(net), Setting(parse_exchange("asgd"), comm, np.zeros(2, np.int32)))
+    exchange = Asgd(
+        trainable(net), ExchangeContext(parse_exchange("asgd"), comm, np.zeros(2, np.int32))
+    )
     groups = find_groups(net, EXAMPLE).groups
     keep = {group.name: np.arange(8, dtype=np.int64) for group in groups}
     exchange.before_step()

@@ -15,13 +15,13 @@ from torch import nn
 
 import dlio
 from dlio.errors import DlioError
-from dlio.train.pruning import (
+from dlio.features.pruning import (
     Collector,
-    Cut,
     Limits,
     PrunableGroups,
     PrunedLayout,
     RemovalPlan,
+    TensorCut,
     apply,
     find_groups,
     plan_removals,
@@ -65,7 +65,7 @@ def _random_plan(prunable: PrunableGroups, seed: int) -> RemovalPlan:
     return RemovalPlan(keep)
 
 
-def _by_hand(model: nn.Module, small: nn.Module, cuts: Sequence[Cut]) -> None:
+def _by_hand(model: nn.Module, small: nn.Module, cuts: Sequence[TensorCut]) -> None:
     """Load slices of the whole model's tensors into a small model."""
     state = model.state_dict()
     for cut in cuts:
@@ -177,7 +177,7 @@ def test_aligned_tensors_are_cut_with_the_parameters() -> None:
     model, _ = make("mlp", "relu", 1)
     residuals = {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    def cut(cuts: Sequence[Cut]) -> None:
+    def cut(cuts: Sequence[TensorCut]) -> None:
         for one in cuts:
             residuals[one.name] = one.of(residuals[one.name])
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import unfold
 
-from dlio.train.pruning import (
+from dlio.features.pruning import (
     Collector,
-    Group,
     Limits,
+    NeuronGroup,
     PrunableGroups,
     Removal,
     apply,
@@ -22,8 +22,8 @@ from dlio.train.pruning import (
     plan_removals,
     weights_of,
 )
-from dlio.train.pruning.groups import Member
-from dlio.train.pruning.removal import RemovalPlan
+from dlio.features.pruning.neuron_groups import GroupMember
+from dlio.features.pruning.removal_plan import RemovalPlan
 from tests.train.pruning.networks import ACTIVATIONS, KINDS, make
 
 _FOUND: dict[tuple[str, str], PrunableGroups] = {}
@@ -36,7 +36,7 @@ def _found(kind: str, activation: str) -> PrunableGroups:
     return _FOUND[key]
 
 
-def _spoil(model: nn.Module, group: Group, rng: np.random.Generator, noise: float) -> None:
+def _spoil(model: nn.Module, group: NeuronGroup, rng: np.random.Generator, noise: float) -> None:
     """Make some neurons near multiples of others, some nearly constant, some dead."""
     with torch.no_grad():
         neurons = rng.permutation(group.width)
@@ -67,7 +67,7 @@ def _spoil(model: nn.Module, group: Group, rng: np.random.Generator, noise: floa
                     norm.weight[a] = norm.weight[b]
 
 
-def _observed(model: nn.Module, groups: tuple[Group, ...], inputs: torch.Tensor) -> Any:
+def _observed(model: nn.Module, groups: tuple[NeuronGroup, ...], inputs: torch.Tensor) -> Any:
     """Collect statistics of inputs and gradients, with the net in evaluation mode."""
     with Collector(model, groups, every=1, values=1 << 30) as collector:
         model.eval()
@@ -122,7 +122,7 @@ def _output(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 def _change(
     model: nn.Module,
-    member: Member,
+    member: GroupMember,
     what: RemovalPlan,
     removal: Removal,
     inputs: torch.Tensor,

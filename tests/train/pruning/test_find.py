@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.train.networks.residual import SmallResNet
-from dlio.train.pruning import PrunableGroups, find_groups
+from dlio.features.pruning import PrunableGroups, find_groups
+from dlio.train.networks.resnet import SmallResNet
 from tests.train.pruning.networks import ACTIVATIONS, make
 
 

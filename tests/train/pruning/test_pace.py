@@ -5,13 +5,13 @@ import json
 import pytest
 
 from dlio.errors import DlioError, UsageError
-from dlio.train.pruning import Limits, Schedule
-from dlio.train.pruning.pace import Pace
+from dlio.features.pruning import Limits, Schedule
+from dlio.features.pruning.pruning_pace import PruningPace
 
 SCHEDULE = Schedule(every=4, looks=2, begin=0.1, end=0.5, share=0.1, most=0.4, patience=4)
 
 
-def _rounds(pace: Pace, until: int, goes: str) -> list[int]:
+def _rounds(pace: PruningPace, until: int, goes: str) -> list[int]:
     """Return the steps of the rounds when all rounds have the same outcome."""
     steps = []
     for step in range(1, until + 1):
@@ -28,17 +28,17 @@ def _rounds(pace: Pace, until: int, goes: str) -> list[int]:
 
 
 def test_rounds_are_a_window_apart_while_they_succeed_and_none_is_in_the_last_part() -> None:
-    assert _rounds(Pace(SCHEDULE, 120), 120, "well") == [12, 20, 28, 36, 44, 52, 60]
-    assert not Pace(SCHEDULE, 120).over(59)
-    assert Pace(SCHEDULE, 120).over(60)
+    assert _rounds(PruningPace(SCHEDULE, 120), 120, "well") == [12, 20, 28, 36, 44, 52, 60]
+    assert not PruningPace(SCHEDULE, 120).over(59)
+    assert PruningPace(SCHEDULE, 120).over(60)
 
 
 def test_rounds_that_remove_nothing_become_rare() -> None:
-    assert _rounds(Pace(SCHEDULE, 400), 400, "nothing") == [40, 56, 88, 120, 152, 184]
+    assert _rounds(PruningPace(SCHEDULE, 400), 400, "nothing") == [40, 56, 88, 120, 152, 184]
 
 
 def test_success_raises_boldness_and_harm_lowers_it() -> None:
-    pace = Pace(SCHEDULE, None)
+    pace = PruningPace(SCHEDULE, None)
     before = pace.limits(Limits(), 0.1)
     assert (before.loss, before.share) == (0.1, 0.1)
     pace.succeeded(8, ["a"], easily=True)
@@ -56,11 +56,11 @@ def test_success_raises_boldness_and_harm_lowers_it() -> None:
         pace.nothing(step, hurt=True)
     assert pace.limits(Limits(), 0.1).loss == pytest.approx(0.1 * 16 / 4**5)
     # Without a probe boldness has no effect, since its harm cannot be measured.
-    assert Pace(SCHEDULE, None, boldness=8.0).limits(Limits(loss=0.3), None).loss == 0.3
+    assert PruningPace(SCHEDULE, None, boldness=8.0).limits(Limits(loss=0.3), None).loss == 0.3
 
 
 def test_a_group_that_hurts_is_left_alone_for_longer_each_time() -> None:
-    pace = Pace(SCHEDULE, None)
+    pace = PruningPace(SCHEDULE, None)
     alone = []
     for round_number in range(16):
         frozen = "a" in pace.limits(Limits(frozen=frozenset({"z"})), 0.1).frozen
@@ -76,7 +76,7 @@ def test_a_group_that_hurts_is_left_alone_for_longer_each_time() -> None:
 
 
 def test_rounds_together_may_raise_the_loss_by_the_tolerance_of_the_first_one() -> None:
-    pace = Pace(Schedule(tolerance=0.5, allowed=2.0, part=0.4), None)
+    pace = PruningPace(Schedule(tolerance=0.5, allowed=2.0, part=0.4), None)
     assert pace.allowed(3.0) == pytest.approx(0.012)
     pace.succeeded(8, ["a"], easily=False, rise=0.011)
     pace.succeeded(16, ["a"], easily=True, rise=-0.5)
@@ -85,11 +85,11 @@ def test_rounds_together_may_raise_the_loss_by_the_tolerance_of_the_first_one() 
     assert pace.allowed(1.0) == pytest.approx(0.007)
     pace.succeeded(32, ["a"], easily=False, rise=0.012)
     assert pace.allowed(1.0) == 0
-    assert Pace(Schedule(tolerance=0.0), None).allowed(3.0) == 0
+    assert PruningPace(Schedule(tolerance=0.0), None).allowed(3.0) == 0
 
 
 def test_held_out_accuracy_that_falls_slows_pruning_and_then_ends_it() -> None:
-    pace = Pace(SCHEDULE, None)
+    pace = PruningPace(SCHEDULE, None)
     pace.held_out(0.50, 8)
     pace.held_out(0.496, 16)
     assert (pace.fell, pace.boldness, pace.stopped) == (0, 1.0, "")
@@ -105,7 +105,7 @@ def test_held_out_accuracy_that_falls_slows_pruning_and_then_ends_it() -> None:
 
 
 def test_a_network_that_overfits_has_neurons_to_spare() -> None:
-    pace = Pace(Schedule(keep=0.4), None)
+    pace = PruningPace(Schedule(keep=0.4), None)
     pace.held_out(0.50, 8, training=0.504)
     pace.held_out(0.52, 16)
     assert pace.keep == 0.4
@@ -115,13 +115,13 @@ def test_a_network_that_overfits_has_neurons_to_spare() -> None:
 
 
 def test_a_pace_is_restored_from_json() -> None:
-    pace = Pace(SCHEDULE, 400)
+    pace = PruningPace(SCHEDULE, 400)
     _rounds(pace, 60, "badly")
-    again = Pace.from_json(SCHEDULE, 400, json.loads(json.dumps(pace.to_json())))
+    again = PruningPace.from_json(SCHEDULE, 400, json.loads(json.dumps(pace.to_json())))
     assert again == pace
     assert _rounds(again, 200, "well") == _rounds(pace, 200, "well")
     with pytest.raises(DlioError, match="not the state"):
-        Pace.from_json(SCHEDULE, 400, {"speed": 3})
+        PruningPace.from_json(SCHEDULE, 400, {"speed": 3})
 
 
 @pytest.mark.parametrize(

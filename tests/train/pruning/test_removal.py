@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.train.pruning import (
+from dlio.features.pruning import (
     Collector,
-    Group,
     Limits,
+    NeuronGroup,
     RemovalPlan,
     Statistics,
     find_groups,
     plan_removals,
     weights_of,
 )
-from dlio.train.pruning.similar import find_twins
+from dlio.features.pruning.twins import find_twins
 from tests.train.pruning.networks import KINDS, make
 
-_GROUPS: dict[str, tuple[Group, ...]] = {}
+_GROUPS: dict[str, tuple[NeuronGroup, ...]] = {}
 
 
-def _case(kind: str, seed: int) -> tuple[tuple[Group, ...], dict[str, Any], Statistics]:
+def _case(kind: str, seed: int) -> tuple[tuple[NeuronGroup, ...], dict[str, Any], Statistics]:
     model, inputs = make(kind, "relu", seed)
     if kind not in _GROUPS:
         _GROUPS[kind] = find_groups(model, inputs).groups

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlio.train.pruning import Collector, Statistics, find_groups
+from dlio.features.pruning import Collector, Statistics, find_groups
 from tests.train.pruning.networks import make
 
 

@@ -5,10 +5,10 @@ import torch
 
 import dlio
 from dlio.errors import UsageError
-from dlio.train.networks.residual import SmallResNet
-from dlio.train.pruning import Schedule, find_groups
-from dlio.train.pruning.model_size import count_parameters
-from dlio.train.pruning.target import parameters_with, widths_for
+from dlio.features.pruning import Schedule, find_groups
+from dlio.features.pruning.model_size import count_parameters
+from dlio.features.pruning.target_widths import parameters_with, widths_for
+from dlio.train.networks.resnet import SmallResNet
 from tests.train.pruning.apoptosis_checks import make_net, probe, samples, shapes, train
 
 

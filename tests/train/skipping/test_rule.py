@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.errors import UsageError
-from dlio.plan.sample_mask import STRETCH
-from dlio.train.skipping.rule import (
+from dlio.features.skipping.skip_rule import (
     CERTAIN,
     SHARE,
     Codes,
@@ -21,6 +20,7 @@ from dlio.train.skipping.rule import (
     sample_mask,
     update_codes,
 )
+from dlio.plan.sample_mask import STRETCH
 
 RULE = SkipRule(10, 0.4, easy=math.inf)
 

@@ -12,8 +12,8 @@ from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
-from dlio.train.evaluate import evaluate
-from dlio.train.tasks.table import find_columns
+from dlio.train.evaluation import evaluate
+from dlio.train.tasks.table_task import find_columns
 from dlio.train.trainer import train
 
 _SMALL: Any = {"epochs": 1, "tiers": "none", "model": "mlp(width=4,depth=1)"}

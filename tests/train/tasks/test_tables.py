@@ -13,10 +13,10 @@ from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
 from dlio.train.config import TrainConfig
-from dlio.train.tasks.columns import TableColumns
+from dlio.train.tasks.column_statistics import ColumnMoments
 from dlio.train.tasks.encoder import TableEncoder, columns_in
-from dlio.train.tasks.statistics import Moments
-from dlio.train.tasks.table import find_columns
+from dlio.train.tasks.table_columns import TableColumns
+from dlio.train.tasks.table_task import find_columns
 from dlio.train.trainer import train
 from tests.train.tasks.higgs_like import bayes_auc, write_csv
 
@@ -119,9 +119,9 @@ def test_missing_and_unknown_values_are_encoded_as_such(tmp_path: Path) -> None:
 
 def test_moments_of_parts_are_those_of_the_whole() -> None:
     values = np.random.default_rng(1).normal(1e6, 1e-2, 1000)
-    total = Moments()
+    total = ColumnMoments()
     for part in np.array_split(values, 7):
-        total.merge(Moments.of(part))
+        total.merge(ColumnMoments.of(part))
     assert total.mean == pytest.approx(values.mean(), rel=1e-15)
     assert total.std == pytest.approx(values.std(), rel=1e-6)
 
@@ -156,10 +156,10 @@ def test_a_description_of_columns_that_cannot_be_is_refused(
 def test_a_constant_column_has_a_deviation_of_one_however_its_value_is_rounded(
     value: float, count: int
 ) -> None:
-    values, total = np.full(count, value), Moments()
+    values, total = np.full(count, value), ColumnMoments()
     for part in np.array_split(values, 3):
-        total.merge(Moments.of(part))
-    for moments in (total, Moments.of(values)):
+        total.merge(ColumnMoments.of(part))
+    for moments in (total, ColumnMoments.of(values)):
         assert (moments.mean, moments.std) == (value, 1.0)
 
 

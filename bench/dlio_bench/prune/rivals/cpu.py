@@ -2,9 +2,9 @@
 
 import time
 
-from dlio.train.callbacks.base import Callback, Run
+from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.report import EpochReport
-from dlio.util.files import write_json
+from dlio.util.whole_files import write_json
 
 
 class CpuTime(Callback):

@@ -9,22 +9,22 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from dlio.train.callbacks.base import Run
-from dlio.train.pruning.groups import Group, Indices, Member
+from dlio.features.pruning.neuron_groups import GroupMember, Indices, NeuronGroup
+from dlio.train.callbacks.callback_base import Run
 from dlio.train.report import EpochReport
-from dlio_bench.prune.rivals.cutting import Cutting
+from dlio_bench.prune.rivals.network_cutter import NetworkCutter
 
 _MULTIPLE: Final = 8
 
 
-class PruneTrain(Cutting):
+class PruneTrain(NetworkCutter):
     """Lasso on the weights of each input and each output channel; cut channels that reach zero.
 
     The lasso's part of each step is a proximal one, which reaches zero exactly, where the authors
     add its gradient and cut below a threshold. The size of the batch stays.
 
     Args:
-        sizes: see `Cutting`.
+        sizes: see `NetworkCutter`.
         ratio: share of the lasso in the first loss; the authors take 0.2 to 0.25.
         every: epochs between two cuts.
     """
@@ -59,7 +59,7 @@ class PruneTrain(Cutting):
         super().epoch_ends(run, report)
 
 
-def norms(model: nn.Module, member: Member) -> torch.Tensor:
+def norms(model: nn.Module, member: GroupMember) -> torch.Tensor:
     """Norm of each neuron's weights on one side of one layer; shape (width,)."""
     weight = model.get_submodule(member.module).get_parameter("weight").detach()
     rows = weight.movedim(member.dim, 0).flatten(1).square().sum(1)
@@ -67,7 +67,7 @@ def norms(model: nn.Module, member: Member) -> torch.Tensor:
     return rows[channels].sum(1).sqrt()
 
 
-def shrink(model: nn.Module, member: Member, step: float) -> None:
+def shrink(model: nn.Module, member: GroupMember, step: float) -> None:
     """Shorten each neuron's weights by `step`, to zero at least."""
     weight = model.get_submodule(member.module).get_parameter("weight")
     factors = (1 - step / norms(model, member).clamp(min=1e-30)).clamp(min=0)
@@ -76,7 +76,7 @@ def shrink(model: nn.Module, member: Member, step: float) -> None:
     weight.mul_(each.view([-1 if dim == member.dim else 1 for dim in range(weight.ndim)]))
 
 
-def remaining(model: nn.Module, group: Group, multiple: int = _MULTIPLE) -> Indices:
+def remaining(model: nn.Module, group: NeuronGroup, multiple: int = _MULTIPLE) -> Indices:
     """Return the neurons that stay: all that some producer computes and some consumer reads.
 
     Rounded up to a multiple by the largest of the others; `multiple` at least.
@@ -89,6 +89,6 @@ def remaining(model: nn.Module, group: Group, multiple: int = _MULTIPLE) -> Indi
     return np.sort(order).astype(np.int64)
 
 
-def _largest(model: nn.Module, members: Sequence[Member]) -> npt.NDArray[np.float32]:
+def _largest(model: nn.Module, members: Sequence[GroupMember]) -> npt.NDArray[np.float32]:
     largest = torch.stack([norms(model, member) for member in members]).amax(0)
     return largest.cpu().numpy().astype(np.float32)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dlio.train.exchange.compress import Compressor, make_compressor
-from dlio.train.exchange.compress.layout import Scratch, pieces_of
+from dlio.exchange.compress import Compressor, make_compressor
+from dlio.exchange.compress.message_layout import ChunkScratch, pieces_of
 
 Floats = npt.NDArray[np.float32]
 Layout = Sequence[tuple[str, Sequence[int]]]
@@ -14,7 +14,7 @@ HALF_MAX = float(np.finfo(np.float32).max) / 2
 
 
 def make(name: str, layout: Layout) -> Compressor:
-    return make_compressor(name, pieces_of(layout), Scratch())
+    return make_compressor(name, pieces_of(layout), ChunkScratch())
 
 
 def encoded(compressor: Compressor, values: Floats, residual: Floats) -> tuple[Floats, int]:

@@ -12,9 +12,9 @@ import torch
 
 from dlio.comm import Communicator, world
 from dlio.errors import CommTimeout, UsageError
-from dlio.train.exchange.compress import NAMES, make_compressor
-from dlio.train.exchange.compress.layout import Scratch, pieces_of, split
-from dlio.train.exchange.compress.reduce import TAGS, QuantisedAllreduce
+from dlio.exchange.compress import NAMES, make_compressor
+from dlio.exchange.compress.message_layout import ChunkScratch, pieces_of, split
+from dlio.exchange.compress.quantised_allreduce import TAGS, QuantisedAllreduce
 
 LAYOUT: Final[Sequence[tuple[str, Sequence[int]]]] = (
     ("conv.weight", (40, 30, 3, 3)),
@@ -63,7 +63,7 @@ def check_counts(comm: Communicator) -> None:
             reduction.wait()
         hops = 1 if comm.size == 2 else 2
         parts = [
-            make_compressor(name, part, Scratch()).max_bytes
+            make_compressor(name, part, ChunkScratch()).max_bytes
             for part in split(pieces_of(LAYOUT), 1 if hops == 1 else comm.size)
         ]
         others = comm.size - 1
@@ -119,7 +119,7 @@ def check_interleaved(comm: Communicator) -> None:
     names = ("onebit", "adaptive", "bf16", "int8", "fp16")
 
     def reductions() -> list[QuantisedAllreduce]:
-        scratch = Scratch()
+        scratch = ChunkScratch()
         return [
             QuantisedAllreduce(comm, layout, name, _TAG + TAGS * number, scratch)
             for number, (layout, name) in enumerate(zip(layouts, names, strict=True))

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlio.errors import DlioError, UsageError
-from dlio.plan.order import mix
-from dlio.train.exchange.compress import NAMES, make_compressor
-from dlio.train.exchange.compress.layout import (
+from dlio.exchange.compress import NAMES, make_compressor
+from dlio.exchange.compress.message_layout import (
     CHUNK,
+    ChunkScratch,
     Piece,
-    Scratch,
     chunks,
     is_small,
     pieces_of,
     split,
 )
-from dlio.train.exchange.compress.threshold import Threshold
+from dlio.exchange.compress.threshold import ThresholdLevel
+from dlio.plan.order import mix
 from tests.train.exchange.compress.compressing import (
     HALF_MAX,
     KINDS,
@@ -177,8 +177,8 @@ def test_messages_are_as_short_as_promised(name: str, ratio: float, layout: Layo
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_of_a_region_are_hardly_longer_than_the_whole(name: str) -> None:
     pieces = pieces_of(RESNET)
-    whole = make_compressor(name, pieces, Scratch()).max_bytes
-    parts = [make_compressor(name, part, Scratch()).max_bytes for part in split(pieces, 8)]
+    whole = make_compressor(name, pieces, ChunkScratch()).max_bytes
+    parts = [make_compressor(name, part, ChunkScratch()).max_bytes for part in split(pieces, 8)]
     assert sum(parts) <= 1.05 * whole
 
 
@@ -305,7 +305,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="onebit, ternary, threshold, adaptive"):
         make("zip", MLP)
     with pytest.raises(UsageError, match="threshold of 0"):
-        Threshold(0)
+        ThresholdLevel(0)
 
 
 @given(layouts, st.integers(1, 9))

@@ -2,17 +2,17 @@
 
 import pytest
 
+from dlio.exchange.compress import NAMES, Compressor, make_compressor
+from dlio.exchange.compress.message_layout import ChunkScratch, pieces_of
 from dlio.testing import CompressorTests
 from dlio.testing.compressor import Layout
-from dlio.train.exchange.compress import NAMES, Compressor, make_compressor
-from dlio.train.exchange.compress.layout import Scratch, pieces_of
 
 
 class _Named(CompressorTests):
     name = ""
 
     def make(self, layout: Layout) -> Compressor:
-        return make_compressor(self.name, pieces_of(layout), Scratch())
+        return make_compressor(self.name, pieces_of(layout), ChunkScratch())
 
 
 class TestOneBit(_Named):

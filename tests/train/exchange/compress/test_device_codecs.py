@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from dlio.errors import DlioError
-from dlio.train.exchange.compress import NAMES
-from dlio.train.exchange.compress.layout import Scratch, pieces_of
-from dlio.train.exchange.device.codec import Codec, DeviceCodec
-from dlio.train.exchange.device.compressors import make_codec
-from dlio.train.exchange.device.numbers import packed, unpacked
+from dlio.exchange.compress import NAMES
+from dlio.exchange.compress.message_layout import ChunkScratch, pieces_of
+from dlio.exchange.nccl.compressors import make_codec
+from dlio.exchange.nccl.numbers import packed, unpacked
+from dlio.exchange.nccl.tensor_codec import DeviceCodec, TensorCodec
 from tests.train.exchange.compress.compressing import KINDS, Layout, drawn, make
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -19,8 +19,8 @@ LAYOUT: Layout = [
 ]
 
 
-def _codec(name: str, device: torch.device | None = CPU) -> Codec:
-    return make_codec(name, pieces_of(LAYOUT), Scratch(), device)
+def _codec(name: str, device: torch.device | None = CPU) -> TensorCodec:
+    return make_codec(name, pieces_of(LAYOUT), ChunkScratch(), device)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,7 +97,7 @@ def test_an_entry_that_is_not_finite_is_refused_by_its_tensors_name(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_region_without_entries_has_an_empty_message(name: str) -> None:
-    codec = make_codec(name, [], Scratch(), CPU)
+    codec = make_codec(name, [], ChunkScratch(), CPU)
     empty = torch.zeros(0, dtype=torch.uint8)
     assert codec.encode(torch.zeros(0), torch.zeros(0), empty) == 0
     codec.add(empty, torch.zeros(0))

@@ -10,8 +10,8 @@ import pytest
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.train.exchange.compress import NAMES
-from dlio.train.exchange.compress.reduce import QuantisedAllreduce
+from dlio.exchange.compress import NAMES
+from dlio.exchange.compress.quantised_allreduce import QuantisedAllreduce
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 TorchRun = Callable[..., list[str]]

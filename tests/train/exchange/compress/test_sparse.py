@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.errors import CommError
-from dlio.train.exchange.compress.adaptive import Adaptive
-from dlio.train.exchange.compress.layout import CHUNK, Scratch, pieces_of
-from dlio.train.exchange.compress.sparse import (
+from dlio.exchange.compress.adaptive import AdaptiveLevel
+from dlio.exchange.compress.message_layout import CHUNK, ChunkScratch, pieces_of
+from dlio.exchange.compress.sparse import (
     ROOM,
     SHARE,
-    Sparse,
+    SparseCompressor,
     _entries,
     _entries_of_trits,
     _steps,
     _trits,
     plan,
 )
-from dlio.train.exchange.compress.threshold import Threshold
+from dlio.exchange.compress.threshold import ThresholdLevel
 from tests.train.exchange.compress.compressing import KINDS, Layout, drawn, encoded, make
 
 
@@ -79,12 +79,14 @@ def test_larger_shares_of_small_tensors_are_sent_within_the_same_bytes(name: str
     assert 0.8 <= conv / other / np.sqrt(2) <= 1.2
 
 
-@pytest.mark.parametrize("rule", [Threshold(0.25), Adaptive()], ids=["threshold", "adaptive"])
+@pytest.mark.parametrize(
+    "rule", [ThresholdLevel(0.25), AdaptiveLevel()], ids=["threshold", "adaptive"]
+)
 def test_every_entry_is_sent_in_turn_when_the_share_is_too_small_for_all(
-    rule: Threshold | Adaptive,
+    rule: ThresholdLevel | AdaptiveLevel,
 ) -> None:
     count = 3 * CHUNK + 64
-    compressor = Sparse(pieces_of([("w", (64, count // 64))]), Scratch(), rule)
+    compressor = SparseCompressor(pieces_of([("w", (64, count // 64))]), ChunkScratch(), rule)
     residual = np.zeros(count, np.float32)
     values = np.full(count, 0.25, np.float32)
     times = np.zeros(count, np.int64)
@@ -96,7 +98,9 @@ def test_every_entry_is_sent_in_turn_when_the_share_is_too_small_for_all(
 
 
 def test_entries_beyond_the_threshold_are_sent_at_one_size_and_the_rest_is_residual() -> None:
-    compressor = Sparse(pieces_of([("w", (300, 1000))]), Scratch(), Threshold(4.2))
+    compressor = SparseCompressor(
+        pieces_of([("w", (300, 1000))]), ChunkScratch(), ThresholdLevel(4.2)
+    )
     values = drawn("heavy", 300_000, 0) * np.float32(1000)
     residual = np.zeros_like(values)
     q, used = encoded(compressor, values, residual)
@@ -163,7 +167,9 @@ def test_trits_are_read_as_they_were_written(size: int, share: float, seed: int)
 @given(st.integers(0, 2**32))
 def test_adaptive_sends_the_largest_entries_as_the_mean_of_their_sign(seed: int) -> None:
     count = 250_000
-    compressor = Sparse(pieces_of([("w", (250, 1000))]), Scratch(), Adaptive(), seed)
+    compressor = SparseCompressor(
+        pieces_of([("w", (250, 1000))]), ChunkScratch(), AdaptiveLevel(), seed
+    )
     values = drawn("heavy", count, seed)
     values[:1000] += 0.01
     residual = np.zeros_like(values)

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from dlio.comm.protocol import Array, Buffer
+from dlio.comm.comm_protocol import Array, Buffer
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import PeerLost
-from dlio.train.exchange import parse_exchange
-from dlio.train.exchange.compress import NAMES
-from dlio.train.exchange.setting import Setting
-from dlio.train.exchange.sums import Sum, make_sum
+from dlio.exchange import parse_exchange
+from dlio.exchange.compress import NAMES
+from dlio.exchange.exchange_context import ExchangeContext
+from dlio.exchange.sums import Sum, make_sum
 
 LAYOUT: Final = [("w", (90, 100)), ("b", (40,))]
 ENTRIES: Final = 90 * 100 + 40
@@ -91,7 +91,7 @@ class _Ranks:
         for member in self.post.members:
             comm: Any = _Comm(self.post, member)
             node_of = np.array([0, 0, 1], np.int32)
-            setting = Setting(
+            setting = ExchangeContext(
                 parse_exchange(exchange), comm, node_of, recovery=recovery, members=(0, 1, 2)
             )
             self.sums[member] = make_sum(setting, LAYOUT, 1)

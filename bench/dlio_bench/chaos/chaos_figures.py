@@ -1,0 +1,258 @@
+"""Figures of a storm, of the records of its jobs."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Final
+
+from dlio_bench.chaos.accounts import effective_time, quantiles
+from dlio_bench.chaos.run_records import JobRecord, RunRecord
+from dlio_bench.chaos.scheduled_faults import InjectedFault
+from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
+from dlio_bench.chaos.torchft_accounts import next_quorum_step
+
+_SHOWN: Final = {
+    "faults": "faults made",
+    "ranks_hurt": "ranks hurt",
+    "unnoticed": "faults that nobody felt, at an end",
+    "others_lost": "ranks lost that were not hurt",
+    "jobs": "jobs",
+    "runs": "processes started for them",
+    "hangs": "hangs",
+    "failed_jobs": "jobs that failed",
+    "unchecked_jobs": "jobs without a trace",
+    "samples_lost": "samples lost",
+    "samples_dropped": "of them, in batches that were computed",
+    "samples_beyond": "samples of epochs after the last",
+    "samples_doubled": "samples doubled",
+    "ledger_problems": "wrong lines of traces",
+    "replays": "jobs replayed without faults",
+    "replays_equal": "replays with the same weights, bit for bit",
+    "recovery_s": "recovery, s",
+    "renew_s": "of it, to renew, s",
+    "settle_s": "of it, to settle, s",
+    "other_weights": "ranks with other weights than the others",
+    "refills": "times that all ranks began again",
+    "joins": "ranks that joined",
+    "joining_s": "others held by them, s",
+    "next_step_s": "fault to the next step of all, s",
+    "caught_up_s": "fault to the next new step, s",
+    "ettr": "effective training time ratio",
+    "samples_per_s": "samples/s",
+    "steps": "steps",
+    "steps_redone": "steps redone",
+    "left_processes": "processes left",
+    "left_files": "temporary files left",
+}
+
+
+def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, object]:
+    """Return the figures of a storm.
+
+    Args:
+        mode: `shrink`, `restart` for jobs that are started again, or `torchft`.
+        samples: number of the data set's samples.
+    """
+    runs = [run for job in jobs for run in job.runs]
+    made = [each for run in runs for each in run.made]
+    felt: list[tuple[InjectedFault, float | None]] = []
+    caught_up: list[float] = []
+    effective, unnoticed = [], 0
+    for job in jobs:
+        disturbed = []
+        for number, run in enumerate(job.runs):
+            for each in run.made:
+                if mode == "shrink":
+                    until = next_step(run.ranks, each)
+                elif mode == "torchft":
+                    until = next_quorum_step(run.ranks, each)
+                else:
+                    until = _next_run(job.runs[number + 1 :])
+                    if (new := _new_step(job.runs, number)) is not None:
+                        caught_up.append(new - each.at)
+                felt.append((each, until))
+                unnoticed += until is None and not job.failed and not job.hangs
+                disturbed.append((each.at, run.ended if until is None else until))
+            disturbed += run.refills
+            disturbed += [
+                (each["t"] - each["seconds"], each["t"]) for each in _changes(run.ranks, "joined")
+            ]
+        effective.append(effective_time([steps_of(run.ranks) for run in job.runs], disturbed))
+    losses = [loss for run in runs for loss in _changes(run.ranks, "lost")]
+    joins = [join for run in runs for join in _changes(run.ranks, "joined")]
+    seconds = {
+        "recovery_s": [loss["seconds"] for loss in losses],
+        "renew_s": [loss["renew_s"] for loss in losses],
+        "settle_s": [loss["settle_s"] for loss in losses],
+        "joining_s": [join["seconds"] for join in joins],
+    }
+    counted_s, wall_s = (
+        sum(each.counted_s for each in effective),
+        sum(each.wall_s for each in effective),
+    )
+    whole = [(job, each.wall_s) for job, each in zip(jobs, effective, strict=True) if job.epochs]
+    checked = [job for job in jobs if job.uneven is not None]
+    uneven = [
+        {"job": number, **asdict(each)}
+        for number, job in enumerate(jobs, 1)
+        for each in job.uneven or ()
+    ]
+    replayed = [job.replay for job in jobs if job.replay]
+    return {
+        "faults": dict(Counter(each.fault.kind for each in made)),
+        "ranks_hurt": sum(len(each.ranks) for each in made),
+        "unnoticed": unnoticed,
+        "others_lost": sum(_others_lost(run) for run in runs) if mode == "shrink" else None,
+        "jobs": len(jobs),
+        "runs": len(runs),
+        "hangs": sum(job.hangs for job in jobs),
+        "failed_jobs": sum(job.failed for job in jobs),
+        "failures": [job.runs[-1].errors for job in jobs if job.failed and job.runs],
+        "unchecked_jobs": sum(
+            job.uneven is None and job.epochs > 0 and len(job.runs) == 1 for job in jobs
+        ),
+        "epochs_checked": sum(job.epochs for job in checked),
+        "samples_lost": sum(each["lost"] for each in uneven) if checked else None,
+        **{
+            f"samples_{name}": sum(each or 0 for each in values) if any(values) else None
+            for name, values in (
+                ("dropped", [job.dropped for job in jobs]),
+                ("beyond", [job.beyond for job in jobs]),
+            )
+        },
+        "samples_doubled": sum(each["doubled"] for each in uneven) if checked else None,
+        "ledger_problems": sum(each["problems"] for each in uneven) if checked else None,
+        "replays": len(replayed) or None,
+        "replays_equal": replayed.count("equal") if replayed else None,
+        "unequal_replays": [each for each in replayed if each != "equal"],
+        "uneven_epochs": uneven,
+        "joins": sum(len(join["ranks"]) for join in joins) or None,
+        "refills": sum(len(run.refills) for run in runs) or None,
+        "other_weights": sum(job.other_weights for job in jobs),
+        "samples_again": sum(loss["samples_again"] for loss in losses),
+        **{key: quantiles(values) for key, values in seconds.items()},
+        "next_step_s": quantiles([until - each.at for each, until in felt if until is not None]),
+        "next_step_s_by_fault": {
+            kind: quantiles(
+                [
+                    until - each.at
+                    for each, until in felt
+                    if until is not None and each.fault.kind == kind
+                ]
+            )
+            for kind in sorted({each.fault.kind for each in made})
+        },
+        "caught_up_s": quantiles(caught_up),
+        "ettr": counted_s / wall_s if wall_s else None,
+        "counted_s": counted_s,
+        "wall_s": wall_s,
+        "samples_per_s": (
+            samples * sum(job.epochs for job, _ in whole) / sum(wall for _, wall in whole)
+            if whole
+            else None
+        ),
+        "steps": sum(each.steps for each in effective),
+        "steps_redone": sum(each.redone for each in effective),
+        "left_processes": sum(run.left_processes for run in runs),
+        "left_files": sorted({name for run in runs for name in run.left_files}),
+    }
+
+
+def _others_lost(run: RunRecord) -> int:
+    """Return the number of ranks that were lost without a fault: Open MPI has crashed them."""
+    hurt = {rank for each in run.made for rank in each.ranks}
+    lost = {rank for loss in _changes(run.ranks, "lost") for rank in loss["ranks"]}
+    return len(lost - hurt)
+
+
+def next_step(ranks: Sequence[RankStamps], made: InjectedFault) -> float | None:
+    """Return when all that were left had finished their first step without the ranks of a fault.
+
+    Ranks that join later are not waited for.
+    None if they made none: the fault was not felt before the end.
+    """
+    generations = [
+        min(
+            (
+                loss["generation"]
+                for each in ranks
+                for loss in each.losses
+                if lost in loss["ranks"] and loss["change"] != "joined" and loss["t"] >= made.at
+            ),
+            default=None,
+        )
+        for lost in made.ranks
+    ]
+    known = [each for each in generations if each is not None]
+    if len(known) < len(generations):
+        return None
+    firsts = [
+        next(
+            (
+                step["t"]
+                for step in each.steps
+                if step["t"] >= made.at and step["generation"] >= max(known)
+            ),
+            None,
+        )
+        for each in ranks
+        if each.steps and each.steps[0]["t"] <= made.at
+    ]
+    return max((first for first in firsts if first is not None), default=None)
+
+
+def rows_of(result: Mapping[str, Mapping[str, object]]) -> list[dict[str, str]]:
+    """Return the rows of a table: one a figure, one column a way of surviving.
+
+    Args:
+        result: `figures_of` each way.
+    """
+    return [
+        {"figure": words, **{mode: figure_text(result[mode][key]) for mode in result}}
+        for key, words in _SHOWN.items()
+        if any(result[mode][key] not in (None, {"count": 0}) for mode in result)
+    ]
+
+
+def _changes(ranks: Sequence[RankStamps], kind: str) -> list[LossStamp]:
+    """Return each change of a kind, as the rank saw it that took longest."""
+    longest: dict[tuple[int, tuple[int, ...]], LossStamp] = {}
+    for each in ranks:
+        for loss in (loss for loss in each.losses if loss["change"] == kind):
+            # Generations are counted anew when all ranks begin again.
+            which = (loss["generation"], tuple(loss["ranks"]))
+            other = longest.setdefault(which, loss)
+            if loss["seconds"] > other["seconds"]:
+                longest[which] = loss
+    return list(longest.values())
+
+
+def _next_run(later: Sequence[RunRecord]) -> float | None:
+    """Return when the first step of the next run was finished."""
+    return next((steps[0].at for run in later if (steps := steps_of(run.ranks))), None)
+
+
+def _new_step(runs: Sequence[RunRecord], number: int) -> float | None:
+    """Return when a later run finished the first step that no run had finished before."""
+    before = [step.number for run in runs[: number + 1] for step in steps_of(run.ranks)]
+    for run in runs[number + 1 :]:
+        for step in steps_of(run.ranks):
+            if step.number > max(before, default=0):
+                return step.at
+    return None
+
+
+def figure_text(value: object) -> str:
+    """Return a figure in words; quantiles as median, p90, p99 and max."""
+    if isinstance(value, dict) and "count" in value:
+        if not value["count"]:
+            return "-"
+        shown = (f"{value[name]:.3g}" for name in ("median", "p90", "p99", "max"))
+        return f"{', '.join(shown)} (of {value['count']})"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:.3f}" if value < 10 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else "-"

@@ -1,0 +1,118 @@
+"""`--case overhead`: step times of jobs without faults, with and without fault tolerance."""
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from dlio.errors import UsageError
+from dlio_bench.chaos.accounts import confidence
+from dlio_bench.chaos.chaos_job import ChaosJob, train_argv
+from dlio_bench.chaos.chaos_options import ChaosOptions
+from dlio_bench.chaos.stamps import RankStamps
+from dlio_bench.chaos.torchft_job import torchft_argv
+from dlio_bench.results.terminal import steps
+
+_MEGABYTES: Final = (25, 100)
+_WARM_UP: Final = 5
+"""Steps of a run that are left out."""
+_POLL_S: Final = 0.1
+_MODES: Final = ("off", "shrink")
+_OTHERS: Final = ("ddp", "torchft")
+"""Training with --torchft, without and with torchft."""
+
+
+def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object]:
+    """Measure pairs of runs, one without and one with `--fault-tolerance shrink`, in turn.
+
+    With `--torchft` also pairs without and with torchft.
+
+    Which one comes first changes from pair to pair. A run's step time is the median over the steps
+    of rank 0; the overhead is the median over the pairs of the ratio of both, with a confidence
+    interval by the bootstrap over pairs.
+
+    Raises UsageError if a run fails.
+    """
+    rows: list[dict[str, Any]] = []
+    for megabytes in options.megabytes or _MEGABYTES:
+        row = {"parameters_MB": megabytes, **_pairs(options, source, folder, megabytes, _MODES)}
+        if options.torchft is not None:
+            other = _pairs(options, source, folder, megabytes, _OTHERS)
+            row |= {
+                key if "ddp" in key or "torchft" in key else f"torchft_{key}": figure
+                for key, figure in other.items()
+            }
+        rows.append(row)
+    return {
+        "rows": rows,
+        "said": [
+            f"{options.repeats} pair(s) of runs on {options.ranks} ranks, {options.exchange}. "
+            "shrink over off: median of the pairs' ratios of step times, and its 95 % confidence "
+            "interval by the bootstrap. Memory is the largest of a rank. ddp: torch's "
+            "DistributedDataParallel over gloo, which torchft has under it."
+        ],
+    }
+
+
+def _pairs(
+    options: ChaosOptions, source: str, folder: str, megabytes: int, modes: tuple[str, str]
+) -> dict[str, Any]:
+    """Measure pairs of runs with a model, and return the second mode over the first."""
+    from dlio_bench.results.repeats import spread
+
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    peaks: dict[str, list[float]] = {mode: [] for mode in modes}
+    for pair in steps(range(options.repeats), f"{megabytes} MB, pair {{}}".format):
+        for mode in modes[:: -1 if pair % 2 else 1]:
+            own = os.path.join(folder, f"{megabytes}-{pair}-{mode}")
+            ranks = _run(options, source, own, megabytes, mode)
+            seconds[mode].append(statistics.median(step_seconds(ranks[0])))
+            peaks[mode].append(max(each.peak_kib or 0 for each in ranks) / 1024)
+    without, with_ = modes
+    ratios = [on / off for off, on in zip(seconds[without], seconds[with_], strict=True)]
+    low, high = confidence(ratios, options.seed)
+    return {
+        **{f"step_s_{mode}": spread(seconds[mode]) for mode in modes},
+        f"{with_}_over_{without}": statistics.median(ratios),
+        "from_95_percent": low,
+        "to_95_percent": high,
+        **{f"peak_MiB_{mode}": statistics.median(peaks[mode]) for mode in modes},
+        "ratios": ratios,
+    }
+
+
+def _run(
+    options: ChaosOptions, source: str, folder: str, megabytes: int, mode: str
+) -> list[RankStamps]:
+    model = f"dlio_bench.chaos.stamp_writer:sized(megabytes={megabytes})"
+    if mode in _OTHERS:
+        argv = torchft_argv(options, source, folder, model, plain=mode == "ddp")
+    else:
+        more = ["--fault-tolerance", mode, "--lr", "0.001"]
+        argv = train_argv(options, source, folder, model, more)
+    cache = os.path.join(os.path.dirname(folder), "cache")
+    with ChaosJob(argv, folder, cache, options.deadline) as job:
+        while job.runs():
+            time.sleep(_POLL_S)
+        if job.code or job.hung:
+            raise UsageError(
+                f"a training ({mode}) {'has hung' if job.hung else 'failed'}: {job.errors}"
+            )
+    ranks = job.stamps.ranks
+    if len(step_seconds(ranks[0])) < 1:
+        raise UsageError(
+            f"an epoch has too few steps to time after {_WARM_UP}: give more data or --epochs"
+        )
+    return ranks
+
+
+def step_seconds(rank: RankStamps) -> Sequence[float]:
+    """Return the seconds between a rank's steps: without the first ones, nor between epochs."""
+    steps = rank.steps[_WARM_UP:]
+    return [
+        after["t"] - before["t"]
+        for before, after in itertools.pairwise(steps)
+        if before["epoch"] == after["epoch"]
+    ]

@@ -1,0 +1,98 @@
+"""Pretended nodes: host names in UTS namespaces of this machine, and the ways to lose them."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from dlio.util.shared_folders import SHARED_MEMORY, user_folder
+
+_FAKESSH: Final = Path(__file__).with_name("fakessh")
+
+
+def may_pretend() -> bool:
+    """True if this user may have UTS namespaces of its own."""
+    try:
+        done = subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False)
+    except FileNotFoundError:
+        return False
+    return done.returncode == 0
+
+
+def without_daemons(names: Iterable[str]) -> list[str]:
+    """Return the names of temporary files without those of Open MPI's daemons, which stay if their
+    node is lost, as on one that has lost its power."""
+    return [name for name in names if not name.startswith("prted.")]
+
+
+class PretendedNodes:
+    """The pretended nodes of a job.
+
+    Args:
+        folder: for the list of their namespaces.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._list = folder / "namespaces"
+        self._list.touch()
+        self.environment = {"DLIO_RSH": f"bash {_FAKESSH}", "FAKESSH": str(self._list)}
+
+    def processes(self, node: str) -> dict[int, str]:
+        """Return the command line of each process on a node."""
+        rows = [line.split() for line in self._list.read_text().splitlines()]
+        spaces = {row[1] for row in rows if len(row) == 2 and row[0] == node}
+        inside = {}
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                if os.readlink(f"/proc/{name}/ns/uts") in spaces:
+                    command = Path(f"/proc/{name}/cmdline").read_bytes()
+                    inside[int(name)] = command.replace(b"\0", b" ").decode(errors="replace")
+        return inside
+
+    def lose(self, node: str) -> int:
+        """Kill everything on a node, and take away its memory; returns the number of processes."""
+        killed = self.processes(node)
+        for process in killed:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        memory = Path(SHARED_MEMORY, user_folder())
+        for folder in memory.glob(f"*.{node}"):
+            shutil.rmtree(folder, ignore_errors=True)
+        return len(killed)
+
+    def relay(self) -> None:
+        """Have the words of later agents pass through processes of their own; see `cut`."""
+        self.environment["FAKESSH_RELAY"] = str(self.folder / "relays")
+
+    def cut(self, node: str) -> None:
+        """Let nothing through between a node's agent and the launcher; both live on.
+
+        Messages of MPI go on: they do not pass through these processes.
+        """
+        for process in self._relays(node):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End what passes words on."""
+        for process in self._relays():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def _relays(self, node: str | None = None) -> list[int]:
+        path = self.folder / "relays"
+        rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        return [int(process) for name, process in rows if node in (None, name)]
+
+    def kill(self, node: str, words: str) -> int:
+        """Kill the processes of a node whose command line has some words; returns their number."""
+        victims = [process for process, line in self.processes(node).items() if words in line]
+        for process in victims:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        return len(victims)

@@ -1,0 +1,255 @@
+"""`dlio bench checkpoint`: checkpoints written, read back, and taken during training."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Final, Literal
+
+import torch
+
+from dlio.cli.option_records import OutputOptions, RankOptions
+from dlio.comm.comm_protocol import Communicator
+from dlio.comm.world import world
+from dlio.errors import CorruptBlock, UsageError
+from dlio.launch.command_ranks import on_ranks
+from dlio.util.options import Option, check
+from dlio.util.units import format_bytes, parse_bytes
+from dlio_bench.checkpoint_cases.methods import METHODS, Method, random_state
+from dlio_bench.checkpoint_cases.sizes import MODELS, checkpoint_bytes
+from dlio_bench.checkpoint_cases.stalls import (
+    STALLING,
+    Stall,
+    StallTraining,
+    measure_stalls,
+    stall_figures,
+)
+from dlio_bench.emulated.emulated_mount import emulated
+from dlio_bench.emulated.emulation_options import Emulation
+from dlio_bench.file_systems import check_folder
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.report_values import Figure, Ratio, Results
+from dlio_bench.results.terminal import show_figures, show_notes
+from dlio_bench.storage_cases.page_cache import drop
+from dlio_bench.storage_cases.rank_progress import RankProgress
+
+_CASES: Final = ("write", "stall")
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCase:
+    """A measurement of checkpoints; options of `dlio bench checkpoint`."""
+
+    path: Annotated[
+        str,
+        Option("Folder on the storage to measure.", positional=True, metavar="PATH"),
+    ]
+    model: Annotated[
+        str,
+        Option(f"Model whose checkpoint is written: {', '.join(MODELS)}.", metavar="NAME"),
+    ] = "resnet50"
+    scale: Annotated[
+        float, Option("Share of the model's bytes that is written.", above=0, most=1)
+    ] = 1.0
+    size: Annotated[
+        str | None,
+        Option(
+            "Bytes that each rank writes, such as 200MiB.",
+            metavar="SIZE",
+            default_text="the model's, divided among the ranks",
+        ),
+    ] = None
+    case: Annotated[
+        tuple[str, ...],
+        Option(
+            "write: write and read back, compared with torch.distributed.checkpoint and dd. stall: "
+            "a training loop that checkpoints interrupt. Repeatable.",
+            choices=_CASES,
+        ),
+    ] = _CASES
+    repeats: Annotated[int, Option("Checkpoints of each kind.", least=1)] = 5
+    every: Annotated[
+        int, Option("Steps per checkpoint that the share of the stall is stated for.", least=1)
+    ] = 50
+    steps: Annotated[
+        int, Option("Steps that are timed before and after each checkpoint.", least=1)
+    ] = 10
+    batch_size: Annotated[int, Option("Samples of a step.", unit="samples", least=1)] = 256
+
+    def __post_init__(self) -> None:
+        check(self)
+        checkpoint_bytes(self.model, 1, self.scale)
+
+    def bytes_per_rank(self, ranks: int) -> int:
+        """Return the bytes that each rank writes."""
+        if self.size is not None:
+            return parse_bytes(self.size)
+        return checkpoint_bytes(self.model, ranks, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckpointTransfer:
+    """One checkpoint that all ranks wrote or read."""
+
+    method: str
+    kind: Literal["write", "read"]
+    mib_per_s: float
+
+
+def command(
+    case: CheckpointCase, emulation: Emulation, ranks: RankOptions, output: OutputOptions
+) -> None:
+    """Measure checkpoints: bandwidth of writing and reading back, and the stall of training.
+
+    Every rank writes its shard with dlio's checkpoints, with torch.distributed.checkpoint's save
+    and async_save, and with dd conv=fsync, in turn; each ends when all is on the disk. What is
+    read back is compared. Then a training loop on the processor is interrupted by checkpoints.
+    """
+    output.check_writable()
+    emulation.check_possible()
+    check_folder(case.path)
+    on_ranks(ranks.ranks, run_checkpoint, case, emulation, output, backend=ranks.backend, live=True)
+
+
+def run_checkpoint(case: CheckpointCase, emulation: Emulation, output: OutputOptions) -> None:
+    """Measure on this rank, and report on rank 0. Collective."""
+    comm = world()
+    started = begin(output)
+    size = case.bytes_per_rank(comm.size)
+    moved: list[_CheckpointTransfer] = []
+    stalls: list[Stall] = []
+    with _folder(case.path, emulation, comm) as folder, RankProgress(comm.rank == 0) as progress:
+        _check_room(folder, size, comm)
+        if "write" in case.case:
+            progress.begin("checkpoints", case.repeats * len(METHODS))
+            for k in range(case.repeats):
+                names = list(METHODS)
+                for j, name in enumerate(names if k % 2 == 0 else names[::-1]):
+                    moved += _moved(name, folder, size, comm)
+                    progress.update(k * len(METHODS) + j + 1)
+        if "stall" in case.case:
+            total = (case.repeats + 1) * len(STALLING)
+            progress.begin("stalls", total)
+            done = iter(range(1, total + 1))
+            training = StallTraining(size, case.batch_size)
+            stalls = measure_stalls(
+                folder,
+                STALLING,
+                training,
+                case.steps,
+                case.repeats,
+                comm,
+                lambda _: progress.update(next(done)),
+            )
+    if comm.rank:
+        return
+    figures, ratios = _write_figures(moved), _write_ratios(moved)
+    notes = [f"{comm.size} ranks with {format_bytes(size)} each"]
+    show_figures(f"{notes[0]}, in {case.path}", figures, ratios)
+    if stalls:
+        more, more_ratios = stall_figures(stalls, case.every)
+        show_figures("stall of training, rank 0", more, more_ratios)
+        figures, ratios = [*figures, *more], [*ratios, *more_ratios]
+        notes.append(
+            "blocked: time in calls; slower: all time beyond plain steps, that of other threads on "
+            "the same processors included"
+        )
+    notes.append("each rank writes files of its own; torch's functions with no_dist=True")
+    show_notes(notes)
+    results = Results(
+        "checkpoint",
+        settings={**asdict(case), **asdict(emulation), "ranks": comm.size, "bytes": size},
+        seeds={"seed": 0},
+        figures=figures,
+        ratios=ratios,
+        notes=notes,
+        paths=(case.path,),
+    )
+    finish(output, results, started)
+
+
+@contextlib.contextmanager
+def _folder(path: str, emulation: Emulation, comm: Communicator) -> Iterator[str]:
+    """A folder of all ranks, behind emulated storage if wanted; removed afterwards."""
+    with contextlib.ExitStack() as stack:
+        scratch = place = ""
+        if comm.rank == 0:
+            scratch = tempfile.mkdtemp(prefix="dlio-bench-checkpoint-", dir=path)
+            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+            place = stack.enter_context(emulated(scratch, emulation.profile))
+        yield comm.tell(place)
+        comm.barrier()
+
+
+def _check_room(folder: str, size: int, comm: Communicator) -> None:
+    """Raise UsageError unless the checkpoints of one method fit."""
+    free = shutil.disk_usage(folder).free
+    if free < 3 * size * comm.size:
+        raise UsageError(
+            f"{folder}: checkpoints of {format_bytes(size)} from {comm.size} ranks need three "
+            f"times their size, and {format_bytes(free)} are free: name another folder, or --size"
+        )
+
+
+def _moved(name: str, folder: str, size: int, comm: Communicator) -> list[_CheckpointTransfer]:
+    """Write a checkpoint, read it back and compare it. Collective."""
+    tensors = random_state(size, comm.rank)
+    method: Method = METHODS[name](
+        os.path.join(folder, f"{name.replace(' ', '-')}-{comm.rank}"), comm
+    )
+    try:
+        method.save(1, tensors)  # Allocates what later ones use again.
+        method.finish()
+        comm.barrier()
+        began = time.perf_counter()
+        method.save(2, tensors)
+        method.before_update()
+        method.finish()
+        comm.barrier()
+        written_s = time.perf_counter() - began
+        drop(method.files(), everything=False)
+        back = {key: torch.zeros_like(value) for key, value in tensors.items()}
+        comm.barrier()
+        began = time.perf_counter()
+        method.read(2, back)
+        comm.barrier()
+        read_s = time.perf_counter() - began
+        if name != "dd" and not all(torch.equal(back[key], tensors[key]) for key in tensors):
+            raise CorruptBlock(f"{folder}: {name} gave other bytes than were written")
+    finally:
+        method.close()
+    mib = comm.size * sum(tensor.nbytes for tensor in tensors.values()) / _MIB
+    return [
+        _CheckpointTransfer(name, "write", mib / written_s),
+        _CheckpointTransfer(name, "read", mib / read_s),
+    ]
+
+
+def _of(moved: Sequence[_CheckpointTransfer], name: str, kind: str) -> tuple[float, ...]:
+    return tuple(each.mib_per_s for each in moved if (each.method, each.kind) == (name, kind))
+
+
+def _write_figures(moved: Sequence[_CheckpointTransfer]) -> list[Figure]:
+    return [
+        Figure(kind, "MiB/s", _of(moved, name, kind), {"method": name}, "higher")
+        for kind in ("write", "read")
+        for name in METHODS
+        if moved
+    ]
+
+
+def _write_ratios(moved: Sequence[_CheckpointTransfer]) -> list[Ratio]:
+    """dlio's bandwidth of writing over the others'."""
+    mine = _of(moved, "dlio", "write")
+    return [
+        Ratio(
+            f"write, dlio / {name}",
+            tuple(a / b for a, b in zip(mine, _of(moved, name, "write"), strict=True)),
+        )
+        for name in METHODS
+        if name != "dlio" and moved
+    ]

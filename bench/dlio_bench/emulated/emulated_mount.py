@@ -1,0 +1,202 @@
+"""A folder behind emulated storage while a `with` lasts, served by a process of its own."""
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+from dlio.errors import UsageError
+from dlio_bench.emulated.emulated_folder import STATS, EmulatedFolder
+from dlio_bench.emulated.profile import Profile, parse_profile
+
+_START_TIMEOUT_S: Final = 20.0
+_END_TIMEOUT_S: Final = 10.0
+_THREADS: Final = 256
+_POLL_S: Final = 0.02
+_REMEMBERED_S: Final = 30
+"""Seconds for which the kernel remembers names and attributes, as the clients of NFS (acdirmin) and
+of parallel file systems do: otherwise each folder of a path would cost a request at each open."""
+
+
+def why_not() -> str | None:
+    """The reason why FUSE is missing here, in words; None if it is there."""
+    if not os.path.exists("/dev/fuse"):
+        return "there is no /dev/fuse"
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "/dev/fuse cannot be opened by this user"
+    try:
+        _fuse()
+    except (ImportError, OSError, AttributeError) as error:
+        return f"{error}: install fuse3 (Debian: apt install fuse3) and mfusepy"
+    return None
+
+
+@contextmanager
+def emulated(
+    folder: str, profile: str | Profile = "none", *, writable: bool = True
+) -> Iterator[str]:
+    """The path where `folder` lies behind storage of a profile; `folder` itself for `none`.
+
+    A process of its own serves it, and ends, unmounting, when this one does, however it does.
+
+    Args:
+        profile: as `parse_profile` takes it.
+        writable: pass writes on to `folder`, or refuse them.
+
+    Raises UsageError where FUSE is missing, and for profiles that cannot be parsed.
+    """
+    profile = parse_profile(profile) if isinstance(profile, str) else profile
+    if profile.emulates:
+        with _mounted(folder, profile, writable) as mounted:
+            yield mounted
+    else:
+        yield folder
+
+
+@contextmanager
+def slow_mount(
+    source: str,
+    *,
+    latency_s: float = 0.0,
+    open_latency_s: float | None = None,
+    bandwidth: float | None = None,
+    eio_rate: float = 0.0,
+    hang_rate: float = 0.0,
+    seed: int = 0,
+) -> Iterator[str]:
+    """`emulated` of figures, read-only, and mounted also if none of them is slow.
+
+    Args:
+        latency_s: of a request; `open_latency_s` of opening a file, by default the same.
+        bandwidth: bytes a second, of all readers together.
+        eio_rate, hang_rate: share of reads that fail, or hang, drawn from `seed`.
+
+    Raises UsageError where FUSE is missing.
+    """
+    profile = Profile(
+        latency_s=latency_s,
+        metadata_latency_s=latency_s,
+        open_latency_s=latency_s if open_latency_s is None else open_latency_s,
+        bandwidth=bandwidth,
+        error_share=eio_rate,
+        hang_share=hang_rate,
+        seed=seed,
+    )
+    with _mounted(source, profile, False) as mounted:
+        yield mounted
+
+
+def stats(mountpoint: str) -> dict[str, int]:
+    """Requests to emulated storage so far.
+
+    `bytes`, `reads`, `opens`, `attributes`, `listings`, `written` (bytes), `writes`, `syncs`,
+    `changes` (of names and attributes).
+    """
+    with open(os.path.join(mountpoint, STATS), encoding="utf-8") as file:
+        counts: dict[str, int] = json.loads(file.read(4096))
+    return counts
+
+
+def serve(folder: str, mountpoint: str, profile: Profile, *, writable: bool) -> None:
+    """Mount, and answer requests until it is unmounted."""
+    kind = type("Served", (_fuse().FUSE,), {"read": _read, "write": _write})
+    os.umask(0)  # Modes are those that the kernel passes on.
+    kind(
+        EmulatedFolder(folder, profile, writable=writable),
+        mountpoint,
+        foreground=True,
+        ro=not writable,
+        direct_io=True,
+        attr_timeout=_REMEMBERED_S,
+        entry_timeout=_REMEMBERED_S,
+        negative_timeout=0,
+        max_threads=_THREADS,
+        max_idle_threads=_THREADS,
+        default_permissions=True,
+    )
+
+
+def unmount(mountpoint: str) -> None:
+    """Unmount, also while files are open."""
+    tools = [["umount", "-l"], ["fusermount3", "-uz"], ["fusermount", "-uz"]]
+    for tool in tools:
+        if os.path.ismount(mountpoint) and shutil.which(tool[0]):
+            with suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run([*tool, mountpoint], capture_output=True, timeout=10, check=False)
+
+
+@contextmanager
+def _mounted(source: str, profile: Profile, writable: bool) -> Iterator[str]:
+    reason = why_not()
+    if reason is not None:
+        raise UsageError(f"storage cannot be emulated: {reason}")
+    mountpoint = tempfile.mkdtemp(prefix="slowfs-")
+    argv = [sys.executable, "-m", "dlio_bench.slowfs", source, mountpoint]
+    argv += ["--emulate", profile.spec(), "--until-eof", *(["--writable"] if writable else [])]
+    # When the pipe closes, this process is gone.
+    paths = os.pathsep.join(path for path in sys.path if path)
+    with subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
+        start_new_session=True,
+        text=True,
+    ) as server:
+        assert server.stdin is not None
+        assert server.stderr is not None
+        try:
+            deadline = time.monotonic() + _START_TIMEOUT_S
+            while not os.path.ismount(mountpoint):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    server.kill()
+                    raise UsageError(f"slowfs cannot be mounted: {server.stderr.read().strip()}")
+                time.sleep(_POLL_S)
+            yield mountpoint
+        finally:
+            server.stdin.close()
+            try:
+                server.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                unmount(mountpoint)
+                server.kill()
+            unmount(mountpoint)
+            with suppress(OSError):
+                os.rmdir(mountpoint)
+
+
+def _read(self: Any, path: bytes, buffer: Any, size: int, offset: int, file: Any) -> int:
+    """Answer a read by filling the request's own memory."""
+    name = path.decode(self.encoding, self.errors)
+    count: int = self.operations.read_into(name, _memory_at(buffer, size), offset, file.contents.fh)
+    return count
+
+
+def _write(self: Any, path: bytes, buffer: Any, size: int, offset: int, file: Any) -> int:
+    """Answer a write out of the request's own memory."""
+    name = path.decode(self.encoding, self.errors)
+    count: int = self.operations.write_from(
+        name, _memory_at(buffer, size), offset, file.contents.fh
+    )
+    return count
+
+
+def _memory_at(address: Any, size: int) -> memoryview:
+    """Return the memory of a request."""
+    at = ctypes.cast(address, ctypes.c_void_p).value
+    assert at is not None
+    return memoryview((ctypes.c_char * size).from_address(at)).cast("B")
+
+
+def _fuse() -> Any:
+    os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
+    import mfusepy
+
+    return mfusepy

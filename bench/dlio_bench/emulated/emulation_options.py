@@ -1,0 +1,46 @@
+"""`--emulate` of the benchmarks."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from dlio.errors import UsageError
+from dlio.util.options import Option, check
+from dlio_bench.emulated.emulated_mount import why_not
+from dlio_bench.emulated.profile import Profile, parse_profile
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """Storage that a benchmark's files are put behind."""
+
+    emulate: Annotated[
+        str,
+        Option(
+            "Storage to emulate with FUSE on this machine: none, lustre-busy, s3, nfs, or parts "
+            "joined by +, such as latency(20ms,open=5ms)+bandwidth(150MiB).",
+            metavar="PROFILE",
+        ),
+    ] = "none"
+
+    def __post_init__(self) -> None:
+        check(self)
+        parse_profile(self.emulate)
+
+    @property
+    def profile(self) -> Profile:
+        """The parsed profile."""
+        return parse_profile(self.emulate)
+
+    def check_possible(self, nodes: int = 1) -> None:
+        """Raise UsageError where this machine cannot emulate storage, or other nodes take part."""
+        if not self.profile.emulates:
+            return
+        if nodes > 1:
+            raise UsageError(
+                f"--emulate {self.emulate}: storage is emulated for the ranks of one machine, and "
+                f"the job has {nodes} nodes: start it on one, or leave the option out to measure "
+                "the storage that the nodes share"
+            )
+        reason = why_not()
+        if reason is not None:
+            raise UsageError(f"--emulate {self.emulate}: {reason}")

@@ -1,0 +1,184 @@
+"""`--case placement`: one seed on different numbers of ranks, nodes, tiers and shuffles."""
+
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio_bench.exchange_cases.accuracy_case import final_accuracy
+from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
+from dlio_bench.results.terminal import steps
+from dlio_bench.trainings import trained
+
+_GLOBAL_BATCH: Final = 64
+_MODES: Final = ("average", "sync", "ghost(16)")
+_MODEL: Final = "resnet(width=16)"
+_SIZE: Final = 32
+_EARLY: Final = (1, 5)
+"""Steps after which weights are compared."""
+_HALF: Final = 2
+"""Part of a node's share that its RAM holds in front of a disk: one in so many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlacement:
+    """Where the samples of one training lie and are computed."""
+
+    name: str
+    ranks: int
+    nodes: int
+    tiers: str
+    """`none`, `ram`, or `ram+disk` with half of the data in each."""
+    shuffle: str = "batch"
+
+
+PLACEMENTS: Final = (
+    RankPlacement("1 rank, no tiers", 1, 1, "none"),
+    RankPlacement("2 ranks, RAM", 2, 1, "ram"),
+    RankPlacement("4 ranks, 2 nodes, RAM and disk, --shuffle global", 4, 2, "ram+disk", "global"),
+    RankPlacement("4 ranks, 2 nodes, RAM", 4, 2, "ram"),
+)
+"""The last one deals samples to the nodes that hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingResult:
+    accuracy: float
+    seconds: float
+    early: Mapping[int, npt.NDArray[np.float32]]
+    """Weights after some steps, flat."""
+    digest: str
+    """Of the weights at the end."""
+
+
+def measure(options: ExchangeBenchOptions) -> dict[str, object]:
+    """Runs of `dlio train` of each seed, mode of batch normalisation and placement, with a global
+    batch of 64: held-out accuracy, its spread, and the distance of the weights to those of the
+    first placement after 1 step and 5."""
+    options.check_training("placement")
+    modes = options.batch_norms or _MODES
+    runs: dict[str, list[list[_TrainingResult]]] = {mode: [] for mode in modes}
+    with ExitStack() as stack:
+        folder = options.keep
+        if folder is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
+        os.makedirs(folder, exist_ok=True)
+        every = [
+            (seed, mode, p) for seed in range(options.seeds) for mode in modes for p in PLACEMENTS
+        ]
+        for seed, mode, placement in steps(every, lambda each: f"{each[1]}, {each[2].name}"):
+            if placement is PLACEMENTS[0]:
+                runs[mode].append([])
+            runs[mode][-1].append(_train(options, folder, seed, mode, placement))
+    rows = [row for mode, seeds in runs.items() for row in _rows(mode, seeds)]
+    said = [
+        f"Batches of {_GLOBAL_BATCH} samples over all ranks, {options.epochs} epoch(s), "
+        f"{options.seeds} seed(s), {_MODEL} at {_SIZE} pixels. Distances are root mean squares "
+        "over the weights, relative to the weights, from the first placement's; the largest over "
+        "seeds. Placements whose final weights are the same bit for bit have the same letter. "
+        "Accuracies are means over seeds.",
+        "Spread: largest less smallest accuracy of one seed over all placements, in points.",
+    ]
+    return {
+        "rows": rows,
+        "spreads": [_spread(mode, seeds) for mode, seeds in runs.items()],
+        "said": said,
+    }
+
+
+def _train(
+    options: ExchangeBenchOptions, folder: str, seed: int, mode: str, placement: RankPlacement
+) -> _TrainingResult:
+    name = f"{mode}-{PLACEMENTS.index(placement)}-{seed}"
+    probe = os.path.join(folder, f"{name}.npz")
+    factory = "dlio_bench.exchange_cases.placement_probe:Probe"
+    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
+        report = trained(
+            name,
+            folder,
+            placement.ranks,
+            {
+                "source": options.source,
+                "val": options.val,
+                "epochs": options.epochs,
+                "seed": seed,
+                "model": _MODEL,
+                "image_size": _SIZE,
+                "crop_scale": 0.5,
+                "batch_size": _GLOBAL_BATCH // placement.ranks,
+                "batch_norm": mode,
+                "shuffle": placement.shuffle,
+                "pretend_nodes": placement.nodes,
+                "workers": 1,
+                "callback": [f"{factory}(path={probe!r})"],
+            },
+            unchecked={"tiers": _tiers(str(options.source), placement, scratch)},
+        )
+    with np.load(probe) as saved:
+        early = {step: saved[f"step{step}"] for step in _EARLY}
+        digest = str(saved["digest"])
+    seconds = sum(epoch["seconds"] for epoch in report["epochs"])
+    return _TrainingResult(final_accuracy(report), seconds, early, digest)
+
+
+def _tiers(source: str, placement: RankPlacement, scratch: str) -> str:
+    """Return the tiers of a placement, per node."""
+    if placement.tiers != "ram+disk":
+        return "ram:1GiB" if placement.tiers == "ram" else placement.tiers
+    from dlio.data.reader import open_reader
+
+    reader = open_reader(source)
+    size = int(reader.sizes.sum())
+    reader.close()
+    ram = max(size // (_HALF * placement.nodes), 1 << 20)
+    return f"ram:{ram}B,{scratch}:{size + (1 << 24)}B"
+
+
+def _rows(mode: str, seeds: Sequence[Sequence[_TrainingResult]]) -> list[dict[str, Any]]:
+    letters = [_letters([run.digest for run in runs]) for runs in seeds]
+    return [
+        {
+            "batch_norm": mode,
+            "placement": placement.name,
+            "held_out_percent": 100 * statistics.mean(runs[k].accuracy for runs in seeds),
+            **{
+                f"distance_after_{step}": max(_distance(runs[k], runs[0], step) for runs in seeds)
+                for step in _EARLY
+            },
+            "final_weights": " ".join(dict.fromkeys(each[k] for each in letters)),
+            "seconds": statistics.mean(runs[k].seconds for runs in seeds),
+        }
+        for k, placement in enumerate(PLACEMENTS)
+    ]
+
+
+def _distance(one: _TrainingResult, other: _TrainingResult, step: int) -> float:
+    mine, theirs = one.early[step].astype(np.float64), other.early[step].astype(np.float64)
+    return float(np.linalg.norm(mine - theirs) / np.linalg.norm(theirs))
+
+
+def _letters(digests: Sequence[str]) -> list[str]:
+    """Return a letter for each digest, the same one for equal digests."""
+    distinct = list(dict.fromkeys(digests))
+    return ["ABCDEFGH"[distinct.index(each)] for each in digests]
+
+
+def _spread(mode: str, seeds: Sequence[Sequence[_TrainingResult]]) -> dict[str, Any]:
+    from dlio_bench.results.repeats import spread
+
+    return {
+        "batch_norm": mode,
+        "spread_points": spread([100 * _range(runs) for runs in seeds]),
+        "spread_points_global": spread([100 * _range(runs[:-1]) for runs in seeds]),
+    }
+
+
+def _range(runs: Sequence[_TrainingResult]) -> float:
+    accuracies = [run.accuracy for run in runs]
+    return max(accuracies) - min(accuracies)

@@ -1,0 +1,83 @@
+"""Ranks of the exchanges of `dlio bench gpu`.
+
+Usage: python -m dlio_bench.gpu.gpu_exchange_rank JSON. Rank 0 prints one line of JSON.
+"""
+
+import json
+import socket
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dlio
+from dlio.comm import Communicator, world
+from dlio.exchange.buffer_placement import find_path
+from dlio.exchange.exchange_spec import parse_exchange
+from dlio_bench.exchange_cases.variants import timed
+
+
+def main(text: str) -> None:
+    """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""
+    task: dict[str, Any] = json.loads(text)
+    torch.set_num_threads(1)
+    comm = world()
+    device = torch.device("cpu")
+    if task["device"] == "cuda":
+        device = torch.device("cuda", comm.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if task["nccl"]:
+        place = f"tcp://127.0.0.1:{_free_port(comm)}"
+        dist.init_process_group("nccl", place, rank=comm.rank, world_size=comm.size)
+    seconds: dict[str, list[float]] = {}
+    paths: dict[str, str] = {}
+    for name in ["none", *task["exchanges"]]:
+        seconds[name] = [_step_s(name, task, device, comm) for _ in range(task["repeats"])]
+        paths[name] = "none" if name == "none" else _path(name, device, comm)
+    if task["nccl"]:
+        dist.destroy_process_group()
+    if comm.rank == 0:
+        print(json.dumps({"seconds": seconds, "paths": paths}), flush=True)
+
+
+def _free_port(comm: Communicator) -> int:
+    """Return a port that is free on rank 0. Collective."""
+    port = 0
+    if comm.rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    return comm.tell(port)
+
+
+def _path(name: str, device: torch.device, comm: Communicator) -> str:
+    return find_path([device], parse_exchange(name), comm)
+
+
+def _step_s(name: str, task: dict[str, Any], device: torch.device, comm: Communicator) -> float:
+    """Seconds of a step of two layers. Collective."""
+    torch.manual_seed(comm.rank)
+    width = task["features"]
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    inputs = torch.randn(64, width, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    if name == "none":
+        timed(step, 2, comm)
+        return timed(step, task["steps"], comm)
+    with dlio.distribute(model, optimizer, name):
+        timed(step, 2, comm)
+        return timed(step, task["steps"], comm)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,151 @@
+"""A rank of `dlio bench shuffle --case link`: epochs over a shaped link, as training has them.
+
+Usage: python -m dlio_bench.linked_nodes JSON, in a network namespace, with torchrun's environment.
+Rank 0 prints one line of JSON.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import dlio
+from dlio.comm import Communicator, world
+
+
+def main(text: str) -> None:
+    """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""
+    task: dict[str, Any] = json.loads(text)
+    dist.init_process_group("gloo")
+    by_mode: dict[str, Any] = {}
+    with dlio.open(task["source"], tiers=task["tiers"], image_size=None, seed=0) as data:
+        comm = world().dup()
+        loaders: list[Any] = []
+        told_of = _measured(comm, task["model_s"])
+        by_mode["made_per_s"] = _made_per_s(data, task["batch_size"], comm, loaders)
+        by_mode["exchange"] = _exchange(data, task["batch_size"], task["epochs"], comm, loaders)
+        for mode in task["modes"]:
+            loader = dlio.DataLoader(
+                data, task["batch_size"], shuffle=True, mode=mode, num_workers=1
+            )
+            loaders.append(loader)
+            for epoch in range(1 + task["epochs"]):
+                loader.set_epoch(epoch)
+                comm.barrier()
+                began = time.perf_counter()
+                computed, first = 0.0, 0.0
+                for _ in loader:
+                    first = first or time.perf_counter() - began
+                    time.sleep(task["model_s"])
+                    computed += task["model_s"]
+                    comm.barrier()
+                seconds = time.perf_counter() - began
+                stats = loader.stats()
+                moved = sum(comm.allgather(stats["bytes"]["peer"]))
+                messages = sum(comm.allgather(stats["messages"]))
+                late = sum(comm.allgather(stats["late"]))
+                if epoch:
+                    by_mode.setdefault(mode, []).append(
+                        {
+                            "epoch": epoch,
+                            "seconds": seconds,
+                            "stall_s": seconds - computed,
+                            "first_batch_s": first,
+                            "moved": moved,
+                            "messages": messages,
+                            "late": late,
+                        }
+                    )
+        assert data.mounted is not None
+        names = list(data.mounted.nodes.names)
+        comm.barrier()
+        for loader in loaders:
+            loader.close()
+        comm.close()
+    if dist.get_rank() == 0:
+        apart = {name: by_mode.pop(name) for name in ("made_per_s", "exchange")}
+        print(json.dumps({"nodes": names, "modes": by_mode, **apart, **told_of}), flush=True)
+    dist.destroy_process_group()
+
+
+def _measured(comm: Communicator, model_s: float) -> dict[str, float]:
+    """Bytes a second that a link takes each way, for messages as the shuffle has them: half a
+    window to all others together, or to one, after a pause; and seconds of a step without data."""
+    everybody = [rank for rank in range(comm.size) if rank != comm.rank]
+    figures = {"link_rate": _rate(comm, everybody, everybody)}
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    figures["one_peer_rate"] = _rate(comm, [right], [left])
+    began = time.perf_counter()
+    for _ in range(50):
+        time.sleep(model_s)
+        comm.barrier()
+    step = (time.perf_counter() - began) / 50
+    return {**figures, "step_s": max(comm.allgather(step))}
+
+
+def _rate(comm: Communicator, dests: list[int], sources: list[int]) -> float:
+    part = (8 << 20) // len(dests)
+    out = np.ones(part, np.uint8)
+    into = [np.ones(part, np.uint8) for _ in sources]
+    rates = []
+    for _ in range(9):
+        time.sleep(0.1)
+        comm.barrier()
+        began = time.perf_counter()
+        requests = [comm.irecv(memory, peer, 1) for memory, peer in zip(into, sources, strict=True)]
+        comm.wait([*requests, *(comm.isend(out, peer, 1) for peer in dests)], "a measurement")
+        comm.barrier()
+        rates.append(part * len(dests) / (time.perf_counter() - began))
+    return float(np.median(rates))
+
+
+def _exchange(
+    data: Any, batch_size: int, epochs: int, comm: Communicator, loaders: list[Any]
+) -> dict[str, list[float]]:
+    """Bytes a second that epochs in mode `global` bring to peers, when nothing is computed, and
+    that an all-to-all of as many reaches over the same links, in turn."""
+    loader = dlio.DataLoader(data, batch_size, shuffle=True, mode="global", num_workers=1)
+    loaders.append(loader)
+    rates: dict[str, list[float]] = {"shuffle": [], "alltoallv": []}
+    for number in range(1 + epochs):
+        comm.barrier()
+        began = time.perf_counter()
+        for _ in loader:
+            pass
+        comm.barrier()
+        seconds = time.perf_counter() - began
+        moved = sum(comm.allgather(loader.stats()["bytes"]["peer"]))
+        nodes = data.mounted.nodes.node_of
+        away = nodes != nodes[comm.rank]
+        part = moved // comm.size // int(away.sum())
+        parts = (part * away).tolist()
+        out, into = (torch.ones(sum(parts), dtype=torch.uint8) for _ in range(2))
+        comm.barrier()
+        began = time.perf_counter()
+        dist.all_to_all_single(into, out, parts, parts)
+        comm.barrier()
+        if number:
+            rates["shuffle"].append(moved / seconds)
+            rates["alltoallv"].append(moved / (time.perf_counter() - began))
+    return rates
+
+
+def _made_per_s(data: Any, batch_size: int, comm: Communicator, loaders: list[Any]) -> float:
+    """Samples per second that a rank makes from its own tier."""
+    loader = dlio.DataLoader(data, batch_size, shuffle=True, mode="local", num_workers=1)
+    loaders.append(loader)
+    for _ in range(2):
+        comm.barrier()
+        began = time.perf_counter()
+        for _ in loader:
+            pass
+        seconds = time.perf_counter() - began
+    return float(loader.stats()["samples"] / seconds)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,303 @@
+"""`dlio bench loader`: loading alone, compared with other loaders and with its ceilings."""
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Annotated, Any
+
+from dlio.cli.option_records import OutputOptions
+from dlio.errors import UsageError
+from dlio.util.options import Option, check
+from dlio_bench.augment import augment
+from dlio_bench.feed_bench import arrays, decoded, slow
+from dlio_bench.latent import mapstyle, shown
+from dlio_bench.peers.contender_table import CASES, CONTENDERS, RATIOS, cpu_ratio
+from dlio_bench.peers.environments import missing, runner_command, runner_environment
+from dlio_bench.peers.process import ContenderProcess
+from dlio_bench.peers.race import race
+from dlio_bench.peers.standalone.runners.protocol import Task
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.figure_collection import collect, results_of
+from dlio_bench.results.terminal import (
+    advance,
+    expect,
+    show_figures,
+    show_notes,
+    table,
+    working,
+)
+
+_USUAL = ("torch", "torch_floats", "ceiling", "full_decode", "dlio", "dlio_rows")
+_CASES = ("pictures", "arrays", "slow", "decoded", "mapstyle", "transforms")
+_NEED_SOURCE = ("slow", "decoded")
+_DRAWN = 400
+"""Pictures that are drawn where no source is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderCase:
+    """A measurement of loaders; options of `dlio bench loader`."""
+
+    source: Annotated[
+        str,
+        Option(
+            "Class folders of images; needed for the cases slow and decoded.",
+            positional=True,
+            metavar="SRC",
+            default_text="400 drawn pictures",
+        ),
+    ] = ""
+    image_size: Annotated[int, Option("Side of the square crops.", unit="pixels", least=1)] = 224
+    batch_size: Annotated[int, Option("Samples of a batch.", unit="samples", least=1)] = 64
+    workers: Annotated[
+        int, Option("Decode threads of dlio, and worker processes of other loaders.", least=1)
+    ] = 2
+    repeats: Annotated[int, Option("Timed passes of each loader.", least=1)] = 5
+    patience: Annotated[
+        float,
+        Option(
+            "Time that a loader may take to prepare its data, or for a pass. It is ended then, and "
+            "reported.",
+            unit="seconds",
+            above=0,
+        ),
+    ] = 600.0
+    contenders: tuple[str, ...] = _USUAL
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderChoice:
+    """Cases and loaders to measure."""
+
+    peers: Annotated[
+        str,
+        Option(
+            f"Loaders to measure: usual, all, or some of {', '.join(CONTENDERS)}, separated by "
+            "commas. Those that are not installed (dlio bench peers), or fail, are reported.",
+            metavar="NAMES",
+        ),
+    ] = "usual"
+    case: Annotated[
+        tuple[str, ...],
+        Option(
+            "pictures: images from RAM. arrays: volumes of 2 MiB. slow: SRC behind a slow file "
+            "system, with a consumer of 200 images per second. decoded: a tier of decoded images. "
+            "mapstyle: 512 samples of a map-style data set that takes 25 ms for each, without and "
+            "with tiers. transforms: each of dlio.transforms in one thread, compared with Pillow. "
+            "Repeatable.",
+            choices=_CASES,
+        ),
+    ] = ("pictures",)
+    folder: Annotated[
+        str, Option("Folder for arrays, on the disk to measure.", metavar="FOLDER")
+    ] = "."
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def contenders(self) -> tuple[str, ...]:
+        """Return the loaders to measure. Raises UsageError for an unknown one."""
+        if self.peers in ("usual", "all"):
+            return _USUAL if self.peers == "usual" else tuple(CONTENDERS)
+        chosen = tuple(self.peers.split(","))
+        if unknown := [name for name in chosen if name not in CONTENDERS]:
+            raise UsageError(f"--peers {unknown[0]}: choose one of {', '.join(CONTENDERS)}")
+        return chosen
+
+
+def measure(case: LoaderCase) -> dict[str, object]:
+    """Passes over the data per contender, in turn within each repeat, each after one that
+    is not timed.
+
+    Every contender has a process of its own. `dlio` reads from its RAM tier, which its warm-up
+    fills; the others from the page cache. All give uint8 as dlio does, but for `torch_floats`,
+    which ends in ToTensor, as most scripts do, and TurboLoader, which knows only floats. All give
+    labels, and the multiset of labels of every pass is compared with the data's. `full_decode`
+    decodes whole payloads that lie in memory, in as many threads, and resizes; `ceiling` does
+    dlio's own decoding alone.
+    Returns samples/s of each repeat, ratios of the same repeat's, milliseconds on processors for
+    each sample (of all processes of a contender; a busy machine changes them less than rates),
+    seconds to a pass's first batch, and each contender's memory, processes and threads. `absent`
+    has the reasons of those that could not take part.
+    """
+    from dlio_bench.results.machine import describe_machine
+    from dlio_bench.results.repeats import ratio, spread
+
+    absent = {
+        name: why
+        for name in case.contenders
+        if (kept := CONTENDERS[name].environment) and (why := missing(kept)) is not None
+    }
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
+        files, labels = _pictures(case.source or _drawn(scratch))
+        size = sum(os.path.getsize(file) for file in files)
+        starts: dict[str, Callable[[], ContenderProcess]] = {}
+        for name in case.contenders:
+            if name not in absent:
+                folder = os.path.join(scratch, name)
+                task = Task(files, labels, case.image_size, case.batch_size, case.workers, folder)
+                starts[name] = partial(_start, name, task, case.patience)
+        expect(len(starts) * (1 + case.repeats))
+        outcome = race(starts, labels, case.repeats, advance)
+    rates = outcome.rates
+    machine = describe_machine(
+        ("dlio", "torch", "numpy", "pillow", "simplejpeg", "opencv-python-headless")
+    )
+    assert isinstance(machine["versions"], dict)
+    machine["versions"].update(outcome.versions)
+    return {
+        "benchmark": "loader",
+        "case": asdict(case),
+        "samples": len(files),
+        "bytes": size,
+        "absent": {**absent, **outcome.absent},
+        "samples_per_s": {
+            name: {**spread(values), "all": values} for name, values in rates.items()
+        },
+        "cpu_ms_per_sample": {
+            name: spread([1000 * seconds for seconds in values])
+            for name, values in outcome.cpu.items()
+        },
+        "output": {name: outcome.output[name] for name in rates},
+        "cold_first_batch_s": {name: outcome.cold[name] for name in rates},
+        "first_batch_s": {name: spread(values) for name, values in outcome.first.items()},
+        "footprint": outcome.footprint,
+        **{
+            key: ratio(rates[mine], rates[other])
+            for key, (mine, other) in RATIOS.items()
+            if mine in rates and other in rates
+        },
+        "machine": machine,
+    }
+
+
+def _start(name: str, task: Task, patience_s: float) -> ContenderProcess:
+    environment = CONTENDERS[name].environment
+    if environment:
+        command = runner_command(environment, name)
+        variables = runner_environment(task.workers)
+    else:
+        command = [sys.executable, "-m", "dlio_bench.peers.dlio_contenders", name]
+        variables = {"HF_HUB_OFFLINE": "1"}
+    return ContenderProcess(name, command, task, patience_s, variables)
+
+
+def _pictures(source: str) -> tuple[list[str], list[int]]:
+    """Files and labels of class folders. Raises UsageError for packed data."""
+    import numpy as np
+
+    from dlio.data.reader import open_reader
+
+    reader = open_reader(source)
+    try:
+        if reader.format != "folder":
+            raise UsageError(f"{source} is packed: the yardstick reads class folders of images")
+        files = [os.path.join(reader.path, reader.name(k)) for k in range(len(reader))]
+        return files, np.asarray(reader.labels).tolist()
+    finally:
+        reader.close()
+
+
+def _drawn(scratch: str) -> str:
+    from dlio.cli.demo_pictures import draw_dataset
+
+    folder = os.path.join(scratch, "drawn")
+    draw_dataset(folder, images=_DRAWN, validation=10)
+    return os.path.join(folder, "train")
+
+
+def command(case: LoaderCase, choice: LoaderChoice, output: OutputOptions) -> None:
+    """Measure loading alone, compared with torch's DataLoader and other libraries.
+
+    dlio reads from its RAM tier, torch's DataLoader decodes with Pillow, and loops that only
+    decode show the limit. All make random resized crops and flips as uint8, without normalisation;
+    torch is also measured with ToTensor, as most scripts use it. Other libraries need environments
+    of their own: dlio bench peers install.
+    """
+    start = begin(output)
+    needing = [name for name in choice.case if name in _NEED_SOURCE]
+    if needing and not case.source:
+        raise UsageError(f"--case {needing[0]}: name SRC, a folder of class folders of images")
+    case, cases = replace(case, contenders=choice.contenders()), choice.case
+    report: dict[str, Any] = {}
+    workers, repeats = case.workers, case.repeats
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "pictures": lambda: measure(case),
+        "arrays": lambda: arrays(choice.folder, repeats, workers),
+        "slow": lambda: slow(case.source, repeats, workers, case.batch_size),
+        "decoded": lambda: decoded(case.source, repeats, workers, case.image_size, case.batch_size),
+        "mapstyle": lambda: mapstyle(repeats, workers, case.batch_size),
+        "transforms": lambda: augment(repeats, case.image_size),
+    }
+    for name in (name for name in measures if name in cases):
+        with working(f"loader, {name}"):
+            figures = measures[name]()
+        if name == "pictures":
+            report |= figures
+            _show(figures, case.image_size, workers, repeats)
+        else:
+            report[name] = figures
+            show_figures(name, *collect(figures))
+            show_notes(shown(figures) if name == "mapstyle" else [])
+    results = results_of(
+        "loader",
+        report,
+        settings={**asdict(case), **asdict(choice)},
+        paths=(choice.folder, *((case.source,) if case.source else ())),
+        versions=report.get("machine", {}).get("versions"),
+    )
+    finish(output, results, start)
+
+
+def _median(value: dict[str, float], digits: int = 2) -> str:
+    median, least, most = (f"{value[key]:.{digits}f}" for key in ("median", "min", "max"))
+    return f"{median} ({least} to {most})"
+
+
+def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -> None:
+    headings = (
+        *("loader", "output", "samples/s", "CPU, ms", "cold, s", "first batch, s"),
+        *("PSS, MiB", "processes", "threads"),
+    )
+    for case, title in {**CASES, "": "limits"}.items():
+        names = [name for name in report["samples_per_s"] if CONTENDERS[name].case == case]
+        rows = []
+        for name in names:
+            rate, space = report["samples_per_s"][name], report["footprint"][name]
+            rows.append(
+                (
+                    CONTENDERS[name].title,
+                    report["output"][name] or "",
+                    f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
+                    f"{report['cpu_ms_per_sample'][name]['median']:.2f}",
+                    f"{report['cold_first_batch_s'][name]:.2f}",
+                    f"{report['first_batch_s'][name]['median']:.3f}",
+                    f"{space['pss_MiB']:,.0f}",
+                    f"{space['processes']}",
+                    f"{space['threads']}",
+                )
+            )
+        if rows:
+            text = (
+                f"{title}: {report['samples']:,} to {image_size} pixels, {workers} workers, "
+                f"median of {repeats} (min to max)"
+            )
+            table(text, headings, rows, left=2)
+    show_notes([f"left out: {name} ({why})" for name, why in report["absent"].items()])
+    ratios = [
+        (key.replace("_over_", " / "), _median(report[key]), _by_cpu(report, key))
+        for key in RATIOS
+        if key in report
+    ]
+    if ratios:
+        table("ratios", ("ratio", "samples/s, median (min to max)", "by CPU time"), ratios)
+
+
+def _by_cpu(report: dict[str, Any], key: str) -> str:
+    cpu = cpu_ratio(report, key)
+    return "-" if cpu is None else f"{cpu:.2f}"

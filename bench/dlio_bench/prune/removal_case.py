@@ -1,0 +1,90 @@
+"""Removing neurons by other rules, to compare with: by magnitude, and by chance."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from dlio.features.pruning import (
+    NeuronGroup,
+    RemovalPlan,
+    TensorCut,
+    apply,
+    find_groups,
+    weights_of,
+)
+from dlio.features.pruning.neuron_groups import ModelInput
+from dlio.features.pruning.rounds import Round
+
+
+def by_magnitude(
+    model: nn.Module, groups: Sequence[NeuronGroup], widths: Mapping[str, int]
+) -> RemovalPlan:
+    """Keep, of each group, the neurons with the largest sums of their weights' magnitudes (Li et
+    al., "Pruning filters for efficient convnets", ICLR 2017).
+
+    Args:
+        widths: by group, how many stay; of groups that are not in it, all.
+    """
+    weights = weights_of(model, groups)
+    keep = {}
+    for group in groups:
+        if widths.get(group.name, group.width) >= group.width:
+            continue
+        sums = np.zeros(group.width)
+        for member in group.producers:
+            weight = np.moveaxis(np.abs(weights[member.weight]), member.dim, 0)
+            sums += weight.reshape(len(weight), -1).sum(1)[member.channels].sum(1)
+        largest = np.argsort(-sums, kind="stable")[: widths[group.name]]
+        keep[group.name] = np.sort(largest).astype(np.int64)
+    return RemovalPlan(keep)
+
+
+def by_chance(
+    groups: Sequence[NeuronGroup], widths: Mapping[str, int], generator: np.random.Generator
+) -> RemovalPlan:
+    """Keep so many of each group's neurons, any; of groups that are not in `widths`, all."""
+    keep = {}
+    for group in groups:
+        if widths.get(group.name, group.width) < group.width:
+            kept = generator.choice(group.width, widths[group.name], replace=False)
+            keep[group.name] = np.sort(kept).astype(np.int64)
+    return RemovalPlan(keep)
+
+
+def cut_by_magnitude(model: nn.Module, example: ModelInput, widths: Mapping[str, int]) -> None:
+    """Cut a model, in place, to widths that are given by group."""
+    groups = find_groups(model, example).groups
+    apply(model, groups, by_magnitude(model, groups, widths))
+
+
+class ByChance:
+    """Removes as many neurons as somebody else's rounds did, after the same steps, any of them.
+
+    Args:
+        rounds: with `step`, and `widths` by group after it.
+        told: called with the cuts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: ModelInput,
+        rounds: Sequence[Round],
+        seed: int,
+        told: Callable[[Sequence[TensorCut]], None] = lambda _: None,
+    ) -> None:
+        self._model, self._told = model, told
+        self._groups = find_groups(model, example).groups
+        self._widths = {each.step: each.widths for each in rounds if each.widths}
+        self._generator = np.random.default_rng(seed)
+
+    def step(self, done: int, optimizer: torch.optim.Optimizer) -> bool:
+        """After step number `done`; whether it was time."""
+        if done not in self._widths:
+            return False
+        plan = by_chance(self._groups, self._widths[done], self._generator)
+        applied = apply(self._model, self._groups, plan, [optimizer], aligned=(self._told,))
+        self._groups = applied.groups
+        return True

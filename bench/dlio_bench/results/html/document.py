@@ -1,0 +1,220 @@
+"""The page: an overview of all reports, and a section for each.
+
+Names, labels and notes of reports may hold anything: all go through `html.escape`. The page needs
+no network and runs no script, which its content security policy also forbids.
+"""
+
+import base64
+import hashlib
+import html
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from dlio_bench.results.html.plots import ElementIds, plain_labels, plot, strip, waterfall
+from dlio_bench.results.html.scales import format_number
+from dlio_bench.results.repeats import ENOUGH, interval_of_median, median
+from dlio_bench.results.report_values import Figure, PlotCurve, Ratio
+from dlio_bench.results.saved_report import SavedReport
+
+_ROWS_OPEN: Final = 40
+"""Figures of a report from which on their table is folded."""
+
+
+def page(reports: Sequence[SavedReport], title: str = "dlio bench") -> str:
+    """Return the HTML of a page with reports, in their order."""
+    with open(os.path.join(os.path.dirname(__file__), "style.css"), encoding="utf-8") as file:
+        style = file.read()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    numbers = ElementIds()
+    sections = "".join(_section(k, report, numbers) for k, report in enumerate(reports))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        f"style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'\">\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="referrer" content="no-referrer">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{style}</style></head>\n"
+        f'<body><header id="top"><h1>{html.escape(title)}</h1>{_overview(reports)}</header>\n'
+        f"<main>{sections}</main></body></html>\n"
+    )
+
+
+def _overview(reports: Sequence[SavedReport]) -> str:
+    rows = []
+    for k, report in enumerate(reports):
+        environment = report.environment
+        cells = (
+            report.benchmark,
+            report.started.replace("T", " ").replace("+00:00", " UTC"),
+            "" if report.seconds is None else f"{report.seconds:,.0f} s",
+            f"{environment.get('processor', '')}, {environment.get('cores', '?')} cores",
+            str(environment.get("commit") or ""),
+        )
+        link = f'<a href="#r{k}">{html.escape(report.name)}</a>'
+        rows.append([link, *(html.escape(cell) for cell in cells)])
+    heads = ("report", "benchmark", "started", "took", "machine", "commit")
+    notes = "".join(
+        f'<p class="note"><a href="#r{k}">{html.escape(report.name)}</a>: {html.escape(note)}</p>'
+        for k, report in enumerate(reports)
+        for note in report.notes
+    )
+    return _table("Reports", heads, rows) + notes
+
+
+def _section(number: int, report: SavedReport, numbers: ElementIds) -> str:
+    parts = [
+        f'<section aria-labelledby="r{number}"><h2 id="r{number}">{html.escape(report.name)}</h2>',
+        f'<p class="muted">benchmark {html.escape(report.benchmark)} '
+        '<a class="back" href="#top">back to the overview</a></p>',
+    ]
+    if report.command:
+        parts.append(f'<p class="command">{html.escape(report.command)}</p>')
+    parts += [f'<p class="note">{html.escape(note)}</p>' for note in report.notes]
+    if report.old:
+        parts.append('<p class="note">An old report: repeats may be missing.</p>')
+    if report.ratios:
+        parts.append(_ratios(report.ratios))
+    drawn = [plot(curves, numbers) for curves in _by_name(report.curves)]
+    drawn += [waterfall(each, numbers) for each in report.waterfalls]
+    if drawn:
+        parts.append(f'<h3>Plots</h3><div class="figures">{"".join(drawn)}</div>')
+    if report.figures:
+        table = _figures(report.figures)
+        if len(report.figures) > _ROWS_OPEN:
+            table = f"<details><summary>Figures ({len(report.figures)})</summary>{table}</details>"
+        else:
+            table = f"<h3>Figures</h3>{table}"
+        parts.append(table)
+    parts += [_environment(report), "</section>"]
+    return "".join(parts)
+
+
+def _figures(figures: Sequence[Figure]) -> str:
+    groups: dict[tuple[str, str], list[Figure]] = {}
+    for figure in figures:
+        groups.setdefault((figure.name, figure.unit), []).append(figure)
+    rows = []
+    for (name, unit), members in groups.items():
+        values = [value for figure in members for value in figure.values]
+        low, high = min(0.0, *values), max(0.0, *values)
+        for figure in members:
+            forecast = ' <span class="forecast">forecast</span>' if figure.forecast else ""
+            rows.append(
+                (
+                    html.escape(name) + forecast,
+                    html.escape(plain_labels(figure.labels)),
+                    _median(figure.values),
+                    html.escape(unit),
+                    figure.better,
+                    strip(figure.values, low, high),
+                    str(len(figure.values)),
+                )
+            )
+    heads = (
+        *("figure", "of", "#median (min to max)", "unit", "better"),
+        *("repeats, from 0", "#repeats"),
+    )
+    return _table("Medians of all repeats, and their range", heads, rows)
+
+
+def _ratios(ratios: Sequence[Ratio]) -> str:
+    ends = [value for ratio in ratios for value in ratio.values]
+    low, high = min(0.0, *ends), max(1.0, *ends)
+    rows, few = [], False
+    for ratio in ratios:
+        interval = interval_of_median(ratio.values)
+        text = ""
+        if interval is not None:
+            mark = "*" if len(ratio.values) < ENOUGH else ""
+            few = few or bool(mark)
+            text = f"{interval[0]:.3f} to {interval[1]:.3f}{mark}"
+        rows.append(
+            (
+                html.escape(ratio.name),
+                html.escape(plain_labels(ratio.labels)),
+                _median(ratio.values),
+                text,
+                strip(ratio.values, low, high, interval),
+                str(len(ratio.values)),
+            )
+        )
+    heads = ("ratio", "of", "#median (min to max)", "#95 %", "repeats, from 0", "#repeats")
+    foot = ""
+    if few:
+        foot = (
+            f'<p class="muted">* fewer than {ENOUGH} repeats: too few for a 95 % interval of a '
+            "median, which is wider than this.</p>"
+        )
+    return "<h3>Ratios</h3>" + _table("Ratios of the same repeat", heads, rows) + foot
+
+
+def _environment(report: SavedReport) -> str:
+    rows: list[tuple[str, object]] = [*report.environment.items()]
+    rows += [(f"seed: {key}", value) for key, value in report.seeds.items()]
+    rows += [(f"setting: {key}", value) for key, value in report.settings.items()]
+    items = "".join(
+        f"<dt>{html.escape(str(key).replace('_', ' '))}</dt><dd>{html.escape(_text(value))}</dd>"
+        for key, value in rows
+        if value not in (None, "", [], {})
+    )
+    return f"<details><summary>Environment and settings</summary><dl>{items}</dl></details>"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(each)}" for key, each in value.items() if each is not None)
+    if isinstance(value, list | tuple):
+        return "; ".join(_text(each) for each in value)
+    return format_number(value) if isinstance(value, float) else str(value)
+
+
+def _median(values: Sequence[float]) -> str:
+    text = format_number(median(values))
+    if len(values) == 1:
+        return text
+    return (
+        f'<span>{text} <span class="range">({format_number(min(values))} to '
+        f"{format_number(max(values))})</span></span>"
+    )
+
+
+def _by_name(curves: Iterable[PlotCurve]) -> list[list[PlotCurve]]:
+    """Return the curves of each plot: those of one name and kind."""
+    groups: dict[tuple[str, str], list[PlotCurve]] = {}
+    for curve in curves:
+        groups.setdefault((curve.name, curve.kind), []).append(curve)
+    return list(groups.values())
+
+
+def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table that scrolls on its own where it is too wide, by keyboard too.
+
+    On a phone each row is a block, with the heads next to the cells. A column without any text is
+    left out.
+
+    Args:
+        heads: texts of ours; `#` marks a column of numbers.
+        rows: cells as HTML; the first one is the head of its row.
+    """
+    cells = [list(row) for row in rows]
+    kept = [k for k in range(len(heads)) if not k or any(row[k] for row in cells)]
+    head = "".join(f'<th scope="col"{_class(heads[k])}>{heads[k].lstrip("#")}</th>' for k in kept)
+    body = "".join(
+        f'<tr><th scope="row">{row[0]}</th>'
+        + "".join(
+            f'<td data-head="{heads[k].lstrip("#")}"{_class(heads[k])}>{row[k]}</td>'
+            for k in kept[1:]
+        )
+        + "</tr>"
+        for row in cells
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{caption}"><table>'
+        f"<caption>{caption}</caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _class(head: str) -> str:
+    return ' class="number"' if head.startswith("#") else ""

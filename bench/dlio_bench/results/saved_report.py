@@ -1,0 +1,202 @@
+"""Reports read back from files: those of the envelope, and older ones without it."""
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dlio.errors import UsageError, printable
+from dlio_bench.results.envelope import SCHEMA
+from dlio_bench.results.figure_collection import collect
+from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Waterfall
+
+_MOST_BYTES: Final = 256 << 20
+_KINDS: Final = ("cdf", "time", "scaling")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedReport:
+    """A report; all texts are as the file has them and may hold anything."""
+
+    path: str
+    benchmark: str
+    figures: list[Figure]
+    """Without values that are invalid; those without any value are left out."""
+    ratios: list[Ratio]
+    curves: list[PlotCurve] = field(default_factory=list)
+    waterfalls: list[Waterfall] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+    started: str = ""
+    seconds: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seeds: Mapping[str, Any] = field(default_factory=dict)
+    old: bool = False
+    """True if it has no envelope: repeats and directions may be missing."""
+
+    @property
+    def name(self) -> str:
+        """The file's name without its folder and ending."""
+        return os.path.splitext(os.path.basename(self.path))[0]
+
+
+def find_reports(paths: Sequence[str]) -> list[str]:
+    """Return the JSON files that paths name, those directly in a folder in the order of names.
+
+    Raises UsageError if a path does not exist, or a folder holds none.
+    """
+    files: list[str] = []
+    for path in paths:
+        if not os.path.isdir(path):
+            files.append(path)
+            continue
+        inside = sorted(name for name in os.listdir(path) if name.endswith(".json"))
+        if not inside:
+            raise UsageError(f"{path}: no *.json in this folder; write reports there by --report")
+        files += [os.path.join(path, name) for name in inside]
+    return files
+
+
+def read_report(path: str) -> SavedReport:
+    """Read a report of `--report`, or one of docs/benchmarks/data.
+
+    Raises UsageError, which names the file, if it is not a report or of another schema.
+    """
+    try:
+        if os.path.getsize(path) > _MOST_BYTES:
+            raise UsageError(f"{path}: larger than 256 MiB; this is not a report")
+        with open(path, encoding="utf-8") as file:
+            loaded = json.load(file)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; name a file of --report") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON; name a file of --report") from error
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{path}: not a report; name a file of --report")
+    if isinstance(inner := loaded.get("report"), dict) and "schema" in inner:
+        loaded = inner  # With its title and data, as the site keeps it.
+    schema = loaded.get("schema")
+    if schema is None:
+        return _old(path, loaded)
+    if schema != SCHEMA:
+        raise UsageError(
+            f"{path}: schema {printable(str(schema))}, but this dlio reads {SCHEMA}; measure "
+            "again, or use the dlio that wrote it"
+        )
+    try:
+        return _report(path, loaded)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"{path}: damaged report of {SCHEMA} ({printable(repr(error))}); measure again"
+        ) from error
+
+
+def _report(path: str, loaded: Mapping[str, Any]) -> SavedReport:
+    seconds = loaded["seconds"]
+    return SavedReport(
+        path=path,
+        benchmark=str(loaded["benchmark"]),
+        figures=list(_figures(loaded["figures"])),
+        ratios=list(_ratios(loaded["ratios"])),
+        curves=[_curve(each) for each in loaded["curves"]],
+        waterfalls=[
+            Waterfall(str(each["name"]), _parts(each["parts"]), _texts(each["labels"]))
+            for each in loaded["waterfalls"]
+        ],
+        notes=[str(note) for note in loaded["notes"]],
+        environment=dict(loaded["environment"]),
+        command=_command([str(word) for word in loaded["command"]]),
+        started=str(loaded["started"] or ""),
+        seconds=None if seconds is None else float(seconds),
+        settings=dict(loaded["settings"]),
+        seeds=dict(loaded["seeds"]),
+    )
+
+
+def _old(path: str, loaded: Mapping[str, Any]) -> SavedReport:
+    """Return a report without an envelope: bare, or stored with its provenance."""
+    inner = loaded.get("report", loaded)
+    machine = loaded.get("machine")
+    if not isinstance(inner, dict) or not isinstance(machine, dict):
+        raise UsageError(
+            f"{path}: not a report of dlio bench: no schema, and no machine; measure again"
+        )
+    figures, ratios = collect(inner)
+    if not figures and not ratios:
+        raise UsageError(f"{path}: an old report without figures that can be read; measure again")
+    return SavedReport(
+        path=path,
+        benchmark=str(inner.get("benchmark", loaded.get("title", ""))),
+        figures=figures,
+        ratios=ratios,
+        environment={**machine, "load_average": loaded.get("load_average")},
+        command=str(loaded.get("command", "")),
+        started=str(loaded.get("date", "")),
+        old=True,
+    )
+
+
+def _figures(stored: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
+    for each in stored:
+        if values := _values(each["values"]):
+            yield Figure(
+                str(each["name"]),
+                str(each["unit"]),
+                values,
+                _texts(each["labels"]),
+                each["better"] if each["better"] in ("higher", "lower") else "",
+                bool(each["forecast"]),
+            )
+
+
+def _ratios(stored: Sequence[Mapping[str, Any]]) -> Iterator[Ratio]:
+    for each in stored:
+        if values := _values(each["values"]):
+            yield Ratio(
+                str(each["name"]),
+                values,
+                _texts(each["labels"]),
+                each["better"] if each["better"] in ("higher", "lower") else "",
+            )
+
+
+def _curve(each: Mapping[str, Any]) -> PlotCurve:
+    if each["kind"] not in _KINDS:
+        raise ValueError(f"a curve of kind {each['kind']!r}")
+    pairs = [
+        (float(x), float(y))
+        for x, y in zip(each["x"], each["y"], strict=True)
+        if x is not None and y is not None
+    ]
+    return PlotCurve(
+        str(each["name"]),
+        each["kind"],
+        str(each["x_name"]),
+        str(each["y_name"]),
+        tuple(x for x, _ in pairs),
+        tuple(y for _, y in pairs),
+        _texts(each["labels"]),
+        bool(each["forecast"]),
+    )
+
+
+def _values(stored: Sequence[Any]) -> tuple[float, ...]:
+    values = (float(value) for value in stored if value is not None)
+    return tuple(value for value in values if math.isfinite(value))
+
+
+def _parts(stored: Mapping[str, Any]) -> dict[str, float]:
+    parts = {str(name): float(value) for name, value in stored.items() if value is not None}
+    return {name: value for name, value in parts.items() if math.isfinite(value)}
+
+
+def _command(words: Sequence[str]) -> str:
+    return shlex.join([os.path.basename(words[0]), *words[1:]]) if words else ""
+
+
+def _texts(stored: Mapping[str, Any]) -> dict[str, str]:
+    return {str(key): str(value) for key, value in stored.items()}

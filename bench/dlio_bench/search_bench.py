@@ -1,0 +1,231 @@
+"""`dlio bench search`: a search on several ranks, compared with one trial after another.
+
+All cases are whole commands `dlio search` with the same seed, so that they try the same parameters.
+The network sleeps for a time for each sample, as long as an accelerator would compute, so that
+ranks which share cores do not slow each other. The case `storm` kills ranks, the process that forks
+them and the searcher by SIGKILL at random times, and starts the searcher again.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Annotated, Any, Final
+
+from dlio.cli.option_records import OutputOptions
+from dlio.data.reader import data_bytes, open_reader
+from dlio.errors import DlioError
+from dlio.util.child_processes import module_command
+from dlio.util.options import Option, check
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.figure_collection import results_of
+from dlio_bench.results.terminal import show_figures, working
+
+CASES: Final = ("one-by-one", "packed", "asha", "storm")
+_TIMEOUT_S: Final = 7200.0
+_NETWORK: Final = "dlio_bench.exchange_cases.paced_network:paced_network"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchChoice:
+    """The search that is measured."""
+
+    source: Annotated[
+        str, Option("Training images in class folders.", positional=True, metavar="SRC")
+    ]
+    val: Annotated[str, Option("Held-out images.", metavar="PATH")] = ""
+    cases: Annotated[
+        tuple[str, ...],
+        Option(
+            "one-by-one: a rank, no early ends. packed: -n ranks. asha: -n ranks and early ends. "
+            "storm: as asha, with SIGKILLs. Repeatable.",
+            name="case",
+            choices=CASES,
+            default_text="all",
+        ),
+    ] = CASES
+    ranks: Annotated[int, Option("Ranks of the packed cases.", short="-n", least=1)] = 4
+    trials: Annotated[int, Option("Number of trials.", least=1)] = 24
+    epochs: Annotated[int, Option("Epochs of each trial.", least=2)] = 9
+    sample_ms: Annotated[
+        float, Option("Sleep of the network for each sample.", unit="milliseconds", least=0)
+    ] = 1.0
+    space: Annotated[
+        tuple[str, ...], Option("Parameters, as for `dlio search`. Repeatable.", name="set")
+    ] = ("lr=1e-3..1:log", "batch-size=16,32")
+    kills: Annotated[int, Option("SIGKILLs of the storm.", least=1)] = 10
+    every_s: Annotated[
+        float, Option("Mean time between two kills.", unit="seconds", above=0, name="every")
+    ] = 4.0
+    seed: Annotated[int, Option("Seed of searches and kills.", least=0)] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(slots=True)
+class _SearchRun:
+    """A search that has ended."""
+
+    seconds: float
+    results: dict[str, Any]
+    kills: dict[str, int]
+
+
+def measure(choice: SearchChoice, folder: str) -> dict[str, object]:
+    """Run the cases; return their figures, and whether the storm changed a result.
+
+    Args:
+        folder: for the studies.
+    """
+    total = 0
+    for path in filter(None, (choice.source, choice.val)):
+        reader = open_reader(path)
+        total += data_bytes(reader)
+        reader.close()
+    runs = {case: _run(choice, case, folder) for case in choice.cases}
+    rows = [_row(case, run, total) for case, run in runs.items()]
+    said = []
+    if "one-by-one" in runs:
+        for case in ("packed", "asha"):
+            if case in runs:
+                share = runs[case].seconds / runs["one-by-one"].seconds
+                said.append(f"{case}: {share:.2f} of the time of one by one")
+    if "packed" in runs and "one-by-one" in runs:
+        same = _trials(runs["packed"]) == _trials(runs["one-by-one"])
+        said.append(f"packed: all results {'equal' if same else 'DIFFER FROM'} those of one by one")
+    if "storm" in runs and "asha" in runs:
+        same = _trials(runs["storm"]) == _trials(runs["asha"])
+        said.append(
+            f"storm: after {runs['storm'].kills} kills, all results "
+            f"{'equal' if same else 'DIFFER FROM'} those without"
+        )
+    return {"rows": rows, "said": said}
+
+
+def _row(case: str, run: _SearchRun, total: int) -> dict[str, object]:
+    trials, starts = run.results["trials"], run.results["starts_s"]
+    best = run.results["best"][0] if run.results["best"] else {"values": {"none": None}}
+    return {
+        "case": case,
+        "seconds": run.seconds,
+        "trials": float(len(trials)),
+        "ended_early": float(sum(each["state"] == "pruned" for each in trials)),
+        "epochs": float(sum(len(each["epochs"]) for each in trials)),
+        "best": next(iter(best["values"].values())),
+        "source_read_times": (run.results["staged_bytes"] + run.results["trial_source_bytes"])
+        / total,
+        "start_ms": 1e3 * median(starts) if starts else None,
+        "slowest_start_ms": 1e3 * max(starts) if starts else None,
+    }
+
+
+def _trials(run: _SearchRun) -> object:
+    return run.results["trials"]
+
+
+def _run(choice: SearchChoice, case: str, folder: str) -> _SearchRun:
+    """Run a search to its end, however often it is killed."""
+    words = _words(choice, case, os.path.join(folder, case))
+    draw = random.Random(choice.seed)
+    left = choice.kills if case == "storm" else 0
+    kills = dict.fromkeys(("rank", "forker", "searcher"), 0)
+    began = time.monotonic()
+    while True:
+        with tempfile.TemporaryFile("w+") as said:
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT
+            )
+            try:
+                while process.poll() is None:
+                    if time.monotonic() - began > _TIMEOUT_S:
+                        raise DlioError(f"{case}: not done after {_TIMEOUT_S:.0f} s: try less")
+                    pause = draw.expovariate(1 / choice.every_s) if left else _TIMEOUT_S
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(pause)
+                    if left and (kind := _kill(process.pid, draw)) is not None:
+                        kills[kind] += 1
+                        left -= 1
+            finally:
+                process.kill()
+                process.wait()
+            said.seek(0)
+            lines = said.read().splitlines()
+        if process.returncode == 0:
+            return _SearchRun(time.monotonic() - began, json.loads(lines[-1]), kills)
+        if process.returncode != -signal.SIGKILL:
+            raise DlioError(f"{case}: {' '.join(words)}: {' '.join(lines[-3:])}")
+
+
+def _words(choice: SearchChoice, case: str, study: str) -> list[str]:
+    is_alone = case == "one-by-one"
+    paced = f"{_NETWORK}(model='lenet',sample_ms={choice.sample_ms})"
+    val = ["--val", choice.val] if choice.val else []
+    return [
+        *(*module_command("dlio.cli"), "search", choice.source, *val, "--study", study, "--json"),
+        *("--trials", str(choice.trials), "--epochs", str(choice.epochs)),
+        *("--seed", str(choice.seed), "--sampler", "random", "--image-size", "32"),
+        *("--model", paced, "--cores-per-rank", "1"),
+        *("-n", "1" if is_alone else str(choice.ranks)),
+        *("--pruner", "asha" if case in ("asha", "storm") else "none"),
+        *(word for each in choice.space for word in ("--set", each)),
+    ]
+
+
+def _kill(searcher: int, draw: random.Random) -> str | None:
+    """Kill a process of a search; return its kind, None if there is none of the kind drawn."""
+    forkers = _children(searcher, "dlio.features.search.forker")
+    ranks = [rank for forker in forkers for rank in _children(forker)]
+    kind = draw.choices(("rank", "forker", "searcher"), (6, 2, 2))[0]
+    victims = {"rank": ranks, "forker": forkers, "searcher": [searcher]}[kind]
+    if not victims:
+        return None
+    with suppress(ProcessLookupError):
+        os.kill(draw.choice(victims), signal.SIGKILL)
+        return kind
+    return None
+
+
+def _children(process: int, word: str = "") -> list[int]:
+    """Return the children of a process whose command line has a word."""
+    matching = []
+    try:
+        with open(f"/proc/{process}/task/{process}/children", encoding="ascii") as file:
+            children = file.read().split()
+        for child in children:
+            with open(f"/proc/{child}/cmdline", encoding="utf-8", errors="replace") as file:
+                if word in file.read():
+                    matching.append(int(child))
+    except OSError:
+        return matching
+    return matching
+
+
+def command(choice: SearchChoice, output: OutputOptions) -> None:
+    """Measure `dlio search`, compared with one trial after another, and under SIGKILLs.
+
+    The network sleeps for each sample as an accelerator would compute. Figures are whole commands:
+    seconds, epochs trained, the best result, how often the source was read, and the time from the
+    decision to start a trial to the first line of its program.
+    """
+    start = begin(output)
+    with working("search"), tempfile.TemporaryDirectory(prefix="search-bench-") as folder:
+        report: Mapping[str, Any] = measure(choice, folder)
+    results = results_of(
+        "search",
+        report,
+        settings=asdict(choice),
+        seeds={"search": choice.seed},
+        paths=(choice.source,),
+    )
+    show_figures("search", results.figures, results.ratios)
+    lines: Sequence[str] = report["said"]
+    print("\n".join(lines))
+    finish(output, results, start)

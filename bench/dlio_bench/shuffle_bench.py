@@ -1,0 +1,238 @@
+"""`dlio bench shuffle`: plans of a thousand ranks, real exchanges, partial tiers, mixing."""
+
+import itertools
+import os
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Final
+
+from dlio.cli.option_records import OutputOptions
+from dlio.errors import UsageError
+from dlio.util.options import Option, check
+from dlio_bench.bench_ranks import FABRICS, run
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.figure_collection import collect, results_of
+from dlio_bench.results.terminal import advance, show_figures, steps, working
+
+_CASES: Final = (
+    "plan",
+    "mixing",
+    "capacity",
+    "exchange",
+    "decode",
+    "link",
+    "training",
+    "source-order",
+)
+_USUAL: Final = ("plan", "mixing", "capacity", "exchange", "decode")
+_RANKS: Final = 4
+_SAMPLE_BYTES: Final = 100_000
+
+
+def plan(repeats: int, large_samples: int = 10**9) -> dict[str, object]:
+    """128 nodes of 8 ranks, batches of 32, 1.28 million samples: shares of the bytes that move, and
+    seconds that one rank takes to plan a whole epoch; `large_samples` in mode `global`: seconds
+    and bytes of memory."""
+    from dlio.loader.planned_traffic import job_of, traffic
+    from dlio.plan.epoch import plan_epoch
+    from dlio.plan.placement import HomeNode
+    from dlio_bench.results.repeats import spread
+
+    nodes = tuple(HomeNode(f"node{number}", (1 << 60,)) for number in range(128))
+    job = job_of(1_280_000, 110_000, nodes, 8, 32)
+    results: dict[str, Any] = {"placement_s": _seconds(lambda: job.placement)}
+    for mode in ("batch", "global"):
+        measured = traffic(replace(job, mode=mode))
+        results[mode] = {
+            "moved_share": measured.moved / measured.payload,
+            "messages": measured.messages,
+        }
+    for mode in steps(("batch", "global", "ring", "partial(0.1)", "local")):
+        one = replace(job, mode=mode)
+        # The placement is computed once for all epochs.
+        one.__dict__["placement"] = job.placement
+
+        def whole(one: Any = one) -> None:
+            planner = plan_epoch(one.plan(1, 77))
+            for window in one.windows():
+                planner.window(window)
+
+        seconds = [_seconds(whole) for _ in range(repeats)]
+        results.setdefault(mode, {})["seconds_a_rank"] = spread(seconds)
+    large = job_of(large_samples, 110_000, nodes, 8, 32, "global")
+
+    def whole_large() -> None:
+        planner = plan_epoch(large.plan(1, 77))
+        steps = large.steps
+        for first in range(0, steps, 32):
+            planner.window(range(first, min(first + 32, steps)))
+
+    large.placement  # noqa: B018 - once for all epochs
+    results["billion"] = {"seconds_a_rank": spread([_seconds(whole_large) for _ in range(repeats)])}
+    tracemalloc.start()
+    whole_large()
+    results["billion"]["peak_MiB"] = tracemalloc.get_traced_memory()[1] / (1 << 20)
+    tracemalloc.stop()
+    return results
+
+
+def _seconds(work: Any) -> float:
+    """Processor seconds of this process."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
+    """4 ranks on 2 and on 4 pretended nodes, mode `global`, samples of 100 kB that nobody decodes:
+    bytes a second that peers get, over those of an MPI Alltoallv of as many bytes, and over those
+    of one a window that is fed from the same tier and emptied into batches. The nodes are
+    pretended: their messages go through shared memory, which no nodes have between them, or
+    through TCP over this machine's loopback."""
+    import numpy as np
+
+    from dlio_bench.results.repeats import ratio, spread
+    from dlio_staging.pack_folder import pack
+
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
+        generator = np.random.default_rng(0)
+        data = generator.integers(0, 256, (samples, _SAMPLE_BYTES), np.uint8)
+        np.save(os.path.join(scratch, "samples.npy"), data)
+        del data
+        packed = os.path.join(scratch, "packed")
+        pack(os.path.join(scratch, "samples.npy"), packed, compress="none")
+        for nodes, fabric in steps(itertools.product((2, 4), FABRICS)):
+            measured = _ranks("exchange", packed, nodes, 32, repeats, fabric)
+            rates = measured["rates"]
+            results[f"{nodes}_nodes_{fabric}"] = {
+                "moved_bytes": measured["moved"],
+                "messages": measured["messages"],
+                "late": measured["late"],
+                "shuffle_MB_per_s": spread([rate / 1e6 for rate in rates["shuffle"]]),
+                "alltoallv_MB_per_s": spread([rate / 1e6 for rate in rates["alltoallv"]]),
+                "fed_alltoallv_MB_per_s": spread([r / 1e6 for r in rates["fed_alltoallv"]]),
+                "shuffle_over_alltoallv": ratio(rates["shuffle"], rates["alltoallv"]),
+                "shuffle_over_fed": ratio(rates["shuffle"], rates["fed_alltoallv"]),
+            }
+    return results
+
+
+def decode(source: str, repeats: int) -> dict[str, object]:
+    """4 ranks that decode `source`: images a second in mode `global` over those in `local`, which
+    sends nothing."""
+    from dlio_bench.results.repeats import ratio, spread
+
+    results: dict[str, object] = {}
+    for nodes in steps((2, 4), "{} nodes".format):
+        rates = _ranks("decode", os.path.abspath(source), nodes, 16, repeats)["rates"]
+        results[f"{nodes}_nodes"] = {
+            "global_per_s": spread(rates["global"]),
+            "local_per_s": spread(rates["local"]),
+            "global_over_local": ratio(rates["global"], rates["local"]),
+        }
+    return results
+
+
+def _ranks(
+    case: str, source: str, nodes: int, batch_size: int, repeats: int, fabric: str = "memory"
+) -> dict[str, Any]:
+    task = {
+        "case": case,
+        "source": source,
+        "tiers": "ram:4GiB",
+        "batch_size": batch_size,
+        "nodes": nodes,
+        "repeats": repeats,
+    }
+    return run("dlio_bench.shuffle_rank", task, _RANKS, fabric)
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffleBenchOptions:
+    """The options of `dlio bench shuffle`."""
+
+    source: Annotated[
+        str | None,
+        Option(
+            "Class folders of images, for the cases capacity, decode and training.",
+            positional=True,
+            metavar="SRC",
+        ),
+    ] = None
+    val: Annotated[
+        str | None,
+        Option(
+            "Held-out data for the case training, for which SRC is best sorted by class.",
+            metavar="PATH",
+        ),
+    ] = None
+    case: Annotated[
+        tuple[str, ...],
+        Option(
+            "Case to measure; link needs root. Repeatable.",
+            choices=_CASES,
+            default_text=f"{', '.join(_USUAL)}; without SRC, not capacity and decode",
+        ),
+    ] = ()
+    repeats: Annotated[int, Option("Timed passes of each figure.", least=1)] = 5
+    seeds: Annotated[int, Option("Seeds of the case training.", least=1)] = 5
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.source is None and {"capacity", "decode", "training"} & set(self.case):
+            raise UsageError("capacity, decode and training want a data set")
+        if self.val is None and "training" in self.case:
+            raise UsageError("--case training wants held-out data: --val")
+
+
+def command(options: ShuffleBenchOptions, output: OutputOptions) -> None:
+    """Measure the shuffle.
+
+    Cases are the plans of a thousand ranks, exchanges among 4 ranks, reads with partial tiers, and
+    how well each mode mixes.
+    """
+    from dlio_bench.capacity import capacity
+    from dlio_bench.mixture_bench import statistics, training
+    from dlio_bench.network_links import link
+    from dlio_bench.sourceorder import source_order
+
+    start = begin(output)
+    source, repeats = str(options.source), options.repeats
+    measures: dict[str, Callable[[], object]] = {
+        "plan": lambda: plan(repeats),
+        "mixing": statistics,
+        "exchange": lambda: exchange(repeats),
+        "source-order": source_order,
+        "link": lambda: link(epochs=repeats),
+        "capacity": lambda: capacity(source),
+        "decode": lambda: decode(source, repeats),
+        "training": lambda: training(source, str(options.val), options.seeds),
+    }
+    needs_source = () if options.source else ("capacity", "decode")
+    wanted = options.case or tuple(name for name in _USUAL if name not in needs_source)
+    report: dict[str, Any] = {}
+    with working("shuffle", len(wanted)):
+        for name in wanted:
+            advance(name, 0)
+            report[name] = measures[name]()
+            advance()
+            show_figures(name, *collect(_table_of(report[name])))
+    results = results_of(
+        "shuffle", report, settings=asdict(options), seeds={"plan": 77}, paths=_paths(options)
+    )
+    finish(output, results, start)
+
+
+def _table_of(measured: object) -> Mapping[str, object]:
+    """Return the figures of a case by name; those of a list by their number."""
+    if isinstance(measured, Mapping):
+        return measured
+    return {"rows": measured}
+
+
+def _paths(options: ShuffleBenchOptions) -> tuple[str, ...]:
+    return (tempfile.gettempdir(), *((options.source,) if options.source else ()))

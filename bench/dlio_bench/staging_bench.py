@@ -1,0 +1,458 @@
+"""`dlio bench staging`: staging, compared with its source's bandwidth and with cp."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from dlio.cli.option_records import OutputOptions
+from dlio.errors import UsageError
+from dlio.util.options import Option, check
+from dlio.util.shared_folders import SHARED_MEMORY
+from dlio.util.units import format_bytes
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.figure_collection import results_of
+from dlio_bench.results.terminal import advance, expect, show_figures, working
+
+CASES = ("slow-50", "slow-200", "local", "small-files", "two-jobs", "memory")
+_MIB = 1 << 20
+_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is staged."""
+
+    slow_s: float = 10.0
+    """Seconds of the emulated bandwidth."""
+    local_bytes: int = 4 << 30
+    files: int = 100_000
+    file_bytes: int = 4096
+    samples: int = 10_000_000
+    copied: float = 1.0
+    """Share of the small files that `cp -r` copies; its time is scaled up."""
+    repeats: int = 3
+
+
+def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, object]:
+    """Run cases; every figure is of `dlio stage`, run as its users run it, unless it says so.
+
+    Args:
+        folder: on the disk to be measured; files made there are removed.
+    """
+    from dlio_bench.results.machine import describe_machine
+
+    run: dict[str, Callable[[str, Sizes], dict[str, Any]]] = {
+        "slow-50": lambda f, s: _slow(f, s, 50 * _MIB),
+        "slow-200": lambda f, s: _slow(f, s, 200 * _MIB),
+        "local": _local,
+        "small-files": _small_files,
+        "two-jobs": _two_jobs,
+        "memory": _memory,
+    }
+    results = {}
+    for case in cases:
+        with tempfile.TemporaryDirectory(prefix="staging-bench-", dir=folder) as inside:
+            expect(sizes.repeats)
+            advance(case, 0)
+            results[case] = run[case](inside, sizes)
+    packages = ("dlio", "numpy", "mfusepy", "xxhash")
+    return {
+        "benchmark": "staging",
+        "sizes": asdict(sizes),
+        "cases": results,
+        "machine": describe_machine(packages),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class StagingChoice:
+    """The options of `dlio bench staging`."""
+
+    cases: Annotated[
+        tuple[str, ...], Option("Case to measure. Repeatable.", name="case", choices=CASES)
+    ] = CASES
+    folder: Annotated[
+        str | None,
+        Option("Folder on the disk to measure.", metavar="FOLDER", default_text="the current one"),
+    ] = None
+    repeats: Annotated[int, Option("Timed runs of each figure.", least=1)] = 3
+    quick: Annotated[bool, Option("Stage a tenth of the data.")] = False
+    copied: Annotated[
+        float,
+        Option("Share of the small files that `cp -r` copies; its time is scaled up.", least=0.001),
+    ] = 1.0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def sizes(self) -> Sizes:
+        """Return how much is staged."""
+        if self.quick:
+            return Sizes(2.0, 1 << 27, 5000, 4096, 1_000_000, min(0.2, self.copied), 1)
+        return Sizes(repeats=self.repeats, copied=min(1.0, self.copied))
+
+
+def command(choice: StagingChoice, output: OutputOptions) -> None:
+    """Measure `dlio stage`, compared with dd and cp in the same run.
+
+    Sources are an emulated parallel file system and the local disk. Figures are shares of the
+    bandwidth, small files, two jobs at once, and memory.
+    """
+    start = begin(output)
+    folder, sizes = choice.folder or os.getcwd(), choice.sizes()
+    with working("staging"):
+        report: dict[str, Any] = measure(choice.cases, sizes, folder)
+    results = results_of(
+        "staging",
+        report,
+        settings={**asdict(sizes), "cases": choice.cases},
+        seeds={"data": 0},
+        paths=(folder, SHARED_MEMORY),
+        versions=report["machine"]["versions"],
+    )
+    show_figures("staging", results.figures, results.ratios)
+    finish(output, results, start)
+
+
+def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:
+    """From packed shards on a file system with 5 ms latency, into memory."""
+    from dlio_bench.emulated.emulated_mount import slow_mount
+    from dlio_bench.results.repeats import spread
+
+    source = os.path.join(folder, "source")
+    size = int(bandwidth * sizes.slow_s)
+    _make_shards(source, size)
+    bytes_ = _size_of(source)
+    shares, reads, rates = [], [], []
+    with (
+        slow_mount(source, latency_s=0.005, bandwidth=bandwidth) as mounted,
+        _memory_folder(bytes_) as tier,
+    ):
+        for _ in range(sizes.repeats):
+            advance()
+            seconds = _stage(mounted, tier, bytes_)
+            rates.append(bytes_ / seconds / _MIB)
+            shares.append(bytes_ / seconds / bandwidth)
+            _empty(tier)
+            reads.append(_parallel_read(mounted) / bandwidth)
+    return {
+        "bytes": bytes_,
+        "MiB_per_s": spread(rates),
+        "share_of_bandwidth": spread(shares),
+        "plain_parallel_read_share": spread(reads),
+    }
+
+
+def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
+    """From packed shards on the local disk, cold, into memory and onto the same disk."""
+    from dlio_bench.results.repeats import ratio, spread
+
+    source = os.path.join(folder, "source")
+    _make_shards(source, sizes.local_bytes)
+    bytes_ = _size_of(source)
+    tier = os.path.join(folder, "tier")
+    rates: dict[str, list[float]] = {
+        "dd": [],
+        "dd_direct": [],
+        "dd_copy": [],
+        "memory": [],
+        "same_disk": [],
+    }
+    with _memory_folder(bytes_) as memory:
+
+        def into_memory() -> float:
+            seconds = _stage(source, memory, bytes_)
+            _empty(memory)
+            return seconds
+
+        def onto_disk() -> float:
+            os.makedirs(tier)
+            seconds = _stage(source, tier, bytes_)
+            shutil.rmtree(tier)
+            return seconds
+
+        contenders: dict[str, Callable[[], float]] = {
+            "dd": lambda: _dd(source),
+            "dd_direct": lambda: _dd(source, direct=True),
+            "memory": into_memory,
+            "dd_copy": lambda: _dd(source, os.path.join(folder, "copy")),
+            "same_disk": onto_disk,
+        }
+        for repeat in range(sizes.repeats):
+            advance()
+            # In turn the other way round: a disk that has rested may be faster for the first.
+            order = list(contenders)
+            for name in order if repeat % 2 == 0 else order[::-1]:
+                _drop(source)
+                rates[name].append(bytes_ / contenders[name]() / _MIB)
+    return {
+        "bytes": bytes_,
+        **{f"{name}_MiB_per_s": spread(values) for name, values in rates.items()},
+        "into_memory_over_dd_read": ratio(rates["memory"], rates["dd"]),
+        "into_memory_over_direct_dd_read": ratio(rates["memory"], rates["dd_direct"]),
+        "onto_disk_over_dd_copy": ratio(rates["same_disk"], rates["dd_copy"]),
+    }
+
+
+def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
+    """Class folders of small files, 2 ms latency, compared with cp -r into the same place."""
+    from dlio_bench.emulated.emulated_mount import slow_mount, stats
+    from dlio_bench.results.repeats import ratio, spread
+
+    source = os.path.join(folder, "source")
+    classes = 100
+    copied = max(1, round(classes * sizes.copied))
+    _make_files(source, classes, sizes.files // classes, sizes.file_bytes)
+    bytes_ = sizes.files * sizes.file_bytes
+    staged: list[float] = []
+    by_cp: list[float] = []
+    asked: dict[str, int] = {}
+    with (
+        slow_mount(source, latency_s=0.002) as mounted,
+        _memory_folder(4 * bytes_) as memory,
+    ):
+        for repeat in range(sizes.repeats):
+            advance()
+            before = stats(mounted)
+            staged.append(_stage(mounted, memory, bytes_))
+            asked = {key: count - before[key] for key, count in stats(mounted).items()}
+            _empty(memory)
+            if repeat and copied == classes:
+                by_cp.append(by_cp[0])  # A quarter of an hour: once.
+                continue
+            started = time.perf_counter()
+            for k in range(copied):
+                name = f"class{k:03d}"
+                _run(["cp", "-r", os.path.join(mounted, name), os.path.join(memory, name)])
+            by_cp.append((time.perf_counter() - started) * classes / copied)
+            _empty(memory)
+    return {
+        "files": sizes.files,
+        "cp_share": copied / classes,
+        "stage_s": spread(staged),
+        "cp_s": spread(by_cp),
+        "faster_than_cp": ratio(by_cp, staged),
+        "asked_of_the_source": asked,
+    }
+
+
+def _two_jobs(folder: str, sizes: Sizes) -> dict[str, Any]:
+    """Two jobs of one node stage the same data at once: bytes read from the source in all."""
+    from dlio_bench.emulated.emulated_mount import slow_mount, stats
+    from dlio_bench.results.repeats import spread
+
+    source = os.path.join(folder, "source")
+    _make_shards(source, int(100 * _MIB * sizes.slow_s / 10))
+    bytes_ = _size_of(source)
+    shares, copies = [], []
+    with (
+        slow_mount(source, latency_s=0.005) as mounted,
+        _memory_folder(3 * bytes_) as memory,
+    ):
+        for _ in range(sizes.repeats):
+            advance()
+            before = stats(mounted)["bytes"]
+            jobs = [subprocess.Popen(_stage_argv(mounted, memory, bytes_)) for _ in range(2)]
+            for job in jobs:
+                if job.wait(_TIMEOUT_S):
+                    raise UsageError("a job of the benchmark has failed; see above")
+            shares.append((stats(mounted)["bytes"] - before) / bytes_)
+            copies.append(_size_of(memory) / bytes_)
+            _empty(memory)
+    return {"bytes": bytes_, "read_over_data": spread(shares), "kept_over_data": spread(copies)}
+
+
+def _memory(folder: str, sizes: Sizes) -> dict[str, Any]:
+    """The most memory that a staging process has, of a data set of many tiny samples."""
+    from dlio_bench.results.repeats import spread
+
+    source = os.path.join(folder, "source")
+    _make_tiny(source, sizes.samples)
+    bytes_ = _size_of(source)
+    peaks = []
+    for _ in range(sizes.repeats):
+        advance()
+        tier = os.path.join(folder, "tier")
+        os.makedirs(tier)
+        peaks.append(_peak_of(_stage_argv(source, tier, 2 * bytes_)) / _MIB)
+        shutil.rmtree(tier)
+    return {"samples": sizes.samples, "bytes": bytes_, "peak_MiB": spread(peaks)}
+
+
+def _make_shards(folder: str, size: int) -> None:
+    """Packed samples of random bytes, 110 kB each as ImageNet's."""
+    import numpy as np
+
+    from dlio_staging.pack_folder import pack
+
+    count = max(8, size // 110_000)
+    path = f"{folder}.npy"
+    generator = np.random.default_rng(0)
+    data = np.lib.format.open_memmap(path, "w+", np.uint8, (count, 110_000))
+    for start in range(0, count, 256):
+        part = data[start : start + 256]
+        part[:] = np.frombuffer(generator.bytes(part.nbytes), np.uint8).reshape(part.shape)
+    data.flush()
+    del data
+    pack(path, folder, order="source", compress="none", shard_bytes=256 * _MIB)
+    os.unlink(path)
+
+
+def _make_tiny(folder: str, count: int) -> None:
+    import numpy as np
+
+    from dlio_staging.pack_folder import pack
+
+    path = f"{folder}.npy"
+    data = np.lib.format.open_memmap(path, "w+", np.int64, (count,))
+    for start in range(0, count, 1 << 20):
+        data[start : start + (1 << 20)] = np.arange(start, min(count, start + (1 << 20)))
+    data.flush()
+    del data
+    pack(path, folder, order="source", compress="none", shard_bytes=_MIB)
+    os.unlink(path)
+
+
+def _make_files(folder: str, classes: int, each: int, size: int) -> None:
+    block = os.urandom(1 << 20)
+    for c in range(classes):
+        inside = os.path.join(folder, f"class{c:03d}")
+        os.makedirs(inside)
+        for k in range(each):
+            at = (c * each + k) * 37 % ((1 << 20) - size)
+            with open(os.path.join(inside, f"{k:05d}.jpg"), "wb") as file:
+                file.write(block[at : at + size])
+
+
+def _stage_argv(source: str, tier: str, size: int) -> list[str]:
+    room = size + size // 4 + (64 << 20)
+    return [sys.executable, "-m", "dlio.cli", "stage", source, "--tiers", f"{tier}:{room}B"]
+
+
+def _stage(source: str, tier: str, size: int) -> float:
+    """Seconds of a staging, its process's start included."""
+    started = time.perf_counter()
+    _run(_stage_argv(source, tier, 2 * size))
+    return time.perf_counter() - started
+
+
+def _run(argv: Sequence[str]) -> None:
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise UsageError(f"{' '.join(argv[:6])} ended with {done.returncode}: {done.stderr[-500:]}")
+
+
+def _dd(folder: str, copy: str | None = None, direct: bool = False) -> float:
+    """Seconds that dd takes to read all files, or to write them into `copy` and to the disk.
+
+    Args:
+        direct: past the page cache, as fio commonly does.
+    """
+    started = time.perf_counter()
+    for name in sorted(os.listdir(folder)):
+        out = ["of=/dev/null"] if copy is None else [f"of={copy}", "conv=fsync"]
+        size = ["bs=8M", "iflag=direct"] if direct else ["bs=1M"]
+        _run(["dd", f"if={os.path.join(folder, name)}", *out, *size])
+    seconds = time.perf_counter() - started
+    if copy is not None:
+        os.unlink(copy)
+    return seconds
+
+
+def _parallel_read(folder: str) -> float:
+    """Bytes a second of 32 threads that read stretches of 1 MiB, and do nothing else."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    files = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
+    descriptors = [os.open(file, os.O_RDONLY) for file in files]
+    try:
+        parts = [
+            (descriptor, at)
+            for descriptor in descriptors
+            for at in range(0, os.fstat(descriptor).st_size, _MIB)
+        ]
+        started = time.perf_counter()
+        with ThreadPoolExecutor(32) as pool:
+            total = sum(pool.map(lambda part: len(os.pread(part[0], _MIB, part[1])), parts))
+        return total / (time.perf_counter() - started)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+@contextmanager
+def _memory_folder(size: int) -> Iterator[str]:
+    """A folder in memory, to which writing costs no disk access."""
+    room = os.statvfs(SHARED_MEMORY)
+    if room.f_bavail * room.f_frsize < 2 * size:
+        raise UsageError(
+            f"{SHARED_MEMORY} has no room for {format_bytes(2 * size)}: run with --quick"
+        )
+    with tempfile.TemporaryDirectory(prefix="staging-bench-", dir=SHARED_MEMORY) as folder:
+        yield folder
+
+
+def _empty(folder: str) -> None:
+    for name in os.listdir(folder):
+        shutil.rmtree(os.path.join(folder, name))
+
+
+def _drop(folder: str) -> None:
+    """Drop the files from the page cache, so that they come from the disk."""
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            descriptor = os.open(os.path.join(inside, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def _size_of(folder: str) -> int:
+    return sum(
+        os.path.getsize(os.path.join(inside, name))
+        for inside, _, names in os.walk(folder)
+        for name in names
+    )
+
+
+def _peak_of(argv: Sequence[str]) -> int:
+    """The largest VmHWM of a command's processes: all its memory, mapped files included."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: so that none is lost from sight.
+    peak = 0
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as job:
+        while job.poll() is None:
+            for pid in [job.pid, *_children(job.pid)]:
+                peak = max(peak, _high_water(pid))
+            time.sleep(0.01)
+        if job.returncode:
+            raise UsageError("the staging of the benchmark has failed; see above")
+    return peak
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            own = [int(text) for text in file.read().split()]
+    except OSError:
+        return []
+    return own + [below for child in own for below in _children(child)]
+
+
+def _high_water(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            match = re.search(r"VmHWM:\s+(\d+) kB", file.read())
+    except OSError:
+        return 0
+    return int(match[1]) * 1024 if match else 0

@@ -1,0 +1,416 @@
+"""Workloads in the YAML of DLIO (Argonne's dlio_benchmark), read as they are.
+
+Every key of a file falls into one of these classes, and none is ignored in silence:
+
+- it sets a field of `Workload`, or is read by the checkpoint benchmark;
+- DLIO knows it, and it has another meaning here or none: a note says so;
+- it is unknown: an error, with the nearest key that is known.
+
+`++workload.reader.batch_size=4`, as DLIO's command line takes it, overrides a key, and so does
+`reader.batch_size=4`.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Final
+
+import yaml
+
+from dlio.errors import UsageError
+from dlio.util.arguments import nearest
+from dlio_bench.storage_cases.workload import FORMATS, Format, Workload
+
+_SHAPES: Final = files("dlio_bench.storage_cases") / "workloads"
+_MOST_BYTES: Final = 1 << 20
+_FORMATS: Final[dict[str, tuple[Format, str]]] = {
+    **{name: (name, "") for name in FORMATS},
+    "jpeg": ("folder", "images are uncompressed PPM files, so that decoding takes no time"),
+    "png": ("folder", "images are uncompressed PPM files, so that decoding takes no time"),
+    "npy": ("npz", "files are .npz"),
+    "hdf5_opt": ("hdf5", "files are plain HDF5"),
+    "indexed_binary": ("native", "files are native shards of dlio"),
+    "mmap_indexed_binary": ("native", "files are native shards of dlio"),
+}
+"""Formats by DLIO's names and dlio's: the format that is written, and how it differs."""
+
+_WORKLOAD: Final = (
+    *("dataset.format", "dataset.num_files_train", "dataset.num_samples_per_file"),
+    *("dataset.record_length_bytes", "dataset.record_length_bytes_stdev"),
+    *("dataset.record_length", "dataset.record_length_stdev", "dataset.num_subfolders_train"),
+    *("dataset.size_distribution", "model.name"),
+    *("reader.batch_size", "reader.read_threads", "reader.file_shuffle", "reader.sample_shuffle"),
+    *("train.computation_time", "train.computation_time_stdev", "train.epochs", "train.seed"),
+    "metric.au",
+)
+_CHECKPOINT: Final = (
+    *("model.type", "model.model_size", "model.model_size_bytes", "model.optimization_groups"),
+    *("model.num_layers", "model.layer_parameters", "model.model_datatype"),
+    *("model.optimizer_datatype", "model.parallelism.tensor", "model.parallelism.pipeline"),
+    *("model.parallelism.data", "model.parallelism.zero_stage", "model.transformer.vocab_size"),
+    *("model.transformer.hidden_size", "model.transformer.ffn_hidden_size"),
+    *("model.transformer.num_attention_heads", "model.transformer.num_kv_heads"),
+    *("checkpoint.fsync", "checkpoint.num_checkpoints_write", "checkpoint.num_checkpoints_read"),
+    *("checkpoint.time_between_checkpoints", "checkpoint.mode", "checkpoint.model_size"),
+)
+_BY_OPTION: Final = "options of the command set this"
+_AS_THE_LOADER: Final = "loaders do this as they are made"
+_NOT_MEASURED: Final = "not measured"
+_OTHERWISE: Final[dict[str, str]] = {
+    "framework": _BY_OPTION,
+    "reader.data_loader": _BY_OPTION,
+    "reader.data_loader_classname": _BY_OPTION,
+    "reader.data_loader_sampler": _BY_OPTION,
+    "reader.reader_classname": _BY_OPTION,
+    "dataset.data_folder": _BY_OPTION,
+    "dataset.keep_files": _BY_OPTION,
+    "output.folder": _BY_OPTION,
+    "output.log_file": _BY_OPTION,
+    "storage.storage_type": _BY_OPTION,
+    "storage.storage_root": _BY_OPTION,
+    "storage.storage_options": _BY_OPTION,
+    "workflow.generate_data": "data is generated if it is missing",
+    "workflow.train": "always done",
+    "workflow.checkpoint": "`dlio bench checkpoint` measures checkpoints",
+    "workflow.evaluation": _NOT_MEASURED,
+    "workflow.profiling": _NOT_MEASURED,
+    "workflow.debug": _NOT_MEASURED,
+    "profiling.profiler": _NOT_MEASURED,
+    "profiling.iostat_devices": _NOT_MEASURED,
+    "evaluation.eval_time": _NOT_MEASURED,
+    "evaluation.eval_time_stdev": _NOT_MEASURED,
+    "evaluation.eval_after_epoch": _NOT_MEASURED,
+    "evaluation.epochs_between_evals": _NOT_MEASURED,
+    "dataset.num_files_eval": _NOT_MEASURED,
+    "dataset.num_subfolders_eval": _NOT_MEASURED,
+    "reader.batch_size_eval": _NOT_MEASURED,
+    "reader.preprocess_time": _NOT_MEASURED,
+    "reader.preprocess_time_stdev": _NOT_MEASURED,
+    "dataset.record_length_bytes_resize": "samples reach the accelerator as they are stored",
+    "reader.transformed_record_dims": "samples reach the accelerator as they are stored",
+    "reader.transformed_record_element_type": "samples reach the accelerator as they are stored",
+    "dataset.compression": "data that cannot be compressed is stored without",
+    "dataset.compression_level": "data that cannot be compressed is stored without",
+    "dataset.enable_chunking": "formats have chunks of their usual size",
+    "dataset.chunk_size": "formats have chunks of their usual size",
+    "dataset.hdf5": "formats have chunks of their usual size",
+    "dataset.parquet": "a sample is one binary column, of all the columns' bytes",
+    "dataset.file_prefix": "files are named img_*",
+    "dataset.generation_buffer_size": "samples are generated one by one",
+    "dataset.record_dims": "samples are strings of bytes",
+    "dataset.record_element_bytes": "samples are strings of bytes",
+    "dataset.record_element_type": "samples are strings of bytes",
+    "dataset.skip_listing": "files are known by their names",
+    "dataset.listing_validation_interval": "files are known by their names",
+    "dataset.num_files_generated": "all files are read",
+    "reader.computation_threads": _AS_THE_LOADER,
+    "reader.prefetch_size": _AS_THE_LOADER,
+    "reader.shuffle_size": _AS_THE_LOADER,
+    "reader.file_access": _AS_THE_LOADER,
+    "reader.read_type": _AS_THE_LOADER,
+    "reader.transfer_size": _AS_THE_LOADER,
+    "reader.odirect": _AS_THE_LOADER,
+    "reader.dont_use_mmap": _AS_THE_LOADER,
+    "reader.multiprocessing_context": _AS_THE_LOADER,
+    "reader.pin_memory": "samples end in the host's memory",
+    "train.total_training_steps": "all steps of the epochs are run",
+    "train.seed_change_epoch": "every epoch has an order of its own",
+    "output.metric.exclude_start_steps": "one step at the start is left out",
+    "output.metric.exclude_end_steps": "one step at the start is left out",
+    **dict.fromkeys(
+        (
+            *("checkpoint.checkpoint_folder", "checkpoint.checkpoint_after_epoch"),
+            *("checkpoint.epochs_between_checkpoints", "checkpoint.steps_between_checkpoints"),
+            *("checkpoint.type", "checkpoint.checkpoint_mechanism_classname"),
+            *("checkpoint.recovery_rank_shift", "checkpoint.rank_sync"),
+            *("checkpoint.randomize_tensor", "checkpoint.ksm"),
+        ),
+        "`dlio bench checkpoint` has its own",
+    ),
+}
+"""Keys that DLIO knows and `Workload` does not hold: the reason, for a note."""
+_OPEN: Final = ("storage.storage_options", "dataset.hdf5", "dataset.parquet", "checkpoint.ksm")
+"""Keys with any keys below them."""
+_KEYS: Final = (*_WORKLOAD, *_CHECKPOINT, *_OTHERWISE)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadJob:
+    """A workload as a file and overrides describe it."""
+
+    workload: Workload
+    settings: Mapping[str, object]
+    """All keys with their values, such as `reader.batch_size`, overrides applied."""
+    overridden: tuple[str, ...]
+    """Keys that were overridden."""
+    notes: tuple[str, ...]
+    """Keys that have no effect here or another one, for people."""
+    origin: str
+    """File that was read, or name of a shape that dlio brings."""
+
+
+def shape_names() -> list[str]:
+    """Return the names of the workloads that dlio brings, such as `unet3d_h100`."""
+    names = (entry.name for entry in _SHAPES.iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+def read_job(source: str, overrides: Sequence[str] = ()) -> WorkloadJob:
+    """Read a workload.
+
+    Args:
+        source: a YAML file with DLIO's keys, or one of `shape_names`.
+        overrides: such as `reader.batch_size=4`, or `++workload.reader.batch_size=4`.
+
+    Raises UsageError for unknown keys, and values that make no sense.
+    """
+    name = os.path.splitext(os.path.basename(source))[0]
+    return job_of(dict(_flat(_loaded(source), source)), overrides, name, source)
+
+
+def job_of(
+    keys: Mapping[str, object], overrides: Sequence[str], name: str, origin: str
+) -> WorkloadJob:
+    """Return the job that DLIO's keys and overrides describe.
+
+    Args:
+        keys: values by key, such as `reader.batch_size`.
+        overrides: as for `read_job`.
+        name: of the workload.
+        origin: where the keys are from, for errors.
+
+    Raises UsageError for unknown keys, and values that make no sense.
+    """
+    settings = dict(keys)
+    given: list[str] = []
+    for text in overrides:
+        key, value = _override(text)
+        settings[key] = value
+        given.append(key)
+    settings = dict(sorted(settings.items()))
+    for key in settings:
+        _check_key(key, origin)
+    workload, notes = _workload(settings, name, origin)
+    return WorkloadJob(
+        workload, settings, tuple(dict.fromkeys(given)), (*notes, *_notes(settings)), origin
+    )
+
+
+def effects() -> dict[str, list[str]]:
+    """Return all keys by their effect, in words."""
+    rows = {
+        "describe the data, its reading and the accelerator": list(_WORKLOAD),
+        "describe checkpoints, for `dlio bench checkpoint`": list(_CHECKPOINT),
+    }
+    for key, reason in _OTHERWISE.items():
+        rows.setdefault(f"none: {reason}", []).append(key)
+    return rows
+
+
+def with_format(workload: Workload, format_: Format) -> Workload:
+    """Return a workload with the same samples in another format."""
+    if format_ == "folder":
+        return replace(workload, format=format_, files=workload.samples, samples_per_file=1)
+    return replace(workload, format=format_)
+
+
+def _loaded(source: str) -> dict[str, object]:
+    names = shape_names()
+    if source in names:
+        text = (_SHAPES / f"{source}.yaml").read_text(encoding="utf-8")
+    else:
+        if not os.path.isfile(source):
+            raise UsageError(
+                f"{source} is neither a file nor a workload that dlio brings: name a YAML file, or "
+                f"one of {', '.join(names)}{nearest(source, names)}"
+            )
+        try:
+            with open(source, encoding="utf-8") as file:
+                text = file.read(_MOST_BYTES)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{source} cannot be read: {error}; name a YAML file") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{source} is not YAML: {error}; correct it") from error
+    if isinstance(values, dict) and isinstance(values.get("workload"), dict):
+        values = values["workload"]  # A configuration that hydra has put together.
+    if not isinstance(values, dict):
+        raise UsageError(f"{source} holds no keys of DLIO, such as dataset: and reader:")
+    return values
+
+
+def _flat(
+    values: Mapping[str, object], source: str, prefix: str = ""
+) -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        name = name.replace("data_reader", "reader", 1) if not prefix else name
+        if name == "model" and isinstance(value, str):
+            yield "model.name", value  # As the first versions have it.
+        elif isinstance(value, Mapping) and not _is_value(name):
+            yield from _flat(value, source, f"{name}.")
+        else:
+            yield name, value
+
+
+def _is_value(name: str) -> bool:
+    """True if a mapping under this key is its value."""
+    return name in _OPEN or name.endswith("_time")
+
+
+def _override(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    key = key.strip().lstrip("+").removeprefix("workload.")
+    key = key.replace("data_reader.", "reader.", 1)
+    if not equals or not key:
+        raise UsageError(f"{text}: write a key of DLIO and a value, such as reader.batch_size=4")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{text}: the value is not YAML: {error}") from error
+
+
+def _check_key(key: str, source: str) -> None:
+    if key in _KEYS or any(key.startswith(f"{each}.") for each in _OPEN):
+        return
+    close = nearest(key, _KEYS)
+    raise UsageError(
+        f"{source}: {key} is not a key of DLIO{close or ': see docs/reference/workloads.md'}"
+    )
+
+
+def _workload(settings: Mapping[str, object], name: str, source: str) -> tuple[Workload, list[str]]:
+    notes: list[str] = []
+
+    def number(key: str, default: float, least: float = 0.0) -> float:
+        value = settings.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+            raise UsageError(f"{source}: {key}: {value}: give a number from {least:g}")
+        return float(value)
+
+    def whole(key: str, default: int, least: int = 1) -> int:
+        value = number(key, default, least)
+        if value != int(value):
+            raise UsageError(f"{source}: {key}: {value:g}: give a whole number")
+        return int(value)
+
+    format_, remark = _format(settings.get("dataset.format", "tfrecord"), source)
+    if remark:
+        notes.append(f"dataset.format: {remark}")
+    if format_ != "folder" and settings.get("dataset.num_subfolders_train"):
+        notes.append("dataset.num_subfolders_train: no effect (only class folders have some)")
+    step_s, step_s_stdev, remark = _step(settings, source)
+    if remark:
+        notes.append(f"train.computation_time: {remark}")
+    distribution = settings.get("dataset.size_distribution", "normal")
+    if distribution not in ("normal", "lognormal"):
+        raise UsageError(
+            f"{source}: dataset.size_distribution: {distribution}: give normal or lognormal"
+        )
+    old = "dataset.record_length"
+    bytes_ = "dataset.record_length_bytes"
+    size = bytes_ if bytes_ in settings else old
+    deviation = f"{size}_stdev"
+    if deviation not in settings:
+        deviation = f"{bytes_}_stdev"
+    workload = Workload(
+        name=name,
+        format=format_,
+        files=whole("dataset.num_files_train", 8),
+        samples_per_file=whole("dataset.num_samples_per_file", 1),
+        sample_bytes=number(size, 64 << 10, 1),
+        sample_bytes_stdev=number(deviation, 0.0),
+        batch_size=whole("reader.batch_size", 1),
+        step_s=step_s,
+        step_s_stdev=step_s_stdev,
+        epochs=whole("train.epochs", 1),
+        workers=whole("reader.read_threads", 1, 0),
+        shuffle=any(
+            settings.get(f"reader.{each}_shuffle", "off") not in ("off", False)
+            for each in ("file", "sample")
+        ),
+        seed=whole("train.seed", 123, 0),
+        subfolders=whole("dataset.num_subfolders_train", 0, 0),
+        distribution="lognormal" if distribution == "lognormal" else "normal",
+        least_au=number("metric.au", 0.9),
+    )
+    if not 0 < workload.least_au <= 1:
+        raise UsageError(f"{source}: metric.au: {workload.least_au:g}: give a share from 0 to 1")
+    return with_format(workload, format_), notes
+
+
+def _format(value: object, source: str) -> tuple[Format, str]:
+    if not isinstance(value, str) or value not in _FORMATS:
+        raise UsageError(
+            f"{source}: dataset.format: {value}: choose one of {', '.join(_FORMATS)}"
+            f"{nearest(str(value), _FORMATS)}"
+        )
+    return _FORMATS[value]
+
+
+_MOMENTS: Final = {
+    "normal": ("mean", "stdev"),
+    "uniform": ("min", "max"),
+    "gamma": ("shape", "scale"),
+    "exponential": ("scale",),
+    "poisson": ("lam",),
+}
+"""Parameters of DLIO's distributions of times."""
+
+
+def _step(settings: Mapping[str, object], source: str) -> tuple[float, float, str]:
+    """Return (mean, standard deviation in seconds, remark) of a step's computation."""
+    key = "train.computation_time"
+    value = settings.get(key, 0.0)
+    remark = ""
+    if isinstance(value, Mapping):
+        kind = str(value.get("type", "normal"))
+        wanted = _MOMENTS.get(kind)
+        if wanted is None:
+            raise UsageError(f"{source}: {key}: type {kind}: choose one of {', '.join(_MOMENTS)}")
+        given = {name: value.get(name, 0.0 if name == "stdev" else None) for name in wanted}
+        for name, each in given.items():
+            if isinstance(each, bool) or not isinstance(each, int | float) or not each >= 0:
+                raise UsageError(f"{source}: {key}: {name}: {each}: give seconds from 0")
+        mean, stdev = _moments(kind, [float(str(each)) for each in given.values()])
+        if kind != "normal":
+            remark = f"{kind} times are drawn as normal ones of the same mean and deviation"
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise UsageError(f"{source}: {key}: {value}: give seconds from 0, or mean and stdev")
+    else:
+        mean, stdev = float(value), 0.0
+    deviation = settings.get(f"{key}_stdev", stdev)
+    if isinstance(deviation, bool) or not isinstance(deviation, int | float) or not deviation >= 0:
+        raise UsageError(f"{source}: {key}_stdev: {deviation}: give seconds from 0")
+    return mean, float(deviation), remark
+
+
+def _moments(kind: str, values: Sequence[float]) -> tuple[float, float]:
+    first, second = values[0], values[-1]
+    match kind:
+        case "uniform":
+            return (first + second) / 2, abs(second - first) / math.sqrt(12)
+        case "gamma":
+            return first * second, math.sqrt(first) * second
+        case "exponential":
+            return first, first
+        case "poisson":
+            return first, math.sqrt(first)
+    return first, second
+
+
+def _notes(settings: Mapping[str, object]) -> list[str]:
+    """Return a line for each reason why keys have no effect here."""
+    reasons: dict[str, list[str]] = {}
+    for key in settings:
+        top = next((each for each in _OPEN if key.startswith(f"{each}.")), key)
+        if top in _OTHERWISE:
+            reasons.setdefault(_OTHERWISE[top], []).append(top)
+    return [f"{_listed(keys)}: no effect ({reason})" for reason, keys in reasons.items()]
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(keys))

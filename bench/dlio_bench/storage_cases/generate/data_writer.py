@@ -1,0 +1,293 @@
+"""`generate`: the files of a workload written in parallel, each complete or not at all."""
+
+import ctypes
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dlio.errors import UsageError
+from dlio.util.units import format_bytes
+from dlio_bench.storage_cases.generate.content import sample_sizes
+from dlio_bench.storage_cases.generate.file_names import (
+    VALID,
+    class_of_file,
+    folder_names,
+    path_of_file,
+    source_of,
+    store_name,
+)
+from dlio_bench.storage_cases.generate.format_writers import WRITERS, FilePart, make_store
+from dlio_bench.storage_cases.generate.generated_data import GeneratedData
+from dlio_bench.storage_cases.generate.stamp import check_folder, write_stamp
+from dlio_bench.storage_cases.rank_progress import ProgressRow
+from dlio_bench.storage_cases.workload import Workload
+
+_TEMPORARY: Final = ".writing"
+"""Suffix of a file until it is complete."""
+_OWN_BYTES: Final = 1024
+"""Upper limit of what a format adds to each sample, for the check of free space."""
+_QUEUED: Final = 2
+"""Files per thread that wait to be written."""
+_STORE_COMPLETE: Final = os.path.join("y", "c", "0")
+"""The file of a Zarr store that is written last, before its shards."""
+_POLL_S: Final = 0.2
+
+
+def generate(
+    workload: Workload,
+    folder: str,
+    *,
+    threads: int = 4,
+    progress: ProgressRow | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    barrier: Callable[[], object] = lambda: None,
+) -> GeneratedData:
+    """Write the data of a workload into a folder, or find it complete there.
+
+    After an interruption the same call continues. All ranks call this together, and each writes
+    its share of the files.
+
+    Args:
+        folder: new, empty, or holding this workload's data. Its parent must exist.
+        threads: files that are written at a time.
+        progress: bar in bytes, which is started; None to show nothing.
+        rank, ranks: this process, and those that share the work.
+        barrier: called three times; returns when all ranks have called it.
+
+    Raises UsageError if the folder holds something else, cannot be written, or has no room.
+    """
+    sizes = sample_sizes(workload)
+    _check_shape(workload)
+    started = time.monotonic()
+    names = [path_of_file(workload, number) for number in range(workload.files)]
+    if rank == 0:
+        with _explained(folder):
+            _prepare(workload, folder, names, sizes)
+    barrier()
+    with _explained(folder):
+        missing = [
+            number
+            for number in range(rank, workload.files, ranks)
+            if not _is_complete(folder, names, number, sizes, workload)
+        ]
+        _write(workload, folder, names, sizes, missing, threads, progress)
+        if missing:
+            _sync(folder)
+    barrier()
+    paths = tuple(os.path.join(folder, name) for name in names)
+    with _explained(folder):
+        file_sizes = _file_sizes(paths, threads)
+        if rank == 0:
+            _finish(workload, folder, file_sizes)
+    barrier()
+    source, options, field = source_of(workload, folder)
+    return GeneratedData(
+        workload=workload,
+        source=source,
+        options=options,
+        field=field,
+        files=paths,
+        sizes=sizes,
+        file_bytes=int(file_sizes.sum()),
+        written_files=len(missing),
+        seconds=time.monotonic() - started if missing else 0.0,
+    )
+
+
+def _check_shape(workload: Workload) -> None:
+    if workload.files < 1 or workload.samples_per_file < 1:
+        raise UsageError(
+            f"workload {workload.name}: {workload.files} files of {workload.samples_per_file} "
+            "samples hold nothing: give at least one of each"
+        )
+    if workload.format == "folder" and workload.samples_per_file != 1:
+        raise UsageError(
+            f"workload {workload.name}: a file of class folders is one sample: set "
+            "dataset.num_samples_per_file to 1, and num_files_train to the number of samples"
+        )
+
+
+def _prepare(
+    workload: Workload, folder: str, names: Sequence[str], sizes: npt.NDArray[np.int64]
+) -> None:
+    """Check the folder and its room, and make the folders of the data."""
+    parent = os.path.dirname(os.path.abspath(folder))
+    if not os.path.isdir(parent):
+        raise UsageError(f"{folder} cannot be made: {parent} does not exist; create it")
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+    stamp = check_folder(folder, workload)
+    if stamp is None:
+        write_stamp(folder, workload)
+    missing = [
+        number
+        for number in range(workload.files)
+        if not _is_complete(folder, names, number, sizes, workload)
+    ]
+    _check_room(workload, folder, missing, sizes)
+    for name in (*folder_names(workload), VALID):
+        os.makedirs(os.path.join(folder, name), exist_ok=True)
+    store = store_name(workload)
+    if store and not os.path.exists(os.path.join(folder, store, _STORE_COMPLETE)):
+        of_files = [class_of_file(workload, number) for number in range(workload.files)]
+        labels = np.repeat(np.array(of_files, np.int64), workload.samples_per_file)
+        make_store(os.path.join(folder, store), workload, labels, int(sizes[0]))
+
+
+def _check_room(
+    workload: Workload, folder: str, missing: Sequence[int], sizes: npt.NDArray[np.int64]
+) -> None:
+    """Raise UsageError unless files fit into the file system; network file systems with quotas
+    show what is left of these."""
+    payload = sum(int(sizes[_rows(workload, number)].sum()) for number in missing)
+    needed = payload + len(missing) * workload.samples_per_file * _OWN_BYTES
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if needed > free:
+        raise UsageError(
+            f"{folder}: {format_bytes(needed)} are to be written, but {format_bytes(free)} are "
+            "free: name a folder with more room, or fewer files (dataset.num_files_train)"
+        )
+    # Some file systems make inodes as they need them, and name none.
+    if status.f_files and len(missing) > status.f_favail:
+        raise UsageError(
+            f"{folder}: {len(missing):,} files are to be written, but {status.f_favail:,} inodes "
+            "are free: name another folder, or fewer files (dataset.num_files_train)"
+        )
+
+
+def _finish(workload: Workload, folder: str, sizes: npt.NDArray[np.int64]) -> None:
+    """Verify that all files are as they were generated, and note that they are complete."""
+    digest = xxhash.xxh3_128_hexdigest(sizes.astype("<i8").tobytes())
+    stamp = check_folder(folder, workload)
+    assert stamp is not None
+    if stamp.sizes_digest == digest:
+        return
+    if stamp.sizes_digest:
+        raise UsageError(
+            f"{folder}: files have other sizes than those that were generated: remove the folder "
+            "and generate it again"
+        )
+    write_stamp(folder, workload, digest)
+
+
+def _rows(workload: Workload, number: int) -> slice:
+    first = number * workload.samples_per_file
+    return slice(first, first + workload.samples_per_file)
+
+
+def _is_complete(
+    folder: str,
+    names: Sequence[str],
+    number: int,
+    sizes: npt.NDArray[np.int64],
+    workload: Workload,
+) -> bool:
+    try:
+        size = os.stat(os.path.join(folder, names[number])).st_size
+    except FileNotFoundError:
+        return False
+    return size >= int(sizes[_rows(workload, number)].sum())
+
+
+def _write(
+    workload: Workload,
+    folder: str,
+    names: Sequence[str],
+    sizes: npt.NDArray[np.int64],
+    missing: Sequence[int],
+    threads: int,
+    progress: ProgressRow | None,
+) -> None:
+    total = sum(int(sizes[_rows(workload, number)].sum()) for number in missing)
+    if progress is not None and missing:
+        progress.begin(f"generating {workload.name}", total)
+
+    def write(number: int) -> int:
+        rows = _rows(workload, number)
+        part = FilePart(
+            workload=workload,
+            number=number,
+            label=class_of_file(workload, number),
+            sizes=sizes[rows],
+            first=rows.start,
+        )
+        path = os.path.join(folder, names[number])
+        with suppress(FileNotFoundError):
+            os.unlink(path + _TEMPORARY)
+        try:
+            WRITERS[workload.format](path + _TEMPORARY, part)
+            os.replace(path + _TEMPORARY, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(path + _TEMPORARY)
+            raise
+        return int(part.sizes.sum())
+
+    done = 0
+    for written in _in_threads(write, missing, threads):
+        done += written
+        if progress is not None:
+            progress.update(done)
+
+
+def _in_threads(
+    function: Callable[[int], int], numbers: Iterable[int], threads: int
+) -> Iterator[int]:
+    """Yield the results of a function, in any order; after an error no more calls begin."""
+    waiting: set[Future[int]] = set()
+    pool = ThreadPoolExecutor(threads, "dlio-generate")
+    try:
+        for number in numbers:
+            while len(waiting) >= threads * _QUEUED:
+                done, waiting = wait(waiting, _POLL_S, FIRST_COMPLETED)
+                yield from (each.result() for each in done)
+            waiting.add(pool.submit(function, number))
+        while waiting:
+            done, waiting = wait(waiting, _POLL_S, FIRST_COMPLETED)
+            yield from (each.result() for each in done)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _file_sizes(paths: Sequence[str], threads: int) -> npt.NDArray[np.int64]:
+    with ThreadPoolExecutor(threads, "dlio-generate") as pool:
+        sizes = pool.map(lambda path: os.stat(path).st_size, paths, chunksize=1)
+        return np.fromiter(sizes, np.int64, len(paths))
+
+
+def _sync(folder: str) -> None:
+    """Wait until the data is on the disk: pages that are not could not leave the page cache."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), folder)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _explained(folder: str) -> Iterator[None]:
+    """Turn an error of the operating system into one with a remedy."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except OSError as error:
+        remedy = {
+            errno.ENOSPC: "free some space there, or name another folder",
+            errno.EDQUOT: "the quota is used up: free some space there, or name another folder",
+            errno.EROFS: "the file system is read-only: name a folder that can be written",
+        }.get(error.errno or 0, "name a folder that you can write")
+        where = error.filename or folder
+        raise UsageError(f"{where} cannot be written ({error.strerror}): {remedy}") from error

@@ -1,0 +1,196 @@
+"""The rate of a file system's metadata operations, as mdtest measures it.
+
+Each thread creates, stats, opens, lists and removes files of its own, in a folder of its own. All
+threads begin each kind of operation together.
+"""
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import UsageError
+from dlio.util.threads import Workers
+from dlio_bench.storage_cases.rank_progress import ProgressRow
+
+OPERATIONS: Final = ("create", "stat", "open", "list", "remove")
+"""create: create and close. open: open and close. list: entries of a folder."""
+SCRATCH: Final = ".dlio-metadata-"
+"""Prefix of the folder in which the files are; it is removed at the end."""
+_POLL_S: Final = 0.1
+_BATCH: Final = 64
+"""Operations after which a thread looks whether it shall stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataRate:
+    """One kind of operation, by all threads together."""
+
+    operation: str
+    """One of OPERATIONS."""
+    count: int
+    """Operations; entries for `list`."""
+    seconds: float
+    """Time from the first to the last of them."""
+    latencies_s: npt.NDArray[np.float64]
+    """Seconds of each operation, of a whole listing for `list`; shape (operations,), sorted."""
+
+    @property
+    def per_second(self) -> float:
+        """Operations per second."""
+        return self.count / self.seconds if self.seconds else 0.0
+
+    def percentile(self, share: float) -> float:
+        """Return the latency in seconds that a share of the operations do not exceed."""
+        return float(np.quantile(self.latencies_s, share, method="higher"))
+
+
+def measure_metadata(
+    path: str, *, files: int = 1000, threads: int = 4, progress: ProgressRow | None = None
+) -> list[MetadataRate]:
+    """Measure the metadata operations of the file system that holds a folder.
+
+    Nothing is left in the folder, even after an error or Ctrl-C.
+
+    Args:
+        path: an existing folder that can be written.
+        files: empty files of each thread.
+        threads: threads that work at a time.
+        progress: bar in operations, which is started; None to show nothing.
+
+    Raises UsageError if the folder cannot be written.
+    """
+    if files < 1 or threads < 1:
+        raise UsageError(f"{files} files by {threads} threads: give at least one of each")
+    try:
+        scratch = tempfile.mkdtemp(prefix=SCRATCH, dir=path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        folders = [os.path.join(scratch, str(thread)) for thread in range(threads)]
+        for folder in folders:
+            os.mkdir(folder)
+        rates = []
+        for number, operation in enumerate(OPERATIONS):
+            if progress is not None:
+                title = f"metadata: {operation} ({number + 1} of {len(OPERATIONS)})"
+                progress.begin(title, 1 if operation == "list" else files * threads)
+            rates.append(_measure(operation, folders, files, progress))
+        return rates
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        _remove(scratch)
+
+
+class _MetadataPhase:
+    """One kind of operation under way in all threads."""
+
+    def __init__(self, operation: str, folders: Sequence[str], files: int) -> None:
+        self._operation = operation
+        self._folders = folders
+        self._files = files
+        self._begin = threading.Barrier(len(folders))
+        self.stop = threading.Event()
+        self.done = [0] * len(folders)
+        self.latencies: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(folders)
+        self.spans = [(0, 0)] * len(folders)
+        self.errors: list[OSError] = []
+
+    def run(self, thread: int) -> None:
+        folder = self._folders[thread]
+        if self._operation == "list":
+            work: list[str] = [folder]
+        else:
+            work = [os.path.join(folder, f"f{number:07d}") for number in range(self._files)]
+        operate = _OPERATE[self._operation]
+        taken = np.zeros(len(work), np.int64)
+        clock = time.perf_counter_ns
+        with suppress(threading.BrokenBarrierError):
+            self._begin.wait()
+        started = clock()
+        try:
+            for number, name in enumerate(work):
+                if number % _BATCH == 0:
+                    self.done[thread] = number
+                    if self.stop.is_set():
+                        return
+                before = clock()
+                operate(name)
+                taken[number] = clock() - before
+        except OSError as error:
+            self.errors.append(error)
+            self.stop.set()
+        self.spans[thread] = (started, clock())
+        self.latencies[thread] = taken
+        self.done[thread] = len(work)
+
+    def give_up(self) -> None:
+        """End the threads, those too that wait for others to begin."""
+        self.stop.set()
+        self._begin.abort()
+
+
+def _measure(
+    operation: str, folders: Sequence[str], files: int, progress: ProgressRow | None
+) -> MetadataRate:
+    phase = _MetadataPhase(operation, folders, files)
+    workers = Workers("dlio-metadata", phase.run, len(folders), wake=phase.give_up)
+    # Leaving the block waits for the threads, so that nothing is made after the folder is removed.
+    with workers:
+        while not workers.wait(_POLL_S):
+            if progress is not None:
+                progress.update(sum(phase.done))
+    if progress is not None:
+        progress.update(sum(phase.done))
+    if phase.errors:
+        raise phase.errors[0]
+    seconds = (max(end for _, end in phase.spans) - min(start for start, _ in phase.spans)) / 1e9
+    latencies = np.sort(np.concatenate(phase.latencies)) / 1e9
+    return MetadataRate(operation, files * len(folders), seconds, latencies)
+
+
+def _create(path: str) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
+
+def _open(path: str) -> None:
+    os.close(os.open(path, os.O_RDONLY))
+
+
+_OPERATE: Final[dict[str, Callable[[str], object]]] = {
+    "create": _create,
+    "stat": os.stat,
+    "open": _open,
+    "list": os.listdir,
+    "remove": os.unlink,
+}
+
+
+def _remove(scratch: str) -> None:
+    """Remove the scratch folder; a second attempt for what appeared during the first."""
+    for _ in range(2):
+        shutil.rmtree(scratch, ignore_errors=True)
+        if not os.path.lexists(scratch):
+            return
+
+
+def _unwritable(path: str, error: OSError) -> UsageError:
+    remedies = {
+        errno.EROFS: "the file system is read-only, so that only reading can be measured there",
+        errno.ENOENT: "create the folder",
+        errno.ENOTDIR: "name a folder",
+        errno.ENOSPC: "free some space, or inodes, there",
+        errno.EDQUOT: "the quota is used up: free some space there",
+    }
+    remedy = remedies.get(error.errno or 0, "name a folder that you can write")
+    return UsageError(f"{path}: metadata cannot be measured ({error.strerror}): {remedy}")

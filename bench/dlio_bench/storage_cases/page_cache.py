@@ -1,0 +1,246 @@
+"""The page cache: dropping the data's pages from it, and how many of them it holds.
+
+A benchmark of storage that reads from the page cache measures memory. Pages are dropped with
+`posix_fadvise(DONTNEED)`, which any user may do for files that are on the disk, and by
+`/proc/sys/vm/drop_caches` where this process may write it. Afterwards `mincore` tells the pages
+that are still there, so that nothing rests on a promise.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+
+from dlio.errors import UsageError
+from dlio_bench.file_systems import FileSystem, file_system_of
+from dlio_bench.storage_cases.rank_progress import ProgressRow
+
+DROP_CACHES: Final = "/proc/sys/vm/drop_caches"
+_WINDOW: Final = 1 << 30
+"""Bytes of a file that are mapped at a time; a multiple of any page size."""
+_THREADS: Final = 16
+_SHOWN: Final = 1000
+"""Files from which on progress is shown."""
+_COLD: Final = 0.01
+"""Share of resident pages that counts as none: file systems read the first pages ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Pages of files that are in this machine's page cache."""
+
+    pages: int
+    """Pages of all files whose residency could be asked."""
+    resident_pages: int
+    unknown_files: int = 0
+    """Files whose pages this user cannot ask for."""
+
+    @property
+    def share(self) -> float:
+        """Share of the pages that are resident, 0 to 1; 0 without pages."""
+        return self.resident_pages / self.pages if self.pages else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PageDrop:
+    """How the pages of files were dropped, and what is left of them."""
+
+    methods: tuple[str, ...]
+    """`fadvise`, `drop_caches`; those that were carried out."""
+    resident_share: float
+    """Share of the files' pages that are in the page cache afterwards, 0 to 1."""
+    pages: int
+    unknown_files: int = 0
+    """Files whose residency this user cannot ask for."""
+    notes: tuple[str, ...] = ()
+    """Sentences on caches that could not be dropped."""
+
+    @property
+    def cold(self) -> bool:
+        """True if a run that begins now reads from the storage, as far as can be known."""
+        return self.resident_share <= _COLD and not self.unknown_files
+
+    def describe(self) -> str:
+        """Return a line for the report."""
+        how = " and ".join(self.methods) or "nothing"
+        return f"dropped by {how}; {self.resident_share:.1%} of the pages are resident"
+
+
+def drop(
+    files: Sequence[str], *, everything: bool = True, progress: ProgressRow | None = None
+) -> PageDrop:
+    """Drop the pages of files from this machine's page cache, and verify it.
+
+    Args:
+        files: paths of data files, which may be on any file system.
+        everything: also write `drop_caches` where this process may; that drops the pages,
+            directory entries and inodes of all files of this machine.
+        progress: row that shows how far it is, of many files.
+
+    Raises UsageError for a file that cannot be opened.
+    """
+    for _ in _each(_advise, files, progress, "dropping the page cache"):
+        pass
+    methods = ["fadvise"] if files else []
+    if everything and _drop_all():
+        methods.append("drop_caches")
+    left = residency(files, progress)
+    kinds = {each.type: each for each in map(file_system_of, _folders(files))}
+    return PageDrop(
+        methods=tuple(methods),
+        resident_share=left.share,
+        pages=left.pages,
+        unknown_files=left.unknown_files,
+        notes=tuple(_notes(kinds.values(), left)),
+    )
+
+
+def resident(files: Sequence[str], progress: ProgressRow | None = None) -> float:
+    """Return the share of the files' pages that are in the page cache, 0 to 1."""
+    return residency(files, progress).share
+
+
+def residency(files: Sequence[str], progress: ProgressRow | None = None) -> Residency:
+    """Count the pages of files that are in this machine's page cache.
+
+    The kernel tells them only to those who may write the file, as it would tell strangers what
+    others read. Raises UsageError for a file that cannot be opened.
+    """
+    pages = present = unknown = 0
+    for counted in _each(_pages_of, files, progress, "looking into the page cache"):
+        if counted is None:
+            unknown += 1
+        else:
+            pages += counted[0]
+            present += counted[1]
+    return Residency(pages, present, unknown)
+
+
+_Result = TypeVar("_Result")
+
+
+def _each(
+    function: Callable[[str], _Result],
+    files: Sequence[str],
+    progress: ProgressRow | None,
+    title: str,
+) -> Iterator[_Result]:
+    """Yield the results of a function of files; many are opened at a time, as that may be slow."""
+    if progress is not None and len(files) > _SHOWN:
+        progress.begin(title, len(files))
+    with ThreadPoolExecutor(_THREADS, "dlio-cache") as pool:
+        for done, result in enumerate(pool.map(function, files), 1):
+            yield result
+            if progress is not None and len(files) > _SHOWN:
+                progress.update(done)
+
+
+def _advise(path: str) -> None:
+    descriptor = _opened(path)
+    try:
+        # Pages that are not written yet stay; not all file systems sync a read-only descriptor.
+        with suppress(OSError):
+            os.fdatasync(descriptor)
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _pages_of(path: str) -> tuple[int, int] | None:
+    """Return (pages of a file, those that are resident); None if they cannot be asked for."""
+    descriptor = _opened(path)
+    try:
+        status = os.fstat(descriptor)
+        return _count(descriptor, status.st_size) if _may_ask(path, status) else None
+    except OSError:
+        return None  # The file system cannot map files.
+    finally:
+        os.close(descriptor)
+
+
+def _opened(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be opened ({error.strerror}): generate the data again, or make the "
+            "file readable"
+        ) from error
+
+
+def _may_ask(path: str, status: os.stat_result) -> bool:
+    return os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)
+
+
+def _count(descriptor: int, size: int) -> tuple[int, int]:
+    """Return (pages of a file, those that are resident). Raises OSError."""
+    pages = present = 0
+    for start in range(0, size, _WINDOW):
+        length = min(_WINDOW, size - start)
+        window = mmap.mmap(descriptor, length, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=start)
+        with window:
+            # An array of no use but its address: mapping a file reads nothing of it.
+            mapped = np.frombuffer(window, np.uint8)
+            count = -(-length // mmap.PAGESIZE)
+            vector = np.empty(count, np.uint8)
+            failed = _LIBC.mincore(
+                ctypes.c_void_p(mapped.ctypes.data),
+                ctypes.c_size_t(length),
+                ctypes.c_void_p(vector.ctypes.data),
+            )
+            del mapped
+            if failed:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+            pages += count
+            present += int((vector & 1).sum())
+    return pages, present
+
+
+def _drop_all() -> bool:
+    if not os.access(DROP_CACHES, os.W_OK):
+        return False
+    try:
+        with open(DROP_CACHES, "w", encoding="ascii") as file:
+            file.write("3\n")
+    except OSError:
+        return False
+    return True
+
+
+def _folders(files: Sequence[str]) -> set[str]:
+    return {os.path.dirname(os.path.abspath(path)) for path in files}
+
+
+def _notes(kinds: Iterable[FileSystem], left: Residency) -> Iterable[str]:
+    for kind in kinds:
+        if kind.in_memory:
+            yield (
+                f"{kind.mountpoint} is {kind.type}: its files are memory, and cannot be dropped; "
+                "name a folder on a disk or a parallel file system"
+            )
+        elif kind.remote:
+            yield (
+                f"{kind.mountpoint} is {kind.type}: caches of its servers cannot be seen or "
+                "dropped from here; use data of at least 5 times their memory"
+            )
+        elif kind.fuse:
+            yield (
+                f"{kind.mountpoint} is {kind.type}: a cache of the process that serves it cannot "
+                "be seen from here"
+            )
+    if left.unknown_files:
+        yield (
+            f"the pages of {left.unknown_files} files cannot be asked for: only their owner may, "
+            "on file systems that map files"
+        )
+
+
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,241 @@
+"""A measurement on all ranks: data, emulated storage, loaders in turn, and what they did."""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from dlio.comm.comm_protocol import Communicator
+from dlio.comm.job_nodes import JobNodes, find_nodes
+from dlio_bench.emulated.emulated_mount import emulated
+from dlio_bench.emulated.emulation_options import Emulation
+from dlio_bench.storage_cases.accelerator import Accelerator
+from dlio_bench.storage_cases.accounting import ResourceAccount
+from dlio_bench.storage_cases.claim import claimed
+from dlio_bench.storage_cases.contenders.bare_reads import THREADS, bare_rate
+from dlio_bench.storage_cases.contenders.dlio_loader import StorageDlioLoader
+from dlio_bench.storage_cases.contenders.factory_loader import FactoryLoader
+from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest
+from dlio_bench.storage_cases.contenders.torch_loader import TorchLoader
+from dlio_bench.storage_cases.epochs import Digests, Runner
+from dlio_bench.storage_cases.generate import GeneratedData, generate
+from dlio_bench.storage_cases.generate.content import payload
+from dlio_bench.storage_cases.generate.stamp import digest_of
+from dlio_bench.storage_cases.page_cache import drop
+from dlio_bench.storage_cases.rank_progress import RankProgress
+from dlio_bench.storage_cases.served_bytes import Meter
+from dlio_bench.storage_cases.storage_options import StorageCase
+from dlio_bench.storage_cases.workload import Workload
+
+_COMPARED_BYTES: Final = 8 << 30
+"""Data sets up to this size are compared byte by byte: making the digests takes a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderRun:
+    """One repeat of a loader, of all ranks."""
+
+    loader: str
+    repeat: int
+    ranks: Sequence[Mapping[str, Any]]
+    """By rank: `epochs` (see `epochs.Epoch.to_json`), `cpu_s`, `memory_bytes`, `processes`."""
+    steps: int
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorageMeasurements:
+    """All that was measured; complete on rank 0."""
+
+    workload: Workload
+    runs: Sequence[LoaderRun]
+    nodes: JobNodes
+    bare: Mapping[int, float]
+    """Bytes per second of bare reads by all ranks, by threads of a rank; empty if not measured."""
+    data_bytes: int
+    file_bytes: int
+    written_files: int
+    generated_s: float
+    compared: bool
+    """True if the samples' bytes were compared with those that were generated."""
+    memory_bytes: int
+    """Memory of all machines together."""
+    meter: Meter
+    """Judges on rank 0 whether bytes came from the page cache."""
+
+
+def measure(
+    case: StorageCase, workload: Workload, emulation: Emulation, comm: Communicator
+) -> StorageMeasurements:
+    """Generate the data, and run each loader. Collective.
+
+    Args:
+        workload: the one that `case` asks for.
+
+    Raises UsageError for options that cannot work, SourceError or CorruptBlock for a loader that
+    does not give the data.
+    """
+    nodes = find_nodes(comm)
+    emulation.check_possible(len(nodes.names))
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # The workload says how many workers there are.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        progress = stack.enter_context(RankProgress(comm.rank == 0))
+        own = stack.enter_context(_generated(case, workload, comm, progress))
+        mounted = stack.enter_context(_mounted(case.path, emulation, comm))
+        read = _moved(own, case.path, mounted)
+        place = LoaderShare(read, comm.rank, comm.size, case.tiers)
+        compared = own.data_bytes <= _COMPARED_BYTES
+        digests = _digests(own, comm, progress) if compared else np.empty(0, np.int64)
+        first = nodes.node_of.tolist().index(nodes.here) == comm.rank
+        runner = Runner(comm, place, digests, first, case.cache, own.files)
+        bare = {}
+        if case.bare_seconds:
+            bare = _bare(case.bare_seconds, place, comm, own.files if first else (), progress)
+        runs: list[LoaderRun] = []
+        names = case.names()
+        for repeat in range(case.repeats):
+            turn = names if repeat % 2 == 0 else names[::-1]
+            runs += [_run(name, repeat, runner, place, comm, progress) for name in turn]
+        written = sum(comm.allgather(own.written_files))
+        return StorageMeasurements(
+            workload=workload,
+            runs=runs,
+            nodes=nodes,
+            bare=bare,
+            data_bytes=own.data_bytes,
+            file_bytes=own.file_bytes,
+            written_files=written,
+            generated_s=max(comm.allgather(own.seconds)),
+            compared=compared,
+            memory_bytes=sum(comm.allgather(_memory() if first else 0)),
+            meter=runner.meter,
+        )
+
+
+def _run(
+    name: str,
+    repeat: int,
+    runner: Runner,
+    place: LoaderShare,
+    comm: Communicator,
+    progress: RankProgress,
+) -> LoaderRun:
+    workload = place.workload
+    accelerator = Accelerator(
+        workload.step_s, workload.step_s_stdev, workload.seed + 1000 * comm.rank + repeat
+    )
+    with ResourceAccount() as account, ExitStack() as stack:
+        contender = _contender(name, place)
+        stack.callback(contender.close)
+        progress.begin(f"{name}, repeat {repeat + 1}", contender.steps * workload.epochs)
+        epochs = []
+        for number in range(workload.epochs):
+            shown = partial(_show, progress, number * contender.steps)
+            epoch = runner.epoch(contender, accelerator, number, name, shown, account.look)
+            epochs.append(epoch.to_json())
+        steps, left_out = contender.steps, contender.left_out
+    mine = {"epochs": epochs, **asdict(account.taken)}
+    return LoaderRun(name, repeat, comm.allgather(mine), steps, left_out)
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _show(progress: RankProgress, before: int, step: int) -> None:
+    progress.update(before + step)
+
+
+def _contender(name: str, place: LoaderShare) -> RankLoader:
+    if name == "torch":
+        return TorchLoader(place)
+    return StorageDlioLoader(place) if name == "dlio" else FactoryLoader(name, place)
+
+
+def data_folder(path: str, workload: Workload) -> str:
+    """Return the folder below `path` that holds the data of a workload."""
+    return os.path.join(path, f"dlio-bench-{workload.name}-{digest_of(workload)[:8]}")
+
+
+@contextmanager
+def _generated(
+    case: StorageCase, workload: Workload, comm: Communicator, progress: RankProgress
+) -> Iterator[GeneratedData]:
+    """The workload's data; removed at the end if this run made it and it is not to be kept."""
+    folder = data_folder(case.path, workload)
+    with claimed(folder, case.keep) if comm.rank == 0 else nullcontext():
+        yield generate(
+            workload,
+            folder,
+            progress=progress,
+            rank=comm.rank,
+            ranks=comm.size,
+            barrier=comm.barrier,
+        )
+
+
+@contextmanager
+def _mounted(path: str, emulation: Emulation, comm: Communicator) -> Iterator[str]:
+    """The path at which the ranks read: rank 0 mounts emulated storage for all of them."""
+    if not emulation.profile.emulates:
+        yield path
+        return
+    with ExitStack() as stack:
+        mounted = ""
+        if comm.rank == 0:
+            mounted = stack.enter_context(emulated(path, emulation.profile, writable=False))
+        yield comm.tell(mounted)
+        comm.barrier()
+
+
+def _moved(generated: GeneratedData, path: str, mounted: str) -> GeneratedData:
+    """Return the data set as it is seen below another folder."""
+    if mounted == path:
+        return generated
+    root = os.path.join(path, "")
+
+    def moved(place: str) -> str:
+        assert place.startswith(root)
+        return os.path.join(mounted, place[len(root) :])
+
+    files = tuple(moved(each) for each in generated.files)
+    return replace(generated, source=moved(generated.source), files=files)
+
+
+def _digests(generated: GeneratedData, comm: Communicator, progress: RankProgress) -> Digests:
+    """Return the digest of each sample; the ranks share the work."""
+    workload = generated.workload
+    digests = np.zeros(workload.samples, np.int64)
+    mine = range(comm.rank, workload.samples, comm.size)
+    progress.begin("digests of the samples", len(mine))
+    for done, sample in enumerate(mine):
+        data = payload(workload, sample, int(generated.sizes[sample]))
+        digests[sample] = digest(workload, data)
+        progress.update(done + 1)
+    comm.wait([comm.iallreduce(digests)], "the digests of the samples")
+    return digests
+
+
+def _bare(
+    seconds: float,
+    place: LoaderShare,
+    comm: Communicator,
+    files: Sequence[str],
+    progress: RankProgress,
+) -> dict[int, float]:
+    """Return the bytes per second of bare reads by all ranks together, by threads of a rank."""
+    progress.begin("bare parallel reads", len(THREADS))
+    rates: dict[int, float] = {}
+    for number, threads in enumerate(THREADS):
+        if files:
+            drop(files, everything=False)
+        rates[threads] = sum(comm.allgather(bare_rate(place, threads, seconds, comm.barrier)))
+        progress.update(number + 1)
+    return rates

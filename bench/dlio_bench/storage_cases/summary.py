@@ -1,0 +1,257 @@
+"""Figures of epochs, from the records of all ranks."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dlio_bench.results.report_values import Better, Figure, PlotCurve, Ratio, Waterfall
+from dlio_bench.storage_cases.latencies import PERCENTILES, Latencies
+from dlio_bench.storage_cases.served_bytes import ServedBytes, Verdict
+from dlio_bench.storage_cases.storage_job import LoaderRun, StorageMeasurements
+from dlio_bench.storage_cases.utilisation import LEFT_OUT, StepTimes, least_seconds
+
+_MIB: Final = 1 << 20
+_POINTS: Final = 120
+"""Points of a curve over time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderEpochFigures:
+    """One epoch of a loader, of all ranks together."""
+
+    loader: str
+    repeat: int
+    epoch: int
+    """From 1."""
+    au: float
+    """Accelerator utilisation, mean over the ranks, in percent."""
+    samples_per_s: float
+    """Throughput without the first step."""
+    dlio_samples_per_s: float
+    """Throughput as DLIO counts it."""
+    mib_per_s: float
+    seconds: float
+    """Time of the slowest rank, first batch included."""
+    first_batch_s: float
+    """Time until the slowest rank's first batch."""
+    of_possible: float | None
+    """Least time that this storage and these accelerators need for the epoch, over the time that it
+    took, in percent; None if the storage was not measured."""
+    batches: Latencies
+    """Times that ranks waited for batches, without the first."""
+    requests: Latencies
+    request_kind: str
+    """`request` or `sample`: the unit of `requests`."""
+    served: ServedBytes
+    cache_share: float | None
+    """Share of the bytes that came from the page cache; None if it is not known."""
+    verdict: Verdict
+    cpu_s: float
+    """Processor seconds of the whole run of this loader, all epochs."""
+    memory_bytes: int
+
+
+def epochs_of(measured: StorageMeasurements) -> list[LoaderEpochFigures]:
+    """Return the figures of all epochs, in the order of the runs."""
+    numbers = range(measured.workload.epochs)
+    return [_epoch(measured, run, number) for run in measured.runs for number in numbers]
+
+
+def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> LoaderEpochFigures:
+    workload, ranks = measured.workload, len(run.ranks)
+    records = [rank["epochs"][number] for rank in run.ranks]
+    steps = [_steps(measured, each) for each in records]
+    batches, requests = Latencies(), Latencies()
+    for each, record in zip(steps, records, strict=True):
+        batches.add(each.load_s[LEFT_OUT:])
+        requests.merge(Latencies.from_json(record["requests"]))
+    served = _served(measured, records)
+    resident = [each["resident_before"] for each in records if each["resident_before"] is not None]
+    verdict = measured.meter.verdict(
+        served,
+        sum(each["wanted_bytes"] for each in records),
+        max(resident) if resident else None,
+    )
+    samples_per_s = sum(each.throughput for each in steps)
+    seconds = max(each.seconds for each in steps)
+    mean_bytes = measured.data_bytes / workload.samples
+    possible = None
+    # Epochs after the first read from tiers, where a loader has any: no limit of the storage.
+    if measured.bare and number == 0:
+        step_bytes = mean_bytes * workload.batch_size * ranks
+        fastest = max(measured.bare.values()) * measured.data_bytes / measured.file_bytes
+        possible = 100 * least_seconds(run.steps, workload.step_s, step_bytes, fastest) / seconds
+    return LoaderEpochFigures(
+        loader=run.loader,
+        repeat=run.repeat,
+        epoch=number + 1,
+        au=100 * sum(each.utilisation for each in steps) / ranks,
+        samples_per_s=samples_per_s,
+        dlio_samples_per_s=sum(each.dlio_throughput for each in steps),
+        mib_per_s=samples_per_s * mean_bytes / _MIB,
+        seconds=seconds,
+        first_batch_s=max(each.load_s[0] for each in steps),
+        of_possible=possible,
+        batches=batches,
+        requests=requests,
+        request_kind=records[0]["request_kind"],
+        served=served,
+        cache_share=verdict.cache_share,
+        verdict=verdict,
+        cpu_s=sum(rank["cpu_s"] for rank in run.ranks),
+        memory_bytes=sum(rank["memory_bytes"] for rank in run.ranks),
+    )
+
+
+def _steps(measured: StorageMeasurements, record: Mapping[str, Any]) -> StepTimes:
+    batch = measured.workload.batch_size
+    return StepTimes(
+        record["load_s"], record["compute_s"], record["over_s"], record["seconds"], batch
+    )
+
+
+def _served(measured: StorageMeasurements, records: Sequence[Mapping[str, Any]]) -> ServedBytes:
+    """Add the counters of ranks; those of a device or of slowfs once for each node."""
+    total = ServedBytes()
+    seen: set[int] = set()
+    for node, record in zip(measured.nodes.node_of.tolist(), records, strict=True):
+        each = ServedBytes(**record["served"])
+        total = total.added(each, shared=node not in seen)
+        seen.add(node)
+    return total
+
+
+_FIGURES: Final[
+    tuple[tuple[str, str, Better, Callable[[LoaderEpochFigures], float | None]], ...]
+] = (
+    ("accelerator utilisation", "%", "higher", lambda each: each.au),
+    ("throughput", "samples/s", "higher", lambda each: each.samples_per_s),
+    ("throughput as DLIO counts it", "samples/s", "higher", lambda each: each.dlio_samples_per_s),
+    ("bandwidth", "MiB/s", "higher", lambda each: each.mib_per_s),
+    ("epoch", "s", "lower", lambda each: each.seconds),
+    ("first batch", "s", "lower", lambda each: each.first_batch_s),
+    ("least time over epoch", "%", "higher", lambda each: each.of_possible),
+    ("page cache", "%", "", lambda each: _percent(each.cache_share)),
+)
+
+
+def figures(epochs: Sequence[LoaderEpochFigures]) -> list[Figure]:
+    """Return one figure for each quantity, loader and epoch, with a value for each repeat."""
+    result = []
+    for (loader, epoch), group in _grouped(epochs).items():
+        labels = {"loader": loader, "epoch": str(epoch)}
+        for name, unit, better, value in _FIGURES:
+            values = tuple(each for each in map(value, group) if each is not None)
+            if values:
+                result.append(Figure(name, unit, values, labels, better))
+        for kind in ("batch", group[0].request_kind):
+            for share in PERCENTILES:
+                latencies = [each.batches if kind == "batch" else each.requests for each in group]
+                values = tuple(1e3 * each.percentile(share) for each in latencies if len(each))
+                if values:
+                    name = f"{kind} p{share:g}"
+                    result.append(Figure(name, "ms", values, labels, "lower"))
+    for loader in dict.fromkeys(each.loader for each in epochs):
+        runs = [each for each in epochs if each.loader == loader and each.epoch == 1]
+        cpu = tuple(each.cpu_s for each in runs)
+        memory = tuple(each.memory_bytes / _MIB for each in runs)
+        result.append(Figure("processor time of a run", "s", cpu, {"loader": loader}, "lower"))
+        result.append(
+            Figure("memory in the middle of an epoch", "MiB", memory, {"loader": loader}, "lower")
+        )
+    return result
+
+
+def ratios(epochs: Sequence[LoaderEpochFigures]) -> list[Ratio]:
+    """Return dlio's throughput and epoch time compared with each other loader's, by epoch."""
+    groups = _grouped(epochs)
+    result = []
+    for (loader, epoch), group in groups.items():
+        mine = groups.get(("dlio", epoch))
+        if loader == "dlio" or mine is None:
+            continue
+        labels = {"epoch": str(epoch)}
+        pairs = list(zip(mine, group, strict=True))
+        name = f"throughput, dlio / {loader}"
+        rates = tuple(a.samples_per_s / b.samples_per_s for a, b in pairs if b.samples_per_s)
+        result.append(Ratio(name, rates, labels))
+        times = tuple(b.seconds / a.seconds for a, b in pairs)
+        result.append(Ratio(f"epoch time, {loader} / dlio", times, labels))
+    return result
+
+
+def curves(
+    measured: StorageMeasurements, epochs: Sequence[LoaderEpochFigures]
+) -> Iterator[PlotCurve]:
+    """Yield the distributions of latencies, and the throughput over time, of the first repeat."""
+    for each in epochs:
+        if each.repeat:
+            continue
+        labels = {"loader": each.loader, "epoch": str(each.epoch)}
+        for name, latencies in (("batch", each.batches), (each.request_kind, each.requests)):
+            x, y = latencies.curve()
+            if x:
+                title = f"Latency of a {name}"
+                yield PlotCurve(title, "cdf", "seconds", "share of all", x, y, labels)
+    for run in measured.runs:
+        if run.repeat:
+            continue
+        for number in range(measured.workload.epochs):
+            records = [rank["epochs"][number] for rank in run.ranks]
+            x, y = _over_time(records, measured.workload.batch_size)
+            if x:
+                labels = {"loader": run.loader, "epoch": str(number + 1)}
+                yield PlotCurve("Samples over time", "time", "seconds", "samples/s", x, y, labels)
+
+
+def _over_time(
+    records: Sequence[Mapping[str, Any]], batch_size: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return (ends of intervals in seconds, samples per second in each), of all ranks."""
+    ends = sorted(at for record in records for at in record["ended_s"])
+    steps = len(records[0]["ended_s"])
+    count = min(_POINTS, max(1, steps // 2))
+    width = ends[-1] / count
+    if not width:
+        return (), ()
+    tallies = [0] * count
+    for at in ends:
+        tallies[min(count - 1, int(at / width))] += batch_size
+    x = tuple(width * (k + 1) for k in range(count))
+    return x, tuple(tally / width for tally in tallies)
+
+
+def waterfalls(measured: StorageMeasurements) -> Iterator[Waterfall]:
+    """Yield where the time of each epoch went, mean over the ranks, of the first repeat."""
+    for run in measured.runs:
+        for number in range(measured.workload.epochs if run.repeat == 0 else 0):
+            steps = [_steps(measured, rank["epochs"][number]) for rank in run.ranks]
+            parts = {
+                "first batch": _mean([each.load_s[0] for each in steps]),
+                "other batches": _mean([sum(each.load_s[1:]) for each in steps]),
+                "computing": _mean([sum(each.compute_s) for each in steps]),
+                "comparing samples": _mean([sum(each.over_s) for each in steps]),
+            }
+            parts["other ranks"] = max(
+                0.0, _mean([each.seconds for each in steps]) - sum(parts.values())
+            )
+            labels = {"loader": run.loader, "epoch": str(number + 1)}
+            yield Waterfall("Time of an epoch", parts, labels)
+
+
+def _grouped(
+    epochs: Sequence[LoaderEpochFigures],
+) -> dict[tuple[str, int], list[LoaderEpochFigures]]:
+    """The repeats of each loader's epoch, by (loader, epoch); repeats in their order."""
+    groups: dict[tuple[str, int], list[LoaderEpochFigures]] = {}
+    for each in sorted(epochs, key=lambda one: one.repeat):
+        groups.setdefault((each.loader, each.epoch), []).append(each)
+    return groups
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,81 @@
+"""Utilisation of an accelerator and throughput of an epoch, as MLPerf Storage defines them. Pure.
+
+An epoch of a rank is a sequence of steps: load a batch, compute, wait for the other ranks. The
+first step is left out, because it contains the start of the loader. As in DLIO
+(`statscounter.py`), the time until the last rank's barrier counts, and so does the loader's search
+for a batch that does not come any more:
+
+    utilisation = sum of compute times from the second step on
+                  / (time of the epoch - load and compute time of the first step)
+
+Where the benchmark's own comparison of a step's samples takes longer than the step, the time beyond
+the step is neither the accelerator's nor the loader's: it does not count.
+
+Source: MLCommons, MLPerf Storage rules, "Accelerator Utilization"; DLIO, commit e1919d7.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEFT_OUT = 1
+"""Steps at the beginning of an epoch that do not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One rank's epoch; times in seconds."""
+
+    load_s: Sequence[float]
+    """Time until each batch came; shape (steps,)."""
+    compute_s: Sequence[float]
+    """Time that the accelerator was busy; shape (steps,)."""
+    over_s: Sequence[float]
+    """Time beyond each step that the benchmark compared its samples; shape (steps,)."""
+    seconds: float
+    """Time from the start of the loader's pass to the end of the last step."""
+    batch_size: int
+
+    @property
+    def counted_s(self) -> float:
+        """Time of the epoch without the first step, and without the benchmark's own part."""
+        first = sum(self.load_s[:LEFT_OUT]) + sum(self.compute_s[:LEFT_OUT])
+        return self.seconds - first - sum(self.over_s)
+
+    @property
+    def utilisation(self) -> float:
+        """Share of time that the accelerator was busy, 0 to 1; 0 for an epoch of one step."""
+        busy = sum(self.compute_s[LEFT_OUT:])
+        return busy / self.counted_s if busy else 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of this rank without the first step; 0 for an epoch of one step."""
+        steps = len(self.load_s) - LEFT_OUT
+        return steps * self.batch_size / self.counted_s if steps > 0 else 0.0
+
+    @property
+    def dlio_throughput(self) -> float:
+        """Samples per second as DLIO counts them: it leaves out one step more than its time."""
+        steps = len(self.load_s) - LEFT_OUT - 1
+        return steps * self.batch_size / self.counted_s if steps > 0 else 0.0
+
+    @property
+    def stall_s(self) -> float:
+        """Time that was waited for batches, the first one included."""
+        return sum(self.load_s)
+
+
+def least_seconds(steps: int, step_s: float, step_bytes: float, storage_rate: float) -> float:
+    """Return the shortest time in which an epoch could end, in seconds.
+
+    The accelerator cannot begin before its first batch has come, nor end before it has computed
+    on the last one.
+
+    Args:
+        steps: steps of the epoch.
+        step_s: compute time of a step.
+        step_bytes: bytes that all ranks together need for a step.
+        storage_rate: bytes per second that the storage gives to a parallel reader.
+    """
+    load_s = step_bytes / storage_rate
+    return max(load_s + steps * step_s, steps * load_s + step_s)

@@ -1,0 +1,46 @@
+"""`dlio bench train`: training as a whole."""
+
+import pkgutil
+import sys
+from dataclasses import asdict
+from typing import Final
+
+from rich.console import Console
+
+from dlio.cli.option_records import OutputOptions
+from dlio_bench.results.envelope import begin, finish, save
+from dlio_bench.results.report_values import Results
+from dlio_bench.training.training_options import TrainingBenchOptions
+
+_CASES: Final[dict[str, str]] = {
+    "scaling": "dlio_bench.training.scaling_case:measure",
+    "checkpoint": "dlio_bench.training.checkpoint_case:measure",
+    "ettr": "dlio_bench.training.ettr:measure",
+}
+"""Functions by case: (Options, Results to add to, Console)."""
+_WIDTH: Final = 100
+
+
+def command(options: TrainingBenchOptions, output: OutputOptions) -> None:
+    """Measure training as a whole on ranks of this machine, and forecast it for more.
+
+    Steps of networks of the field with each exchange on 1, 2 and 4 ranks, and a forecast for up to
+    1,024 from those of one and two ranks and from measured links, marked as such. The case
+    checkpoint measures how long checkpoints stop the steps, next to those of
+    torch.distributed.checkpoint; the case ettr the share of time that counts while ranks are
+    killed.
+    """
+    started = begin(output)
+    results = Results(
+        "train",
+        settings=asdict(options),
+        seeds={"seed": options.seed},
+        paths=() if options.data is None else (options.data,),
+    )
+    console = Console(width=max(_WIDTH, Console().width) if sys.stdout.isatty() else _WIDTH)
+    for name in options.case:
+        pkgutil.resolve_name(_CASES[name])(options, results, console)
+        save(output, results, started)
+    for note in results.notes:
+        console.print(f"note: {note}", highlight=False)
+    finish(output, results, started)

@@ -1,0 +1,200 @@
+"""`dlio bench watch`: its options, runs and table."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from dlio.cli.option_records import OutputOptions
+from dlio.errors import SourceError, UsageError
+from dlio.util.child_processes import module_command
+from dlio.util.options import Option, check
+from dlio.util.whole_files import write_json
+from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.machine import describe_machine
+from dlio_bench.results.report_values import Figure, Results
+from dlio_bench.results.saved_report import read_report
+from dlio_bench.results.terminal import advance, show_notes, table, working
+from dlio_bench.watch.calibration import calibrate
+from dlio_bench.watch.judge import (
+    BaselineFigure,
+    FigureVerdict,
+    from_json,
+    judge,
+    normalised,
+    to_json,
+)
+from dlio_bench.watch.watch_parts import PARTS, WatchPart
+
+_SCHEMA: Final = "dlio-watch/1"
+_PART_TIMEOUT_S: Final = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """The options of `dlio bench watch`."""
+
+    part: Annotated[
+        tuple[str, ...],
+        Option("WatchPart to run. Repeatable.", choices=tuple(PARTS), default_text="all"),
+    ] = ()
+    baseline: Annotated[
+        str, Option("Figures to compare with, as --update wrote them.", metavar="FILE")
+    ] = "bench/baseline.json"
+    update: Annotated[bool, Option("Write the figures to --baseline instead.")] = False
+    repeats: Annotated[int, Option("Runs of each part.", least=2)] = 3
+    folder: Annotated[
+        str, Option("Folder on the disk to measure.", metavar="FOLDER", default_text="here")
+    ] = "."
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def command(watch: Watch, output: OutputOptions) -> None:
+    """Run a small part of each benchmark, and compare it with a stored run.
+
+    Fixed work is timed before and after each run, and figures are compared in units of it. Ends
+    with exit code 1 if the whole confidence interval of a figure is worse than the baseline, or a
+    count differs.
+    """
+    started = begin(output)
+    wanted = watch.part or tuple(PARTS)
+    stored = {} if watch.update and not os.path.exists(watch.baseline) else _read(watch.baseline)
+    measured: dict[str, dict[str, Figure]] = {}
+    with working("watch", len(wanted) * watch.repeats):
+        for name in wanted:
+            runs = []
+            for _ in range(watch.repeats):
+                advance(name, 0)
+                runs.append(run_part(PARTS[name], watch.folder))
+                advance(name)
+            measured[name] = _joined(runs)
+    if watch.update:
+        parts = {**stored, **{name: to_json(runs) for name, runs in measured.items()}}
+        machine = describe_machine(())
+        write_json(watch.baseline, {"schema": _SCHEMA, "machine": machine, "parts": parts})
+        show_notes([f"{watch.baseline} is written"])
+        return
+    missing = [name for name in wanted if name not in stored]
+    if missing:
+        raise UsageError(f"{watch.baseline} has no {', '.join(missing)}: run with --update first")
+    judged = {name: list(judge(from_json(stored[name]), measured[name])) for name in wanted}
+    _show(judged)
+    figures = [
+        Figure(each.name, each.unit, each.values, {"part": name}, each.better)
+        for name, runs in measured.items()
+        for each in runs.values()
+    ]
+    verdicts = {name: {each.key: each.verdict for each in rows} for name, rows in judged.items()}
+    results = Results(
+        "watch",
+        {"parts": wanted, "repeats": watch.repeats},
+        figures=figures,
+        details={"verdicts": verdicts},
+        paths=(watch.folder,),
+    )
+    finish(output, results, started)
+    if any(each.fails for rows in judged.values() for each in rows):
+        sys.exit(1)
+
+
+def run_part(part: WatchPart, folder: str) -> dict[str, Figure]:
+    """Run a part once, with a calibration before and after; return its figures, normalised.
+
+    Raises SourceError if it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="dlio-bench-watch-", dir=folder) as scratch:
+        report = os.path.join(scratch, "report.json")
+        data = os.path.join(scratch, "data")
+        os.mkdir(data, mode=0o700)
+        arguments = [each.replace("{folder}", data) for each in part.arguments]
+        before = calibrate(scratch)
+        try:
+            done = subprocess.run(
+                [*module_command("dlio.cli", "bench"), *arguments, "--report", report],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=_PART_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise SourceError(
+                f"dlio bench {part.arguments[0]}: not done after {_PART_TIMEOUT_S:.0f} s: run it "
+                "by itself"
+            ) from error
+        speed = before.mean(calibrate(scratch))
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise SourceError(f"dlio bench {part.arguments[0]} failed: {last}")
+        seconds = speed.of(part.bound)
+        figures = [normalised(each, seconds) for each in read_report(report).figures]
+    return {_key(each).replace(data, "FOLDER"): each for each in figures}
+
+
+def _key(figure: Figure) -> str:
+    labels = ", ".join(f"{name} {value}" for name, value in sorted(figure.labels.items()))
+    return f"{figure.name} ({labels})" if labels else figure.name
+
+
+def _joined(runs: list[dict[str, Figure]]) -> dict[str, Figure]:
+    """Return each figure with the values of all runs, where no run lacks it."""
+    first = runs[0]
+    return {
+        key: Figure(
+            key,
+            each.unit,
+            tuple(value for run in runs for value in run[key].values),
+            {},
+            each.better,
+        )
+        for key, each in first.items()
+        if all(key in run for run in runs)
+    }
+
+
+def _read(path: str) -> dict[str, Mapping[str, BaselineFigure]]:
+    """Return the stored parts. Raises UsageError if the file is not a baseline."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            loaded = json.load(file)
+        if loaded["schema"] != _SCHEMA:
+            raise ValueError(loaded["schema"])
+        parts = dict(loaded["parts"])
+        for each in parts.values():
+            from_json(each)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}: run with --update first") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: not a baseline of {_SCHEMA}: run with --update") from error
+    return parts
+
+
+def _show(judged: Mapping[str, list[FigureVerdict]]) -> None:
+    rows = [
+        [
+            name,
+            each.key,
+            each.verdict,
+            "-" if each.ratio is None else f"{each.ratio:.2f}",
+            "-" if each.interval is None else f"{each.interval[0]:.2f} to {each.interval[1]:.2f}",
+        ]
+        for name, each_rows in judged.items()
+        for each in each_rows
+        if each.verdict != "same" or each.interval is not None
+    ]
+    table(
+        "compared with the baseline; above 1 is better",
+        ["part", "figure", "verdict", "ratio", "95 % interval"],
+        rows,
+        left=3,
+    )
+    counts = sum(
+        each.interval is None and each.verdict == "same" for r in judged.values() for each in r
+    )
+    show_notes([f"{counts} counts are the same"])

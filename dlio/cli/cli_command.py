@@ -1,0 +1,281 @@
+"""Create commands from functions whose parameters are frozen records of options.
+
+    def command(shape: Shape, ranks: Ranks) -> None:
+        \"\"\"First paragraph: the summary in lists of commands.\"\"\"
+
+All options of the records become options of the command. cyclopts does the parsing, help and
+completion; `dlio.util.options` converts and checks values, on the command line as in configuration
+files.
+"""
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from dlio.cli.option_groups import group_of, groups_of
+from dlio.cli.option_records import ConfigFile
+from dlio.errors import UsageError
+from dlio.util.arguments import nearest
+from dlio.util.options import OptionField, Value, options_of
+
+if TYPE_CHECKING:
+    from cyclopts import Group, Parameter
+
+CommandFunction = Callable[..., object]
+"""A function whose parameters are records of options."""
+LINKS: Final = "--follow-links"
+METAVARS: Final[dict[type, str]] = {int: "INT", float: "FLOAT", str: "TEXT"}
+"""Placeholders in the help for values of options that do not define one."""
+
+
+def is_command(function: CommandFunction) -> bool:
+    """True if all parameters of a function are records of options."""
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError):
+        return False
+    names = inspect.signature(function).parameters
+    return all(is_dataclass(hints.get(name)) and options_of(hints[name]) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: its name and the function that runs it."""
+
+    name: str
+    """Name after `dlio`, such as `train` or `bench loader`."""
+    function: CommandFunction
+
+    @property
+    def records(self) -> dict[str, type]:
+        """Types of the function's parameters, by their names."""
+        hints = typing.get_type_hints(self.function)
+        return {name: hints[name] for name in inspect.signature(self.function).parameters}
+
+    @property
+    def fields(self) -> tuple[OptionField, ...]:
+        """All options of the command."""
+        return tuple(field for record in self.records.values() for field in options_of(record))
+
+    @property
+    def help(self) -> str:
+        """Description for the help."""
+        return inspect.getdoc(self.function) or ""
+
+    def run(self, given: Mapping[str, object], rest: Sequence[str] = ()) -> object:
+        """Run the command with the options of a command line.
+
+        Args:
+            given: a text, a boolean or a sequence of texts for each field, by field name.
+            rest: arguments for the field that takes the rest.
+
+        Raises UsageError if a value is invalid or a required one is missing.
+        """
+        values: dict[str, Value] = {}
+        for field in self.fields:
+            if field.option.rest:
+                values[field.name] = tuple(rest)
+            elif field.name in given:
+                values[field.name] = field.convert(given[field.name], field.flag)
+        path = values.get("config")
+        if ConfigFile in self.records.values() and isinstance(path, str):
+            from dlio.cli.configfile import read_config
+
+            values = {**read_config(path, self.config_fields), **values}
+        arguments = {name: self._made(record, values) for name, record in self.records.items()}
+        if any(isinstance(each, ConfigFile) and each.print_config for each in arguments.values()):
+            from dlio.cli.configfile import config_text
+
+            print(config_text(arguments.values()), end="")
+            return None
+        return self.function(**arguments)
+
+    @property
+    def config_fields(self) -> tuple[OptionField, ...]:
+        """Options that may be set in a configuration file."""
+        return tuple(field for field in self.fields if field.record is not ConfigFile)
+
+    @property
+    def reads_data(self) -> bool:
+        """True if the command opens a data set that the user names."""
+        names = ("SRC", "PATH", "SCRIPT", "DATA")
+        return any(
+            field.option.positional and field.flag in names for field in self.fields
+        ) and self.name not in ("evict", "pin")
+
+    def groups(self) -> "dict[str, Group]":
+        """Return the heading of each option, by its field's name; empty without headings."""
+        from cyclopts import Group
+
+        headings = {field.name: group_of(self.function, field.name) for field in self.fields}
+        used = list(dict.fromkeys(groups_of(self.function)))
+        made = {name: Group(name, sort_key=k) for k, name in enumerate(used)}
+        return {name: made[heading] for name, heading in headings.items() if heading is not None}
+
+    def _made(self, record: type, values: Mapping[str, Value]) -> object:
+        own = options_of(record)
+        for field in own:
+            if field.required and field.name not in values:
+                raise UsageError(f"{field.flag} is missing: `dlio {self.name} --help` describes it")
+        return record(**{each.name: values[each.name] for each in own if each.name in values})
+
+    def split(self, tokens: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Split tokens into those of this command and those of the field that takes the rest."""
+        if not any(field.option.rest for field in self.fields):
+            return list(tokens), []
+        if any(field.option.after_dashes for field in self.fields):
+            at = tokens.index("--") if "--" in tokens else len(tokens)
+            return list(tokens[:at]), list(tokens[at + 1 :])
+        flags = {field.flag for field in self.fields if field.type is bool}
+        at = 0
+        while at < len(tokens) and tokens[at].startswith("-") and tokens[at] != "--":
+            word = tokens[at]
+            joined = "=" in word or (word[1:2] != "-" and len(word) > 2)
+            alone = word in flags or word.startswith("--no-") or word in ("--help", "-h", "-")
+            at += 1 if joined or alone else 2
+        return list(tokens[: at + 1]), list(tokens[at + 1 :])
+
+    def callable(self, rest: Sequence[str] = ()) -> CommandFunction:
+        """Return a function for cyclopts, with a parameter for each option."""
+
+        def run(*positional: str, **given: object) -> object:
+            names = [field.name for field in self.fields if field.option.positional]
+            if names and repeated is not None:
+                given[names[-1]] = positional[len(names) - 1 :]
+            given.update(zip(names if repeated is None else names[:-1], positional, strict=False))
+            if repeated is not None and not given[names[-1]]:
+                del given[names[-1]]
+            return self.run(given, rest)
+
+        # Options that the command line leaves out may be in the configuration file.
+        optional = ConfigFile in self.records.values()
+        groups = self.groups()
+        parameters = [
+            parameter_of(field, field.required and not optional, groups.get(field.name))
+            for field in self.fields
+            if not field.option.rest
+        ]
+        if self.reads_data:
+            parameters.append(_links_parameter(groups.get("source")))
+        parameters.sort(key=lambda parameter: parameter.kind)
+        repeated = next((p for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        run.__name__ = self.name.replace(" ", "_")
+        run.__doc__ = self.help
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+
+def parameter_of(
+    field: OptionField, required: bool, group: "Group | None" = None
+) -> inspect.Parameter:
+    """Return the parameter that tells cyclopts to parse an option: as text, or as a switch.
+
+    Args:
+        group: heading of the option in the help.
+    """
+    from cyclopts import Parameter
+
+    option = field.option
+    kind: Any = inspect.Parameter.KEYWORD_ONLY
+    hint: Any = bool if field.type is bool else str
+    if option.positional:
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        if field.many:
+            kind = inspect.Parameter.VAR_POSITIONAL
+    elif field.many:
+        hint = tuple[str, ...]
+    names = [field.flag, *([option.short] if option.short else [])]
+    metavar = option.metavar or METAVARS.get(field.type)
+    parameter = Parameter(
+        name=names[0] if option.positional else names,
+        help=help_of(field),
+        metavar=metavar,
+        choices=field.choices or None,
+        show_choices=bool(field.choices),
+        show_default=False,
+        show=not option.hidden,
+        required=required,
+        negative=None if field.type is bool else (),
+        allow_leading_hyphen=field.type in (int, float),
+        allow_repeating=True,
+        consume_multiple=False if field.many and not option.positional else None,
+    )
+    default: Any = inspect.Parameter.empty
+    if kind is not inspect.Parameter.VAR_POSITIONAL and not required:
+        default = None
+        hint = hint | None  # Where pydantic is loaded, cyclopts compares defaults with types.
+    annotation = _annotated(hint, parameter, group)
+    return inspect.Parameter(field.name, kind, default=default, annotation=annotation)
+
+
+def _annotated(hint: Any, parameter: "Parameter", group: "Group | None") -> Any:
+    """Annotate a type with its parameter, below a heading if there is one."""
+    from cyclopts import Parameter
+
+    if group is None:
+        return Annotated[hint, parameter]
+    return Annotated[hint, parameter, Parameter(group=(group,))]
+
+
+def _links_parameter(group: "Group | None") -> inspect.Parameter:
+    """Return the parameter that shows --follow-links in the help; `dlio` itself takes it."""
+    from cyclopts import Parameter
+
+    parameter = Parameter(
+        name=LINKS,
+        help="Follow symbolic links that lead out of the data set's folder.",
+        show_default=False,
+        negative=(),
+    )
+    return inspect.Parameter(
+        "follow_links",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=_annotated(bool, parameter, group),
+    )
+
+
+def help_of(field: OptionField) -> str:
+    """Return the help of an option, with its unit and its default."""
+    text = field.option.help
+    if field.option.unit:
+        text += f" [unit: {field.option.unit}]"
+    default = default_of(field)
+    return f"{text} [default: {default}]" if default else text
+
+
+def default_of(field: OptionField) -> str:
+    """Return an option's default as shown to users; empty if there is none."""
+    if field.option.default_text is not None:
+        return field.option.default_text
+    if field.required or field.default in (None, (), False):
+        return ""
+    shown = field.show(field.default)
+    return "yes" if shown is True else str(shown)
+
+
+def describe(error: Exception, name: str, fields: Sequence[OptionField]) -> str:
+    """Return the one-line message of an error that cyclopts raised for a command line."""
+    from cyclopts import exceptions
+
+    more = f" (`dlio {name} --help`)" if name else " (`dlio --help`)"
+    argument = getattr(error, "argument", None)
+    field = next((f for f in fields if argument is not None and f.flag == argument.name), None)
+    if isinstance(error, exceptions.UnknownOptionError):
+        word = (error.token.keyword or error.token.value).split("=")[0]
+        flags = [each.flag for each in fields if not each.option.positional]
+        return f"{word}: no such option{nearest(word, [*flags, '--help'])}{more}"
+    if isinstance(error, exceptions.MissingArgumentError) and field is not None:
+        if field.option.positional:
+            return f"{field.flag} is missing{more}"
+        return f"{field.flag}: a value is missing: {field.remedy}{more}"
+    if isinstance(error, exceptions.CoercionError) and field is not None:
+        word = "" if error.token is None else error.token.value
+        close = nearest(word, field.choices) if word else ""
+        return f"{field.flag}{' ' if word else ''}{word}: {field.remedy}{close}{more}"
+    if isinstance(error, exceptions.UnusedCliTokensError):
+        return f"{' '.join(error.unused_tokens or ())}: unexpected argument{more}"
+    return " ".join(str(error).split()) + more

@@ -1,0 +1,177 @@
+"""Limits of this process: descriptors, processes, memory, shared memory."""
+
+import os
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from dlio.cli.doctor.findings import Finding, error, ok, warning
+from dlio.util.shared_folders import SHARED_MEMORY
+from dlio.util.units import format_bytes
+
+_TOPIC: Final = "limits"
+_DESCRIPTORS: Final = 1024
+"""Fewest that a rank should have: each format keeps some dozens of files open."""
+_FEWEST: Final = 256
+"""Below this many descriptors, loading fails."""
+_PROCESSES: Final = 512
+_LOCKED: Final = 64 << 20
+_SHARED: Final = 64 << 20
+"""Bytes of shared memory with which ranks of one node can exchange messages."""
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_UNLIMITED: Final = 1 << 60
+
+
+def check_limits(infiniband: bool | None = None) -> Iterator[Finding]:
+    """Yield limits of this process.
+
+    Args:
+        infiniband: the machine has such adapters, which need locked memory; None to look.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{_number(soft)} (at most {_number(hard)})"
+    if _is_below(soft, _DESCRIPTORS):
+        say = error if _is_below(soft, _FEWEST) else warning
+        ask = (
+            "the administrator to raise nofile in limits.conf, for Slurm also in slurmd's unit"
+            if _is_below(hard, _DESCRIPTORS)
+            else f"ulimit -n {_number(hard)} in the job's script"
+        )
+        yield say(_TOPIC, "open files", text, ask if ask.startswith("ulimit") else f"ask {ask}")
+    else:
+        yield ok(_TOPIC, "open files", text)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    if _is_below(soft, _PROCESSES):
+        yield warning(
+            _TOPIC,
+            "processes and threads",
+            _number(soft),
+            f"ulimit -u {_number(hard)} in the job's script: a rank has some dozens of threads",
+        )
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        yield warning(
+            _TOPIC,
+            "address space",
+            format_bytes(soft),
+            "ulimit -v unlimited: mapped files count there, which take no memory",
+        )
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    has = Path("/sys/class/infiniband").is_dir() if infiniband is None else infiniband
+    if has and _is_below(soft, _LOCKED):
+        yield warning(
+            _TOPIC,
+            "locked memory",
+            format_bytes(soft),
+            "ulimit -l unlimited: InfiniBand falls back to slower messages, or fails",
+        )
+
+
+def check_memory(total: int | None = None, limit: int | None = None) -> Iterator[Finding]:
+    """Yield the memory of this machine and of the job.
+
+    Args:
+        total: bytes of the machine; None to ask the system.
+        limit: bytes of the job's control group; None to ask the system.
+    """
+    total = _meminfo("MemTotal") if total is None else total
+    limit = memory_limit() if limit is None else limit
+    if limit is None or limit >= total:
+        yield ok(_TOPIC, "memory", f"{format_bytes(_meminfo('MemAvailable'))} available")
+        return
+    yield ok(
+        _TOPIC,
+        "memory",
+        f"{format_bytes(limit)} for this job (its control group), of {format_bytes(total)}",
+    )
+
+
+def check_shared_memory(wanted: int, ranks: int, path: str = SHARED_MEMORY) -> Iterator[Finding]:
+    """Yield the space in shared memory.
+
+    Args:
+        wanted: bytes that tiers in RAM may take there.
+        ranks: of this node.
+        path: where it is mounted.
+    """
+    try:
+        status = os.statvfs(path)
+    except OSError as problem:
+        yield error(
+            _TOPIC,
+            path,
+            f"cannot be used ({problem.strerror})",
+            f"mount a tmpfs there: mount -t tmpfs tmpfs {path}",
+        )
+        return
+    size, free = status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
+    text = f"{format_bytes(free)} free of {format_bytes(size)}"
+    grow = f"docker run --shm-size=16g, or as root mount -o remount,size=50% {path}"
+    if not os.access(path, os.W_OK | os.X_OK):
+        yield error(_TOPIC, path, f"{text}, not writable", f"as root: chmod 1777 {path}")
+    elif free < _SHARED * max(1, ranks):
+        yield error(_TOPIC, path, text, f"{grow}; or remove files of dead jobs there")
+    elif free < wanted:
+        yield warning(
+            _TOPIC,
+            path,
+            f"{text}; the tiers in RAM may take {format_bytes(wanted)}",
+            f"lower ram: in --tiers; or {grow}",
+        )
+    else:
+        yield ok(_TOPIC, path, text)
+
+
+def memory_limit(root: Path = _CGROUPS) -> int | None:
+    """Return the bytes that this process's control groups allow it; None for no limit.
+
+    Of version 2 and of version 1, which have the least of all groups above.
+    """
+    try:
+        text = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    limits = []
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            continue
+        folder, name = (
+            (root, "memory.max")
+            if not controllers
+            else (
+                root / "memory",
+                "memory.limit_in_bytes",
+            )
+        )
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts) + 1):
+            limits += _limit(folder.joinpath(*parts[:depth], name))
+    return min(limits, default=None)
+
+
+def _limit(path: Path) -> list[int]:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return []
+    return [int(text)] if text.isdecimal() and int(text) < _UNLIMITED else []
+
+
+def _meminfo(name: str) -> int:
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    match = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    return 0 if match is None else 1024 * int(match[1])
+
+
+def _is_below(limit: int, least: int) -> bool:
+    return limit != resource.RLIM_INFINITY and limit < least
+
+
+def _number(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit}"

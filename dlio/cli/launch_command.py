@@ -1,0 +1,206 @@
+"""`dlio launch`: start the ranks of any command, here, in an allocation, or by a job of Slurm's."""
+
+import glob
+import os
+import shlex
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Final
+
+from dlio.cli.launch_options import CheckedCommand, LaunchOptions, Program, read_program
+from dlio.cli.option_groups import with_help
+from dlio.cli.train_command import find_parts
+from dlio.comm.allocation import Allocation, find_allocation
+from dlio.comm.launch_detection import check_launch, under_torchrun
+from dlio.comm.launch_environment import under_mpi, under_torch
+from dlio.errors import UsageError
+from dlio.launch import mpi_launch, spread, torch_launch
+from dlio.launch.command_ranks import has_mpi
+from dlio.launch.slurm_options import parse_slurm
+from dlio.launch.slurm_script import JobScript, submit
+from dlio.launch.slurm_tasks import become_rank, is_task
+from dlio.util.printable import print_line
+from dlio.util.settings import settings
+from dlio.util.signals import passing_on, passing_on_warnings
+
+_SHOWN_HOSTS: Final = 4
+
+
+@with_help(
+    "dlio launch -n 4 train /data/train --epochs 10",
+    "dlio launch -- python my.py",
+    "dlio launch --slurm nodes=4,time=2h train /data --checkpoint ckpt",
+    "dlio launch --slurm nodes=2 --stage --print train /data --tiers '$TMPDIR:9TB'",
+    groups={
+        "Ranks": ("ranks", "ranks_per_node", "backend"),
+        "Slurm": ("slurm", "print_script", "script", "setup", "stage"),
+    },
+)
+def command(program: Program, options: LaunchOptions) -> None:
+    """Start a command in many ranks: on this machine, on all nodes of a job, or as a job.
+
+    COMMAND is a command of dlio with its options (train, run, eval, stage, pack, bench ...), or,
+    after --, any program. In a job of Slurm, PBS or LSF the ranks run on its nodes, as many as
+    it has tasks. With --slurm, a job script is written and submitted: it stages (--stage), trains,
+    goes on from its checkpoint after a preemption or at its time limit, and evicts at its end.
+    """
+    started = read_program(program)
+    if started is None:
+        return
+    if options.slurm:
+        _submit(started, options)
+        return
+    if is_task():
+        become_rank(started.argv, options.ranks, options.backend)
+    if under_mpi() or under_torch() or under_torchrun():
+        raise UsageError(
+            "another launcher has started this process as a rank: leave out either "
+            f"`dlio launch`, or mpirun or torchrun: `dlio launch -n 4 {_shown(started)}`"
+        )
+    check_launch(1)
+    allocation = find_allocation()
+    if allocation is None:
+        if options.ranks_per_node is not None:
+            raise UsageError(
+                f"--ranks-per-node {options.ranks_per_node}: this is not a job of Slurm, PBS or "
+                "LSF: give -n, or --slurm to submit one"
+            )
+        code = _run_here(started, options)
+    else:
+        code = _run_in_job(started, options, allocation)
+    if code:
+        raise SystemExit(code)
+
+
+def _run_here(started: CheckedCommand, options: LaunchOptions) -> int:
+    """Start ranks on this machine; return their exit code."""
+    ranks = options.ranks or max(1, len(glob.glob("/dev/nvidia[0-9]*")))
+    by_mpi = _uses_mpi(options.backend)
+    if started.takes_ranks:
+        from dlio.cli import run_command
+
+        words, named = list(started.words), started.named
+        own = ["-n", str(ranks), "--backend", options.backend]
+        run_command([*words[:named], *own, *words[named:]])
+        return 0
+    _say(f"{ranks} rank(s) on this machine, by {'mpirun' if by_mpi else 'torch.distributed'}")
+    with _warnings(started):
+        starter = mpi_launch.launch if by_mpi else torch_launch.launch
+        return starter(started.argv, ranks).returncode
+
+
+def _run_in_job(started: CheckedCommand, options: LaunchOptions, allocation: Allocation) -> int:
+    """Start ranks on the nodes of an allocation; return their exit code."""
+    counts = allocation.counts(options.ranks, options.ranks_per_node)
+    if started.option("fault_tolerance") not in (None, "off"):
+        nodes = ",".join(counts)
+        raise UsageError(
+            "--fault-tolerance needs ranks that dlio itself starts on each node: in this job "
+            f"`dlio train -n {sum(counts.values())} --nodes {nodes} ...`, which needs ssh between "
+            "nodes"
+        )
+    by_mpi = _uses_mpi(options.backend)
+    how = "mpirun" if by_mpi else "srun" if allocation.manager == "Slurm" else "a remote shell"
+    shown = ", ".join(f"{host} {count}" for host, count in list(counts.items())[:_SHOWN_HOSTS])
+    more = ", ..." if len(counts) > _SHOWN_HOSTS else ""
+    _say(
+        f"{sum(counts.values())} rank(s) on {len(counts)} node(s) of {allocation.manager}'s job "
+        f"{allocation.job} ({shown}{more}), by {how}"
+    )
+    with _warnings(started):
+        if by_mpi:
+            return spread.run_under_mpirun(started.argv, counts)
+        if allocation.manager == "Slurm":
+            words = started.words if started.is_dlio else ("--", *started.words)
+            return spread.run_under_srun(words, counts)
+        from dlio.launch.remote_ranks import run_by_remote_shell
+
+        return run_by_remote_shell(started.argv, counts)
+
+
+def _warnings(started: CheckedCommand) -> AbstractContextManager[None]:
+    """Pass SIGUSR1 on to the ranks, and SIGTERM, too, if they then write a checkpoint."""
+    saves = started.option("checkpoint") is not None
+    return passing_on(enabled=True) if saves else passing_on_warnings()
+
+
+def _uses_mpi(backend: str) -> bool:
+    if backend == "mpi":
+        mpi_launch.find_mpirun()
+        return True
+    return backend == "auto" and has_mpi()
+
+
+def _submit(started: CheckedCommand, options: LaunchOptions) -> None:
+    """Write the job script and submit it, or print it."""
+    if "SLURM_JOB_ID" in os.environ and not options.print_script:
+        raise UsageError(
+            f"--slurm within job {os.environ['SLURM_JOB_ID']}: leave it out to start the ranks in "
+            "this job, or submit from a login node"
+        )
+    script = job_script(started, options)
+    if options.print_script:
+        sys.stdout.write(script.text())
+        return
+    path = options.script or f"{script.name}.sbatch"
+    script.write(path)
+    job = submit(path)
+    print_line(f"job {job} is submitted: {path}; `squeue -j {job}` shows it")
+
+
+def job_script(started: CheckedCommand, options: LaunchOptions) -> JobScript:
+    """Return the job script of a command. Raises UsageError for options that do not fit."""
+    slurm = parse_slurm(options.slurm)
+    backend = () if options.backend == "auto" else ("--backend", options.backend)
+    words = started.words if started.is_dlio else ("--", *started.words)
+    resumes = started.option("checkpoint") is not None
+    if resumes and started.option("resume") is False:
+        words = (*words[: started.named], "--resume", *words[started.named :])
+    if not resumes and started.is_dlio and started.words[0] == "train":
+        _say("without --checkpoint the job does not go on after a preemption or its time limit")
+    path = os.path.dirname(os.path.abspath(sys.executable))
+    setup = options.setup or (f"export PATH={shlex.quote(path)}:$PATH",)
+    script = JobScript(
+        slurm,
+        ("dlio", "launch", *backend, *words),
+        setup=setup,
+        # A program of another kind says by code 75 that it goes on when it is started again.
+        resumes=resumes or not started.is_dlio or started.words[0] in ("pack", "stage"),
+    )
+    return _with_staging(script, started, backend) if options.stage else script
+
+
+def _with_staging(
+    script: JobScript, started: CheckedCommand, backend: tuple[str, ...]
+) -> JobScript:
+    """Return a job script that also stages the command's data and evicts them."""
+    from dlio.storage.tier_spec import parse_tiers
+
+    tiers = started.option("tiers") or settings().tiers
+    source, val = started.option("source"), started.option("val")
+    if isinstance(source, str) and started.words[0] == "train":
+        source, val = find_parts(source, val if isinstance(val, str) else None, quiet=True)
+    sources = [str(each) for each in (source, val) if each is not None]
+    if not sources or not isinstance(tiers, str):
+        raise UsageError(
+            f"--stage: {_shown(started)} names no data and --tiers: give, for example, --tiers "
+            "'$TMPDIR:200GiB' (in quotes: the job's own folder is meant)"
+        )
+    if not any(spec.kind == "disk" for spec in parse_tiers(tiers)):
+        raise UsageError(
+            f"--stage: --tiers {tiers} has no disk: name one, such as --tiers '$TMPDIR:200GiB'"
+        )
+    once = ("dlio", "launch", *backend, "--ranks-per-node", "1", "stage")
+    stage = tuple((*once, each, "--tiers", tiers, "--allow-partial") for each in sources)
+    return replace(
+        script, stage=stage, evict=("dlio", "evict", "--job", "$SLURM_JOB_ID", "--tiers", tiers)
+    )
+
+
+def _shown(started: CheckedCommand) -> str:
+    return shlex.join(started.words[: started.named])
+
+
+def _say(line: str) -> None:
+    print_line(f"dlio: {line}", sys.stderr)

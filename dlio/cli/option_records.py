@@ -1,0 +1,80 @@
+"""Records of options that several commands share."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from dlio.util.options import Option, check
+from dlio.util.whole_files import check_writable
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """The ranks that a command starts."""
+
+    ranks: Annotated[
+        int | None,
+        Option(
+            "Number of ranks to start on this machine.",
+            short="-n",
+            least=1,
+            default_text="one, or the ranks that mpirun or srun started",
+        ),
+    ] = None
+    backend: Annotated[
+        Literal["auto", "mpi", "torch"],
+        Option(
+            "Library by which the ranks of -n communicate. mpi: MPI, under mpirun. torch: "
+            "torch.distributed, without MPI. auto: MPI if it is installed."
+        ),
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """Options from a YAML file; the command line overrides it."""
+
+    config: Annotated[
+        str | None,
+        Option(
+            "Read options from this YAML file; options of the command line override it.",
+            metavar="FILE",
+        ),
+    ] = None
+    print_config: Annotated[
+        bool,
+        Option("Print all options as YAML, which --config reads back, and exit."),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """Destinations of a command's results, in addition to the terminal."""
+
+    report: Annotated[
+        str | None, Option("Write the results as JSON to this file.", metavar="FILE")
+    ] = None
+    as_json: Annotated[
+        bool, Option("Print the results as JSON, on the last line of the output.", name="json")
+    ] = False
+
+    def check_writable(self) -> None:
+        """Raise UsageError if the report cannot be written. Call it before the work starts."""
+        if self.report is not None:
+            check_writable("--report", self.report)
+
+
+@dataclass(frozen=True, slots=True)
+class PretendNodes:
+    """Simulated nodes, for trying out several nodes on one machine."""
+
+    pretend_nodes: Annotated[
+        int | None,
+        Option(
+            "Number of nodes to pretend: the ranks are divided into this many groups.",
+            least=1,
+            default_text="the nodes that ranks really run on",
+        ),
+    ] = None

@@ -1,0 +1,233 @@
+"""`dlio train`: start ranks on this machine and train, or train as a rank that mpirun started."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from dlio.cli.option_groups import with_help
+from dlio.cli.option_records import ConfigFile, RankOptions
+from dlio.data.splits import TRAIN_FOLDERS, VAL_FOLDERS
+from dlio.errors import UsageError
+from dlio.features.mesh.mesh_axes import parse_axes
+from dlio.launch.command_ranks import on_ranks
+from dlio.train.checkpoint_progress import finished_epochs
+from dlio.train.config import TrainConfig
+from dlio.train.factory import check_name
+from dlio.train.names import CALLBACKS
+from dlio.train.train_options import MODEL_NAMES
+from dlio.util.live_line import LiveLine
+from dlio.util.printable import print_line
+
+
+@with_help(
+    "dlio train /data/train --val /data/val -n 2 --epochs 10",
+    "dlio train /data --tiers ram:8GiB,/local/scratch:200GiB --device cuda",
+    "dlio train /data -n 4 --exchange gossip --checkpoint ckpt --resume",
+    "dlio train --config run.yaml --lr 0.1",
+    groups={
+        "Data": (
+            *(
+                "source",
+                "val",
+                "task",
+                "target",
+                "category",
+                "mixup",
+                "cutmix",
+                "replica",
+                "batch_size",
+                "accumulate",
+                "image_size",
+                "crop_scale",
+            ),
+            *("shuffle", "source_order", "on_error", "workers", "decode", "seed"),
+        ),
+        "Tiers": ("tiers", "pretend_nodes"),
+        "Model and optimizer": (
+            *(
+                "epochs",
+                "model",
+                "weights",
+                "layerwise",
+                "optimizer",
+                "lr",
+                "lr_schedule",
+                "momentum",
+            ),
+            *("weight_decay", "clip", "ema"),
+            *("batch_norm", "compile", "precision", "device", "nan", "early_stopping", "callback"),
+        ),
+        "Ranks": ("ranks", "backend", "nodes", "exchange", "mesh", "balance"),
+        "Lost ranks": (
+            *("fault_tolerance", "min_ranks", "spares", "on_loss", "hang_after", "evict_slow"),
+            *("check_weights", "leave_at"),
+        ),
+        "Checkpoints and results": (
+            *("checkpoint", "checkpoint_every", "checkpoint_minutes", "keep", "resume", "save"),
+            *("report", "tensorboard", "summaries", "trace", "trace_out", "replay"),
+        ),
+        "Less work": (
+            *("skip_samples", "skip_share", "prune", "prune_tolerance", "prune_target"),
+            "dump_matrices",
+        ),
+        "Configuration": ("config", "print_config"),
+    },
+)
+def command(config: TrainConfig, ranks: RankOptions, file: ConfigFile) -> None:  # noqa: ARG001
+    """Train a network on a data set that is cached in a hierarchy of tiers."""
+    source, val = find_parts(config.source, config.val)
+    run(replace(config, source=source, val=val), ranks.ranks, ranks.backend)
+
+
+def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
+    """Start `ranks` ranks that train, or train as one of them.
+
+    Raises SystemExit with the exit code of the ranks if they failed.
+    """
+    starts_again = config.nodes is not None or config.fault_tolerance == "restart"
+    if starts_again and ranks is None:
+        option = "--nodes" if config.nodes is not None else "--fault-tolerance restart"
+        raise UsageError(f"{option} needs -n, too: only ranks that dlio starts begin again")
+    if starts_again and backend == "torch":
+        raise UsageError("--backend torch does not go with --nodes and --fault-tolerance restart")
+    if _is_finished(config):
+        print_line(
+            f"all {config.epochs} epochs are done in {config.checkpoint}: there is nothing to "
+            "train; give more --epochs to go on"
+        )
+        return
+    on_ranks(
+        ranks,
+        train_rank,
+        config,
+        check=lambda: _check(config, ranks or 1),
+        min_ranks=config.min_ranks if _may_lose_ranks(config) else None,
+        spares=config.spares,
+        backend=backend,
+        start=partial(_start_again, config) if starts_again else None,
+        live=True,
+        may_end=config.checkpoint is not None and config.fault_tolerance == "off",
+    )
+
+
+def _is_finished(config: TrainConfig) -> bool:
+    """True if a run to resume has no epoch left, and nothing else to write."""
+    if not config.resume or config.checkpoint is None or config.save or config.report:
+        return False
+    return finished_epochs(config.checkpoint, config) >= config.epochs
+
+
+def train_rank(config: TrainConfig) -> None:
+    """Train as this rank; rank 0 prints the report."""
+    from dlio.comm import world
+    from dlio.comm.launch_environment import under_mpi, under_torch
+    from dlio.comm.survival.membership import RankLeft
+    from dlio.util.signals import work_is_done
+
+    # Importing torch takes seconds.
+    with LiveLine("starting", shown=not (under_mpi() or under_torch())):
+        from dlio.train.trainer import train
+
+    try:
+        report = train(config)
+    except RankLeft:
+        return
+    work_is_done()  # The report takes a moment.
+    if world().rank == 0:
+        report.print()
+
+
+def _start_again(
+    config: TrainConfig,
+    module: str,
+    argv: Sequence[str],
+    ranks: int,
+    own: Mapping[str, str],
+    live: LiveLine,
+) -> int:
+    """Start ranks that are started again where they cannot go on; returns the exit code."""
+    from dlio.launch import relaunch
+
+    def progress() -> int:
+        """Number of the newest checkpoint."""
+        folder = config.checkpoint
+        names = os.listdir(folder) if folder is not None and os.path.isdir(folder) else []
+        numbers = [name.removeprefix("step-") for name in names if name.startswith("step-")]
+        return max((int(number) for number in numbers if number.isdecimal()), default=-1)
+
+    def leftovers(token: str) -> list[str]:
+        return [] if config.trace is None else [f"{config.trace}.{token}.tmp"]
+
+    return relaunch.run(
+        relaunch.RestartableJob(
+            module,
+            tuple(argv),
+            ranks,
+            own,
+            nodes=config.node_names,
+            survives=config.fault_tolerance == "shrink",
+            again=config.fault_tolerance != "off",
+            min_ranks=config.min_ranks,
+            progress=progress,
+            live=live,
+            leftovers=leftovers,
+        )
+    )
+
+
+def _may_lose_ranks(config: TrainConfig) -> bool:
+    return config.fault_tolerance != "off" and config.replay is None
+
+
+def find_parts(source: str, val: str | None, quiet: bool = False) -> tuple[str, str | None]:
+    """Return (training data, validation data).
+
+    A source that holds only the folders train/ and val/ is split into these two.
+
+    Args:
+        quiet: do not print that it is.
+    """
+    if not os.path.isdir(source):
+        return source, val
+    inside = sorted(entry.name for entry in os.scandir(source) if entry.is_dir())
+    train = [name for name in inside if name.lower() in TRAIN_FOLDERS]
+    held_out = [name for name in inside if name.lower() in VAL_FOLDERS]
+    if len(train) != 1 or len(train) + len(held_out) != len(inside):
+        return source, val
+    if val is None and held_out:
+        # Prefer val to test if both exist.
+        val = os.path.join(source, min(held_out, key=lambda n: VAL_FOLDERS.index(n.lower())))
+    source = os.path.join(source, train[0])
+    if not quiet:
+        print_line(f"training on {source}" + (f", held out: {val}" if val else ""))
+    return source, val
+
+
+def _check(config: TrainConfig, ranks: int) -> None:
+    """Raise an error for a mistake that can be found before ranks are started, without torch.
+
+    Opens the data sets, which also lists them, so that ranks find the lists in the cache.
+    """
+    from dlio.data.reader import open_reader
+    from dlio.storage.tier_spec import choose_tiers
+
+    if config.pretend_nodes is not None and config.pretend_nodes > ranks:
+        raise UsageError(
+            f"--pretend-nodes {config.pretend_nodes}: give 1 to {ranks}, the number of ranks (-n)"
+        )
+    if len(config.node_names) > ranks:
+        raise UsageError(
+            f"--nodes {config.nodes}: give -n with at least {len(config.node_names)} ranks, one "
+            "for each node"
+        )
+    if config.mesh is not None:
+        parse_axes(config.mesh, ranks)
+    check_name("--model", config.model, MODEL_NAMES)
+    for callback in config.callback:
+        check_name("--callback", callback, tuple(CALLBACKS))
+    config.check_run()
+    choose_tiers(config.tiers, 0)
+    for path in (config.source, config.val, *config.replica):
+        if path is not None:
+            open_reader(path).close()

@@ -1,0 +1,176 @@
+"""Membership whose ranks leave where a plan has them leave, and none is lost.
+
+A replay of a job that lost ranks sums over the same ranks in the same steps as the job did. Nothing
+of MPI's fault tolerance is needed: communicators of the ranks that go on are split from those of
+all. Ranks that have left wait for the end.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dlio.comm.comm_protocol import Array, Buffer, Communicator, Json, Op, Request
+from dlio.comm.survival.membership import RankLeft, RankMessages, messages_of
+from dlio.comm.world import replace_world, world
+
+_T = TypeVar("_T")
+
+
+class PlannedMembership:
+    """The ranks that share a job's steps now. One per process.
+
+    Args:
+        everyone: all ranks; closed by its owner.
+    """
+
+    lost = due = False
+    left: tuple[int, ...] = ()
+
+    def __init__(self, everyone: Communicator) -> None:
+        self._everyone = everyone
+        self._root = everyone.dup()
+        self._handles: dict[int, weakref.ref[_PlannedCommunicator]] = {}
+        self._made = 0
+        self.me, self.number = everyone.rank, 0
+        self.members: tuple[int, ...] = tuple(range(everyone.size))
+        self._next = self.members
+        self.world = _PlannedCommunicator(self, self._root.dup(), ())
+
+    def plan(self, members: Sequence[int]) -> None:
+        """Choose the ranks that go on at the next `renew`, the same on all ranks.
+
+        Args:
+            members: some of the present ones, ascending.
+        """
+        self._next = tuple(members)
+
+    def renew(self, report: Json, meets: bool = False) -> list[Json]:
+        """See `Membership`; collective over all present ranks.
+
+        Raises RankLeft on a rank that does not go on, when the others have called `end`.
+        """
+        stays = self.me in self._next
+        self._root = self._root.split(int(stays))
+        if not stays:
+            self.world.rank = -1
+            self.end()
+            raise RankLeft
+        everyone: list[Any] = self._root.allgather([self.me, report])
+        for handle in self._living():
+            handle.replace(self._remade(handle.colours))
+        self.number += 1
+        self.members = tuple(int(each[0]) for each in everyone)
+        return [each[1] for each in everyone]
+
+    def agree(self, well: bool) -> bool:
+        return well
+
+    def end(self) -> None:
+        """Wait for all ranks: those that go on have come to the end."""
+        arrived = np.zeros(1, np.int64)
+        # The others train meanwhile: if one fails, it ends this rank, too.
+        request = self._everyone.iallreduce(arrived)
+        self._everyone.wait([request], "the end of the replay", math.inf)
+
+    def add(self, handle: "_PlannedCommunicator") -> None:
+        """Rebuild a communicator in each generation; all ranks add them in the same order."""
+        self._handles[self._made] = weakref.ref(handle)
+        self._made += 1
+
+    def drop(self, handle: "_PlannedCommunicator") -> None:
+        """Forget a communicator that was closed, on all ranks."""
+        self._handles = {n: ref for n, ref in self._handles.items() if ref() is not handle}
+
+    def _living(self) -> list["_PlannedCommunicator"]:
+        """Return the communicators that all present ranks hold, in the order of their making."""
+        mine = {number for number, ref in self._handles.items() if ref() is not None}
+        common = set.intersection(*map(set, self._root.allgather(sorted(mine))))
+        living = [self._handles[number]() for number in sorted(common)]
+        return [handle for handle in living if handle is not None]
+
+    def _remade(self, colours: tuple[int, ...]) -> Communicator:
+        """Make a communicator anew: of all ranks, or of those of the same colours."""
+        of_each = [tuple(each) for each in self._root.allgather(list(colours))]
+        if not any(of_each):
+            return self._root.dup()
+        return self._root.split(sorted(set(of_each)).index(of_each[self._root.rank]))
+
+
+class _PlannedCommunicator:
+    """A communicator whose ranks may become fewer.
+
+    Args:
+        inner: of the present ranks.
+        colours: numbers of the parts of all ranks that it is a part of, from the largest.
+    """
+
+    def __init__(
+        self, membership: PlannedMembership, inner: Communicator, colours: tuple[int, ...]
+    ) -> None:
+        self.membership, self._inner, self.colours = membership, inner, colours
+        self.rank, self.size = inner.rank, inner.size
+        membership.add(self)
+
+    def replace(self, inner: Communicator) -> None:
+        """Go on with other ranks."""
+        self._inner = inner
+        self.rank, self.size = inner.rank, inner.size
+
+    def bound(self) -> RankMessages:
+        """Messages among the present ranks."""
+        return messages_of(self._inner)
+
+    def allgather(self, value: _T) -> list[_T]:
+        return self._inner.allgather(value)
+
+    def tell(self, value: _T, root: int = 0) -> _T:
+        return self._inner.tell(value, root)
+
+    def barrier(self) -> None:
+        self._inner.barrier()
+
+    def bcast(self, array: Array, root: int = 0) -> None:
+        self._inner.bcast(array, root)
+
+    def isend(self, data: Buffer, dest: int, tag: int) -> Request:
+        return self._inner.isend(data, dest, tag)
+
+    def irecv(self, into: Buffer, source: int, tag: int) -> Request:
+        return self._inner.irecv(into, source, tag)
+
+    def iallreduce(self, array: Array, op: Op = "sum") -> Request:
+        return self._inner.iallreduce(array, op)
+
+    def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
+        self._inner.wait(requests, what, timeout_s)
+
+    def poke(self) -> bool:
+        return self._inner.poke()
+
+    def dup(self) -> "_PlannedCommunicator":
+        return self._made(self._inner.dup, self.colours)
+
+    def split(self, group: int) -> "_PlannedCommunicator":
+        return self._made(lambda: self._inner.split(group), (*self.colours, group))
+
+    def close(self) -> None:
+        # Not collective: ranks that have left are elsewhere.
+        self.membership.drop(self)
+
+    def _made(
+        self, make: Callable[[], Communicator], colours: tuple[int, ...]
+    ) -> "_PlannedCommunicator":
+        return _PlannedCommunicator(self.membership, make(), colours)
+
+
+def plan_world() -> PlannedMembership:
+    """Have `world()` return a communicator whose ranks leave as planned. Collective.
+
+    Call it before anything else uses `world()`.
+    """
+    membership = PlannedMembership(world())
+    replace_world(membership.world)
+    return membership

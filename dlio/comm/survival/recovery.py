@@ -1,0 +1,416 @@
+"""Going on after a rank is lost: the torn step is repaired in place, and not computed again.
+
+A rank learns of a loss wherever it waits for another: in a step's sums, at the end of an epoch. It
+then calls `Recovery.run`, and so do all others. The next generation is made, every part of the
+training tells where it is, and those that are behind get from the others what they lack.
+
+What is promised: docs/guides/fault-tolerance.md.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from dlio.comm import Communicator
+from dlio.comm.survival.membership import AllLeave, AllPause, Elastic, Membership, RankLeft
+from dlio.errors import CommError, PeerLost, UsageError
+
+_log = logging.getLogger("dlio")
+_T = TypeVar("_T")
+
+
+Report: TypeAlias = dict[str, list[int]]
+"""Numbers that say where a part is on one rank."""
+
+
+class RecoveryPart(Protocol):
+    """A part of the training that is brought to the same place on all ranks."""
+
+    def tell(self) -> Report:
+        """Return where this rank is."""
+
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        """Catch up with the rank that is furthest, or help others to. Collective.
+
+        May be called again after PeerLost.
+
+        Args:
+            reports: of each rank that is left, by rank.
+        """
+
+
+@runtime_checkable
+class AssigningPart(Protocol):
+    """A part that deals samples to the ranks."""
+
+    def count(self, counted: Sequence[int]) -> None:
+        """Note whose samples are used of the batches since the last call.
+
+        Args:
+            counted: members whose gradients the model has got.
+        """
+
+
+@runtime_checkable
+class JoinablePart(Protocol):
+    """A part that a rank can begin with where the other ranks are."""
+
+    def follow(self, report: Report) -> None:
+        """Be where another rank is, as its report tells. `settle` is called next."""
+
+
+_WORDS: Final = {"lost": "lost", "joined": "joined", "left": "has left"}
+
+
+@dataclass(slots=True)
+class MeasuredLoss:
+    """The ranks that one recovery went on without, or with, as one of the others measured it."""
+
+    ranks: tuple[int, ...]
+    """Numbers of these ranks when the job began."""
+    nodes: tuple[str, ...]
+    """Name of the node of each of these ranks."""
+    epoch: int
+    """Number of the epoch, from 0."""
+    step: int
+    """Optimizer steps since the run began that were finished at the loss; -1 if unknown."""
+    generation: int
+    """Number of the generation of ranks that goes on; 0 is that of the job's beginning."""
+    left: int
+    """Number of ranks that go on."""
+    seconds: float
+    """Time from the moment when this rank learned of the loss until it went on."""
+    renew_s: float
+    """Part of `seconds` until the ranks that are left had met and made new communicators."""
+    settle_s: float
+    """Part of `seconds` until all of these had the same state."""
+    samples_again: int = 0
+    """Samples dealt to the lost ranks that came again at the end of the epoch."""
+    kind: str = "lost"
+    """`lost`; `joined`: spares that train from then on; `left`: ranks that ended on purpose;
+    `restart`: all ended, as when a whole node is lost, and those that are left began again. Where
+    nodes joined or left, all paused and began again, and there are `phases`."""
+    steps_again: int = 0
+    """Optimizer steps that were made twice, as far as the ranks that are left know."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase where all ranks were started again: `stop` until the old ones were gone,
+    `start` until the new ones ran, `meet` until MPI had connected them, `open` until data and
+    tiers were open, `read` until all nodes had the state, `model` until there was a model,
+    `restore` until it had that state."""
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, object]) -> "MeasuredLoss":
+        """Return the loss whose fields went through JSON."""
+        own: dict[str, Any] = dict(fields)
+        return cls(**{**own, "ranks": tuple(own["ranks"]), "nodes": tuple(own["nodes"])})
+
+    def sentence(self) -> str:
+        """Return the loss in words, such as `rank 5 (node n3) lost at step 812: ...`."""
+        who = ", ".join(
+            f"{rank} (node {node})" if node else str(rank)
+            for rank, node in zip(self.ranks, self.nodes, strict=True)
+        )
+        ranks = "rank" if len(self.ranks) == 1 else "ranks"
+        if self.kind == "restart":
+            gone = f"{ranks} {who} lost" if who else "all ranks ended"
+            again = "rank" if self.left == 1 else "ranks"
+            at = "" if self.step < 0 else f" at step {self.step}"
+            return f"{gone}{at}: started again on {self.left} {again}, {self.seconds:.2f} s"
+        if self.phases:
+            # Whole nodes: all ranks were started again for it.
+            names = list(dict.fromkeys(self.nodes))
+            ranks, who = "node" if len(names) == 1 else "nodes", ", ".join(names)
+        are_several = len(self.nodes if not self.phases else set(self.nodes)) > 1
+        what = "have left" if self.kind == "left" and are_several else _WORDS[self.kind]
+        where = "" if self.step < 0 else f" at step {self.step}"
+        go_on = "rank goes on" if self.left == 1 else "ranks go on"
+        return f"{ranks} {who} {what}{where}: {self.left} {go_on}, {self.seconds:.2f} s"
+
+
+class Recovery:
+    """Brings all parts of a training over a loss. One per process.
+
+    Args:
+        comm: all ranks.
+    """
+
+    def __init__(self, membership: Membership, comm: Communicator) -> None:
+        self.membership = membership
+        self.elastic = membership if isinstance(membership, Elastic) else None
+        """The membership if ranks may join it and leave."""
+        self._comm = comm
+        self._parts: WeakValueDictionary[str, RecoveryPart] = WeakValueDictionary()
+        """Weak: a loop may make a loader for each epoch, and close none."""
+        self._made = 0
+        self.number = 0
+        """Number of recoveries and meetings so far."""
+        self.losses: list[MeasuredLoss] = []
+        """Losses of ranks; see `changes` for others."""
+        self.changes: list[MeasuredLoss] = []
+        """Ranks that joined, and that left on purpose."""
+        self.newcomers: tuple[int, ...] = ()
+        """Ranks of this generation that have just joined, while parts are settled."""
+        self.meets = False
+        """True while parts are settled between two batches, where all members have met."""
+        self.last_counted: dict[int, int] = {}
+        """By lost member, the number of its last optimizer step that a rank that is left has taken
+        in, from 1, since its exchange was created; 0 if there is none. For exchanges that take in
+        the steps of other ranks one by one; see `ExchangeCalls.counted` for others."""
+        self._nodes: Sequence[str] = [""] * (max(membership.members) + 1)
+        self._place: Callable[[], tuple[int, int]] = lambda: (0, -1)
+        self._is_described = False
+        self.numbers: Sequence[int] = range(max(membership.members) + 1)
+        """Of each member, the number in reports: ranks may have been started again."""
+        self._seconds = [0.0, 0.0]
+        """Seconds of this recovery: to renew, to settle."""
+
+    def describe(self, nodes: Sequence[str], place: Callable[[], tuple[int, int]]) -> None:
+        """Set what later losses are described by. The caller shows them; else they are logged.
+
+        Args:
+            nodes: node name of each rank when the job began.
+            place: returns the number of the epoch, and that of finished optimizer steps.
+        """
+        self._nodes, self._place, self._is_described = nodes, place, True
+
+    def node(self, member: int) -> str:
+        """Return the name of a rank's node, empty if it is not known.
+
+        Args:
+            member: its number when the job began.
+        """
+        return self._nodes[member] if member < len(self._nodes) else ""
+
+    def add(self, kind: str, part: RecoveryPart) -> str:
+        """Add a part, in the same order on all ranks; returns its name."""
+        name = f"{kind}/{self._made}"
+        self._made += 1
+        self._parts[name] = part
+        return name
+
+    def remove(self, name: str) -> None:
+        """Remove a part."""
+        self._parts.pop(name, None)
+
+    def run(self) -> None:
+        """Make the next generation and bring all parts to one place. Collective.
+
+        Raises CommError when too few ranks are left.
+        """
+        self._renew(meets=False)
+
+    def rest(self, ranks: int) -> None:
+        """Have only the first ranks train. Collective, before training begins.
+
+        The others return when they are called, and are then where those are that have trained.
+
+        Raises RankLeft on a rank that is not called before the job ends.
+        """
+        assert self.elastic is not None
+        self.elastic.want(ranks)
+        self._renew(meets=True, begins=True)
+        if self.membership.me not in self.membership.members:
+            self._doze(self.elastic)
+
+    def meet(self, is_due: Callable[[], bool]) -> None:
+        """Have spares join and ranks leave, as was asked. Collective, between two batches.
+
+        Args:
+            is_due: returns whether all ranks meet here, after the last recovery.
+
+        Raises RankLeft on a rank that leaves, and AllLeave or AllPause on all ranks if all leave.
+        """
+        while is_due():
+            try:
+                self._comm.barrier()
+                well = True
+            except PeerLost:
+                well = False
+            if not self.membership.agree(well):
+                self.run()
+                continue
+            if self.elastic is not None and self.elastic.ends:
+                raise AllPause if self.elastic.pauses else AllLeave
+            self._renew(meets=True)
+            if self.membership.me not in self.membership.members:
+                raise RankLeft
+
+    def end(self) -> None:
+        """End the spares, at the end of the training. Collective."""
+        if self.elastic is not None and self.elastic.spares:
+            self.elastic.dismiss()
+
+    def _doze(self, elastic: Elastic) -> None:
+        while self.membership.me not in self.membership.members:
+            reports: Any = elastic.doze()
+            if not self.membership.members or self.membership.me in self.membership.left:
+                raise RankLeft
+        began, self.meets = time.perf_counter(), True
+        if not self._settle(reports):
+            while not self._attempt(meets=True, joins=True):
+                pass
+        self.meets = False
+        self.number += 1
+        self._note("joined", {self.membership.members[rank] for rank in self.newcomers}, began)
+
+    def _renew(self, meets: bool, begins: bool = False) -> None:
+        began, before = time.perf_counter(), set(self.membership.members)
+        self._seconds = [0.0, 0.0]
+        left: set[int] = set()
+        self.meets = meets
+        while True:
+            done = self._attempt(meets)
+            left |= set(self.membership.left)
+            if done:
+                break
+        self.meets = False
+        self.number += 1
+        after = set(self.membership.members)
+        if not begins:
+            self._note("lost", before - after - left, began)
+            self._note("left", left & before, began)
+            self._note("joined", after - before, began)
+
+    def _note(self, kind: str, members: set[int], began: float) -> None:
+        if not members:
+            return
+        epoch, step = self._place()
+        change = MeasuredLoss(
+            ranks=tuple(self.numbers[member] for member in sorted(members)),
+            nodes=tuple(self._nodes[member] for member in sorted(members)),
+            epoch=epoch,
+            step=step,
+            generation=self.membership.number,
+            left=len(self.membership.members),
+            seconds=time.perf_counter() - began,
+            renew_s=self._seconds[0],
+            settle_s=self._seconds[1],
+            kind=kind,
+        )
+        (self.losses if kind == "lost" else self.changes).append(change)
+        if not self._is_described and self._comm.rank == 0:
+            _log.warning(change.sentence())
+
+    def count_again(self, member: int, samples: int) -> None:
+        """Note that samples dealt to a lost rank come again."""
+        for loss in self.losses:
+            if self.numbers[member] in loss.ranks:
+                loss.samples_again += samples
+
+    def count(self, counted: Sequence[int]) -> None:
+        """Tell whose samples are used of the batches since the last call.
+
+        Args:
+            counted: members whose gradients the model has got.
+        """
+        for part in list(self._parts.values()):
+            if isinstance(part, AssigningPart):
+                part.count(counted)
+
+    def uniform(self, act: Callable[[], _T]) -> _T:
+        """Return `act()` when it has succeeded on all ranks of one generation. Collective.
+
+        A collective operation that a loss interrupts succeeds on some ranks and fails on others.
+        Then all recover and do it again, so `act` must not change what it starts from, or else
+        go on from where it was. It may itself call `run`.
+        """
+        while True:
+            try:
+                result = act()
+                well = True
+            except PeerLost:
+                well = False
+            if self.membership.agree(well):
+                return result
+            self.run()
+
+    def _attempt(self, meets: bool, joins: bool = False) -> bool:
+        """Make the next generation; False if a rank was lost before all were at one place.
+
+        Args:
+            joins: this rank has not followed the others yet.
+        """
+        began = time.perf_counter()
+        mine = None if joins else {name: part.tell() for name, part in self._parts.items()}
+        reports: Any = self.membership.renew(mine, meets)
+        self._seconds[0] += time.perf_counter() - began
+        return self._settle(reports)
+
+    def _settle(self, reports: Sequence[dict[str, Report] | None]) -> bool:
+        began = time.perf_counter()
+        if self.membership.me not in self.membership.members:
+            return True
+        self.newcomers = tuple(rank for rank, each in enumerate(reports) if each is None)
+        others = [each for each in reports if each is not None]
+        if not others:
+            raise CommError("all ranks that had the model are lost: this job ends")
+        joins = self._comm.rank in self.newcomers
+        well = True
+        try:
+            for name, part in dict(self._parts).items():
+                # A part that nobody holds any more may be gone on some ranks only.
+                if not all(name in each for each in others):
+                    continue
+                if joins and isinstance(part, JoinablePart):
+                    part.follow(others[0][name])
+                part.settle([(each or others[0])[name] for each in reports], self._comm)
+        except PeerLost:
+            well = False
+        well = self.membership.agree(well)
+        self._seconds[1] += time.perf_counter() - began
+        return well
+
+
+_of: Final["WeakKeyDictionary[Any, Recovery]"] = WeakKeyDictionary()
+
+
+def recovery_of(comm: Communicator) -> Recovery | None:
+    """Return this process's recovery; None if the job ends with any rank.
+
+    Args:
+        comm: all ranks.
+    """
+    membership: Membership | None = getattr(comm, "membership", None)
+    if membership is None:
+        return None
+    if membership not in _of:
+        _of[membership] = Recovery(membership, comm)
+    return _of[membership]
+
+
+def uniform(comm: Communicator, act: Callable[[], _T]) -> _T:
+    """Return `act()` when it has succeeded on all ranks that are left. Collective.
+
+    See `Recovery.uniform`. Where the job ends with any rank, `act` is just called.
+    """
+    recovery = recovery_of(comm)
+    return act() if recovery is None else recovery.uniform(act)
+
+
+def check_survival(comm: Communicator, choice: str, min_ranks: int) -> None:
+    """Raise UsageError if these ranks do not end as `--fault-tolerance` has it.
+
+    Args:
+        choice: `shrink`, `restart` or `off`.
+        min_ranks: fewest ranks that go on.
+    """
+    survives = recovery_of(comm) is not None
+    if choice != "shrink":
+        if survives:
+            raise UsageError(
+                "DLIO_MIN_RANKS is set, so ranks are to survive others: add --fault-tolerance "
+                "shrink, or unset it"
+            )
+        return
+    if comm.size < min_ranks:
+        raise UsageError(
+            f"--min-ranks {min_ranks} with {comm.size} ranks: start more, or let fewer go on"
+        )
+    if comm.size > 1 and not survives:
+        raise UsageError(
+            "--fault-tolerance shrink: these ranks end with any of them; start them by -n, or by "
+            "`mpirun --with-ft ulfm` with DLIO_MIN_RANKS=1 and MPI4PY_RC_THREAD_LEVEL=serialized"
+        )

@@ -1,0 +1,58 @@
+"""The store by which gloo connects the ranks of a group, with a wait that a loss ends."""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from dlio.comm.deadlines import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
+from dlio.comm.private_store import PrivateStore
+from dlio.errors import CommTimeout
+
+
+class Rendezvous(Store):
+    """A part of another store.
+
+    Args:
+        store: a store of torch, none of whose calls waits for long.
+        prefix: of all keys.
+        check: called while a key is missing; raises an exception to give up.
+        timeout_s: deadline of each wait in seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store | PrivateStore,
+        prefix: str,
+        check: Callable[[], object],
+        timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self._store, self._prefix, self._check = store, prefix, check
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a key."""
+        self._store.set(self._prefix + key, value)  # type: ignore[arg-type] # torch takes both
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        self.wait([key])
+        value: bytes = self._store.get(self._prefix + key)
+        return value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """True if all keys are written."""
+        return bool(self._store.check([self._prefix + key for key in keys]))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys. Raises CommTimeout, and the error of `check`."""
+        deadline = time.monotonic() + self._timeout_s
+        sleep_s = SHORTEST_SLEEP_S
+        while not self.check(keys):
+            self._check()
+            if time.monotonic() > deadline:
+                raise CommTimeout(f"gloo waited {self._timeout_s:.0f} s for the other ranks")
+            time.sleep(sleep_s)
+            sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)

@@ -1,0 +1,340 @@
+"""Membership over ULFM, the fault tolerance of MPI: revoke, agree, shrink.
+
+Open MPI 5.0 wants some care. The thread level is MPI_THREAD_SERIALIZED: two threads inside MPI
+hang at a loss over TCP. A communicator that other ranks are still making must not be revoked, so
+all agree after each construction. Waiting for ranks that compute is polled, because blocking calls
+spin. Its own detector of stopped ranks is off. A rank that leaves does so by a signal or by
+`os._exit`, never through MPI_Finalize, which hangs after a loss.
+"""
+
+import atexit
+import contextlib
+import math
+import os
+import signal
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final, cast
+
+import mpi4py
+import numpy as np
+from mpi4py import MPI
+
+from dlio.comm.board import open_board
+from dlio.comm.comm_protocol import Json
+from dlio.comm.deadlines import wait_all
+from dlio.comm.mpi import MpiCommunicator, MpiRequest, agreed, one_at_a_time
+from dlio.comm.survival.active_ranks import (
+    MembershipReport,
+    RankRequest,
+    is_meeting_due,
+    leaving_members,
+    next_members,
+)
+from dlio.comm.survival.node_watch import NodeWatch
+from dlio.comm.survival.rank_requests import RankRequests
+from dlio.errors import CommError, PeerLost, UsageError
+from dlio.util.settings import settings
+
+_ENABLED: Final = "OMPI_MCA_mpi_ft_enable"
+"""Variable that mpirun sets for ranks with fault tolerance."""
+_LOSSES: Final = (MPI.Exception, PeerLost)
+_MOST_ROUNDS: Final = 20
+"""Losses within one recovery after which a job is given up."""
+_WELL: Final = 1
+_RENEWS: Final = 2
+"""Bits in which ranks agree: that all went well, and that they are making a generation."""
+_LAST_REQUEST: Final = 1 << 30
+"""Number of the request that ends the spares."""
+_NAP_S: Final = 0.005
+"""Time between two looks of a spare at whether it is called."""
+
+
+class UlfmMembership:
+    """The ranks that are left of MPI's world. One per process.
+
+    All ranks are active at first; `rest` makes some of them spares.
+
+    Args:
+        least: fewest ranks that go on.
+        spares: ranks beyond those that train at first.
+    """
+
+    def __init__(self, least: int = 1, spares: int = 0) -> None:
+        """Raises UsageError where MPI was started in another way than losses want."""
+        if os.environ.get(_ENABLED) != "1":
+            raise UsageError(
+                "DLIO_MIN_RANKS is set, but MPI ends with any rank: start it by `mpirun --with-ft "
+                "ulfm` of Open MPI 5, or unset DLIO_MIN_RANKS"
+            )
+        if MPI.Query_thread() != MPI.THREAD_SERIALIZED:
+            raise UsageError(
+                "DLIO_MIN_RANKS is set, but MPI was not started with MPI_THREAD_SERIALIZED, as "
+                "going on after a loss wants: set MPI4PY_RC_THREAD_LEVEL=serialized"
+            )
+        size = MPI.COMM_WORLD.size
+        if not 0 <= spares < size:
+            raise UsageError(
+                f"{spares} spares of {size} ranks: start more ranks, or give fewer spares"
+            )
+        self.number = 0
+        self.lost = False
+        self.me = MPI.COMM_WORLD.rank
+        self.members: tuple[int, ...] = tuple(range(size))
+        self.spares = spares
+        self._alive = self.members
+        """Active ranks and spares."""
+        self.leaves = self.due = self.ends = self.pauses = False
+        self.leave_at = math.inf
+        self._has_told = False
+        """True once the others know that this rank leaves."""
+        self.left: tuple[int, ...] = ()
+        self._least = least
+        self._wanted = RankRequest(0, size)
+        self._requests = RankRequests()
+        self._handles: dict[int, weakref.ref[MpiCommunicator]] = {}
+        self._made = 0
+        self._spent: list[MPI.Intracomm] = []
+        with one_at_a_time:
+            self._root = MPI.COMM_WORLD.Dup()
+            """All that are alive."""
+            self._active = MPI.COMM_WORLD.Dup()
+            agreed(self._root, True)
+            self._whole = self._root
+            """That from which the last generation was made. Those of generations that a loss
+            interrupted may be half made, and are never freed."""
+        self.world = MpiCommunicator(self._active.Dup(), membership=self)
+        # Numbers of processes mean nothing in another container of the same name.
+        host = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+        board = open_board()
+        mine = (host, os.getpid(), board.file)
+        everyone: list[tuple[str, int, int]] = self.world.allgather(mine)
+        here = {member: pid for member, (name, pid, _) in enumerate(everyone) if name == host}
+        files = {member: everyone[member][2] for member in here}
+        self._watch = NodeWatch(
+            here, self.me, lambda: self._alive, board, files, lambda: self.members
+        )
+        atexit.register(self._end)
+
+    def add(self, handle: MpiCommunicator) -> None:
+        """Rebuild a communicator in each new generation. Communicators are added in the same order
+        on all ranks."""
+        self._handles[self._made] = weakref.ref(handle)
+        self._made += 1
+
+    def drop(self, handle: MpiCommunicator) -> None:
+        """Forget a communicator that this rank has closed. Its memory goes with the next loss."""
+        handle.over = True
+
+    def agree(self, well: bool) -> bool:
+        flag = np.array([_WELL if well else 0], np.int32)
+        try:
+            self._poll(lambda: self._active.Iagree(flag), "all ranks to agree")
+        except _LOSSES:
+            return False
+        return bool(flag[0] & _WELL) and well
+
+    @property
+    def asked(self) -> bool:
+        """True if a rank has asked all others to meet, or if this one is about to."""
+        if self._leaves() and not self._has_told:
+            return True
+        if self._newest_wanted() > self._wanted:
+            return True
+        with one_at_a_time:
+            return bool(self._root.Is_revoked())
+
+    def want(self, ranks: int) -> None:
+        """Ask for a number of active ranks, as of the job's beginning."""
+        self._wanted = RankRequest(0, ranks)
+
+    def doze(self) -> list[Json]:
+        """Wait, as a spare, until the others make a generation, and take part in it.
+
+        Returns the result of `renew`; nothing when the job is over.
+        """
+        while not (self.asked or self._are_all_lost()):
+            self.world.poke()
+            time.sleep(_NAP_S)
+        return self.renew(None)
+
+    def _are_all_lost(self) -> bool:
+        """True if no member is left that could tell this spare."""
+        with one_at_a_time:
+            failed = self._root.Get_failed()
+            ranks = MPI.Group.Translate_ranks(failed, None, self._root.Get_group())
+        return {self._alive[rank] for rank in ranks} >= set(self.members)
+
+    def dismiss(self) -> None:
+        """End the job's spares, at the end of the training. Collective over active ranks."""
+        members, self._wanted = self.members, RankRequest(_LAST_REQUEST, 0)
+        self.renew(None, meets=True)
+        self.members = members
+
+    def renew(self, report: Json, meets: bool = False) -> list[Json]:
+        self.lost = True
+        old = [handle for handle in self._living().values() if not handle.rests]
+        with one_at_a_time:
+            for comm in (*(handle.raw for handle in old), self._active, self._root):
+                if comm != MPI.COMM_NULL and not comm.Is_revoked():
+                    comm.Revoke()
+        self._await_survivors()
+        for _ in range(_MOST_ROUNDS):
+            with one_at_a_time:
+                everyone = self._next_generation(report, meets)
+            if everyone is not None:
+                return everyone
+        raise CommError(
+            f"{_MOST_ROUNDS} ranks were lost while the others regrouped: this job is given up"
+        )
+
+    def _end(self) -> None:
+        """End MPI at the end of a script of the user's: in the ordinary way if no rank was lost."""
+        failed = getattr(sys, "last_value", None) is not None
+        if MPI.Is_finalized():
+            return
+        if failed and len(self.members) > 1:
+            # The others are told of a signal, and never of an exit code.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not self.lost:
+            MPI.Finalize()
+        elif mpi4py.rc.finalize is not False:
+            # The script has imported mpi4py before dlio: it would finalize, and hang.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(failed))
+
+    def _living(self) -> dict[int, MpiCommunicator]:
+        living = {number: ref() for number, ref in self._handles.items()}
+        self._handles = {n: ref for n, ref in self._handles.items() if living[n] is not None}
+        return {n: each for n, each in living.items() if each is not None and not each.over}
+
+    def _await_survivors(self) -> None:
+        """Return when all that are left have come here. Raises CommTimeout after DLIO_TIMEOUT."""
+        if self._active != MPI.COMM_NULL:
+            # Members that wait in `agree` meet this call there, and come here next.
+            while self._regrouped(self._active) != _RENEWS:
+                pass
+        while self._regrouped(self._root) is None:
+            pass
+
+    def _regrouped(self, comm: MPI.Intracomm) -> int | None:
+        """Return `_RENEWS` if all ranks regroup, other bits if one agrees instead, None at a loss
+        that was not known."""
+        flag = np.array([_RENEWS], np.int32)
+        try:
+            self._poll(lambda: comm.Iagree(flag), "all that are left to regroup")
+        except _LOSSES:
+            with one_at_a_time:
+                comm.Ack_failed()
+            return None
+        return int(flag[0])
+
+    def _poll(self, begin: Callable[[], MPI.Request], what: str) -> None:
+        """Wait for an operation without spinning; blocking calls of MPI would.
+
+        Raises PeerLost or MPI.Exception when a rank is lost, CommTimeout after DLIO_TIMEOUT.
+        """
+        with one_at_a_time:
+            request = MpiRequest(begin())
+        wait_all([request], what, settings().timeout_s, f"rank {self.me}")
+
+    def _next_generation(self, report: Json, meets: bool) -> list[Json] | None:
+        """Make the next generation; None if a rank is lost meanwhile.
+
+        Returns the reports of its active ranks.
+        """
+        root = cast(MPI.Intracomm, self._root.Shrink())
+        self._root = root
+        if not agreed(root, True):
+            return None
+        handles = self._living()
+        made: dict[int, MPI.Intracomm] = {}
+        active = cast(MPI.Intracomm, MPI.COMM_NULL)
+        reported: list[list[Any]] = []
+        standings: list[MembershipReport] = []
+        members: tuple[int, ...] = ()
+        leavers: set[int] = set()
+        well = True
+        try:
+            # Nobody revokes this communicator: no rank waits on it elsewhere.
+            colours = {str(number): list(handle.colours) for number, handle in handles.items()}
+            mine = self._standing(meets).as_list()
+            reported = MpiCommunicator(root).allgather([mine, colours, self._made, report])
+            standings = [MembershipReport.from_list(each[0]) for each in reported]
+            members = next_members(standings)
+            if members and len(standings) < self._least:
+                raise CommError(
+                    f"{len(standings)} ranks are left, and --min-ranks is {self._least}: this job "
+                    "ends"
+                )
+            is_mine = self.me in members
+            colour = 0 if is_mine else MPI.UNDEFINED
+            active = cast(MPI.Intracomm, root.Split(colour, root.rank))
+            if is_mine:
+                chosen = [each for each in reported if each[0][0] in members]
+                # A rank may have closed one that others have not closed yet: it is gone.
+                common = set.intersection(*(set(map(int, each[1])) for each in chosen))
+                for number in sorted(common):
+                    made[number] = self._remade(active, str(number), [each[1] for each in chosen])
+            leavers = leaving_members(standings, members)
+            if leavers:  # The others do not take their end for a loss.
+                left = root.Split(int(self.me in leavers), root.rank)
+        except _LOSSES:
+            well = False
+        if not agreed(root, well):
+            return None
+        if leavers:
+            agreed(root, True)  # They end when all others know that they have left.
+            self._root = cast(MPI.Intracomm, left)
+        # Those of the generation before last: no thread asks for its requests any more.
+        for comm in self._spent:
+            with contextlib.suppress(MPI.Exception):
+                comm.Free()
+        self._spent = [handle.raw for handle in handles.values() if not handle.rests]
+        self._spent += [each for each in (self._whole, self._active) if each != MPI.COMM_NULL]
+        self._whole = root
+        self.number += 1
+        self.members, self._active = members, active
+        self.left = tuple(sorted(leavers))
+        self._alive = tuple(s.member for s in standings if s.member not in leavers)
+        self._wanted = max(each.wanted for each in standings)
+        self._made = max(each[2] for each in reported)
+        now = [replace(s, active=s.member in members) for s in standings if s.member in self._alive]
+        self.due = is_meeting_due(now)
+        self.pauses = self.due and self._wanted.ranks == 0
+        self.ends = self.pauses or (self.due and all(each.leaves for each in now))
+        for number, handle in handles.items():
+            if is_mine:
+                handle.replace(made.get(number))
+            else:
+                handle.rest()
+        return [each[3] for each in reported if each[0][0] in members]
+
+    def _standing(self, meets: bool) -> MembershipReport:
+        self._has_told = self._leaves()
+        active = self.me in self.members
+        return MembershipReport(self.me, active, self._has_told, meets, self._newest_wanted())
+
+    def _newest_wanted(self) -> RankRequest:
+        """Return the newest request; what is asked before spares rest waits until then."""
+        if not self.number and self.spares:
+            return self._wanted
+        return max(self._wanted, self._requests.newest())
+
+    def _leaves(self) -> bool:
+        return self.leaves or time.monotonic() >= self.leave_at
+
+    def _remade(self, root: MPI.Intracomm, number: str, colours: list[Any]) -> MPI.Intracomm:
+        """Make a communicator anew: of all ranks, or of those of the same colours."""
+        of_each = [tuple(each[number]) for each in colours]
+        if not any(of_each):
+            return root.Dup()
+        part = root.Split(sorted(set(of_each)).index(of_each[root.rank]), root.rank)
+        return cast(MPI.Intracomm, part)

@@ -1,0 +1,140 @@
+"""Files of many samples, which stay open between reads.
+
+To open a file costs a request to the metadata server of a parallel file system, often a slower one
+than the read. A process keeps a limited number of files open; beyond it, the one that was opened
+longest ago is closed.
+"""
+
+import errno
+import os
+import resource
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any, Final
+
+from dlio.data.requests import fill, request
+from dlio.data.source import File
+from dlio.util.limits import open_regular
+
+_MOST: Final = 256
+"""Files that a process keeps open, at most."""
+_SHARE: Final = 4
+"""At most one in so many of the descriptors that the process may have."""
+
+
+class Descriptor:
+    """An open file, closed with the last reference to it."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError, also for anything but a regular file."""
+        self.number = -1
+        self.number = open_regular(path)
+
+    def __del__(self, close: Any = os.close) -> None:
+        if self.number >= 0:
+            close(self.number)
+
+
+class _DescriptorCache:
+    """The files of a process that are open, the one that was opened last at the end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: OrderedDict[int, weakref.ref[PersistentFile]] = OrderedDict()
+
+    def add(self, file: "PersistentFile") -> None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _MOST if soft < 0 else max(1, min(_MOST, soft // _SHARE))
+        with self._lock:
+            self._files[id(file)] = weakref.ref(file)
+            self._files.move_to_end(id(file))
+            self._let_go(len(self._files) - most)
+
+    def close_all(self) -> None:
+        with self._lock:
+            self._let_go(len(self._files))
+
+    def remove(self, file: "PersistentFile") -> None:
+        with self._lock:
+            self._files.pop(id(file), None)
+
+    def _let_go(self, count: int) -> None:
+        for _ in range(count):
+            _, file = self._files.popitem(last=False)
+            kept = file()
+            if kept is not None:
+                kept.opened = None  # Whoever is reading holds the descriptor until it has read.
+
+
+_opened = _DescriptorCache()
+
+
+def _forget() -> None:
+    global _opened
+    _opened = _DescriptorCache()  # The lock may have been held by a thread that the child lacks.
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class PersistentFile(File):
+    """A file that stays open between reads, if it is local. Thread-safe.
+
+    A file that another one has replaced since is read as it was. Owner: its reader, which closes
+    it; a reader that is garbage-collected closes it, too.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.opened: Descriptor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "opened": None}
+
+    def descriptor(self) -> Descriptor:
+        """Return the open file, which must be local, and which the caller does not close.
+
+        Raises OSError.
+        """
+        opened = self.opened
+        if opened is None:
+            assert self.local_path is not None
+            try:
+                opened = Descriptor(self.local_path)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                _opened.close_all()
+                opened = Descriptor(self.local_path)
+            self.opened = opened
+            _opened.add(self)
+        return opened
+
+    def close(self) -> None:
+        """Close the file until it is read again."""
+        self.opened = None
+        _opened.remove(self)
+
+    def _pread(self, path: str, offset: int, count: int | None) -> bytes:
+        with request():
+            left = max(0, os.fstat(self.descriptor().number).st_size - offset)
+            memory = bytearray(left if count is None else min(count, left))
+            done = self._fill(offset, memoryview(memory))
+            return bytes(memory[:done])
+
+    def _pread_into(self, path: str, offset: int, into: memoryview) -> int:
+        with request():
+            return self._fill(offset, into)
+
+    def _fill(self, offset: int, into: memoryview) -> int:
+        opened = self.descriptor()
+        try:
+            return fill(opened.number, offset, into)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            self.opened = None  # A server of NFS was started anew.
+            return fill(self.descriptor().number, offset, into)

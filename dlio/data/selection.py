@@ -1,0 +1,120 @@
+"""Chosen samples of one or several data sets as a data set of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.abilities import estimates_sizes, flow_of, reads_together
+from dlio.data.index import fingerprint_of
+from dlio.data.reader import Reader
+from dlio.plan.layout import Layout, cut_blocks
+from dlio.plan.order import Order
+
+_SEED: Final = 0xD110
+_I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TableOrder(Order):
+    """A storage order that is a table, 16 bytes a sample."""
+
+    table: _I64 = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)
+    """Sample at each position; shape (n,)."""
+    back: _I64 = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        back = np.empty_like(self.table)
+        back[self.table] = np.arange(len(self.table))
+        object.__setattr__(self, "back", back)
+
+    def _map(self, values: _I64, inverse: bool) -> _I64:
+        given = np.asarray(values, np.int64)
+        self._check(given)
+        mapped: _I64 = (self.back if inverse else self.table)[given]
+        return mapped
+
+
+class SelectionReader:
+    """A reader of chosen samples of other readers, in an order of their own.
+
+    Samples of containers stay in the order in which they are stored, so that a chunk is read with
+    one block; samples that are files are stored in a keyed order.
+
+    Args:
+        owners: number of the reader of each sample; shape (n,), n at least 1.
+        inner: index of each sample there; shape (n,).
+    """
+
+    def __init__(self, readers: Sequence[Reader], owners: _I64, inner: _I64) -> None:
+        self._readers, self._owners, self._inner = list(readers), owners, inner
+        first = readers[0]
+        self.sizes_are_estimates = any(map(estimates_sizes, readers))
+        self.flow = flow_of(first) if len(readers) == 1 else None
+        self.together = reads_together(first)
+        self.format = first.format
+        self.path = ", ".join(reader.path for reader in readers)
+        self.schema = first.schema
+        self.classes = first.classes
+        self.objects = all(reader.objects for reader in readers)
+        self.sizes = np.zeros(len(inner), np.int64)
+        self._labels: _I64 | None = None
+        for number, reader in enumerate(readers):
+            here = owners == number
+            self.sizes[here] = reader.sizes[inner[here]]
+        self.layout = self._cut()
+        self.fingerprint = fingerprint_of(
+            "view",
+            1 if self.objects else 2,
+            *[reader.fingerprint for reader in readers],
+            owners,
+            inner,
+        )
+
+    @property
+    def labels(self) -> _I64:
+        """Label of each sample; some readers read their samples for them. Shape (samples,)."""
+        if self._labels is None:
+            labels = np.zeros(len(self._inner), np.int64)
+            for number, reader in enumerate(self._readers):
+                here = self._owners == number
+                labels[here] = np.asarray(reader.labels)[self._inner[here]]
+            self._labels = labels
+        return self._labels
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def name(self, sample: int) -> str:
+        return str(self._readers[int(self._owners[sample])].name(int(self._inner[sample])))
+
+    def read(self, samples: _I64) -> list[bytes | memoryview]:
+        payloads: list[bytes | memoryview] = [b""] * len(samples)
+        owners = self._owners[samples]
+        for number in np.unique(owners).tolist():
+            here = np.flatnonzero(owners == number)
+            inner = self._readers[number].read(self._inner[samples[here]])
+            for k, payload in zip(here.tolist(), inner, strict=True):
+                payloads[k] = payload
+        return payloads
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+
+    def _cut(self) -> Layout:
+        count = len(self._inner)
+        if self.objects:
+            return cut_blocks(self.sizes, Order(count, _SEED, shuffled=True))
+        blocks, stored = np.empty(count, np.int64), np.empty(count, np.int64)
+        for number, reader in enumerate(self._readers):
+            here = self._owners == number
+            blocks[here], places = reader.layout.locate(self._inner[here])
+            stored[here] = reader.layout.starts[blocks[here]] + places
+        table = np.lexsort((stored, self._owners)).astype(np.int64)
+        turns = (np.diff(blocks[table]) != 0) | (np.diff(self._owners[table]) != 0)
+        units = np.append(0, np.flatnonzero(turns) + 1).astype(np.int64)
+        return cut_blocks(self.sizes, TableOrder(count, 0, 0, True, table), units)

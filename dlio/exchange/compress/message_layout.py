@@ -1,0 +1,155 @@
+"""Positions of tensors in a flat region, its division among ranks, and working memory."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import DlioError
+
+CHUNK: Final = 1 << 16
+"""Number of entries processed at a time: a chunk and its scratch memory fit into a core's cache.
+
+Nearly all work is done by numpy in the calling thread. torch would divide such chunks among its
+threads; on cores that are busy decoding, these would wait for each other longer than they work.
+"""
+_SMALL_VECTOR: Final = 1 << 16
+_SMALL_MATRIX: Final = 1 << 10
+_BALANCE: Final = 8
+"""A rank's part ends at the end of a row if one is within a part's size divided by this number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor, or consecutive entries of one, in a flat region: a matrix (rows, width)."""
+
+    name: str
+    start: int
+    """Index of its first entry in the region."""
+    rows: int
+    width: int
+    """Number of entries per row. In torch's layout (out, in, ...), a row has the weights of one
+    output; papers that write a layer as W^T x call it a column."""
+    small: bool
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+def is_small(shape: Sequence[int]) -> bool:
+    """True for biases, norms and tensors too small to gain from stronger compression."""
+    count = math.prod(shape)
+    return count <= (_SMALL_MATRIX if len(shape) > 1 else _SMALL_VECTOR)
+
+
+def pieces_of(tensors: Sequence[tuple[str, Sequence[int]]]) -> list[Piece]:
+    """Return the pieces of consecutive tensors (name, shape). Empty tensors have none."""
+    pieces = []
+    start = 0
+    for name, shape in tensors:
+        count = math.prod(shape)
+        if count:
+            rows = shape[0] if len(shape) > 1 else 1
+            pieces.append(Piece(name, start, rows, count // rows, is_small(shape)))
+            start += count
+    return pieces
+
+
+def split(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
+    """Cut a region into `parts` of about the same size, at the end of a row if one is near.
+
+    `start` of the returned pieces counts from the beginning of their part. Parts may be empty.
+    """
+    total = pieces[-1].stop if pieces else 0
+    cuts = [0, *(_cut(pieces, total * k // parts, total // parts) for k in range(1, parts)), total]
+    return [
+        [
+            replace(each, start=each.start - cuts[k])
+            for piece in pieces
+            for each in _between(piece, cuts[k], cuts[k + 1])
+        ]
+        for k in range(parts)
+    ]
+
+
+def _cut(pieces: Sequence[Piece], wanted: int, part: int) -> int:
+    """Return the row's end nearest to `wanted`, or `wanted` itself if that is too far away."""
+    piece = next((p for p in pieces if p.start <= wanted < p.stop), None)
+    if piece is None:
+        return wanted
+    nearest = piece.start + round((wanted - piece.start) / piece.width) * piece.width
+    return nearest if abs(nearest - wanted) * _BALANCE <= part else wanted
+
+
+def _between(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
+    """Yield the parts of a piece within start:stop: a row's end, whole rows, a row's beginning."""
+    start, stop = max(start, piece.start), min(stop, piece.stop)
+    if start >= stop:
+        return
+    first = piece.start + math.ceil((start - piece.start) / piece.width) * piece.width
+    last = piece.start + (stop - piece.start) // piece.width * piece.width
+    if first > last:  # Within one row.
+        yield replace(piece, start=start, rows=1, width=stop - start)
+        return
+    if start < first:
+        yield replace(piece, start=start, rows=1, width=first - start)
+    if first < last:
+        yield replace(piece, start=first, rows=(last - first) // piece.width)
+    if last < stop:
+        yield replace(piece, start=last, rows=1, width=stop - last)
+
+
+class StatelessCompressor:
+    """A compressor whose messages do not depend on earlier ones."""
+
+    def state(self) -> npt.NDArray[np.int64]:
+        return np.empty(0, np.int64)
+
+    def load_state(self, state: npt.NDArray[np.int64]) -> None:
+        pass
+
+
+class ChunkScratch:
+    """Working memory for one chunk. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.floats = np.empty(CHUNK, np.float32)
+        self.between = np.empty(CHUNK, np.float32)
+        self.mask = np.empty(CHUNK, np.bool_)
+
+
+def chunks(size: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each chunk of a region."""
+    for start in range(0, size, CHUNK):
+        yield start, min(start + CHUNK, size)
+
+
+def all_finite(numbers: npt.NDArray[np.float32]) -> bool:
+    """True if all numbers, shape (n,), and their sum are finite. Four times as fast as np.sum."""
+    return math.isfinite(np.einsum("i->", numbers))
+
+
+def refuse_not_finite(values: npt.NDArray[np.float32], start: int, pieces: Sequence[Piece]) -> None:
+    """Raise DlioError, naming the tensor, if an entry is NaN or infinite.
+
+    Args:
+        values: consecutive entries of the region.
+        start: index of the first of them in the region.
+    """
+    bad = np.flatnonzero(~np.isfinite(values))
+    if not len(bad):
+        return
+    first = start + int(bad[0])
+    name = next(piece.name for piece in pieces if piece.start <= first < piece.stop)
+    raise DlioError(
+        f"the gradient of {name} plus its residual contains {values[bad[0]]} and cannot be "
+        "compressed: training diverges; lower the learning rate (--lr)"
+    )

@@ -1,0 +1,72 @@
+"""Entries beyond a threshold, all sent as one size (Strom, "Scalable distributed DNN training using
+commodity GPU cloud computing", Interspeech 2015).
+
+Strom sends the threshold itself, so that a part of each entry is left to later messages. Here 1.25
+times the threshold is sent, about the mean of the entries, most of which have just passed it.
+"""
+
+import math
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import UsageError
+from dlio.exchange.compress.sparse import order_statistic
+
+SENT: Final = 1.25
+"""Value sent for an entry, in multiples of the threshold."""
+REACH: Final = 2.0**17
+"""Largest entry in multiples of the level for which v - q is exact, 2^(24 - n): q has n = 7
+significant bits, four of the threshold's and three of `SENT`."""
+STEPS: Final = 8
+"""Number of thresholds per power of two: 1, 1.125, and so on to 1.875."""
+LOWEST: Final = -126 * STEPS
+HIGHEST: Final = 127 * STEPS
+
+
+class ThresholdLevel:
+    """One threshold per tensor, adapted so that the desired share of entries exceeds it.
+
+    It changes by a sixteenth to an eighth per message. A constant threshold, as in Strom's paper,
+    needs tuning for each network; as gradients shrink it sends less and less, or residuals grow.
+
+    Args:
+        threshold: constant threshold for all tensors and messages, rounded to four bits; None to
+            adapt it.
+
+    Raises UsageError for a threshold that is not above 0.
+    """
+
+    def __init__(self, threshold: float | None = None) -> None:
+        if threshold is not None and not 0 < threshold < math.inf:
+            raise UsageError(f"a threshold of {threshold}: give a number above 0")
+        self._fixed = None if threshold is None else _number(_step(threshold))
+        self.steps: dict[int, int] = {}
+
+    def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
+        if self._fixed is not None:
+            return self._fixed
+        level = order_statistic(sample, ratio)
+        if 0 < level < math.inf:
+            wanted = _step(level)
+            last = self.steps.get(tensor, wanted)
+            self.steps[tensor] = last + min(max(wanted - last, -1), 1)
+        return _number(self.steps[tensor]) if tensor in self.steps else 0.0
+
+    def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
+        largest = float(sizes.max())
+        while largest > level * REACH:
+            level *= 2
+        return level, SENT * level
+
+
+def _step(value: float) -> int:
+    """Return the number of the threshold nearest to a value."""
+    fraction, exponent = math.frexp(value)
+    step = (exponent - 1) * STEPS + round((2 * fraction - 1) * STEPS)
+    return min(max(step, LOWEST), HIGHEST)
+
+
+def _number(step: int) -> float:
+    return math.ldexp(1 + step % STEPS / STEPS, step // STEPS)

@@ -1,0 +1,409 @@
+"""Gossip between nodes, with the mean within each node (GossipGraD, arXiv 1803.05880).
+
+Gossip saves traffic on the links between nodes. Within a node, ranks average their gradients during
+backward, as `allreduce` does. The first rank of each node, its leader, gossips with the leaders of
+other nodes and forwards the merged weights to its node as whole float32, whatever compressor is
+used between nodes. So the ranks of a node hold bit-identical weights, and gossip sees nodes in
+place of ranks.
+
+After a loss a node's first rank that is left is its leader. Values that all of a node's ranks were
+to take over are given to those that lack them, if any of them has all; otherwise all go on without.
+Ranks that are behind exchange nothing until they have made as many steps as the furthest.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from dlio.comm import Communicator, Request
+from dlio.comm.deadlines import await_end, leave
+from dlio.comm.survival.recovery import Report
+from dlio.errors import PeerLost
+from dlio.exchange.buckets import Bucket, Named, in_buckets
+from dlio.exchange.cut import TensorCut
+from dlio.exchange.exchange_context import ExchangeContext
+from dlio.exchange.exchange_spec import parse_exchange
+from dlio.exchange.gossip import Gossip
+from dlio.exchange.join_hooks import join_before_use
+from dlio.exchange.peer_steps import PeerSteps
+from dlio.exchange.synchronous_sgd import SynchronousSgd
+
+_FIRST_TAG: Final = 1
+
+
+class NodeGossip:
+    """Gossip of several nodes, at least one of which has several ranks.
+
+    A step's gradient is the mean of the node's ranks, weighted by their samples; between nodes each
+    node counts as one, however many ranks it has.
+
+    The leader merges messages from other nodes and forwards them bucket by bucket as they arrive;
+    the other ranks join a bucket where the leader does, before its next use. All ranks of a node
+    must therefore call `finish`.
+
+    Args:
+        modules: modules whose forward passes use the parameters.
+        setting: its communicator, of all ranks, is split and duplicated, not kept.
+    """
+
+    alike = False
+
+    def __init__(
+        self, named: Named, modules: Iterable[nn.Module], setting: ExchangeContext
+    ) -> None:
+        self._named, self._modules = named, list(modules)
+        self._group = int(setting.node_of[setting.comm.rank])
+        self._node = setting.comm.split(self._group)
+        self._ranks = self._node.size
+        """Ranks of the node at the beginning."""
+        self._setting = replace(setting, comm=setting.comm.dup())
+        self._gradients = setting.spec.payload == "gradient"
+        self._recovery = setting.recovery
+        self.hearing = PeerSteps(setting.recovery)
+        self._step = self._resume = 0
+        """Steps so far, and those up to which nothing is exchanged between nodes."""
+        self._forwarder: _Forwarder | None = None
+        self._between: Gossip | None = None
+        self._follower: _Follower | None = None
+        self._take_role()
+        within = setting.over(parse_exchange("allreduce"), self._node, self._group)
+        self._within = SynchronousSgd(named, within, self._merge_all)
+        if self._recovery is not None:
+            self._part = self._recovery.add("nodes", self)
+
+    def _take_role(self) -> None:
+        """Lead the node as its first rank, or follow it."""
+        if self._node.rank > 0:
+            if self._follower is None:
+                recover = None if self._recovery is None else self._recovery.run
+                self._follower = _Follower(
+                    self._named, self._modules, self._node, self._gradients, recover
+                )
+        elif self._between is None:
+            merged = self._merged()
+            if self._follower is not None:
+                self._follower.close()
+                self._follower = None
+            self._forwarder = _Forwarder(self._node)
+            self._between = Gossip(
+                self._named, self._modules, self._setting, self._forwarder, self.hearing
+            )
+            self._between.merged = merged
+
+    def _merge_all(self) -> None:
+        # Others may wait in their forward pass for buckets that this rank is to forward.
+        if self._between is not None:
+            self._between.merge_all()
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Members that go on; the steps of lost ones count up to `Recovery.last_counted`."""
+        return () if self._recovery is None else self._recovery.membership.members
+
+    def before_backward(self, samples: int, planned: int) -> None:
+        # All ranks divide their sums by the same number, so the node's mean weighs samples alike.
+        self._within.before_backward(1, self._ranks)
+
+    def weigh(self, samples: float) -> None:
+        self._within.weigh(samples)
+
+    def hold(self, held: bool) -> None:
+        self._within.hold(held)
+
+    def before_step(self) -> None:
+        # First complete buckets that others may wait for: a rank without samples joined none.
+        self.finish()
+        self._within.before_step()
+        if self._gradients:
+            self._exchange()
+            self.finish()
+
+    def after_step(self) -> None:
+        if self._gradients:
+            return
+        if (self._step + 1) % self._setting.spec.period:
+            self._step += 1
+        else:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Begin to send values between nodes, and to receive them."""
+        self._step += 1
+        if self._step <= self._resume:
+            self._take_given()
+            return
+        try:
+            if self._follower is not None:
+                self._follower.expect(self._step)
+            if self._forwarder is not None:
+                self._forwarder.wait()
+        except PeerLost:
+            if self._recovery is None:
+                raise
+            self._recovery.run()
+            return  # The others leave out this step, too.
+        if self._between is not None:
+            self._between.step = self._step - 1
+            if self._gradients:
+                self._between.before_step()
+            else:
+                self._between.after_step()
+
+    def _take_given(self) -> None:
+        """Take over values that another rank has given, once this rank has made their step."""
+        follower = self._follower
+        if follower is not None and follower.merged < follower.given <= self._step:
+            follower.take(follower.given)
+
+    def tell(self) -> Report:
+        self._note_mates()
+        return {
+            "step": [self._step],
+            "merged": [self._merged()],
+            "group": [self._group],
+            "heard": self.hearing.tell(),
+        }
+
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        self.hearing.settle(reports)
+        for each in (self._forwarder, self._follower, self._between):
+            if each is not None:
+                each.drop()
+        self._resume = max(each["step"][0] for each in reports)
+        merged = [each["merged"][0] for each in reports if each["group"] == [self._group]]
+        newest = max(merged)
+        if min(merged) < newest:
+            for bucket in self._values():
+                self._node.bcast(bucket.array, merged.index(newest))
+            if self._follower is not None and self._follower.merged < newest:
+                self._follower.given = newest
+                self._take_given()
+        self._take_role()
+
+    def _note_mates(self) -> None:
+        """Note the steps of this node's ranks whose gradients are in this rank's mean."""
+        recovery, closed = self._recovery, self._within.closed
+        if recovery is not None and closed:
+            began = zip(self._setting.members, self._setting.node_of.tolist(), strict=True)
+            mates = {member for member, node in began if node == self._group}
+            self.hearing.note(sorted(mates & set(self._within.counted)), closed)
+
+    def _merged(self) -> int:
+        """The last step whose values this rank has, whole."""
+        if self._between is not None:
+            return self._between.merged
+        return 0 if self._follower is None else self._follower.merged
+
+    def _values(self) -> list[Bucket]:
+        """The values of the last step that this rank has merged or was to take over."""
+        if self._between is not None:
+            return self._between.values
+        return [] if self._follower is None else self._follower.buckets
+
+    def watch(self, module: nn.Module) -> None:
+        for each in (self._between, self._follower):
+            if each is not None:
+                each.watch(module)
+
+    def finish(self) -> None:
+        if self._between is not None:
+            self._between.finish()
+        if self._follower is not None:
+            self._follower.join_all()
+
+    def reshape(self, cuts: Sequence[TensorCut]) -> None:
+        if self._forwarder is not None:
+            self._forwarder.wait()
+        for each in (self._between, self._follower, self._within):
+            if each is not None:
+                each.reshape(cuts)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        self.finish()
+        between = {} if self._between is None else self._between.state()
+        # Any rank may lead its node one day, and must then be at the step of the other leaders.
+        return {**between, "step": torch.tensor(self._step)}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._step = self.hearing.begun = int(state.get("step", 0))
+        if self._between is not None:
+            self._between.load_state(state)
+
+    def statistics(self) -> dict[str, float]:
+        """Totals as of any exchange; `between_messages` and `between_bytes` are the part that this
+        rank sent to other nodes."""
+        within = self._within.statistics()
+        parts = [each for each in (self._forwarder, self._follower) if each is not None]
+        others = [each.statistics() for each in parts]
+        between = {} if self._between is None else self._between.statistics()
+        totals = {
+            key: sum(each.get(key, 0.0) for each in (within, between, *others))
+            for key in ("wait_s", "messages", "bytes")
+        }
+        totals["between_messages"] = between.get("messages", 0.0)
+        totals["between_bytes"] = between.get("bytes", 0.0)
+        return totals
+
+    def close(self) -> None:
+        if self._recovery is not None:
+            self._recovery.remove(self._part)
+        for each in (self._forwarder, self._follower, self._between):
+            if each is not None:
+                each.close()
+        if self._between is None:
+            self._setting.comm.close()
+        self._within.close()
+
+
+class _Forwarder:
+    """The leader's messages to its node: merged buckets."""
+
+    def __init__(self, node: Communicator) -> None:
+        self._node = node
+        self._sends: list[tuple[Request, Bucket]] = []
+        self._wait_s = 0.0
+        self._messages = self._bytes = 0
+
+    def __call__(self, number: int, bucket: Bucket) -> None:
+        for peer in range(1, self._node.size):
+            send = self._node.isend(bucket.bytes, peer, _FIRST_TAG + number)
+            self._sends.append((send, bucket))
+            self._messages += 1
+            self._bytes += bucket.bytes.nbytes
+
+    def wait(self) -> None:
+        """Return once the buckets may be overwritten."""
+        started = time.perf_counter()
+        self._node.wait([send for send, _ in self._sends], "this node's ranks to take weights")
+        self._wait_s += time.perf_counter() - started
+        self._sends = []
+
+    def statistics(self) -> dict[str, float]:
+        return {
+            "wait_s": self._wait_s,
+            "messages": float(self._messages),
+            "bytes": float(self._bytes),
+        }
+
+    def drop(self) -> None:
+        """Forget messages that a loss has interrupted."""
+        await_end(send for send, _ in self._sends)
+        self._sends = []
+
+    def close(self) -> None:
+        for send, bucket in self._sends:
+            if not send.done():
+                leave(send, bucket)
+        self._sends = []
+
+
+class _Follower:
+    """A rank that takes over the values that its node's leader has merged.
+
+    Args:
+        gradients: the values are gradients, not weights.
+        recover: called on PeerLost; None if the job ends with any rank.
+    """
+
+    def __init__(
+        self,
+        named: Named,
+        modules: Iterable[nn.Module],
+        node: Communicator,
+        gradients: bool,
+        recover: Callable[[], None] | None,
+    ) -> None:
+        self._recover = recover
+        self._node, self._gradients, self._named = node, gradients, named
+        self._modules = list(modules)
+        self._receives: dict[int, Request] = {}
+        self.given = 0
+        """The step whose values the buckets hold since a loss."""
+        self._expected = self.merged = 0
+        """The step whose values are expected, and the last one whose values were taken over."""
+        self._make_buckets()
+        self._wait_s = 0.0
+
+    def _make_buckets(self) -> None:
+        self._groups = in_buckets(self._named)
+        self.buckets = [Bucket(group) for group in self._groups]
+        users = self._modules if not self._gradients else ()
+        self._hooks: list[Any] = join_before_use(users, self._groups, self._join)
+
+    def watch(self, module: nn.Module) -> None:
+        self._modules.append(module)
+        if not self._gradients:
+            self._hooks += join_before_use([module], self._groups, self._join)
+
+    def reshape(self, cuts: Sequence[TensorCut]) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._make_buckets()
+
+    def expect(self, step: int) -> None:
+        """Post a step's receives."""
+        self._expected = step
+        for number, bucket in enumerate(self.buckets):
+            self._receives[number] = self._node.irecv(bucket.bytes, 0, _FIRST_TAG + number)
+
+    def join_all(self) -> None:
+        """Wait for all buckets and take them over."""
+        self._join(tuple(self._receives))
+
+    def take(self, step: int) -> None:
+        """Take over the values of a step that the buckets hold."""
+        for number in range(len(self.buckets)):
+            self._take(number)
+        self.merged = step
+
+    def drop(self) -> None:
+        """Forget messages that a loss has interrupted."""
+        await_end(self._receives.values())
+        self._receives = {}
+
+    def _join(self, numbers: Sequence[int]) -> None:
+        # Where ranks may be lost, nothing is taken over before all has arrived.
+        wanted = [number for number in numbers if number in self._receives]
+        if self._recover is not None and wanted:
+            wanted = list(self._receives)
+        started = time.perf_counter()
+        try:
+            for number in wanted:
+                self._node.wait([self._receives[number]], "weights of this node's first rank")
+        except PeerLost:
+            if self._recover is None:
+                raise
+            self._recover()
+            return
+        self._wait_s += time.perf_counter() - started
+        for number in wanted:
+            del self._receives[number]
+            self._take(number)
+        if not self._receives:
+            self.merged = self._expected
+
+    @torch.no_grad()
+    def _take(self, number: int) -> None:
+        bucket = self.buckets[number]
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            if not self._gradients:
+                parameter.copy_(view)
+            elif parameter.grad is None:
+                parameter.grad = view.to(parameter.device, parameter.dtype, copy=True)
+            else:
+                parameter.grad.copy_(view)
+
+    def statistics(self) -> dict[str, float]:
+        return {"wait_s": self._wait_s}
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for number, receive in self._receives.items():
+            if not receive.done() and not receive.cancel():
+                leave(receive, self.buckets[number])
+        self._receives = {}

@@ -1,0 +1,57 @@
+"""The steps of other ranks that have reached a rank, where ranks step without waiting for all."""
+
+from collections.abc import Sequence
+
+from dlio.comm.survival.recovery import Recovery, Report
+
+
+class PeerSteps:
+    """The last step of each member that this rank has taken in.
+
+    When a member is lost, its last step that any rank has taken in decides which of its samples
+    count; see `Recovery.last_counted`.
+
+    Args:
+        recovery: None if the job ends with any rank: then nothing is noted.
+    """
+
+    def __init__(self, recovery: Recovery | None) -> None:
+        self._recovery = recovery
+        self._members = () if recovery is None else recovery.membership.members
+        self._heard = dict.fromkeys(self._members, 0)
+        self.begun = 0
+        """Steps of the run before this exchange was made: what is noted does not count them."""
+
+    @property
+    def heard(self) -> dict[int, int]:
+        """The last step of each member, from 1; 0 for none."""
+        return dict(self._heard)
+
+    def members(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers that some of the present ranks had when the job began."""
+        if self._recovery is None:
+            return ()
+        return tuple(self._recovery.membership.members[rank] for rank in ranks)
+
+    def note(self, members: Sequence[int], step: int) -> None:
+        """Note that this rank has taken in the steps of some members up to `step`, from 1."""
+        for member in members:
+            self._heard[member] = max(step, self._heard[member])
+
+    def tell(self) -> list[int]:
+        """Return the last steps, for `settle`."""
+        return list(self._heard.values())
+
+    def settle(self, reports: Sequence[Report]) -> None:
+        """Settle which steps of lost members count.
+
+        Args:
+            reports: of each rank that is left; `heard` is the result of `tell`.
+        """
+        assert self._recovery is not None
+        living = frozenset(self._recovery.membership.members)
+        heard = [max(steps) for steps in zip(*(each["heard"] for each in reports), strict=True)]
+        for member, step in zip(self._members, heard, strict=True):
+            if member not in living:
+                # Kept for later losses: the rank that has heard it may be lost, too.
+                self._recovery.last_counted[member] = self._heard[member] = step

@@ -1,0 +1,105 @@
+"""Sums that all ranks of an exchange take, or none of them, whoever is lost meanwhile."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.comm import Communicator
+from dlio.comm.board import waiting
+from dlio.comm.survival.recovery import Recovery, Report
+from dlio.errors import PeerLost
+from dlio.exchange.exchange_context import ExchangeContext
+
+
+class RoundSums(Protocol):
+    """The sums of one turn, a step or a round, which begin and end together."""
+
+    def sum_all(self) -> None:
+        """Return when this rank has all sums of the turn. Raises PeerLost.
+
+        May be called again then; what the sums are made from has not changed.
+        """
+
+    def reset(self, undo: bool) -> None:
+        """Drop sums that a loss has interrupted; see `dlio.exchange.sums.Sum.reset`."""
+
+    def arrays(self, last: bool) -> Sequence[npt.NDArray[np.generic]]:
+        """Return the memory of a turn's sums.
+
+        Args:
+            last: of the turn that this rank has taken last; otherwise of the one after it.
+        """
+
+
+class RoundCommit:
+    """Counts the turns of which this rank has all sums, and gives sums to ranks that lack them.
+
+    A turn is closed once any of the ranks that are left has all of its sums: it gives them to the
+    others. Otherwise those that are left begin the turn's sums again.
+
+    Args:
+        setting: that of the exchange; its `recovery` may be None.
+    """
+
+    def __init__(self, setting: ExchangeContext, sums: RoundSums) -> None:
+        self._setting, self._sums = setting, sums
+        self.closed = self._taken = 0
+        """Number of turns that this rank has all sums of, and of those that it has taken."""
+        self.counted: tuple[int, ...] = ()
+        """Members whose values are in the sums of the last closed turn."""
+        if setting.recovery is not None:
+            self._part = setting.recovery.add("sums", self)
+
+    def close_turn(self) -> None:
+        """Return when this rank has all sums of the next turn."""
+        recovery = self._setting.recovery
+        if recovery is None:
+            self._sums.sum_all()
+        else:
+            with waiting(any_thread=True):  # Autograd's thread of a GPU waits for the main one.
+                self._over_losses(recovery)
+
+    def take(self) -> None:
+        """Note that the sums of the turn have been taken: the next one begins."""
+        self._taken = self.closed
+
+    def remove(self) -> None:
+        """Take no part in later recoveries."""
+        if self._setting.recovery is not None:
+            self._setting.recovery.remove(self._part)
+
+    def _over_losses(self, recovery: Recovery) -> None:
+        closed = self.closed + 1
+        while self.closed < closed:
+            try:
+                self._sums.sum_all()
+                self.closed, self.counted = closed, recovery.membership.members
+            except PeerLost:
+                recovery.run()
+
+    def tell(self) -> Report:
+        return {
+            "closed": [self.closed],
+            "counted": list(self.counted),
+            "group": [self._setting.group],
+        }
+
+    def follow(self, report: Report) -> None:
+        self.closed = self._taken = report["closed"][0]
+        self.counted = tuple(report["counted"])
+
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        ours = [each for each in reports if each["group"] == [self._setting.group]]
+        closed = [each["closed"][0] for each in ours]
+        newest = max(closed)
+        # Sums under way belong to the turn after the last one that this rank has taken.
+        self._sums.reset(undo=self._taken == newest)
+        if min(closed) == newest:
+            return
+        giver = closed.index(newest)
+        for array in self._sums.arrays(last=self._taken == newest):
+            self._setting.comm.bcast(array, giver)
+        if self.closed < newest:
+            self.closed, self.counted = newest, tuple(ours[giver]["counted"])

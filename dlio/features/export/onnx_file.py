@@ -1,0 +1,150 @@
+"""Write a model as ONNX, and compare the file with the model by onnxruntime."""
+
+import json
+import logging
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from dlio.errors import DlioError, UsageError
+from dlio.features.export.check_pictures import batches
+from dlio.features.export.trained_model import TrainedModel
+from dlio.train.model import PIXEL_MEAN, PIXEL_STD, normalised
+from dlio.util.extras import how_to_install
+
+INPUT_NAME: Final = "images"
+OUTPUT_NAME: Final = "logits"
+_BATCH: Final = 64
+_MOST_BYTES: Final = (1 << 31) - 1
+_HOST: Final = torch.device("cpu")
+
+
+class _FromPixels(nn.Module):
+    """A model that normalises uint8 pixels itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        # Not `normalised`, which would keep tensors of the exporter's tracing for later calls.
+        for name, values in (("mean", PIXEL_MEAN), ("std", PIXEL_STD)):
+            self.register_buffer(name, torch.tensor(values).view(1, 3, 1, 1) * 255)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        mean, std = self.get_buffer("mean"), self.get_buffer("std")
+        logits: torch.Tensor = self.model((images.float() - mean) / std)
+        return logits
+
+
+class _FromNumbers(nn.Module):
+    """A model whose input has the name of the file's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(images)
+        return logits
+
+
+def to_onnx(trained: TrainedModel, kind: str, names: Sequence[str] = ()) -> bytes:
+    """Return a model as an ONNX file.
+
+    Its input `images` has shape (batch, 3, image_size, image_size) with any batch, its output
+    `logits` (batch, classes).
+
+    Args:
+        kind: `uint8` to normalise pixels in the graph, or `float32` for normalised input.
+        names: class names, to keep in the file's metadata as a JSON list under `classes`.
+
+    Raises UsageError if onnx and onnxscript are not installed, or torch cannot export the model.
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"ONNX needs onnx and onnxscript: {error}; {how_to_install('export')}"
+        ) from error
+    model = _FromPixels(trained.module) if kind == "uint8" else _FromNumbers(trained.module)
+    size = trained.image_size
+    # Two pictures: of one, the exporter would take the batch for a constant.
+    example = torch.zeros(2, 3, size, size, dtype=getattr(torch, kind))
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                model.eval(),
+                (example,),
+                dynamo=True,
+                verbose=False,
+                input_names=[INPUT_NAME],
+                output_names=[OUTPUT_NAME],
+                dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
+            )
+    except Exception as error:  # torch passes on any error of the model's own code.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"torch cannot export --model {trained.model} to ONNX: {reason}; its forward must "
+            "not branch on values"
+        ) from error
+    assert program is not None
+    shape = program.model.graph.inputs[0].shape
+    if shape is None or isinstance(shape[0], int):  # The exporter has fallen back to the example.
+        raise UsageError(
+            f"--model {trained.model}: its forward takes the size of the batch for a constant; "
+            "write x.shape[0] in place of len(x) and int(...)"
+        )
+    if names:
+        program.model.metadata_props["classes"] = json.dumps(list(names))
+    packed: bytes = program.model_proto.SerializeToString()
+    if len(packed) > _MOST_BYTES:
+        raise UsageError("the model has over 2 GiB, more than one ONNX file can hold: prune it")
+    return packed
+
+
+class OnnxModel:
+    """An ONNX file in onnxruntime, whose errors become DlioErrors.
+
+    Args:
+        packed: the file.
+
+    Raises UsageError if onnxruntime is not installed.
+    """
+
+    def __init__(self, packed: bytes) -> None:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise UsageError(
+                f"the file is checked by onnxruntime: {error}; {how_to_install('export')}"
+            ) from error
+        self._session: Any = onnxruntime.InferenceSession(
+            packed, providers=["CPUExecutionProvider"]
+        )
+
+    @property
+    def is_of_pixels(self) -> bool:
+        """True if the input is uint8."""
+        (described,) = self._session.get_inputs()
+        return bool(described.type == "tensor(uint8)")
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """Return logits (n, classes) of pictures, uint8 (n, 3, image_size, image_size)."""
+        parts = []
+        for batch in batches(images, _BATCH):
+            given = batch if self.is_of_pixels else normalised(batch, _HOST)
+            try:
+                (logits,) = self._session.run([OUTPUT_NAME], {INPUT_NAME: given.numpy()})
+            except Exception as error:  # onnxruntime has errors of its own.
+                reason = str(error).strip().splitlines()[0]
+                raise DlioError(f"onnxruntime cannot run the model: {reason}") from error
+            parts.append(torch.from_numpy(np.asarray(logits)))
+        return torch.cat(parts)

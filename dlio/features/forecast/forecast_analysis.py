@@ -1,0 +1,170 @@
+"""Find a job's bottleneck and suggest remedies."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final, TypedDict
+
+from dlio.features.forecast.epoch_simulation import Machine, Timeline, run
+from dlio.loader.planned_traffic import EpochTraffic, ForecastJob, traffic
+from dlio.plan.placement import HomeNode
+from dlio.util.units import format_bytes
+
+_NEGLIGIBLE: Final = 0.02
+"""Share of an epoch up to which waiting is not worth a remedy."""
+
+
+class EpochTimes(TypedDict):
+    """Times of one epoch, in reports."""
+
+    seconds: float
+    first_batch_s: float
+    stall_s: float
+    stall_share: float
+    bottleneck: str
+    busy: dict[str, float]
+    """Share of the epoch in which each resource is in use."""
+
+
+class ForecastFigures(TypedDict):
+    """A forecast in reports: bytes, seconds and counts by name."""
+
+    nodes: int
+    ranks: int
+    batch_size: int
+    mode: str
+    samples: int
+    bytes: int
+    steps: int
+    windows: int
+    held_bytes: int
+    moved_bytes: int
+    moved_share: float
+    wire_bytes: int
+    messages: int
+    peers: int
+    source_bytes: int
+    tier_bytes: list[int]
+    link_bytes_out_max: int
+    link_bytes_in_max: int
+    window_bytes: int
+    first_epoch: EpochTimes
+    later_epoch: EpochTimes
+    remedies: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Traffic and times of a job: its first epoch, and the later ones."""
+
+    job: ForecastJob
+    traffic: EpochTraffic
+    first: Timeline
+    later: Timeline
+    held: int
+    """Bytes of the data set that tiers hold."""
+
+    def as_dict(self) -> ForecastFigures:
+        """Return bytes, seconds and counts by name, for reports."""
+        moved, whole = self.traffic.moved, max(1, self.traffic.payload)
+        return {
+            "nodes": len(self.job.nodes),
+            "ranks": self.job.ranks.size,
+            "batch_size": self.job.batch_size,
+            "mode": self.job.mode,
+            "samples": self.job.samples,
+            "bytes": self.job.data_bytes,
+            "steps": self.traffic.steps,
+            "windows": self.traffic.windows,
+            "held_bytes": self.held,
+            "moved_bytes": moved,
+            "moved_share": moved / whole,
+            "wire_bytes": self.traffic.wire,
+            "messages": self.traffic.messages,
+            "peers": self.traffic.peers,
+            "source_bytes": self.traffic.source,
+            "tier_bytes": list(self.traffic.tiers),
+            "link_bytes_out_max": int(self.traffic.link_out.max(initial=0)),
+            "link_bytes_in_max": int(self.traffic.link_in.max(initial=0)),
+            "window_bytes": self.traffic.window_bytes,
+            "first_epoch": _timeline(self.first),
+            "later_epoch": _timeline(self.later),
+            "remedies": remedies(self),
+        }
+
+
+def forecast(job: ForecastJob, machine: Machine, seed: int = 0) -> Forecast:
+    """Plan and simulate a job's first epoch, and its second as an example of all later ones."""
+    held = int(job.block_bytes[job.placement.home >= 0].sum())
+    return Forecast(
+        job,
+        traffic(job, 1),
+        run(job, machine, epoch=0, cold=True, seed=seed),
+        run(job, machine, epoch=1, seed=seed),
+        min(held, job.data_bytes),
+    )
+
+
+def resized(job: ForecastJob, nodes: int) -> ForecastJob:
+    """Return the same job on another number of nodes, all like its first one."""
+    first = job.nodes[0]
+    named = tuple(HomeNode(f"node{number}", first.capacities) for number in range(nodes))
+    return replace(job, nodes=named, gone=())
+
+
+def remedies(result: Forecast) -> list[str]:
+    """Return sentences that name the bottleneck and the nodes or bytes that would remove it."""
+    job, later = result.job, result.later
+    said = []
+    whole = int(job.block_bytes.sum())
+    capacity = sum(sum(node.capacities) for node in job.nodes)
+    if result.traffic.source:
+        # A tier keeps whole blocks: space for less than a block stays empty.
+        largest = int(job.block_bytes.max())
+        each = capacity // len(job.nodes) // largest * largest
+        lacking = whole - result.held
+        line = (
+            f"The tiers hold {result.held / max(1, job.data_bytes):.0%} of the data; each epoch "
+            f"reads {format_bytes(result.traffic.source)} from the source."
+        )
+        if each:
+            line += f" To hold it all, use {math.ceil(whole / each)} such nodes, or add"
+        else:
+            line += " To hold it all, add"
+        line += f" {format_bytes(-(-lacking // len(job.nodes)))} of tiers to each node."
+        said.append(line)
+    if later.stall_s <= _NEGLIGIBLE * later.seconds:
+        said.append("From the second epoch on, computing limits the speed, not data.")
+    elif later.bottleneck == "source":
+        said.append("Later epochs wait for the source: enlarge the tiers (see above).")
+    elif later.bottleneck == "link":
+        said.append(
+            "Later epochs wait for the network between nodes: "
+            + ("mode batch sends far less" if job.mode == "global" else "a larger batch sends less")
+            + "."
+        )
+    elif later.bottleneck == "decode":
+        said.append(
+            "Later epochs wait for decoding: use more threads per rank, or `dlio pack --resize`."
+        )
+    else:
+        said.append(
+            f"Later epochs wait {later.stall_s:.2g} s for data, because of the tiers' bandwidth "
+            "or the first batch of each epoch."
+        )
+    if result.first.stall_s > result.first.seconds / 2:
+        said.append(
+            f"The first epoch waits {result.first.stall_s:.3g} s for the source: to avoid that, "
+            "run `dlio stage` before the job."
+        )
+    return said
+
+
+def _timeline(line: Timeline) -> EpochTimes:
+    return {
+        "seconds": line.seconds,
+        "first_batch_s": line.first_batch_s,
+        "stall_s": line.stall_s,
+        "stall_share": line.stall_s / max(line.seconds, 1e-9),
+        "bottleneck": line.bottleneck,
+        "busy": dict(line.busy),
+    }

@@ -1,0 +1,215 @@
+"""Parts of tensors between ranks, in forward and backward passes.
+
+Each function has an adjoint that communicates as well: every rank computes the gradient of the sum
+of all ranks' losses. Ranks run the same layers in the same order, so that messages pair up.
+
+Tensors of other devices pass through the host.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from dlio.comm import Communicator, Request
+from dlio.comm.deadlines import leave
+from dlio.comm.funnel import elsewhere
+from dlio.errors import CommError
+from dlio.features.mesh.slab import Interval, Slab
+
+_TAG: Final = 71
+
+
+class RankGroup:
+    """The ranks that share samples, and counts of their messages.
+
+    Args:
+        comm: used by nothing else; owned by the caller.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.messages = 0
+        """Messages that this rank has sent."""
+        self.bytes = 0
+        """Bytes that this rank has sent in messages to single ranks."""
+
+    def __deepcopy__(self, memo: object) -> "RankGroup":
+        return self
+
+    def swap(
+        self,
+        parts: Sequence[torch.Tensor | None],
+        shapes: Sequence[tuple[int, ...] | None],
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor | None]:
+        """Send a part to each rank and return those of the others, on the host.
+
+        Args:
+            parts: for each rank, None for no message; shape (ranks,).
+            shapes: of the parts to receive, None for no message.
+
+        Raises CommTimeout if another rank does not answer in time.
+        """
+        _check_thread()
+        sent = [None if part is None else _bytes(part) for part in parts]
+        received = [None if shape is None else _empty(shape, dtype) for shape in shapes]
+        requests: list[Request] = []
+        for rank, buffer in enumerate(received):
+            if buffer is not None:
+                requests.append(self.comm.irecv(_bytes(buffer), rank, _TAG))
+        for rank, data in enumerate(sent):
+            if data is not None:
+                requests.append(self.comm.isend(data, rank, _TAG))
+                self.messages += 1
+                self.bytes += len(data)
+        try:
+            self.comm.wait(requests, "the edges of the other ranks' parts")
+        except BaseException:
+            # The messages' memory must outlive them.
+            ended = [request.cancel() for request in requests]
+            if not all(ended):
+                leave(requests, sent, received)
+            raise
+        return received
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks, on the device of `values`. Collective."""
+        if self.comm.size == 1:
+            return values
+        _check_thread()
+        # Counts are exact in float64; 16-bit floats are summed in 32 bits.
+        single = values.is_floating_point() and values.dtype != torch.float64
+        wide = torch.float32 if single else torch.float64
+        host = values.detach().to("cpu", wide, copy=True).contiguous()
+        self.comm.wait([self.comm.iallreduce(host.numpy())], "a sum over the ranks of a sample")
+        return host.to(values.device, values.dtype)
+
+
+def _check_thread() -> None:
+    if elsewhere():
+        raise CommError(
+            "this MPI library lets one thread call it, and backward runs in another: use an MPI "
+            "with thread support (Open MPI 5), or start ranks by torchrun"
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _overlap(one: Interval, other: Interval) -> Interval | None:
+    first, last = max(one[0], other[0]), min(one[1], other[1])
+    return (first, last) if first < last else None
+
+
+class _Fetch(torch.autograd.Function):
+    """This rank's part, grown or shrunk to another interval, of which each rank has its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, slab: Slab, wanted: Sequence[Interval], traffic: RankGroup
+    ) -> torch.Tensor:
+        ctx.slab, ctx.wanted, ctx.traffic = slab, wanted, traffic
+        axis, (start, _) = slab.dimension, slab.own
+        mine = wanted[slab.rank]
+        parts: list[torch.Tensor | None] = [None] * slab.ranks
+        shapes: list[tuple[int, ...] | None] = [None] * slab.ranks
+        for rank in range(slab.ranks):
+            if rank == slab.rank:
+                continue
+            if (part := _overlap(wanted[rank], slab.own)) is not None:
+                parts[rank] = local.narrow(axis, part[0] - start, part[1] - part[0])
+            if (part := _overlap(mine, slab.bounds(rank))) is not None:
+                shapes[rank] = _resized(local.shape, axis, part[1] - part[0])
+        received = traffic.swap(parts, shapes, local.dtype)
+        pieces = []
+        for rank, piece in enumerate(received):
+            if rank == slab.rank and (part := _overlap(mine, slab.own)) is not None:
+                pieces.append(local.narrow(axis, part[0] - start, part[1] - part[0]))
+            elif piece is not None:
+                pieces.append(piece.to(local.device))
+        if len(pieces) == 1:
+            return pieces[0].clone()
+        return torch.cat(pieces, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        slab: Slab = ctx.slab
+        axis, (start, _) = slab.dimension, slab.own
+        mine = ctx.wanted[slab.rank]
+        parts: list[torch.Tensor | None] = [None] * slab.ranks
+        shapes: list[tuple[int, ...] | None] = [None] * slab.ranks
+        for rank in range(slab.ranks):
+            if rank == slab.rank:
+                continue
+            if (part := _overlap(mine, slab.bounds(rank))) is not None:
+                parts[rank] = gradient.narrow(axis, part[0] - mine[0], part[1] - part[0])
+            if (part := _overlap(ctx.wanted[rank], slab.own)) is not None:
+                shapes[rank] = _resized(gradient.shape, axis, part[1] - part[0])
+        received = ctx.traffic.swap(parts, shapes, gradient.dtype)
+        own = gradient.new_zeros(_resized(gradient.shape, axis, slab.length))
+        for rank, piece in enumerate(received):
+            part = _overlap(ctx.wanted[rank], slab.own)
+            if part is None:
+                continue
+            if rank == slab.rank:
+                piece = gradient.narrow(axis, part[0] - mine[0], part[1] - part[0])
+            if piece is not None:
+                own.narrow(axis, part[0] - start, part[1] - part[0]).add_(piece.to(own.device))
+        return own, None, None, None
+
+
+def _resized(shape: Sequence[int], axis: int, length: int) -> tuple[int, ...]:
+    sides = list(shape)
+    sides[axis] = length
+    return tuple(sides)
+
+
+class _SumOver(torch.autograd.Function):
+    """The sum over ranks, whose gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, traffic: RankGroup) -> torch.Tensor:
+        ctx.traffic = traffic
+        return traffic.total(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.traffic.total(gradient), None
+
+
+def fetch(
+    local: torch.Tensor, slab: Slab, wanted: Sequence[Interval], traffic: RankGroup
+) -> torch.Tensor:
+    """Return the elements `wanted[slab.rank]` of a dimension. Collective over the ranks of `slab`.
+
+    Args:
+        local: this rank's part; its length along `slab.dimension` is `slab.length`.
+        wanted: the interval of each rank, within the dimension and not empty.
+
+    Raises CommTimeout if another rank does not answer in time.
+    """
+    if all(interval == slab.bounds(rank) for rank, interval in enumerate(wanted)):
+        return local
+    out: torch.Tensor = cast("Any", _Fetch).apply(local, slab, wanted, traffic)
+    return out
+
+
+def sum_over(values: torch.Tensor, traffic: RankGroup) -> torch.Tensor:
+    """Return the sum over ranks of a tensor of one shape. Collective.
+
+    Raises CommTimeout if another rank does not answer in time.
+    """
+    if traffic.comm.size == 1:
+        return values
+    out: torch.Tensor = cast("Any", _SumOver).apply(values, traffic)
+    return out

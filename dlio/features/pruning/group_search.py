@@ -1,0 +1,245 @@
+"""Search a model for groups of neurons that can be pruned."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from dlio.features.pruning.dependency_graph import candidates, make_member
+from dlio.features.pruning.group_verifier import GroupVerifier
+from dlio.features.pruning.layer_sides import is_depthwise
+from dlio.features.pruning.neuron_groups import (
+    GroupMember,
+    Indices,
+    ModelInput,
+    NeuronGroup,
+    PrunableGroups,
+    UnprunableLayer,
+)
+from dlio.train.model_copies import bare_copy
+
+_HEADS = ("num_heads", "n_heads", "heads", "nhead", "num_attention_heads", "n_head")
+_WIDTHS = ("all_head_size", "inner_dim", "inner_size", "attn_dim", "embed_dim", "hidden_size")
+
+
+def find_groups(model: nn.Module, example: ModelInput) -> PrunableGroups:
+    """Find the groups of neurons that can be cut, and give a reason for each layer left alone.
+
+    Works on a copy of the model: traces it with `example` and verifies each group there. Every rank
+    finds the same groups in the same model. A pruned model has groups of the same names.
+
+    Args:
+        example: input of the model; two samples are enough.
+
+    Raises UsageError if torch-pruning is not installed. Errors of the model's forward pass on
+    `example` are passed on.
+    """
+    work = bare_copy(model).cpu()
+    if any(p.is_floating_point() and p.dtype != torch.float32 for p in work.parameters()):
+        work = work.float()
+    for parameter in work.parameters():
+        if parameter.is_floating_point():
+            parameter.requires_grad_(True)
+    arguments = _on_cpu(example)
+
+    def forward(module: nn.Module) -> object:
+        if isinstance(arguments, dict):
+            return module(**arguments)
+        return module(*arguments) if isinstance(arguments, tuple) else module(arguments)
+
+    with torch.no_grad():
+        forward(work)
+    proposed, left = candidates(work, forward)
+    verifier = GroupVerifier(work, forward)
+    groups, failed = _verified(work, verifier, proposed)
+    taken = {member.key for group in groups for member in group.members}
+    for group in _joint_heads(work):
+        if taken.isdisjoint(m.key for m in group.members) and not verifier.failure([group]):
+            groups.append(group)
+            taken |= {member.key for member in group.members}
+    return PrunableGroups(_in_order(work, groups), _left_alone(work, groups, left + failed))
+
+
+def _verified(
+    model: nn.Module, verifier: GroupVerifier, proposed: list[NeuronGroup]
+) -> tuple[list[NeuronGroup], list[UnprunableLayer]]:
+    """Keep the proposed groups that pass verification, whole or as attention heads."""
+    if proposed and not verifier.failure(proposed):
+        return proposed, []
+    groups: list[NeuronGroup] = []
+    left: list[UnprunableLayer] = []
+    for group in proposed:
+        reason = verifier.failure([group])
+        if not reason:
+            groups.append(group)
+            continue
+        heads = next((g for g in _as_heads(model, group) if not verifier.failure([g])), None)
+        if heads is not None:
+            groups.append(heads)
+        else:
+            left += [UnprunableLayer(member.module, reason) for member in group.producers]
+    return groups, left
+
+
+def _as_heads(model: nn.Module, group: NeuronGroup) -> Iterator[NeuronGroup]:
+    """Propose to treat the group's channels as attention heads, with the counts to update."""
+    prefix = group.producers[0].module.rpartition(".")[0]
+    for module, attribute, heads in _counts(model, prefix, _HEADS):
+        if heads < 2 or group.width % heads:
+            continue
+        size = group.width // heads
+
+        def together(member: GroupMember, heads: int = heads) -> GroupMember:
+            return replace(member, channels=member.channels.reshape(heads, -1))
+
+        whole = replace(
+            group,
+            width=heads,
+            producers=tuple(map(together, group.producers)),
+            through=tuple(map(together, group.through)),
+            consumers=tuple(map(together, group.consumers)),
+            activation=None,
+            norm="",
+        )
+        widths = [
+            (name, other, size)
+            for name, other, value in _counts(model, prefix, _WIDTHS)
+            if value == group.width
+        ]
+        count = (module, attribute, 1)
+        for attributes in ((count, *widths), (count,), ()):
+            yield replace(whole, attributes=attributes)
+
+
+def _joint_heads(model: nn.Module) -> Iterator[NeuronGroup]:
+    """Propose heads whose queries, keys and values come from one linear layer of an attention."""
+    for name, module in model.named_modules():
+        linears = [
+            (child, layer) for child, layer in module.named_children() if type(layer) is nn.Linear
+        ]
+        for attribute in _HEADS:
+            heads = getattr(module, attribute, None)
+            if type(heads) is not int or heads < 2:
+                continue
+            for producer in linears:
+                for consumer in linears:
+                    width = consumer[1].in_features
+                    is_pair = producer is not consumer and producer[1].out_features == 3 * width
+                    if is_pair and width % heads == 0:
+                        yield from _fused_heads(name, module, attribute, producer, consumer)
+
+
+def _fused_heads(
+    name: str,
+    module: nn.Module,
+    attribute: str,
+    producer: tuple[str, nn.Linear],
+    consumer: tuple[str, nn.Linear],
+) -> Iterator[NeuronGroup]:
+    """Propose the heads of one attention module, for both usual orders of the fused rows.
+
+    Args:
+        name: name of the module in the model.
+        attribute: name of the attribute that counts its heads.
+        producer: (name, layer) of queries, keys and values; 3 * width output features.
+        consumer: (name, layer) that reads the heads; width input features.
+    """
+    heads, width = int(getattr(module, attribute)), consumer[1].in_features
+    size = width // heads
+    prefix = f"{name}." if name else ""
+    constant = f"{prefix}{consumer[0]}.bias" if consumer[1].bias is not None else ""
+    columns = np.arange(width, dtype=np.int64).reshape(heads, size)
+    reads = make_member(consumer[1], prefix + consumer[0], "in", columns, constant)
+    widths = [(name, key, size) for key in _WIDTHS if getattr(module, key, None) == width]
+    rows: Indices = np.arange(3 * width, dtype=np.int64)
+    # (query, key, value) of all heads, or those of each head side by side.
+    for channels in (
+        rows.reshape(3, heads, size).transpose(1, 0, 2).reshape(heads, -1),
+        rows.reshape(heads, -1),
+    ):
+        produces = make_member(producer[1], prefix + producer[0], "out", channels)
+        if produces is None or reads is None:
+            continue
+        for extra in (widths, []):
+            attributes = ((name, attribute, 1), *extra)
+            group_name = prefix + producer[0]
+            yield NeuronGroup(group_name, heads, (produces,), (), (reads,), attributes=attributes)
+
+
+def _counts(model: nn.Module, prefix: str, names: tuple[str, ...]) -> list[tuple[str, str, int]]:
+    """Return (module, attribute, value) from the nearest parent that has one of these counts."""
+    while True:
+        module = model.get_submodule(prefix)
+        counts = [
+            (prefix, name, value)
+            for name in names
+            for value in (getattr(module, name, None),)
+            if type(value) is int
+        ]
+        if counts or not prefix:
+            return counts
+        prefix = prefix.rpartition(".")[0]
+
+
+def _in_order(model: nn.Module, groups: list[NeuronGroup]) -> tuple[NeuronGroup, ...]:
+    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    return tuple(sorted(groups, key=lambda group: order[group.name]))
+
+
+def _left_alone(
+    model: nn.Module, groups: list[NeuronGroup], left: list[UnprunableLayer]
+) -> tuple[UnprunableLayer, ...]:
+    """Give one reason for each layer whose outputs are in no group, in the model's order."""
+    made = {member.module for group in groups for member in group.producers}
+    reasons: dict[str, str] = {}
+    for one in left:
+        reasons.setdefault(one.module, one.reason)
+    alone = [UnprunableLayer("", reasons[""])] if "" in reasons else []
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if name in made or not name or name.startswith(inside):
+            continue
+        if isinstance(module, nn.MultiheadAttention):
+            inside += (f"{name}.",)
+        if name in reasons:
+            alone.append(UnprunableLayer(name, reasons[name]))
+        elif isinstance(module, nn.MultiheadAttention):
+            reason = "its heads, its input and its output share one width"
+            alone.append(UnprunableLayer(name, reason))
+        elif isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            alone.append(UnprunableLayer(name, f"{type(module).__name__} reads its own outputs"))
+        elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and not is_depthwise(module):
+            alone.append(UnprunableLayer(name, "torch-pruning's graph does not reach it"))
+        elif any(True for _ in module.parameters(recurse=False)) and not _known(module):
+            alone.append(
+                UnprunableLayer(name, f"{type(module).__name__} is not a layer known here")
+            )
+    return tuple(alone)
+
+
+def _known(module: nn.Module) -> bool:
+    """True for a layer that follows its producers, or that has no neurons of its own to prune."""
+    return is_depthwise(module) or isinstance(
+        module,
+        nn.modules.batchnorm._BatchNorm
+        | nn.modules.instancenorm._InstanceNorm
+        | nn.LayerNorm
+        | nn.GroupNorm
+        | nn.RMSNorm
+        | nn.PReLU
+        | nn.Embedding,
+    )
+
+
+def _on_cpu(example: object) -> object:
+    """Move tensors to the CPU as float32; lists become tuples, mappings dictionaries."""
+    match example:
+        case torch.Tensor():
+            return example.detach().cpu().float() if example.is_floating_point() else example.cpu()
+        case Mapping():
+            return {key: _on_cpu(value) for key, value in example.items()}
+        case tuple() | list():
+            return tuple(_on_cpu(value) for value in example)
+    return example

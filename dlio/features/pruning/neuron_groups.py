@@ -1,0 +1,158 @@
+"""Groups of coupled channels: neurons that can only be removed together from several layers.
+
+A neuron is the unit of removal: a feature of a linear layer, a channel of a convolution, or a
+whole attention head. Statistics, removal plans and cuts work on these values and on tensors; they
+do not depend on the library that found the groups.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.features.pruning.layer_sides import Side
+
+Indices = npt.NDArray[np.int64]
+ModelInput = torch.Tensor | Sequence[object] | Mapping[str, object]
+"""Input of a model: a tensor, a sequence of positional arguments, or a mapping of keyword ones."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupMember:
+    """The part of a group that lies on one side of one layer."""
+
+    module: str
+    """Name of the layer in the model."""
+    side: Side
+    channels: Indices
+    """Shape (width, k): the k channels of this side that belong to each neuron."""
+    dim: int
+    """Dimension of the layer's weight along which the channels lie."""
+    padded: bool = False
+    """True if this consumer reads zeros instead of neurons at an image's border."""
+    constant: str = ""
+    """Name, in the state dict, of the tensor of a consumer that can absorb a constant: its bias, or
+    the running mean of the batch norm behind it. Empty if it has neither."""
+
+    @property
+    def key(self) -> str:
+        """Unique name of this side: `module:side`."""
+        return f"{self.module}:{self.side}"
+
+    @property
+    def weight(self) -> str:
+        """Name of the weight in the state dict."""
+        return f"{self.module}.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The function between a neuron's weighted sum and the layers that read it."""
+
+    kind: str
+    """`identity`, `relu`, `leaky_relu`, `sigmoid`, `tanh`, `gelu`, ..., or `other`."""
+    lipschitz: float
+    """Lipschitz constant; infinite if unknown."""
+    scales: bool
+    """True if f(cx) = c f(x) for c > 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NeuronGroup:
+    """Neurons that are cut together from all layers that produce, normalise or read them."""
+
+    name: str
+    """Name of the first producer."""
+    width: int
+    """Number of neurons."""
+    producers: tuple[GroupMember, ...]
+    through: tuple[GroupMember, ...]
+    """Layers that act on each channel separately: batch norms, depth-wise convolutions."""
+    consumers: tuple[GroupMember, ...]
+    activation: Activation | None = None
+    """None unless all consumers read one producer by the same path; excludes residual connections,
+    gates, and depth-wise convolutions."""
+    norm: str = ""
+    """Batch norm between the producer and the activation; empty if `activation` is None."""
+    attributes: tuple[tuple[str, str, int], ...] = ()
+    """(module, attribute, count per neuron) of counts kept outside the layers, as `num_heads`."""
+
+    @property
+    def unit(self) -> int:
+        """Channels per neuron in the producer: 1, or the size of a head."""
+        return int(self.producers[0].channels.shape[1])
+
+    @property
+    def members(self) -> tuple[GroupMember, ...]:
+        """All members, producers first."""
+        return self.producers + self.through + self.consumers
+
+
+@dataclass(frozen=True, slots=True)
+class UnprunableLayer:
+    """A layer whose outputs are not pruned."""
+
+    module: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model'}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class PrunableGroups:
+    """The groups that can be pruned, and the layers that cannot."""
+
+    groups: tuple[NeuronGroup, ...]
+    left_alone: tuple[UnprunableLayer, ...]
+
+
+def removed(width: int, keep: Indices) -> Indices:
+    """Return the neurons missing from `keep`, in ascending order."""
+    gone = np.ones(width, bool)
+    gone[keep] = False
+    return np.flatnonzero(gone).astype(np.int64)
+
+
+def channels_gone(groups: Sequence[NeuronGroup], keep: Mapping[str, Indices]) -> dict[str, Indices]:
+    """Return the channels to remove, ascending, by Member.key.
+
+    Args:
+        keep: the neurons that stay, by group; groups not listed stay whole.
+    """
+    gone: dict[str, list[Indices]] = {}
+    for group in groups:
+        if group.name not in keep:
+            continue
+        away = removed(group.width, keep[group.name])
+        if len(away):
+            for member in group.members:
+                gone.setdefault(member.key, []).append(member.channels[away].ravel())
+    return {key: np.unique(np.concatenate(parts)) for key, parts in gone.items()}
+
+
+def shrunk(groups: Sequence[NeuronGroup], keep: Mapping[str, Indices]) -> tuple[NeuronGroup, ...]:
+    """Return the groups of the model after the cut, with renumbered channels."""
+    gone = channels_gone(groups, keep)
+
+    def member_after(member: GroupMember, stay: Indices) -> GroupMember:
+        channels = member.channels[stay]
+        if member.key in gone:
+            channels = channels - np.searchsorted(gone[member.key], channels)
+        return replace(member, channels=channels)
+
+    after = []
+    for group in groups:
+        stay = keep.get(group.name, np.arange(group.width, dtype=np.int64))
+        after.append(
+            replace(
+                group,
+                width=len(stay),
+                producers=tuple(member_after(m, stay) for m in group.producers),
+                through=tuple(member_after(m, stay) for m in group.through),
+                consumers=tuple(member_after(m, stay) for m in group.consumers),
+            )
+        )
+    return tuple(after)

@@ -1,0 +1,72 @@
+"""Weights files of pruned models: an ordinary torch file, and its layout in a second one."""
+
+import json
+from typing import Final, TypeVar
+
+import torch
+from torch import nn
+
+from dlio.errors import DlioError, SourceError, UsageError
+from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
+from dlio.train.weights import stored_state
+from dlio.util.arguments import PathText, named, path_in
+from dlio.util.limits import open_regular
+from dlio.util.whole_files import remove_file, write_json
+
+_SUFFIX: Final = ".layout.json"
+_MOST: Final = 256 << 20
+"""Characters of a layout file."""
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def save_layout(path: str, layout: PrunedLayout | None) -> None:
+    """Write PATH.layout.json for the weights at `path`; None removes a stale one."""
+    if layout is not None:
+        write_json(path + _SUFFIX, layout.to_json())
+    else:
+        remove_file(path + _SUFFIX)
+
+
+def load_pruned(model: Module, path: PathText) -> Module:
+    """Load the pruned weights that `dlio train --save PATH` wrote; exported as `dlio.load_pruned`.
+
+    Cuts the model in place to the pruned widths and loads the weights. Also loads weights of a
+    model that was never pruned.
+
+    Args:
+        model: a new model, made with the same options as the trained one.
+        path: the file given to `--save`.
+
+    Raises SourceError if a file cannot be read, UsageError if the weights belong to another model,
+    DlioError if the model's widths differ from the original ones.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"{named('model', model)}: give a torch.nn.Module")
+    path = path_in("path", path, "weights.pt")
+    try:
+        state = stored_state(path)
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path}: not weights that `--save` wrote: {error}") from error
+    shrink_to(model, _layout(path + _SUFFIX))
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise UsageError(
+            f"{path} holds weights of another model, or its layout {path}{_SUFFIX} was lost: "
+            f"{str(error).splitlines()[-1].strip()}"
+        ) from error
+    return model
+
+
+def _layout(path: str) -> PrunedLayout:
+    """Read a layout file; weights without one are of an unpruned model. Raises SourceError."""
+    try:
+        with open(open_regular(path), encoding="utf-8") as file:
+            text = file.read(_MOST + 1)
+        if len(text) > _MOST:
+            raise ValueError("it is too large")
+        return PrunedLayout.from_json(json.loads(text))
+    except FileNotFoundError:
+        return PrunedLayout()
+    except (OSError, ValueError, RecursionError, DlioError) as error:
+        raise SourceError(f"{path}: cannot be read: {error}") from error

@@ -1,0 +1,145 @@
+"""The parameters of a trial, by Optuna's samplers.
+
+Each choice is made by a new sampler with a seed of its own, in a study that holds only those trials
+that the choice may know. So it depends on the seed, the trial's number and their results alone.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from dlio.errors import UsageError
+from dlio.features.search.search_space import SearchParameter, grid_of
+from dlio.util.extras import how_to_install
+from dlio.util.options import Scalar
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
+
+Direction = Literal["minimize", "maximize"]
+
+_RANDOM_FIRST: Final = {"tpe": 10, "cmaes": 1}
+"""Trials that have to be known before results are used: earlier choices are random."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialParameters:
+    """The parameters of one trial."""
+
+    point: Mapping[str, Scalar]
+    attributes: Mapping[str, object]
+    """Notes of the sampler to itself, which a later choice reads."""
+
+
+def quiet_optuna() -> None:
+    """Import Optuna, and have it print warnings alone. Raises UsageError if it is missing."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import optuna
+    except ImportError as error:
+        raise UsageError(
+            f"dlio search needs Optuna ({error}); install it: {how_to_install('search')}"
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def distributions(axes: Sequence[SearchParameter]) -> "dict[str, BaseDistribution]":
+    """Return Optuna's distributions of the parameters."""
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
+
+    made: dict[str, BaseDistribution] = {}
+    for axis in axes:
+        if axis.choices:
+            made[axis.name] = CategoricalDistribution(axis.choices)
+        elif axis.is_integer:
+            made[axis.name] = IntDistribution(int(axis.low), int(axis.high), log=axis.is_log)
+        else:
+            made[axis.name] = FloatDistribution(axis.low, axis.high, log=axis.is_log)
+    return made
+
+
+class ParameterSampler:
+    """Chooses the parameters of trials by their numbers.
+
+    Args:
+        name: tpe, cmaes, random or grid.
+        lag: trial k knows the trials up to k - lag.
+        directions: of the objectives.
+
+    Raises UsageError if the sampler cannot search the parameters.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        axes: Sequence[SearchParameter],
+        seed: int,
+        lag: int,
+        directions: Sequence[Direction],
+    ) -> None:
+        self._name, self._axes, self._seed, self._lag = name, axes, seed, lag
+        self._directions = list(directions)
+        self._grid = grid_of(axes) if name == "grid" else None
+        if name == "cmaes":
+            if sum(not axis.choices for axis in axes) < 2:
+                raise UsageError(
+                    "--sampler cmaes: give two ranges or more, as in --set lr=1e-4..1e-1:log; "
+                    "tpe searches lists, too"
+                )
+            if len(directions) > 1:
+                raise UsageError("--sampler cmaes: give one --objective; tpe takes several")
+            try:
+                import cmaes  # noqa: F401
+            except ImportError as error:
+                raise UsageError(
+                    f"--sampler cmaes: {error}; install it: {how_to_install('search')}"
+                ) from error
+
+    @property
+    def most(self) -> int | None:
+        """Number of trials after which there is nothing left to try; None for no end."""
+        return None if self._grid is None else len(self._grid)
+
+    def known(self, number: int) -> int:
+        """Return how many trials, from the first one, have to end before a choice."""
+        count = max(0, number - self._lag + 1)
+        return count if count >= _RANDOM_FIRST.get(self._name, number + 1) else 0
+
+    def choose(self, number: int, known: "Sequence[FrozenTrial]") -> TrialParameters:
+        """Return the parameters of a trial.
+
+        Args:
+            known: the first `known(number)` trials.
+        """
+        import optuna
+
+        if self._grid is not None:
+            return TrialParameters(self._grid[number], {})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study = optuna.create_study(directions=self._directions, sampler=self._sampler(number))
+            study.add_trials(known)
+            trial = study.ask(distributions(self._axes))
+        return TrialParameters(dict(trial.params), dict(study.trials[-1].system_attrs))
+
+    def _sampler(self, number: int) -> "BaseSampler":
+        import optuna
+
+        digest = hashlib.sha256(f"{self._seed} {number}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "little")
+        if self._name == "tpe":
+            return optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=_RANDOM_FIRST["tpe"], multivariate=True
+            )
+        if self._name == "cmaes":
+            return optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
+        return optuna.samplers.RandomSampler(seed=seed)

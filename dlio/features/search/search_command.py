@@ -1,0 +1,286 @@
+"""`dlio search`: search meta-parameters of `dlio train`, or of a script, over one staged copy."""
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Final
+
+from dlio.cli.option_groups import with_help
+from dlio.cli.option_records import ConfigFile
+from dlio.cli.train_command import find_parts
+from dlio.comm.launch_environment import under_mpi, under_torch
+from dlio.errors import UsageError
+from dlio.features.search.objectives import Objective, parse_objectives
+from dlio.features.search.parameter_sampler import ParameterSampler, quiet_optuna
+from dlio.features.search.search_options import SearchedRun, SearchedScript, SearchOptions
+from dlio.features.search.search_space import (
+    Point,
+    SearchParameter,
+    filled_in,
+    parse_space,
+    parse_words,
+    train_words,
+    with_point,
+)
+from dlio.features.search.study import Study, TrialRecord
+from dlio.features.search.successive_halving import SuccessiveHalving
+from dlio.features.search.team import TrialProgram
+from dlio.features.search.trial_tiers import checked_tiers, own_tiers, stage
+from dlio.integrations.script.run_options import RunOptions
+from dlio.launch.job_folder import open_job_folder
+from dlio.train.names import DEFAULT_MODEL
+from dlio.train.train_options import TrainOptions
+from dlio.util.cores import available_cores
+from dlio.util.options import as_mapping, options_of
+from dlio.util.printable import print_line
+from dlio.util.whole_files import check_writable
+
+_TRIALS: Final = 20
+_OWN: Final = {
+    "checkpoint": "trials write checkpoints into --study",
+    "resume": "the same command goes on with --study",
+    "save": "the weights of the best trial are kept in --study",
+    "report": "--json prints the results",
+    "trace": "trials would write to one file",
+    "trace_out": "trials would write to one file",
+    "replay": "trials differ",
+    "tensorboard": "trials would write to one folder; --html plots their courses",
+    "dump_matrices": "trials would write to one folder",
+    "nodes": "trials run on this machine",
+    "spares": "trials that lose a rank go on from their checkpoints",
+    "leave_at": "send the search SIGUSR1 at that time",
+}
+"""Options of `dlio train` that a search refuses, with the reason."""
+_FREE: Final = ("tiers", "source", "val", "workers", "device", "on_error")
+"""Options that may differ when a search goes on; the data are compared by their paths."""
+_OF_SCRIPTS: Final = ("source", "epochs", "exchange", "seed", "tiers")
+"""Options of `dlio train` that a search of a script takes."""
+_CALLBACK: Final = "dlio.features.search.trial:make_callback"
+
+
+@with_help(
+    "dlio search /data --set lr=1e-3..1:log --set batch-size=16,32 -n 4",
+    "dlio search /data --set model.width=16..64 --trials 50 --html plots.html",
+    "dlio search --set lr=1e-4..1e-1:log --objective loss -- train.py --lr {lr}",
+    groups={
+        "Search": (
+            *("space", "trials", "sampler", "lag", "objective", "pruner", "first_look"),
+            *("reduction", "study", "html", "as_json"),
+        ),
+        "Ranks": ("ranks", "ranks_per_trial", "cores_per_rank"),
+        "Options of all trials, as for `dlio train`": tuple(
+            field.name for field in fields(TrainOptions)
+        ),
+    },
+)
+def command(
+    run: SearchedRun,
+    search: SearchOptions,
+    file: ConfigFile,  # noqa: ARG001 - read before
+    script: SearchedScript,
+) -> None:
+    """Search meta-parameters by many trainings over one staged copy of the data.
+
+    The source is read once. Trials share the ranks of -n; one that ends early leaves its ranks to
+    the next. The same command goes on with a search that was interrupted or killed, and all trials
+    go on from their checkpoints. Exit codes: 0 when all trials are done, 75 when it was told to
+    end (Ctrl-C, SIGTERM, SIGUSR1) and the same command goes on, 2 for an error.
+    """
+    if under_mpi() or under_torch():
+        raise UsageError("dlio search starts ranks by itself: run it once, without mpirun, with -n")
+    for name, reason in _OWN.items():
+        if getattr(run, name):
+            raise UsageError(f"--{name.replace('_', '-')} does not go with a search: {reason}")
+    if run.fault_tolerance != "off":
+        raise UsageError(
+            "--fault-tolerance: trials that lose a rank go on from their checkpoints: leave it out"
+        )
+    if search.html is not None:
+        from dlio.features.search.search_display import check_plots
+
+        check_plots()
+        check_writable("--html", search.html)
+    words = script.script[1:] if script.script[:1] == ("--",) else script.script
+    if not run.source and not words:
+        raise UsageError("SRC is missing: name the data, or a script after --")
+    if words and not os.path.isfile(words[0]):
+        raise UsageError(f"{words[0]}: no such script")
+    for field in options_of(SearchedRun) if words else ():
+        if field.name not in _OF_SCRIPTS and getattr(run, field.name) != field.default:
+            raise UsageError(
+                f"{field.flag} is an option of `dlio train`, not of a script: give it to the script"
+            )
+    if words and not search.objective:
+        raise UsageError("--objective is missing: name the metric that the script prints")
+    if run.source:
+        source, val = find_parts(run.source, run.val)
+        run = replace(run, source=source, val=val)
+    quiet_optuna()
+    axes = parse_words(search.space, words) if words else parse_space(search.space, run)
+    objectives = parse_objectives(search.objective, run.val is not None)
+    _search(run, search, axes, objectives, words)
+
+
+def _search(
+    run: SearchedRun,
+    search: SearchOptions,
+    axes: Sequence[SearchParameter],
+    objectives: Sequence[Objective],
+    words: Sequence[str],
+) -> None:
+    from dlio.features.search.search_display import TrialTable, results, show_results, write_page
+    from dlio.features.search.searcher import STOPPED, Searcher, SearchSetup
+
+    lag = search.lag or 2 * search.at_a_time
+    ParameterSampler(search.sampler, axes, run.seed, lag, [each.direction for each in objectives])
+    shared = checked_tiers(run.tiers) if run.tiers is not None else None
+    cores = search.cores_per_rank or max(1, available_cores() // search.ranks)
+    first = {"--lag": lag, "--cores-per-rank": cores}
+    with Study(search.study, axes, objectives, _fixed(run, search, words), first) as study:
+        sampling = ParameterSampler(
+            search.sampler, axes, run.seed, study.first["--lag"], [o.direction for o in objectives]
+        )
+        for name, given in (("--lag", search.lag), ("--cores-per-rank", search.cores_per_rank)):
+            if given not in (None, study.first[name]):
+                raise UsageError(
+                    f"{name} {given}: the search in {search.study} has begun with "
+                    f"{study.first[name]}: leave it out"
+                )
+        paths = [path for path in (run.source, run.val) if path]
+        tiers = shared or (own_tiers(search.study, paths) if paths else None)
+        trials = min(search.trials or sampling.most or _TRIALS, sampling.most or 1 << 62)
+        if tiers is not None and any(not r.has_ended for r in study.records) | (
+            len(study.records) < trials
+        ):
+            for path in paths:
+                print_line(f"staging {path} into {tiers}")
+                study.add_staged(stage(path, tiers))
+        run = replace(run, tiers=tiers)
+
+        def work(point: Point, folder: str) -> TrialProgram:
+            if words:
+                return _script_work(filled_in(words, point), run, objectives)
+            return _train_work(run, point, folder, objectives)
+
+        def command(record: TrialRecord) -> list[str]:
+            if words:
+                return ["dlio", "run", *filled_in(words, record.point)]
+            several = search.ranks_per_trial > 1
+            ranks = ["-n", str(search.ranks_per_trial)] if several else []
+            return ["dlio", "train", *_given_words(run), *train_words(record.point, run), *ranks]
+
+        with TrialTable(study, trials) as shown:
+            searcher = Searcher(
+                study,
+                sampling,
+                SearchSetup(
+                    trials=trials,
+                    ranks=search.ranks,
+                    ranks_per_trial=search.ranks_per_trial,
+                    cores_per_rank=study.first["--cores-per-rank"],
+                    is_script=bool(words),
+                    work=work,
+                    halving=_halving(search, run.epochs),
+                ),
+                open_job_folder,
+                lambda teams: shown.update({t.record.number: t.waits for t in teams}),
+            )
+            is_done = searcher.run()
+        show_results(study, command, bool(words))
+        if search.html is not None:
+            write_page(study, search.html, command)
+        if search.as_json:
+            print(json.dumps({**results(study, command), "starts_s": searcher.starts_s}))
+        if not is_done:
+            left = trials - sum(record.has_ended for record in study.records)
+            print_line(f"told to end with {left} trials left: the same command goes on")
+            raise SystemExit(STOPPED)
+
+
+def _halving(search: SearchOptions, epochs: int) -> SuccessiveHalving | None:
+    if search.pruner == "none":
+        return None
+    make = SuccessiveHalving.hyperband if search.pruner == "hyperband" else SuccessiveHalving
+    halving = make(epochs, search.first_look, search.reduction)
+    if not halving.looks(0):
+        raise UsageError(
+            f"--pruner {search.pruner} --first-look {search.first_look}: there are only {epochs} "
+            "epochs: give more --epochs"
+        )
+    return halving
+
+
+def _train_work(
+    run: SearchedRun, point: Point, folder: str, objectives: Sequence[Objective]
+) -> TrialProgram:
+    config = with_point(run, point)
+    config = replace(
+        config,
+        checkpoint=os.path.join(folder, "checkpoint"),
+        resume=True,
+        keep=1,
+        save=os.path.join(folder, "weights.pt"),
+        # The search's own last: it has the final word on the epoch.
+        callback=(*config.callback, _CALLBACK),
+    )
+    return TrialProgram(
+        "dlio.features.search.trial:run_training",
+        [("dlio.train.config:TrainConfig", as_mapping(config)), _task(objectives)],
+    )
+
+
+def _script_work(
+    words: Sequence[str], run: SearchedRun, objectives: Sequence[Objective]
+) -> TrialProgram:
+    options = RunOptions(exchange=run.exchange, tiers=run.tiers, seed=run.seed)
+    return TrialProgram(
+        "dlio.features.search.trial:run_script_trial",
+        [
+            ("dlio.features.search.trial:ScriptCall", {"words": list(words)}),
+            ("dlio.integrations.script.run_options:RunOptions", as_mapping(options)),
+            _task(objectives),
+        ],
+    )
+
+
+def _task(objectives: Sequence[Objective]) -> tuple[str, dict[str, object]]:
+    return "dlio.features.search.trial:TrialTask", {
+        "objectives": [each.name for each in objectives]
+    }
+
+
+def _fixed(run: SearchedRun, search: SearchOptions, words: Sequence[str]) -> dict[str, object]:
+    """Return the options that a search goes on with, by their names for users."""
+    fixed: dict[str, object] = {
+        field.flag: getattr(run, field.name)
+        for field in options_of(SearchedRun)
+        if field.name not in _FREE
+    }
+    names = ("space", "ranks_per_trial", "sampler", "pruner", "first_look", "reduction")
+    fixed |= {
+        field.flag: getattr(search, field.name)
+        for field in options_of(SearchOptions)
+        if field.name in (*names, "objective")
+    }
+    paths = {"SRC": run.source, "--val": run.val}
+    fixed |= {name: os.path.abspath(path) if path else path for name, path in paths.items()}
+    return {**fixed, "script": shlex.join(words)}
+
+
+def _given_words(run: SearchedRun) -> list[str]:
+    """Return the arguments of `dlio train` for options that differ from their defaults."""
+    words = [run.source]
+    for field in options_of(TrainOptions):
+        value = getattr(run, field.name)
+        if field.option.positional or field.name == "tiers" or value == field.default:
+            continue
+        if field.name == "model" and value == DEFAULT_MODEL:
+            continue
+        if isinstance(value, bool):
+            words.append(field.flag if value else f"--no-{field.flag[2:]}")
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [field.flag, str(each)]
+    return words

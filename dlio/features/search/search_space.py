@@ -1,0 +1,215 @@
+"""The parameters that are searched, and the configuration of a trial."""
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from dlio.errors import UsageError
+from dlio.train.config import TrainConfig
+from dlio.train.factory import split_options
+from dlio.train.train_options import TrainOptions
+from dlio.util.arguments import nearest
+from dlio.util.options import OptionField, Scalar, options_of
+
+Point = Mapping[str, Scalar]
+"""Values of the parameters by name, such as {"lr": 0.01, "model.depth": 3}."""
+_RANGE: Final = re.compile(r"([^.].*?|\.\d.*?)\.\.(.+?)(:log)?")
+_COMMA: Final = re.compile(r",(?![^(]*\))")
+"""A comma outside parentheses."""
+_PLACE: Final = re.compile(r"\{([\w.-]+)\}")
+_OF_MODEL: Final = "model."
+_OWN: Final = (
+    *("source", "val", "replica", "tiers", "checkpoint", "resume", "keep", "save", "report"),
+    *("trace", "trace_out", "replay", "nodes", "spares", "leave_at", "tensorboard"),
+    *("dump_matrices", "fault_tolerance", "device", "callback"),
+)
+"""Options that a search cannot vary."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchParameter:
+    """One parameter: a range of numbers, or a list of values."""
+
+    name: str
+    """As a user writes it, such as `batch-size` or `model.depth`."""
+    choices: tuple[Scalar, ...] = ()
+    """The values; empty for a range."""
+    low: float = math.nan
+    high: float = math.nan
+    is_log: bool = False
+    """True to draw the logarithm uniformly."""
+    is_integer: bool = False
+
+    @property
+    def ends(self) -> tuple[Scalar, ...]:
+        """All values of a list, or both ends of a range."""
+        return self.choices or tuple(
+            int(each) if self.is_integer else each for each in (self.low, self.high)
+        )
+
+
+def parse_space(texts: Sequence[str], run: TrainOptions) -> tuple[SearchParameter, ...]:
+    """Parse the texts of --set for `dlio train`.
+
+    Raises UsageError for an unknown option or a value that it does not take.
+    """
+    fields = {each.flag[2:]: each for each in options_of(TrainOptions) if each.name not in _OWN}
+    axes = [_parsed(text, fields) for text in texts]
+    _check_names(axes)
+    for axis in axes:
+        for value in axis.ends:
+            try:
+                with_point(run, {axis.name: value})
+            except UsageError as error:
+                raise UsageError(f"--set {axis.name}={value}: {error}") from error
+    return tuple(axes)
+
+
+def parse_words(texts: Sequence[str], words: Sequence[str]) -> tuple[SearchParameter, ...]:
+    """Parse the texts of --set for a script, whose arguments `words` use each name in braces.
+
+    Raises UsageError for a name without a place, and a place without a name.
+    """
+    axes = [_parsed(text, None) for text in texts]
+    _check_names(axes)
+    names = [axis.name for axis in axes]
+    places = [name for word in words for name in _PLACE.findall(word)]
+    for name in names:
+        if name not in places:
+            raise UsageError(
+                f"--set {name}: the script's arguments do not use it: write {{{name}}} among them"
+            )
+    for place in places:
+        if place not in names:
+            raise UsageError(
+                f"{{{place}}}: no --set names it{nearest(place, names)}; give --set {place}=..."
+            )
+    return tuple(axes)
+
+
+def filled_in(words: Sequence[str], point: Point) -> list[str]:
+    """Return a script's arguments with values in place of names in braces."""
+    return [_PLACE.sub(lambda match: str(point[match[1]]), word) for word in words]
+
+
+def with_point(run: TrainOptions, point: Point) -> TrainConfig:
+    """Return the configuration of a trial. Raises UsageError for values that do not fit."""
+    keys = {each.flag[2:]: each.name for each in options_of(TrainOptions)}
+    values = {each.name: getattr(run, each.name) for each in options_of(TrainOptions)}
+    values |= {keys[name]: value for name, value in point.items() if name in keys}
+    of_model = {
+        name.removeprefix(_OF_MODEL): value for name, value in point.items() if name not in keys
+    }
+    config = TrainConfig(**values)
+    if not of_model:
+        return config
+    model, options = split_options("--model", config.model)
+    inside = ",".join(f"{name}={value!r}" for name, value in {**options, **of_model}.items())
+    return replace(config, model=f"{model}({inside})")
+
+
+def train_words(point: Point, run: TrainOptions) -> list[str]:
+    """Return the arguments of `dlio train` that a point stands for."""
+    config = with_point(run, point)
+    plain = {name: value for name, value in point.items() if not name.startswith(_OF_MODEL)}
+    if len(plain) < len(point):
+        plain["model"] = config.model
+    return [word for name, value in plain.items() for word in _words(name, value)]
+
+
+def grid_of(axes: Sequence[SearchParameter]) -> list[dict[str, Scalar]]:
+    """Return all combinations of values, the last parameter fastest.
+
+    Raises UsageError for a range of real numbers.
+    """
+    values: list[Sequence[Scalar]] = []
+    for axis in axes:
+        if not axis.choices and not axis.is_integer:
+            raise UsageError(
+                f"--sampler grid: {axis.name} is a range: list its values, as in "
+                f"--set {axis.name}={axis.low:g},{axis.high:g}"
+            )
+        values.append(axis.choices or range(int(axis.low), int(axis.high) + 1))
+    names = [axis.name for axis in axes]
+    return [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
+
+
+def _words(name: str, value: Scalar) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", str(value)]
+
+
+def _check_names(axes: Sequence[SearchParameter]) -> None:
+    names = [axis.name for axis in axes]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"--set {name}: given twice: list all of its values in one")
+
+
+def _parsed(text: str, fields: Mapping[str, OptionField] | None) -> SearchParameter:
+    """Parse `name=values`; None for the fields of a script, which has any names."""
+    name, equals, values = text.partition("=")
+    name = name.strip().removeprefix("--")
+    if not equals or not name or not values:
+        raise UsageError(f"--set {text}: write NAME=VALUES, as in lr=1e-4..1e-1:log or lr=0.01,0.1")
+    field = None
+    if fields is not None and not name.startswith(_OF_MODEL):
+        name = name.replace("_", "-")
+        field = fields.get(name)
+        if field is None or field.many:
+            close = nearest(name, fields)
+            raise UsageError(f"--set {name}: no option of `dlio train` that can be searched{close}")
+    match = _RANGE.fullmatch(values.strip())
+    if match is not None:
+        return _range(text, name, match, field)
+    texts = [each.strip() for each in _COMMA.split(values)]
+    choices = tuple(_value(each, field, name) for each in texts)
+    if len(set(choices)) != len(choices):
+        raise UsageError(f"--set {text}: names a value twice")
+    return SearchParameter(name, choices)
+
+
+def _range(
+    text: str, name: str, match: re.Match[str], field: OptionField | None
+) -> SearchParameter:
+    ends = match[1].strip(), match[2].strip()
+    try:
+        low, high = (float(each) for each in ends)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError(text)
+    except ValueError:
+        raise UsageError(f"--set {text}: give numbers at both ends, as in 1e-4..1e-1") from None
+    if field is not None and field.type not in (int, float):
+        raise UsageError(f"--set {text}: {field.flag} is not a number: list its values")
+    written = all(re.fullmatch(r"[+-]?\d+", each) for each in ends)
+    is_integer = written if field is None else field.type is int
+    is_log = match[3] is not None
+    if not low < high or (is_log and low <= 0):
+        limits = "above 0, the lower one first" if is_log else "the lower one first"
+        raise UsageError(f"--set {text}: give numbers {limits}")
+    if is_integer and not (low.is_integer() and high.is_integer()):
+        raise UsageError(f"--set {text}: give whole numbers at both ends")
+    return SearchParameter(name, (), low, high, is_log, is_integer)
+
+
+def _value(text: str, field: OptionField | None, name: str) -> Scalar:
+    if field is None:
+        for kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+        return text
+    given: object = text
+    if field.type is bool:
+        if text not in ("yes", "no", "true", "false"):
+            raise UsageError(f"--set {name}={text}: give yes or no")
+        given = text in ("yes", "true")
+    value = field.convert(given, f"--set {name}:")
+    field.check(value)
+    assert isinstance(value, Scalar)
+    return value

@@ -1,0 +1,398 @@
+"""The searcher: starts trials as ranks become free, and ends, stops or restarts them."""
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+from dlio.errors import DlioError
+from dlio.features.search.forker import Forker
+from dlio.features.search.parameter_sampler import ParameterSampler
+from dlio.features.search.search_space import Point
+from dlio.features.search.study import Study, TrialEpoch, TrialRecord
+from dlio.features.search.successive_halving import SuccessiveHalving
+from dlio.features.search.team import OpenFolder, Team, TrialProgram
+
+STOPPED: Final = 75
+"""Exit code of a search that was told to end, as of `dlio train`."""
+_PATIENCE_S: Final = 60.0
+"""Time for trials to write a checkpoint and end."""
+_SCRIPT_S: Final = 10.0
+_DEATHS: Final = 8
+"""Deaths of a trial without a new epoch after which it has failed."""
+_FORKERS: Final = 20
+"""Forkers that may die before the search gives up."""
+_LONGEST_NOTE: Final = 300
+
+
+class SearchFailed(DlioError):
+    """No trial can succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSetup:
+    """The trials that a searcher runs."""
+
+    trials: int
+    """Trials in all."""
+    ranks: int
+    ranks_per_trial: int
+    cores_per_rank: int
+    is_script: bool
+    work: Callable[[Point, str], TrialProgram]
+    """Returns a trial's program from its parameters and its folder."""
+    halving: SuccessiveHalving | None
+    """Early ends; None for none."""
+
+
+class Searcher:
+    """Runs the trials of a study on this machine.
+
+    Args:
+        open_folder: opens a job's temporary folder, for trials of several ranks.
+        changed: called after each change of a trial, with the trials that run.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        sampling: ParameterSampler,
+        setup: SearchSetup,
+        open_folder: OpenFolder,
+        changed: Callable[[Sequence[Team]], object] = lambda _: None,
+    ) -> None:
+        self._study, self._sampling, self._setup = study, sampling, setup
+        self._open_folder, self._changed = open_folder, changed
+        self._free = list(range(setup.ranks))
+        self._teams: list[Team] = []
+        self._again = [record for record in study.records if not record.has_ended]
+        """Trials that run on from their checkpoints, by number."""
+        self._deaths: Counter[int] = Counter()
+        self._selector = selectors.DefaultSelector()
+        self._forker: Forker | None = None
+        self._is_ready, self._forkers = False, 0
+        self._gpus: list[str] = []
+        self._kill_at: dict[int, float] = {}
+        """Deadlines of trials that were asked to end, by number."""
+        self._asked = self._stopping = False
+        """True once a signal has come, and once the trials were asked to end."""
+        self.starts_s: list[float] = []
+        """Seconds from each decision to start a trial to the first line of its program."""
+        self._started_at: dict[int, float] = {}
+
+    def run(self) -> bool:
+        """Run all trials that are left; False if it was told to end before.
+
+        Raises SearchFailed if the first trials all fail, or no ranks can be started.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._selector.close)
+            stack.enter_context(self._told_to_end())
+            stack.callback(self._end_all)
+            while True:
+                self._settle()
+                if self._asked and not self._stopping:
+                    self._ask_to_end()
+                if not self._stopping:
+                    self._start_trials()
+                self._changed(self._teams)
+                if not self._teams and (self._stopping or self._is_done()):
+                    return self._is_done()
+                self._wait()
+
+    def _is_done(self) -> bool:
+        ended = all(record.has_ended for record in self._study.records)
+        return ended and len(self._study.records) >= self._setup.trials
+
+    def _settle(self) -> None:
+        """Answer and end trials whose look has been decided by the results of others."""
+        for record in list(self._again):
+            if self._decided(record) is False:
+                self._again.remove(record)
+                self._study.end(record, "pruned")
+                self._study.tidy()
+        for team in self._teams:
+            if not team.waits:
+                continue
+            if (goes_on := self._decided(team.record)) is not None:
+                self._answer(team, goes_on)
+            elif self._stopping:
+                team.signal(signal.SIGKILL)  # It has a checkpoint, and would wait for ever.
+
+    def _answer(self, team: Team, goes_on: bool) -> None:
+        team.is_stopped = not goes_on
+        team.answer(goes_on)
+        if team.is_stopped and self._setup.is_script:
+            self._kill_at[team.record.number] = time.monotonic() + _SCRIPT_S
+
+    def _decided(self, record: TrialRecord) -> bool | None:
+        """True if a trial goes on after its last epoch; None if others have to come to it first."""
+        halving, epochs = self._setup.halving, len(record.epochs)
+        if halving is None or not epochs:
+            return True
+        objective = self._study.objectives[0]
+        courses = {each.number: each.course(objective) for each in self._study.records}
+        return halving.goes_on(record.number, epochs, courses)
+
+    def _start_trials(self) -> None:
+        """Start trials while there are ranks, those that were interrupted first."""
+        while len(self._free) >= self._setup.ranks_per_trial:
+            if self._forker is None:
+                if not self._next_number() and not self._again:
+                    return
+                self._start_forker()
+            if not self._is_ready:
+                return
+            record = self._next()
+            if record is None:
+                return
+            self._start(record)
+
+    def _next_number(self) -> int | None:
+        """Return the number of the trial that may begin next, plus 1; None if there is none."""
+        number = len(self._study.records)
+        if number >= self._setup.trials:
+            return None
+        known = self._sampling.known(number)
+        if all(record.has_ended for record in self._study.records[:known]):
+            return number + 1
+        return None
+
+    def _next(self) -> TrialRecord | None:
+        """Take the trial that starts next; None if one has to wait for others."""
+        for record in self._again:
+            if self._decided(record):
+                self._again.remove(record)
+                return record
+        if self._again or not self._next_number():
+            return None
+        number = len(self._study.records)
+        known = self._study.frozen(self._sampling.known(number))
+        return self._study.add(self._sampling.choose(number, known))
+
+    def _start(self, record: TrialRecord) -> None:
+        count = self._setup.ranks_per_trial
+        slots, self._free = self._free[:count], self._free[count:]
+        folder = self._study.trial_folder(record.number)
+        gpus = [self._gpus[slot % len(self._gpus)] for slot in slots] if self._gpus else []
+        self._started_at[record.number] = time.monotonic()
+        assert self._forker is not None
+        try:
+            team = Team.start(
+                record,
+                self._setup.work(record.point, folder),
+                slots,
+                [self._cores(slot) for slot in slots],
+                list(dict.fromkeys(gpus)),
+                folder,
+                self._forker,
+                self._open_folder,
+            )
+        except (BrokenPipeError, ConnectionResetError):
+            self._free = sorted([*self._free, *slots])
+            self._again = sorted([*self._again, record], key=lambda each: each.number)
+            self._is_ready = False  # The forker's end is seen next.
+            return
+        self._teams.append(team)
+        self._selector.register(team.link, selectors.EVENT_READ, team)
+
+    def _cores(self, slot: int) -> list[int]:
+        """Return the cores of a rank: neighbours, and as many for each rank."""
+        if not hasattr(os, "sched_getaffinity"):
+            return []
+        cores = sorted(os.sched_getaffinity(0))
+        count = min(self._setup.cores_per_rank, len(cores))
+        return [cores[(slot * count + k) % len(cores)] for k in range(count)]
+
+    def _wait(self) -> None:
+        """Handle the next messages, ends of processes, and deadlines."""
+        now = time.monotonic()
+        timeout = min(self._kill_at.values(), default=now + 1.0) - now
+        for key, _ in self._selector.select(max(0.0, min(1.0, timeout))):
+            if key.data is None:
+                with suppress(BlockingIOError):
+                    os.read(key.fd, 64)
+            elif key.data is self._forker:
+                self._hear_forker()
+            elif key.data in self._teams:
+                self._hear(key.data)
+        now = time.monotonic()
+        for team in self._teams:
+            if self._kill_at.get(team.record.number, now + 1) <= now:
+                del self._kill_at[team.record.number]
+                team.signal(signal.SIGKILL)
+
+    def _hear(self, team: Team) -> bool:
+        """Take a message of a trial; False if there is none."""
+        message = team.receive()
+        if message is None:
+            if team.link in self._selector.get_map():
+                self._selector.unregister(team.link)
+            return False
+        if "begins" in message:
+            self.starts_s.append(time.monotonic() - self._started_at[team.record.number])
+            return True
+        values = message["values"]
+        epoch, source = message["epoch"], message["source_bytes"]
+        assert isinstance(values, list)
+        assert isinstance(epoch, int)
+        assert isinstance(source, int)
+        record = team.record
+        if epoch >= len(record.epochs):
+            self._deaths.pop(record.number, None)
+        self._study.report(record, epoch, TrialEpoch(tuple(values), source))
+        team.waits = True
+        if epoch + 1 < len(record.epochs):
+            team.answer(True)  # A script that began again.
+        return True
+
+    def _hear_forker(self) -> None:
+        assert self._forker is not None
+        try:
+            message = self._forker.receive()
+        except (EOFError, OSError):
+            self._forker_died()
+            return
+        if "ready" in message:
+            self._is_ready = True
+            given = os.environ.get("CUDA_VISIBLE_DEVICES")
+            count = message["ready"]
+            assert isinstance(count, int)
+            self._gpus = given.split(",")[:count] if given else [str(k) for k in range(count)]
+        elif "ended" in message:
+            key, code = message["ended"], message["code"]
+            assert isinstance(code, int)
+            for team in list(self._teams):
+                if team.ended(str(key), code):
+                    self._rank_ended(team, code)
+
+    def _rank_ended(self, team: Team, code: int) -> None:
+        if not team.left:
+            self._finish(team)
+        elif code and not team.was_killed and code != STOPPED:
+            team.signal(signal.SIGKILL)  # A trial goes on with all of its ranks alone.
+
+    def _finish(self, team: Team) -> None:
+        """Free the ranks of a trial, and end it or have it run again."""
+        if team.link in self._selector.get_map():
+            while not team.waits and self._hear(team):
+                pass  # The last message may still be on its way.
+        if team.link in self._selector.get_map():
+            self._selector.unregister(team.link)
+        self._teams.remove(team)
+        team.close()
+        self._free = sorted([*self._free, *team.slots])
+        record, code = team.record, team.code
+        self._kill_at.pop(record.number, None)
+        if team.is_stopped:
+            self._study.end(record, "pruned")
+        elif code == 0 and not team.was_killed and record.epochs:
+            self._study.end(record, "complete")
+        elif code < 0 or code == STOPPED or (team.was_killed and not _failed_itself(team)):
+            self._again = sorted([*self._again, record], key=lambda each: each.number)
+            if not self._stopping:
+                self._deaths[record.number] += 1
+            if self._deaths[record.number] >= _DEATHS:
+                self._again.remove(record)
+                self._study.end(record, "failed", f"died {_DEATHS} times within one epoch")
+        else:
+            said = _last_error(os.path.join(self._study.trial_folder(record.number), "log.txt"))
+            if not code:
+                said = "it ended without a metric: scripts print `dlio: metric NAME VALUE`"
+            self._study.end(record, "failed", said)
+        self._study.tidy()
+        self._give_up_if_hopeless()
+
+    def _give_up_if_hopeless(self) -> None:
+        records = self._study.records
+        at_a_time = self._setup.ranks // self._setup.ranks_per_trial
+        least = min(self._setup.trials, max(3, at_a_time))
+        if len(records) >= least and all(record.state == "failed" for record in records[:least]):
+            raise SearchFailed(
+                f"the first {least} trials have failed, the first one with: {records[0].note}; "
+                f"the log is {self._study.trial_folder(0)}/log.txt; name a new --study"
+            )
+
+    def _start_forker(self) -> None:
+        if self._forkers >= _FORKERS:
+            raise SearchFailed(f"the process that starts ranks has died {_FORKERS} times")
+        self._forkers += 1
+        modules = ["dlio.features.search.trial", "dlio.launch.command_ranks", "dlio.train.trainer"]
+        if self._setup.is_script:
+            modules.append("dlio.integrations.script.runner")
+        self._forker, self._is_ready = Forker(modules), False
+        self._selector.register(self._forker.control, selectors.EVENT_READ, self._forker)
+
+    def _forker_died(self) -> None:
+        """Its ranks die with it: their trials run again."""
+        assert self._forker is not None
+        self._selector.unregister(self._forker.control)
+        self._forker.close()
+        self._forker, self._is_ready = None, False
+        for team in list(self._teams):
+            team.codes |= dict.fromkeys(team.left, -int(signal.SIGKILL))
+            team.left.clear()
+            self._finish(team)
+
+    @contextmanager
+    def _told_to_end(self) -> Iterator[None]:
+        """Within a `with` statement, signals end the search with checkpoints; a second one at
+        once."""
+        mine, its = socket.socketpair()
+        with mine, its:
+            its.setblocking(False)
+            self._selector.register(mine, selectors.EVENT_READ)
+
+            def act(*_: object) -> None:
+                if self._asked:
+                    raise KeyboardInterrupt
+                self._asked = True
+                with suppress(BlockingIOError):
+                    its.send(b"x")
+
+            numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            before = {number: signal.signal(number, act) for number in numbers}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _ask_to_end(self) -> None:
+        """Have trials write a checkpoint and end."""
+        self._stopping = True
+        print("dlio search: trials write checkpoints and end", file=sys.stderr, flush=True)
+        for team in self._teams:
+            team.signal(signal.SIGTERM if self._setup.is_script else signal.SIGUSR1)
+            self._kill_at[team.record.number] = time.monotonic() + _PATIENCE_S
+
+    def _end_all(self) -> None:
+        for team in self._teams:
+            team.close()
+        if self._forker is not None:
+            self._forker.close()
+
+
+def _failed_itself(team: Team) -> bool:
+    """True if a rank has ended by an error, after which the others were killed."""
+    return team.code > 0 and team.code != STOPPED
+
+
+def _last_error(path: str) -> str:
+    """Return the last error in a trial's log, or its last line."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - 16384))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError as error:
+        return str(error)
+    errors = [line for line in lines if line.startswith("dlio: error: ")]
+    last = (errors or lines or ["it wrote nothing"])[-1]
+    return last.removeprefix("dlio: error: ")[:_LONGEST_NOTE]

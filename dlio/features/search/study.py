@@ -1,0 +1,307 @@
+"""The folder of a search: its lock, its journal and the folders of its trials.
+
+    STUDY/
+        search.json         options that cannot change when the search goes on
+        journal.log         Optuna's journal: parameters and results of all trials
+        lock                held by the searcher
+        tiers/              the staged copy, without --tiers
+        trials/0007/        log, checkpoint/ while the trial runs, weights.pt of the best
+
+The journal is Optuna's own: `optuna.load_study` and optuna-dashboard read it.
+"""
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from dlio.errors import UsageError
+from dlio.features.search.objectives import Objective
+from dlio.features.search.parameter_sampler import TrialParameters, distributions
+from dlio.features.search.search_space import Point, SearchParameter
+from dlio.features.search.successive_halving import TrialCourse
+from dlio.util.folders import remove_path
+from dlio.util.trusted_files import closing_descriptor
+from dlio.util.user_folders import make_folders
+from dlio.util.whole_files import open_own, remove_file, take_lock, unwritable, write_json
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.trial import FrozenTrial
+
+NAME: Final = "search"
+"""Name of the study in its journal."""
+_JOURNAL: Final = "journal.log"
+_EPOCH: Final = "epoch "
+_NOTE: Final = "note"
+_STAGED: Final = "staged"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialEpoch:
+    """Results of one epoch of a trial."""
+
+    values: tuple[float | None, ...]
+    """Of the objectives."""
+    source_bytes: int = 0
+    """Payload bytes that were read from the source."""
+
+
+@dataclass(slots=True)
+class TrialRecord:
+    """One trial as the journal knows it."""
+
+    number: int
+    point: Point
+    state: str
+    """running, complete, pruned or failed."""
+    epochs: list[TrialEpoch] = field(default_factory=list)
+    note: str = ""
+    """Reason of a failure."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it does not go on."""
+        return self.state != "running"
+
+    @property
+    def values(self) -> tuple[float | None, ...]:
+        """Values of the objectives after the last epoch; empty before the first one."""
+        return self.epochs[-1].values if self.epochs else ()
+
+    def course(self, objective: Objective) -> TrialCourse:
+        """Return the course of the trial by an objective, the first one of the search."""
+        goodness = [objective.goodness(epoch.values[0]) for epoch in self.epochs]
+        return TrialCourse(goodness, self.has_ended)
+
+
+class _NoLock:
+    """The journal's lock: there is one searcher, by the folder's lock."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+class Study:
+    """A search's folder, held by this process until `close`.
+
+    Args:
+        fixed: options that a search goes on with; others are refused.
+        first: values that a new search takes; one that goes on keeps its own, in `first`.
+
+    Raises UsageError if another searcher holds the folder, if it belongs to another search, or
+    cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        axes: Sequence[SearchParameter],
+        objectives: Sequence[Objective],
+        fixed: Mapping[str, object],
+        first: Mapping[str, int],
+    ) -> None:
+        self.folder, self.objectives = folder, objectives
+        self._distributions = distributions(axes)
+        try:
+            os.close(make_folders(os.path.join(folder, "trials")))
+            self._lock = open_own(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise unwritable(f"--study {folder}", error) from error
+        try:
+            if not take_lock(self._lock, fcntl.LOCK_EX):
+                raise UsageError(
+                    f"--study {folder}: another dlio search is at work there: wait for its end, or "
+                    "name another folder"
+                )
+            self.first = self._check_fixed(fixed, first)
+            """Values that the search has begun with."""
+            self._study = self._opened()
+            self.records = [self._record(each) for each in self._study.get_trials(deepcopy=False)]
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def __enter__(self) -> "Study":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        os.close(self._lock)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that were read from the source to stage it, over all runs of the search."""
+        return sum(self._study.user_attrs.get(_STAGED, []))
+
+    def add_staged(self, count: int) -> None:
+        """Note bytes that were read from the source to stage it."""
+        self._study.set_user_attr(_STAGED, [*self._study.user_attrs.get(_STAGED, []), count])
+
+    def frozen(self, count: int) -> "list[FrozenTrial]":
+        """Return the first trials, for a sampler."""
+        return self._study.get_trials(deepcopy=False)[:count]
+
+    def add(self, choice: TrialParameters) -> TrialRecord:
+        """Begin a trial."""
+        import optuna
+
+        self._study.add_trial(
+            optuna.trial.create_trial(
+                state=optuna.trial.TrialState.RUNNING,
+                params=dict(choice.point),
+                distributions=self._distributions,
+                system_attrs=dict(choice.attributes),
+            )
+        )
+        record = TrialRecord(len(self.records), dict(choice.point), "running")
+        self.records.append(record)
+        return record
+
+    def report(self, record: TrialRecord, number: int, epoch: TrialEpoch) -> None:
+        """Note the results of a trial's epoch, from 0; one that is known already stays."""
+        if number < len(record.epochs):
+            return
+        assert number == len(record.epochs)
+        trial = self._trial(record)
+        value = epoch.values[0]
+        if len(self.objectives) == 1 and value is not None:
+            trial.report(value, number)
+        # Last: an epoch without it is trained again.
+        trial.set_user_attr(f"{_EPOCH}{number}", [list(epoch.values), epoch.source_bytes])
+        record.epochs.append(epoch)
+
+    def end(self, record: TrialRecord, state: str, note: str = "") -> None:
+        """End a trial: complete, pruned or failed."""
+        import optuna
+
+        values = [math.nan if each is None else each for each in record.values]
+        if state == "complete" and not all(map(math.isfinite, values)):
+            state, note = "failed", "an objective is not finite"
+        if note:
+            self._trial(record).set_user_attr(_NOTE, note)
+        states = optuna.trial.TrialState
+        if state == "complete":
+            self._study.tell(record.number, values)
+        elif state == "pruned":
+            self._study.tell(record.number, state=states.PRUNED)
+        else:
+            self._study.tell(record.number, state=states.FAIL)
+        record.state, record.note = state, note
+
+    def best(self) -> list[TrialRecord]:
+        """Return the best trial; with several objectives, all that no other one is better than."""
+        complete = [record for record in self.records if record.state == "complete"]
+        rows = [
+            tuple(o.goodness(v) for o, v in zip(self.objectives, record.values, strict=True))
+            for record in complete
+        ]
+        if len(self.objectives) == 1:
+            # Of equal ones, the first.
+            return complete[(k := rows.index(max(rows))) : k + 1] if rows else []
+        return [
+            record
+            for record, row in zip(complete, rows, strict=True)
+            if not any(_dominates(other, row) for other in rows)
+        ]
+
+    def trial_folder(self, number: int) -> str:
+        """Return the path of a trial's folder."""
+        return os.path.abspath(os.path.join(self.folder, "trials", f"{number:04}"))
+
+    def weights(self, number: int) -> str:
+        """Return the path of a trial's weights."""
+        return os.path.join(self.trial_folder(number), "weights.pt")
+
+    def tidy(self) -> None:
+        """Remove checkpoints of ended trials, and weights of all but the best."""
+        best = {record.number for record in self.best()}
+        for record in self.records:
+            if not record.has_ended:
+                continue
+            remove_path(os.path.join(self.trial_folder(record.number), "checkpoint"))
+            if record.number not in best:
+                remove_file(self.weights(record.number))
+
+    @property
+    def optuna_study(self) -> "optuna.Study":
+        """Optuna's study, to be read."""
+        return self._study
+
+    def _check_fixed(self, fixed: Mapping[str, object], first: Mapping[str, int]) -> dict[str, int]:
+        path = os.path.join(self.folder, "search.json")
+        plain = json.loads(json.dumps(fixed))
+        try:
+            with open(path, encoding="utf-8") as file:
+                kept = json.load(file)
+            before, first = kept["options"], kept["first"]
+        except FileNotFoundError:
+            write_json(path, {"options": plain, "first": dict(first)})
+            return dict(first)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} cannot be read: {error}; name another --study") from error
+        for name in (*plain, *before):
+            if plain.get(name) != before.get(name):
+                raise UsageError(
+                    f"--study {self.folder} holds a search with {name} {before.get(name)}, not "
+                    f"{plain.get(name)}: give the same options to go on, or name another folder"
+                )
+        return dict(first)
+
+    def _opened(self) -> "optuna.Study":
+        import optuna
+        from optuna.storages.journal import JournalFileBackend
+
+        path = os.path.join(self.folder, _JOURNAL)
+        _drop_torn_line(path)
+        lock: Any = _NoLock()
+        backend = JournalFileBackend(path, lock_obj=lock)
+        return optuna.create_study(
+            storage=optuna.storages.JournalStorage(backend),
+            study_name=NAME,
+            directions=[each.direction for each in self.objectives],
+            load_if_exists=True,
+        )
+
+    def _trial(self, record: TrialRecord) -> "optuna.Trial":
+        import optuna
+
+        frozen = self._study.get_trials(deepcopy=False)[record.number]
+        return optuna.trial.Trial(self._study, frozen._trial_id)
+
+    def _record(self, frozen: "FrozenTrial") -> TrialRecord:
+        names = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
+        attributes: dict[str, Any] = frozen.user_attrs
+        epochs: list[TrialEpoch] = []
+        while (row := attributes.get(f"{_EPOCH}{len(epochs)}")) is not None:
+            epochs.append(TrialEpoch(tuple(row[0]), row[1]))
+        return TrialRecord(
+            frozen.number,
+            frozen.params,
+            names.get(frozen.state.name, "running"),
+            epochs,
+            attributes.get(_NOTE, ""),
+        )
+
+
+def _drop_torn_line(path: str) -> None:
+    """Remove the end of a journal whose writer was killed within a line."""
+    with suppress(FileNotFoundError), closing_descriptor(open_own(path, os.O_RDWR)) as journal:
+        with os.fdopen(os.dup(journal), "rb") as file:
+            data = file.read()
+        if data and not data.endswith(b"\n"):
+            os.ftruncate(journal, data.rfind(b"\n") + 1)
+
+
+def _dominates(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one != other and all(a >= b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,281 @@
+"""Transforms with torchvision's names, parameters and distributions, made for dlio's decoder.
+
+    from dlio import transforms as T
+
+    transform = T.Compose([
+        T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.TrivialAugmentWide(),
+        T.Normalize(mean, std), T.RandomErasing(0.1)])
+    data = dlio.open("/data/imagenet/train", transform=transform)
+
+The crop is drawn before an image is decoded. Only its rows are decoded, straight into the batch.
+Transforms of pixels change them there, as uint8 and without the GIL; the steps behind them
+(`Normalize`, `RandomErasing`, `MixUp`) transform the whole batch at once, on the device if the
+loader has one. All random numbers belong to the sample, so that any number of ranks and workers
+gives the same pixels.
+
+Each transform can also be called with an image: a uint8 or float tensor of shape (..., 3, height,
+width), or an image of Pillow. It then draws from torch's random numbers, as torchvision does.
+Source of the distributions: torchvision.transforms.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from dlio.errors import UsageError
+from dlio.image import pixels as paint
+from dlio.image.colour import (
+    ColorJitter,
+    GaussianBlur,
+    RandomAdjustSharpness,
+    RandomAutocontrast,
+    RandomEqualize,
+    RandomGrayscale,
+    RandomInvert,
+    RandomPosterize,
+    RandomSolarize,
+)
+from dlio.image.composition import Compose, MultiCropTransform, RandomApply, RandomChoice, stacked
+from dlio.image.crop import Crop
+from dlio.image.decoder import opencv
+from dlio.image.mixup import CutMix, MixUp
+from dlio.image.picture import (
+    Picture,
+    PixelChange,
+    Pixels,
+    PixelTransform,
+    check_crops,
+    check_probability,
+    check_range,
+    shape_of,
+)
+from dlio.image.policy import RandAugment, TrivialAugmentWide
+from dlio.image.random_source import RandomSource, current_draws
+from dlio.image.tensors import (
+    ConvertImageDtype,
+    Normalize,
+    PILToTensor,
+    RandomErasing,
+    ToDtype,
+    ToFloat,
+    ToImage,
+    ToPureTensor,
+    ToTensor,
+)
+from dlio.util.arguments import named, whole_number
+
+__all__ = [
+    "CenterCrop",
+    "ColorJitter",
+    "Compose",
+    "ConvertImageDtype",
+    "CutMix",
+    "GaussianBlur",
+    "MixUp",
+    "Normalize",
+    "PILToTensor",
+    "RandAugment",
+    "RandomAdjustSharpness",
+    "RandomApply",
+    "RandomAutocontrast",
+    "RandomChoice",
+    "RandomEqualize",
+    "RandomErasing",
+    "RandomGrayscale",
+    "RandomHorizontalFlip",
+    "RandomInvert",
+    "RandomPosterize",
+    "RandomResizedCrop",
+    "RandomSolarize",
+    "RandomVerticalFlip",
+    "Resize",
+    "ToDtype",
+    "ToFloat",
+    "ToImage",
+    "ToPureTensor",
+    "ToTensor",
+    "TrivialAugmentWide",
+]
+
+_TRIES: Final = 10
+
+
+class RandomResizedCrop(MultiCropTransform):
+    """Cut out a part of random area and aspect ratio, and resize it.
+
+    Args:
+        size: side of the result in pixels, or (height, width).
+        scale: least and largest share of the image's area.
+        ratio: least and largest aspect ratio.
+        crops: number of crops of each image, drawn independently, as self-supervised learning
+            takes them. Samples of more than one have shape (crops, 3, height, width), and the
+            steps behind draw for each crop. A loader decodes an image once for them, and the
+            first crop is the one that it makes without `crops`.
+    """
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        scale: Sequence[float] = (0.08, 1.0),
+        ratio: Sequence[float] = (3 / 4, 4 / 3),
+        crops: int = 1,
+    ) -> None:
+        self.size = _size(size)
+        self.crops = check_crops(crops)
+        self.scale, self.ratio = _range("scale", scale), _range("ratio", ratio)
+
+    @staticmethod
+    def get_params(
+        img: Picture, scale: Sequence[float], ratio: Sequence[float]
+    ) -> tuple[int, int, int, int]:
+        """Draw (top, left, height, width) of a part of an image, in pixels."""
+        (height, width), draws = shape_of(img), current_draws()
+        area = height * width
+        log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
+        for _ in range(_TRIES):
+            target = area * draws.uniform(scale[0], scale[1])
+            aspect = math.exp(draws.uniform(log_low, log_high))
+            w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                return draws.below(height - h + 1), draws.below(width - w + 1), h, w
+        crop = Crop(1, True, check_range("scale", scale), check_range("ratio", ratio))
+        box = crop.box(height, width, [2.0] * crop.draws)  # No try fits: take its middle.
+        return box.top, box.left, box.height, box.width
+
+    def __call__(self, img: Picture) -> Picture:
+        """Return a crop; of several crops one tensor of shape (crops, ...), or a list of images of
+        Pillow."""
+        made = [
+            _resized(img, self.size, self.get_params(img, self.scale, self.ratio))
+            for _ in range(self.crops)
+        ]
+        return made[0] if self.crops == 1 else stacked(made)
+
+    def __repr__(self) -> str:
+        more = "" if self.crops == 1 else f", crops={self.crops}"
+        return f"RandomResizedCrop(size={self.size}, scale={self.scale}, ratio={self.ratio}{more})"
+
+
+class Resize:
+    """Resize to (height, width) in pixels; a single number is the length of the short side."""
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        self.size = size if isinstance(size, int) else _size(size)
+        _size(size)
+
+    def __call__(self, img: Picture) -> Picture:
+        height, width = shape_of(img)
+        if not isinstance(self.size, int):
+            return _resized(img, self.size, (0, 0, height, width))
+        short, long = self.size, int(self.size * max(height, width) / min(height, width))
+        size = (short, long) if height <= width else (long, short)
+        return _resized(img, size, (0, 0, height, width))
+
+    def __repr__(self) -> str:
+        return f"Resize(size={self.size})"
+
+
+class CenterCrop:
+    """Cut out the middle. Raises UsageError for a smaller image."""
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        self.size = _size(size)
+
+    def __call__(self, img: Picture) -> Picture:
+        height, width = shape_of(img)
+        if height < self.size[0] or width < self.size[1]:
+            raise UsageError(f"CenterCrop({self.size}) of {height} x {width} pixels: resize first")
+        top = round((height - self.size[0]) / 2)
+        left = round((width - self.size[1]) / 2)
+        return _cut(img, top, left, *self.size)
+
+    def __repr__(self) -> str:
+        return f"CenterCrop(size={self.size})"
+
+
+class _Flip(PixelTransform):
+    _axis = 0
+    """Axis of a tensor of shape (..., height, width), from its end."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = check_probability(type(self).__name__, p)
+
+    def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
+        return [PixelChange("flip")] if draws.uniform() < self.p else []
+
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
+        return paint.flip(pixels, self._axis + 2)
+
+    def __call__(self, img: Picture) -> Picture:
+        if not self.draw(current_draws(), *shape_of(img)):
+            return img
+        if isinstance(img, torch.Tensor):
+            return img.flip(self._axis)
+        # Pillow's FLIP_LEFT_RIGHT, FLIP_TOP_BOTTOM.
+        return img.transpose(0 if self._axis == -1 else 1)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(p={self.p})"
+
+
+class RandomHorizontalFlip(_Flip):
+    """Exchange left and right with probability `p`."""
+
+    _axis = -1
+
+
+class RandomVerticalFlip(_Flip):
+    """Exchange top and bottom with probability `p`."""
+
+    _axis = -2
+
+
+def _resized(img: Picture, size: tuple[int, int], box: tuple[int, int, int, int]) -> Picture:
+    top, left, height, width = box
+    if not isinstance(img, torch.Tensor):
+        from PIL import Image
+
+        area = (left, top, left + width, top + height)
+        return img.resize(size[::-1], Image.Resampling.BILINEAR, box=area)
+    part = img[..., top : top + height, left : left + width]
+    if img.dtype == torch.uint8 and img.ndim == 3:
+        cv2 = opencv()
+        shrinks = height >= 2 * size[0] and width >= 2 * size[1]
+        plain = np.ascontiguousarray(part.permute(1, 2, 0).numpy())
+        how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+        made = cv2.resize(plain, size[::-1], interpolation=how)
+        return torch.from_numpy(made.reshape(*size, -1)).permute(2, 0, 1)
+    whole = part if part.ndim == 4 else part[None]
+    made = torch.nn.functional.interpolate(
+        whole.float(), size, mode="bilinear", antialias=True, align_corners=False
+    )
+    if img.dtype == torch.uint8:
+        made = made.round_().clamp_(0, 255)
+    made = made.to(img.dtype)
+    return made if img.ndim == 4 else made[0]
+
+
+def _cut(img: Picture, top: int, left: int, height: int, width: int) -> Picture:
+    if isinstance(img, torch.Tensor):
+        return img[..., top : top + height, left : left + width]
+    return img.crop((left, top, left + width, top + height))
+
+
+def _size(size: int | Sequence[int]) -> tuple[int, int]:
+    sides = tuple(size) if isinstance(size, list | tuple) else (size,)
+    if len(sides) == 1:
+        sides *= 2
+    try:
+        height, width = (whole_number("size", side, 1, 8192) for side in sides)
+    except ValueError:  # UsageError, or another number of sides.
+        raise UsageError(
+            f"{named('size', size)}: give a number of pixels from 1 to 8192, or (height, width)"
+        ) from None
+    return height, width
+
+
+def _range(name: str, values: Sequence[float]) -> tuple[float, float]:
+    return check_range(name, values, above=0)

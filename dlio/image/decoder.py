@@ -1,0 +1,445 @@
+"""Decoding image files into crops, in the batch's own memory.
+
+Baseline JPEGs go through dlio's own decoder where it was built (dlio.image.native), other JPEGs
+through libjpeg-turbo (simplejpeg), everything else through OpenCV. The crop is drawn
+before decoding, from random numbers that belong to the sample (seed, epoch, sample), so a run
+gives the same pixels on any number of ranks and threads; and because it is known, a crop that is
+at least twice the size it is shrunk to is decoded at a half, a quarter or an eighth, which the
+inverse DCT does for less than nothing.
+
+dlio's own decoder transforms no other blocks than the crop's. Huffman coding forces libjpeg-turbo
+through every row above the crop, but not through those below it: the copy of a plain baseline JPEG
+(one scan, no restart markers) that it decodes has its height lowered to the crop's last row, and it
+stops there. What follows is only searched for its end, so a truncated file is still found. Of a
+JPEG whose rows of blocks are restart intervals, as `dlio pack` writes them, both decode only the
+intervals that the crop touches. Several crops of one image are cut out of one decoded part of it.
+All the work releases the GIL.
+"""
+
+import math
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.schema import Buffer
+from dlio.image import native
+from dlio.image.crop import Box, Crop, CropRegion, are_near, enclosing
+from dlio.image.headers import damaged, declared_size
+from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
+from dlio.plan.order import keyed_uniforms
+from dlio.util.settings import settings
+
+MAX_PIXELS: Final = settings().max_pixels
+"""Most pixels of an image: half a gigabyte of RGB, and twice the size of which Pillow warns."""
+
+_FACTORS = (8, 4, 2)
+"""Fractions at which libjpeg-turbo has fast inverse transforms; the others are slower than 1/1."""
+_SKIPPED = "extraneous bytes before marker 0xd9"
+"""libjpeg's warning about rows below a lowered height. In a whole image it means damage."""
+
+
+class Decoder:
+    """Decodes images into crops. Thread-safe; picklable.
+
+    Args:
+        seed: of the crops.
+        kept: decode in two steps, `prepare` and `finish`, so that a tier can keep the result of
+            the first. Training crops are then cut out of a smaller version of the image, whether
+            or not it comes from the tier.
+    """
+
+    def __init__(self, crop: Crop, seed: int, kept: bool = False) -> None:
+        self.crop = crop
+        self.seed = seed
+        self.kept = kept
+        self._short = round(min(crop.size, crop.width) * 8 / 7)
+
+    @property
+    def recipe(self) -> str:
+        """Name of the result of `prepare`, for the folder of a tier."""
+        if self.crop.train:
+            return f"short{self._short}"
+        return f"middle{self.crop.size}x{self.crop.width}r{self.crop.resize or 0}"
+
+    def prepare(self, image: Buffer, name: object) -> npt.NDArray[np.uint8]:
+        """Decode as far as the result is the same in every epoch: RGB, shape (rows, columns, 3).
+
+        In training this is the whole image, shrunk to a short side of 8/7 of the crop's if it is
+        larger; otherwise it is the crop. Raises as `decode` does.
+        """
+        if not self.crop.train:
+            out = np.empty(self.crop.shape, np.uint8)
+            self._cut_out(image, name, (), out)
+            return out
+        size = _jpeg_size(image, name)
+        if size is None:
+            pixels = _decode_other(image, name)
+        else:
+            factor = next((f for f in _FACTORS if min(size) >= f * self._short), 1)
+            pixels, _, _ = _decode_jpeg(image, name, size, Box(0, 0, *size, flip=False), factor)
+        scale = self._short / min(pixels.shape[:2])
+        if scale >= 1:
+            return pixels.copy()
+        rows, columns = (max(1, round(side * scale)) for side in pixels.shape[:2])
+        small: npt.NDArray[np.uint8] = opencv().resize(
+            pixels, (columns, rows), interpolation=opencv().INTER_AREA
+        )
+        return small
+
+    def finish(
+        self,
+        pixels: npt.NDArray[np.uint8],
+        uniforms: npt.NDArray[np.float64],
+        out: npt.NDArray[np.uint8],
+    ) -> None:
+        """Cut the crops out of the result of `prepare`; arguments as for `decode`."""
+        if not self.crop.train:
+            out[:] = pixels
+            return
+        boxes = self.crop.boxes(pixels.shape[0], pixels.shape[1], uniforms.tolist())
+        for box, part in zip(boxes, _parts(out), strict=True):
+            _resize(pixels, box, part)
+
+    def draw(self, epoch: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Return the random numbers of samples' crops; shape (n, numbers per sample)."""
+        if not self.crop.draws:
+            return np.zeros((len(samples), 0))
+        return keyed_uniforms(self.seed, epoch, samples, self.crop.draws)
+
+    def decode(
+        self,
+        image: Buffer,
+        name: object,
+        uniforms: npt.NDArray[np.float64],
+        out: npt.NDArray[np.uint8],
+    ) -> CropRegion | None:
+        """Decode, crop and resize one image into `out`; return the part of it that `out` shows.
+
+        Of several crops it is the first one's part. None if the image was decoded in two steps, as
+        the part is one of a smaller version then.
+
+        Args:
+            image: the file's bytes.
+            name: names the image in errors, as a str or by its `__str__`.
+            uniforms: its row of `draw`.
+            out: RGB, of the crop's shape, contiguous.
+
+        Raises DecodeError when the file is not an image, or is damaged, truncated or too large.
+        """
+        if self.kept:
+            self.finish(self.prepare(image, name), uniforms, out)
+            return None
+        return self._cut_out(image, name, uniforms.tolist(), out)
+
+    def _cut_out(
+        self, image: Buffer, name: object, uniforms: Sequence[float], out: npt.NDArray[np.uint8]
+    ) -> CropRegion:
+        size, parts = _jpeg_size(image, name), _parts(out)
+        if size is None:
+            pixels = _decode_other(image, name)
+            size = pixels.shape[0], pixels.shape[1]
+            boxes = self.crop.boxes(*size, uniforms)
+            for box, part in zip(boxes, parts, strict=True):
+                _resize(pixels, box, part)
+            return CropRegion(boxes[0], *size)
+        boxes = self.crop.boxes(*size, uniforms)
+        shown = boxes[0]
+        for factor, numbers in self._decodes(image, boxes, size[1]):
+            first = boxes[numbers[0]]
+            together = enclosing([boxes[k] for k in numbers]) if len(numbers) > 1 else first
+            pixels, top, left = _decode_jpeg(image, name, size, together, factor)
+            for k in numbers:
+                box = boxes[k]
+                if factor > 1:
+                    whole = (pixels.shape[0] + top // factor, pixels.shape[1] + left // factor)
+                    box = scaled(box, factor, whole)
+                    shown = shown if k else box.times(factor)
+                box = replace(box, top=box.top - top // factor, left=box.left - left // factor)
+                _resize(pixels, box, parts[k])
+        return CropRegion(shown, *size)
+
+    def _decodes(
+        self, image: Buffer, boxes: Sequence[Box], width: int
+    ) -> list[tuple[int, list[int]]]:
+        """Return (factor, numbers of the boxes that are cut out) for each decoding of a JPEG.
+
+        Pixels are those of decoding for each box alone.
+
+        Args:
+            width: of the image, in pixels.
+        """
+        if len(boxes) == 1:
+            return [(self.factor(boxes[0]), [0])]
+        groups: dict[int, list[int]] = {}
+        alone: list[tuple[int, list[int]]] = []
+        for k, box in enumerate(boxes):
+            factor = self.factor(box)
+            if factor > 1 and not _is_free(box, factor):
+                alone.append((factor, [k]))
+            else:
+                groups.setdefault(factor, []).append(k)
+        whole = groups.get(1, [])
+        if len(whole) > 1 and not are_near([boxes[k] for k in whole], width):
+            library = native.find()
+            # Other decoders go through all rows above a part, and through all columns.
+            if library is not None and library.shape(image) is not None:
+                alone += [(1, [k]) for k in groups.pop(1)]
+        return [*groups.items(), *alone]
+
+    def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
+        """Return the part that is cut out of an image of this size; pure."""
+        return self.crop.box(height, width, uniforms)
+
+    def factor(self, box: Box) -> int:
+        """Return the fraction at which a JPEG is decoded for a crop: 1, 2, 4 or 8 for 1/8."""
+        for factor in _FACTORS:
+            if box.height >= factor * self.crop.size and box.width >= factor * self.crop.width:
+                return factor
+        return 1
+
+
+def decode_whole(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
+    """Decode a whole image: RGB, shape (height, width, 3). Raises DecodeError."""
+    size = _jpeg_size(image, name)
+    if size is not None:
+        return _decode_jpeg(image, name, size, Box(0, 0, *size, flip=False), 1)[0].copy()
+    return _decode_other(image, name)
+
+
+def image_size(image: Buffer, name: object) -> tuple[int, int]:
+    """Return (height, width) of an image, of most formats from its header. Raises DecodeError."""
+    size = _jpeg_size(image, name)
+    if size is None and bytes(image[:2]) != b"\xff\xd8":
+        size = declared_size(image, name)
+    if size is None:
+        pixels = _decode_other(image, name)
+        size = pixels.shape[0], pixels.shape[1]
+    return size
+
+
+def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8]) -> None:
+    """Resize the box of an image into `out`, and mirror it if the box says so."""
+    cv2 = opencv()
+    part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+    height, width = out.shape[:2]
+    shrinks = box.height >= 2 * height and box.width >= 2 * width
+    library = None if shrinks else native.find()
+    if (
+        library is not None
+        and native.resizes_alike(library, cv2.resize)
+        and library.resize(part, box.flip, box.upend, out)
+    ):
+        return
+    cv2.resize(
+        part,
+        (width, height),
+        dst=out,
+        interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR,
+    )
+    if box.flip or box.upend:
+        cv2.flip(out, (-1 if box.upend else 1) if box.flip else 0, dst=out)
+
+
+def _parts(out: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """The crops of an image, shape (crops, height, width, 3), in the same memory."""
+    return out.reshape(-1, *out.shape[-3:])
+
+
+def _is_free(box: Box, factor: int) -> bool:
+    """True if the box at 1/factor lies within the pixels that any decoding of the box has, so that
+    `_scaled` does not depend on what else is decoded."""
+    sides = (box.top, box.height), (box.left, box.width)
+    return all(
+        round(first / factor) + round(count / factor) <= -(-(first + count) // factor)
+        for first, count in sides
+    )
+
+
+def scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
+    """Return the box in an image that was decoded at 1/factor, to the nearest pixel.
+
+    Args:
+        shape: of that image: (rows, columns).
+    """
+    top, left = round(box.top / factor), round(box.left / factor)
+    return Box(
+        top,
+        left,
+        max(1, min(round(box.height / factor), shape[0] - top)),
+        max(1, min(round(box.width / factor), shape[1] - left)),
+        box.flip,
+        box.upend,
+    )
+
+
+def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
+    """(height, width) of a JPEG that simplejpeg decodes; None for everything else.
+
+    Raises DecodeError when the header declares more pixels than the limit.
+    """
+    if bytes(image[:2]) == b"\xff\xd8":
+        library = native.find()
+        shape = None if library is None else library.shape(image)
+        if shape is not None:
+            check_size(shape.height, shape.width, name)
+            return shape.height, shape.width
+        try:
+            height, width, colours, _ = _simplejpeg().decode_jpeg_header(image)
+        except ValueError as error:
+            raise damaged(name, f"its JPEG header cannot be read: {error}") from error
+        except KeyError:
+            return None  # Subsampling that simplejpeg has no name for, such as 4:4:1.
+        check_size(height, width, name)
+        return None if colours in ("CMYK", "YCCK") else (height, width)
+    size = declared_size(image, name)
+    if size is not None:
+        check_size(*size, name)
+    return None
+
+
+def check_size(height: int, width: int, name: object) -> None:
+    """Raise DecodeError for an image of no pixels, or of more than the limit."""
+    if height <= 0 or width <= 0 or height * width > MAX_PIXELS:
+        raise damaged(name, f"{width} x {height} pixels are not within 1 to {MAX_PIXELS}")
+
+
+_threads = threading.local()
+
+
+def _decode_jpeg(
+    image: Buffer, name: object, size: tuple[int, int], box: Box, factor: int
+) -> tuple[npt.NDArray[np.uint8], int, int]:
+    """Decode the box, and possibly more around it.
+
+    Returns: (pixels at 1/factor, rows of the image left out above, columns left out on the left).
+    The pixels lie in memory of this thread, which its next decode overwrites.
+    """
+    if factor == 1 and (library := native.find()) is not None:
+        made = library.crop(image, box.top, box.left, box.height, box.width)
+        if made is not None:
+            return made[0], box.top, made[1]
+    small = _smaller(image, size, box)
+    height, width = small.height, small.width
+    if factor > 1 and (small.top % factor or small.left % factor):
+        raise AssertionError("blocks are multiples of every factor")
+    options: dict[str, Any] = {"fastdct": True, "fastupsample": True}
+    if factor > 1:
+        options.update(min_height=height // factor, min_width=width // factor, min_factor=factor)
+    need = (height // factor + 1) * (width // factor + 1) * 3
+    memory: npt.NDArray[np.uint8] | None = getattr(_threads, "memory", None)
+    if memory is None or len(memory) < need:
+        memory = _threads.memory = np.empty(need + need // 4, np.uint8)
+    try:
+        _simplejpeg().decode_jpeg(small.image, "RGB", buffer=memory, **options)
+    except ValueError as error:
+        # libjpeg reports its first warning alone: the expected one must not hide another.
+        if not small.lowered or not str(error).endswith(_SKIPPED):
+            raise damaged(name, str(error)) from error
+    shape = (-(-height // factor), -(-width // factor), 3)
+    return memory[: math.prod(shape)].reshape(shape), small.top, small.left
+
+
+class _PartialJpeg(NamedTuple):
+    """A JPEG with the needed part of another one."""
+
+    image: Buffer
+    height: int
+    width: int
+    top: int = 0
+    """Rows of pixels left out above."""
+    left: int = 0
+    """Columns of pixels left out on the left."""
+    lowered: bool = False
+    """True if its data go on below its declared height."""
+
+
+def _smaller(image: Buffer, size: tuple[int, int], box: Box) -> _PartialJpeg:
+    """A smaller JPEG to decode in place of `image`, with all pixels of the box.
+
+    If rows are restart intervals, the needed ones are cut out. Of another baseline JPEG a copy
+    gets a header that ends the image below the box. The image itself is returned if nothing is
+    saved, or if skipped data could not be distinguished from damage.
+    """
+    frame = parse_frame(image)
+    if frame is None:
+        return _PartialJpeg(image, *size)
+    bottom = box.top + box.height
+    if frame.restart_interval:
+        starts = interval_starts(image, frame)
+        if starts is None:
+            return _PartialJpeg(image, *size)
+        part = touched(frame, box.top, bottom, box.left, box.left + box.width)
+        rows, columns = part.bottom - part.top, part.right - part.left
+        if rows == frame.rows and columns == frame.intervals_a_row:
+            return _PartialJpeg(image, *size)
+        made = cut(image, frame, starts, part, _copy_memory)
+        return _PartialJpeg(*made, part.top * frame.block_height, part.left * frame.interval_width)
+    lower = -(-bottom // frame.block_height) * frame.block_height
+    if lower >= frame.height:
+        return _PartialJpeg(image, *size)
+    copy = _copy_memory(len(image))
+    copy[:] = memoryview(image)
+    copy[frame.height_at : frame.height_at + 2] = lower.to_bytes(2, "big")
+    return _PartialJpeg(copy, lower, size[1], lowered=True)
+
+
+def _copy_memory(count: int) -> memoryview:
+    """Memory of this thread for a copy that is decoded in place of an image."""
+    memory: memoryview | None = getattr(_threads, "copy", None)
+    if memory is None or len(memory) < count:
+        memory = _threads.copy = np.empty(count + count // 4, np.uint8).data
+    return memory[:count]
+
+
+def _decode_other(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
+    """Decode PNG, WebP, TIFF, BMP, PPM and JPEGs in CMYK. EXIF rotation is ignored, as by
+    torchvision's loader."""
+    cv2 = opencv()
+    flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+    try:
+        pixels = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
+    except cv2.error as error:
+        raise damaged(name, str(error).strip().splitlines()[-1]) from error
+    if pixels is None:
+        raise damaged(name, "OpenCV cannot decode it")
+    rgb: npt.NDArray[np.uint8] = cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
+    return rgb
+
+
+# Its own limit, as it reads headers that dlio does not; and damage is not to be printed, too.
+_OPENCV: Final = {"OPENCV_IO_MAX_IMAGE_PIXELS": str(MAX_PIXELS), "OPENCV_LOG_LEVEL": "SILENT"}
+_cv2: ModuleType | None = None
+_jpeg: ModuleType | None = None
+
+
+def opencv() -> ModuleType:
+    """Return OpenCV, loaded at first use, without threads of its own."""
+    global _cv2
+    if _cv2 is None:
+        # It reads them when it is loaded. Processes that this one starts shall not inherit them.
+        added = {name: value for name, value in _OPENCV.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            import cv2
+        finally:
+            for name in added:
+                os.environ.pop(name, None)
+
+        cv2.setNumThreads(0)
+        _cv2 = cv2
+    return _cv2
+
+
+def _simplejpeg() -> ModuleType:
+    global _jpeg
+    if _jpeg is None:
+        import simplejpeg
+
+        _jpeg = simplejpeg
+    return _jpeg

@@ -1,0 +1,197 @@
+"""Masks: files of them, and the polygons and run lengths of COCO's instances.
+
+A file's pixels are numbers of classes, read as they are stored: the grey values, or the numbers
+that a palette gives colours to, for which a picture's decoder would return the colours.
+"""
+
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.schema import Buffer
+from dlio.errors import DecodeError
+from dlio.image.decoder import image_size, opencv
+
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
+_GREY, _PALETTE = 0, 3
+_UPSAMPLED: Final = 5
+"""Times that COCO's tools refine polygons before they draw them."""
+_FURTHEST: Final = 1 << 20
+_MOST_POINTS: Final = 1 << 24
+"""Points on a polygon's outline, at most; the outline of a picture of 8,192 pixels has 2**18."""
+Mask = npt.NDArray[np.uint8]
+
+
+def decode_mask(image: Buffer, name: object) -> Mask:
+    """Return the numbers in an image file; shape (height, width).
+
+    Raises DecodeError when the file is damaged, in colour, or has numbers above 255.
+    """
+    height, width = image_size(image, name)
+    cv2 = opencv()
+    made, bits = _as_grey(image)
+    try:
+        pixels = cv2.imdecode(np.frombuffer(made, np.uint8), cv2.IMREAD_UNCHANGED)
+    except cv2.error as error:
+        raise _invalid(name, str(error).strip().splitlines()[-1]) from error
+    if pixels is None:
+        raise _invalid(name, "OpenCV cannot decode it")
+    if pixels.shape[:2] != (height, width):
+        raise _invalid(name, "its pixels are not as many as its header says")
+    if pixels.ndim == 3:
+        if (pixels[..., 0] != pixels[..., 1]).any() or (pixels[..., 0] != pixels[..., 2]).any():
+            raise _invalid(name, "it is in colour: store the number of each pixel's class")
+        pixels = pixels[..., 0]
+    if pixels.dtype != np.uint8 and int(pixels.max(initial=0)) > 255:
+        raise _invalid(name, f"it has the number {int(pixels.max())}, and masks are of 8 bits")
+    numbers: Mask = np.ascontiguousarray(pixels, np.uint8)
+    if bits < 8:  # The decoder has stretched them to the full range of grey.
+        numbers //= 255 // ((1 << bits) - 1)
+    return numbers
+
+
+def draw_instance(shape: object, height: int, width: int, name: object) -> Mask:
+    """Draw the mask of an instance from its `segmentation` in COCO's format, as pycocotools does.
+
+    Args:
+        shape: polygons, each a list of x and y in turn; or `{"size", "counts"}`, run lengths down
+            the columns as a list or as COCO's text; or `{"relative"}`, polygons in shares of
+            width and height.
+        height, width: of the picture.
+
+    Returns ones and zeros, of shape (height, width). Raises DecodeError.
+    """
+    try:
+        if isinstance(shape, Mapping):
+            if "relative" not in shape:
+                return _unrolled(shape, height, width)
+            polygons = [each * (width, height) for each in _polygons(shape["relative"])]
+        else:
+            polygons = _polygons(shape)
+        mask = np.zeros((height, width), np.uint8)
+        for polygon in polygons:
+            _fill(mask, polygon)
+        return mask
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise _invalid(name, f"segmentation: {error}") from error
+
+
+def _as_grey(image: Buffer) -> tuple[Buffer, int]:
+    """Return (image, bits of a pixel); a PNG with a palette as one of grey values.
+
+    Both store one number a pixel in the same way: only the header differs.
+    """
+    head = bytes(image[:29])
+    if head[:8] != _PNG or head[12:16] != b"IHDR" or len(head) < 29:
+        return image, 8
+    bits, colours = head[24], head[25]
+    if colours == _GREY:
+        return image, min(bits, 8)
+    if colours != _PALETTE:
+        return image, 8
+    made = bytearray(image)
+    made[25] = _GREY
+    made[29:33] = struct.pack(">I", zlib.crc32(made[12:29]))
+    at, parts = 33, [bytes(made[:33])]
+    while at + 8 <= len(made):
+        length = int.from_bytes(made[at : at + 4], "big")
+        end = at + 12 + length
+        if bytes(made[at + 4 : at + 8]) not in (b"PLTE", b"tRNS", b"bKGD", b"hIST"):
+            parts.append(bytes(made[at:end]))
+        at = end
+    return b"".join(parts), bits
+
+
+def _polygons(shape: object) -> list[npt.NDArray[np.float64]]:
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise TypeError("it is neither polygons nor run lengths")
+    polygons = [np.asarray(each, np.float64) for each in shape]
+    for each in polygons:
+        if each.ndim != 1 or len(each) < 6 or len(each) % 2 or not np.isfinite(each).all():
+            raise ValueError("a polygon needs three points at least, as x, y, x, y, ...")
+        if np.abs(each).max() > _FURTHEST:
+            raise ValueError("a polygon reaches far beyond the picture")
+    return [each.reshape(-1, 2) for each in polygons]
+
+
+def _fill(mask: Mask, points: npt.NDArray[np.float64]) -> None:
+    """Fill a polygon with ones, by the rules of COCO's `rleFrPoly`."""
+    height, width = mask.shape
+    corners = (points * _UPSAMPLED + 0.5).astype(np.int64)
+    begins, ends = corners, np.roll(corners, -1, axis=0)
+    spans = np.abs(ends - begins)
+    wide = spans[:, 0] >= spans[:, 1]
+    turned = np.where(wide, begins[:, 0] > ends[:, 0], begins[:, 1] > ends[:, 1])
+    low = np.where(turned[:, None], ends, begins)
+    high = np.where(turned[:, None], begins, ends)
+    lengths = spans.max(axis=1)
+    total = int((lengths + 1).sum())
+    if total > _MOST_POINTS:
+        raise ValueError("a polygon reaches far beyond the picture")
+    # Every point of the outline, edge by edge, each in its own direction.
+    edge = np.repeat(np.arange(len(points)), lengths + 1)
+    step = np.arange(total) - np.repeat(np.cumsum(lengths + 1) - (lengths + 1), lengths + 1)
+    step = np.where(turned[edge], lengths[edge] - step, step)
+    across = np.where(wide, high[:, 1] - low[:, 1], high[:, 0] - low[:, 0])
+    slope = across / np.maximum(lengths, 1)
+    other = (np.where(wide, low[:, 1], low[:, 0])[edge] + slope[edge] * step + 0.5).astype(np.int64)
+    along = np.where(wide, low[:, 0], low[:, 1])[edge] + step
+    x, y = np.where(wide[edge], along, other), np.where(wide[edge], other, along)
+    # Where the outline passes the middle of a column of pixels, inside and outside change.
+    passes = np.flatnonzero(np.diff(x))
+    before, after = x[passes], x[passes + 1]
+    column = (np.where(after < before, after, after - 1) + 0.5) / _UPSAMPLED - 0.5
+    row = (np.minimum(y[passes], y[passes + 1]) + 0.5) / _UPSAMPLED - 0.5
+    right = (np.floor(column) == column) & (column >= 0) & (column <= width - 1)
+    if not right.any():
+        return
+    rows = np.ceil(np.clip(row[right], 0, height)).astype(np.int64)
+    columns = column[right].astype(np.int64)
+    # A column is passed an even number of times, so that only the polygon's own part is drawn.
+    top, left = int(rows.min()), int(columns.min())
+    shape = int(columns.max()) - left + 1, int(rows.max()) - top + 1
+    at = (columns - left) * shape[1] + rows - top
+    changes = np.bincount(at, minlength=shape[0] * shape[1]).astype(np.uint8).reshape(shape)
+    inside = np.cumsum(changes, axis=1, dtype=np.uint8) & 1
+    mask[top : top + shape[1] - 1, left : left + shape[0]] |= inside[:, :-1].T
+
+
+def _unrolled(shape: Mapping[str, Any], height: int, width: int) -> Mask:
+    if [int(side) for side in shape["size"]] != [height, width]:
+        raise ValueError(f"its size is {shape['size']}, and the picture's {[height, width]}")
+    counts = shape["counts"]
+    runs = _counts(counts) if isinstance(counts, str | bytes) else np.asarray(counts, np.int64)
+    if runs.ndim != 1 or (runs < 0).any() or int(runs.sum()) != height * width:
+        raise ValueError("its runs do not add up to the picture's pixels")
+    ones = np.repeat(np.arange(len(runs)) % 2, runs).astype(np.uint8)
+    return ones.reshape(width, height).T
+
+
+def _counts(text: str | bytes) -> npt.NDArray[np.int64]:
+    """Decode COCO's text of run lengths: numbers of 5 bits a character, as differences."""
+    data = text.encode("ascii") if isinstance(text, str) else text
+    runs: list[int] = []
+    value = shift = 0
+    for code in data:
+        digit = code - 48
+        if not 0 <= digit < 64 or shift > 30:
+            raise ValueError("its run lengths are damaged")
+        value |= (digit & 0x1F) << shift
+        shift += 5
+        if not digit & 0x20:
+            if digit & 0x10:
+                value -= 1 << shift
+            runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+            value = shift = 0
+    return np.array(runs, np.int64)
+
+
+def _invalid(name: object, reason: str) -> DecodeError:
+    return DecodeError(
+        f"mask of {name} cannot be used: {reason} (repair or remove it; --on-error skip leaves "
+        "such samples out)"
+    )

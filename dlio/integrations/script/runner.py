@@ -1,0 +1,381 @@
+"""Run a script on this rank, with parts of torch replaced while it runs."""
+
+import builtins
+import contextlib
+import io
+import os
+import random
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TextIO
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
+
+from dlio.comm import Communicator, world
+from dlio.comm.job_nodes import find_nodes
+from dlio.comm.survival.recovery import check_survival, recovery_of, uniform
+from dlio.errors import UsageError
+from dlio.exchange import ExchangeCalls, parse_exchange
+from dlio.exchange.buckets import broadcast_tensors
+from dlio.exchange.distribute import ExchangeHandle, parameters_of
+from dlio.exchange.script_takeover import on_takeover
+from dlio.integrations.script import share
+from dlio.integrations.script.run_options import RunOptions
+from dlio.integrations.script.share import ScriptContext, SharingLoader
+from dlio.train.model_copies import is_bare_copy
+
+_PLACE: Final = "_dlio_place"
+
+
+def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None:
+    """Run a script on this rank. Collective. Errors of the script propagate.
+
+    Raises UsageError if the script does not exist, or for an invalid option.
+    """
+    parse_exchange(options.exchange)
+    if not os.path.isfile(path):
+        raise UsageError(f"{path}: no such script")
+    comm = world()
+    check_survival(comm, options.fault_tolerance, options.min_ranks)
+    context = ScriptContext(comm, options.batch, options.tiers)
+    context.balance = options.balance
+    _seed(options.seed)
+    argv, folders = sys.argv, list(sys.path)
+    sys.argv = [path, *arguments]
+    # Python puts a script's folder first, and so a program's of ours unless it is safe from that.
+    sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(os.path.abspath(path))]
+    takeover = _ScriptTakeover(comm, context, options)
+    try:
+        with takeover.installed():
+            runpy.run_path(path, run_name="__main__")
+        takeover.finish()
+    finally:
+        sys.argv, sys.path[:] = argv, folders
+        takeover.close()
+    if comm.rank == 0:
+        for note in takeover.notes():
+            sys.stderr.write(f"dlio run: {note}\n")
+
+
+def _seed(seed: int) -> None:
+    """Seed all generators alike on all ranks, so that an unseeded script draws the same numbers."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - scripts draw from the global generator
+    torch.manual_seed(seed)
+
+
+class _ScriptTakeover:
+    """The replacements of torch's parts, and the objects that the script created with them."""
+
+    def __init__(self, comm: Communicator, context: ScriptContext, options: RunOptions) -> None:
+        self._comm, self._context = comm, context
+        spec = parse_exchange(options.exchange)
+        self._ranks = ExchangeHandle(spec, comm, options.seed, options.pretend_nodes)
+        self._modules: dict[nn.Module, tuple[ExchangeCalls, ...]] = {}
+        self._of_parameter: dict[torch.Tensor, ExchangeCalls] = {}
+        self._made = 0
+        """Number of parameters registered so far; each keeps its number as an attribute.
+
+        The number identifies a parameter on all ranks and survives pruning; a memory address does
+        neither.
+        """
+        self._buffers: dict[int, torch.Tensor] = {}
+        """Buffers that were broadcast from rank 0, by `id`. Keeping them keeps their ids unique."""
+        self._watched: set[tuple[nn.Module, ExchangeCalls]] = set()
+        self._steps = 0
+        """Number of optimizer steps so far."""
+        self._losses_told = 0
+        self._had_optimizers = False
+        if (recovery := recovery_of(comm)) is not None:
+            nodes = find_nodes(comm, options.pretend_nodes)
+            names = [nodes.names[node] for node in nodes.node_of]
+            recovery.describe(names, lambda: (0, self._steps))
+        context.waited = self._waited
+
+    def _waited(self) -> float:
+        return self._ranks.statistics().get("wait_s", 0.0)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace parts of torch inside the `with` block; do nothing with one rank."""
+        if self._comm.size == 1:
+            yield
+            return
+        share.use(self._context)
+        with contextlib.ExitStack() as stack, on_takeover(self._step_aside):
+            put = _putter(stack)
+            put(torch.utils.data, "DataLoader", SharingLoader)
+            put(torch.utils.data.dataloader, "DataLoader", SharingLoader)
+            put(torch.optim.Optimizer, "__init__", self._optimizer_made(torch.optim.Optimizer))
+            put(nn.Module, "train", self._mode_set(nn.Module.train))
+            put(torch, "save", self._saved(torch.save))
+            put(torch.amp.GradScaler, "step", self._scaled_step(torch.amp.GradScaler.step))
+            made = self._group_made(torch.distributed.init_process_group)
+            put(torch.distributed, "init_process_group", made)
+            for hook in (
+                register_module_forward_pre_hook(self._forward),
+                register_module_parameter_registration_hook(self._registered),
+            ):
+                stack.callback(hook.remove)
+            if self._comm.rank:
+                os.environ["TQDM_DISABLE"] = "1"
+                put(sys, "stdout", _MutedOutput(sys.stdout, self._comm))
+                put(builtins, "__import__", _without_writers(builtins.__import__))
+            yield
+
+    def _step_aside(self) -> None:
+        """Leave the rest of the script to itself, but for the output of ranks other than 0."""
+        self._context.aside = True
+
+    def finish(self) -> None:
+        """Complete pending messages, so that weights are those of the next step. Collective."""
+        self._ranks.finish()
+        uniform(self._comm, self._comm.barrier)  # Nobody leaves while others need it.
+        self._tell_losses()
+
+    def close(self) -> None:
+        share.use(None)
+        # After an error other ranks may not reach a collective.
+        if sys.exc_info()[0] is None:
+            self._ranks.close()
+        self._context.dealing.close()
+
+    def notes(self) -> list[str]:
+        """Limits that the user should know of, one line each."""
+        context = self._context
+        notes = list(context.notes)
+        if context.aside:
+            return notes
+        if context.dealing.missed:
+            notes.append(
+                f"{context.dealing.missed} samples of lost ranks were not trained on: the script "
+                "had taken all batches of the pass before it trained on the last ones"
+            )
+        if context.last_shares is not None:
+            counts = ", ".join(map(str, context.last_shares.counts))
+            notes.append(f"samples per batch on each rank in the last training pass: {counts}")
+        if self._comm.size > 1 and not self._had_optimizers:
+            notes.append("the script created no torch optimizer: every rank did all of the work")
+        elif self._comm.size > 1 and self._steps and not context.shared:
+            notes.append(
+                "the script trained without a torch DataLoader: every rank computed all samples; "
+                "the result is correct, but no faster than one process"
+            )
+        return notes
+
+    def _optimizer_made(self, kind: type[torch.optim.Optimizer]) -> Callable[..., None]:
+        original = kind.__init__
+
+        def made(optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> None:
+            original(optimizer, *args, **options)
+            if not self._context.aside:
+                self._adopt(optimizer)
+
+        return made
+
+    def _registered(self, module: nn.Module, name: str, parameter: object) -> None:
+        if isinstance(parameter, torch.Tensor):
+            setattr(parameter, _PLACE, self._made)
+            self._made += 1
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Synchronise an optimizer's parameters from now on, starting from rank 0's. Collective."""
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
+        # In the order of the model, in which backward reaches them, not that of parameter groups.
+        parameters.sort(key=lambda p: getattr(p, _PLACE, -1))
+        fresh = [p for p in parameters if p not in self._of_parameter]
+        uniform(self._comm, lambda: broadcast_tensors(fresh, self._comm))
+        number = len(self._ranks.exchanges)
+        named = [(f"parameter {k} of optimizer {number}", p) for k, p in enumerate(fresh)]
+        exchange = self._ranks.add(optimizer, named)
+        optimizer.register_step_post_hook(self._has_stepped)
+        self._had_optimizers = True
+        self._of_parameter.update(dict.fromkeys(fresh, exchange))
+        self._modules.clear()
+
+    def _has_stepped(self, *_: object) -> None:
+        self._steps += 1
+        self._tell_losses()
+
+    def _tell_losses(self) -> None:
+        """Say that ranks were lost; the lowest of those that are left says it."""
+        recovery = recovery_of(self._comm)
+        if recovery is None or self._context.aside or self._losses_told == len(recovery.losses):
+            return
+        for loss in recovery.losses[self._losses_told :]:
+            if self._comm.rank == 0:
+                sys.stderr.write(f"dlio run: {loss.sentence()}\n")
+            if 0 in loss.ranks:
+                self._context.note(
+                    "rank 0 was lost: progress bars and TensorBoard files of the script end there"
+                )
+        self._losses_told = len(recovery.losses)
+
+    def _scaled_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap GradScaler.step so that the exchange runs even when it skips the optimizer's step.
+
+        Each rank may skip on its own when gradients overflow; in exchanges of weights, other ranks
+        would otherwise wait for its message.
+        """
+
+        def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            before = self._steps
+            result = original(scaler, optimizer, *args, **options)
+            exchange = self._ranks.exchange_of(optimizer)
+            if self._steps == before and exchange is not None:
+                exchange.before_step()
+                exchange.after_step()
+            return result
+
+        return step
+
+    def _forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Prepare a module's forward pass.
+
+        At a module's first pass, its buffers are overwritten with rank 0's. Every pass sets the
+        weight of its gradients: the number of samples in this rank's batch. In evaluation, pending
+        messages are completed first.
+
+        The weight is set here, not when the loader returns the batch: a script may ask for the next
+        batch before it calls backward on this one.
+        """
+        if self._context.aside or is_bare_copy(module):
+            return  # Pruning tries its plan on this copy; it is not trained.
+        if self._context.training:
+            self._context.use(inputs)
+        exchanges = self._modules.get(module)
+        if exchanges is None:
+            exchanges = self._look_at(module)
+        for exchange in exchanges:
+            exchange.weigh(self._context.weight)
+            if not self._context.training:
+                exchange.finish()
+
+    def _look_at(self, module: nn.Module) -> tuple[ExchangeCalls, ...]:
+        buffers = [b for b in module.buffers(recurse=False) if id(b) not in self._buffers]
+        if buffers:
+            uniform(self._comm, lambda: broadcast_tensors(buffers, self._comm))
+            self._buffers.update((id(buffer), buffer) for buffer in buffers)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            self._context.note(
+                "batch norm uses the statistics of each rank's share of a batch, and rank 0's are "
+                "saved: the loss curve differs slightly from that of one process"
+            )
+        own = {self._of_parameter.get(p) for p in module.parameters(recurse=False)}
+        exchanges = tuple(exchange for exchange in own if exchange is not None)
+        for exchange in exchanges:
+            if (module, exchange) not in self._watched:
+                self._watched.add((module, exchange))
+                exchange.watch(module)
+                exchange.finish()  # The hook just registered does not run in this pass.
+        self._modules[module] = exchanges
+        return exchanges
+
+    def _mode_set(self, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def train(module: nn.Module, mode: bool = True) -> nn.Module:
+            self._context.evaluating = not mode
+            return original(module, mode)
+
+        return train
+
+    def _group_made(self, original: Callable[..., None]) -> Callable[..., None]:
+        def made(*args: Any, **options: Any) -> None:
+            if not self._context.aside:
+                raise UsageError(_REFUSED)
+            original(*args, **options)
+
+        return made
+
+    def _saved(self, original: Callable[..., None]) -> Callable[..., None]:
+        def save(*args: Any, **options: Any) -> None:
+            if self._context.aside:
+                original(*args, **options)
+                return
+            self._ranks.finish()
+            is_saved = False
+
+            def of_rank_0() -> None:
+                nonlocal is_saved
+                if self._comm.rank == 0 and not is_saved:
+                    original(*args, **options)
+                    is_saved = True
+                # Other ranks may read the file next: wait until it is complete.
+                self._comm.barrier()
+
+            uniform(self._comm, of_rank_0)
+
+        return save
+
+
+_REFUSED: Final = (
+    "the script, or a framework in it such as Accelerate, calls torch.distributed's "
+    "init_process_group, so it is distributed already: start it with mpirun or torchrun, or remove "
+    "that call and use `dlio run`"
+)
+
+
+def _putter(stack: contextlib.ExitStack) -> Callable[[Any, str, Any], None]:
+    def put(owner: Any, name: str, value: Any) -> None:
+        stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    return put
+
+
+class _MutedOutput(io.TextIOBase):
+    """Standard output of a rank other than 0: discards everything, until all before it are lost."""
+
+    encoding = "utf-8"
+
+    def __init__(self, output: TextIO, comm: Communicator) -> None:
+        self._output, self._comm = output, comm
+
+    def write(self, text: str) -> int:
+        return self._output.write(text) if self._comm.rank == 0 else len(text)
+
+    def flush(self) -> None:
+        self._output.flush()
+
+
+class _MutedWriter:
+    """A stand-in for TensorBoard's SummaryWriter that writes nothing, for all ranks but 0."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.log_dir = os.devnull
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+    def __enter__(self) -> "_MutedWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _without_writers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `__import__`: an imported TensorBoard SummaryWriter is replaced by `_MutedWriter`."""
+
+    def imported(name: str, *args: Any, **options: Any) -> Any:
+        imported_module = original(name, *args, **options)
+        if "tensorboard" in name:
+            for module in ("torch.utils.tensorboard", "tensorboardX"):
+                there = sys.modules.get(module)
+                if (
+                    there is not None
+                    and getattr(there, "SummaryWriter", _MutedWriter) is not _MutedWriter
+                ):
+                    there.SummaryWriter = _MutedWriter  # type: ignore[attr-defined]
+        return imported_module
+
+    return imported

@@ -1,0 +1,164 @@
+"""Deals a script's batches to the ranks, and again when ranks are lost: each sample exactly once.
+
+A batch that any rank has taken stays dealt as it was; the next one is dealt to those that are left.
+The samples of lost ranks that are in no gradient join the batches that are left of the pass; where
+none is left, they are a batch of their own.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import add
+
+from dlio.comm import Communicator
+from dlio.comm.survival.recovery import Recovery, Report, recovery_of
+from dlio.loader.assignment.rank_groups import RankGroups
+from dlio.plan.rank_shares import RankShares
+
+
+@dataclass(slots=True, eq=False)
+class _ScriptPass:
+    """A pass over a script's loader."""
+
+    left: deque[list[int]]
+    """Batches that no rank has taken yet."""
+    again: list[int] = field(default_factory=list)
+    """Samples that come again."""
+    over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class ScriptBatch:
+    """A batch that the script got this rank's share of."""
+
+    weight: float
+    """Number of this rank's samples: the weight of its gradients."""
+    of: _ScriptPass
+    samples: list[int]
+    shares: RankShares
+    members: tuple[int, ...]
+    """Number of each rank that it was dealt to when the job began."""
+    used: bool = False
+    """True once the script has computed on it."""
+
+    def part(self, rank: int) -> list[int]:
+        """Return the samples of one of its ranks."""
+        part = self.shares.part(len(self.samples), rank)
+        return self.samples[part.start : part.stop]
+
+
+class ScriptAssigner:
+    """The batches of this rank in all passes of a script. Closed by its owner.
+
+    Args:
+        comm: all ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._recovery: Recovery | None = recovery_of(comm)
+        self._groups = RankGroups(self._recovery)
+        self._open: list[ScriptBatch] = []
+        """Batches that the script has computed on, and whose gradients are not summed yet."""
+        self.missed = 0
+        """Samples of lost ranks that no pass could repeat, as it had ended."""
+        if self._recovery is not None:
+            self._part = self._recovery.add("script", self)
+
+    def deals(self, batches: list[list[int]], shares: RankShares) -> "Iterator[ScriptAssignment]":
+        """Yield the runs of a pass that are dealt to the same ranks: one if none is lost.
+
+        Args:
+            batches: the samples of each batch, over all ranks.
+            shares: of the ranks; after a loss even ones.
+        """
+        largest = max(map(len, batches), default=1)
+        whole = _ScriptPass(deque(batches))
+        while whole.left or whole.again:
+            again, whole.again = whole.again, []
+            if not whole.left:
+                whole.left.extend(again[k : k + largest] for k in range(0, len(again), largest))
+            elif again:
+                # The number of batches stays: a schedule of learning rates may count on it.
+                cuts = [len(again) * k // len(whole.left) for k in range(len(whole.left) + 1)]
+                more = (again[first:last] for first, last in pairwise(cuts))
+                whole.left = deque(map(add, whole.left, more))
+            members, rank = self.members, self._comm.rank
+            if self._recovery is not None:
+                rank = members.index(self._groups.me)
+                if len(shares.counts) != len(members):
+                    shares = RankShares.even(1, len(members))
+            yield ScriptAssignment(self, whole, shares, members, rank)
+        whole.over = True
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that share the next batch; see `RankGroups`."""
+        return self._groups.members
+
+    def take(self) -> None:
+        """Note that the script gets a batch."""
+        self._groups.taken += 1
+
+    def use(self, batch: ScriptBatch) -> None:
+        """Note that the script computes on a batch."""
+        if not batch.used and self._recovery is not None:
+            batch.used = True
+            self._open.append(batch)
+
+    def tell(self) -> Report:
+        return self._groups.tell()
+
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        self._groups.settle(reports)
+
+    def count(self, counted: Sequence[int]) -> None:
+        for batch in self._open:
+            for rank, member in enumerate(batch.members):
+                if member not in counted:
+                    lost = batch.part(rank)
+                    batch.of.again += lost
+                    self.missed += len(lost) if batch.of.over else 0
+                    if self._recovery is not None:
+                        self._recovery.count_again(member, len(lost))
+        self._open = []
+
+    def close(self) -> None:
+        """Take no part in later recoveries."""
+        if self._recovery is not None:
+            self._recovery.remove(self._part)
+
+
+class ScriptAssignment:
+    """Batches that are dealt to the same ranks; until one of these is lost."""
+
+    def __init__(
+        self,
+        dealing: ScriptAssigner,
+        whole: _ScriptPass,
+        shares: RankShares,
+        members: tuple[int, ...],
+        rank: int,
+    ) -> None:
+        self._dealing, self._whole = dealing, whole
+        self._shares, self._members = shares, members
+        self.mine: list[list[int]] = []
+        """This rank's samples of each batch; one sample where it has none."""
+        self.weights: list[float] = []
+        """Number of this rank's samples in each batch: the weight of its gradients."""
+        for batch in whole.left:
+            part = shares.part(len(batch), rank)
+            # With fewer samples than ranks, a rank without one computes on a sample of weight 0.
+            self.weights.append(float(len(part)))
+            self.mine.append(batch[part.start : part.stop] if len(part) else batch[:1])
+
+    def take(self, weight: float) -> ScriptBatch:
+        """Note that the script gets this rank's share of the next batch."""
+        self._dealing.take()
+        batch = self._whole.left.popleft()
+        return ScriptBatch(weight, self._whole, batch, self._shares, self._members)
+
+    def is_over(self) -> bool:
+        """True if the next batch is to be dealt to other ranks."""
+        return self._dealing.members != self._members

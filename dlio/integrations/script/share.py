@@ -1,0 +1,292 @@
+"""A DataLoader that divides the batches of a single-process script among the ranks."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dlio.comm import Communicator
+from dlio.comm.board import computing, end_step
+from dlio.comm.survival.recovery import uniform
+from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
+from dlio.loader.dataloader import DataLoader
+from dlio.loader.third_party.adapters import adapted
+from dlio.plan.rank_shares import RankShares
+from dlio.train.balance import Cost, StepClock, balanced_shares
+
+
+class ScriptContext:
+    """State of a `dlio run` that its loaders share. One per process."""
+
+    def __init__(self, comm: Communicator, batch: str, tiers: str | None) -> None:
+        self.comm = comm
+        self.batch = batch
+        """`global`: ranks divide each batch of the script. `per-rank`: each rank gets a batch."""
+        self.tiers = tiers
+        self.aside = False
+        """True once the script distributes its training itself: its loaders are dlio's own."""
+        self.evaluating = False
+        """True if the script last called `eval()` on a module, False if `train()`."""
+        self.weight = 1.0
+        """Number of this rank's samples in the batch that the script computes on."""
+        self._latest: ScriptBatch | None = None
+        """The batch that the script got last, until it computes on one."""
+        self._of_tensor: MutableMapping[torch.Tensor, ScriptBatch] = WeakIdKeyDictionary()
+        """The batch that a tensor is from."""
+        self.balance = False
+        """True if faster ranks get larger shares."""
+        self.waited: Callable[[], float] = lambda: 0.0
+        """Seconds that this rank has waited for others so far."""
+        self.dealing = ScriptAssigner(comm)
+        self.last_shares: RankShares | None = None
+        """Shares of the latest balanced pass."""
+        self.shared = self.loaders = 0
+        self.notes: list[str] = []
+
+    @property
+    def training(self) -> bool:
+        return torch.is_grad_enabled() and not self.evaluating
+
+    def took(self, batch: ScriptBatch, data: Any) -> None:
+        """Note that the script gets a batch.
+
+        Args:
+            data: as the loader yields it.
+        """
+        self._latest = batch
+        for item in data.values() if isinstance(data, dict) else _items(data):
+            if isinstance(item, torch.Tensor):
+                self._of_tensor[item] = batch
+
+    def took_whole(self) -> None:
+        """Note that the script gets batches that all ranks compute on."""
+        self.weight, self._latest = 1.0, None
+
+    def use(self, inputs: tuple[Any, ...]) -> None:
+        """Note that a module computes on some inputs in training.
+
+        A script may get the next batches before it computes on this one: its tensors tell which
+        one it is, or else it is the latest.
+        """
+        of_inputs = (self._of_tensor.get(x) for x in inputs if isinstance(x, torch.Tensor))
+        batch = next((each for each in of_inputs if each is not None), self._latest)
+        self._latest = None
+        if batch is not None:
+            self.weight = batch.weight
+            self.dealing.use(batch)
+
+    def note(self, text: str) -> None:
+        """Add a note for the user; each is printed once, at the end."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+_context: ScriptContext | None = None
+
+
+def use(context: ScriptContext | None) -> None:
+    """Set the context that loaders created from now on use; None for none."""
+    global _context
+    _context = context
+
+
+class _ShareBalance:
+    """Shares of one loader's batches by measured speed.
+
+    The measure is the time that the script spent on its batches of the previous pass: from taking a
+    batch to asking for the next, without waiting for other ranks.
+    """
+
+    def __init__(self, context: ScriptContext) -> None:
+        self._context = context
+        self._clock = StepClock(lambda: context.waited())
+        self._cost: Cost | None = None
+        self._shares: RankShares | None = None
+
+    def step(self, samples: int) -> contextlib.AbstractContextManager[None]:
+        """Measure the time that the script spends on a batch inside the `with` block."""
+        return self._clock.step(samples) if self._context.balance else contextlib.nullcontext()
+
+    def shares(self, most: int) -> RankShares:
+        """Return the shares of a new pass, with batches of at most `most` samples. Collective."""
+        comm, steps = self._context.comm, self._clock.steps
+        most = max(most, comm.size)
+        counts = () if self._shares is None else self._shares.counts
+        if self._shares is None or (len(counts), sum(counts)) != (comm.size, most):
+            self._shares = RankShares.of(most, comm.size)
+        if self._cost is not None:
+            self._cost = self._cost.corrected(steps)
+        elif (rate := self._clock.rate()) is not None:
+            self._cost = Cost(0.0, 1 / rate)
+        self._clock.steps = []
+        cost = 0.0 if self._cost is None else self._cost.per_sample_s
+        costs: list[float] = uniform(comm, lambda: comm.allgather(cost))
+        if all(costs):
+            # Fixed costs per step are left out: they do not matter once all ranks finish together,
+            # and the shares converge to that.
+            self._shares = balanced_shares(self._shares, [Cost(0.0, each) for each in costs])
+        self._context.last_shares = self._shares
+        return self._shares
+
+
+class SharingLoader(DataLoader):
+    """The DataLoader that a script gets in place of torch's.
+
+    A training pass yields this rank's share of each batch. An evaluation pass (`eval()`, or without
+    gradients) yields whole batches, so that the script's metrics are correct on every rank.
+    """
+
+    def __init__(self, dataset: Any, *args: Any, **options: Any) -> None:
+        assert _context is not None
+        self._context = _context
+        self._balance = _ShareBalance(_context)
+        _context.loaders += 1
+        self._is_shared = True
+        """False if the pass that began last is not divided among the ranks."""
+        if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
+            options.setdefault("tiers", _context.tiers)
+        super().__init__(dataset, *args, **options)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        context = self._context
+        if context.aside:
+            return DataLoader.__iter__(self)
+        self._is_shared = False
+        if context.comm.size == 1 or not context.training:
+            return self._whole()
+        if isinstance(self.dataset, IterableDataset):
+            context.note(
+                "an iterable data set gives every rank all samples: shard it in its __iter__ by "
+                "the environment's rank to gain from more ranks"
+            )
+            return self._whole()
+        if self.batch_size is None and self.batch_sampler is None:
+            context.note("a loader without batches gives every rank all samples")
+            return self._whole()
+        context.shared += 1
+        self._is_shared = True
+        return self._shares()
+
+    def __len__(self) -> int:
+        """Number of batches that a pass yields: as in one process, or that divided by the number of
+        ranks (rounded up) if each rank gets batches of its own (`per-rank`).
+
+        It is that of the pass that began last, and at first of a training pass, whether or not the
+        model trains now.
+        """
+        if self._context.aside:
+            return super().__len__()
+        self.follows_sampler = True  # As `_alone` sets it: the length must agree with a pass.
+        count = super().__len__()
+        shared = not isinstance(self.dataset, IterableDataset) and self._is_shared
+        if self._context.batch == "per-rank" and shared:
+            return -(-count // self._context.comm.size)
+        return count
+
+    def _whole(self) -> Iterator[Any]:
+        self._context.took_whole()
+        end_step()  # An evaluation in the midst of a pass may take any time.
+        return _alone(self)
+
+    def _shares(self) -> Iterator[Any]:
+        """Yield this rank's shares of the batches that rank 0's sampler draws."""
+        context = self._context
+        comm = context.comm
+        # torch's loader draws a seed for its workers before the sampler draws: do the same.
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        batches = self._batches_of_root()
+        shares = RankShares.even(1, comm.size)
+        if context.balance:
+            shares = self._balance.shares(max(map(len, batches), default=0))
+        for deal in context.dealing.deals(batches, shares):
+            inner = _with_batches(self, deal.mine)
+            drawn = _random_states(self.generator)
+            parts = _alone(inner)
+            _set_random_states(self.generator, drawn)
+            for weight, data in zip(deal.weights, parts, strict=True):
+                context.took(deal.take(weight), data)
+                with computing(), self._balance.step(int(weight)):
+                    yield data
+                if deal.is_over():
+                    inner._end_pass()
+                    break
+
+    def _batches_of_root(self) -> list[list[int]]:
+        """Return the batches of a pass that rank 0's sampler draws. Collective.
+
+        With `--batch per-rank`, each entry joins as many batches as there are ranks.
+        """
+        comm, sampler = self._context.comm, self.batch_sampler
+        assert sampler is not None
+        before = _random_states(self.generator)
+
+        def tell() -> list[list[int]]:
+            _set_random_states(self.generator, before)  # Another rank may be rank 0 by now.
+            drawn = [list(each) for each in sampler] if comm.rank == 0 else _draw(sampler)
+            lengths = comm.tell([len(each) for each in drawn])
+            # An array, not JSON: an epoch has millions of indices.
+            flat = np.zeros(sum(lengths), np.int64)
+            if comm.rank == 0 and drawn:
+                flat[:] = np.concatenate([np.asarray(each) for each in drawn])
+            comm.bcast(flat)
+            if not lengths:
+                return []
+            return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])]
+
+        batches = uniform(comm, tell)
+        if self._context.batch == "per-rank":
+            groups = [batches[k : k + comm.size] for k in range(0, len(batches), comm.size)]
+            return [[index for each in group for index in each] for group in groups]
+        return batches
+
+
+def _items(data: Any) -> Sequence[Any]:
+    return data if isinstance(data, list | tuple) else [data]
+
+
+def _alone(loader: DataLoader) -> Iterator[Any]:
+    """Start a pass over whole batches in the sampler's order, as in a single process."""
+    loader.follows_sampler = True
+    return DataLoader.__iter__(loader)
+
+
+def _random_states(generator: torch.Generator | None) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([] if generator is None else [generator.get_state()])]
+
+
+def _set_random_states(generator: torch.Generator | None, states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if generator is not None:
+        generator.set_state(states[1])
+
+
+def _with_batches(loader: DataLoader, batches: list[list[int]]) -> DataLoader:
+    """Return a loader with the options of another one that yields the given batches of indices."""
+    made = DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        tiers=loader.tiers,
+        workers=loader.workers,
+    )
+    made._data = loader._data  # Share its open tiers.
+    return made
+
+
+def _draw(sampler: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Draw as rank 0 does, to keep random states alike; the result is rank 0's."""
+    inner: Iterable[object] = sampler.sampler if type(sampler) is BatchSampler else sampler
+    for _ in iter(inner):
+        break
+    return []

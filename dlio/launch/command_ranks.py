@@ -1,0 +1,163 @@
+"""Implement `-n`: start the ranks of a command, or run as one of them.
+
+The launcher passes the command's records of options to the ranks as JSON in an environment
+variable. Only this user's processes can read it, and it leaves no file behind.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+from dlio.errors import UsageError
+from dlio.util.extras import how_to_install
+from dlio.util.live_line import LiveLine
+from dlio.util.options import as_mapping, from_mapping
+from dlio.util.settings import RECORD
+from dlio.util.signals import passing_on
+
+_LARGEST: Final = 96 << 10
+"""Maximum size of the records in bytes: Linux limits a variable to 128 KiB."""
+
+
+def on_ranks(
+    ranks: int | None,
+    function: Callable[..., object],
+    *records: object,
+    check: Callable[[], object] = lambda: None,
+    min_ranks: int | None = None,
+    spares: int = 0,
+    backend: str = "auto",
+    start: Callable[[str, Sequence[str], int, Mapping[str, str], LiveLine], int] | None = None,
+    live: bool = False,
+    may_end: bool = False,
+) -> bool:
+    """Call `function(*records)` on every rank; start the ranks if -n was given.
+
+    Args:
+        ranks: number of ranks to start on this machine, from -n; None to start none.
+        function: a module-level function of records of options. Ranks import it by name.
+        check: called before ranks are started, to find mistakes early.
+        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        spares: number of ranks beyond `ranks` that wait to take the place of others.
+        backend: `mpi`, `torch`, or `auto` for MPI if it is installed.
+        start: runs (module, its arguments, ranks, their variables, live line) in place of the
+            launcher for this machine, and returns the exit code.
+        live: the ranks tell of their progress, which is drawn if standard output is a terminal.
+        may_end: the ranks end by themselves at SIGUSR1: the launcher passes SIGTERM and SIGUSR1 on.
+
+    Returns True if this process is the launcher, False if it is a rank.
+
+    Raises UsageError if mpirun started another number of ranks; SystemExit with the exit code of
+    the ranks if they failed.
+    """
+    from dlio.comm.launch_detection import check_launch
+    from dlio.comm.launch_environment import under_mpi, under_torch
+
+    alone = not under_torch() and (backend == "torch" or not under_mpi())
+    if alone and ranks is not None and (ranks + spares > 1 or start is not None):
+        check_launch(1)
+        task = {
+            "function": f"{function.__module__}:{function.__qualname__}",
+            "command": sys.argv,
+            "records": [
+                [f"{type(each).__module__}:{type(each).__qualname__}", as_mapping(each)]
+                for each in records
+            ],
+        }
+        with ExitStack() as stack:
+            line = stack.enter_context(LiveLine("checking the data", shown=live))
+            check()
+            own = (min_ranks, spares)
+            stack.enter_context(passing_on(may_end))
+            code = _launch(function, json.dumps(task), ranks, own, backend, start, line)
+        if code:
+            raise SystemExit(code)
+        return True
+
+    from dlio.comm import world
+
+    if ranks is not None and ranks + spares != world().size:
+        raise UsageError(
+            f"-n {ranks}, but a launcher has started {world().size} ranks: use either -n, or "
+            "mpirun, srun or torchrun"
+        )
+    function(*records)
+    return False
+
+
+def _launch(
+    function: Callable[..., object],
+    task: str,
+    ranks: int,
+    limits: tuple[int | None, int],
+    backend: str,
+    start: Callable[[str, Sequence[str], int, Mapping[str, str], LiveLine], int] | None,
+    live: LiveLine,
+) -> int:
+    """Start the ranks; return their exit code. `limits` are `min_ranks` and `spares`."""
+    from dlio.launch import mpi_launch, torch_launch
+
+    if len(task.encode()) > _LARGEST:
+        raise UsageError(
+            f"the options are {len(task):,} characters long, {_LARGEST:,} at most: use shorter "
+            "paths or fewer repeated options"
+        )
+    min_ranks, spares = limits
+    module, argv = "dlio.cli.rank_main", [function.__module__.rpartition(".")[2]]
+    more = {RECORD: task}
+    if sys.stdout.isatty():
+        live.say("waiting for the first batch")
+        live.write(sys.stdout, [f"starting {ranks} ranks\n"])
+    if start is not None:
+        return start(module, argv, ranks, more, live)
+    if backend == "mpi" or (backend == "auto" and has_mpi()):
+        return mpi_launch.run_module(module, argv, ranks, more, min_ranks, spares, live)
+    if spares:
+        raise UsageError(
+            f"--spares needs MPI: {how_to_install('mpi')}, and leave --backend torch out"
+        )
+    if backend == "auto":
+        said = "dlio: no MPI is installed: ranks exchange over torch.distributed\n"
+        live.write(sys.stderr, [said])
+    return torch_launch.run_module(module, argv, ranks, more, min_ranks, live)
+
+
+def has_mpi() -> bool:
+    """True if this Python can start and be a rank of MPI."""
+    from dlio.launch.mpi_launch import find_mpirun
+
+    try:
+        find_mpirun()
+    except UsageError:
+        return False
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def run_as_rank() -> None:
+    """Call the function that `on_ranks` passed to this rank."""
+    text = os.environ.pop(RECORD, None)
+    if text is None:
+        raise UsageError(f"{sys.argv[0]} is for dlio's internal use: start `dlio train -n 4`")
+    task = json.loads(text)
+    sys.argv[:] = task["command"]  # Reports name the command that the user gave.
+    records: list[object] = [
+        from_mapping(_record(name), values) for name, values in task["records"]
+    ]
+    _attribute(task["function"])(*records)
+
+
+def _record(place: str) -> type:
+    record = _attribute(place)
+    assert isinstance(record, type)
+    return record
+
+
+def _attribute(place: str) -> Callable[..., object]:
+    module, _, name = place.partition(":")
+    value: Callable[..., object] = getattr(importlib.import_module(module), name)
+    return value

@@ -1,0 +1,71 @@
+"""The temporary folder of a job, by which its launcher and its ranks know it.
+
+    <tmp>/dlio-job-<name>/alive    lock of the launcher
+
+It is removed at the job's end. If the launcher is killed, the next job of this user removes it.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from dlio.util.folders import hold_shared, open_below, remove_if_unheld
+from dlio.util.trusted_files import closing_descriptor, open_file
+from dlio.util.user_folders import parent_of
+
+PREFIX: Final = "dlio-job-"
+"""Beginning of the folder's name; the job's name follows."""
+_ALIVE: Final = "alive"
+
+
+def is_job_folder(path: str) -> bool:
+    """True if a folder is private to this user and was made for a job."""
+    try:
+        with (
+            parent_of(path) as (above, name),
+            closing_descriptor(open_below(above, name)) as folder,
+        ):
+            os.close(open_file(folder, _ALIVE, os.O_RDONLY))
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def open_job_folder() -> Iterator[str]:
+    """Make the folder of a new job, and remove those of jobs whose launcher was killed."""
+    above = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for entry in os.scandir(above):
+            if entry.name.startswith(PREFIX):
+                with suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        remove_if_unheld(above, entry.name, _ALIVE)
+    finally:
+        os.close(above)
+    folder, lock = _made()
+    try:
+        yield folder.name
+    finally:
+        folder.cleanup()
+        os.close(lock)
+
+
+def _made() -> tuple[tempfile.TemporaryDirectory[str], int]:
+    """Return a new folder and its lock; another job may remove it before it is locked."""
+    while True:
+        folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+        inner = os.open(folder.name, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            lock = hold_shared(inner, _ALIVE)
+        except FileNotFoundError:
+            folder.cleanup()
+            continue
+        finally:
+            os.close(inner)
+        if os.path.exists(os.path.join(folder.name, _ALIVE)):
+            return folder, lock
+        os.close(lock)
+        folder.cleanup()

@@ -1,0 +1,433 @@
+"""The launcher: starts ranks of any program on this machine, under mpirun.
+
+`dlio train -n 4` uses it through `run_ranks`; benchmarks and tests use `launch`.
+"""
+
+import math
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import IO, TypeVar
+
+from dlio.cli.resize import begin_job
+from dlio.errors import UsageError
+from dlio.launch.job_folder import open_job_folder
+from dlio.util.child_processes import end_groups, module_command
+from dlio.util.cores import available_cores
+from dlio.util.extras import how_to_install
+from dlio.util.live_line import LineOutput, LiveLine
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, PROGRESS, SPARES, TERMINAL
+from dlio.util.shared_folders import SharedFolder
+from dlio.util.signals import receiving
+from dlio.util.threads import Workers
+
+_END_TIMEOUT_S = 10.0
+_RULE = "-" * 20
+_RULE_AT_END = re.compile(f"^({_RULE}-*)|({_RULE}-*)$")
+_ERROR = "dlio: error:"
+_NOT_STARTED = "PMIx server's listener thread failed to start"
+"""Message of mpirun if a network interface disappeared while mpirun listed them. No rank has been
+started then, so mpirun can be started again."""
+_NODE_LOST = "PRTE has lost communication with a remote daemon"
+LOOK_S = 0.2
+_T = TypeVar("_T")
+_ALL_LOST = 1
+_STARTS = 5
+"""Maximum number of attempts to start mpirun."""
+ONE_NODE = {"OMPI_MCA_btl": "^ofi,tcp", "OMPI_MCA_mtl": "^ofi"}
+"""Transports of Open MPI that one machine never uses. Those of libfabric take a second to look for
+networks; that of TCP listens at all interfaces."""
+SURVIVING = (
+    *("--with-ft", "ulfm", "--mca", "coll", "^han,adapt,sm,hcoll,portals4"),
+    *("--mca", "btl_tcp_flags", "send,inplace"),
+)
+"""Options of Open MPI's mpirun for ranks that survive others. Its collectives of several levels
+crash in a communicator that was made after a loss. A rank that was receiving a large message over
+TCP by pieces that it asks for (`put`) may spin for ever in MPI_Isend after the sender's death."""
+SURVIVING_ENVIRONMENT = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
+_NOISE = ("NBC_Progress", "Error in NBC_Start_round", "plm:ssh: Warning: setpgid")
+"""Beginnings of what Open MPI prints about sums that a loss has interrupted."""
+_BANNERS = (
+    "MPI_ABORT was invoked",
+    "has exited due to process rank",
+    "exited with non-zero status",
+    "exiting without calling",
+    "noticed that process rank",
+)
+
+
+def run_ranks(ranks: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """Run `dlio argv...` on `ranks` ranks of this machine and return the exit code.
+
+    Ctrl-C and SIGTERM end the ranks. If this process is killed, they end themselves (see
+    `watch_launcher`). Output of the ranks is passed on immediately, except for Open MPI's banners
+    after an error that a rank has reported itself.
+
+    Args:
+        environment: variables to set for the ranks, in addition to this process's own.
+
+    Raises UsageError if mpirun is not installed.
+    """
+    return run_module("dlio.cli", argv, ranks, environment)
+
+
+def run_module(
+    module: str,
+    argv: Sequence[str],
+    ranks: int,
+    environment: Mapping[str, str] | None = None,
+    min_ranks: int | None = None,
+    spares: int = 0,
+    live: LiveLine | None = None,
+) -> int:
+    """Run `python -m module argv...` on `ranks` ranks, as `run_ranks` does.
+
+    Args:
+        live: draws the progress that ranks tell of.
+        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        spares: number of ranks beyond `ranks` that wait to take the place of others.
+    """
+    command = module_command(module, *argv)
+    return launch(
+        command, ranks, environment=environment, min_ranks=min_ranks, spares=spares, live=live
+    ).returncode
+
+
+def launch(
+    argv: Sequence[str],
+    ranks: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    capture: bool = False,
+    timeout_s: float | None = None,
+    wrap: Callable[[list[str]], list[str]] | None = None,
+    min_ranks: int | None = None,
+    spares: int = 0,
+    live: LiveLine | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on `ranks` ranks of this machine, under mpirun, and wait for its end.
+
+    All options that Open MPI needs on one machine are set here: permission to run as root, more
+    ranks than cores, no binding of a rank's threads to one core, and shared memory whose files
+    disappear with the run. mpirun is started again if it failed before it started any rank.
+
+    Args:
+        argv: the program and its arguments, such as `[sys.executable, "script.py"]`.
+        environment: variables to set for the ranks, in addition to this process's own. They
+            override those that this function sets.
+        capture: return standard output and standard error unchanged, instead of passing them on
+            without Open MPI's banners.
+        timeout_s: seconds after which the ranks are ended; None for no limit.
+        wrap: converts the mpirun command into the one to run, such as one in a network namespace.
+        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        spares: number of ranks beyond `ranks` that wait to take the place of others.
+        live: draws the progress that ranks tell of.
+
+    Returns the exit code (128 + N if signal N ended mpirun), and the output if captured.
+
+    Raises UsageError if mpirun is not installed, subprocess.TimeoutExpired after `timeout_s`.
+    """
+    mpirun, done_file = find_mpirun(), None
+    live = live or LiveLine("", shown=False)
+    with ExitStack() as stack:
+        options, full = _prepared(mpirun, ranks + spares, environment or {}, stack)
+        full |= {PROGRESS: "1"} if live.shown else {}
+        if min_ranks is not None:
+            folder = stack.enter_context(open_job_folder())
+            done_file = os.path.join(folder, "done")
+            own = {MIN_RANKS: str(min_ranks), DONE: done_file, SPARES: str(spares)}
+            name = begin_job(folder, ranks, spares)
+            if spares:
+                said = f"job {name}: {spares} ranks wait; `dlio join {name}` calls one\n"
+                live.write(sys.stdout, [said])
+            options += SURVIVING
+            full = {**SURVIVING_ENVIRONMENT, **full, **own}
+        command = [mpirun, *options, "-n", str(ranks + spares), *argv]
+        if wrap is not None:
+            command = wrap(command)
+        for start in range(_STARTS):
+            sorter = ErrorFilter(again=start + 1 < _STARTS, survives=min_ranks is not None)
+            if capture:
+                done = _captured(command, full, timeout_s, done_file)
+                sorter.not_started = _NOT_STARTED in done.stderr
+            else:
+                code = relayed(command, full, sorter, timeout_s, done_file, live)
+                done = subprocess.CompletedProcess(command, code)
+            if not sorter.not_started:
+                break
+        if done_file is not None:
+            failure = code_of(done_file)
+            if failure is None and not done.returncode:
+                # mpirun takes the loss of all ranks for success.
+                done.returncode = _ALL_LOST
+                live.write(sys.stderr, ["dlio: error: all ranks were lost before the end\n"])
+            done.returncode = failure or done.returncode
+    return done
+
+
+def code_of(done_file: str) -> int | None:
+    """Return the exit code that a rank has left in a file, None if none has."""
+    try:
+        with open(done_file, encoding="ascii") as file:
+            return int(file.read())
+    except FileNotFoundError:
+        return None
+
+
+def _prepared(
+    mpirun: str, ranks: int, environment: Mapping[str, str], stack: ExitStack
+) -> tuple[list[str], dict[str, str]]:
+    """Return mpirun's options and the ranks' environment; `stack` removes temporary folders."""
+    full = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
+    full.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+    if sys.stdout.isatty():
+        size = shutil.get_terminal_size()
+        full.update(**{TERMINAL: "1"}, COLUMNS=str(size.columns), LINES=str(size.lines))
+    options = []
+    if is_open_mpi(mpirun):
+        options = ["--bind-to", "none"]
+        if ranks > available_cores():
+            options.append("--oversubscribe")
+        if os.geteuid() == 0:
+            full.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+        full = {**ONE_NODE, **full}
+        if "OMPI_MCA_btl_sm_backing_directory" not in {**full, **environment}:
+            # Files in Open MPI's default folder would stay behind if ranks were killed.
+            segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))
+            full["OMPI_MCA_btl_sm_backing_directory"] = segments.path
+    return options, {**full, **environment}
+
+
+def _captured(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    timeout_s: float | None,
+    done_file: str | None,
+) -> subprocess.CompletedProcess[str]:
+    with started(command, environment, subprocess.PIPE) as process:
+        try:
+            output, errors = _until_end(
+                process, lambda limit_s: process.communicate(timeout=limit_s), timeout_s, done_file
+            )
+        except BaseException:
+            end(process)
+            raise
+    return subprocess.CompletedProcess(command, _exit_code(process.returncode), output, errors)
+
+
+def relayed(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    sorter: "ErrorFilter",
+    timeout_s: float | None,
+    done_file: str | None,
+    live: LiveLine,
+) -> int:
+    """Run mpirun or another launcher, and return its exit code.
+
+    Args:
+        sorter: filter of its standard error, which is passed on.
+        done_file: file in which a rank leaves its exit code, where ranks survive others.
+    """
+    process = started(command, environment, subprocess.PIPE if live.shown else None)
+    relay = relay_output(process, sorter, live)
+
+    def ask_to_end() -> None:
+        # mpirun passes SIGUSR1 on to its ranks; SIGTERM would have it kill them after a second.
+        sorter.interrupted = True
+        process.send_signal(signal.SIGUSR1)
+
+    try:
+        with receiving(ask_to_end):
+            return _exit_code(_until_end(process, process.wait, timeout_s, done_file))
+    except BaseException as error:
+        sorter.interrupted = isinstance(error, KeyboardInterrupt)
+        end(process)
+        raise
+    finally:
+        relay.close()
+
+
+def relay_output(process: subprocess.Popen[str], sorter: "ErrorFilter", live: LiveLine) -> Workers:
+    """Start threads that pass on the output of mpirun, above a live line.
+
+    At the end close them: all that mpirun wrote has then been passed on, unless another process
+    holds a pipe.
+    """
+    errors, output = process.stderr, process.stdout
+    assert errors is not None
+
+    def read(number: int) -> None:
+        if number == 0:
+            with errors:
+                relay_lines(errors, live.above(sys.stderr), sorter)
+        elif output is not None:
+            with output:
+                for line in output:
+                    live.feed(line)
+
+    count = 1 if output is None else 2
+    return Workers("dlio-stderr", read, count, stop_timeout_s=_END_TIMEOUT_S).start()
+
+
+def _until_end(
+    process: subprocess.Popen[str],
+    wait: Callable[[float | None], _T],
+    timeout_s: float | None,
+    done_file: str | None,
+) -> _T:
+    """Return `wait(seconds)` at the end of mpirun.
+
+    Args:
+        done_file: file in which a rank leaves its exit code; its failure then ends all ranks.
+
+    Raises subprocess.TimeoutExpired after `timeout_s`.
+    """
+    if done_file is None:
+        return wait(timeout_s)
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        try:
+            return wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= deadline:
+                raise
+        if code_of(done_file):
+            end(process)
+
+
+def started(
+    command: Sequence[str], environment: Mapping[str, str], output: int | None
+) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own, so that `end` reaches all of it."""
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def find_mpirun() -> str:
+    """Return the mpirun of this Python's environment, else the one on PATH.
+
+    Raises UsageError if neither exists.
+    """
+    own = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    mpirun = own if os.access(own, os.X_OK) else shutil.which("mpirun")
+    if mpirun is None:
+        raise UsageError(
+            "-n starts ranks with mpirun, which is not installed: "
+            f"{how_to_install('mpi')}, or load your site's MPI module"
+        )
+    return mpirun
+
+
+class ErrorFilter:
+    """Filters the standard error of ranks and mpirun, line by line.
+
+    An error that several ranks report is shown once. Open MPI's banners about an aborted rank are
+    held back until the end, and shown only if no rank has reported an error itself.
+    """
+
+    def __init__(self, again: bool = False, survives: bool = False) -> None:
+        """
+        Args:
+            again: mpirun will be started again if it did not start its ranks.
+            survives: ranks go on when others are lost, and say so themselves.
+        """
+        self._again, self._survives = again, survives
+        self._errors: set[str] = set()
+        self._block: list[str] | None = None
+        self._banners: list[str] = []
+        self.interrupted = False
+        """True if the user has ended the ranks; banners are then not shown."""
+        self.not_started = False
+        """True if mpirun failed before it started any rank, and may succeed if started again."""
+
+        self.lost_node = False
+        """True if mpirun has lost its daemon on another node; its exit code may then be 0."""
+
+    def feed(self, line: str) -> list[str]:
+        """Add a line; return the lines to show now."""
+        line = line.replace("\0", "")  # Open MPI ends its banners with a null character.
+        if not line:
+            return []
+        self.lost_node |= _NODE_LOST in line
+        if self._survives and (not line.strip() or any(words in line for words in _NOISE)):
+            return []
+        if _ERROR not in line:
+            return self._sort(line)
+        # A banner may start or end within a line, if a rank ended while it wrote one.
+        parts = _RULE_AT_END.split(line.removesuffix("\n"))
+        return [shown for part in parts if part for shown in self._sort(part + "\n")]
+
+    def _sort(self, line: str) -> list[str]:
+        if line.startswith(_RULE):
+            if self._block is None:
+                self._block = [line]
+                return []
+            block, self._block = [*self._block, line], None
+            if self._again and any(_NOT_STARTED in row for row in block):
+                self.not_started = True
+                return []
+            if any(words in row for row in block for words in _BANNERS):
+                self._banners += block
+                return []
+            return block
+        if line.lstrip().startswith(_ERROR):
+            # Another rank's error may appear within a banner.
+            line = line.lstrip()
+            shown = [] if line in self._errors else [line]
+            self._errors.add(line)
+            return shown
+        if self._block is not None:
+            self._block.append(line)
+            return []
+        return [line]
+
+    def end(self) -> list[str]:
+        """Return the lines to show after the last line."""
+        left = self._block or []
+        return left if self._errors or self.interrupted else [*self._banners, *left]
+
+
+def relay_lines(stream: IO[str], to: LineOutput, sorter: ErrorFilter) -> None:
+    """Pass a stream on through a filter until its end."""
+    for line in stream:
+        if shown := sorter.feed(line):
+            to.writelines(shown)
+            to.flush()
+    to.writelines(sorter.end())
+    to.flush()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End mpirun and its ranks by SIGTERM, and by SIGKILL if they ignore it."""
+    end_groups([process], _END_TIMEOUT_S)
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def is_open_mpi(mpirun: str) -> bool:
+    """True if an mpirun is Open MPI's."""
+    try:
+        done = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "Open MPI" in done.stdout

@@ -1,0 +1,18 @@
+"""Processes that stay on a node while ranks come and go: a job survives the loss of a whole node.
+
+    launcher --ssh--> agent, one per node: holds RAM tiers and snapshots, starts and ends the zygote
+                        |
+                      zygote: has imported numpy, torch and dlio.train, never MPI; forks ranks
+                        ^
+    mpirun --> daemon --> shim: hands environment and streams to the zygote, and ends as its rank
+
+| module | idea |
+|---|---|
+| `node_agent` | one process per node; it and all that it has started end with the launcher |
+| `zygote` | a process that forks ranks out of what it has imported |
+| `shim` | the stand-in of a rank under mpirun |
+| `snapshot_slots` | the state of a training in shared memory, whole or not at all |
+| `agent_protocol` | names of files and sockets that these share |
+
+Nothing here knows of training: the zygote imports modules by name.
+"""

@@ -1,0 +1,219 @@
+"""The job script of `dlio launch --slurm`, and its submission by sbatch.
+
+The script is plain bash and sbatch, for people to keep and to change. In order it
+
+1. stages the data to the nodes' disks, if asked to;
+2. runs the command in all ranks, and passes Slurm's warning (SIGUSR1 before the time limit or a
+   preemption, SIGTERM otherwise) on to them, which write a checkpoint and end with code 75;
+3. requeues the job after code 75, unless it was cancelled; it goes on from its checkpoint;
+4. otherwise evicts the staged data, and ends with the command's exit code.
+
+sbatch rather than submitit: submitit starts pickled Python functions and polls for their results,
+while users keep, read and change a script, and need no Python to submit it again.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dlio.errors import UsageError
+from dlio.launch.slurm_options import SlurmOptions
+from dlio.util.whole_files import write_whole
+
+_MARK: Final = "# Written by `dlio launch --slurm`"
+_VARIABLE: Final = re.compile(r"\$(?:[A-Za-z_][A-Za-z0-9_]*|\{[A-Za-z_][A-Za-z0-9_]*\})")
+_SUBMIT_TIMEOUT_S: Final = 60
+_WIDTH: Final = 90
+_RUN: Final = """
+# Bash handles signals while it waits, and not while a command runs: `run` waits for one that runs
+# in the background, and passes on $passed at Slurm's warning.
+child='' warned='' interrupted='' code=0
+pass_on() {
+  warned=1 interrupted=1
+  [ -z "$child" ] || kill -s "$passed" "$child" 2>/dev/null
+}
+trap pass_on USR1 TERM
+run() {
+  [ -z "$warned" ] || return 75
+  local status=127 ended
+  "$@" &
+  child=$!
+  [ -z "$warned" ] || pass_on  # The warning came before the child had a number.
+  while :; do
+    interrupted=''
+    wait "$child"
+    ended=$?
+    [ "$ended" -eq 127 ] || status=$ended
+    [ -n "$interrupted" ] || break
+  done
+  child=''
+  # It was warned before it had begun (128 + SIGUSR1), or interrupted while it staged (130).
+  [ -n "$warned" ] && case $status in 130 | 138) status=75 ;; esac
+  return "$status"
+}
+"""
+_GO_ON: Final = """
+# After code 75 there is a checkpoint to go on from, unless the job was cancelled.
+if [ "$code" -eq 75 ] &&
+  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+  echo "dlio: job $SLURM_JOB_ID is requeued, and goes on from its checkpoint"
+  scontrol requeue "$SLURM_JOB_ID" && exit 75
+fi
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class JobScript:
+    """A job script."""
+
+    options: SlurmOptions
+    command: tuple[str, ...]
+    """The command that all ranks run, with its launcher: `dlio launch train ...`."""
+    setup: tuple[str, ...] = ()
+    """Lines of shell that prepare the environment, such as `module load cuda`."""
+    stage: tuple[tuple[str, ...], ...] = ()
+    """Commands that stage the data, one process on each node."""
+    evict: tuple[str, ...] | None = None
+    """Command that evicts staged data, once on each node; None to leave them."""
+    resumes: bool = False
+    """True if the command goes on from a checkpoint when it starts again."""
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        if self.options.name is not None:
+            return self.options.name
+        words = [word for word in self.command[2:] if not word.startswith("-")]
+        base = os.path.basename(words[0]) if words else "job"
+        return "dlio-" + re.sub(r"[^A-Za-z0-9_.-]", "_", base)
+
+    def text(self) -> str:
+        """Return the script."""
+        again = self.resumes and self.options.requeue
+        parts = ["\n".join(self._head(again)), _RUN]
+        if self.stage:
+            parts.append(
+                "\n# Fill the nodes' disks. Blocks that are in place are not read again.\n"
+            )
+            parts.append("passed=TERM\n")
+            parts += [self._step(command) for command in self.stage]
+        parts.append("\npassed=USR1\n" + self._step(self.command))
+        if again:
+            parts.append(_GO_ON)
+        if self.evict is not None:
+            each = 'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"'
+            parts.append(f"\n{each} --ntasks-per-node=1 \\\n  {shell_words(self.evict)}\n")
+        parts.append('\nexit "$code"\n')
+        return "".join(parts)
+
+    def _step(self, command: Sequence[str]) -> str:
+        """Return lines that run a command, unless an earlier one has failed."""
+        first = command == (self.stage[0] if self.stage else self.command)
+        lines = f"{shell_words(('run', *command))}\ncode=$?\n"
+        if first:
+            return lines
+        indented = "".join(f"  {line}\n" for line in lines.splitlines())
+        return f'if [ "$code" -eq 0 ]; then\n{indented}fi\n'
+
+    def _head(self, again: bool) -> list[str]:
+        options = self.options
+        given = [line for line in options.directives if line.startswith("--output")]
+        directives = [
+            f"--job-name={self.name}",
+            f"--nodes={options.nodes}",
+            f"--ntasks-per-node={options.ranks_per_node}",
+            *(line for line in options.directives if line not in given),
+            *(given or ["--output=%x-%j.out"]),
+            "--open-mode=append",
+            f"--signal=B:USR1@{options.warning_s}",
+            "--requeue" if again else "--no-requeue",
+        ]
+        return [
+            "#!/bin/bash",
+            f"{_MARK}; submit it again by sbatch.",
+            *(f"#SBATCH {line}" for line in directives),
+            "set -u",
+            *self.setup,
+        ]
+
+    def write(self, path: str) -> None:
+        """Write the script to a file; replaces scripts that this function wrote, and no others.
+
+        Raises UsageError if the file is another one, or cannot be written.
+        """
+        try:
+            if os.path.lexists(path):
+                with open(path, encoding="utf-8", errors="replace") as file:
+                    if _MARK not in file.read(1000):
+                        raise UsageError(
+                            f"--script {path}: the file exists, and dlio did not write it: give "
+                            "another name"
+                        )
+            write_whole(path, lambda file: file.write(self.text().encode()))
+        except OSError as error:
+            raise UsageError(f"--script {path}: cannot be written: {error.strerror}") from error
+
+
+def shell_words(words: Sequence[str]) -> str:
+    """Return words as bash reads them, with variables such as `$TMPDIR` left to the job.
+
+    Lines that would be longer than 90 characters end before an option.
+    """
+    pieces: list[str] = []
+    for word in map(_quoted, words):
+        if not pieces or word.startswith("-"):
+            pieces.append(word)
+        else:
+            pieces[-1] += f" {word}"
+    lines = pieces[:1]
+    for piece in pieces[1:]:
+        if len(lines[-1]) + len(piece) > _WIDTH:
+            lines.append(piece)
+        else:
+            lines[-1] += f" {piece}"
+    return " \\\n  ".join(lines)
+
+
+def _quoted(word: str) -> str:
+    if not _VARIABLE.search(word):
+        return shlex.quote(word)
+    kept = _VARIABLE.sub(lambda match: f"\0{match[0][1:]}\1", word)
+    escaped = re.sub(r'([\\"`$])', r"\\\1", kept)
+    return '"' + escaped.replace("\0", "$").replace("\1", "") + '"'
+
+
+def submit(path: str) -> str:
+    """Submit a script by sbatch, and return the job's id.
+
+    Raises UsageError if sbatch is missing or refuses it.
+    """
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", path],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SUBMIT_TIMEOUT_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise UsageError(
+            f"sbatch is not on PATH: submit {path} on a login node of the cluster, or show the "
+            "script by --print"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"sbatch did not answer within {_SUBMIT_TIMEOUT_S} s: is slurmctld up (scontrol ping)? "
+            f"The script is {path}"
+        ) from None
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise UsageError(f"sbatch refuses {path}: {said}")
+    if done.stderr:
+        sys.stderr.write(done.stderr)
+    return done.stdout.strip().partition(";")[0]

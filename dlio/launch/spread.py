@@ -1,0 +1,151 @@
+"""Start ranks on the nodes of an allocation: under mpirun, or by srun or a remote shell.
+
+mpirun of Open MPI starts its daemons by srun within Slurm, and by ssh otherwise. Without MPI the
+ranks of Slurm are tasks of srun, which take their places as `dlio.launch.slurm_tasks` does; on
+other batch systems each node has an agent for its ranks (`dlio.launch.node_ranks`).
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+from dlio.comm.launch_detection import meeting_port
+from dlio.launch import mpi_launch
+from dlio.util.child_processes import module_command
+from dlio.util.cores import available_cores
+from dlio.util.live_line import LiveLine
+from dlio.util.settings import SECRET, settings
+
+_PASSED: Final = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHON", "VIRTUAL_ENV", "CONDA_", "LANG", "LC_", "TZ", "TMPDIR"),
+    *("DLIO_", "OMP_", "MKL_", "KMP_", "TORCH", "NCCL_", "GLOO_", "CUDA_HOME", "CUDA_LAUNCH"),
+    *("HF_", "WANDB_", "MLFLOW_", "AWS_", "UCX_", "FI_", "MPI4PY_", "XDG_CACHE_HOME"),
+)
+"""Beginnings of the variables that mpirun passes to other nodes: those of a node stay with it."""
+_NODE_LOST: Final = 1
+
+
+def passed_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables to pass to other nodes."""
+    return sorted(name for name in environment if name.startswith(_PASSED))
+
+
+def mpirun_command(
+    mpirun: str,
+    argv: Sequence[str],
+    counts: Mapping[str, int],
+    environment: Mapping[str, str],
+    machines: str | None,
+) -> list[str]:
+    """Return the command that starts `argv` by mpirun, on each host as often as `counts` says.
+
+    Args:
+        machines: file of the hosts, for another mpirun than Open MPI's; None for Open MPI's.
+    """
+    ranks = str(sum(counts.values()))
+    if machines is not None:
+        return [mpirun, "-machinefile", machines, "-n", ranks, *argv]
+    hosts = ",".join(f"{host}:{count}" for host, count in counts.items())
+    passed = [word for name in passed_variables(environment) for word in ("-x", name)]
+    options = ["--host", hosts, "--bind-to", "none", "--oversubscribe", *passed]
+    return [mpirun, *options, "-n", ranks, *argv]
+
+
+def run_under_mpirun(argv: Sequence[str], counts: Mapping[str, int]) -> int:
+    """Run a program on the hosts of `counts` under mpirun, and return its exit code.
+
+    Raises UsageError if mpirun is not installed.
+    """
+    mpirun = mpi_launch.find_mpirun()
+    environment = _environment(counts)
+    with ExitStack() as stack:
+        machines = None
+        if mpi_launch.is_open_mpi(mpirun):
+            if os.geteuid() == 0:
+                environment |= {
+                    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                }
+            if (shell := settings().remote_shell) is not None:
+                environment.setdefault("PRTE_MCA_plm_ssh_agent", shell)
+        else:
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".hosts"))
+            file.writelines(f"{host}:{count}\n" for host, count in counts.items())
+            file.flush()
+            machines = file.name
+        command = mpirun_command(mpirun, argv, counts, environment, machines)
+        return _relayed(command, environment)
+
+
+def srun_command(argv: Sequence[str], counts: Mapping[str, int]) -> list[str]:
+    """Return the command that starts `argv` by srun, on each host as often as `counts` says."""
+    ranks, per_node = sum(counts.values()), max(counts.values())
+    # Tasks fill the nodes in the order of the list, so that nodes may have unequal numbers.
+    hosts = ",".join(host for host, count in counts.items() for _ in range(count))
+    equal = len(set(counts.values())) == 1
+    placed = [f"--ntasks-per-node={per_node}"] if equal else ["--distribution=arbitrary"]
+    return [
+        "srun",
+        *("--mpi=none", "--overlap", "--overcommit", "--cpu-bind=none", "--export=ALL"),
+        *(f"--nodes={len(counts)}", f"--ntasks={ranks}", *placed),
+        f"--nodelist={','.join(counts) if equal else hosts}",
+        # One that ends may wait for the others' last checkpoint.
+        f"--wait={max(60, int(settings().timeout_s))}",
+        *argv,
+    ]
+
+
+def run_under_srun(words: Sequence[str], counts: Mapping[str, int]) -> int:
+    """Run the words of `dlio launch` in tasks of srun, which meet by torch.distributed.
+
+    Returns the exit code.
+    """
+    port = meeting_port(secrets.randbits(32))
+    environment = _environment(counts)
+    environment.setdefault("MASTER_ADDR", slurm_address(next(iter(counts))))
+    environment.setdefault("MASTER_PORT", str(port))
+    environment.setdefault(SECRET, secrets.token_hex(32))
+    # Of the allocation: srun would take them for options of the step.
+    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS"):
+        environment.pop(name, None)
+    task = module_command("dlio.cli", "launch", "--backend", "torch", *words)
+    return _relayed(srun_command(task, counts), environment)
+
+
+def slurm_address(node: str) -> str:
+    """Return the address by which Slurm reaches a node; its name if Slurm does not say."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "--oneliner", "show", "node", node],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return node
+    words = [word.partition("=") for word in done.stdout.split()]
+    return next((value for key, _, value in words if key == "NodeAddr" and value), node)
+
+
+def _environment(counts: Mapping[str, int]) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    text = environment.get("SLURM_CPUS_ON_NODE", "")
+    cores = int(text) if text.isascii() and text.isdigit() else available_cores()
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(counts.values()))))
+    return environment
+
+
+def _relayed(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    sorter = mpi_launch.ErrorFilter()
+    live = LiveLine("", shown=False)
+    code = mpi_launch.relayed(command, environment, sorter, None, None, live)
+    if sorter.lost_node and not code:
+        sys.stderr.write("dlio: error: mpirun lost a node, and the ranks with it\n")
+        return _NODE_LOST
+    return code

@@ -1,0 +1,392 @@
+"""The launcher without MPI: starts ranks of torch.distributed on this machine.
+
+It serves the store by which ranks meet, and writes each death of a rank there. Unlike torchrun, it
+lets the others go on. It does not need torch itself.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import IO, TYPE_CHECKING, Final
+
+from dlio.launch.job_folder import open_job_folder
+from dlio.launch.mpi_launch import ErrorFilter
+from dlio.util.child_processes import end_groups, module_command
+from dlio.util.cores import available_cores
+from dlio.util.live_line import LiveLine
+from dlio.util.settings import (
+    DONE,
+    LAUNCHER,
+    MIN_RANKS,
+    PROGRESS,
+    SECRET,
+    STORE,
+    TERMINAL,
+    settings,
+)
+from dlio.util.signals import receiving
+from dlio.util.threads import Workers
+
+if TYPE_CHECKING:
+    from dlio.comm.survival.job_store import EventLog
+
+_HOST: Final = "127.0.0.1"
+_BACKLOG: Final = 4096
+"""Connections that may wait for torch's store."""
+_END_TIMEOUT_S: Final = 10.0
+_LOOK_S: Final = 0.2
+_TURN_S: Final = 0.005
+"""Pause between two looks at all ranks, on systems without file descriptors of processes."""
+_ALL_LOST: Final = 1
+
+
+def run_module(
+    module: str,
+    argv: Sequence[str],
+    ranks: int,
+    environment: Mapping[str, str] | None = None,
+    min_ranks: int | None = None,
+    live: LiveLine | None = None,
+) -> int:
+    """Run `python -m module argv...` on `ranks` ranks and return the exit code.
+
+    As `dlio.launch.mpi_launch.run_module`, but without MPI.
+    """
+    command = module_command(module, *argv)
+    return launch(
+        command, ranks, environment=environment, min_ranks=min_ranks, live=live
+    ).returncode
+
+
+def launch(
+    argv: Sequence[str],
+    ranks: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    capture: bool = False,
+    timeout_s: float | None = None,
+    min_ranks: int | None = None,
+    live: LiveLine | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on `ranks` ranks of this machine, and wait for their end.
+
+    Ctrl-C and SIGTERM end the ranks. If this process is killed, they end themselves.
+
+    Args:
+        environment: variables to set for the ranks, in addition to this process's own.
+        capture: return standard output and standard error, instead of passing them on.
+        timeout_s: seconds after which the ranks are ended; None for no limit.
+        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        live: draws the progress that ranks tell of.
+
+    Returns the exit code of the first rank that failed (128 + N if signal N ended it), and the
+    output if captured. If ranks survive others: 0 if any rank succeeded.
+
+    Raises subprocess.TimeoutExpired after `timeout_s`.
+    """
+    # Not at the top: other commands do not need numpy either.
+    from dlio.comm.private_store import PrivateStore, StoreServer
+    from dlio.comm.survival.job_store import EventLog, JobStore
+
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((_HOST, 0), backlog=_BACKLOG))
+        folder = stack.enter_context(open_job_folder())
+        stack.enter_context(StoreServer(folder))
+        stack.enter_context(_ScriptStore(listener))
+        port = int(listener.getsockname()[1])
+        full = _environment(ranks, folder, port, environment or {})
+        done_file = None
+        if min_ranks is not None:
+            done_file = os.path.join(folder, "done")
+            # A rank of NCCL that aborts its communicators goes on.
+            own = {
+                MIN_RANKS: str(min_ranks),
+                DONE: done_file,
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            }
+            full |= own
+        live = live or LiveLine("", shown=False)
+        full |= {PROGRESS: "1", TERMINAL: "1"} if live.shown else {}
+        output = stack.enter_context(_RankOutput(ranks, capture, live))
+        job = stack.enter_context(_TorchJob(argv, ranks, full, output, done_file))
+        store = stack.enter_context(contextlib.closing(PrivateStore(folder)))
+        stack.enter_context(receiving(job.ask_to_end))
+        code = job.run(EventLog(JobStore(store)), timeout_s)
+        job.close()
+        output.close()
+        return subprocess.CompletedProcess(list(argv), code, output.text, output.errors)
+
+
+def _environment(ranks: int, store: str, port: int, more: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that all ranks have in common."""
+    full = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
+    full.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+    # Its warnings of sockets that a lost rank has closed.
+    full.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    count = str(ranks)
+    full |= {
+        STORE: store,
+        # The environment of a process is for its own user's eyes only.
+        SECRET: secrets.token_hex(32),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "GROUP_RANK": "0",
+        # `init_process_group` of a script connects to this store, and serves none itself.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return {**full, **more}
+
+
+class _RankOutput:
+    """Output of all ranks, by whole lines: captured, or passed on at once, each error once."""
+
+    def __init__(self, ranks: int, capture: bool, live: LiveLine) -> None:
+        self._capture, self._live = capture, live
+        self.text: str | None = None
+        self.errors: str | None = None
+        self._filter = ErrorFilter()
+        self._lock = threading.Lock()
+        self._lines: tuple[list[str], list[str]] = ([], [])
+        self._streams: list[tuple[int, IO[str]]] = []
+        self.pipes: list[list[int | None]] = []
+        """Descriptors of each rank's standard output and error; None for this process's."""
+        for _ in range(ranks):
+            relays = capture or live.shown
+            self.pipes.append([self._pipe(0) if relays else None, self._pipe(1)])
+        self._relay = Workers(
+            "dlio-output", self._read, len(self._streams), stop_timeout_s=_END_TIMEOUT_S
+        )
+
+    def __enter__(self) -> "_RankOutput":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Begin to read, once the ranks hold the pipes: a rank's end is the end of its pipes."""
+        for pipe in itertools.chain(*self.pipes):
+            if pipe is not None:
+                os.close(pipe)
+        self.pipes.clear()
+        self._relay.start()
+
+    def say(self, line: str) -> None:
+        """Write a line of the launcher's own to standard error."""
+        self._live.write(sys.stderr, [line])
+
+    def close(self) -> None:
+        """Read to the end, unless a process that outlives its rank holds a pipe."""
+        if self.pipes:
+            self.start()
+        self._relay.close()
+        if self._capture:
+            self.text, self.errors = ("".join(lines) for lines in self._lines)
+
+    def _pipe(self, number: int) -> int:
+        end, pipe = os.pipe()
+        self._streams.append((number, os.fdopen(end, encoding="utf-8", errors="replace")))
+        return pipe
+
+    def _read(self, thread: int) -> None:
+        number, stream = self._streams[thread]
+        with stream:
+            for line in stream:
+                with self._lock:
+                    self._pass_on(number, line)
+
+    def _pass_on(self, number: int, line: str) -> None:
+        if self._capture:
+            self._lines[number].append(line)
+        elif number == 0:
+            self._live.feed(line)
+        elif shown := self._filter.feed(line):
+            to = self._live.above(sys.stderr)
+            to.writelines(shown)
+            to.flush()
+
+
+class _TorchJob:
+    """The ranks, and the store that tells them of deaths."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        ranks: int,
+        environment: Mapping[str, str],
+        output: _RankOutput,
+        done_file: str | None,
+    ) -> None:
+        self._done_file = done_file
+        self._output = output
+        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._codes: dict[int, int] = {}
+        """Exit code of each rank that has ended, in the order of their ends."""
+        try:
+            for rank in range(ranks):
+                self._ranks[rank] = subprocess.Popen(
+                    argv,
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output.pipes[rank][0],
+                    stderr=output.pipes[rank][1],
+                    start_new_session=True,  # `_end` reaches all of a rank.
+                )
+        except BaseException:
+            self.close()
+            raise
+        output.start()
+
+    def __enter__(self) -> "_TorchJob":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, events: "EventLog", timeout_s: float | None) -> int:
+        """Write deaths of ranks until all have ended; return the exit code of the job.
+
+        Raises subprocess.TimeoutExpired.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        for rank in self._ends(deadline, timeout_s or 0.0):
+            if rank is not None:
+                events.append({"dead": rank})
+                if self._done_file is None and self._codes[rank]:
+                    return self._failed(rank)
+            elif failure := self._failure():
+                return failure
+        if failure := self._failure():
+            return failure
+        if 0 in self._codes.values():
+            return 0
+        self._say("all ranks were lost before the end")
+        return _ALL_LOST
+
+    def _failed(self, rank: int) -> int:
+        """Return the exit code of a rank that others do not survive."""
+        code = self._codes[rank]
+        if code >= 0:
+            return code
+        name = signal.Signals(-code).name
+        self._say(f"rank {rank} was ended by {name}, and with it the others")
+        return 128 - code
+
+    def _failure(self) -> int | None:
+        """Return the exit code with which a rank has ended the job."""
+        if self._done_file is None:
+            return None
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(self._done_file, encoding="ascii") as file,
+        ):
+            return int(file.read())
+        return None
+
+    def _say(self, message: str) -> None:
+        self._output.say(f"dlio: error: {message}\n")
+
+    def _ends(self, deadline: float, timeout_s: float) -> Iterator[int | None]:
+        """Yield each rank when it ends, and None from time to time; end with the last one."""
+        with ExitStack() as stack:
+            poll = select.poll()
+            watched = {rank: _watch(process, stack) for rank, process in self._ranks.items()}
+            for descriptor in watched.values():
+                if descriptor is not None:
+                    poll.register(descriptor, select.POLLIN)
+            all_watched = None not in watched.values()
+            while len(self._codes) < len(self._ranks):
+                ready = poll.poll(1000 * (_LOOK_S if all_watched else _TURN_S))
+                for rank, process in self._ranks.items():
+                    if rank not in self._codes and process.poll() is not None:
+                        self._codes[rank] = process.returncode
+                        if (descriptor := watched[rank]) is not None:
+                            poll.unregister(descriptor)
+                        yield rank
+                if not ready:
+                    yield None
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired("dlio", timeout_s)
+
+    def ask_to_end(self) -> None:
+        """Send SIGUSR1 to the ranks."""
+        for process in self._ranks.values():
+            process.send_signal(signal.SIGUSR1)  # It does nothing to one that has ended.
+
+    def close(self) -> None:
+        """End the ranks by SIGTERM, and by SIGKILL if they ignore it."""
+        end_groups(list(self._ranks.values()), _END_TIMEOUT_S)
+
+
+def _watch(process: "subprocess.Popen[bytes]", stack: ExitStack) -> int | None:
+    """Return a descriptor that becomes readable when a process ends; None if there is none."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        # Linux before 5.3, a Python built on one, or a sandbox.
+        return None
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+class _ScriptStore:
+    """Serves torch's store at a listener, once a process of this user calls it.
+
+    Most jobs never do: only scripts that make process groups of their own.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watch = Workers("dlio-script-store", self._run, stop_timeout_s=_END_TIMEOUT_S)
+        self._watch.start()
+
+    def __enter__(self) -> "_ScriptStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the store."""
+        self._watch.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def _run(self, _: int) -> None:
+        from dlio.comm.net.callers import is_called_by_own_user
+
+        port = int(self._listener.getsockname()[1])
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        while not self._watch.stopping.is_set():
+            if not poll.poll(1000 * _LOOK_S):
+                continue
+            if is_called_by_own_user(port):
+                break
+            self._watch.stopping.wait(_LOOK_S)  # Strangers wait, and take no descriptor.
+        else:
+            return
+        number = self._listener.fileno()
+        self._process = subprocess.Popen(
+            module_command("dlio.comm.script_store", str(number), str(settings().timeout_s)),
+            stdin=subprocess.PIPE,
+            pass_fds=[number],
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            start_new_session=True,
+        )
+        self._listener.close()

@@ -1,0 +1,104 @@
+"""The ranks that share each batch of a job whose ranks may be lost.
+
+A batch that any rank has taken stays shared as it was; the next one is shared by those that are
+left. Ranks may be at different places when one is lost: all go on as before up to the furthest.
+Batches are counted since the job began, over all passes; all ranks take them in one order.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dlio.comm.survival.recovery import Recovery, Report
+
+
+class _GroupChange(NamedTuple):
+    """The place from which on other ranks share batches than before."""
+
+    recovery: int
+    """Number of the recovery, from 0; -1 for the job's beginning."""
+    taken: int
+    """Batches that a rank takes before."""
+    steps: int
+    """Optimizer steps that it makes before: lost ranks counted up to there."""
+    members: tuple[int, ...]
+    meets: bool
+    """True if all ranks meet there, because others join or leave."""
+
+
+class RankGroups:
+    """The members that share each batch.
+
+    Args:
+        recovery: None if the job ends with any rank.
+    """
+
+    def __init__(self, recovery: Recovery | None) -> None:
+        self._recovery = recovery
+        self.taken = self.steps = 0
+        """Batches that this rank has taken, and optimizer steps that it has made with them."""
+        self.evaluates = False
+        """True in passes without optimizer steps: these decide nothing then."""
+        everyone = () if recovery is None else recovery.membership.members
+        self._switches = [_GroupChange(-1, 0, 0, everyone, False)]
+        """The one that was passed last, then those ahead, in their order."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that share the next batch: their numbers when the job began, or nothing if
+        the job ends with any rank."""
+        return self._passed().members
+
+    @property
+    def meets(self) -> bool:
+        """True if all ranks meet before the next batch, because others join or leave."""
+        return self._passed().meets
+
+    def _passed(self) -> _GroupChange:
+        while len(self._switches) > 1 and self._is_passed(self._switches[1]):
+            del self._switches[0]
+        return self._switches[0]
+
+    @property
+    def me(self) -> int:
+        """Number of this rank when the job began; 0 if the job ends with any rank."""
+        return 0 if self._recovery is None else self._recovery.membership.me
+
+    def tell(self) -> Report:
+        """Return how far this rank is."""
+        return {"taken": [self.taken], "steps": [self.steps]}
+
+    def follow(self, report: Report) -> None:
+        """Be as far as another rank."""
+        self.taken, self.steps = report["taken"][0], report["steps"][0]
+
+    def settle(self, reports: Sequence[Report]) -> None:
+        """Have the ranks that are left share what none of them has taken.
+
+        Args:
+            reports: of each rank that is left.
+        """
+        assert self._recovery is not None
+        if self._recovery.meets:
+            self.meet()
+            return
+        switch = _GroupChange(
+            self._recovery.number,
+            max(each["taken"][0] for each in reports),
+            max(self._recovery.last_counted.values(), default=0),
+            self._recovery.membership.members,
+            self._recovery.membership.due,
+        )
+        # A recovery that another loss interrupts settles twice.
+        self._switches = [each for each in self._switches if each.recovery != switch.recovery]
+        self._switches.append(switch)
+
+    def meet(self) -> None:
+        """Note that all ranks that are left have taken the same batches: they share the next."""
+        assert self._recovery is not None
+        membership = self._recovery.membership
+        self._switches = [_GroupChange(-1, 0, 0, membership.members, membership.due)]
+
+    def _is_passed(self, switch: _GroupChange) -> bool:
+        if switch.taken > self.taken:
+            return False
+        return self.evaluates or switch.steps <= self.steps

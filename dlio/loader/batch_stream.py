@@ -1,0 +1,307 @@
+"""The batches of a pass as every engine yields them, their counts, and the user's iterator."""
+
+import atexit
+import inspect
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.data.mixture_reader import MixtureReader
+from dlio.errors import DlioError
+from dlio.loader.contract import BatchData, Index
+from dlio.loader.passes import Pass
+from dlio.loader.stats import STAGES, PassStats
+from dlio.loader.trace import Spans
+from dlio.plan.epoch import EpochPlan
+from dlio.storage.hierarchy import Hierarchy
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """A batch, or the exception that is raised in its place."""
+
+    data: BatchData
+    samples: int
+    """Number of samples in the batch."""
+    indices: Sequence[Index] | npt.NDArray[np.int64] | None = None
+    """Index of each sample; None if the engine does not know them."""
+    error: BaseException | None = None
+    epoch: int = 0
+    """Epoch of the samples' random numbers, if the planned engine made the batch."""
+    in_place: bool = True
+    """False for an error that does not take a batch's place: the batch may still come."""
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """The indices, if they are whole numbers; shape (samples,), or (0,) for other keys."""
+        indices = self.indices
+        if indices is None or not len(indices):
+            return np.empty(0, np.int64)
+        if isinstance(indices, np.ndarray) or isinstance(indices[0], int | np.integer):
+            return np.asarray(indices, np.int64)
+        return np.empty(0, np.int64)
+
+
+BatchStream = Generator[BatchResult | None, None, None]
+"""Batches in order. An engine takes the first item, None, which comes when its work has begun."""
+
+
+class StageTimes:
+    """Seconds that threads spent, by stage. Thread-safe.
+
+    `source`, `disk`, `ram` and `peer` are reads from that place; `fetch` is a user's data set.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+
+    def add(self, stage: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[stage] += seconds
+
+    def add_all(self, seconds: dict[str, float]) -> None:
+        with self._lock:
+            for stage, spent in seconds.items():
+                self._seconds[stage] += spent
+
+    def snapshot(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._seconds)
+
+
+@dataclass(slots=True)
+class PassCounters:
+    """Counts of one pass: the hierarchy's counters since it began, the threads' time, the
+    consumer's waiting.
+
+    Args:
+        threads: that make batches.
+        engine: `planned`, `threads` or `torch`.
+        images: True if samples have images to decode; None if that is unknown.
+    """
+
+    hierarchy: Hierarchy | None = None
+    threads: int = 0
+    engine: str = ""
+    images: bool | None = None
+    clock: StageTimes = field(default_factory=StageTimes)
+    stall_s: float = 0.0
+    samples: int = 0
+    batches: int = 0
+    first_batch_s: float | None = None
+    skipped: list[str] = field(default_factory=list)
+    sources: dict[str, int] = field(default_factory=dict)
+    """Samples of each source of a mixture."""
+    _before: dict[str, Any] = field(default_factory=dict)
+    _after: dict[str, Any] | None = None
+    _started: float = field(default_factory=time.perf_counter)
+    _ended: float | None = None
+    _waiting_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._waiting_since = self._started
+        if self.hierarchy is not None:
+            self._before = self.hierarchy.counters.snapshot()
+
+    def restart(self) -> None:
+        """Begin now: work that was done ahead counts as the pass before."""
+        self._started = self._waiting_since = time.perf_counter()
+        if self.hierarchy is not None:
+            self._before = self.hierarchy.counters.snapshot()
+
+    def wait_begins(self) -> None:
+        self._waiting_since = time.perf_counter()
+
+    def wait_ends(self, samples: int) -> None:
+        now = time.perf_counter()
+        waited_s = now - self._waiting_since
+        self.stall_s += waited_s
+        self.samples += samples
+        if self.hierarchy is not None:
+            self.hierarchy.counters.hand_over(samples, waited_s)
+        self.batches += 1
+        if self.first_batch_s is None:
+            self.first_batch_s = now - self._started
+
+    def count_sources(self, fed: BatchResult) -> None:
+        """Count a batch's samples by their sources, of a mixture."""
+        reader = None if self.hierarchy is None else self.hierarchy.reader
+        if isinstance(reader, MixtureReader):
+            counts = np.bincount(reader.sources_of(fed.numbers()), minlength=len(reader.names))
+            for name, count in zip(reader.names, counts.tolist(), strict=True):
+                self.sources[name] = self.sources.get(name, 0) + count
+
+    def end(self) -> None:
+        if self._ended is None:
+            self._ended = time.perf_counter()
+            if self.hierarchy is not None:
+                self._after = self.hierarchy.counters.snapshot()
+
+    @property
+    def seconds(self) -> float:
+        return (self._ended or time.perf_counter()) - self._started
+
+    def as_dict(self) -> PassStats:
+        """Return the counts so far."""
+        counted: dict[str, Any] = {}
+        if self.hierarchy is not None:
+            now = self._after or self.hierarchy.counters.snapshot()
+            for key, value in now.items():
+                before = self._before[key]
+                if isinstance(value, dict):
+                    counted[key] = {place: value[place] - before[place] for place in value}
+                else:
+                    counted[key] = value - before
+        counts = {
+            "engine": self.engine,
+            "samples": self.samples,
+            "batches": self.batches,
+            "seconds": self.seconds,
+            "stall_s": self.stall_s,
+            "first_batch_s": self.first_batch_s,
+            "threads": self.threads,
+            "thread_s": self.clock.snapshot(),
+            "skipped": list(self.skipped),
+            "notes": self.hierarchy.notes() if self.hierarchy is not None else [],
+            **counted,
+        }
+        if self.sources:
+            counts["source_samples"] = dict(self.sources)
+        if self.images is not None:
+            counts["images"] = self.images
+        return cast(PassStats, counts)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class RunningPass:
+    """A pass whose batches an engine makes. Closed at exit, if a script leaves it open."""
+
+    batches: Pass
+    stats: PassCounters
+    feed: BatchStream
+    spans: Spans | None
+    """Trace of the pass, if one is wanted."""
+    plan: EpochPlan | None = None
+    """Plan of the pass, if dlio makes it."""
+    workers: Sequence[Any] = ()
+    """The threads or processes that make the batches."""
+    iterator: Any = None
+    """torch's own iterator, if it makes the batches."""
+
+    def __post_init__(self) -> None:
+        _open.add(self)
+
+
+_open: weakref.WeakSet[RunningPass] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Close the passes that a script has left open, while the interpreter can still do it: a feed
+    that is collected later finds modules torn down."""
+    for begun in list(_open):
+        with suppress(ValueError):  # A thread of the user's is inside of it.
+            begun.feed.close()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_open.clear)
+
+
+def _has_ended(feed: BatchStream) -> bool:
+    return inspect.getgeneratorstate(feed) == inspect.GEN_CLOSED
+
+
+class LoaderIterator:
+    """The iterator of one pass. An exception in place of a batch does not end it.
+
+    Args:
+        handed: is called with each batch when it is handed out, and with None at the end.
+    """
+
+    def __init__(self, begun: RunningPass, handed: Callable[[BatchResult | None], None]) -> None:
+        self._feed = begun.feed
+        self._stats = begun.stats
+        self._length = begun.batches.steps
+        self._handed = handed
+        self._workers = begun.workers
+        self._num_workers = len(begun.workers)
+        self._theirs = begun.iterator
+        self._ended_by = ""
+        """What has ended the pass before its last batch; "" if nothing has."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __len__(self) -> int:
+        """Batches of the pass. Raises TypeError if the data set does not know."""
+        if self._length is None:
+            raise TypeError("the number of batches is unknown: the data set has no length")
+        return self._length
+
+    def __next__(self) -> BatchData:
+        with torch.autograd.profiler.record_function("enumerate(DataLoader)#dlio.__next__"):
+            if self._ended_by:
+                # The end of the loop would look like that of the epoch.
+                raise DlioError(
+                    f"this pass of the loader was ended by {self._ended_by}, before its last "
+                    "batch: begin another one with iter(loader)"
+                )
+            self._stats.wait_begins()
+            try:
+                fed = next(self._feed)
+            except StopIteration:
+                self._stats.end()
+                self._handed(None)
+                raise
+            except BaseException as raised:
+                self._stats.end()
+                if _has_ended(self._feed):  # It may be in another thread's hands.
+                    self._ended_by = type(raised).__name__
+                raise
+            assert fed is not None
+            if fed.in_place:
+                self._handed(fed)
+            self._stats.wait_ends(fed.samples)
+            self._stats.count_sources(fed)
+        if fed.error is not None:
+            error, fed.error = fed.error, None
+            try:
+                if isinstance(error, StopIteration):
+                    raise RuntimeError("a data set raised StopIteration") from error
+                raise error
+            finally:
+                del error  # It holds this frame, and with it the pass.
+        data, fed.data = fed.data, None
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        # People who look into torch's iterator find there what they would of torch's loader.
+        theirs = self.__dict__.get("_theirs")
+        if theirs is None or not name.startswith("_") or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(theirs, name)
+
+    def __getstate__(self) -> object:
+        raise NotImplementedError(f"{type(self).__name__} cannot be pickled: pickle the loader")
+
+    def _shutdown_workers(self) -> None:
+        """torch's name for `close`, which ends persistent workers too."""
+        self.close()
+        if self._theirs is not None and hasattr(self._theirs, "_shutdown_workers"):
+            self._theirs._shutdown_workers()
+
+    def close(self) -> None:
+        """End the pass; work that is under way is dropped."""
+        if not _has_ended(self._feed):
+            self._ended_by = "close()"
+        self._feed.close()
+        self._stats.end()

@@ -1,0 +1,185 @@
+"""The engines of one loader."""
+
+import logging
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from dlio.errors import UsageError
+from dlio.loader.batch_stream import PassCounters, RunningPass
+from dlio.loader.dataset import Dataset
+from dlio.loader.delivery import DeviceDelivery
+from dlio.loader.empty_batches import EmptyBatchCollate
+from dlio.loader.listed_sampler import ListedPass, is_listable, listed_samples, raising_at_end
+from dlio.loader.loader_options import LoaderOptions
+from dlio.loader.mixture_dataset import Mixture
+from dlio.loader.passes import Pass, PlannedPass
+from dlio.loader.planned_engine.engine import PlannedEngine, decode_threads
+from dlio.loader.sampler_pass import SamplerPass
+from dlio.loader.third_party.adapters import holds_own
+from dlio.loader.thread_engine import ThreadEngine
+from dlio.loader.torch_engine import TorchEngine, torch_feed
+from dlio.loader.trace import Spans
+from dlio.plan.listed_order import ListedOrder
+from dlio.storage.tier_spec import device_spec
+
+_log = logging.getLogger("dlio")
+
+
+def choose_engine(options: LoaderOptions, data: Dataset | None) -> tuple[str, str]:
+    """Return the engine of a pass (`planned`, `threads` or `torch`), and why it is not `planned`;
+    "" if it is.
+
+    Args:
+        data: the data set as dlio reads it; None if it is asked for samples.
+    """
+    if options.iterable:
+        return "torch", "an iterable data set has no indices"
+    if not (data is not None if options.in_threads is None else options.in_threads):
+        return "torch", "worker processes are chosen (workers=, worker_init_fn= and others)"
+    if data is None:
+        engine = "threads" if options.num_workers else "torch"
+        return engine, f"dlio asks a {type(options.dataset).__name__} for each sample"
+    if options.follows_sampler and not is_listable(options):
+        own = options.batch_sampler is None or type(options.batch_sampler) is BatchSampler
+        name = type(options.sampler if own else options.batch_sampler).__name__
+        return "threads", (
+            f"a {name} chooses the order: leave it out for dlio's own, as with shuffle=True"
+        )
+    if not options.batch_size:
+        return "threads", "batch_size=None asks for single samples"
+    return "planned", ""
+
+
+def described(options: LoaderOptions, data: Dataset | None) -> str:
+    """Return a loader's `repr`: its data set, and its engine with the reason."""
+    engine, reason = choose_engine(options, data)
+    why = f" since {reason}" if reason else ""
+    shown = options.dataset if isinstance(options.dataset, Dataset) else type(options.dataset)
+    name = shown.__name__ if isinstance(shown, type) else repr(shown)
+    return f"dlio.DataLoader({name}, batch_size={options.batch_size}, engine={engine!r}{why})"
+
+
+class Engines:
+    """A loader's engines, which keep memory and communicators from pass to pass."""
+
+    def __init__(self) -> None:
+        self.planned = PlannedEngine()
+        self.threads = ThreadEngine()
+        self.torch = TorchEngine()
+        self.delivered = DeviceDelivery()
+        self.ahead: RunningPass | None = None
+        """The next pass, if it has begun while the last batches of the current one are used."""
+        self.iterator: Any = None
+        """torch's own iterator of the last pass, for a pass with the same worker processes."""
+        self._crops = 0
+        """Epoch of the crops of the last pass that followed a sampler."""
+        self._has_warned = False
+
+    def begin_foreign(
+        self,
+        options: LoaderOptions,
+        in_threads: bool,
+        data: Dataset | None,
+        batches: Pass,
+        spans: Spans | None,
+        iterator: Any,
+    ) -> RunningPass:
+        """Have threads, or torch's own engines, ask the data set for samples.
+
+        Args:
+            data: the data set as dlio reads it; None if it is asked for samples.
+            iterator: torch's own, whose worker processes go on.
+
+        Raises UsageError for options that the engine lacks.
+        """
+        if isinstance(data, Mixture) and not isinstance(batches, PlannedPass):
+            raise UsageError(
+                "a mixture's weights choose the order: leave out sampler=, batch_sampler= and "
+                "batch_size=None"
+            )
+        self._warn(options, data)
+        if options.decode == "device" and choose_engine(options, data)[0] != "planned":
+            raise UsageError(
+                f"decode='device' is for batches that dlio makes itself, and "
+                f"{choose_engine(options, data)[1]}: leave decode= out"
+            )
+        if data is not None and not isinstance(batches, PlannedPass) and data.epoch == self._crops:
+            # Unless the user has chosen the epoch whose crops are taken.
+            self._crops = batches.epoch
+            data.set_epoch(batches.epoch)
+        drawn = None
+        if in_threads and data is not None and isinstance(batches, SamplerPass):
+            drawn = self._drawn(options, batches)
+            listed = listed_samples(drawn, len(data))
+            if drawn is not None and listed is not None:
+                order = ListedOrder.of(listed)
+                begun = self.planned.begin_listed(options, data, batches, order, spans)
+                if drawn.error is not None:
+                    begun.feed = raising_at_end(begun.feed, drawn.error)
+                    next(begun.feed)
+                return begun
+        spec = None if data is None else device_spec(data.tiers)
+        if spec is not None:
+            raise UsageError(
+                f"tier {spec} is for batches that dlio makes in its own threads and order: leave "
+                "out the sampler, worker processes and batch_size=None, or the tier"
+            )
+        if data is not None and data.recipe.mixes:
+            raise UsageError(
+                "MixUp and CutMix in transform= mix the batches that dlio makes itself: leave out "
+                "the sampler and worker processes, or call them with each batch in the loop"
+            )
+        mounted = None if data is None else self.planned.fill(options, data)
+        collate = options.collate_fn
+        dataset = options.dataset if data is None else data
+        if isinstance(batches, PlannedPass):
+            collate = EmptyBatchCollate(collate, dataset)
+        if in_threads and (options.num_workers or mounted is not None):
+            threads = options.num_workers
+            if not threads and mounted is not None:
+                threads = decode_threads(mounted)
+            return self.threads.begin(
+                options, dataset, collate, threads, mounted, drawn or batches, spans, drawn is None
+            )
+        if options.on_error == "skip":
+            raise UsageError("on_error='skip' works with threads: set num_workers=1 or more")
+        stats = PassCounters(None if mounted is None else mounted.hierarchy, engine="torch")
+        self.iterator = self.torch.iterator(options, collate, batches, iterator)
+        feed, theirs = torch_feed(self.iterator, batches), self.iterator
+        workers = getattr(theirs, "_workers", ())
+        return RunningPass(batches, stats, feed, spans, workers=workers, iterator=theirs)
+
+    def _drawn(self, options: LoaderOptions, batches: SamplerPass) -> ListedPass | None:
+        """Draw a sampler's batches in advance; None for a sampler that is asked as it goes."""
+        if not is_listable(options):
+            return None
+        self.threads.draw_base_seed(options)
+        return ListedPass(batches)
+
+    def _warn(self, options: LoaderOptions, data: Dataset | None) -> None:
+        """Say once that samples of `dlio.open` are not read by the planned engine, and why."""
+        engine, reason = choose_engine(options, data)
+        if reason and not self._has_warned and holds_own(options.dataset):
+            self._has_warned = True
+            shown = type(options.dataset).__name__
+            _log.warning("a %s is read by the engine '%s', since %s", shown, engine, reason)
+
+    def take_ahead(self, batches: Pass) -> RunningPass | None:
+        """Return the pass that was begun ahead if it is this one; end it otherwise."""
+        ahead = self.ahead
+        if ahead is None:
+            return None
+        assert isinstance(ahead.batches, PlannedPass)
+        if not ahead.batches.begins_like(batches):
+            self.drop_ahead()
+            return None
+        self.ahead = None
+        ahead.stats.restart()
+        return ahead
+
+    def drop_ahead(self) -> None:
+        """End the pass that was begun ahead."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.feed.close()

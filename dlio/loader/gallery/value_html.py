@@ -1,0 +1,224 @@
+"""Values of samples as HTML: pictures, volumes, plots, numbers and texts."""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.loader.gallery.thumbnails import (
+    line_plot,
+    mask_uri,
+    outlines,
+    picture_uri,
+    stretched,
+    svg_over,
+)
+from dlio.loader.picture_targets import Target
+from dlio.util.printable import printable
+
+_MOST_TEXT: Final = 400
+_MOST_BYTES: Final = 32
+_MOST_ITEMS: Final = 8
+_DEEPEST: Final = 4
+_LEAST_SIDE: Final = 8
+"""Shorter arrays are shown as numbers."""
+_MOST_SIDE: Final = 480
+_COLOURS: Final = 255
+_LETTERS: Final = 13
+"""Height of letters on the screen, in pixels."""
+_LEAST_SHOWN: Final = 160
+"""Narrower pictures are enlarged."""
+
+
+def shortened(text: str, most: int = _MOST_TEXT) -> str:
+    """Return a text as HTML: escaped, on one line, shortened in its end."""
+    if len(text) > most:
+        return escape(printable(text[:most])) + f"&hellip; <i>({len(text):,} characters)</i>"
+    return escape(printable(text))
+
+
+def figure(
+    pixels: npt.NDArray[np.generic],
+    caption: str,
+    companion: Any = None,
+    classes: Sequence[str] = (),
+    parts: Sequence[tuple[str, Sequence[float]]] = (),
+) -> str:
+    """Return a picture with its boxes, masks and keypoints drawn on top.
+
+    Args:
+        pixels: shape (height, width, 3) or (height, width); other types than uint8 are stretched
+            over the greys.
+        caption: text below it.
+        companion: a Target, a mask, or the number of a class.
+        classes: names of classes.
+        parts: name, and left, top, width and height, of parts that are marked.
+    """
+    shown, note = stretched(pixels)
+    height, width = shown.shape[:2]
+    shown_px = max(min(width, _MOST_SIDE * width // max(height, width)), 1)
+    shown_px *= -(-_LEAST_SHOWN // shown_px) if max(height, width) < _LEAST_SHOWN else 1
+    letters = _LETTERS * width / shown_px
+    layers = [f'<img src="{picture_uri(shown, _MOST_SIDE)}" alt="">']
+    masks, drawn = _layers(companion, letters, classes)
+    layers += [f'<img class="mask" src="{mask_uri(mask, _MOST_SIDE)}" alt="">' for mask in masks]
+    for name, (left, top, across, down) in parts:
+        drawn.append(
+            f'<rect class="part" x="{left}" y="{top}" width="{across}" height="{down}"/>'
+            f'<text class="part" x="{left + 0.3 * letters:.2f}" '
+            f'y="{top + down - 0.4 * letters:.2f}" font-size="{letters:.2f}">{escape(name)}</text>'
+        )
+    layers.append(svg_over(height, width, drawn))
+    lines = [escape(caption), f"{width} &times; {height}"]
+    if note:
+        lines.append(f"{escape(str(pixels.dtype))}, {escape(note)}")
+    return (
+        f'<figure><div class="stack" style="width:{shown_px}px">{"".join(layers)}</div>'
+        f"<figcaption>{' &middot; '.join(lines)}</figcaption></figure>"
+    )
+
+
+def _layers(
+    companion: Any, letters: float, classes: Sequence[str]
+) -> tuple[list[npt.NDArray[np.uint8]], list[str]]:
+    """Return (masks, SVG) of a picture's targets."""
+    if isinstance(companion, torch.Tensor) and companion.ndim == 2:
+        return [companion.numpy().astype(np.uint8)], []
+    if not isinstance(companion, Target):
+        return [], []
+    masks = []
+    if "mask" in companion:
+        masks.append(companion["mask"].numpy())
+    if "masks" in companion and len(companion["masks"]):
+        own = np.zeros(len(companion["masks"]), np.int64)
+        if "labels" in companion:
+            own = companion["labels"].numpy()
+        own = own % _COLOURS + 1  # As boxes are painted.
+        stacked = companion["masks"].numpy() * own[:, None, None].astype(np.uint8)
+        masks.append(stacked.max(axis=0))
+    labels = companion.get("labels")
+    numbers = [int(label) for label in labels] if labels is not None else []
+    boxes = companion["boxes"].numpy()
+    numbers = numbers or [0] * len(boxes)
+    names = [_class_name(number, classes) for number in numbers] if labels is not None else []
+    keypoints = companion["keypoints"].numpy() if "keypoints" in companion else None
+    return masks, outlines(boxes, names or [""] * len(boxes), numbers, letters, keypoints)
+
+
+def _class_name(number: int, classes: Sequence[str]) -> str:
+    if 0 <= number < len(classes) and classes[number]:
+        return classes[number]
+    return str(number)
+
+
+def rows_of(companion: Any, classes: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (name, HTML) of the text below a picture."""
+    if isinstance(companion, bool | int):
+        return [("class", f"{_named(int(companion), classes)}")]
+    if isinstance(companion, torch.Tensor):
+        numbers = np.unique(companion.numpy()).tolist()
+        shown = ", ".join(_named(int(number), classes) for number in numbers[:_MOST_ITEMS])
+        return [("mask", shown + ("&hellip;" if len(numbers) > _MOST_ITEMS else ""))]
+    if not isinstance(companion, Target):
+        return []
+    rows = [("boxes", f"{len(companion['boxes'])}")]
+    if "labels" in companion:
+        counts: dict[str, int] = {}
+        for label in companion["labels"].tolist():
+            name = _class_name(int(label), classes)
+            counts[name] = counts.get(name, 0) + 1
+        top = sorted(counts.items(), key=lambda item: -item[1])
+        shown = ", ".join(
+            shortened(name, 60) + (f" &times;{n}" if n > 1 else "") for name, n in top[:_MOST_ITEMS]
+        )
+        rows[0] = ("boxes", f"{rows[0][1]}: {shown}" if shown else rows[0][1])
+    special = ("boxes", "labels", "masks", "mask", "keypoints")
+    rows += [(name, value_html(value)) for name, value in companion.items() if name not in special]
+    return rows
+
+
+def _named(number: int, classes: Sequence[str]) -> str:
+    name = _class_name(number, classes)
+    return str(number) if name == str(number) else f"{shortened(name, 80)} <i>({number})</i>"
+
+
+def value_html(value: Any, depth: int = 0) -> str:
+    """Return any value of a sample as HTML."""
+    if isinstance(value, torch.Tensor):
+        plain = value.detach()
+        plain = plain.float() if plain.dtype == torch.bfloat16 else plain
+        return _array_html(plain.cpu().numpy())
+    if isinstance(value, np.ndarray):
+        return _array_html(value)
+    if isinstance(value, str):
+        return shortened(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        head = bytes(value[:_MOST_BYTES]).hex(" ")
+        more = "&hellip;" if len(value) > _MOST_BYTES else ""
+        return f"<code>{head}{more}</code> <i>({len(value):,} bytes)</i>"
+    if isinstance(value, dict | list | tuple) and depth < _DEEPEST:
+        return _nested_html(value, depth)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return shortened(str(value))
+
+
+def _nested_html(value: Any, depth: int) -> str:
+    try:
+        return f"<code>{shortened(json.dumps(value, ensure_ascii=False))}</code>"
+    except (TypeError, ValueError, RecursionError):
+        pass  # Tensors in it, for example.
+    items = list(value.items() if isinstance(value, dict) else enumerate(value))
+    rows = "".join(
+        f"<tr><th>{shortened(str(key), 60)}</th><td>{value_html(item, depth + 1)}</td></tr>"
+        for key, item in items[:_MOST_ITEMS]
+    )
+    more = f"<i>and {len(items) - _MOST_ITEMS:,} more</i>" if len(items) > _MOST_ITEMS else ""
+    return f"<table>{rows}</table>{more}"
+
+
+def _array_html(array: npt.NDArray[Any]) -> str:
+    """Return an array as a picture, slices of a volume, a plot, or its numbers."""
+    kind = f"{array.dtype.name}[{','.join(map(str, array.shape))}]"
+    if array.ndim == 0:
+        return shortened(str(array[()]))
+    if array.dtype.kind not in "biufc" or not array.size:
+        return f"<code>{escape(kind)}</code>"
+    image = _as_image(array)
+    if image is not None:
+        return figure(image, kind)
+    if array.ndim >= 3 and min(array.shape[-3:]) >= 2 and max(array.shape[-3:]) >= _LEAST_SIDE:
+        return _slices(array.reshape(-1, *array.shape[-3:])[0], kind)
+    if array.ndim == 1 and len(array) > _MOST_ITEMS:
+        _, note = stretched(np.asarray(array, np.float64) if array.dtype.kind != "c" else array)
+        return f"{line_plot(array)}<br><i>{escape(kind)}, {escape(note)}</i>"
+    text = np.array2string(array, precision=4, threshold=64, edgeitems=3, separator=", ")
+    return f"<code>{shortened(' '.join(text.split()))}</code> <i>({escape(kind)})</i>"
+
+
+def _as_image(array: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+    """Return an array as a picture of shape (height, width) or (height, width, 3); None if it is
+    not one."""
+    if array.dtype.kind == "b":
+        array = array.astype(np.uint8) * 255
+    if array.ndim == 3 and array.shape[0] in (1, 3):
+        array = np.moveaxis(array, 0, -1)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[..., 0]
+    fits = array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)
+    if not fits or min(array.shape[:2]) < _LEAST_SIDE:
+        return None
+    return array
+
+
+def _slices(volume: npt.NDArray[Any], kind: str) -> str:
+    """Return the middle slices of a volume along its three axes."""
+    figures = []
+    for axis, count in enumerate(volume.shape):
+        middle = np.take(volume, count // 2, axis=axis)
+        figures.append(figure(middle, f"axis {axis}, slice {count // 2} of {count}"))
+    return f"<div class='row'>{''.join(figures)}</div><i>{escape(kind)}</i>"

@@ -1,0 +1,284 @@
+"""The options of a loader, as its engines read them."""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from multiprocessing.context import BaseContext
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from dlio.comm.data_ranks import place
+from dlio.errors import UsageError
+from dlio.loader.contract import (
+    BatchData,
+    CollateFn,
+    DecodePlace,
+    IndexBatches,
+    Indices,
+    ScalarWriter,
+    UserDataset,
+)
+from dlio.loader.dataset import Dataset
+from dlio.loader.decode_device import check_device, check_recipe
+from dlio.loader.mixture_dataset import Mixture
+from dlio.loader.passes import FormulaOrder
+from dlio.loader.survivors import Survivors
+from dlio.plan.block_order import window_of
+from dlio.plan.epoch import check_mode, check_shares, is_exact
+from dlio.plan.rank_shares import checked_shares
+from dlio.storage.tier_spec import Tiers, parse_tiers
+from dlio.util.arguments import (
+    PathText,
+    check_callable,
+    check_counts,
+    named,
+    number_in,
+    one_of,
+    path_in,
+    whole_number,
+)
+from dlio.util.cores import available_cores
+
+if TYPE_CHECKING:
+    from dlio.comm.data_ranks import AnyMesh, Group
+
+_MOST_WORKERS: Final = 4096
+_MOST_SEED: Final = 2**63 - 1
+_MANY_THREADS: Final = 64
+_THREADS_A_CORE: Final = 16
+WorkerKind = Literal["thread", "process"]
+OnError = Literal["stop", "skip"]
+
+
+def check_arguments(
+    dataset: UserDataset,
+    num_workers: int,
+    prefetch_factor: int | None,
+    timeout: float,
+) -> None:
+    """Raise UsageError for arguments of a loader that torch would fail on without naming them."""
+    if isinstance(dataset, str | os.PathLike):
+        raise UsageError(f"{str(dataset)!r} is a path: open it with dlio.open first")
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+        raise UsageError(
+            f"{named('dataset', dataset)}: give the result of dlio.open, or a data set of torch"
+        )
+    for name, given in (("num_workers", num_workers), ("timeout", timeout)):
+        if isinstance(given, int | float) and given < 0:
+            raise UsageError(f"{name} option should be non-negative, not {given}")
+    whole_number("num_workers", num_workers, 0, _MOST_WORKERS)
+    if prefetch_factor is not None:
+        if isinstance(prefetch_factor, int) and prefetch_factor < 0:
+            raise UsageError(
+                f"prefetch_factor option should be non-negative, not {prefetch_factor}"
+            )
+        whole_number("prefetch_factor", prefetch_factor, 0, None, "batches")
+    number_in("timeout", timeout, 0, "seconds")
+
+
+def _check_device(device: torch.device | str | int) -> None:
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"{named('device', device)}: give a device of torch, such as 'cpu' or 'cuda:0'"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LoaderOptions:
+    """The options of one pass. Engines take this record and know nothing else of the loader.
+
+    Made anew when a pass begins, since torch lets some attributes of a loader be assigned between
+    passes: `num_workers`, `collate_fn`, `worker_init_fn` and `timeout`. The meaning of each option
+    is in the documentation of `DataLoader`.
+
+    Raises UsageError, in one line, for options that cannot work together.
+    """
+
+    dataset: UserDataset
+    batch_size: int | None
+    batched: bool
+    """True if an index of the sampler is a list, to be collated."""
+    shuffle: bool | None
+    drop_last: bool
+    sampler: Indices | None
+    batch_sampler: IndexBatches | None
+    follows_sampler: bool
+    """True if the order is that of a sampler which the user, or a framework, has given."""
+    num_workers: int
+    collate_fn: CollateFn
+    pin_memory: bool
+    pin_memory_device: str
+    timeout: float
+    """Seconds for one batch; 0 waits without end."""
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: BaseContext | None
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    in_order: bool
+    length_was_read: bool
+    """True if the user has asked for `len` of an iterable data set; torch warns if it was wrong."""
+    tiers: Tiers | None
+    mode: str
+    source_order: str
+    seed: int | None
+    workers: WorkerKind | None
+    on_error: OnError | None
+    device: torch.device | str | int | None
+    decode: DecodePlace
+    mesh: "AnyMesh | None"
+    group: "Group | None"
+    shares: Sequence[int] | None
+    trace: PathText | None
+    writer: ScalarWriter | None
+    pretend_nodes: int | None
+    snapshot_every_n_steps: int | None
+    iterable: bool = field(init=False)
+    """True for an IterableDataset, which has no indices."""
+    collates_by_default: bool = field(init=False)
+    """True if `collate_fn` is torch's default_collate."""
+
+    in_threads: bool | None = field(init=False)
+    """True if threads of this process make batches, False for torch's own engines; None for
+    threads if dlio itself reads the data set, and torch's worker processes otherwise."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "iterable", isinstance(self.dataset, IterableDataset))
+        object.__setattr__(self, "collates_by_default", self.collate_fn is default_collate)
+        object.__setattr__(self, "in_threads", self._engine_choice())
+        check_mode(self.mode)
+        check_shares(self.mode, self.shares is not None)
+        self._check_values()
+        if self.tiers is not None and self.iterable:
+            raise UsageError("tiers= keeps samples by their index; an iterable data set has none")
+        if self.shares is not None and self.follows_sampler:
+            raise UsageError("shares= deals the loader's own order: leave the sampler out")
+        if window_of(self.source_order) is not None and not is_exact(self.mode):
+            raise UsageError(
+                f"source_order={self.source_order!r} is for mode batch or global, and this "
+                f"loader's mode is {self.mode}: choose one of them, or source_order='sample'"
+            )
+
+    def _check_values(self) -> None:
+        """Raise UsageError for values that are wrong whatever the other options are."""
+        if self.workers is not None:
+            one_of("workers", self.workers, ("thread", "process"))
+        if self.on_error is not None:
+            one_of("on_error", self.on_error, ("stop", "skip"))
+        one_of("decode", self.decode, ("cpu", "device"))
+        whole_number("num_workers", self.num_workers, 0, _MOST_WORKERS)
+        for name, given in (("sampler", self.sampler), ("batch_sampler", self.batch_sampler)):
+            if given is not None and not hasattr(given, "__iter__"):
+                raise UsageError(f"{named(name, given)}: give a sampler, or a list of indices")
+        if self.device is not None:
+            _check_device(self.device)
+        if self.decode == "device":
+            check_device(self.device)
+            if isinstance(self.dataset, Dataset):
+                check_recipe(self.dataset.recipe)
+        if self.seed is not None:
+            whole_number("seed", self.seed, 0, _MOST_SEED)
+        if self.pretend_nodes is not None:
+            whole_number("pretend_nodes", self.pretend_nodes, 1, None, "nodes")
+        check_callable("worker_init_fn", self.worker_init_fn)
+        check_callable("collate_fn", self.collate_fn)
+        if self.snapshot_every_n_steps is not None:
+            whole_number("snapshot_every_n_steps", self.snapshot_every_n_steps, 0, None, "batches")
+        if self.shares is not None:
+            check_counts("shares", self.shares)
+        if self.trace is not None:
+            path_in("trace", self.trace, "trace.json")
+        if self.writer is not None and not hasattr(self.writer, "add_scalar"):
+            raise UsageError(f"{named('writer', self.writer)}: give TensorBoard's SummaryWriter")
+        if self.tiers is not None:
+            parse_tiers(self.tiers)
+
+    def _engine_choice(self) -> bool | None:
+        if self.iterable:
+            return False
+        if self.workers is not None:
+            return self.workers == "thread"
+        for_processes = self.worker_init_fn is not None or self.multiprocessing_context is not None
+        return None if for_processes else True
+
+    @property
+    def has_too_many_workers(self) -> bool:
+        """True for more processes than cores, or more threads than waiting for storage explains."""
+        cores = available_cores()
+        if self.in_threads:
+            return self.num_workers > max(_MANY_THREADS, _THREADS_A_CORE * cores)
+        return self.num_workers > cores
+
+    def pins(self) -> bool:
+        """True if batches are pinned; warns, as torch's loader does, if they cannot be."""
+        if self.pin_memory and self.pin_memory_device:
+            warnings.warn(
+                "pin_memory_device is deprecated, the current accelerator will be used as the "
+                f"device,ignore pin_memory_device='{self.pin_memory_device}'.",
+                stacklevel=2,
+            )
+        if self.pin_memory and not torch.accelerator.is_available():
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found, "
+                "then device pinned memory won't be used.",
+                stacklevel=2,
+            )
+        return self.pin_memory and torch.accelerator.is_available()
+
+    def formula(
+        self, seed: int, samples: int, data: Dataset | None, dealt: Survivors | None
+    ) -> FormulaOrder:
+        """Return the order of a pass that is dlio's own, and this rank's part of it.
+
+        Args:
+            samples: number of samples in the data set.
+            data: the data set as dlio reads it; None if it is asked for samples.
+            dealt: the ranks that are left; None if none was lost.
+
+        Raises UsageError if chosen shares do not fit the ranks.
+        """
+        assert self.batch_size is not None
+        (rank, ranks), shares = place(self.group, self.mesh), None
+        global_batch = self.batch_size * ranks
+        if dealt is not None:
+            rank, ranks, shares = dealt.rank, len(dealt.members), dealt.shares
+            global_batch = shares.global_batch
+        if self.shares is not None:
+            shares = checked_shares(self.shares, global_batch, ranks)
+        return FormulaOrder(
+            seed=seed,
+            samples=samples,
+            shuffled=bool(self.shuffle),
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            rank=rank,
+            ranks=ranks,
+            source_order=self.source_order,
+            layout=None if data is None or self.source_order == "sample" else data.reader.layout,
+            shares=shares,
+            exact=is_exact(self.mode),
+            mixing=data.mixing if isinstance(data, Mixture) else None,
+        )
+
+
+SAME_NAMES: Final = tuple(
+    each.name
+    for each in fields(LoaderOptions)
+    if each.init and each.name not in ("batched", "length_was_read")
+)
+"""Options that are public attributes of a loader, under the same names."""
+
+
+def pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
+    """Return a function that copies a batch of any structure into page-locked memory, or None."""
+    if not options.pins():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    device = None if accelerator is None else accelerator.type
+    pin_memory: Any = torch.utils.data._utils.pin_memory.pin_memory
+    return lambda data: pin_memory(data, device)

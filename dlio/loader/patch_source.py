@@ -1,0 +1,198 @@
+"""Patches as samples: chunks are read through tiers of their own, and patches cut out of them."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.comm import Communicator
+from dlio.data.chunks import ChunkReader
+from dlio.data.patches import POSITION, VOLUME, PatchOptions, PatchReader, PatchSlice
+from dlio.data.reader import Reader
+from dlio.data.replicas import replicated
+from dlio.data.schema import Buffer
+from dlio.errors import SourceError
+from dlio.loader.contract import Sample, Transform
+from dlio.loader.recipe import Recipe
+from dlio.storage.file_system_kind import file_system_of
+from dlio.storage.mount import Mount, MountOptions, mount
+from dlio.storage.tier_spec import Tiers
+from dlio.util.forks import call_in_child
+
+
+class PatchSource:
+    """The chunks that patches are cut out of, in tiers of their own. Thread-safe.
+
+    Picklable: a copy in another process opens its own files, without tiers. Views of a data set
+    share one; each of their data sets opens and closes it, and the last to close it closes its
+    tiers.
+
+    Args:
+        patches: the formula of places.
+        chunks: reader of the chunks, of one copy of the data set or several.
+    """
+
+    def __init__(self, patches: PatchReader, chunks: Reader) -> None:
+        self.patches = patches
+        self.chunks = chunks
+        self._mount: Mount | None = None
+        self._users = 0
+        self._readers: ThreadPoolExecutor | None = None
+        """Read the chunks of a patch at a time, where each is a request over a network."""
+        call_in_child(self._lose_readers)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_mount": None, "_users": 0, "_readers": None}
+
+    def mount(
+        self, tiers: Tiers | None, comm: Communicator, nodes: int | None, requests: int | None
+    ) -> Mount:
+        """Open the tiers, once; each node keeps all chunks if it has room. Collective."""
+        self._users += 1
+        if self._mount is None:
+            options = MountOptions(layout="auto", requests=requests)
+            self._mount = mount(self.chunks, tiers, comm, nodes, options=options)
+            if file_system_of(self.chunks.path).network:
+                self._readers = ThreadPoolExecutor(self._mount.requests, "dlio-chunks")
+        return self._mount
+
+    def _lose_readers(self) -> None:
+        self._readers = None  # Their threads are the parent's.
+
+    def unmount(self) -> None:
+        """Close the tiers, if nobody else uses it."""
+        self._users -= 1
+        if self._users == 0 and self._mount is not None:
+            if self._readers is not None:
+                self._readers.shutdown(cancel_futures=True)
+                self._readers = None
+            self._mount.close()
+            self._mount = None
+
+    def close(self) -> None:
+        """Close files."""
+        self.chunks.close()
+
+    def cut(self, number: int, seed: int, epoch: int) -> dict[str, Any]:
+        """Return the fields of a patch: arrays, and numbers where a field has no dimensions.
+
+        Raises SourceError if a chunk cannot be read.
+        """
+        cuts, volume, position = self.patches.cuts(number, seed, epoch)
+        values: dict[str, Any] = {}
+        for cut in cuts:
+            part = self._part(cut)
+            values[cut.field] = part if part.ndim else part.item()
+        if len(self.patches.classes) and "label" not in values:
+            values["label"] = int(self.patches.labels[number])
+        if self.patches.on_grid:
+            values.setdefault(POSITION, position)
+            values.setdefault(VOLUME, volume)
+        return values
+
+    def _part(self, cut: PatchSlice) -> npt.NDArray[Any]:
+        """Read the chunks that a part touches, and return it with its padding."""
+        array = cut.array
+        inner = tuple(side.stop - side.start for side in cut.box)
+        # Native order: torch has no other.
+        dtype = array.dtype.newbyteorder("=")
+        out: npt.NDArray[Any] = (
+            np.empty(cut.shape, dtype) if inner == cut.shape else np.full(cut.shape, cut.pad, dtype)
+        )
+        touched = list(array.touched(cut.box))
+        numbers = [cut.first + chunk for chunk, _ in touched]
+        read = map if self._readers is None or len(numbers) == 1 else self._readers.map
+        for (_, whole), data in zip(touched, read(self._chunk, numbers), strict=True):
+            shape = tuple(side.stop - side.start for side in whole)
+            held = np.frombuffer(data, array.dtype.newbyteorder("<")).reshape(shape)
+            taken, given = [], []
+            for side, here, before in zip(cut.box, whole, cut.before, strict=True):
+                low, high = max(side.start, here.start), min(side.stop, here.stop)
+                taken.append(slice(low - here.start, high - here.start))
+                given.append(slice(low - side.start + before, high - side.start + before))
+            out[tuple(given)] = held[tuple(taken)]
+        return out[0] if cut.row else out
+
+    def _chunk(self, sample: int) -> Buffer:
+        if self._mount is None:
+            data: Buffer = self.chunks.read(np.array([sample], np.int64))[0]
+        else:
+            hierarchy = self._mount.hierarchy
+            data, origin = hierarchy.read_one(sample)
+            if origin != "source":  # Reads of the source are counted where they happen.
+                hierarchy.counters.add_bytes(origin, len(data))
+        wanted = int(self.chunks.sizes[sample])
+        if len(data) != wanted:
+            raise SourceError(
+                f"{self.chunks.path}: {self.chunks.name(sample)} has {len(data)} bytes instead of "
+                f"{wanted}: the source has changed since it was opened; open it again"
+            )
+        return data
+
+
+class PatchRecipe(Recipe):
+    """A recipe whose samples are patches. Thread-safe."""
+
+    def __init__(
+        self, reader: Reader, source: PatchSource, transform: Transform | None, seed: int
+    ) -> None:
+        super().__init__(
+            reader,
+            image_size=None,
+            train=False,
+            transform=transform,
+            seed=seed,
+            through_decoded=False,
+            finish=None,
+        )
+        self._source = source
+        self.transform = transform
+
+    @property
+    def is_random(self) -> bool:
+        drawn = self._seeded is not None and self._seeded.drew
+        return self._source.patches.is_random or drawn
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    @property
+    def sample_bytes(self) -> int:
+        return self._source.patches.patch_bytes
+
+    def one(self, epoch: int, sample: int, payload: Buffer) -> Sample:
+        return self.mapped(epoch, sample, payload)[0]
+
+    def mapped(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
+        """Return (sample, seconds in the user's transform): a dictionary of tensors and numbers."""
+        values = self._source.cut(PatchReader.number_of(payload), self._seed, epoch)
+        made: Sample = {
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for name, value in values.items()
+        }
+        if self.transform is None:
+            return made, 0.0
+        return self._apply(self.transform, made, epoch, sample)
+
+
+def open_patches(
+    copies: Sequence[Sequence[Reader]], options: PatchOptions, given: Mapping[str, object]
+) -> PatchSource:
+    """Return the patches of a data set.
+
+    Args:
+        copies: readers of each copy of the data set, which make it up together.
+        options: of the patches.
+        given: the readers' options.
+
+    Raises UsageError if patches do not fit the arrays.
+    """
+    chunks = [ChunkReader(readers) for readers in copies]
+    files = given.get("samples") == "files" or all(
+        bool(getattr(reader, "files_are_samples", False)) for reader in copies[0]
+    )
+    return PatchSource(PatchReader(chunks[0], options, files), replicated(chunks))

@@ -1,0 +1,114 @@
+"""Partners of samples for mixtures of batches, the same on any number of ranks.
+
+The partner of a sample is the one before it in the step's global batch, which every rank computes
+alone. Where another rank has the partner, it is read and decoded once more here. With one node, and
+in mode `global`, a rank's samples follow each other: that is one image a step. In mode `batch` on
+several nodes most partners are elsewhere.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.schema import Buffer
+from dlio.errors import CorruptBlock, SourceError
+from dlio.loader.recipe import Recipe
+from dlio.plan.order import Order
+
+_I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPartners:
+    """The partners of one batch's samples."""
+
+    partners: _I64
+    """Partner of each sample; shape (n,)."""
+    fetch: Callable[[int], Buffer]
+    """Reads the payload of a sample of another rank."""
+    skip: bool
+    """Mix a sample with itself if its partner cannot be read or decoded."""
+
+    def of(self, chosen: Sequence[int]) -> "BatchPartners":
+        """Return the partners of some of the samples, by their numbers in the batch."""
+        return replace(self, partners=self.partners[list(chosen)])
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPartners:
+    """The partners of all samples of a pass.
+
+    Args, in addition to those of `BatchPartners`:
+        order: of the pass.
+        position: at which step 0 begins.
+        end: positions of the pass.
+    """
+
+    order: Order
+    position: int
+    end: int
+    global_batch: int
+    fetch: Callable[[int], Buffer]
+    skip: bool
+
+    def pairs(self, step: int, samples: _I64) -> BatchPartners:
+        """Return the partners of a rank's samples in a step.
+
+        Cost O(n) for an order that is a formula alone, otherwise O(global batch).
+        """
+        first = self.position + step * self.global_batch
+        last = min(first + self.global_batch, self.end)
+        if type(self.order) is Order:
+            before = self.order.positions(samples) - 1
+            before[before < first] = last - 1
+            return BatchPartners(self.order.samples(before), self.fetch, self.skip)
+        # Others may be longer than their formula, or have a sample twice.
+        everyone = self.order.samples(np.arange(first, last, dtype=np.int64))
+        by_sample = np.argsort(everyone, kind="stable")
+        places = by_sample[np.searchsorted(everyone, samples, sorter=by_sample)]
+        return BatchPartners(everyone[places - 1], self.fetch, self.skip)
+
+
+def decode_partners(
+    pairs: BatchPartners,
+    recipe: Recipe,
+    epoch: int,
+    samples: _I64,
+    make: Callable[[int, int, npt.NDArray[np.float64]], int],
+    labels: _I64,
+) -> tuple[_I64, _I64, _I64]:
+    """Decode the partners that are not among a batch's samples into the rows behind them.
+
+    Args:
+        pairs: of the samples.
+        samples: shape (n,).
+        make: makes an image, called with (row, sample, the sample's row of `Decoder.draw`), and
+            returns its label; its errors leave the row as it is.
+        labels: shape (n,).
+
+    Returns: (labels of the samples and of m partners, the m partners, the image of each sample's
+    partner).
+
+    Raises as `Recipe.one`.
+    """
+    count, wanted = len(samples), pairs.partners.tolist()
+    row = {sample: k for k, sample in reversed(list(enumerate(samples.tolist())))}
+    missing = [sample for sample in dict.fromkeys(wanted) if sample not in row]
+    uniforms = recipe.decoder.draw(epoch, np.array(missing, np.int64))
+    extra: list[int] = []
+    more: list[int] = []
+    for sample, own in zip(missing, uniforms, strict=True):
+        at = count + len(extra)
+        try:
+            more.append(make(at, sample, own))
+        except (SourceError, CorruptBlock):
+            if not pairs.skip:
+                raise
+            continue
+        row[sample] = at
+        extra.append(sample)
+    rows = [row.get(sample, k) for k, sample in enumerate(wanted)]
+    labels = np.concatenate([labels, np.array(more, np.int64)])
+    return labels, np.array(extra, np.int64), np.array(rows, np.int64)

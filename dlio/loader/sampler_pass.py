@@ -1,0 +1,244 @@
+"""Passes that follow a sampler or an iterable data set, and how they are resumed."""
+
+import base64
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from dlio.errors import UsageError
+from dlio.loader.contract import Index, IndexBatches, Indices, State
+
+SAMPLER_KIND: Final = "sampler"
+_FORMAT: Final = 2
+
+
+def sampler_state(epoch: int, batches: int, consumed: int) -> State:
+    """Return the part of a state that all passes have which do not follow a formula.
+
+    Args:
+        batches: handed out.
+        consumed: samples in them.
+    """
+    return {
+        "format": _FORMAT,
+        "kind": SAMPLER_KIND,
+        "epoch": epoch,
+        "batches": batches,
+        "consumed": consumed,
+    }
+
+
+@runtime_checkable
+class _StatefulSampler(Protocol):
+    """A sampler that saves and restores its own state, as torchdata's do."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> object: ...
+
+
+class SamplerPass:
+    """The batches that a sampler yields.
+
+    How a pass is resumed in the middle depends on the sampler: one with `state_dict` restores its
+    own state; torch's DistributedSampler is recomputed, for any number of ranks; with any other
+    sampler the random numbers that it drew are drawn again and the batches handed out are skipped.
+
+    Args:
+        sampler: yields indices.
+        batch_sampler: torch's own over `sampler`, or a user's; None without batching.
+        generator: source of the sampler's random numbers; None for torch's global one.
+        state: state of an earlier pass to continue; None to begin a new pass.
+        draws_seed: draw a base seed before the sampler draws, as torch's loader does.
+    """
+
+    def __init__(
+        self,
+        sampler: Indices,
+        batch_sampler: IndexBatches | None,
+        generator: torch.Generator | None,
+        epoch: int,
+        state: State | None,
+        draws_seed: bool,
+    ) -> None:
+        self.epoch = epoch
+        # torch's own batches over the sampler can begin at any index; a user's cannot.
+        self._own = batch_sampler if type(batch_sampler) is BatchSampler else None
+        self._sampler: Indices = sampler if self._own is None else self._own.sampler
+        self._whole: Iterable[Any] = self._sampler if batch_sampler is None else batch_sampler
+        self._stateful = self._sampler if isinstance(self._sampler, _StatefulSampler) else None
+        self._distributed: DistributedSampler[Any] | None = None
+        if self._own is not None and type(self._sampler) is DistributedSampler:
+            self._distributed = self._sampler
+        self._generator = generator or getattr(self._sampler, "generator", None)
+        self._state = state or {}
+        self._batches = int(self._state.get("batches", 0))
+        self._samples = int(self._state.get("consumed", 0))
+        self._drawn: deque[tuple[int, Any]] = deque()
+        self._sampler_state = self._state.get("sampler")
+        self._rng = self._state.get("rng")
+        self._draws_seed = bool(self._state.get("seeded", draws_seed))
+        if self._rng is not None:
+            if self._generator is not None:
+                self._generator.set_state(_decoded(self._rng))
+        elif self._distributed is None and self._stateful is None:
+            self._rng = _encoded(self._random_state())
+        if isinstance(self._sampler, DistributedSampler) and "sampler_epoch" in self._state:
+            self._sampler.set_epoch(int(self._state["sampler_epoch"]))
+
+    @property
+    def steps(self) -> int | None:
+        try:
+            return self._count()
+        except TypeError:  # A sampler without a length.
+            return None
+
+    def __iter__(self) -> Iterator[Index]:
+        for batch in self._indices():
+            count = len(batch) if isinstance(batch, Sequence) else 1
+            state = None if self._stateful is None else self._stateful.state_dict()
+            self._drawn.append((count, state))
+            yield batch
+
+    def consumed(self) -> None:
+        self._batches += 1
+        if self._drawn:
+            count, state = self._drawn.popleft()
+            self._samples += count
+            if state is not None:
+                self._sampler_state = state
+
+    def state(self) -> State:
+        state = sampler_state(self.epoch, self._batches, self._samples)
+        state["seeded"] = self._draws_seed
+        if self._stateful is not None and self._sampler_state is not None:
+            state["sampler"] = self._sampler_state
+        elif self._distributed is not None:
+            before = int(self._state.get("ranks_consumed", 0))
+            now = self._samples - int(self._state.get("consumed", 0))
+            state["ranks_consumed"] = before + now * self._distributed.num_replicas
+            state["sampler_epoch"] = self._distributed.epoch
+        elif self._rng is not None:
+            state["rng"] = self._rng
+        return state
+
+    def next_state(self) -> State:
+        state = sampler_state(self.epoch + 1, 0, 0)
+        if self._generator is not None:
+            state["rng"] = _encoded(self._generator.get_state())
+        return state
+
+    def _count(self) -> int:
+        if self._batches and self._own is not None:
+            if self._distributed is not None:
+                left = len(self._remaining(self._distributed))
+            else:
+                left = _length(self._sampler) - self._samples
+            size = self._own.batch_size
+            return left // size if self._own.drop_last else -(-left // size)
+        return _length(self._whole) - self._batches
+
+    def _indices(self) -> Iterator[Index]:
+        if self._stateful is not None and self._state.get("sampler") is not None:
+            self._stateful.load_state_dict(self._state["sampler"])
+            return iter(self._whole)
+        if not self._state.get("batches") and not self._state.get("ranks_consumed"):
+            if self._state.get("rng") is None or self._generator is not None:
+                return iter(self._whole)
+            return self._replayed(iter(self._whole))
+        if self._own is None:
+            return self._replayed(itertools.islice(iter(self._whole), self._batches, None))
+        if self._distributed is not None:
+            rest: Iterable[int] = self._remaining(self._distributed)
+        else:
+            rest = self._replayed(itertools.islice(self._sampler, self._samples, None))
+        return iter(BatchSampler(rest, self._own.batch_size, self._own.drop_last))
+
+    def _replayed(self, indices: Iterator[Index]) -> Iterator[Index]:
+        """`indices`, whose first draw is from the random numbers of the state."""
+        if self._generator is not None or self._rng is None:
+            yield from indices
+            return
+        now = torch.get_rng_state()
+        torch.set_rng_state(_decoded(self._rng))
+        try:
+            if self._draws_seed:
+                torch.empty((), dtype=torch.int64).random_()
+            first = list(itertools.islice(indices, 1))
+        finally:
+            torch.set_rng_state(now)
+        yield from first
+        yield from indices
+
+    def _remaining(self, sampler: "DistributedSampler[Any]") -> list[int]:
+        """This rank's part of the samples that no rank of a DistributedSampler has consumed."""
+        count = _length(sampler.dataset)
+        if sampler.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(sampler.seed + sampler.epoch)
+            whole = torch.randperm(count, generator=generator).tolist()
+        else:
+            whole = list(range(count))
+        rest = whole[int(self._state.get("ranks_consumed", 0)) :]
+        ranks = sampler.num_replicas
+        if sampler.drop_last:
+            rest = rest[: len(rest) - len(rest) % ranks]
+        elif rest and len(rest) % ranks:
+            missing = ranks - len(rest) % ranks
+            rest += (whole * -(-missing // count))[:missing]
+        return rest[sampler.rank :: ranks]
+
+    def _random_state(self) -> torch.Tensor:
+        if self._generator is not None:
+            return self._generator.get_state()
+        return torch.get_rng_state()
+
+
+class BatchesPass:
+    """A pass over an iterable data set: batches are counted, and skipped to resume.
+
+    Args:
+        state: of an earlier pass to continue; None to begin.
+        steps: batches of the pass; None if that is unknown.
+    """
+
+    def __init__(self, epoch: int, state: State | None, steps: int | None = None) -> None:
+        self.steps = steps
+        self.epoch = epoch
+        self.skip = int((state or {}).get("batches", 0))
+        self._batches = self.skip
+
+    def __iter__(self) -> Iterator[None]:
+        return itertools.repeat(None)
+
+    def consumed(self) -> None:
+        self._batches += 1
+
+    def state(self) -> State:
+        return sampler_state(self.epoch, self._batches, 0)
+
+    def next_state(self) -> State:
+        return sampler_state(self.epoch + 1, 0, 0)
+
+
+def _length(whole: object) -> int:
+    """`len`, which torch promises of samplers and data sets without saying so in their types."""
+    if isinstance(whole, Sized):
+        return len(whole)
+    raise TypeError(f"{type(whole).__name__} has no length")
+
+
+def _encoded(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decoded(text: Any) -> torch.Tensor:
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (TypeError, ValueError) as error:
+        raise UsageError("loader state with damaged random numbers") from error
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

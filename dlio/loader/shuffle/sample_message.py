@@ -1,0 +1,150 @@
+"""The message that carries samples from one rank to another: a table, then payloads.
+
+    table     per sample: u64 bytes in this message, u64 xxh3_64 of the payload   (little-endian)
+    payloads  one after another, in the order that both sides planned
+
+A payload travels as it is stored: as LZ4 where a tier holds it compressed. The receiver recognises
+that by its size, which is less than the data set's index says. A sample that the sender could not
+read has 2^64 - 1 as its size and no payload; the receiver reads it from the source itself. Payloads
+are read into the message's memory, used there, and checked by whoever uses them: nothing is copied
+in between and nothing is hashed twice.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dlio.data.schema import Buffer
+from dlio.errors import CorruptBlock
+from dlio.storage.scratch import decompress_exactly
+from dlio.util.buffer_pool import BufferPool, PoolStatistics
+from dlio.util.memory import new_memory
+
+ENTRY_BYTES: Final = 16
+"""Bytes of a sample's entry in the table."""
+_ABSENT: Final = 2**64 - 1
+_MOST_SPARE: Final = 64
+_SLACK: Final = 4.0
+"""Memory is used again for messages of at least 1/_SLACK of its size."""
+_HEADROOM: Final = 0.25
+"""Messages of one size vary by about this share."""
+
+
+def message_bytes(sizes: npt.NDArray[np.int64]) -> int:
+    """Return the most bytes that a message with payloads of these sizes can have."""
+    return int(sizes.sum()) + ENTRY_BYTES * len(sizes)
+
+
+def pack_message(
+    message: npt.NDArray[np.uint8],
+    sizes: npt.NDArray[np.int64],
+    read: Callable[[int, memoryview], tuple[int, int] | None],
+) -> npt.NDArray[np.uint8]:
+    """Fill a message and return the part of it that is to be sent.
+
+    Args:
+        message: memory of `message_bytes(sizes)`.
+        sizes: payload bytes; shape (samples,).
+        read: puts payload k, as it is stored, at the beginning of the memory it is given, which
+            has the payload's size. Returns (bytes put there, xxh3_64 of the payload), None where
+            it cannot be read.
+    """
+    table = message[: ENTRY_BYTES * len(sizes)].view("<u8").reshape(-1, 2)
+    view, at = message.data, ENTRY_BYTES * len(sizes)
+    for k, size in enumerate(sizes.tolist()):
+        entry = read(k, view[at : at + size])
+        table[k] = (_ABSENT, 0) if entry is None else entry
+        at += 0 if entry is None else entry[0]
+    return message[:at]
+
+
+@dataclass(frozen=True, slots=True)
+class UncheckedPayload:
+    """A payload as it arrived, not checked yet."""
+
+    stored: memoryview
+    """Its bytes in the message, compressed if fewer than `size`."""
+    size: int
+    """Bytes of the payload."""
+    digest: int
+    """xxh3_64 of the payload."""
+
+    def open(self) -> Buffer | None:
+        """Return the payload, None if it differs from the one that was sent."""
+        payload = self.stored
+        if len(payload) != self.size:
+            payload = new_memory(self.size)
+            try:
+                decompress_exactly(self.stored, payload)
+            except CorruptBlock:
+                return None
+        return payload if xxhash.xxh3_64_intdigest(payload) == self.digest else None
+
+
+def pack_payloads(payloads: Sequence[Buffer | None]) -> npt.NDArray[np.uint8]:
+    """Return a message of payloads whose sizes the receiver does not know; None is absent."""
+    head = ENTRY_BYTES * len(payloads)
+    message = np.zeros(head + sum(len(each) for each in payloads if each is not None), np.uint8)
+    table, at = message[:head].view("<u8").reshape(-1, 2), head
+    for k, payload in enumerate(payloads):
+        if payload is None:
+            table[k] = (_ABSENT, 0)
+            continue
+        table[k] = (len(payload), xxhash.xxh3_64_intdigest(payload))
+        message[at : at + len(payload)] = np.frombuffer(payload, np.uint8)
+        at += len(payload)
+    return message
+
+
+def unpack_message(
+    message: Buffer, sizes: npt.NDArray[np.int64] | int
+) -> list[UncheckedPayload | None]:
+    """Return the payloads in a message, as views of its memory.
+
+    A payload that is absent is None, and so are all from the first on that contradicts `sizes`.
+
+    Args:
+        sizes: payload bytes by the reader's index; shape (samples,). Of a message of
+            `pack_payloads`, the number of its samples.
+    """
+    count = sizes if isinstance(sizes, int) else len(sizes)
+    whole = np.frombuffer(message, np.uint8)
+    if len(whole) < ENTRY_BYTES * count:
+        return [None] * count
+    table = whole[: ENTRY_BYTES * count].view("<u8").reshape(-1, 2)
+    if isinstance(sizes, int):
+        sizes = table[:, 0].astype(np.int64)
+    view, at = whole.data, ENTRY_BYTES * count
+    payloads: list[UncheckedPayload | None] = []
+    for (stored, digest), size in zip(table.tolist(), sizes.tolist(), strict=True):
+        if stored == _ABSENT:
+            payloads.append(None)
+            continue
+        if stored > size or at + stored > len(view):
+            break
+        payloads.append(UncheckedPayload(view[at : at + stored], size, digest))
+        at += stored
+    return payloads + [None] * (len(sizes) - len(payloads))
+
+
+class MessageMemory:
+    """Memory of messages, used again once nobody refers to a message or a part of it. Thread-safe.
+
+    The payloads of a message are used in its memory, each by another decode thread, so it has as
+    many holders as samples.
+    """
+
+    def __init__(self) -> None:
+        self._pool = BufferPool(_MOST_SPARE, slack=_SLACK, headroom=_HEADROOM)
+
+    def take(self, count: int) -> npt.NDArray[np.uint8]:
+        """Return `count` uninitialised bytes, aligned to eight; shape (count,)."""
+        return self._pool.lend(count)
+
+    def statistics(self) -> PoolStatistics:
+        """Count the memory that is in use and that is spare."""
+        return self._pool.statistics()

@@ -1,0 +1,43 @@
+"""The ranks that share a loader's batches once some have been lost."""
+
+from dataclasses import dataclass, replace
+
+from dlio.loader.passes import FormulaOrder
+from dlio.plan.rank_shares import RankShares
+
+
+@dataclass(frozen=True, slots=True)
+class Survivors:
+    """The ranks that are left."""
+
+    members: tuple[int, ...]
+    """Number of each when the data set was mounted."""
+    me: int
+    """Number of this rank, which is one of them."""
+    shares: RankShares
+    """Samples of each in a step."""
+
+    @property
+    def rank(self) -> int:
+        """Place of this rank among them."""
+        return self.members.index(self.me)
+
+
+@dataclass(frozen=True, slots=True)
+class InterruptedEpoch:
+    """An epoch of an inexact mode in which ranks were lost: it goes on as it was planned."""
+
+    order: FormulaOrder
+    """Its order as it was before this loss."""
+    begun: tuple[int, ...]
+    """Number of each rank that began it."""
+
+    def shared(self, dealt: Survivors) -> FormulaOrder:
+        """Return its order as the ranks share it that are left."""
+        numbers = {member: rank for rank, member in enumerate(self.begun)}
+        return replace(
+            self.order,
+            rank=numbers.get(dealt.me, -1),
+            left=tuple(numbers[each] for each in dealt.members if each in numbers),
+            members=self.begun,
+        )

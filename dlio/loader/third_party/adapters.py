@@ -1,0 +1,257 @@
+"""Data sets of other libraries that dlio understands, and reads through its tiers.
+
+These are torchvision's ImageFolder and DatasetFolder with torchvision's own image loader, Hugging
+Face `datasets` of images, and torch's Subset and ConcatDataset of those, and of data sets of
+`dlio.open`. They are recognised by
+the names of their classes, so that neither torchvision nor `datasets` need be installed.
+"""
+
+import io
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.reader import Reader, open_reader
+from dlio.data.schema import Buffer
+from dlio.data.selection import SelectionReader
+from dlio.errors import DecodeError, SourceError
+from dlio.loader.contract import Sample, UserDataset
+from dlio.loader.dataset import Dataset
+from dlio.loader.opened import open_dataset
+from dlio.loader.third_party.huggingface import ImageSet, is_image_set
+from dlio.storage.tier_spec import Tiers
+
+_Part = tuple[UserDataset, npt.NDArray[np.int64] | None]
+"""(whole data set, indices into it); None for all of it."""
+
+
+class AdaptedDataset(Protocol):
+    """A data set of another library, as dlio reads it."""
+
+    @property
+    def reader(self) -> Reader:
+        """A reader of the same samples in the same order."""
+
+    @property
+    def functions(self) -> list[object]:
+        """The user's functions of samples, which may draw random numbers."""
+
+    def finished(self, payload: Buffer, sample: int) -> Sample:
+        """Return the result of the data set's own `[i]`, from bytes that have been read."""
+
+
+def read_by_dlio(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> Dataset | None:
+    """Return a map-style data set as dlio reads it; None if torch's way is to be taken.
+
+    With `tiers`, the samples of a data set that dlio does not understand are kept in them too.
+
+    Args:
+        seed: of the random numbers of transforms; None for 0.
+    """
+    dataset = adapted(data, tiers, seed)
+    if dataset is None and tiers is not None:
+        return open_dataset(data, tiers=tiers, image_size=None)
+    return dataset
+
+
+def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> Dataset | None:
+    """Return a data set of another library as dlio reads it; None for one it cannot read."""
+    parts = _parts(data)
+    if parts is None:
+        return None
+    wholes: list[UserDataset] = []
+    for whole, _ in parts:
+        if all(whole is not each for each in wholes):
+            wholes.append(whole)
+    if isinstance(wholes[0], Dataset):
+        return _part_of_own(parts, wholes, tiers)
+    known = _all_understood(wholes)
+    if known is None:
+        return None
+    readers = [each.reader for each in known]
+    numbers = [next(k for k, w in enumerate(wholes) if w is whole) for whole, _ in parts]
+    if len(parts) == 1 and parts[0][1] is None:
+        view: Reader = readers[0]
+        owners = np.zeros(len(view), np.int64)
+        inner = np.arange(len(view), dtype=np.int64)
+    else:
+        picked = [
+            np.arange(len(readers[n]), dtype=np.int64) if chosen is None else chosen
+            for n, (_, chosen) in zip(numbers, parts, strict=True)
+        ]
+        owners = np.repeat(np.array(numbers, np.int64), [len(part) for part in picked])
+        inner = np.concatenate(picked) if picked else np.empty(0, np.int64)
+        view = SelectionReader(readers, owners, inner)
+    return Dataset(
+        view,
+        tiers=tiers,
+        image_size=None,
+        train=False,
+        transform=None,
+        seed=seed or 0,
+        on_error="stop",
+        finish=_SampleTransform(known, owners, inner),
+    )
+
+
+class _SampleTransform:
+    """Makes samples as the data sets of other libraries do."""
+
+    def __init__(
+        self,
+        known: Sequence[AdaptedDataset],
+        owners: npt.NDArray[np.int64],
+        inner: npt.NDArray[np.int64],
+    ) -> None:
+        self._known, self._owners, self._inner = known, owners, inner
+        self.functions: Sequence[object] = [
+            function for each in known for function in each.functions
+        ]
+
+    def __call__(self, payload: Buffer, sample: int, /) -> Sample:
+        owner = self._known[int(self._owners[sample])]
+        return owner.finished(payload, int(self._inner[sample]))
+
+
+def _part_of_own(
+    parts: list[_Part], wholes: list[UserDataset], tiers: Tiers | None
+) -> Dataset | None:
+    """Return chosen samples of data sets of `dlio.open`, decoded as there and in tiers like theirs.
+
+    None for samples of several that are decoded in different ways.
+    """
+    own = [each for each in wholes if isinstance(each, Dataset)]
+    first = own[0]
+    if len(own) < len(wholes) or not all(first.reads_like(each) for each in own):
+        return None
+    owners, indices = [], []
+    for whole, chosen in parts:
+        number = next(k for k, each in enumerate(wholes) if each is whole)
+        picked = np.arange(len(whole)) if chosen is None else chosen % len(whole)
+        indices.append(picked)
+        owners.append(np.full(len(picked), number, np.int64))
+    view = SelectionReader(
+        [each.reader for each in own], np.concatenate(owners), np.concatenate(indices)
+    )
+    return first.with_reader(view, tiers)
+
+
+def _all_understood(wholes: list[UserDataset]) -> list[AdaptedDataset] | None:
+    """Whole data sets of one schema as dlio reads them; None, and all closed, if one is not."""
+    known: list[AdaptedDataset] = []
+    for whole in wholes:
+        understood = _understood(whole)
+        if understood is not None:
+            known.append(understood)
+        if understood is None or understood.reader.schema != known[0].reader.schema:
+            for opened in known:
+                opened.reader.close()
+            return None
+    return known
+
+
+def _parts(data: UserDataset) -> list[_Part] | None:
+    """The parts of a data set in the order of its indices; None if one is of an unknown class."""
+    if isinstance(data, Dataset) or _is_folder(data) or is_image_set(data):
+        return [(data, None)]
+    names = {(each.__module__.split(".")[0], each.__name__) for each in [type(data)]}
+    if names == {("torch", "Subset")}:
+        inner = _parts(data.dataset)
+        if inner is None:
+            return None
+        return _picked(inner, np.asarray(data.indices, np.int64))
+    if names == {("torch", "ConcatDataset")}:
+        parts: list[_Part] = []
+        for each in data.datasets:
+            inner = _parts(each)
+            if inner is None:
+                return None
+            parts += inner
+        return parts
+    return None
+
+
+def _picked(parts: list[_Part], indices: npt.NDArray[np.int64]) -> list[_Part]:
+    """The parts that a Subset's indices pick, in their order."""
+    numbers = [
+        np.arange(len(whole), dtype=np.int64) if chosen is None else chosen
+        for whole, chosen in parts
+    ]
+    owner = np.repeat(np.arange(len(numbers)), [len(part) for part in numbers])[indices]
+    inner = np.concatenate(numbers)[indices]
+    edges = np.flatnonzero(np.diff(owner)) + 1
+    runs = zip(np.split(owner, edges), np.split(inner, edges), strict=True)
+    return [(parts[int(o[0])][0], i) for o, i in runs if len(o)]
+
+
+def _understood(data: UserDataset) -> AdaptedDataset | None:
+    """A whole data set as dlio reads it; None if dlio would read other samples."""
+    try:
+        if is_image_set(data):
+            return ImageSet(data)
+        reader = _reader_of(data)
+    except SourceError:
+        return None
+    return None if reader is None else _TorchvisionFolder(data, reader)
+
+
+def holds_own(data: UserDataset) -> bool:
+    """True for a data set of `dlio.open`, and for torch's Subset and ConcatDataset of such."""
+    inner = getattr(data, "datasets", None) or [getattr(data, "dataset", None)]
+    return isinstance(data, Dataset) or any(each is not None and holds_own(each) for each in inner)
+
+
+def _is_folder(data: UserDataset) -> bool:
+    """True for torchvision's ImageFolder or DatasetFolder of images, unmodified."""
+    kinds = [(each.__module__, each.__name__) for each in type(data).__mro__]
+    ours = ("torchvision.datasets.folder", "DatasetFolder")
+    if ours not in kinds:
+        return False
+    loader = getattr(data, "loader", None)
+    plain = type(data).__getitem__.__qualname__ == "DatasetFolder.__getitem__"
+    return plain and getattr(loader, "__name__", "") in ("default_loader", "pil_loader")
+
+
+def _reader_of(folder: Any) -> Reader | None:
+    """A reader of the same files in the same order; None if dlio lists other files."""
+    reader = open_reader(str(folder.root))
+    if reader.format != "folder":
+        reader.close()
+        return None
+    names = [reader.name(sample) for sample in range(len(reader))]
+    labels = [int(label) for label in reader.labels]
+    same = len(names) == len(folder.samples) and all(
+        path.endswith(name) and label == number
+        for (path, number), name, label in zip(folder.samples, names, labels, strict=True)
+    )
+    if not same:
+        reader.close()
+        return None
+    return reader
+
+
+class _TorchvisionFolder:
+    def __init__(self, folder: Any, reader: Reader) -> None:
+        self._folder = folder
+        self.reader = reader
+        self.functions: list[object] = [folder.transform, folder.target_transform]
+
+    def finished(self, payload: Buffer, sample: int) -> Sample:
+        from PIL import Image
+
+        folder = self._folder
+        values = self.reader.schema.split(payload)
+        try:
+            with Image.open(io.BytesIO(values["image"])) as image:
+                picture: Any = image.convert("RGB")
+        except OSError as error:
+            name = self.reader.name(sample)
+            raise DecodeError(f"{name} cannot be decoded: {error}") from error
+        if folder.transform is not None:
+            picture = folder.transform(picture)
+        target = folder.samples[sample][1]
+        if folder.target_transform is not None:
+            target = folder.target_transform(target)
+        return picture, target

@@ -1,0 +1,384 @@
+"""The engine for any map-style data set: the work of torch's worker processes, done by threads.
+
+A sample is the unit of work where the data set has no `__getitems__`, so one slow sample delays
+no other batch; batches come out in order. Exceptions, collate_fn, pinning and timeouts follow
+torch's contract. `get_worker_info()` is true in each thread.
+
+Whatever a user's function raises comes in its batch's place, SystemExit and CancelledError
+included: an exception that ended a thread would leave the loop waiting for its batch.
+"""
+
+import copy
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+import torch
+from torch._utils import ExceptionWrapper
+
+from dlio.errors import DlioError
+from dlio.loader.batch_stream import BatchResult, BatchStream, PassCounters, RunningPass
+from dlio.loader.contract import BatchData, CollateFn, UserDataset
+from dlio.loader.loader_options import LoaderOptions, pinning
+from dlio.loader.passes import Pass
+from dlio.loader.trace import Spans
+from dlio.loader.worker_info import clear_worker_info, set_worker_info
+from dlio.storage.mount import Mount
+from dlio.util.threads import Workers
+
+_POLL_S: Final = 0.2
+_PARTS: Final = 4
+"""Tasks of a batch for each thread, so that they end together."""
+
+
+class ThreadEngine:
+    """Makes batches by threads that ask a map-style data set."""
+
+    def __init__(self) -> None:
+        self.base_seed: int | None = None
+        """torch's base seed as it was drawn last; thread k has `base_seed` + k."""
+        self._kept: UserDataset = None
+        """The data set as it was in the first pass of persistent workers."""
+
+    def begin(
+        self,
+        options: LoaderOptions,
+        dataset: UserDataset,
+        collate: CollateFn,
+        threads: int,
+        mounted: Mount | None,
+        batches: Pass,
+        spans: Spans | None,
+        draws_seed: bool = True,
+    ) -> RunningPass:
+        """Begin the work of a pass.
+
+        Args:
+            dataset: to ask: the loader's own, or dlio's view of it.
+            mounted: tiers behind the data set, for the counts.
+            draws_seed: False if the base seed of this pass has been drawn.
+        """
+        factor = 2 if options.prefetch_factor is None else max(1, options.prefetch_factor)
+        if options.persistent_workers and dataset is options.dataset:
+            dataset = self._kept = _copied(dataset) if self._kept is None else self._kept
+        work = _BatchWork(
+            dataset=dataset,
+            collate=collate,
+            batched=options.batched,
+            threads=threads,
+            ahead=threads * factor,
+            in_order=options.in_order,
+            timeout_s=options.timeout,
+            skip=options.on_error == "skip",
+            pin=pinning(options),
+            init=options.worker_init_fn,
+            seed=self.draw_base_seed(options) if draws_seed else self.base_seed or 0,
+        )
+        stats = PassCounters(None if mounted is None else mounted.hierarchy, threads, "threads")
+        feed = _feed(work, batches, stats, spans)
+        next(feed)
+        return RunningPass(batches, stats, feed, spans, workers=work.running)
+
+    def draw_base_seed(self, options: LoaderOptions) -> int:
+        """Draw the base seed that torch's loader draws before a sampler draws its numbers.
+
+        Persistent workers keep theirs. Returns the seed in force.
+        """
+        if self.base_seed is None or not options.persistent_workers:
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=options.generator)
+            self.base_seed = int(drawn.item())
+        return self.base_seed
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchWork:
+    """The work on a batch's indices."""
+
+    dataset: UserDataset
+    collate: CollateFn
+    batched: bool
+    """True if an item of the pass is a list of indices, to be collated; otherwise it is one."""
+    threads: int
+    ahead: int
+    """Batches under way at a time."""
+    in_order: bool
+    timeout_s: float
+    """For one batch; 0 waits without end."""
+    skip: bool
+    """Leave out samples for which the data set raises."""
+    pin: Callable[[BatchData], BatchData] | None
+    init: Callable[[int], None] | None
+    """Called in each thread before its first sample."""
+    seed: int
+    """torch's base seed."""
+    running: list[threading.Thread] = field(default_factory=list)
+    """The threads, once they run."""
+
+
+@dataclass(slots=True)
+class _ThreadBatch:
+    indices: Any
+    """As the sampler has yielded them."""
+    numbers: list[Any]
+    """The same, one for each sample."""
+    samples: Any
+    """A list; or a collection of any type, from a data set's `__getitems__`."""
+    left: int
+    """Tasks that are not done yet."""
+    failed: dict[int, BaseException] = field(default_factory=dict)
+    """Error of each slot that failed; slot -1 is the whole batch."""
+    data: BatchData = None
+    done: bool = False
+    is_drawn: bool = True
+    """False for an error of the sampler, which stands for no batch."""
+
+
+def _feed(work: _BatchWork, batches: Pass, stats: PassCounters, spans: Spans | None) -> BatchStream:
+    """Yield the batches of a pass, and the exceptions that torch's workers would raise."""
+    indices = iter(batches)
+    with _ThreadPass(work, stats, spans) as threads:
+        exhausted = False
+
+        def submit() -> bool:
+            while threads.under_way < work.ahead:
+                try:
+                    drawn = next(indices)
+                except StopIteration:
+                    return True
+                except Exception as error:
+                    # The batches that were drawn before it come first.
+                    threads.submit_error(error, is_drawn=False)
+                    return True
+                threads.submit(drawn)
+            return False
+
+        exhausted = submit()
+        yield None
+        while threads.under_way:
+            batch = threads.take()
+            if batch is None:
+                error = RuntimeError(f"DataLoader timed out after {work.timeout_s:g} seconds")
+                yield BatchResult(None, 0, None, error, in_place=False)
+                continue
+            if not exhausted:
+                exhausted = submit()
+            fed = _fed(batch, work)
+            del batch
+            if fed is None:
+                batches.consumed()  # All its samples are left out: there is nothing to hand over.
+                continue
+            yield fed
+            del fed
+
+
+def _fed(batch: _ThreadBatch, work: _BatchWork) -> BatchResult | None:
+    numbers = batch.numbers
+    count = len(numbers)
+    if batch.failed and (not work.skip or -1 in batch.failed):
+        first = min(batch.failed)
+        return BatchResult(None, count, numbers, batch.failed[first], in_place=batch.is_drawn)
+    if batch.failed:
+        numbers = [n for k, n in enumerate(numbers) if k not in batch.failed]
+        if not numbers:
+            return None
+    data, batch.data = batch.data, None
+    return BatchResult(data, len(numbers), numbers)
+
+
+class _ThreadPass:
+    """The threads of one pass and their batches. Owner: the feed, which closes it."""
+
+    def __init__(self, work: _BatchWork, stats: PassCounters, spans: Spans | None) -> None:
+        self._work, self._stats, self._spans = work, stats, spans
+        self._tasks: queue.SimpleQueue[tuple[_ThreadBatch, range] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._waiting: deque[_ThreadBatch] = deque()
+        together = getattr(work.dataset, "__getitems__", None)
+        self._together = together if work.batched and together else None
+        self._workers = Workers("dlio-fetch", self._run, work.threads, wake=self._wake)
+        self._workers.start()
+        work.running.extend(self._workers.threads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._workers.close()
+
+    def _wake(self) -> None:
+        for _ in range(len(self._workers)):
+            self._tasks.put(None)
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def under_way(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, indices: Any) -> None:
+        """Queue the samples of a batch."""
+        numbers = [indices]
+        if self._work.batched:
+            try:
+                numbers = list(indices)
+            except Exception as error:
+                self.submit_error(error)
+                return
+            if not isinstance(indices, Sized):
+                indices = numbers  # An iterator, which is used up.
+        count = len(numbers)
+        batch = _ThreadBatch(indices, numbers, [None] * count, 0)
+        size = max(1, count // (_PARTS * self._work.threads))
+        if self._together is not None or not count:
+            size = max(1, count)
+        parts = [range(at, min(at + size, count)) for at in range(0, max(1, count), size)]
+        batch.left = len(parts)
+        with self._changed:
+            self._waiting.append(batch)
+        for part in parts:
+            self._tasks.put((batch, part))
+
+    def submit_error(self, error: BaseException, is_drawn: bool = True) -> None:
+        """Queue an error in place of a batch, or after the last one."""
+        failed = _ThreadBatch(None, [], [], 0, failed={-1: error}, done=True, is_drawn=is_drawn)
+        with self._changed:
+            self._waiting.append(failed)
+
+    def take(self) -> _ThreadBatch | None:
+        """Return the next batch that is done: the oldest one, unless any order will do.
+
+        None if it is not done after `timeout_s`; a later call goes on waiting for it. Raises
+        DlioError if the loader is closed meanwhile, or if no thread is left to finish it.
+        """
+        deadline = time.monotonic() + self._work.timeout_s
+        with self._changed:
+            while True:
+                ready = self._first_done()
+                if ready is not None:
+                    self._waiting.remove(ready)
+                    return ready
+                self._changed.wait(_POLL_S)
+                if self._workers.stopping.is_set():
+                    raise DlioError("the loader was closed while a batch was awaited: keep it open")
+                if self._work.timeout_s and time.monotonic() > deadline:
+                    return None
+                if not self._workers.alive() and self._first_done() is None:
+                    raise DlioError(
+                        "the loader's threads have ended before this batch was made, as they do "
+                        "in a forked process: make a new iterator with iter(loader)"
+                    )
+
+    def _first_done(self) -> _ThreadBatch | None:
+        if self._work.in_order:
+            return self._waiting[0] if self._waiting[0].done else None
+        return next((batch for batch in self._waiting if batch.done), None)
+
+    def _run(self, number: int) -> None:
+        work = self._work
+        set_worker_info(number, work.threads, work.seed + number, work.dataset)
+        try:
+            self._serve(number)
+        finally:
+            clear_worker_info()
+
+    def _serve(self, number: int) -> None:
+        refusal: Any = None
+        if self._work.init is not None:
+            try:
+                self._work.init(number)
+            except BaseException:
+                refusal = _wrapper(f"in DataLoader worker thread {number}")
+        while (task := self._tasks.get()) is not None and not self._workers.stopping.is_set():
+            batch, part = task
+            began = time.perf_counter()
+            if refusal is not None:
+                # A new one each time: once raised it holds the frames of who waited for it.
+                batch.failed[-1] = _error_of(refusal)
+            else:
+                self._fetch(number, batch, part)
+            self._stats.clock.add("fetch", time.perf_counter() - began)
+            if self._spans is not None:
+                self._spans.add("fetch", began, samples=len(part))
+            with self._changed:
+                batch.left -= 1
+                last = batch.left == 0
+            if last:
+                self._finish(number, batch)
+            del batch, task
+
+    def _fetch(self, number: int, batch: _ThreadBatch, part: range) -> None:
+        work = self._work
+        if self._together is not None:
+            try:
+                batch.samples = self._together(batch.indices)
+            except BaseException:
+                batch.failed[-1 if work.skip else 0] = _wrapped(
+                    f"in DataLoader worker thread {number}, for samples {batch.indices}"
+                )
+            return
+        for slot in part:
+            index = batch.numbers[slot]
+            try:
+                batch.samples[slot] = work.dataset[index]
+            except BaseException:
+                batch.failed[slot] = _wrapped(
+                    f"in DataLoader worker thread {number}, for sample {index!r}"
+                )
+
+    def _finish(self, number: int, batch: _ThreadBatch) -> None:
+        work = self._work
+        began = time.perf_counter()
+        try:
+            if batch.failed and not work.skip:
+                return
+            samples = batch.samples
+            if batch.failed:
+                samples = [s for slot, s in enumerate(samples) if slot not in batch.failed]
+            for slot in sorted(batch.failed):
+                if slot >= 0:
+                    name = f"{type(work.dataset).__name__}[{batch.numbers[slot]!r}]"
+                    self._stats.skipped.append(name)
+            if not batch.failed or samples:
+                batch.data = work.collate(samples if work.batched else samples[0])
+                if work.pin is not None:
+                    batch.data = work.pin(batch.data)
+        except BaseException:
+            batch.failed[-1] = _wrapped(f"in DataLoader worker thread {number}, while collating")
+        finally:
+            batch.samples = []  # A batch that waits to be taken holds no second copy of them.
+            self._stats.clock.add("collate", time.perf_counter() - began)
+            with self._changed:
+                batch.done = True
+                self._changed.notify_all()
+
+
+def _copied(dataset: UserDataset) -> UserDataset:
+    """Return a shallow copy: what torch's persistent workers have of a data set's attributes does
+    not change when they are assigned later. The data set itself, if it cannot be copied."""
+    try:
+        return copy.copy(dataset)
+    except Exception:
+        return dataset
+
+
+def _wrapped(where: str) -> BaseException:
+    """The current exception, as torch's loader re-raises those of its workers: of the same type
+    where possible, with its traceback in its text."""
+    return _error_of(_wrapper(where))
+
+
+def _wrapper(where: str) -> Any:
+    wrapper: Any = ExceptionWrapper  # torch gives its methods no types.
+    return wrapper(where=where)
+
+
+def _error_of(wrapper: Any) -> BaseException:
+    try:
+        wrapper.reraise()
+    except BaseException as error:
+        return error.with_traceback(None)
+    raise AssertionError("reraise() raises")

@@ -1,0 +1,145 @@
+"""torch's own engines: worker processes, iterable data sets, and loaders without any workers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from dlio.loader.batch_stream import BatchResult, BatchStream
+from dlio.loader.contract import CollateFn, Index, UserDataset
+from dlio.loader.loader_options import LoaderOptions
+from dlio.loader.nested_batches import samples_in
+from dlio.loader.passes import Pass
+from dlio.loader.sampler_pass import BatchesPass
+
+_TIMED_OUT: Final = "DataLoader timed out"
+
+
+class _PlainLoader(torch.utils.data.DataLoader[Any]):
+    """torch's loader, made anew for each pass of a loader that has warned already."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of nothing."""
+
+
+class TorchEngine:
+    """Makes batches by a plain DataLoader of torch that is given the indices of each pass."""
+
+    def __init__(self) -> None:
+        self._indices = _PassIndices()
+
+    def iterator(
+        self,
+        options: LoaderOptions,
+        collate: CollateFn,
+        batches: Pass,
+        kept: _BaseDataLoaderIter | None,
+    ) -> _BaseDataLoaderIter:
+        """Begin a pass with torch's iterator.
+
+        Args:
+            kept: the iterator of persistent workers, which is used again; None to make one.
+        """
+        self._indices.batches = batches
+        loader = plain_loader(options, collate, self._indices)
+        if options.length_was_read:
+            len(loader)  # torch warns when an iterable yields more than it said.
+        if kept is None:
+            return loader._get_iterator()
+        kept._reset(loader)
+        return kept
+
+
+class _PassIndices:
+    """The indices of the current pass. Persistent workers hold it from pass to pass."""
+
+    def __init__(self) -> None:
+        self.batches: Pass | None = None
+
+    def __iter__(self) -> Iterator[Index]:
+        assert self.batches is not None
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        steps = None if self.batches is None else self.batches.steps
+        if steps is None:
+            raise TypeError("the sampler has no length")
+        return steps
+
+
+def plain_loader(
+    options: LoaderOptions,
+    collate: CollateFn,
+    indices: Any,
+    server: UserDataset = None,
+    start: Callable[[int], None] | None = None,
+) -> "torch.utils.data.DataLoader[Any]":
+    """Return a loader of torch with a loader's options.
+
+    Args:
+        indices: sampler of its items: batches, if the loader makes batches.
+        server: a data set in place of the loader's own, that makes whole batches.
+        start: called in each worker process for that data set.
+    """
+    given: dict[str, Any] = {}
+    if server is not None:
+        given = {"batch_size": None, "sampler": indices}
+    elif options.iterable:
+        given = {"batch_size": options.batch_size, "drop_last": options.drop_last}
+    elif options.batched:
+        given = {"batch_sampler": indices}
+    else:
+        given = {"batch_size": None, "sampler": indices}
+    if options.num_workers > 0:
+        given |= {
+            "prefetch_factor": options.prefetch_factor,
+            "persistent_workers": options.persistent_workers,
+            "multiprocessing_context": options.multiprocessing_context,
+        }
+    return _PlainLoader(
+        options.dataset if server is None else server,
+        num_workers=options.num_workers,
+        collate_fn=collate,
+        pin_memory=options.pin_memory,
+        timeout=options.timeout,
+        worker_init_fn=options.worker_init_fn if server is None else start,
+        generator=options.generator,
+        pin_memory_device=options.pin_memory_device,
+        in_order=options.in_order,
+        **given,
+    )
+
+
+def torch_feed(iterator: Iterator[Any], batches: Pass) -> BatchStream:
+    """Return the batches of an iterator of torch; a resumed iterable skips those it has had."""
+    feed = _feed(iterator, batches)
+    next(feed)
+    return feed
+
+
+def _feed(iterator: Iterator[Any], batches: Pass) -> BatchStream:
+    for _ in range(batches.skip if isinstance(batches, BatchesPass) else 0):
+        with suppress(StopIteration):
+            next(iterator)
+    yield None
+    yield from fed_by(iterator)
+
+
+def fed_by(iterator: Iterator[Any]) -> Iterator[BatchResult]:
+    """Yield an iterator's batches, and its errors in their place, until it ends."""
+    while True:
+        try:
+            data = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            # A batch that comes too late comes at the next call.
+            is_late = str(error).startswith(_TIMED_OUT)
+            yield BatchResult(None, 0, None, error, in_place=not is_late)
+            continue
+        fed = BatchResult(data, samples_in(data))
+        del data
+        yield fed
+        del fed

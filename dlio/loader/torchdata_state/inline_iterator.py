@@ -1,0 +1,154 @@
+"""The iterator of a pass without workers."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data._utils import pin_memory as pinning
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.graph_settings import apply_sharding
+
+from dlio.loader.contract import State
+from dlio.loader.torchdata_state.state_format import (
+    DATASET_ITER_STATE,
+    DATASET_STATE,
+    FETCHER_ENDED,
+    FETCHER_STATE,
+    FINISHED,
+    INDEX_SAMPLER_STATE,
+    LEN_CALLED,
+    NUM_YIELDED,
+    SAMPLER_ITER_STATE,
+    SAMPLER_YIELDED,
+    SHARED_SEED,
+    MismatchedState,
+    StatefulObject,
+    restore,
+    state_of,
+)
+from dlio.loader.torchdata_state.stateful_samplers import resumed
+from dlio.loader.torchdata_state.worker_server import FetchOptions, fetcher_of
+
+
+class InlineIterator(_BaseDataLoaderIter):
+    """torch's iterator without workers, with a state.
+
+    Args:
+        plain: a loader of torch.
+        sampler: of the items, in place of the plain loader's; None for that.
+        state: to go on with; None to begin anew.
+        numbers: that the sampler shares with the base seed, which is drawn after its pass; None if
+            it does not.
+        forward: says that batches are read again, for a data set without a state.
+
+    Raises MismatchedState for the state of a loader with workers.
+    """
+
+    def __init__(
+        self,
+        plain: Any,
+        sampler: Any,
+        state: State | None,
+        numbers: torch.Generator | None,
+        forward: Callable[[int], None],
+    ) -> None:
+        if state is not None and NUM_YIELDED not in state:
+            raise MismatchedState(
+                "the state of a loader with workers, and this one has none: set num_workers to the "
+                "number that it was saved with"
+            )
+        self.finished = False
+        self._drawn = 0
+        super().__init__(plain)
+        if sampler is not None:
+            self._index_sampler = sampler
+            self._sampler_iter = iter(sampler)
+        if self._timeout:
+            raise AssertionError("timeout is for loaders with workers: set num_workers")
+        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
+            apply_sharding(self._dataset, self._world_size, self._rank)
+        if state is None:
+            self._fetcher = fetcher_of(self._recipe, self._dataset)
+        else:
+            self._load(state, forward)
+            if numbers is not None:
+                torch.empty((), dtype=torch.int64).random_(generator=numbers)
+
+    def _next_data(self) -> Any:
+        data = self._fetcher.fetch(self._next_index())
+        if self._pin_memory:
+            pin: Any = pinning.pin_memory
+            data = pin(data, self._pin_memory_device)
+        return data
+
+    def _next_index(self) -> Any:
+        index: Any = next(self._sampler_iter)
+        self._drawn += 1
+        return index
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except StopIteration:
+            self.finished = True
+            raise
+
+    def state_dict(self) -> State:
+        """Return the state after the batches so far."""
+        dataset: Any = self._dataset
+        fetched = None
+        if self._recipe.iterable:
+            iterator = self._fetcher.dataset_iter
+            fetched = {
+                DATASET_ITER_STATE: state_of(iterator),
+                FETCHER_ENDED: self._fetcher.ended,
+            }
+            if iterator is dataset:
+                dataset = None
+        return copy.deepcopy(
+            {
+                INDEX_SAMPLER_STATE: state_of(self._index_sampler),
+                SAMPLER_ITER_STATE: state_of(self._sampler_iter),
+                SAMPLER_YIELDED: self._drawn,
+                NUM_YIELDED: self._num_yielded,
+                LEN_CALLED: self._IterableDataset_len_called,
+                SHARED_SEED: self._shared_seed,
+                FETCHER_STATE: fetched,
+                DATASET_STATE: state_of(dataset),
+                FINISHED: self.finished,
+            }
+        )
+
+    @property
+    def _recipe(self) -> FetchOptions:
+        return FetchOptions(
+            self._dataset_kind, self._auto_collation, self._collate_fn, self._drop_last
+        )
+
+    def _load(self, state: State, forward: Callable[[int], None]) -> None:
+        self._drawn = state[SAMPLER_YIELDED]
+        self._sampler_iter: Iterator[Any] = resumed(
+            self._index_sampler,
+            state[INDEX_SAMPLER_STATE],
+            state[SAMPLER_ITER_STATE],
+            self._drawn,
+        )
+        self._IterableDataset_len_called = state[LEN_CALLED]
+        self._shared_seed = state[SHARED_SEED]
+        restore(self._dataset, state[DATASET_STATE])
+        self._fetcher = fetcher_of(self._recipe, self._dataset)
+        yielded = state[NUM_YIELDED]
+        if self._recipe.iterable:
+            iterator, fetched = self._fetcher.dataset_iter, state[FETCHER_STATE]
+            if isinstance(self._dataset, StatefulObject) or isinstance(iterator, StatefulObject):
+                if fetched is not None:
+                    restore(iterator, fetched[DATASET_ITER_STATE])
+                    self._fetcher.ended = fetched[FETCHER_ENDED]
+            elif yielded:
+                forward(yielded)
+                for _ in range(yielded):
+                    next(self)
+        self._num_yielded = yielded
+        self.finished = state[FINISHED]

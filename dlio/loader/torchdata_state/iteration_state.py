@@ -1,0 +1,252 @@
+"""A loader's iterator with a state, and the state that its next pass begins with."""
+
+import copy
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe, RandomSampler
+from torch.utils.data.dataloader import _get_distributed_settings, _share_dist_seed
+
+from dlio.loader.batch_stream import BatchStream, PassCounters, RunningPass
+from dlio.loader.contract import State
+from dlio.loader.loader_options import LoaderOptions, pinning
+from dlio.loader.nested_batches import map_leaves
+from dlio.loader.sampler_pass import BatchesPass
+from dlio.loader.torch_engine import fed_by, plain_loader
+from dlio.loader.torchdata_state.inline_iterator import InlineIterator
+from dlio.loader.torchdata_state.parallel_iterator import ParallelIterator, ResumeState, warn_beyond
+from dlio.loader.torchdata_state.state_format import StatefulObject
+from dlio.loader.torchdata_state.stateful_samplers import StatefulRandom, with_state
+from dlio.loader.torchdata_state.task_sampler import TaskSampler
+from dlio.loader.torchdata_state.transports import (
+    ProcessTransport,
+    ThreadTransport,
+    Transport,
+    same,
+)
+from dlio.loader.torchdata_state.worker_server import FetchOptions, WorkerServer, start
+
+_log = logging.getLogger("dlio")
+# torch gives these no types.
+_shared_seed: Any = _share_dist_seed
+_ranks: Any = _get_distributed_settings
+
+
+class IterationState:
+    """The iterator of a loader's last pass, and the state that the next one begins with.
+
+    Args:
+        options: of the loader, when it is made.
+        every: batches from one snapshot of the workers' states to the next; 0 for none after the
+            first, so that a resumed pass reads them again.
+    """
+
+    def __init__(self, options: LoaderOptions, every: int) -> None:
+        self._every = every
+        self.iterator: InlineIterator | ParallelIterator | None = None
+        self._is_ahead = False
+        """True if the iterator was made for its state, before the pass began."""
+        self._loaded: State | None = None
+        random: StatefulRandom | None = None
+        if options.shuffle and not options.iterable and type(options.sampler) is RandomSampler:
+            random = StatefulRandom(options.sampler, options.generator)
+        self._random = random
+
+    def begin(
+        self, options: LoaderOptions, length: int | None
+    ) -> InlineIterator | ParallelIterator:
+        """Begin a pass.
+
+        Args:
+            length: of an iterable data set, if the user has asked for it.
+
+        Raises MismatchedState for a loaded state of another number of workers.
+        """
+        keeps = options.persistent_workers and options.num_workers > 0
+        if self._is_ahead and self.iterator is not None:
+            self._is_ahead = False
+        elif keeps and isinstance(self.iterator, ParallelIterator):
+            self._again(options, self.iterator)
+        else:
+            self._make(options, length)
+        iterator = self.iterator
+        assert iterator is not None
+        if iterator.finished:  # The state was that of the end of a pass.
+            if keeps and isinstance(iterator, ParallelIterator):
+                self._again(options, iterator)
+            else:
+                iterator = self._make(options, length)
+        return iterator
+
+    def begun(self, options: LoaderOptions, length: int | None, epoch: int) -> RunningPass:
+        """Begin a pass, as engines do."""
+        theirs = self.begin(options, length)
+        steps: int | None = None
+        with suppress(TypeError):  # A sampler without a length.
+            sampler: Any = options.batch_sampler or options.sampler
+            steps = None if options.iterable else len(sampler)
+        engine = "threads" if _in_threads(options) and options.num_workers else "torch"
+        return RunningPass(
+            BatchesPass(epoch, None, steps),
+            PassCounters(None, options.num_workers, engine),
+            feed_of(theirs, options),
+            None,
+            workers=getattr(theirs, "_workers", ()),
+            iterator=theirs,
+        )
+
+    def state_dict(self, options: LoaderOptions, length: int | None) -> State:
+        """Return the state; before the first pass, this begins it."""
+        if self.iterator is None:
+            self._make(options, length)
+            self._is_ahead = True
+        assert self.iterator is not None
+        return self.iterator.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """Have the next pass go on from a state; an empty one changes nothing."""
+        self.close()
+        if state:
+            self._loaded = dict(state)
+
+    def copied(self) -> "IterationState":
+        """Return one for a copy of the loader, which begins where the next pass would."""
+        made = copy.copy(self)
+        made.iterator, made._is_ahead = None, False
+        return made
+
+    def close(self) -> None:
+        """End the workers."""
+        iterator, self.iterator, self._is_ahead = self.iterator, None, False
+        if isinstance(iterator, ParallelIterator):
+            iterator.close()
+
+    def _make(
+        self, options: LoaderOptions, length: int | None
+    ) -> InlineIterator | ParallelIterator:
+        self.close()
+        loaded, self._loaded = self._loaded, None
+        made: InlineIterator | ParallelIterator
+        assert options.sampler is not None
+        sampler = with_state(options.sampler, options.batch_sampler, self._random)
+        if not options.num_workers:
+            plain: Any = plain_loader(options, options.collate_fn, sampler)
+            plain._IterableDataset_len_called = length
+            numbers = None if self._random is None else options.generator
+            own = sampler if options.iterable else None
+            made = InlineIterator(plain, own, loaded, numbers, _rereads)
+        else:
+            made = self._parallel(options, sampler, length, loaded)
+        self.iterator = made
+        return made
+
+    def _again(self, options: LoaderOptions, iterator: ParallelIterator) -> None:
+        if isinstance(options.dataset, IterDataPipe):
+            iterator.reseed(_shared_seed(options.generator, None))
+        iterator.again()
+
+    def _parallel(
+        self, options: LoaderOptions, sampler: Any, length: int | None, state: State | None
+    ) -> ParallelIterator:
+        workers = options.num_workers
+        loaded = None if state is None else ResumeState(state, workers, options.iterable)
+        ahead = (options.prefetch_factor or 2) * workers
+        draws = TaskSampler(
+            sampler,
+            workers,
+            ahead,
+            self._every,
+            options.iterable,
+            None if loaded is None else loaded.main,
+        )
+        if loaded is None:
+            draws.len_called = length
+        if isinstance(options.dataset, IterDataPipe):
+            seed = _shared_seed(options.generator, None)
+            if draws.shared_seed is None:
+                draws.shared_seed = seed
+        recipe = FetchOptions(
+            int(options.iterable), options.batched, options.collate_fn, options.drop_last
+        )
+        server = WorkerServer(
+            options.dataset,
+            recipe,
+            options.worker_init_fn,
+            {} if loaded is None else loaded.workers,
+            draws.shared_seed,
+            _ranks(),
+        )
+
+        def make(first: int) -> Transport:
+            if _in_threads(options):
+                return ThreadTransport(
+                    server,
+                    draws,
+                    first,
+                    workers,
+                    ahead,
+                    options.in_order,
+                    options.timeout,
+                    options.generator,
+                    options.iterable or isinstance(options.dataset, StatefulObject),
+                    pinning(options),
+                    loaded is not None,
+                )
+            plain = plain_loader(options, same, draws, server, start)
+            return ProcessTransport(plain, draws, first, loaded is not None)
+
+        warn: Callable[[int], None] = _never
+        if options.iterable and draws.len_called is not None:
+            warn = partial(warn_beyond, options.dataset, draws.len_called)
+        return ParallelIterator(make, draws, workers, self._every, loaded, warn, _rereads)
+
+
+def feed_of(iterator: InlineIterator | ParallelIterator, options: LoaderOptions) -> BatchStream:
+    """Return the batches of an iterator with a state, on the loader's device. None is ahead of
+    the user, so that the state is that of the batches handed out."""
+    feed = _feed(iterator, options.device, options.persistent_workers)
+    next(feed)
+    return feed
+
+
+def _feed(iterator: InlineIterator | ParallelIterator, device: Any, keeps: bool) -> BatchStream:
+    yield None
+    try:
+        for fed in fed_by(iterator):
+            if device is not None and fed.error is None:
+                fed.data = map_leaves(lambda leaf: _moved(leaf, device), fed.data)
+            yield fed
+            del fed
+    finally:
+        if isinstance(iterator, ParallelIterator) and not keeps:
+            iterator.close()
+
+
+def _moved(leaf: Any, device: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _in_threads(options: LoaderOptions) -> bool:
+    """True for threads: if they are asked for, or if the data set has no state of its own.
+
+    torchdata's data sets with a state expect a process: its random numbers may be a part of it.
+    """
+    if options.workers is not None:
+        return options.workers == "thread"
+    return bool(options.in_threads) and not isinstance(options.dataset, StatefulObject)
+
+
+def _rereads(batches: int) -> None:
+    _log.warning(
+        "neither the data set nor its iterator has state_dict and load_state_dict: %d batches are "
+        "read again and dropped; define them for a resumption without reading",
+        batches,
+    )
+
+
+def _never(yielded: int) -> None:
+    """Warn of nothing."""

@@ -1,0 +1,129 @@
+"""Shares of a global batch for ranks of different speed. Pure.
+
+Shares are whole samples of a full step. A smaller step is dealt in proportion, by the same formula
+as even shares: with edges e and global batch B, rank r gets the places from count·e[r] // B to
+count·e[r + 1] // B of a step of `count` samples.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.errors import UsageError
+from dlio.plan.order import share
+
+_I64 = npt.NDArray[np.int64]
+_HALVINGS = 60
+"""Bisections of the interval in which the slowest rank's time lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankShares:
+    """The samples that each rank gets of a step's global batch."""
+
+    counts: tuple[int, ...]
+    """Samples of a whole step, by rank; at least 1 each."""
+    edges: _I64 = field(init=False, repr=False, compare=False)
+    """Samples of the ranks before each rank, then of all; shape (ranks + 1,)."""
+
+    def __post_init__(self) -> None:
+        if not self.counts or any(int(count) != count or count < 1 for count in self.counts):
+            raise UsageError(
+                f"shares {list(self.counts)}: give each rank a whole number of samples from 1"
+            )
+        edges = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
+        object.__setattr__(self, "edges", edges)
+
+    @classmethod
+    def even(cls, batch_size: int, ranks: int) -> "RankShares":
+        return cls((batch_size,) * ranks)
+
+    @classmethod
+    def of(cls, global_batch: int, ranks: int) -> "RankShares":
+        """Return shares of a global batch that differ by at most one sample."""
+        return cls(tuple(len(share(global_batch, ranks, rank)) for rank in range(ranks)))
+
+    @property
+    def global_batch(self) -> int:
+        return int(self.edges[-1])
+
+    def part(self, count: int, rank: int) -> range:
+        """Return the places of `rank` in a step of `count` samples.
+
+        The parts of all ranks make up `range(count)`, and each is within one sample of the rank's
+        proportion.
+        """
+        first, last = int(self.edges[rank]), int(self.edges[rank + 1])
+        return range(count * first // self.global_batch, count * last // self.global_batch)
+
+    def quotas(self, counts: _I64) -> _I64:
+        """Return the samples of each rank in steps of `counts` samples; shape (steps, ranks)."""
+        return np.diff(counts[:, None] * self.edges // self.global_batch, axis=1)
+
+    def deal(self, in_step: _I64, counts: _I64) -> npt.NDArray[np.int32]:
+        """Return the rank whose `part` contains each place.
+
+        Args:
+            in_step: place of each sample in its step; shape (n,).
+            counts: samples of that step; shape (n,).
+        """
+        # Largest rank r with count·edge[r] // B <= place, that is edge[r] <= the bound.
+        bound = ((in_step + 1) * self.global_batch - 1) // np.maximum(counts, 1)
+        return (np.searchsorted(self.edges, bound, side="right") - 1).astype(np.int32)
+
+
+def checked_shares(counts: Sequence[int], global_batch: int, ranks: int) -> RankShares:
+    """Return the shares. Raises UsageError when they do not sum to the global batch."""
+    shares = RankShares(tuple(counts))
+    if len(shares.counts) != ranks or shares.global_batch != global_batch:
+        raise UsageError(
+            f"shares {list(shares.counts)}: with global batches of {global_batch}, {ranks} ranks "
+            f"want {ranks} numbers that sum to {global_batch}"
+        )
+    return shares
+
+
+def fastest_shares(
+    global_batch: int, fixed_s: Sequence[float], per_sample_s: Sequence[float]
+) -> RankShares:
+    """Return the shares that minimise the largest fixed_s[r] + per_sample_s[r] · counts[r].
+
+    Ties go to the lower rank.
+
+    Args:
+        fixed_s: seconds of a step of rank r, whatever its samples.
+        per_sample_s: seconds per sample of rank r, above 0.
+
+    Cost O(ranks): 1 ms for a thousand ranks.
+    """
+    fixed, per_sample = np.asarray(fixed_s, np.float64), np.asarray(per_sample_s, np.float64)
+    ranks = len(fixed)
+    if global_batch < ranks:
+        raise UsageError(f"a global batch of {global_batch} samples for {ranks} ranks: give more")
+    # Find the longest time in which the ranks do not do more than the global batch; then give the
+    # remaining samples one by one to the rank that would finish its next one first.
+    low, high = 0.0, float((fixed + per_sample * global_batch).max())
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if _within(middle, fixed, per_sample).sum() <= global_batch:
+            low = middle
+        else:
+            high = middle
+    counts = _within(low, fixed, per_sample)
+    ends = [(fixed[r] + per_sample[r] * (counts[r] + 1), r) for r in range(ranks)]
+    heapq.heapify(ends)
+    for _ in range(global_batch - int(counts.sum())):
+        _, rank = ends[0]
+        counts[rank] += 1
+        heapq.heapreplace(ends, (fixed[rank] + per_sample[rank] * (counts[rank] + 1), rank))
+    return RankShares(tuple(counts.tolist()))
+
+
+def _within(
+    seconds: float, fixed: npt.NDArray[np.float64], per_sample: npt.NDArray[np.float64]
+) -> _I64:
+    """Samples that each rank can process in a time, at least 1."""
+    return np.maximum(1, np.floor((seconds - fixed) / per_sample)).astype(np.int64)

@@ -1,0 +1,500 @@
+"""Samples that are read one by one, as they are needed, and fill their blocks as they go by.
+
+For a source with a latency, whose samples are requests of their own (a reader with a `flow`).
+Threads read the samples that are wanted, in the order in which they were, and those that the filler
+offers when no other waits: as many at a time as the flow says. A sample that was read is added to
+the pieces of its block before it is handed out, and the block appears in its tier with its last
+one. Among the processes of a node each sample is read by one: the others wait for it, or find it.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.abilities import estimates_sizes
+from dlio.data.flow import Flow
+from dlio.data.reader import Reader
+from dlio.data.schema import Buffer
+from dlio.errors import CorruptBlock, SourceError
+from dlio.storage.background import BackgroundLimit
+from dlio.storage.block_fetcher import BlockFetcher
+from dlio.storage.counters import Counters
+from dlio.storage.gather_tasks import ReadQueue, SampleRead, by_block
+from dlio.storage.notes import RunNotes
+from dlio.storage.partial_blocks import PartialBlocks
+from dlio.storage.room import TierRoom
+from dlio.storage.source_requests import SourceRequests
+from dlio.storage.tier_targets import TierTargets
+from dlio.util.threads import Workers
+
+_POLL_S: Final = 0.002
+_LOOK_S: Final = 0.2
+_STOP_TIMEOUT_S: Final = 5.0
+_CALM: Final = 4
+"""One in so many of the requests that may be in flight, while enough samples are ready."""
+
+
+class SampleFetcher:
+    """Reads samples and completes blocks with them. Thread-safe. Owner: the hierarchy.
+
+    Invariant, under the lock: a sample in `_tasks` is queued or being read by one thread of
+    this process, or being added to its block, or it is done and has not been taken. A task leaves
+    `_tasks` only when it has been added; so no sample that is asked for again is read again.
+
+    Args:
+        intake: reads samples of the source; not owned.
+        flow: limits the requests in flight.
+    """
+
+    def __init__(
+        self,
+        intake: SourceRequests,
+        flow: Flow,
+        targets: TierTargets,
+        arrivals: BlockFetcher,
+        counters: Counters,
+        notes: RunNotes,
+    ) -> None:
+        reader = intake.reader
+        self._reader, self._flow, self._targets = reader, flow, targets
+        self._intake = intake
+        self._arrivals, self._counters, self._notes = arrivals, counters, notes
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        """Threads that read wait for samples here; the filler waits in `_idle`."""
+        self._idle = threading.Condition(self._lock)
+        self._background = BackgroundLimit()
+        self._paces = False
+        """A thread waits until a sample that nobody waits for may be read."""
+        self._tasks = ReadQueue(reader)
+        self._taken: deque[SampleRead] = deque()
+        """Tasks whose samples were taken, and which have not been let go of yet."""
+        self._running = 0
+        self._lacking = sys.maxsize
+        """Samples beyond which no more are urgent; see `pace`."""
+        self._failed: set[int] = set()
+        """Samples that could not be read, and are left to whoever needs them."""
+        self._pieces = {
+            number: PartialBlocks(tier, reader)
+            for number, tier in enumerate(targets.tiers)
+            if tier.writable
+        }
+        self._rooms = {
+            n: TierRoom(targets.tiers[n]) for n in self._pieces if estimates_sizes(reader)
+        }
+        self._own = threading.local()
+        self._stopping = threading.Event()
+        self._crew: list[Workers] = []
+        self._grow()
+
+    def expect(
+        self,
+        samples: Sequence[int],
+        blocks: Sequence[int],
+        places: Sequence[int],
+    ) -> None:
+        """Begin to read samples that are going to be taken, in this order."""
+        gathers = {block: self._gathers(block) for block in set(blocks)}
+        if not any(gathers.values()):
+            return
+        # At once: threads that contend for the lock would have this one wait for each sample.
+        with self._lock:
+            self._settle()
+            for sample, block, place in zip(samples, blocks, places, strict=True):
+                if gathers[block]:
+                    self._want(sample, block, place)
+
+    def pace(self, lacking: int) -> None:
+        """Have few samples read at a time while `lacking` of them are ready to be taken.
+
+        A rank that is ahead leaves the storage to those that it is going to wait for, and the
+        interpreter's lock to its own threads that decode.
+        """
+        if os.getpid() != self._process:
+            return  # A thread that this process lacks may have held the lock.
+        with self._lock:
+            self._settle()
+            calm = self._is_calm()
+            self._lacking = lacking
+            if calm and not self._is_calm():
+                self._work.notify_all()
+
+    def take(self, sample: int, block: int, place: int) -> tuple[Buffer, str] | None:
+        """Return a sample's payload and where it came from, when it is here.
+
+        None for a sample that is not gathered: its block is in a tier, or is streamed.
+
+        Raises SourceError or CorruptBlock when it cannot be read, or not in time.
+        """
+        self._background.wanted()
+        ready = self._ready(sample)
+        if ready is not None:
+            return ready
+        deadline = time.monotonic() + self._arrivals.fill_timeout_s
+        # Those that were expected are here, though their blocks may have been completed since.
+        while self._gathers(block) or self._expected(sample):
+            task = self._awaited(sample, block, place, deadline)
+            if task.error is not None:
+                raise task.error
+            if task.payload is not None:
+                return task.payload, task.kind
+            if time.monotonic() > deadline:
+                self._notes.add(
+                    f"a sample of block {block} of {self._reader.path} did not come within "
+                    f"{self._arrivals.fill_timeout_s:.0f} s: the process that reads it is slow or "
+                    "stopped; it is read once more"
+                )
+                return None
+            time.sleep(_POLL_S)  # Another process of the node is reading it.
+        return None
+
+    def _ready(self, sample: int) -> tuple[Buffer, str] | None:
+        """Take a sample that is here without the lock, for which many threads contend."""
+        task = self._tasks.get(sample) if os.getpid() == self._process else None
+        if task is None or not task.done or task.payload is None:
+            return None
+        payload = task.payload
+        self._taken.append(task)
+        return payload, task.kind
+
+    def _settle(self) -> None:
+        """Let go of the samples that were taken without the lock."""
+        while self._taken:
+            self._tasks.let_go(self._taken.popleft())
+
+    def _expected(self, sample: int) -> bool:
+        return os.getpid() == self._process and sample in self._tasks
+
+    def _awaited(self, sample: int, block: int, place: int, deadline: float) -> SampleRead:
+        """Return the task of a sample when it is done. Raises SourceError after the deadline."""
+        with self._lock:
+            self._settle()
+            task = self._want(sample, block, place)
+            if not task.done and task.ended is None:
+                task.ended = threading.Event()
+        while not task.done:
+            assert task.ended is not None
+            if not task.ended.wait(_LOOK_S) and time.monotonic() > deadline:
+                raise self._late(sample)
+            if self._stopping.is_set() and not task.done:
+                raise SourceError(f"sample {sample} was given up: the tiers are being closed")
+        with self._lock:
+            self._tasks.let_go(task)
+        return task
+
+    def forget(self, samples: Sequence[int]) -> None:
+        """Let go of samples that were expected and are not going to be taken."""
+        with self._lock:
+            self._settle()
+            for sample in samples:
+                task = self._tasks.get(sample)
+                if task is None or not task.wanted or task.ended is not None:
+                    continue
+                self._tasks.let_go(task)
+                if not task.begun:
+                    self._tasks.remove(task)
+                    if self._targets.is_pinned(task.block):
+                        self._add(SampleRead(task.sample, task.block, task.place, wanted=False))
+
+    def offer(self, sample: int, block: int, place: int, closing: threading.Event) -> bool:
+        """Have a sample read when there is nothing more urgent; waits while many are offered.
+
+        False for one that need not be: it is here, or has failed.
+
+        Args:
+            closing: ends the waiting when it is set.
+        """
+        if not self._keeps(block) or sample in self._failed or self._has(block, place):
+            return False
+        with self._lock:
+            while self._tasks.spare >= self._flow.most and not self._ends(closing):
+                self._idle.wait(_LOOK_S)
+            if sample not in self._tasks:
+                self._add(SampleRead(sample, block, place, wanted=False))
+        return True
+
+    def drain(self, closing: threading.Event) -> None:
+        """Wait until the samples that were offered have been read, or `closing` is set."""
+        with self._lock:
+            while (self._tasks.spare or self._running) and not self._ends(closing):
+                self._idle.wait(_LOOK_S)
+            self._settle()
+
+    def _ends(self, closing: threading.Event) -> bool:
+        return self._stopping.is_set() or closing.is_set()
+
+    def complete(self, block: int) -> bool:
+        """Publish a block all of whose samples are here; True if it is in its tier, or never will
+        be."""
+        if not self._keeps(block):
+            return True
+        if self._arrivals.look(block) >= 0:
+            return True
+        number = self._targets.number(block)
+        samples = self._reader.layout.samples_of(block).tolist()
+        here = self._pieces[number].places(block)
+        if len(here) == len(samples):
+            self._finish(block, number)
+            return not self._keeps(block)
+        return all(n in self._failed for place, n in enumerate(samples) if place not in here)
+
+    def stop(self) -> None:
+        """End all waits; requests under way end by themselves."""
+        self._stopping.set()
+        with self._lock:
+            self._work.notify_all()
+            self._idle.notify_all()
+
+    def close(self) -> None:
+        """Stop after the requests under way. A source that hangs is not waited for."""
+        self.stop()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for crew in self._crew:
+            crew.close(max(0.0, deadline - time.monotonic()))
+        for pieces in self._pieces.values():
+            pieces.close()
+
+    def _late(self, sample: int) -> SourceError:
+        return SourceError(
+            f"{self._reader.name(sample)} was not read within {self._arrivals.fill_timeout_s:.0f} "
+            "s: the source hangs, or is slower than that (DLIO_FILL_TIMEOUT sets the deadline)"
+        )
+
+    def _gathers(self, block: int) -> bool:
+        """True for a block that was not seen in a tier and that is not streamed, in the process
+        that owns the threads."""
+        if os.getpid() != self._process or self._arrivals.seen(block):
+            return False
+        return self._targets.is_pinned(block) or self._targets.number(block) < 0
+
+    def _keeps(self, block: int) -> bool:
+        """True for a block that is to be completed in its tier."""
+        number = self._targets.number(block)
+        return (
+            self._targets.is_pinned(block)
+            and number in self._pieces
+            and self._arrivals.can_fill(block)
+            and not self._arrivals.seen(block)
+        )
+
+    def _has(self, block: int, place: int) -> bool:
+        return bool(self._pieces[self._targets.number(block)].places(block, [place]))
+
+    def _want(self, sample: int, block: int, place: int) -> SampleRead:
+        """Return the task of a sample that somebody needs; made, or moved forward, if need be."""
+        self._background.wanted()
+        task = self._tasks.get(sample)
+        if task is None or (task.added and not task.wanted):
+            task = SampleRead(sample, block, place, wanted=True)
+            self._add(task)
+        self._tasks.want(task)
+        return task
+
+    def _add(self, task: SampleRead) -> None:
+        self._tasks.add(task)
+        self._work.notify()
+
+    def _grow(self) -> None:
+        """Have as many threads as there may be requests in flight."""
+        missing = self._flow.limit - sum(map(len, self._crew))
+        if missing > 0 and not self._stopping.is_set():
+            crew = Workers(
+                "dlio-gather", self._run, missing, wake=self.stop, stop_timeout_s=_STOP_TIMEOUT_S
+            )
+            self._crew.append(crew)
+            with suppress(RuntimeError):  # The interpreter is ending: the others go on.
+                crew.start()
+
+    def _run(self, _: int) -> None:
+        while (tasks := self._turn()) is not None:
+            if tasks:
+                self._read(tasks)
+            del tasks  # A thread that waits holds no sample.
+
+    def _turn(self) -> list[SampleRead] | None:
+        """Return the next samples for one request; None at the end."""
+        with self._lock:
+            while not self._stopping.is_set():
+                tasks: list[SampleRead] = []
+                delay = self._background.delay()
+                if self._running < self._limit():
+                    room = self._background.has_room(self._flow.limit)
+                    tasks = self._tasks.begin(spare_too=room and not delay)
+                if tasks:
+                    self._running += 1
+                    if not tasks[0].wanted:
+                        self._background.begins()
+                    return tasks
+                paces = 0.0 < delay < _LOOK_S and self._tasks.queued and not self._paces
+                self._paces |= paces
+                self._work.wait(delay if paces else _LOOK_S)
+                self._paces &= not paces
+            return None
+
+    def _limit(self) -> int:
+        """Requests that may be in flight now."""
+        return max(1, self._flow.limit // _CALM) if self._is_calm() else self._flow.limit
+
+    def _is_calm(self) -> bool:
+        return self._tasks.ready >= self._lacking
+
+    def _read(self, tasks: list[SampleRead]) -> None:
+        """Read the samples that no other process has or is reading; add them to their blocks."""
+        mine: list[SampleRead] = []
+        spare, began = not tasks[0].wanted, time.thread_time()
+        try:
+            for block, group in by_block(tasks).items():
+                mine += self._claim(block, group)
+            if mine:
+                self._ask(mine)
+        except Exception as error:
+            for task in mine:
+                task.error = error
+        finally:
+            for block, group in by_block(mine).items():
+                number = self._targets.number(block)
+                if number in self._pieces:
+                    self._pieces[number].release([task.sample for task in group])
+            self._done(tasks, spare, time.thread_time() - began)
+
+    def _claim(self, block: int, tasks: list[SampleRead]) -> list[SampleRead]:
+        """Return those samples of a block that this thread is to read: the others are here, or are
+        being read."""
+        if not self._keeps(block):
+            # In its tier by now; or in no tier, so that its only reader is whoever wants it.
+            return tasks if self._arrivals.look(block) < 0 else []
+        number = self._targets.number(block)
+        pieces = self._pieces[number]
+        free = set(pieces.claim([task.sample for task in tasks]))
+        mine: list[SampleRead] = []
+        try:
+            claimed = [task for task in tasks if task.sample in free]
+            # In this order: a block is published by giving its pieces another name.
+            here = pieces.places(block, [task.place for task in claimed]) if claimed else set()
+            left = [task for task in claimed if task.place not in here]
+            if left and self._arrivals.look(block) < 0:
+                mine += left
+            for task in claimed:
+                if task.place in here and task.wanted:
+                    task.payload = pieces.read(block, task.place)
+                    task.kind = self._targets.tiers[number].kind
+                    if task.payload is None and self._arrivals.look(block) < 0:
+                        mine.append(task)  # Damaged.
+            return mine
+        finally:
+            pieces.release(sorted(free.difference(task.sample for task in mine)))
+
+    def _ask(self, tasks: list[SampleRead]) -> None:
+        """Ask the source. An error of several samples is found with each on its own."""
+        samples = np.array([task.sample for task in tasks], np.int64)
+        began = self._flow.begins()
+        try:
+            payloads = self._intake.samples(samples, tasks[0].block)
+        except (SourceError, CorruptBlock) as error:
+            if len(tasks) == 1:
+                tasks[0].error = error
+                return
+            for task in tasks:
+                self._ask([task])
+            return
+        # All of this thread's work since its last request: where that is much, more threads gain
+        # nothing.
+        now = time.thread_time()
+        computed, self._own.computed = now - getattr(self._own, "computed", 0.0), now
+        self._flow.ends(began, computed, crowded=self._tasks.queued and not self._is_calm())
+        # Whoever waits for samples does not wait until they are in a tier.
+        self._hand_over(tasks, payloads)
+        blocks: dict[int, dict[int, Buffer]] = {}
+        for task, payload in zip(tasks, payloads, strict=True):
+            self._counters.add_bytes("source", len(payload))
+            blocks.setdefault(task.block, {})[task.place] = payload
+        for block, by_place in blocks.items():
+            if self._keeps(block):
+                self._keep(block, by_place)
+
+    def _hand_over(self, tasks: Sequence[SampleRead], payloads: Sequence[Buffer]) -> None:
+        with self._lock:
+            for task, payload in zip(tasks, payloads, strict=True):
+                task.payload = payload
+                if task.wanted:
+                    self._tasks.finish(task)
+
+    def _keep(self, block: int, samples: Mapping[int, Buffer]) -> None:
+        """Add samples, by place, to their block."""
+        number = self._targets.number(block)
+        try:
+            if number in self._rooms:
+                self._rooms[number].take(sum(map(len, samples.values())))
+            if len(self._reader.layout.samples_of(block)) == 1:
+                # A large one is copied once.
+                payloads = list(samples.values())
+                self._publish(block, number, lambda: self._arrivals.put(block, number, payloads))
+            elif self._pieces[number].add(block, samples):
+                self._finish(block, number)
+        except OSError as error:  # Of the tier; TierError is one.
+            if not self._stopping.is_set():
+                self._arrivals.fill_up(number, error)
+
+    def _finish(self, block: int, number: int) -> None:
+        """Make a block of its samples, all of which are here."""
+        pieces = self._pieces[number]
+        complete = partial(self._arrivals.complete, block, number, pieces)
+        self._publish(block, number, complete, partial(pieces.remove, block))
+
+    def _publish(
+        self,
+        block: int,
+        number: int,
+        publish: Callable[[], None],
+        published: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Put a block into its tier, unless another process or thread does so.
+
+        Args:
+            published: called instead if the block is in the tier.
+        """
+        tier = self._targets.tiers[number]
+        if not tier.claim(block):
+            return
+        try:
+            (published if tier.has(block) else publish)()
+            self._arrivals.look(block)
+        finally:
+            tier.release(block)
+
+    def _done(self, tasks: list[SampleRead], spare: bool, computed_s: float) -> None:
+        with self._lock:
+            self._settle()
+            self._running -= 1
+            if spare:
+                self._background.ends(computed_s)
+            for task in tasks:
+                task.added = True
+                self._tasks.finish(task)
+                if task.error is not None:
+                    self._failed.add(task.sample)
+                if not task.wanted:
+                    self._tasks.remove(task)
+            self._grow()
+            free = self._limit() - self._running - 1
+            if self._tasks.queued and free > 0:
+                self._work.notify(free)
+            self._idle.notify_all()
+
+
+def locate(
+    reader: Reader, samples: npt.NDArray[np.int64]
+) -> tuple[list[int], list[int], list[int]]:
+    """Return (samples, blocks, places) as `SampleFetcher.expect` takes them."""
+    blocks, places = reader.layout.locate(samples)
+    return samples.tolist(), blocks.tolist(), places.tolist()

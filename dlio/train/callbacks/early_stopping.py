@@ -1,0 +1,31 @@
+"""End a run whose held-out accuracy no longer improves."""
+
+from dlio.train.callbacks.callback_base import Callback, Run
+from dlio.train.report import EpochReport
+from dlio.train.tasks.metrics import goodness, label, show_metric
+
+
+class EarlyStopping(Callback):
+    """End the run after `patience` epochs without a better held-out accuracy, or other metric.
+
+    Epochs in which neurons were removed do not count, because later epochs recover their loss.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+
+    def epoch_ends(self, run: Run, report: EpochReport) -> None:
+        # The history also covers epochs before the run was resumed.
+        values = [goodness(epoch.watch, epoch.watched) for epoch in run.history]
+        best = values.index(max(values))
+        first, since = run.history[best], run.history[best + 1 :]
+        if sum(not _was_cut(epoch) for epoch in since) >= self._patience:
+            run.stop(
+                f"held-out {label(first.watch)} has not been better than "
+                f"{show_metric(first.watch, first.watched)}, of epoch {best + 1}, for "
+                f"{self._patience} epoch(s)"
+            )
+
+
+def _was_cut(epoch: EpochReport) -> bool:
+    return epoch.pruning is not None and any(each["removed"] for each in epoch.pruning["rounds"])

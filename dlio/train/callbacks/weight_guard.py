@@ -1,0 +1,151 @@
+"""Compare the ranks' weights every few steps, and restore those of a rank that differs.
+
+The ranks of an exchange that sums gradients have the same weights, bit for bit. A rank that differs
+has a fault: of its memory, of its processor, or of a program.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import nn
+
+from dlio.comm import Communicator
+from dlio.comm.survival.recovery import uniform
+from dlio.errors import DlioError
+from dlio.train.callbacks.callback_base import Callback, Run
+from dlio.train.callbacks.rank_roster import RankRoster
+from dlio.train.report import RestoredRank
+
+
+def weights_digest(model: nn.Module) -> int:
+    """Return 64 bits, as a signed number, that differ if any bit of the parameters does."""
+    hashed = xxhash.xxh3_64()
+    for parameter in model.parameters():
+        hashed.update(_bytes_of(parameter).data)
+    return int.from_bytes(hashed.digest(), "little", signed=True)
+
+
+def majority(digests: Sequence[int]) -> int | None:
+    """Return the digest that more than half of the ranks have, None if there is none."""
+    digest, ranks = Counter(digests).most_common(1)[0]
+    return digest if 2 * ranks > len(digests) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlier:
+    """Ranks whose weights differ, by their numbers when the job began, and who restores them."""
+
+    members: tuple[int, ...]
+    giver: int
+
+
+class WeightGuard(Callback):
+    """Compares a digest of each rank's weights. Costs one sum of 8 bytes per rank.
+
+    A rank that differs gets weights, buffers and the optimizer's state of the first rank that has
+    what more than half of them have.
+
+    Args:
+        every: optimizer steps between two comparisons.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._members: RankRoster | None = None
+        self._alike_at = 0
+        self._odd: _Outlier | None = None
+        self.restored: list[RestoredRank] = []
+        """Ranks whose weights were restored."""
+
+    def begins(self, run: Run) -> None:
+        self._members = RankRoster(run)
+        self._alike_at = run.updates
+
+    def after_step(self, run: Run) -> None:
+        if run.comm.size == 1 or run.updates % self._every:
+            return
+        uniform(run.comm, lambda: self._compare(run))
+        if self._odd is not None:
+            self._tell(run, self._odd)
+        self._odd, self._alike_at = None, run.updates
+
+    def _compare(self, run: Run) -> None:
+        """Compare digests, and restore ranks that differ. Collective; may be called again."""
+        comm = run.comm
+        digests = np.zeros(comm.size, np.int64)
+        digests[comm.rank] = weights_digest(run.model)
+        comm.wait([comm.iallreduce(digests)], "digests of the other ranks' weights")
+        if (digests == digests[0]).all():
+            return
+        usual = majority(digests.tolist())
+        if usual is None:
+            raise DlioError(
+                f"{self._everyone()} have different weights since a step after "
+                f"{self._alike_at} (seen at step {run.updates}), and no weights are those of most "
+                "ranks: check these machines' memory, and resume from a checkpoint (--resume) "
+                f"of step {self._alike_at} or before"
+            )
+        odd = np.flatnonzero(digests != usual).tolist()
+        giver = int(np.flatnonzero(digests == usual)[0])
+        assert self._members is not None
+        members = self._members.present()
+        self._odd = _Outlier(tuple(members[rank] for rank in odd), members[giver])
+        _restore(run, giver, comm.rank in odd)
+
+    def _tell(self, run: Run, odd: _Outlier) -> None:
+        assert self._members is not None
+        for member in odd.members:
+            node = self._members.node(member)
+            repair = RestoredRank(member, node, self._alike_at, run.updates, odd.giver)
+            self.restored.append(repair)
+            if run.comm.rank == 0:
+                print(repair.sentence(), flush=True)
+
+    def _everyone(self) -> str:
+        assert self._members is not None
+        names = [self._members.name(member) for member in self._members.present()]
+        return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+@torch.no_grad()
+def _restore(run: Run, giver: int, odd: bool) -> None:
+    """Give one rank's state to those that are odd. Collective."""
+    for tensor in _state(run):
+        received = _broadcast(tensor, run.comm, giver)
+        if odd:
+            tensor.copy_(received)
+    if run.precision.scales:
+        scale = run.comm.tell(run.precision.scaler.state_dict(), giver)
+        if odd:
+            run.precision.scaler.load_state_dict(scale)
+
+
+def _state(run: Run) -> Iterator[torch.Tensor]:
+    """Yield the tensors of the model and of the optimizer, in the same order on all ranks."""
+    yield from run.model.parameters()
+    yield from run.model.buffers()
+    for group in run.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = run.optimizer.state.get(parameter, {})
+            yield from (state[key] for key in sorted(state) if torch.is_tensor(state[key]))
+
+
+def _broadcast(tensor: torch.Tensor, comm: Communicator, root: int) -> torch.Tensor:
+    """Return a rank's tensor of any type, on the host. Collective."""
+    mine = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    comm.bcast(mine.reshape(-1).view(torch.uint8).numpy(), root)
+    return mine
+
+
+def _bytes_of(parameter: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return a parameter's memory, without a copy if it is on the host and dense."""
+    host = parameter.detach().cpu()
+    if host.dim() == 4 and host.is_contiguous(memory_format=torch.channels_last):
+        host = host.permute(0, 2, 3, 1)
+    array: npt.NDArray[np.uint8] = host.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return array

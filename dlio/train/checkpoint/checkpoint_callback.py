@@ -1,0 +1,77 @@
+"""The callback that writes checkpoints during a run."""
+
+import math
+import time
+
+from dlio.comm.board import elsewhere
+from dlio.comm.survival.membership import AllLeave
+from dlio.train.callbacks.callback_base import Callback, Run
+from dlio.train.checkpoint.checkpoint_store import Checkpoints
+from dlio.train.checkpoint.state import about, changed_by_updates, tensors_of
+from dlio.train.report import EpochReport
+from dlio.train.run_requests import RequestChannel, RunRequest
+from dlio.train.worker import Worker
+
+
+class CheckpointCallback(Callback):
+    """Write a checkpoint at the end of each epoch, every so many steps, and when any rank asks.
+
+    Args:
+        worker: the run to save.
+        checkpoints: the folder; the caller opens and closes it.
+        every: optimizer steps between checkpoints; None for no number.
+        minutes: time between checkpoints; None for no time.
+        wishes: of any rank, for a checkpoint, and for the end after it; None if nobody asks. The
+            caller closes it.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        checkpoints: Checkpoints,
+        every: int | None,
+        minutes: float | None = None,
+        wishes: RequestChannel | None = None,
+    ) -> None:
+        self._worker, self._checkpoints, self._every = worker, checkpoints, every
+        self._wishes = wishes
+        self._period_s = math.inf if minutes is None else 60 * minutes
+        self._due = time.monotonic() + self._period_s
+        """When rank 0 asks for the next one."""
+        self._last = worker.updates
+        self._ends = False
+        """True once all ranks have agreed to end."""
+
+    def begins(self, run: Run) -> None:
+        self._worker.before_update = self._checkpoints.copied
+
+    def after_step(self, run: Run) -> None:
+        whole_epoch = run.position >= self._worker.samples
+        wish = RunRequest.NONE
+        if self._wishes is not None:
+            if run.comm.rank == 0 and time.monotonic() >= self._due:
+                self._wishes.wish(RunRequest.SAVE)
+            wish = self._wishes.after_step(run.updates, whole_epoch)
+        self._ends = RunRequest.END in wish
+        if whole_epoch:
+            return  # `epoch_ends` saves.
+        if wish or (self._every is not None and run.updates % self._every == 0):
+            self.save(run)
+        if self._ends:
+            raise AllLeave
+
+    def epoch_ends(self, run: Run, report: EpochReport) -> None:
+        self.save(run)
+        if self._ends and len(run.history) < run.config.epochs:
+            raise AllLeave
+
+    def save(self, run: Run) -> None:
+        """Write a checkpoint, unless the last one is of this step. Collective."""
+        if run.updates != self._last:
+            self._last = run.updates
+            self._due = time.monotonic() + self._period_s
+            with elsewhere():
+                self._checkpoints.wait()  # Ranks may have other numbers afterwards.
+                tensors = tensors_of(self._worker)
+                later = changed_by_updates(self._worker, tensors)
+                self._checkpoints.save(run.updates, tensors, about(self._worker), later)

@@ -1,0 +1,455 @@
+"""A folder of checkpoints, each written in the background and published when complete.
+
+    FOLDER/step-00000312/about.json     the run's state apart from tensors, as JSON
+    FOLDER/step-00000312/.metadata ...  tensors and their checksums, in the format of
+                                        torch.distributed.checkpoint
+
+A checkpoint is written under a temporary name, and renamed when the files of all ranks are on disk.
+A run that is killed at any time therefore leaves only complete checkpoints; the next run removes
+the unfinished one. If a rank is lost meanwhile and the others go on, they complete the checkpoint
+if the lost one had written its part, and remove it otherwise.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Self
+
+import numpy as np
+import torch
+import xxhash
+
+from dlio.comm import Communicator, Request
+from dlio.comm.deadlines import wait_all
+from dlio.comm.survival.membership import RankMessages, messages_of
+from dlio.comm.survival.recovery import Report, recovery_of, uniform
+from dlio.errors import PeerLost, SourceError, UsageError
+from dlio.train.checkpoint.checkpoint_folder import CheckpointFolder
+from dlio.train.checkpoint.host_copies import HostCopies
+from dlio.train.checkpoint.rank_parts import agree, complete, has_part, write_part
+from dlio.train.checkpoint.tensor_reader import CONTENTS, contents, read_small, read_tensors
+from dlio.train.report import CheckpointReport
+from dlio.util.limits import parsing
+from dlio.util.printable import print_line
+from dlio.util.threads import Workers
+from dlio.util.whole_files import write_json
+
+_NAME: Final = re.compile(r"step-(\d{8,})")
+_UNFINISHED: Final = ".unfinished-"
+_ABOUT: Final = "about.json"
+_SUMS: Final = "checksums"
+_FORMAT: Final = 1
+_WRITE_TIMEOUT_S: Final = 1800.0
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingCheckpoint:
+    """A checkpoint that is being written by all ranks of one generation."""
+
+    hidden: str
+    """Name while it is written."""
+    name: str
+    about: Mapping[str, object]
+    rank: int
+    ranks: int
+    messages: RankMessages
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A complete checkpoint."""
+
+    path: str
+    ranks: int
+    """Number of ranks that wrote it."""
+    about: Mapping[str, object]
+    """The state that was passed to `save`."""
+    names: frozenset[str]
+    """Names of its tensors."""
+    is_of_one_step: bool = True
+    verified: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """Tensors that this rank has read to verify them."""
+
+    def read(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Read the tensors whose names begin with `prefix`; return them without it.
+
+        Raises SourceError.
+        """
+        wanted = [name for name in self.names if name.startswith(prefix)]
+        tensors = {name: self.verified[name] for name in wanted if name in self.verified}
+        tensors |= read_tensors(self.path, [name for name in wanted if name not in tensors])
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+    def whole(self) -> "StoredCheckpoint":
+        """Read all tensors and compare their checksums; return the checkpoint with them.
+
+        Raises SourceError.
+        """
+        return replace(self, verified=_verified(self, 0, 1))
+
+
+class Checkpoints:
+    """The checkpoints of one run. Owns a lock, and a thread while a checkpoint is being written.
+
+    Args:
+        folder: folder of the checkpoints; made if missing.
+        keep: number of checkpoints to keep; older ones are removed after a new one is complete.
+
+    Raises UsageError if the folder is not writable, or if another run writes to it.
+    """
+
+    def __init__(self, folder: str, comm: Communicator, keep: int = 2) -> None:
+        self.folder, self._comm, self._keep = os.path.abspath(folder), comm, keep
+        self._thread_comm = comm.dup()
+        """For the thread's messages alone."""
+        self._copies = HostCopies()
+        self._writer: Workers | None = None
+        self._unfinished: _PendingCheckpoint | None = None
+        """Written by the thread."""
+        self._outcome: str | None = None
+        """Error of the unfinished one, empty if it was published; None if a loss interrupted it."""
+        self._lock: int | None = None
+        self._place = CheckpointFolder(self.folder)
+        self.written: list[str] = []
+        """Names of this run's checkpoints."""
+        self.failures: list[str] = []
+        """Errors of checkpoints that could not be written."""
+        self.wait_s = 0.0
+        """Seconds that training has waited for copies, and for the previous checkpoint."""
+        self._leads = False
+        """True on the rank that publishes."""
+        self._lead()
+        if self._leads:
+            for name in self._place.names():
+                if name.startswith(_UNFINISHED):
+                    self._place.remove(name)
+        self._recovery = recovery_of(comm)
+        self._part = "" if self._recovery is None else self._recovery.add("checkpoints", self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._writer is not None:
+            # After an error on this rank the others may have ended, so do not wait long.
+            self._writer.close(_WRITE_TIMEOUT_S if kind is None else 5.0)
+        if self._recovery is not None:
+            self._recovery.remove(self._part)
+        if kind is None:
+            self._thread_comm.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        if kind is None:  # After an error the thread may still use it.
+            self._place.close()
+
+    def tell(self) -> Report:
+        self.copied()  # Others may overwrite this rank's tensors next.
+        return {}
+
+    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+        self._lead()
+
+    def _lead(self) -> None:
+        """Lock the folder if this rank publishes: the system has freed a lost rank's lock."""
+        if self._comm.rank == 0 and not self._leads:
+            self._leads, self._lock = True, self._place.lock()
+
+    def paths(self) -> list[str]:
+        """Paths of complete checkpoints, the newest first."""
+        names = [name for name in self._place.names() if _NAME.fullmatch(name)]
+        return [os.path.join(self.folder, name) for name in sorted(names, reverse=True)]
+
+    def newest(self) -> StoredCheckpoint | None:
+        """Return the newest intact checkpoint, or None. Collective.
+
+        All ranks share in verifying it. Damaged ones are reported on standard error.
+        """
+        paths = self._comm.tell(self.paths() if self._comm.rank == 0 else [])
+        if self._comm.rank == 0:
+            for name in filter(_NAME.fullmatch, self._place.refused()):
+                text = f"{os.path.join(self.folder, name)} is not a folder of this user's"
+                print_line(f"dlio: {text}; {_next(bool(paths))}", sys.stderr)
+        for path in paths:
+            checkpoint, damage = None, ""
+            try:
+                with parsing(path):
+                    checkpoint = open_checkpoint(path)
+                    verified = _verified(checkpoint, self._comm.rank, self._comm.size)
+                    checkpoint = replace(checkpoint, verified=verified)
+            except SourceError as error:
+                damage = str(error)
+            damages = [text for text in self._comm.allgather(damage) if text]
+            if not damages:
+                return checkpoint
+            if self._comm.rank == 0:
+                print_line(f"dlio: {damages[0]}; {_next(path != paths[-1])}", sys.stderr)
+        return None
+
+    def save(
+        self,
+        step: int,
+        tensors: Tensors,
+        about: Mapping[str, object],
+        later: Collection[str] = (),
+    ) -> None:
+        """Begin to write a checkpoint; return when `tensors` have been copied. Collective.
+
+        Waits for the previous one first. If that one failed, its error goes to standard error and
+        to `failures`, and the run continues.
+
+        Args:
+            step: optimizer step, which names the checkpoint.
+            tensors: this rank's own tensors, named `rank<number>/...`, and tensors that are equal
+                on all ranks, named `all/...`, which the ranks write in shares.
+            about: further state as JSON types; rank 0's is written.
+            later: names of tensors that stay as they are until `copied` has been called; they are
+                copied meanwhile.
+        """
+        self.wait()
+        began = time.perf_counter()
+        self._stage(tensors, later)
+        self.wait_s += time.perf_counter() - began
+        rank, ranks = self._comm.rank, self._comm.size
+        unfinished = self._unfinished = _PendingCheckpoint(
+            hidden=f"{_UNFINISHED}{step:08d}",
+            name=f"step-{step:08d}",
+            about={**about, "format": _FORMAT, "step": step, "ranks": ranks},
+            rank=rank,
+            ranks=ranks,
+            messages=messages_of(self._thread_comm),
+        )
+        self._outcome = None
+        self._writer = Workers(
+            "dlio-checkpoint",
+            lambda _: self._write(unfinished),
+            stop_timeout_s=_WRITE_TIMEOUT_S,
+        ).start()
+
+    def copied(self) -> None:
+        """Wait until the tensors of the checkpoint in progress are copied, and may be changed.
+
+        Raises UsageError if that takes longer than 30 minutes.
+        """
+        began = time.perf_counter()
+        if not self._copies.wait(_WRITE_TIMEOUT_S):
+            raise UsageError(
+                f"{self.folder}: copying the state of a checkpoint took over "
+                f"{_WRITE_TIMEOUT_S:.0f} s: check that the machine has free memory"
+            )
+        self.wait_s += time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in progress is complete or has failed. Collective.
+
+        Raises UsageError if that takes longer than 30 minutes.
+        """
+        if self._writer is None or self._unfinished is None:
+            return
+        began = time.perf_counter()
+        if not self._writer.wait(_WRITE_TIMEOUT_S):
+            raise UsageError(
+                f"{self.folder}: writing a checkpoint took over {_WRITE_TIMEOUT_S:.0f} s: check "
+                "that the file system responds"
+            )
+        unfinished, self._writer, self._unfinished = self._unfinished, None, None
+        error = self._outcome
+        if self._recovery is not None:
+            error = uniform(self._comm, lambda: self._settled(unfinished))
+        if error:
+            self.failures.append(f"no checkpoint: {error}")
+            if self._comm.rank == 0:
+                sys.stderr.write(f"dlio: no checkpoint: {error}\n")
+        else:
+            self.written.append(unfinished.name)
+        self.wait_s += time.perf_counter() - began
+
+    def statistics(self) -> CheckpointReport:
+        """Figures of this run on this rank."""
+        return {"written": self.written, "failures": self.failures, "wait_s": self.wait_s}
+
+    def _write(self, unfinished: _PendingCheckpoint) -> None:
+        """Write and publish the staged tensors; runs in the thread. Keeps the error for `wait`."""
+        error = ""
+        try:
+            self._copies.finish()
+            staged = self._copies.held
+            checksum = {_sum_name(unfinished.rank): _checksum(staged)}
+            with self._place.unfinished(unfinished.hidden) as path:
+                write_part(path, unfinished.rank, {**staged, **checksum})
+        except BaseException as raised:
+            error = _first_line(raised)
+            if unfinished.ranks > 1:
+                error = f"rank {unfinished.rank}: {error}"
+
+        def wait(requests: Sequence[Request]) -> None:
+            who = f"rank {unfinished.rank} of {unfinished.ranks}"
+            wait_all(requests, "the parts of a checkpoint", _WRITE_TIMEOUT_S, who)
+
+        try:
+            self._outcome = agree(
+                unfinished.messages,
+                unfinished.rank,
+                unfinished.ranks,
+                error,
+                lambda: self._published(unfinished),
+                wait,
+            )
+            if unfinished.rank == 0 and self._outcome:
+                self._place.remove(unfinished.hidden)
+        except PeerLost:
+            pass  # Those that are left settle in `wait` what becomes of it.
+        except BaseException as raised:
+            self._outcome = _first_line(raised)
+
+    def _settled(self, unfinished: _PendingCheckpoint) -> str:
+        """Return the error of a checkpoint that all ranks that are left have done with, or nothing.
+
+        Collective. If none of them knows how it ended, it is published if all parts are there.
+        """
+        known = [each for each in self._comm.allgather(self._outcome) if each is not None]
+        error = known[0] if known else ""
+        if self._comm.rank == 0:
+            if not known:
+                error = self._finished(unfinished)
+            if error:
+                self._place.remove(unfinished.hidden)
+        return self._comm.tell(error)
+
+    def _finished(self, unfinished: _PendingCheckpoint) -> str:
+        """Publish a checkpoint that a loss has interrupted; return the error, or nothing."""
+        hidden = unfinished.hidden
+        if not self._place.exists(hidden):  # The lost rank has done it.
+            published = self._place.exists(unfinished.name)
+            return "" if published else "a rank was lost while it was removed"
+        with self._place.unfinished(hidden) as path:
+            for rank in range(unfinished.ranks):
+                if not has_part(path, rank):
+                    return f"rank {rank} was lost before it had written its part"
+        return self._published(unfinished)
+
+    def _published(self, unfinished: _PendingCheckpoint) -> str:
+        """Complete a checkpoint of which all parts are there; return the error, or nothing."""
+        try:
+            with self._place.unfinished(unfinished.hidden) as path:
+                complete(path, unfinished.ranks)
+                about = json.loads(json.dumps(unfinished.about))  # As it will be read.
+                write_json(os.path.join(path, _ABOUT), {**about, _SUMS: _sums(path, about)})
+            self._place.publish(unfinished.hidden, unfinished.name)
+            # Newer ones are damaged: this run would have gone on from them.
+            names = [os.path.basename(path) for path in self.paths()]
+            for old in [name for name in names if name <= unfinished.name][self._keep :]:
+                self._place.hide(old, f"{_UNFINISHED}{old}")
+        except Exception as error:
+            return _first_line(error)
+        return ""
+
+    def _stage(self, tensors: Tensors, later: Collection[str]) -> None:
+        """Copy the tensors that this rank writes to host memory, or begin to."""
+        sizes = {name: tensor.numel() for name, tensor in tensors.items()}
+        mine = _written_by(sizes, self._comm.rank, self._comm.size)
+        self._copies.begin({name: tensors[name] for name in mine}, later)
+
+
+def _next(has_older: bool) -> str:
+    """Return the words on how a run goes on without a checkpoint that it cannot use."""
+    return "trying an older checkpoint" if has_older else "none is left: training begins anew"
+
+
+def open_checkpoint(path: str) -> StoredCheckpoint:
+    """Open a checkpoint. Raises SourceError if it is incomplete or of another format."""
+    try:
+        about = json.loads(read_small(path, _ABOUT))
+        sums = about.pop(_SUMS, None)
+        if about["format"] != _FORMAT:
+            raise SourceError(f"{path}: has format {about['format']}; this version reads {_FORMAT}")
+        # Checkpoints of earlier versions have no checksums here.
+        if sums is not None and sums != _sums(path, about):
+            raise SourceError(f"{path}: the checkpoint is damaged: a checksum differs")
+        ranks = about["ranks"]
+        if type(ranks) is not int or ranks < 1:
+            raise ValueError(f"{ranks!r} is not a number of ranks")
+    except SourceError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SourceError(f"{path}: not a complete checkpoint: {error}") from error
+    names = frozenset(contents(path))
+    if ranks > len(names):
+        raise SourceError(f"{path}: the checkpoint lacks the tensors of most of its {ranks} ranks")
+    return StoredCheckpoint(path, ranks, about, names)
+
+
+def _sums(path: str, about: Mapping[str, object]) -> dict[str, str]:
+    """Return the checksums of a checkpoint's state and of its table of contents.
+
+    Raises OSError, ValueError.
+    """
+    text = json.dumps(about, sort_keys=True).encode()
+    table = read_small(path, CONTENTS)
+    return {"about": xxhash.xxh3_64_hexdigest(text), "contents": xxhash.xxh3_64_hexdigest(table)}
+
+
+def _verified(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> Tensors:
+    """Return tensors whose checksums are right, of the saved ranks that this rank verifies.
+
+    Raises SourceError for a damaged one.
+    """
+    whole: dict[str, torch.Tensor] = {}
+    path, saved_ranks = checkpoint.path, checkpoint.ranks
+    sizes = {name: entry.size.numel() for name, entry in contents(path).items()}
+    for saved in range(rank, saved_ranks, ranks):
+        name = _sum_name(saved)
+        if name not in checkpoint.names:
+            raise SourceError(f"{path}: the checkpoint lacks the tensors of rank {saved}")
+        names = _written_by(sizes, saved, saved_ranks)
+        tensors = read_tensors(path, [*names, name])
+        if not torch.equal(tensors.pop(name), _checksum(tensors)):
+            raise SourceError(f"{path}: the checkpoint is damaged: its checksum differs")
+        whole |= tensors
+    return whole
+
+
+def _written_by(sizes: Mapping[str, int], rank: int, ranks: int) -> set[str]:
+    """Names of the tensors that a rank writes: its own ones, and its share of the common ones.
+
+    Args:
+        sizes: numbers of entries, by name.
+    """
+    shared = sorted((n for n in sizes if n.startswith("all/")), key=lambda n: (-sizes[n], n))
+    loads = [0] * ranks
+    mine = {name for name in sizes if name.startswith(f"rank{rank}/")}
+    for name in shared:
+        least = loads.index(min(loads))
+        loads[least] += sizes[name] + 1
+        if least == rank:
+            mine.add(name)
+    return mine
+
+
+def _checksum(tensors: Tensors) -> torch.Tensor:
+    """XXH3 checksum of names and bytes; int64 (1,)."""
+    digest = xxhash.xxh3_64()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        flat = tensors[name].contiguous().reshape(-1)
+        if flat.numel():
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return torch.tensor([np.uint64(digest.intdigest()).astype(np.int64)])
+
+
+def _sum_name(rank: int) -> str:
+    return f"checksum/rank{rank}"
+
+
+def _first_line(error: BaseException) -> str:
+    """First line of the cause that torch wraps, which is the part that a user can act on."""
+    causes = getattr(error, "failures", None)
+    if causes:
+        wrapped = next(iter(causes.values()))
+        error = wrapped[0] if isinstance(wrapped, tuple) else wrapped
+    return f"{error}".strip().splitlines()[0] if f"{error}".strip() else type(error).__name__

@@ -1,0 +1,88 @@
+"""Ranks that end on purpose: at SIGTERM or SIGUSR1, and at the time of --leave-at."""
+
+import datetime
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from dlio.comm.survival.membership import Elastic
+from dlio.errors import UsageError
+from dlio.util.signals import StopSignals, work_is_done
+
+RESUME_CODE: Final = 75
+"""Exit code of a run that has written a checkpoint because it was told to end: the same command
+with --resume goes on. It is EX_TEMPFAIL of sysexits.h."""
+_TOGETHER_S: Final = 2.0
+"""Ranks whose clocks differ by less than this leave together."""
+
+
+def seconds_until(text: str, now: datetime.datetime) -> float:
+    """Return the time until a clock shows HH:MM next. Raises UsageError for another form."""
+    try:
+        then = datetime.datetime.strptime(text, "%H:%M").time()
+    except ValueError:
+        raise UsageError(f"--leave-at {text}: give a time of day, such as 23:50") from None
+    moment = datetime.datetime.combine(now.date(), then)
+    if moment <= now:
+        moment += datetime.timedelta(days=1)
+    return (moment - now).total_seconds()
+
+
+@contextmanager
+def departure_at(elastic: Elastic | None, time_of_day: str | None) -> Iterator[None]:
+    """Within a `with` statement, have this rank leave at SIGTERM, and at a time of day.
+
+    It finishes its batch. A second SIGTERM ends it at once.
+    """
+    if elastic is None:
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def leave(*_: object) -> None:
+        elastic.leaves = True
+        signal.signal(signal.SIGTERM, before)
+
+    if time_of_day is not None:
+        left_s = seconds_until(time_of_day, datetime.datetime.now())
+        elastic.leave_at = time.monotonic() + left_s - _TOGETHER_S
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class EndRequests:
+    """SIGTERM and SIGUSR1, which tell a run with checkpoints to end.
+
+    Before training begins there is nothing to save: this process ends at once with `RESUME_CODE`.
+    Afterwards `ask` is called. A second SIGTERM ends the process in any case.
+    """
+
+    def __init__(self) -> None:
+        self.ask: Callable[[], object] | None = None
+        """Called by the handler of a signal once training has begun."""
+        self._asked = StopSignals(self._end)
+
+    def __enter__(self) -> "EndRequests":
+        self._asked.listen()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            work_is_done()  # Before they have their former effect, which may kill.
+        self._asked.stop()
+
+    def _end(self) -> None:
+        if self.ask is not None:
+            self.ask()
+            return
+        # Nothing is closed: others may wait for this rank, or this thread be inside of MPI.
+        sys.stderr.write("dlio: told to end before the first step: there is nothing to save\n")
+        sys.stderr.flush()
+        os._exit(RESUME_CODE)

@@ -1,0 +1,257 @@
+"""Arrays, such as volumes: a class or a number for each sample, or a class for each element."""
+
+import inspect
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from dlio.comm import Communicator
+from dlio.data.reader import Reader, open_reader
+from dlio.data.schema import Schema
+from dlio.errors import SourceError, UsageError
+from dlio.loader.contract import BatchData
+from dlio.loader.dataset import Dataset
+from dlio.plan.order import share
+from dlio.train.array_fields import ArrayFields, array_fields
+from dlio.train.config import TrainConfig
+from dlio.train.model import MODELS, find_model, make_model
+from dlio.train.tasks.classification import Classes
+from dlio.train.tasks.regression import Numbers, check_spread, standardised
+from dlio.train.tasks.segmentation import IGNORED, Segments
+from dlio.train.tasks.task_base import Convert, TrainingTask
+
+_PIECE: Final = 64
+_PICTURE: Final = (3, 2)
+"""Channels and spatial dimensions of pictures."""
+_MOST_CLASSES: Final = 100_000
+
+
+class _ArrayTask(TrainingTask):
+    """Samples {input: (channels, ...) or (...), target: number or (...)}.
+
+    A loader gives them with a dimension of samples in front; the model maps float32 (n, channels,
+    ...) to the outputs of the task. Values enter as they are: store them with a mean near 0 and a
+    standard deviation near 1.
+
+    Args:
+        outputs: of the model: classes, or 1 for a number.
+    """
+
+    def __init__(self, config: TrainConfig, fields: ArrayFields, outputs: int) -> None:
+        self._config, self._fields, self._outputs = config, fields, outputs
+
+    def converter(self, data: Dataset) -> Convert:
+        fields = self._fields
+        _check(data, fields)
+
+        def convert(batch: BatchData, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+            assert isinstance(batch, Mapping)
+            inputs = _tensor(batch[fields.input]).to(device, torch.float32, non_blocking=True)
+            targets = _tensor(batch[fields.target])
+            if not fields.is_map:
+                targets = targets.reshape(-1)
+            targets = self._targets(targets, data.path).to(device, non_blocking=True)
+            return inputs if fields.has_channels else inputs.unsqueeze(1), targets
+
+        return convert
+
+    def _targets(self, targets: torch.Tensor, path: str) -> torch.Tensor:
+        """Return the network's targets of the stored ones; shape (n, ...)."""
+        raise NotImplementedError
+
+    def _classes(self, targets: torch.Tensor, path: str, ignored: int | None) -> torch.Tensor:
+        """Return class numbers as int64. Raises UsageError for one that training data lack."""
+        targets = targets.to(torch.int64)
+        wrong = (targets < 0) | (targets >= self._outputs)
+        if ignored is not None:
+            wrong &= targets != ignored
+        if bool(wrong.any()):
+            raise UsageError(
+                f"{path}: {self._fields.target} has class {int(targets[wrong][0])}, and the "
+                f"training data have 0 to {self._outputs - 1}: repair it"
+            )
+        return targets
+
+    def make_model(self) -> nn.Module:
+        text, fields = self._config.model, self._fields
+        shape = fields.channels, len(fields.sides)
+        takes = inspect.signature(find_model(text)).parameters
+        if shape != _PICTURE and "channels" not in takes and text.partition("(")[0] in MODELS:
+            raise UsageError(
+                f"--model {text} takes pictures of 3 channels, and {self._config.source} has "
+                f"arrays of {shape[0]} channel(s) and {shape[1]} dimensions: choose convnet, unet "
+                "or module:factory"
+            )
+        more = {"channels": shape[0], "dimensions": shape[1]}
+        return make_model(text, self._outputs, self._config.image_size, more)
+
+    def example(
+        self, samples: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sides = self._fields.sides
+        inputs = torch.randn(samples, self._fields.channels, *sides, generator=generator)
+        targets = torch.zeros(samples, *(sides if self._fields.is_map else ()))
+        return inputs, targets if isinstance(self, Numbers) else targets.long()
+
+
+class ClassifyArrays(Classes, _ArrayTask):
+    """A class for each array; the model gives logits (n, classes)."""
+
+    name = "classify"
+    watch = "accuracy"
+    has_accuracy = True
+
+    def __init__(self, config: TrainConfig, fields: ArrayFields, classes: int) -> None:
+        _ArrayTask.__init__(self, config, fields, classes)
+        Classes.__init__(self, classes)
+
+    def _targets(self, targets: torch.Tensor, path: str) -> torch.Tensor:
+        return self._classes(targets, path, None)
+
+
+class RegressArrays(Numbers, _ArrayTask):
+    """A number for each array; the model gives it in standard deviations from the mean, (n, 1)."""
+
+    name = "regress"
+    watch = "rmse"
+
+    def __init__(self, config: TrainConfig, fields: ArrayFields, mean: float, scale: float) -> None:
+        _ArrayTask.__init__(self, config, fields, 1)
+        Numbers.__init__(self, scale)
+        self._mean = mean
+
+    def _targets(self, targets: torch.Tensor, path: str) -> torch.Tensor:
+        name = self._fields.target
+        return standardised(targets, self._mean, self._scale, path, name).float()
+
+
+class SegmentArrays(Segments, _ArrayTask):
+    """A class for each element, 255 for those that do not count; the model gives logits (n,
+    classes, ...)."""
+
+    name = "segment"
+    watch = "iou"
+    has_accuracy = True
+    is_dense = True
+
+    def __init__(self, config: TrainConfig, fields: ArrayFields, classes: int) -> None:
+        _ArrayTask.__init__(self, config, fields, classes)
+        Segments.__init__(self, classes)
+
+    def _targets(self, targets: torch.Tensor, path: str) -> torch.Tensor:
+        return self._classes(targets, path, IGNORED)
+
+
+def usual_task(fields: ArrayFields) -> str:
+    """Return the task that a target calls for, by its name as a value of --task."""
+    return "segment" if fields.is_map else "regress" if fields.is_real else "classify"
+
+
+def make_array_task(
+    config: TrainConfig, data: Dataset, whole: Schema, comm: Communicator
+) -> _ArrayTask:
+    """Make the task of a settled configuration on a data set of arrays. Collective.
+
+    Reads all targets once, each rank a part of them: for the number of classes, or for the mean
+    and standard deviation.
+
+    Args:
+        whole: schema of whole samples, of which a rank may read its slab alone.
+
+    Raises UsageError for a target that does not suit the task.
+    """
+    fields = array_fields(config.source, whole, config.target)
+    if config.task == "classify" and fields.is_real:
+        raise UsageError(
+            f"--task classify needs whole numbers, and {fields.target} of {config.source} is "
+            f"{whole.kinds[fields.target].text}: give --task regress, or name another --target"
+        )
+    if fields.is_map != (config.task == "segment"):
+        needs = "a class for each element" if config.task == "segment" else "a number"
+        raise UsageError(
+            f"--task {config.task} needs {needs}, and {fields.target} of {config.source} is "
+            f"{whole.kinds[fields.target].text}: name another --target"
+        )
+    with closing(_target_reader(config, fields)) as reader:
+        if config.task == "regress":
+            values = _values(reader, fields.target, comm)
+            with np.errstate(over="ignore", invalid="ignore"):
+                mean, std = float(values.mean()), float(values.std())
+            check_spread(config.source, fields.target, mean, std)
+            return RegressArrays(config, fields, mean, std or 1.0)
+        ignored = IGNORED if fields.is_map else None
+        classes = _count_classes(reader, fields.target, ignored, comm)
+    made = SegmentArrays if fields.is_map else ClassifyArrays
+    return made(config, fields, max(classes, len(data.classes)))
+
+
+def _target_reader(config: TrainConfig, fields: ArrayFields) -> Reader:
+    """Open the training data with the target alone, if their format can; else whole samples."""
+    place = config.source.partition("::")[0]
+    try:
+        return open_reader(f"{place}::{fields.target}")
+    except (UsageError, SourceError):
+        return open_reader(config.source)
+
+
+def _mine(reader: Reader, name: str, comm: Communicator) -> Any:
+    """Yield (first sample, values) of pieces of this rank's part of the samples."""
+    mine = share(len(reader), comm.size, comm.rank)
+    for first in range(mine.start, mine.stop, _PIECE):
+        samples = np.arange(first, min(first + _PIECE, mine.stop), dtype=np.int64)
+        values = [reader.schema.split(each)[name] for each in reader.read(samples)]
+        yield first, np.stack([np.asarray(value) for value in values])
+
+
+def _values(reader: Reader, name: str, comm: Communicator) -> npt.NDArray[np.float64]:
+    """Return all values of a field of numbers, the same bits on all ranks. Collective."""
+    values = np.zeros(len(reader), np.float64)
+    for first, piece in _mine(reader, name, comm):
+        values[first : first + len(piece)] = piece.reshape(-1)
+    comm.wait([comm.iallreduce(values)], "the values of the target")
+    if not np.isfinite(values).all():
+        raise UsageError(f"{reader.path}: {name} is NaN or infinite somewhere: repair it")
+    return values
+
+
+def _count_classes(reader: Reader, name: str, ignored: int | None, comm: Communicator) -> int:
+    """Return the greatest class number plus one. Collective. Raises UsageError."""
+    ends = np.zeros(2, np.int64)  # The greatest number, and the negative of the least one.
+    for _, piece in _mine(reader, name, comm):
+        numbers = piece.astype(np.int64).reshape(-1)
+        counted = numbers if ignored is None else numbers[numbers != ignored]
+        if counted.size:
+            ends = np.maximum(ends, [counted.max(), -counted.min()])
+    comm.wait([comm.iallreduce(ends, "max")], "the number of classes")
+    greatest, least = int(ends[0]), -int(ends[1])
+    if least < 0 or greatest >= _MOST_CLASSES:
+        raise UsageError(
+            f"{reader.path}: {name} has values from {least} to {greatest}: give classes as numbers "
+            "from 0, or --task regress for a number"
+        )
+    return greatest + 1
+
+
+def _check(data: Dataset, fields: ArrayFields) -> None:
+    """Raise UsageError if a data set lacks the fields of the training data."""
+    kinds = data.reader.schema.kinds
+    for name in (fields.input, fields.target):
+        if name not in kinds:
+            raise UsageError(
+                f"{data.path} lacks {name!r} of the training data; it has {', '.join(kinds)}"
+            )
+    dimensions = len(fields.sides) + fields.has_channels
+    if len(kinds[fields.input].shape) != dimensions:
+        raise UsageError(
+            f"{data.path}: {fields.input} is {kinds[fields.input].text}, and the training data "
+            f"have {dimensions} dimensions"
+        )
+
+
+def _tensor(value: object) -> torch.Tensor:
+    return torch.as_tensor(value)

@@ -1,0 +1,128 @@
+"""Classification: cross entropy, top-1 and top-5 accuracy, and the AUC of two classes."""
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from dlio.errors import UsageError
+from dlio.loader.contract import BatchData
+from dlio.loader.dataset import Dataset
+from dlio.train.config import TrainConfig
+from dlio.train.factory import split_options
+from dlio.train.model import make_model, normalised
+from dlio.train.tasks.auc import BINS, area, score_sums
+from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
+from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask
+from dlio.train.training_data import difference
+
+_HEAD: Final = 3
+"""Sums of samples, right answers, and answers whose class is among the best five."""
+_BEST: Final = 5
+
+
+class Classes:
+    """Loss and metrics of logits (n, classes) and class numbers (n,).
+
+    Args:
+        classes: number of classes, at least 1.
+    """
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+
+    def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
+        """Cross entropy of each sample; shape (n,). Targets may be probabilities (n, classes)."""
+        assert isinstance(outputs, torch.Tensor)
+        return cross_entropy(outputs, targets, reduction="none")
+
+    def correct(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
+        """1 where the greatest logit is the target's, or its probability; shape (n,)."""
+        assert isinstance(outputs, torch.Tensor)
+        best = outputs.argmax(1)
+        if targets.ndim > 1:
+            return targets.gather(1, best[:, None])[:, 0]
+        return best == targets
+
+    @property
+    def sum_count(self) -> int:
+        return _HEAD + REAL + (BINS if self.classes == 2 else 0)
+
+    def sums(self, outputs: Outputs, targets: torch.Tensor) -> Sums:
+        assert isinstance(outputs, torch.Tensor)
+        logits = outputs.float()
+        best = logits.topk(min(_BEST, logits.shape[1]), 1).indices
+        among = int((best == targets[:, None]).sum())
+        head = [len(targets), int(self.correct(logits, targets).sum()), among]
+        parts = [np.array(head, np.int64), real_sums(self.losses(logits, targets))]
+        if self.classes == 2:
+            parts.append(score_sums(logits[:, 1] - logits[:, 0], targets == 1))
+        return np.concatenate(parts)
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        count, right, among = (int(each) for each in sums[:_HEAD])
+        metrics = {
+            "accuracy": right / max(1, count),
+            "loss": mean_of(sums[_HEAD : _HEAD + REAL], count),
+        }
+        if self.classes > _BEST:
+            metrics["top5"] = among / max(1, count)
+        if self.classes == 2:
+            metrics["auc"], metrics["auc_error"] = area(sums[_HEAD + REAL :])
+        return metrics
+
+
+class ClassifyImages(Classes, TrainingTask):
+    """Images with a class number each.
+
+    A loader gives (uint8 (n, 3, size, size), int64 (n,)), or of mixed images (float32 (n, 3, size,
+    size), probabilities (n, classes)); the model maps float32 (n, 3, size, size) to logits (n,
+    classes).
+    """
+
+    name = "classify"
+    watch = "accuracy"
+    has_accuracy = True
+
+    def __init__(self, config: TrainConfig, data: Dataset) -> None:
+        self._config, self._names = config, list(data.classes)
+        _check(data)
+        super().__init__(len(data.classes) or int(data.reader.labels.max()) + 1)
+
+    def converter(self, data: Dataset) -> Convert:
+        _check(data)
+        if list(data.classes) != self._names:
+            raise UsageError(
+                f"{data.path} has other classes than {self._config.source}: "
+                f"{difference(data.classes, self._names)}"
+            )
+        return _convert
+
+    def make_model(self) -> nn.Module:
+        model = self._config.model
+        if split_options("--model", model)[0] == "unet":
+            raise UsageError(
+                f"--model {model}: gives a class for each pixel: use it for --task segment, or "
+                "choose another model"
+            )
+        return make_model(model, self.classes, self._config.image_size)
+
+    def example(
+        self, samples: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self._config.image_size
+        images = torch.randn(samples, 3, size, size, generator=generator)
+        return images, torch.zeros(samples, dtype=torch.int64)
+
+
+def _convert(data: BatchData, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = data
+    return normalised(images, device), labels.to(device, non_blocking=True)
+
+
+def _check(data: Dataset) -> None:
+    if not data.has_classes:
+        fields = ", ".join(name for name, _ in data.reader.schema.fields)
+        raise UsageError(f"{data.path} holds {fields}: training needs images with labels")

@@ -1,0 +1,141 @@
+"""Regression: the squared error of standardised targets; RMSE and others in the targets' units."""
+
+import math
+from typing import Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from dlio.errors import UsageError
+from dlio.loader.contract import BatchData
+from dlio.loader.dataset import Dataset
+from dlio.train.config import TrainConfig
+from dlio.train.model import make_model, normalised
+from dlio.train.tasks.metrics import REAL, UNIT, Sums, mean_of, real_sums
+from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask
+
+_PARTS: Final = 4
+"""Means: squared error, absolute error, target, squared target."""
+_FARTHEST: Final = 2.0**20
+"""Targets of more standard deviations have no metrics: sums of their squares would overflow."""
+
+
+class Numbers:
+    """Loss and metrics of outputs (n, 1) and targets (n,), both standardised.
+
+    Args:
+        scale: standard deviation of the targets, in their units.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
+        """Squared error of each sample, in standard deviations of the targets; shape (n,)."""
+        return self._errors(outputs, targets).square()
+
+    @staticmethod
+    def _errors(outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
+        assert isinstance(outputs, torch.Tensor)
+        return outputs.float().reshape(-1) - targets
+
+    @property
+    def sum_count(self) -> int:
+        return 1 + _PARTS * REAL
+
+    def sums(self, outputs: Outputs, targets: torch.Tensor) -> Sums:
+        errors = self._errors(outputs, targets).double()
+        wide = targets.double()
+        each = (errors.square(), errors.abs(), wide, wide.square())
+        return np.concatenate([np.array([len(targets)], np.int64), *map(real_sums, each)])
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        count = int(sums[0])
+        square, absolute, mean, second = (
+            mean_of(sums[1 + k * REAL : 1 + (k + 1) * REAL], count) for k in range(_PARTS)
+        )
+        variance = second - mean**2
+        # Both means are of multiples of 2**-32: equal targets seem to vary by as much.
+        varies = variance > (1 + 2 * abs(mean)) * UNIT
+        return {
+            "loss": square,
+            "rmse": self._scale * math.sqrt(square) if square >= 0 else math.nan,
+            "mae": self._scale * absolute,
+            "r2": 1 - square / variance if varies else math.nan,
+        }
+
+
+def check_spread(path: str, name: str, mean: float, std: float) -> None:
+    """Raise UsageError for numbers so large that their mean or variance overflows."""
+    if not (math.isfinite(mean) and math.isfinite(std)):
+        raise UsageError(
+            f"{path}: numbers of {name} are too large for a standard deviation: scale them, or "
+            "repair those that are wrong"
+        )
+
+
+def standardised(
+    targets: torch.Tensor, mean: float, std: float, path: str, name: str
+) -> torch.Tensor:
+    """Return (targets - mean) / std as float64.
+
+    Raises UsageError for a target of which no metric could be made: NaN, infinite, or a million
+    standard deviations from the mean.
+    """
+    result = (targets.double() - mean) / std
+    wrong = ~(result.abs() < _FARTHEST)  # True for NaN.
+    if bool(wrong.any()):
+        raise UsageError(
+            f"{path}: a sample lacks its {name!r}, or has {float(targets[wrong][0]):g}, where the "
+            f"training data have {mean:g} +- {std:g}: drop or repair such samples"
+        )
+    return result
+
+
+class RegressImages(Numbers, TrainingTask):
+    """Images with a whole number each, such as an age or a count.
+
+    A loader gives (uint8 (n, 3, size, size), int64 (n,)); the model maps float32 (n, 3, size, size)
+    to (n, 1): the number in standard deviations from the mean of the training data.
+    """
+
+    name = "regress"
+    watch = "rmse"
+
+    def __init__(self, config: TrainConfig, data: Dataset) -> None:
+        self._config = config
+        _check(data)
+        labels = np.asarray(data.reader.labels, np.float64)  # The index has them on every rank.
+        self._mean, scale = float(labels.mean()), float(labels.std()) or 1.0
+        super().__init__(scale)
+
+    def converter(self, data: Dataset) -> Convert:
+        _check(data)
+
+        def convert(batch: BatchData, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+            images, labels = batch
+            targets = (labels.double() - self._mean) / self._scale
+            return normalised(images, device), targets.float().to(device, non_blocking=True)
+
+        return convert
+
+    def make_model(self) -> nn.Module:
+        return make_model(self._config.model, 1, self._config.image_size)
+
+    def example(
+        self, samples: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self._config.image_size
+        images = torch.randn(samples, 3, size, size, generator=generator)
+        return images, torch.zeros(samples)
+
+
+def _check(data: Dataset) -> None:
+    if not data.has_classes:
+        raise UsageError(f"{data.path}: --task regress needs images with a whole number each")
+    if data.classes:
+        raise UsageError(
+            f"{data.path}: its labels are names of classes, such as {data.classes[0]!r}: give "
+            "--task classify, or a data set whose labels are numbers"
+        )

@@ -1,0 +1,106 @@
+"""The contract of a task, and the parts that tasks share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import nn
+
+from dlio.loader.contract import BatchData
+from dlio.loader.dataset import Dataset
+from dlio.train.model import normalised
+from dlio.train.tasks.metrics import Sums
+
+Outputs: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+"""Outputs of a model; some models return with them tensors that they are compared with."""
+Convert: TypeAlias = Callable[[BatchData, torch.device], tuple[torch.Tensor, torch.Tensor]]
+"""Converts a batch of a loader to (input of the model, targets) on a device; both of shape
+(n, ...)."""
+
+
+class TrainingTask(ABC):
+    """The purpose of a training: a network's inputs and targets, loss and metrics.
+
+    The same on all ranks. It holds no state of the training.
+    """
+
+    name: ClassVar[str]
+    """Value of `--task`."""
+    watch: str = "loss"
+    """The metric by which models are compared, a name in `metrics.METRICS`."""
+    is_dense: bool = False
+    """True if targets have the spatial extents of the inputs."""
+    has_accuracy: bool = False
+    """True if `correct` counts right answers."""
+    notes: tuple[str, ...] = ()
+    """Remarks on the data, for the report."""
+
+    @abstractmethod
+    def converter(self, data: Dataset) -> Convert:
+        """Return the conversion of a data set's batches.
+
+        Raises UsageError for a data set that lacks something that the task needs.
+        """
+
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """Make the model of `--model`. Raises UsageError if it does not suit the task."""
+
+    @abstractmethod
+    def example(
+        self, samples: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return random (inputs, targets) of some samples, to time or trace a model with."""
+
+    @abstractmethod
+    def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each sample; shape (n,)."""
+
+    def correct(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
+        """Return the share of right answers of each sample, 0 to 1; shape (n,)."""
+        return torch.zeros(len(targets), device=targets.device)
+
+    @property
+    @abstractmethod
+    def sum_count(self) -> int:
+        """Number of integers that `sums` returns."""
+
+    @abstractmethod
+    def sums(self, outputs: Outputs, targets: torch.Tensor) -> Sums:
+        """Return sums over some samples, which ranks add up; shape (sum_count,)."""
+
+    @abstractmethod
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Return the metrics of sums over all samples, by names in `metrics.METRICS`."""
+
+    def begin_epoch(self, model: nn.Module, epoch: int) -> None:  # noqa: B027
+        """Prepare a model, in training or a copy for evaluation, for an epoch."""
+
+    def span(self, epoch: int) -> range | None:
+        """Return the epochs of this epoch's schedule of the learning rate; None for all."""
+        return None
+
+    def layer(self, epoch: int) -> int | None:
+        """Return the number, from 1, of the layer that is trained alone; None for all of them."""
+        return None
+
+
+def batch_size(data: BatchData) -> int:
+    """Return the number of samples in a batch of a loader: the length of its first part."""
+    while True:
+        if isinstance(data, Mapping):
+            data = next(iter(data.values()))
+        elif isinstance(data, tuple) or (
+            isinstance(data, list) and data and isinstance(data[0], torch.Tensor | list)
+        ):
+            data = data[0]
+        else:
+            return len(data)
+
+
+def pixels_of(data: BatchData, device: torch.device) -> torch.Tensor:
+    """Return the pictures of a batch, (images, companions) or {field: images}, as float32
+    (n, 3, height, width); see `normalised`."""
+    images = next(iter(data.values())) if isinstance(data, Mapping) else data[0]
+    return normalised(images, device)

@@ -1,0 +1,141 @@
+"""Open the data sets and loaders of a run on every rank."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from dlio.comm import Communicator
+from dlio.data.reader import Reader, open_reader
+from dlio.data.schema import IMAGES, Schema
+from dlio.features.mesh import Mesh
+from dlio.image import crop_transforms
+from dlio.loader.dataloader import DataLoader
+from dlio.loader.dataset import Dataset
+from dlio.loader.opened import open_dataset
+from dlio.storage.tier_spec import Tiers, device_spec
+from dlio.train.array_fields import is_arrays
+from dlio.train.config import TrainConfig
+from dlio.train.sample_sharing import SampleSharing
+
+
+def open_data(
+    comm: Communicator,
+    path: str,
+    config: TrainConfig,
+    tiers: Tiers | None,
+    training: bool,
+    sharing: SampleSharing | None = None,
+) -> Dataset:
+    """Open a data set, on rank 0 first so that the others find its listing in the cache.
+
+    Args:
+        sharing: ranks that share samples read slabs of arrays.
+        tiers: specification of the tiers to cache it in; None for the default.
+        training: apply random crops and flips to images, and read from the replicas too.
+    """
+    size, scale = config.image_size, (config.crop_scale, 1.0)
+
+    def open_it() -> Dataset:
+        reader = open_reader(path)
+        is_pictures = not is_table(reader.schema) and not is_arrays(reader.schema)
+        drawn = None
+        if training and is_pictures:
+            drawn = crop_transforms.Compose(
+                [
+                    crop_transforms.RandomResizedCrop(size, scale),
+                    crop_transforms.RandomHorizontalFlip(),
+                    *_mixtures(config, reader),
+                ]
+            )
+        options: dict[str, Any] = {
+            "tiers": tiers,
+            "image_size": size,
+            "train": training,
+            "transform": drawn,
+            "seed": config.seed,
+            "on_error": config.on_error,
+            "replicas": config.replica if training else (),
+        }
+        if sharing is not None and sharing.cuts_samples and is_arrays(reader.schema):
+            return sharing.open(path, reader, options)
+        return open_dataset(reader, **options)
+
+    if comm.rank == 0:
+        data = open_it()
+        comm.barrier()
+        return data
+    comm.barrier()
+    return open_it()
+
+
+def _mixtures(config: TrainConfig, reader: Reader) -> list[Callable[..., Any]]:
+    """Return the transforms of --mixup and --cutmix: of each step's global batch, so that images
+    do not depend on the number of ranks and threads."""
+    kinds = (crop_transforms.MixUp, config.mixup), (crop_transforms.CutMix, config.cutmix)
+    wanted = [(kind, alpha) for kind, alpha in kinds if alpha is not None]
+    if not wanted:
+        return []
+    classes = len(reader.classes) or int(reader.labels.max()) + 1
+    made = [kind(alpha=alpha, num_classes=classes) for kind, alpha in wanted]
+    mixer = made[0] if len(made) == 1 else crop_transforms.RandomChoice(made)
+    # Pixels stay 0 to 255: they are normalised on the device.
+    return [crop_transforms.ToDtype(torch.float32), mixer]
+
+
+def is_table(schema: Schema) -> bool:
+    """True if samples are rows of numbers and texts, and not of images or larger arrays."""
+    kinds = schema.kinds.values()
+    return (
+        schema.structure is None
+        and not any(kind.text in IMAGES for kind in kinds)
+        and any(kind.scalar or kind.text == "text" or len(kind.shape) == 1 for kind in kinds)
+        and all(len(kind.shape) <= 1 for kind in kinds)
+    )
+
+
+def make_loader(
+    data: Dataset,
+    config: TrainConfig,
+    training: bool,
+    mesh: Mesh | None = None,
+    device: torch.device | None = None,
+) -> DataLoader:
+    """Make the loader of a data set; it shuffles and records its trace only for training.
+
+    Args:
+        mesh: ranks that share samples get the same ones.
+        device: of the model; see `_hands_over`.
+    """
+    loader = DataLoader(
+        data,
+        config.batch_size,
+        training,
+        num_workers=config.workers,
+        mode=config.shuffle,
+        source_order=config.source_order if training else "sample",
+        pretend_nodes=config.pretend_nodes,
+        pin_memory=torch.cuda.is_available(),
+        trace=config.trace_out if training else None,
+        device=device if _hands_over(data, config, device) else None,
+        decode=config.decode,
+        mesh=mesh,
+    )
+    loader.deals = False  # The worker does, for all of its loaders.
+    return loader
+
+
+def _hands_over(data: Dataset, config: TrainConfig, device: torch.device | None) -> bool:
+    """True if the loader hands out batches on the model's device: where the device decodes or keeps
+    images, and where a GPU can have crops ahead of their use, without boxes or masks whose
+    values the host checks."""
+    if config.decode == "device" or device_spec(data.tiers) is not None:
+        return True
+    on_gpu = device is not None and device.type == "cuda"
+    return on_gpu and data.crops and not data.recipe.moves
+
+
+def difference(one: Iterable[str], other: Iterable[str]) -> str:
+    """Describe the difference between two lists of class names."""
+    names = sorted(set(one) ^ set(other))
+    return f"{len(names)} differ, such as {names[:3]}" if names else "in another order"

@@ -1,0 +1,167 @@
+"""A pool of reusable memory: the first touch of new pages costs as much as reading into them.
+
+There are two ways to get memory from a `BufferPool`:
+
+- `take` returns a `BufferLease`, which the caller releases. Use it for memory with one user.
+- `lend` returns an array whose memory returns to the pool when the array and all its views,
+  memoryviews and tensors have been garbage-collected. Use it for memory that is given to users, or
+  that many samples share. It costs a weak reference per call.
+"""
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.util.forks import new_lock
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """State of a pool: number and bytes of the buffers in use, and of the spare ones."""
+
+    out: int
+    spare: int
+    out_bytes: int
+    spare_bytes: int
+    allocated: int
+    """Buffers that have been allocated since the pool exists."""
+
+
+class BufferLease:
+    """Memory for one user until `release`; a context manager.
+
+    Releasing it twice is an error, because another user may have the memory by then.
+    """
+
+    __slots__ = ("_buffer", "_pool", "array")
+
+    def __init__(self, pool: "BufferPool", buffer: npt.NDArray[np.uint8], size: int) -> None:
+        self._pool = pool
+        self._buffer: npt.NDArray[np.uint8] | None = buffer
+        self.array: npt.NDArray[np.uint8] = buffer[:size]
+        """The memory, uninitialised; shape (size,)."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Return the memory to the pool. Do not use the array or its views afterwards.
+
+        Raises RuntimeError if it was released before.
+        """
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            raise RuntimeError("a lease of pooled memory was released twice")
+        del self.array
+        self._pool._give_back(buffer)
+
+
+class BufferPool:
+    """A pool of byte buffers. Thread-safe.
+
+    Memory is aligned to 16 bytes. If a lease is dropped without `release`, or outlives the pool,
+    Python frees its memory like any array's, and the pool cannot reuse it.
+
+    Args:
+        most_spare: maximum number of spare buffers; beyond it the oldest is freed.
+        slack: a spare buffer may be used for requests of at least 1/slack of its size,
+        waste: or of at most this many bytes less than its size.
+        headroom: share by which a new buffer exceeds the requested size, so that it can later
+            serve slightly larger requests.
+        allocate: returns a new buffer of so many bytes; ordinary memory by default.
+    """
+
+    def __init__(
+        self,
+        most_spare: int,
+        *,
+        slack: float = 2.0,
+        waste: int = 0,
+        headroom: float = 0.0,
+        allocate: Callable[[int], npt.NDArray[np.uint8]] | None = None,
+    ) -> None:
+        self._allocate = allocate or _ordinary
+        self._allocated = 0
+        self._most_spare = most_spare
+        self._slack, self._waste = slack, waste
+        self._headroom = headroom
+        self._lock = new_lock()
+        self._spare: list[npt.NDArray[np.uint8]] = []
+        self._out = self._out_bytes = 0
+        self._lent: dict[int, tuple[weakref.ref[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]] = {}
+        self._keys = itertools.count()
+        self._returned: deque[int] = deque()
+        """Keys of lent memory without references. Weak-reference callbacks append to it, at any
+        point of any thread, so they must not take the lock."""
+
+    def take(self, size: int) -> BufferLease:
+        """Lease `size` bytes until they are released."""
+        with self._lock:
+            return BufferLease(self, self._buffer(size), size)
+
+    def lend(self, size: int) -> npt.NDArray[np.uint8]:
+        """Lend `size` uninitialised bytes until nothing refers to them; shape (size,)."""
+        with self._lock:
+            buffer = self._buffer(size)
+            # Created from a memoryview: views of a view of `buffer` would refer to `buffer`
+            # directly, not to `array`, which the weak reference watches.
+            array = np.frombuffer(buffer.data, np.uint8, size)
+            key, returned = next(self._keys), self._returned
+            self._lent[key] = weakref.ref(array, lambda _: returned.append(key)), buffer
+            return array
+
+    def statistics(self) -> PoolStatistics:
+        """Count the buffers in use and the spare ones."""
+        with self._lock:
+            self._collect()
+            spare_bytes = sum(len(buffer) for buffer in self._spare)
+            return PoolStatistics(
+                self._out, len(self._spare), self._out_bytes, spare_bytes, self._allocated
+            )
+
+    def clear(self) -> None:
+        """Free the spare memory."""
+        with self._lock:
+            self._collect()
+            self._spare.clear()
+
+    def _buffer(self, size: int) -> npt.NDArray[np.uint8]:
+        self._collect()
+        for k in reversed(range(len(self._spare))):  # The last one may still be in a CPU cache.
+            if size <= len(self._spare[k]) <= max(self._slack * size, size + self._waste):
+                buffer = self._spare.pop(k)
+                break
+        else:
+            buffer = self._allocate(max(1, size + int(self._headroom * size)))
+            self._allocated += 1
+        self._out += 1
+        self._out_bytes += len(buffer)
+        return buffer
+
+    def _collect(self) -> None:
+        while self._returned:
+            _, buffer = self._lent.pop(self._returned.popleft())
+            self._keep(buffer)
+
+    def _give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
+        with self._lock:
+            self._keep(buffer)
+
+    def _keep(self, buffer: npt.NDArray[np.uint8]) -> None:
+        self._out -= 1
+        self._out_bytes -= len(buffer)
+        self._spare.append(buffer)
+        del self._spare[: len(self._spare) - self._most_spare]
+
+
+def _ordinary(size: int) -> npt.NDArray[np.uint8]:
+    return np.empty(size, np.uint8)

@@ -1,0 +1,156 @@
+"""Folders in shared memory that last as long as a process uses them.
+
+    /dev/shm/dlio-<uid>/sweep           locked while folders are created or removed
+    /dev/shm/dlio-<uid>/<name>/alive    lock shared by every process that uses the folder
+
+The locks are the kernel's and end with their process. The last process that uses a folder removes
+it. If that process is killed, a reaper process removes the folder, and if the reaper is killed, the
+next start of dlio does. The user's folder is removed with the last folder in it, so an idle machine
+has no files of dlio in shared memory.
+"""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final, Self
+
+from dlio.util.child_processes import module_command
+from dlio.util.folders import hold_shared, lock_file, open_private, remove_if_unheld
+from dlio.util.threads import Workers
+
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
+"""Folder of the kernel's in-memory file system."""
+_SWEEP: Final = "sweep"
+_ALIVE: Final = "alive"
+_START_TIMEOUT_S: Final = 20.0
+
+
+class SharedFolder:
+    """A folder in shared memory, in use by this process until `close`; a context manager.
+
+    Creating one also removes the folders of jobs that have died.
+
+    Args:
+        name: name of the folder; processes with the same name share it.
+
+    Raises TierError if other users own or can enter this user's folder.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.path = os.path.join(SHARED_MEMORY, user_folder(), name)
+        # The lock prevents a sweep from removing the folder before this process has locked it.
+        with _users_folder() as user:
+            # Each folder in use takes 10 ms, so only one process of many looks at all.
+            first = name not in os.listdir(user) or bool(_sweep(user, name))
+            if first:
+                _sweep(user)
+            self.descriptor = open_private(SHARED_MEMORY, user_folder(), name)
+            self.alive = hold_shared(self.descriptor, _ALIVE)
+            """The lock: whoever holds a copy of this descriptor keeps the folder, too."""
+        self._starting = _start_reaper(os.path.join(self.path, _ALIVE)) if first else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the folder; remove it if no other process uses it."""
+        if self.descriptor < 0:
+            return
+        if self._starting is not None:
+            self._starting.close()
+        os.close(self.descriptor)
+        os.close(self.alive)
+        self.descriptor = -1
+        with _users_folder() as user:
+            remove_if_unheld(user, self._name, _ALIVE)
+
+
+def user_folder() -> str:
+    """Return the name of this user's private folder below a tier's root."""
+    return f"dlio-{os.geteuid()}"
+
+
+def sweep_shared_memory(only: str | None = None) -> list[str]:
+    """Remove the folders of jobs that have died; with `only`, at most the one of that name.
+
+    Returns the names of the removed folders.
+    """
+    if not os.path.isdir(os.path.join(SHARED_MEMORY, user_folder())):
+        return []
+    with _users_folder() as user:
+        return _sweep(user, only)
+
+
+@contextmanager
+def _users_folder() -> Iterator[int]:
+    """Open and lock this user's folder; remove it at the end if it is empty."""
+    user, lock = _lock()
+    try:
+        yield user
+    finally:
+        if os.listdir(user) == [_SWEEP]:
+            with suppress(OSError):
+                os.unlink(_SWEEP, dir_fd=user)
+                os.rmdir(os.path.join(SHARED_MEMORY, user_folder()))
+        os.close(lock)
+        os.close(user)
+
+
+def _lock() -> tuple[int, int]:
+    """Return descriptors of the user's folder and of the lock in it.
+
+    Tries again if the folder is removed in between.
+    """
+    while True:
+        user = open_private(SHARED_MEMORY, user_folder())
+        try:
+            lock = lock_file(user, _SWEEP)
+        except FileNotFoundError:
+            os.close(user)
+            continue
+        if os.fstat(lock).st_nlink:
+            return user, lock
+        os.close(lock)
+        os.close(user)
+
+
+def _start_reaper(lock: str) -> Workers | None:
+    """Start the process that removes a folder after all processes that use it have died.
+
+    It has a session of its own and inherits no open file. Returns the thread that waits until it
+    has detached itself; None if it could not be started.
+
+    Args:
+        lock: path of the file whose lock the users of the folder share.
+    """
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    try:
+        starting = subprocess.Popen(
+            module_command("dlio.util.reaper", lock),
+            env={**os.environ, "PYTHONPATH": package},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:
+        return None  # The next start of dlio will remove the folder instead.
+
+    def reaped(_: int) -> None:
+        try:
+            starting.wait(_START_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            starting.kill()
+            starting.wait()
+
+    return Workers("dlio-reaper-start", reaped, stop_timeout_s=2 * _START_TIMEOUT_S).start()
+
+
+def _sweep(user: int, only: str | None = None) -> list[str]:
+    names = [entry.name for entry in os.scandir(user) if entry.is_dir(follow_symlinks=False)]
+    return [name for name in names if only in (None, name) and remove_if_unheld(user, name, _ALIVE)]

@@ -1,0 +1,140 @@
+"""Output files that appear complete or not at all, and locks on files."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Final
+
+from dlio.errors import UsageError
+from dlio.util.trusted_files import open_file, publish_file, temporary_name
+from dlio.util.user_folders import parent_of
+
+_POLL_S: Final = 0.02
+_MODE: Final = 0o664
+"""Mode of files that users name: as the umask has it, but never writable by all users."""
+
+
+def check_writable(option: str, path: str) -> None:
+    """Check before a run that its result can be written.
+
+    Args:
+        option: option of the command line, which the error names.
+
+    Raises UsageError if it cannot.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        raise UsageError(f"{option} {path}: this is a folder; name a file")
+    if not os.path.isdir(folder):
+        raise UsageError(f"{option} {path}: {folder} does not exist; create it")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{option} {path}: {folder} cannot be written")
+
+
+def write_whole(path: str, write: Callable[[IO[bytes]], object], mode: int = _MODE) -> None:
+    """Write a file by calling `write`; it appears under its name once it is complete.
+
+    Args:
+        path: a file that the user has named, or one below the `path_of` a folder.
+        mode: of the file; the umask takes its part from it.
+
+    Raises UsageError if it cannot be written.
+    """
+    try:
+        with parent_of(path) as (folder, name):
+            write_whole_at(folder, name, write, mode)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def write_whole_at(
+    folder: int, name: str, write: Callable[[IO[bytes]], object], mode: int = 0o600
+) -> None:
+    """Write a file in a verified folder as `write_whole` does. Raises OSError."""
+    temporary = temporary_name(name)
+    descriptor = open_file(folder, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        publish_file(folder, temporary, name)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+def open_own(path: str, flags: int, mode: int = 0o600) -> int:
+    """Open a file of this user's in a folder that the user has named; returns its descriptor.
+
+    Args:
+        flags: as for os.open, without O_TRUNC.
+        mode: of a new file; the umask takes its part from it.
+
+    Raises OSError; Refused if it is not a regular file of this user's.
+    """
+    with parent_of(path) as (folder, name):
+        return open_file(folder, name, flags, mode)
+
+
+def open_partial(path: str, *, new: bool) -> IO[str]:
+    """Open a text file, to be read and written, that will be renamed when it is complete.
+
+    Args:
+        new: begin with an empty file; otherwise it must exist.
+
+    Raises OSError; Refused if it is not this user's own file.
+    """
+    flags = os.O_RDWR | (os.O_CREAT if new else 0)
+    file = os.fdopen(open_own(path, flags, _MODE), "r+")
+    if new:
+        file.truncate()
+    return file
+
+
+def move_file(path: str, to: str) -> None:
+    """Rename a complete file of a folder that the user has named. Raises OSError."""
+    with parent_of(path) as (folder, name):
+        publish_file(folder, name, os.path.basename(to))
+
+
+def remove_file(path: str) -> None:
+    """Remove a file that the user has named, if it exists. Raises OSError."""
+    with suppress(FileNotFoundError), parent_of(path) as (folder, name):
+        os.unlink(name, dir_fd=folder)
+
+
+def take_lock(descriptor: int, how: int, timeout_s: float = 0.0) -> bool:
+    """Lock an open file; False if another process held the lock until the deadline.
+
+    Args:
+        how: fcntl.LOCK_EX or fcntl.LOCK_SH.
+
+    Raises OSError if the file system does not support locks.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+
+
+def write_json(path: str, value: object) -> None:
+    """Write a value as JSON. Raises UsageError if the file cannot be written."""
+    text = json.dumps(value, indent=2).encode()
+    write_whole(path, lambda file: file.write(text))
+
+
+def unwritable(path: str, error: OSError) -> UsageError:
+    """Return the error for a file that cannot be written."""
+    return UsageError(
+        f"{path} cannot be written: {error.strerror}; free some space there, or name another file"
+    )

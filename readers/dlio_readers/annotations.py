@@ -1,0 +1,322 @@
+"""Pictures with boxes, as the readers of annotation formats share them.
+
+A reader of a format lists `Annotations`; this module keeps them in an index, checks that the files
+are the ones that were listed, and makes payloads of the fields of `dlio.loader.picture_targets`.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dlio.data.index import Arrays, Names, fingerprint_of, kept_index
+from dlio.data.links import links_followed
+from dlio.data.schema import Schema
+from dlio.data.source import File, Source
+from dlio.errors import DecodeError, SourceError
+from dlio.image.decoder import image_size
+from dlio.plan.layout import cut_blocks
+from dlio.plan.order import Order
+from dlio_readers.fileset import FileSet
+
+MAX_BOXES: Final = 1 << 16
+"""Boxes of one picture, at most."""
+_STORAGE_SEED: Final = 0xD110
+"""Seed of the storage order, along which blocks are cut so that each block mixes classes."""
+_SETTLED_S: Final = 2.0
+"""A folder changed this recently may change again without a new modification time."""
+_BEYOND: Final = 0.01
+"""Share of a picture's side by which a box may reach beyond it: it is cut off without an error."""
+_BEYOND_PIXELS: Final = 2.0
+_SIDE: Final = re.compile(r"(?<![a-z])(left|right|l|r)(?![a-z])", re.IGNORECASE)
+_OTHER: Final = {"left": "right", "right": "left", "l": "r", "r": "l"}
+
+
+@dataclass(slots=True)
+class Annotations:
+    """The annotations of some pictures, n together with m boxes in the order of the pictures."""
+
+    names: list[str]
+    """Files of the pictures, below the source's root."""
+    counts: npt.NDArray[np.int64]
+    """Boxes of each picture; shape (n,)."""
+    boxes: npt.NDArray[np.float32]
+    """Left, top, right, bottom in pixels, or in shares of the sides; shape (m, 4)."""
+    labels: npt.NDArray[np.int64]
+    """Class of each box; shape (m,)."""
+    classes: list[str]
+    relative: bool = False
+    """True if coordinates are shares of width and height."""
+    keypoints: npt.NDArray[np.float32] | None = None
+    """x, y, visibility; shape (m, k, 3)."""
+    pairs: list[int] | None = None
+    """Number of each keypoint's other side; k numbers."""
+    segments: list[str] | None = None
+    """JSON of the segments of each picture."""
+    crowds: npt.NDArray[np.uint8] | None = None
+    """1 for a box around a crowd; shape (m,)."""
+    ids: npt.NDArray[np.int64] | None = None
+    """Number of each picture in its file; shape (n,)."""
+    declared: npt.NDArray[np.int64] | None = None
+    """Height and width of each picture by its file, 0 if unknown; shape (n, 2)."""
+    files: list[str] = field(default_factory=list)
+    """URLs of the files of annotations."""
+    folders: list[str] = field(default_factory=list)
+    """Folders whose listings matter, below the source's root."""
+    notes: list[str] = field(default_factory=list)
+    """Files of annotations of single pictures, below the source's root."""
+
+
+class AnnotatedReader:
+    """Samples of pictures and their boxes.
+
+    Args:
+        path: as the user wrote it.
+        source: root of all names.
+        kind: name of the index, with the options that it depends on.
+        build: lists the annotations.
+    """
+
+    format = ""
+    objects = True
+    version = 1
+
+    def __init__(
+        self, path: str, source: Source, kind: str, build: Callable[[], Annotations]
+    ) -> None:
+        self.path = path
+        self._source, self._kind, self._build = source, kind, build
+        index = kept_index(kind, self.version, source.root, self._holds, self._list)
+        head = json.loads(index["head"].tobytes())
+        self.classes: Sequence[str] = head["classes"]
+        self.fingerprint: str = head["fingerprint"]
+        self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
+        self._files = FileSet(source, index)
+        self._index, self._relative = index, bool(head["relative"])
+        self._pairs: list[int] | None = head["pairs"]
+        self._segments = None
+        if "segments" in index:
+            self._segments = Names(index["segments"], index["segment_ends"])
+        self._ends = np.concatenate([[0], index["box_ends"]]).astype(np.int64)
+        self.labels = np.zeros(len(self._files), np.int64)
+        self.sizes = self._payload_sizes()
+        order = Order(len(self._files), _STORAGE_SEED, shuffled=True)
+        self.layout = cut_blocks(self.sizes, order)
+
+    @property
+    def box_counts(self) -> dict[str, int]:
+        """Number of boxes of each class that has some, by name."""
+        labels = self._index["box_labels"]
+        counts = np.bincount(labels, minlength=len(self.classes)).tolist()
+        return {name: count for name, count in zip(self.classes, counts, strict=True) if count}
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def name(self, sample: int) -> str:
+        return self._files.names[sample]
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        return [self._read(int(sample)) for sample in samples]
+
+    def close(self) -> None:
+        pass
+
+    def _read(self, sample: int) -> bytes | memoryview:
+        picture = self._files.read(sample)
+        if picture is None:
+            raise self._files.changed(sample, self._kind, self.version)
+        index = self._index
+        mine = slice(int(self._ends[sample]), int(self._ends[sample + 1]))
+        values: dict[str, Any] = {
+            "image": picture,
+            "boxes": self._in_pixels(sample, picture, index["boxes"][mine]),
+            "box_labels": index["box_labels"][mine],
+        }
+        if "keypoints" in index:
+            values["keypoints"] = self._in_pixels(sample, picture, index["keypoints"][mine])
+        if self._pairs is not None:
+            values["keypoint_pairs"] = np.array(self._pairs, np.uint8)
+        if self._segments is not None:
+            values["segments"] = self._segments[sample]
+        if "crowds" in index:
+            values["box_iscrowd"] = index["crowds"][mine]
+        if "ids" in index:
+            values["image_id"] = int(index["ids"][sample])
+        return self.schema.join(values)
+
+    def _in_pixels(
+        self, sample: int, picture: bytes | memoryview, values: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        """Return coordinates in pixels of the picture, whose size must be the declared one."""
+        declared = self._index["declared"][sample].tolist() if "declared" in self._index else [0, 0]
+        if not self._relative and not (all(declared) and _has_quick_header(picture)):
+            return values
+        try:
+            height, width = image_size(picture, self.name(sample))
+        except DecodeError:
+            return values  # Damage is found, and reported, when the picture is decoded.
+        if not self._relative:
+            if [height, width] != declared:
+                raise SourceError(
+                    f"{self._files.path(sample)} has {width} x {height} pixels, and its "
+                    f"annotations are for {declared[1]} x {declared[0]}: restore the picture that "
+                    "was annotated; turning by EXIF is not applied"
+                )
+            return values
+        scale = [width, height, 1] if values.ndim == 3 else [width, height, width, height]
+        return (values * np.array(scale, np.float32)).astype(np.float32)
+
+    def _payload_sizes(self) -> npt.NDArray[np.int64]:
+        counts = np.diff(self._ends)
+        bodies = {"image": self._files.sizes, "boxes": 16 * counts, "box_labels": 8 * counts}
+        if "keypoints" in self._index:
+            bodies["keypoints"] = 12 * self._index["keypoints"].shape[1] * counts
+        if self._segments is not None:
+            bodies["segments"] = np.diff(self._segments.ends, prepend=0)
+        if "crowds" in self._index:
+            bodies["box_iscrowd"] = counts
+        return self.schema.payload_sizes(len(counts), bodies)
+
+    def _holds(self, index: Arrays) -> bool:
+        """True if a kept index is valid: pictures and annotations are those that were listed."""
+        if not self._source.local:
+            return False
+        try:
+            head = json.loads(index["head"].tobytes())
+            folders, states = head["folders"], head["states"]
+            return (
+                all(self._source.modified_ns(name) == when for name, when in folders.items())
+                and all(File(url).state == state for url, state in states.items())
+                and FileSet(self._source, index).is_unchanged()
+                and FileSet(self._source, index, "note_").is_unchanged()
+                and len(index["box_ends"]) == len(index["name_ends"])
+            )
+        except (SourceError, KeyError, ValueError, TypeError, AttributeError, RecursionError):
+            return False
+
+    def _list(self) -> tuple[Arrays, bool]:
+        started, source = time.time(), self._source
+        made = self._build()
+        if not made.names:
+            raise SourceError(f"{self.path} has annotations of no picture")
+        files = [File(url) for url in made.files]
+        index: Arrays = {
+            **FileSet.listing(source, made.names),
+            **FileSet.listing(source, made.notes, "note_"),
+            "box_ends": np.cumsum(made.counts, dtype=np.int64),
+            "boxes": np.ascontiguousarray(made.boxes, np.float32),
+            "box_labels": np.ascontiguousarray(made.labels, np.int64),
+        }
+        fields = [("image", "image"), ("boxes", "float32[?,4]"), ("box_labels", "int64[?]")]
+        optional = ("keypoints", made.keypoints), ("crowds", made.crowds), ("ids", made.ids)
+        for name, array in (*optional, ("declared", made.declared)):
+            if array is not None:
+                index[name] = array
+        if made.keypoints is not None:
+            fields.append(("keypoints", f"float32[?,{made.keypoints.shape[1]},3]"))
+        if made.pairs is not None:
+            fields.append(("keypoint_pairs", f"uint8[{len(made.pairs)}]"))
+        if made.segments is not None:
+            texts = Names.of(made.segments)
+            index["segments"], index["segment_ends"] = texts.blob, texts.ends
+            fields.append(("segments", "json"))
+        if made.crowds is not None:
+            fields.append(("box_iscrowd", "uint8[?]"))
+        if made.ids is not None:
+            fields.append(("image_id", "int64"))
+        head: dict[str, Any] = {
+            "fields": fields,
+            "classes": made.classes,
+            "pairs": made.pairs,
+            "relative": made.relative,
+            "folders": {name: source.modified_ns(name) for name in made.folders},
+        }
+        head["fingerprint"] = fingerprint_of(
+            self.format,
+            self.version,
+            json.dumps([fields, made.classes, made.pairs, _STORAGE_SEED]),
+            *[file.stamp for file in files],
+            *[array for name, array in sorted(index.items()) if not name.endswith("changed")],
+            *FileSet(source, index).content_samples(),
+        )
+        head["states"] = {file.url: file.state for file in files}
+        index["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
+        settled_ns = int((started - _SETTLED_S) * 1e9)
+        return index, source.local and all(w < settled_ns for w in head["folders"].values())
+
+
+def index_kind(format_: str, *options: object) -> str:
+    """Return the name of an index that depends on options; links are followed or not."""
+    text = repr((options, links_followed())).encode("utf-8", "surrogateescape")
+    return f"{format_}-{xxhash.xxh3_64_hexdigest(text)}"
+
+
+def check_boxes(
+    boxes: npt.NDArray[np.float64],
+    sides: npt.NDArray[np.float64],
+    outside: str,
+    where: Callable[[int], str],
+) -> npt.NDArray[np.float64]:
+    """Return boxes cut off at the sides of their pictures.
+
+    Args:
+        boxes: left, top, right, bottom; shape (m, 4).
+        sides: width and height of each box's picture, in the same unit; NaN if unknown; shape
+            (m, 2).
+        outside: `error` for a box that reaches beyond its picture by more than a hundredth of the
+            side and two pixels, or `clip`.
+        where: names a box, by its number, in errors.
+
+    Raises SourceError for a box that is not numbers, has negative sides, or lies outside.
+    """
+    wrong = np.flatnonzero(~np.isfinite(boxes).all(axis=1))
+    if len(wrong):
+        raise SourceError(f"{where(int(wrong[0]))}: its box is not four finite numbers: correct it")
+    wrong = np.flatnonzero((boxes[:, 2:] < boxes[:, :2]).any(axis=1))
+    if len(wrong):
+        size = (boxes[wrong[0], 2:] - boxes[wrong[0], :2]).tolist()
+        raise SourceError(
+            f"{where(int(wrong[0]))}: its box has a negative size, {size[0]:g} x {size[1]:g}: "
+            "correct it"
+        )
+    known = np.isfinite(sides)
+    limits = np.where(known, sides, np.inf)
+    slack = np.where(sides > 1, np.maximum(_BEYOND * limits, _BEYOND_PIXELS), _BEYOND)
+    if outside == "error":
+        low, high = boxes[:, :2] < -slack, boxes[:, 2:] > limits + slack
+        wrong = np.flatnonzero(((low | high) & known).any(axis=1))
+        if len(wrong):
+            box, side = boxes[wrong[0]].tolist(), sides[wrong[0]].tolist()
+            raise SourceError(
+                f"{where(int(wrong[0]))}: its box from ({box[0]:g}, {box[1]:g}) to ({box[2]:g}, "
+                f"{box[3]:g}) lies outside of its picture of {side[0]:g} x {side[1]:g}: correct "
+                "it, or cut such boxes off with outside='clip'"
+            )
+    low = np.where(known, np.clip(boxes[:, :2], 0, limits), boxes[:, :2])
+    high = np.where(known, np.clip(boxes[:, 2:], 0, limits), boxes[:, 2:])
+    return np.concatenate([low, high], axis=1)
+
+
+def mirrored_pairs(names: Sequence[str]) -> list[int]:
+    """Return for each keypoint the number of that on the other side, or its own number.
+
+    Names tell sides by a word: left_eye and right_eye, l-knee and r-knee, EarLeft is not split.
+    """
+    number = {name.lower(): k for k, name in enumerate(names)}
+
+    def other(match: re.Match[str]) -> str:
+        return _OTHER[match[0].lower()]
+
+    return [number.get(_SIDE.sub(other, name.lower()), k) for k, name in enumerate(names)]
+
+
+def _has_quick_header(picture: bytes | memoryview) -> bool:
+    """True for JPEG and PNG, whose size a few bytes tell."""
+    return bytes(picture[:2]) in (b"\xff\xd8", b"\x89P")

@@ -1,0 +1,349 @@
+"""Packing: write the samples of a data set, in a new order, into a folder of files.
+
+The files are made in a folder next to the destination DST, which is renamed at the end:
+
+    .DST.packing/.dlio           marks the folder as dlio's; names the process that made it
+                 lock            locked by the process that packs there
+                 plan.json       key of the source and options
+                 data/           becomes DST
+                 done/           one record for each shard that is complete and verified
+
+A packing that was killed continues if the source and options are the same, and if the folder is
+private to this user and has the mark. All paths in it begin with a descriptor of the folder.
+"""
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from dlio.comm import Communicator, world
+from dlio.data.agreement import check_same_data
+from dlio.data.reader import open_reader
+from dlio.errors import DlioError, SourceError, TierFull, UsageError
+from dlio.storage.block import NO_ROOM
+from dlio.util.arguments import path_in, unknown_word
+from dlio.util.folders import (
+    MARK,
+    empty_folder,
+    mark_of,
+    open_below,
+    open_working,
+    remove_entry,
+    remove_marked,
+    rename,
+    same_folder,
+    seal,
+)
+from dlio.util.trusted_files import UntrustedFile, open_file, path_of, read_small
+from dlio.util.units import format_bytes
+from dlio.util.user_folders import make_folders, open_folder, parent_of
+from dlio.util.whole_files import take_lock, write_whole_at
+from dlio_staging.pack_plan import VERSION, PackOptions, PackPlan
+from dlio_staging.pack_shard import TEMPORARY, find_record, read_record, write_shard
+from dlio_staging.pack_writers import WRITERS
+from dlio_staging.pipe_workers import in_processes
+
+_LOCK: Final = "lock"
+_PLAN: Final = "plan.json"
+_MOST_PLAN: Final = 1 << 16
+Progress = Callable[[int, int], None]
+"""Function called with (bytes done, bytes in total)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackResult:
+    """Result of packing."""
+
+    samples: int
+    data_bytes: int
+    shards: int
+    file_bytes: int
+    kept_shards: int = 0
+    """Shards that an interrupted earlier run has written."""
+
+
+def pack(
+    source: object,
+    destination: str,
+    *,
+    progress: Progress | None = None,
+    options: PackOptions | None = None,
+    **changes: object,
+) -> PackResult:
+    """Write the data set at `source` as a folder of files. Collective under MPI.
+
+    The folder appears complete and verified, or not at all. A packing that was killed continues
+    when it is called again with the same arguments; after an error nothing is left.
+
+    Args:
+        source: path, URL or reader, as for `open_reader`.
+        options: how to pack; the defaults if omitted.
+        changes: single fields of PackOptions that override `options`.
+
+    Raises UsageError when `destination` exists, SourceError when a sample cannot be read,
+    TierFull when the disk has no room.
+    """
+    changed: dict[str, Any] = changes
+    options = replace(options or PackOptions(), **changed)
+    source = path_in("source", source) if isinstance(source, os.PathLike) else source
+    destination = path_in("destination", destination, "packed").rstrip("/")
+    parent = os.path.dirname(os.path.abspath(destination))
+    _check(source, destination, parent, options)
+    comm = world()
+    plan = PackPlan(source, options)
+    folder = os.path.join(parent, f".{os.path.basename(destination)}.packing")
+    try:
+        check_same_data(plan.reader, comm)
+        with _working(folder, destination, comm) as work:
+            try:
+                if comm.rank == 0:
+                    _prepare(work, plan)
+                comm.barrier()
+                done = _write_shards(source, work, plan, comm, progress)
+                comm.barrier()
+                if comm.rank == 0:
+                    _publish(work, destination, plan)
+                comm.barrier()
+            except Exception:
+                if comm.rank == 0:
+                    remove_marked(work.parent, work.name)
+                raise
+    except OSError as error:
+        if isinstance(error, DlioError):
+            raise
+        if error.errno in NO_ROOM:
+            raise TierFull(
+                f"{destination} cannot be written, the disk is full ({error.strerror}): free "
+                f"space in {parent}, or name another destination"
+            ) from error
+        raise UsageError(f"{destination} cannot be written: {error.strerror}") from error
+    finally:
+        plan.reader.close()
+    return done
+
+
+def _check(source: object, destination: str, parent: str, options: PackOptions) -> None:
+    """Raise UsageError if the destination or an option is invalid."""
+    if options.format not in WRITERS:
+        raise unknown_word("--format", options.format, WRITERS)
+    if os.path.lexists(destination):
+        raise UsageError(f"{destination} exists: remove it, or name another destination")
+    if not os.path.isdir(parent):
+        raise UsageError(f"{destination}: its folder {parent} does not exist: create it")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{parent} cannot be written: Permission denied")
+    folder = os.path.abspath(source) if isinstance(source, str) else ""
+    if os.path.isdir(folder) and (parent + "/").startswith(folder + "/"):
+        raise UsageError(f"{destination} would lie in {source}: name a place outside of it")
+    if options.resize is not None and options.resize < 1:
+        raise UsageError(f"--resize {options.resize}: give the short side in pixels")
+    if not 1 <= options.quality <= 100:
+        raise UsageError(f"--quality {options.quality}: choose 1 to 100")
+    shares = [share for _, share in options.split]
+    names = [name for name, _ in options.split]
+    if options.split and (abs(sum(shares) - 1) > 1e-6 or min(shares) <= 0):
+        raise UsageError(f"--split: the shares add up to {sum(shares):g}, which should be 1")
+    if len(set(names)) != len(names) or any("/" in n or n.startswith(".") or not n for n in names):
+        raise UsageError(f"--split: {', '.join(names)} must differ, and be names of folders")
+
+
+@dataclass(frozen=True, slots=True)
+class _PackFolder:
+    """The folder of a packing, opened."""
+
+    parent: int
+    """Descriptor of the folder that contains it."""
+    name: str
+    folder: int
+    """Descriptor."""
+    shown: str
+    """Path, for errors and for other processes."""
+    token: str
+    """Text of the folder's mark."""
+
+    @property
+    def path(self) -> str:
+        """Path by way of the descriptor, in this process."""
+        return path_of(self.folder)
+
+
+@contextlib.contextmanager
+def _working(shown: str, destination: str, comm: Communicator) -> Iterator[_PackFolder]:
+    """Create the folder of the packing; keep it open, and on rank 0 locked. Collective.
+
+    Raises UsageError if another process packs there, or if the folder is not dlio's.
+    """
+    with contextlib.ExitStack() as stack:
+        above, name = os.path.split(shown)
+        parent = open_folder(above)
+        stack.callback(os.close, parent)
+        token = ""
+        if comm.rank == 0:
+            new = f"dlio packing {secrets.token_hex(8)}\n"
+            try:
+                folder = open_working(parent, name, text=new)
+            except (UntrustedFile, NotADirectoryError) as error:
+                raise UsageError(
+                    f"{shown} {error.strerror}: remove it, or name another destination"
+                ) from error
+            stack.callback(os.close, folder)
+            lock = open_file(folder, _LOCK, os.O_RDWR | os.O_CREAT)
+            stack.callback(os.close, lock)
+            if not take_lock(lock, fcntl.LOCK_EX) or not same_folder(parent, name, folder):
+                raise UsageError(f"{destination} is being packed by another process")
+            token = mark_of(folder) or ""
+        token = comm.tell(token)
+        if comm.rank:
+            folder = stack.enter_context(_opened(shown, token))
+        work = _PackFolder(parent, name, folder, shown, token)
+        with _shown(work.path, shown):
+            yield work
+
+
+@contextlib.contextmanager
+def _opened(shown: str, token: str) -> Iterator[int]:
+    """Open the folder that another process of this packing has made; yields the descriptor."""
+    with parent_of(shown) as (parent, name):
+        folder = open_below(parent, name)
+    try:
+        if mark_of(folder) != token:
+            raise UsageError(f"{shown} was exchanged while packing: pack it again")
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _shown(path: str, shown: str) -> Iterator[None]:
+    """Name the folder in errors as users know it."""
+    try:
+        yield
+    except DlioError as error:
+        text = str(error)
+        if f"{path}/" not in text:
+            raise
+        raise type(error)(text.replace(f"{path}/", f"{shown}/")) from error
+
+
+def _prepare(work: _PackFolder, plan: PackPlan) -> None:
+    """Keep the shards of an interrupted packing of the same source and options; remove others."""
+    known = None
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        known = json.loads(read_small(work.folder, _PLAN, _MOST_PLAN)).get("key")
+    if known != plan.key:
+        empty_folder(work.folder, keep=(_LOCK, MARK))
+    for name in ("data", "done"):
+        os.close(make_folders(os.path.join(work.path, name)))
+    for part in plan.parts:
+        inside = make_folders(plan.path(os.path.join(work.path, "data"), part))
+        try:
+            for name in os.listdir(inside):
+                if name.startswith(TEMPORARY):
+                    remove_entry(inside, name)
+        finally:
+            os.close(inside)
+    if known != plan.key:
+        text = json.dumps({"key": plan.key, "version": VERSION}).encode()
+        write_whole_at(work.folder, _PLAN, lambda file: file.write(text))
+
+
+def _write_shards(
+    source: object, work: _PackFolder, plan: PackPlan, comm: Communicator, progress: Progress | None
+) -> PackResult:
+    """Write this rank's shards; return the totals of all ranks. Collective."""
+    tasks = [(p, s) for p, part in enumerate(plan.parts) for s in range(part.shards)]
+    mine = tasks[comm.rank :: comm.size]
+    total = sum(int(plan.reader.sizes[part.samples].sum()) for part in plan.parts)
+    kept = [task for task in mine if find_record(work.folder, *task) is not None]
+    left = [task for task in mine if task not in kept]
+    finished = sum(read_record(work.folder, task)["data_bytes"] for task in kept)
+    workers = min(plan.options.workers, len(left)) if comm.size == 1 else 1
+    if workers > 1 and isinstance(source, str):
+        arguments = [(source, work.shown, work.token, plan.options, *task) for task in left]
+        for count in in_processes(_write_in_worker, arguments, workers):
+            finished += count
+            if progress is not None:
+                progress(finished, total)
+    else:
+        for part, shard in left:
+
+            def report(count: int, before: int = finished) -> None:
+                if progress is not None:
+                    progress(before + count, total)
+
+            finished += write_shard(work.folder, plan, part, shard, report)
+    records = [read_record(work.folder, task) for task in mine]
+    everyone = comm.allgather(
+        [
+            len(records),
+            sum(record["data_bytes"] for record in records),
+            sum(record["file_bytes"] for record in records),
+            len(kept),
+        ]
+    )
+    shards, data_bytes, file_bytes, again = (sum(column) for column in zip(*everyone, strict=True))
+    return PackResult(len(plan.reader), data_bytes, shards, file_bytes, again)
+
+
+@functools.lru_cache(maxsize=1)
+def _plan_in_worker(source: str, options: PackOptions) -> PackPlan:
+    return PackPlan(source, options)
+
+
+def _write_in_worker(
+    source: str, shown: str, token: str, options: PackOptions, part: int, shard: int
+) -> int:
+    with _opened(shown, token) as folder, _shown(path_of(folder), shown):
+        return write_shard(folder, _plan_in_worker(source, options), part, shard, lambda _: None)
+
+
+def _publish(work: _PackFolder, destination: str, plan: PackPlan) -> None:
+    """Open the packed data as a reader does, check its size and move it to the destination."""
+    data = os.path.join(work.path, "data")
+    for part in plan.parts:
+        path = plan.path(data, part)
+        with contextlib.closing(open_reader(packed_path(path, plan.options.format))) as reader:
+            if len(reader) != len(part.samples) or reader.schema != plan.schema:
+                raise SourceError(f"{path} differs from the plan of the packing: pack it again")
+    seal(work.folder, "data")
+    if os.path.lexists(destination):
+        raise UsageError(f"{destination} exists now: remove it, or name another destination")
+    rename("data", os.path.basename(destination), work.folder, work.parent)
+    os.fsync(work.parent)
+    remove_marked(work.parent, work.name)
+
+
+def packed_path(path: str, format_: str) -> str:
+    """Return the path to open in a packed folder."""
+    return os.path.join(path, "data.zarr") if format_ == "zarr" else path
+
+
+def describe(source: object, options: PackOptions) -> dict[str, object]:
+    """Return the plan as a JSON object, for `dlio pack --dry-run`."""
+    plan = PackPlan(source, options)
+    parts = [
+        {
+            "name": part.name,
+            "samples": len(part.samples),
+            "shards": part.shards,
+            "bytes": int(plan.reader.sizes[part.samples].sum()),
+        }
+        for part in plan.parts
+    ]
+    plan.reader.close()
+    return {"format": options.format, "schema": json.loads(plan.schema.to_json()), "parts": parts}
+
+
+def summary(destination: str, done: PackResult) -> str:
+    """Return a line about the result of a packing."""
+    kept = f", {done.kept_shards} of them by an earlier run" if done.kept_shards else ""
+    return (
+        f"{destination}: {done.samples:,} samples, {format_bytes(done.data_bytes)} in "
+        f"{done.shards} shard(s) of {format_bytes(done.file_bytes)} together{kept}, verified"
+    )
