@@ -178,13 +178,13 @@ class Recovery:
         """
         return self._nodes[member] if member < len(self._nodes) else ""
 
-    def register(self, part: RecoveryPart[Any]) -> None:
+    def register(self, part: RecoveryPart[_R]) -> None:
         """Add a part, in the same order on all ranks; it is held weakly."""
         # The order of registration is the only name that all ranks share without communication.
         self._parts[f"{type(part).__name__}/{self._registered}"] = part
         self._registered += 1
 
-    def unregister(self, part: RecoveryPart[Any]) -> None:
+    def unregister(self, part: RecoveryPart[_R]) -> None:
         """Remove a part, which takes part in no later recovery."""
         for name in [name for name, each in self._parts.items() if each is part]:
             del self._parts[name]

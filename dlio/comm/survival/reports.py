@@ -31,7 +31,9 @@ class Report:
 Report.kinds[Report.__name__] = Report
 
 
-def report_from_json(wire: Mapping[str, Any]) -> Report:
+def report_from_json(wire: Mapping[str, Json]) -> Report:
     """Return the report that `to_json` has described."""
-    values = {key: tuple(each) if isinstance(each, list) else each for key, each in wire.items()}
-    return Report.kinds[wire["kind"]](**{key: values[key] for key in values if key != "kind"})
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in wire.items()
+    }
+    return Report.kinds[values.pop("kind")](**values)
