@@ -16,10 +16,10 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
-from dlio.comm.survival.recovery import Recovery, Report
+from dlio.comm.survival.recovery import Recovery, RecoveryPart
 from dlio.loader.assignment.epoch_schedule import EpochRecord, EpochSchedule, SurvivorState
 from dlio.loader.assignment.history import AssignmentSpan, IssuedBatch, SpanSource
-from dlio.loader.assignment.rank_groups import RankGroups
+from dlio.loader.assignment.rank_groups import BatchReport, RankGroups
 from dlio.loader.batch_stream import LoaderIterator
 from dlio.loader.contract import BatchData, State
 from dlio.loader.passes import PlannedPass
@@ -51,7 +51,7 @@ class _AssignedLoader(SpanSource, Protocol):
     def stats(self) -> PassStats: ...
 
 
-class BatchAssigner:
+class BatchAssigner(RecoveryPart[BatchReport]):
     """The batches of this rank. Closed by its owner.
 
     Args:
@@ -92,7 +92,7 @@ class BatchAssigner:
         self.keeps_trail = recovery is not None
         """True to remember which batches were issued, also where the job ends with any rank."""
         if recovery is not None:
-            self._part = recovery.add("data", self)
+            recovery.register(self)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ class BatchAssigner:
                 schedule.step += 1
                 if self._is_asked():
                     assert self._recovery is not None
-                    self._recovery.run()
+                    self._recovery.recover()
                 if groups.members != span.members or groups.meets:
                     break
             if not self._continue_epoch():
@@ -189,7 +189,7 @@ class BatchAssigner:
 
     def _meet(self) -> None:
         if self._recovery is not None:
-            self._recovery.meet(lambda: self._groups.meets)
+            self._recovery.rendezvous(lambda: self._groups.meets)
 
     def state(self) -> State:
         """Return the loader's state after the batch that was issued last, whose step is over.
@@ -272,22 +272,22 @@ class BatchAssigner:
 
     # As a part of Recovery
 
-    def count(self, counted: Sequence[int]) -> None:
+    def commit_step(self, contributors: Sequence[int]) -> None:
         if not self._schedule.open:
             return
         self._groups.steps += 1
-        if counted is not self._contributors[0]:
-            self._contributors = (counted, frozenset(counted))
+        if contributors is not self._contributors[0]:
+            self._contributors = (contributors, frozenset(contributors))
         self._schedule.commit(self._groups.steps, self._contributors[1])
 
-    def tell(self) -> Report:
-        return self._groups.tell()
+    def report(self) -> BatchReport:
+        return self._groups.report()
 
-    def follow(self, report: Report) -> None:
-        self._groups.follow(report)
+    def adopt(self, report: BatchReport) -> None:
+        self._groups.adopt(report)
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self._groups.settle(reports)
+    def reconcile(self, reports: Sequence[BatchReport], comm: Communicator) -> None:
+        self._groups.reconcile(reports)
 
     def prepare(self) -> None:
         """Open the tiers of all loaders, before ranks stand by. Collective."""
@@ -312,7 +312,7 @@ class BatchAssigner:
     def close(self) -> None:
         """Take no part in later recoveries."""
         if self._recovery is not None:
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
 
     def _survivors(self, members: Sequence[int] | None = None) -> SurvivorState:
         if self._recovery is None:
@@ -338,7 +338,7 @@ class BatchAssigner:
         schedule.requeue(missing)
         if self._recovery is not None:
             for (_, member), samples in missing.items():
-                self._recovery.count_again(member, len(samples))
+                self._recovery.count_requeued(member, len(samples))
         if schedule.is_over():
             self._assign_to(members)
             return False
