@@ -183,7 +183,7 @@ def _fed(batch: _ThreadBatch, work: _BatchWork) -> BatchResult | None:
 
 
 class _ThreadPass:
-    """The batches of one pass on their way through the threads. Owner: the feed, which closes it."""
+    """The batches of one pass, on their way through threads. Closed by the feed, its owner."""
 
     def __init__(self, work: _BatchWork, stats: PassCounters, spans: Spans | None) -> None:
         self._work, self._stats, self._spans = work, stats, spans

@@ -8,19 +8,29 @@ torch is checked against one page.
 Looked at: torch 2.13, which the tests run with; 2.9 is the oldest that dlio allows. Where these
 differ, a comment says so.
 
-| name here | torch's | needed since |
-|---|---|---|
-| `ExceptionWrapper` | `torch._utils.ExceptionWrapper` | errors of threads have the type and text that those of worker processes have |
-| `worker_module` | `torch.utils.data._utils.worker` | `get_worker_info()` is made true in threads: its body is replaced (`worker_info`); `_worker_info`, `WorkerInfo` and, from 2.13 on, `_RNG` |
-| `pin_memory` | `torch.utils.data._utils.pin_memory.pin_memory` | batches of any structure are pinned as torch pins them |
-| `collate_fn_map` | `torch.utils.data._utils.collate.default_collate_fn_map` | labels of pictures are registered with torch's `default_collate` |
-| `BaseDataLoaderIter` | `torch.utils.data.dataloader._BaseDataLoaderIter` | the pass without workers has a state; also `_reset` of persistent workers, and `DataLoader._get_iterator` |
-| `MultiProcessingDataLoaderIter` | `..._MultiProcessingDataLoaderIter` | worker processes get tasks and answer with states: `_try_put_index`, `_process_data`, `_reset`, `_next_data` and `_base_seed` are overridden |
-| `DatasetKind` | `..._DatasetKind` | its fetchers, for states of iterables |
-| `InfiniteConstantSampler` | `..._InfiniteConstantSampler` | an iterable's sampler has no state to skip to |
-| `sharding_worker_init` | `..._sharding_worker_init_fn` | data pipes are sharded among workers |
-| `distributed_settings`, `share_seed` | `..._get_distributed_settings`, `..._share_dist_seed` | data pipes are sharded, and shuffled alike, on all ranks |
-| `tree_leaves`, `tree_map` | `torch.utils._pytree` | batches are walked by the structures that torch knows |
+`ExceptionWrapper`: errors of threads have the type and text that those of worker processes have.
+
+`worker_module`: `get_worker_info()` is made true in threads by replacing its body (`worker_info`);
+its `WorkerInfo`, `_worker_info` and, from 2.13 on, `_RNG` are used.
+
+`pin_memory`: pins batches of any structure, as torch's loader does.
+
+`collate_fn_map`: pictures' targets are registered with torch's `default_collate`.
+
+`BaseDataLoaderIter`: base of the pass without workers that has a state. Persistent workers are used
+again by its `_reset`; `DataLoader._get_iterator` makes one.
+
+`MultiProcessingDataLoaderIter`: worker processes get tasks and answer with states: `_reset`,
+`_next_data`, `_try_put_index`, `_process_data` and `_base_seed` are overridden.
+
+`DatasetKind`: makes torch's fetchers, whose iterators have states.
+
+`InfiniteConstantSampler`: torch's sampler of iterable data sets, which has no state to skip to.
+
+`sharding_worker_init`, `distributed_settings`, `share_seed`: data pipes are sharded among workers
+and ranks, and shuffled alike on all of them.
+
+`tree_leaves`, `tree_map`: walk batches of the structures that torch knows.
 
 Attributes of `DataLoader` that are set or read under their private names: `_iterator` (persistent
 workers) and `_IterableDataset_len_called` (a warning of torch's).
