@@ -3,9 +3,18 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
 from dlio.util.forks import new_lock
+from typing import Final
+from dlio.util.forks import new_lock
+import errno
+from typing import Final
+from dlio.errors import TierError
+from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import TierSpec
+from dlio.util.forks import new_lock
+from dlio.util.printable import printable
 
+# Counts
 PLACES = ("source", "peer", "ram", "disk")
 """Places that a sample can be read from."""
 
@@ -86,3 +95,147 @@ class Counters:
                 "device_bytes": self.device_bytes,
                 "fallbacks": self.fallbacks,
             }
+
+
+# Sentences
+_MOST: Final = 1000
+"""Notes that are kept; a failing disk would otherwise fill the memory with them."""
+
+
+class RunNotes:
+    """Sentences that users should read once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = new_lock()
+        self._events: list[str] = []
+
+    def add(self, event: str) -> None:
+        """Remember a sentence."""
+        with self._lock:
+            if len(self._events) < _MOST:
+                self._events.append(event)
+
+    def all(self) -> list[str]:
+        """Return the sentences in order, without duplicates."""
+        with self._lock:
+            return list(dict.fromkeys(self._events))
+
+
+# Faults of tiers
+_FAULTS: Final = frozenset(
+    {
+        errno.EDQUOT,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EIO,
+        errno.EMEDIUMTYPE,
+        errno.ENODEV,
+        errno.ENOLCK,
+        errno.ENOMEDIUM,
+        errno.ENOSPC,
+        errno.ENOTCONN,
+        errno.ENXIO,
+        errno.EREMOTEIO,
+        errno.EROFS,
+        errno.ESHUTDOWN,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EUCLEAN,
+    }
+)
+"""Error numbers of disks and servers that fail; others, as of a missing folder, are mistakes of
+users."""
+_REMEDIES: Final = {
+    errno.EROFS: "mount it writable, or leave it out of --tiers",
+    errno.ESTALE: "mount it again, or leave it out of --tiers",
+    errno.ENOSPC: "free space there, or lower its capacity in --tiers",
+    errno.EDQUOT: "free space there, or lower its capacity in --tiers",
+}
+
+
+def is_fault(error: BaseException) -> bool:
+    """True for an error of a disk or a server, rather than of whoever has named the tier."""
+    return _number(error) in _FAULTS
+
+
+def _number(error: BaseException) -> int | None:
+    """Return the error number of an error, or of the one that caused it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        number = getattr(seen, "errno", None)
+        if number is not None:
+            return int(number)
+        seen = seen.__cause__
+    return None
+
+
+class TierHealth:
+    """Counts and tells the errors of the tiers of one hierarchy. Thread-safe."""
+
+    def __init__(self, counters: Counters, notes: RunNotes) -> None:
+        self._counters, self._notes = counters, notes
+        self._lock = new_lock()
+        self._noted: set[tuple[str, str, int | None]] = set()
+
+    def failed(self, path: str, doing: str, error: BaseException, then: str) -> None:
+        """Note that a tier has failed.
+
+        Args:
+            path: of the tier.
+            doing: `read`, `written`, `cleared` or `opened`.
+            then: consequence, as the end of a sentence.
+        """
+        number = _number(error)
+        self._counters.add("tier_errors")
+        with self._lock:
+            if (path, doing, number) in self._noted:
+                return
+            self._noted.add((path, doing, number))
+        if isinstance(error, TierError):
+            self._notes.add(f"{error}; {then}")
+            return
+        reason = printable(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+        remedy = _REMEDIES.get(number or 0, "check the disk, or leave it out of --tiers")
+        self._notes.add(f"tier {path} cannot be {doing} ({reason}): {remedy}; {then}")
+
+
+class LostTier(Tier):
+    """A tier that could not be opened: it holds nothing, and takes nothing.
+
+    Args:
+        spec: its folder and capacity.
+        path: of the folder.
+    """
+
+    def __init__(self, spec: TierSpec, path: str) -> None:
+        self.spec, self.kind, self.path = spec, spec.kind, path
+        self.writable = False
+        self.hits = 0
+
+    def keep(self) -> None:
+        """Do nothing."""
+
+    def free_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def blocks(self) -> set[int]:
+        """Return no blocks."""
+        return set()
+
+    def has(self, block: int) -> bool:
+        """Return False."""
+        return False
+
+    def discard(self, block: int) -> None:
+        """Do nothing."""
+
+    def release(self, block: int) -> None:
+        """Do nothing."""
+
+    def claim(self, block: int) -> bool:
+        """Return False."""
+        return False
+
+    def close(self) -> None:
+        """Do nothing."""

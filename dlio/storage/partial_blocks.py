@@ -35,7 +35,7 @@ from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierError
 from dlio.storage.block import read_exactly, write_all
-from dlio.storage.block_format import (
+from dlio.storage.block import (
     ALIGN,
     ENTRY,
     HEADER,
@@ -47,7 +47,7 @@ from dlio.storage.block_format import (
     complete_head,
     table_offset,
 )
-from dlio.storage.byte_locks import lock_byte
+from dlio.storage.tier import lock_byte
 from dlio.storage.tier import Tier
 from dlio.util.folders import unlink
 from dlio.util.forks import new_lock

@@ -7,6 +7,23 @@ the pieces of its block before it is handed out, and the block appears in its ti
 one. Among the processes of a node each sample is read by one: the others wait for it, or find it.
 """
 
+import time
+from collections.abc import Callable
+from typing import Final
+import os
+from dlio.errors import TierFull
+from dlio.storage.tier import Tier
+from dlio.util.forks import new_lock
+from dlio.util.units import format_bytes
+import heapq
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+from dlio.data.abilities import joins_neighbours, reads_together
+from dlio.data.reader import Reader
+from dlio.data.schema import Buffer
 import os
 import sys
 import threading
@@ -16,26 +33,266 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final
-
 import numpy as np
 import numpy.typing as npt
-
 from dlio.data.abilities import estimates_sizes
 from dlio.data.flow import Flow
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
-from dlio.storage.background import BackgroundLimit
 from dlio.storage.block_fetcher import BlockFetcher
 from dlio.storage.counters import Counters
-from dlio.storage.gather_tasks import ReadQueue, SampleRead, by_block
-from dlio.storage.notes import RunNotes
+from dlio.storage.counters import RunNotes
 from dlio.storage.partial_blocks import PartialBlocks
-from dlio.storage.room import TierRoom
-from dlio.storage.source_requests import SourceRequests
-from dlio.storage.tier_targets import TierTargets
+from dlio.storage.block_fetcher import SourceRequests
+from dlio.storage.tier import TierTargets
+from dlio.util.threads import Workers
+import threading
+from typing import Final
+import numpy as np
+import numpy.typing as npt
+from dlio.data.reader import Reader
+from dlio.plan.order import Order
 from dlio.util.threads import Workers
 
+# Limits
+_SHARE: Final = 0.25
+"""Of one processor, and of the requests in flight."""
+_RECENT_S: Final = 2.0
+"""After this time without samples that somebody waits for, nothing is limited."""
+_WEIGHT: Final = 0.2
+"""Of the newest measurement in the mean."""
+
+
+class BackgroundLimit:
+    """When the next request that nobody waits for may begin. The caller holds a lock.
+
+    Args:
+        clock: seconds; another one for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._wanted_at = -_RECENT_S
+        self._next_at = 0.0
+        self._computed_s = 0.0
+        """Mean processor time of a request."""
+        self._running = 0
+
+    def wanted(self) -> None:
+        """Say that somebody waits, or is going to wait, for a sample, or takes one. No lock is
+        needed."""
+        self._wanted_at = self._clock()
+
+    def delay(self) -> float:
+        """Seconds until a request may begin; 0 for now."""
+        return 0.0 if self._is_free() else max(0.0, self._next_at - self._clock())
+
+    def has_room(self, most: int) -> bool:
+        """True if fewer requests are in flight than may be.
+
+        Args:
+            most: requests in flight of all kinds, at most.
+        """
+        return self._is_free() or self._running < max(1, int(_SHARE * most))
+
+    def begins(self) -> None:
+        """Say that a request begins."""
+        self._running += 1
+        self._next_at = max(self._next_at, self._clock()) + self._computed_s / _SHARE
+
+    def ends(self, computed_s: float) -> None:
+        """Say that a request has ended, and its processor time in seconds."""
+        self._running -= 1
+        self._computed_s += _WEIGHT * (computed_s - self._computed_s)
+
+    def _is_free(self) -> bool:
+        return self._clock() - self._wanted_at >= _RECENT_S
+
+
+class TierRoom:
+    """Keeps a tier within its capacity. Thread-safe.
+
+    The folder is looked at again when half of the room that was left may be used up, so that
+    processes that share it exceed the capacity by little.
+
+    Args:
+        tier: not owned.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._lock = new_lock()
+        self._left = 0
+        """Bytes that may be added before the folder is looked at again."""
+
+    def take(self, count: int) -> None:
+        """Say that `count` bytes are added. Raises TierFull where the capacity is used up."""
+        with self._lock:
+            if self._left < count:
+                room = self._tier.spec.capacity - _occupied(self._tier.folder)
+                if room < count:
+                    raise TierFull(
+                        f"tier {self._tier.path} has no room for more: samples are larger than the "
+                        f"first ones, and its {format_bytes(self._tier.spec.capacity)} are used up"
+                    )
+                self._left = max(count, room // 2)
+            self._left -= count
+
+
+def _occupied(folder: int) -> int:
+    total = 0
+    for name in os.listdir(folder):
+        if name.endswith((".blk", ".part")):
+            try:
+                total += os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+# The queue
+_TOGETHER: Final = 32
+"""Samples of one request, at most."""
+_RUN_BYTES: Final = 1 << 20
+"""Bytes of neighbours that one request asks for, at most."""
+
+
+@dataclass(slots=True, eq=False)
+class SampleRead:
+    """A sample that is to be read."""
+
+    sample: int
+    block: int
+    place: int
+    wanted: bool
+    """Somebody is going to take it."""
+    begun: bool = False
+    done: bool = False
+    """It can be taken, or has failed."""
+    added: bool = False
+    """It is done, and has been added to its block, if a tier keeps that."""
+    payload: Buffer | None = None
+    """The sample; None where it failed, or another process is reading it."""
+    kind: str = "source"
+    """The kind of the tier that had it, or `source`."""
+    error: Exception | None = None
+    ended: threading.Event | None = None
+    """Set when it is done, once somebody waits for it."""
+
+
+class ReadQueue:
+    """Samples that are queued, being read, or read and not taken yet. The caller holds a lock.
+
+    Args:
+        reader: of the source; not owned.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._sizes = reader.sizes
+        self._most = _TOGETHER if reads_together(reader) else 1
+        self._joins = joins_neighbours(reader)
+        self._tasks: dict[int, SampleRead] = {}
+        self._queue: list[tuple[bool, int, SampleRead]] = []
+        """A heap of (True if nobody waits for it, ticket, task); stale entries are passed over."""
+        self._ticket = itertools.count()
+        self.spare = 0
+        """Tasks that are queued and that nobody waits for."""
+        self.ready = 0
+        """Tasks that are done and that somebody is going to take."""
+
+    def __contains__(self, sample: int) -> bool:
+        return sample in self._tasks
+
+    @property
+    def queued(self) -> bool:
+        """True if there may be something to read."""
+        return bool(self._queue)
+
+    def get(self, sample: int) -> SampleRead | None:
+        """Return the task of a sample, if there is one."""
+        return self._tasks.get(sample)
+
+    def add(self, task: SampleRead) -> None:
+        """Queue a new task, or one that is to be read again."""
+        self._tasks[task.sample] = task
+        self.spare += not task.wanted
+        heapq.heappush(self._queue, (not task.wanted, next(self._ticket), task))
+
+    def want(self, task: SampleRead) -> None:
+        """Say that somebody is going to take a task's sample: if it is queued, it moves forward."""
+        if not task.wanted:
+            task.wanted = True
+            self.ready += task.done
+            if not task.begun:
+                self.spare -= 1
+                heapq.heappush(self._queue, (False, next(self._ticket), task))
+
+    def let_go(self, task: SampleRead) -> None:
+        """Say that nobody is going to take a task's sample any more; its task ends with that."""
+        self.ready -= task.wanted and task.done
+        task.wanted = False
+        if task.added:
+            self.remove(task)
+
+    def finish(self, task: SampleRead) -> None:
+        """Say that a task's sample can be taken, or has failed."""
+        if not task.done:
+            task.done = True
+            self.ready += task.wanted
+        if task.ended is not None:
+            task.ended.set()
+
+    def remove(self, task: SampleRead) -> None:
+        """Forget a task, unless another one has taken its place."""
+        if self._tasks.get(task.sample) is task:
+            del self._tasks[task.sample]
+
+    def begin(self, spare_too: bool) -> list[SampleRead]:
+        """Return the tasks of the next request, which begins.
+
+        Args:
+            spare_too: those that nobody waits for, too; never together with others.
+        """
+        tasks: list[SampleRead] = []
+        while self._queue and len(tasks) < self._most:
+            spare, _, task = self._queue[0]
+            if task.begun or spare is task.wanted or self._tasks.get(task.sample) is not task:
+                heapq.heappop(self._queue)  # It was moved forward, or forgotten.
+                continue
+            if spare and (not spare_too or (tasks and tasks[0].wanted)):
+                break  # Those that somebody waits for do not wait for others.
+            heapq.heappop(self._queue)
+            for each in (task, *self._neighbours(task)):
+                each.begun = True
+                self.spare -= not each.wanted
+                tasks.append(each)
+        return tasks
+
+    def _neighbours(self, first: SampleRead) -> list[SampleRead]:
+        """Return the tasks of the samples that lie behind one in its block, for its request."""
+        run: list[SampleRead] = []
+        size = int(self._sizes[first.sample]) if self._joins else _RUN_BYTES
+        while size < _RUN_BYTES and len(run) + 1 < _TOGETHER:
+            task = self._tasks.get(first.sample + len(run) + 1)
+            if task is None or task.begun or task.block != first.block:
+                break
+            size += int(self._sizes[task.sample])
+            if task.wanted is not first.wanted or size > _RUN_BYTES:
+                break
+            run.append(task)
+        return run
+
+
+def by_block(tasks: Sequence[SampleRead]) -> dict[int, list[SampleRead]]:
+    """Group tasks by their blocks."""
+    groups: dict[int, list[SampleRead]] = {}
+    for task in tasks:
+        groups.setdefault(task.block, []).append(task)
+    return groups
+
+
+# Fetching
 _POLL_S: Final = 0.002
 _LOOK_S: Final = 0.2
 _STOP_TIMEOUT_S: Final = 5.0
@@ -498,3 +755,65 @@ def locate(
     """Return (samples, blocks, places) as `SampleFetcher.expect` takes them."""
     blocks, places = reader.layout.locate(samples)
     return samples.tolist(), blocks.tolist(), places.tolist()
+
+
+# Filling in the background
+_CHUNK: Final = 1 << 10
+_WAIT_S: Final = 0.05
+_CLOSE_TIMEOUT_S: Final = 10.0
+
+
+class SampleFiller:
+    """A thread that offers a node's samples to a gathering until their blocks are complete.
+
+    Each rank of a node has one, and all go through the same list.
+
+    Args:
+        wanted: mask of the blocks; shape (blocks,).
+    """
+
+    def __init__(
+        self, gather: SampleFetcher, reader: Reader, order: Order, wanted: npt.NDArray[np.bool_]
+    ) -> None:
+        self._gather, self._reader, self._order = gather, reader, order
+        self._wanted = wanted
+        self._workers = Workers("dlio-fill", self._run, stop_timeout_s=_CLOSE_TIMEOUT_S)
+        self._closing: threading.Event = self._workers.stopping
+        self._workers.start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until all blocks that can be completed are; False after `timeout_s`."""
+        return self._workers.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop. A source that hangs is not waited for."""
+        self._workers.close()
+
+    def _run(self, _: int) -> None:
+        try:
+            for start in range(0, len(self._order), _CHUNK):
+                positions = np.arange(start, min(start + _CHUNK, len(self._order)), dtype=np.int64)
+                self._offer(self._order.samples(positions))
+            missing = np.flatnonzero(self._wanted).tolist()
+            while not self._closing.is_set():
+                self._gather.drain(self._closing)
+                missing = [block for block in missing if not self._gather.complete(block)]
+                if not missing:
+                    return
+                # Samples that the order leaves out, or that another process was reading.
+                for block in missing:
+                    self._offer(self._reader.layout.samples_of(block))
+                self._closing.wait(_WAIT_S)
+        except Exception:
+            # A source that hung and answers at last finds its tier closed.
+            if not self._closing.is_set():
+                raise
+
+    def _offer(self, samples: npt.NDArray[np.int64]) -> None:
+        blocks, places = self._reader.layout.locate(samples)
+        here = self._wanted[blocks]
+        rows = (samples[here].tolist(), blocks[here].tolist(), places[here].tolist())
+        for sample, block, place in zip(*rows, strict=True):
+            if self._closing.is_set():
+                return
+            self._gather.offer(sample, block, place, self._closing)

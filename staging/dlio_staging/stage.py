@@ -230,7 +230,7 @@ def _read_blocks(
 
     Raises SourceError when the source delivers nothing for the time of DLIO_TIMEOUT.
     """
-    from dlio.storage.block_filler import BlockFiller, filler_threads
+    from dlio.storage.block_fetcher import BlockFiller, filler_threads
 
     hierarchy = mounted.hierarchy
     threads = filler_threads(mounted.block_bytes, mounted.requests)

@@ -100,7 +100,7 @@ def _damage(
 ) -> str | None:
     """Describe the damage of a block; None if it is intact."""
     from dlio.storage.block import read_info
-    from dlio.storage.scratch import PayloadScratch
+    from dlio.storage.block import PayloadScratch
 
     if name is None:
         return f"block {block} is missing from {folder}"
@@ -134,7 +134,7 @@ def _heal(folder: str, broken: list[int], manifest: Manifest | None, source: str
     """
     from dlio.data.reader import open_reader
     from dlio.storage.file_system_kind import file_system_of
-    from dlio.storage.source_requests import SourceRequests
+    from dlio.storage.block_fetcher import SourceRequests
     from dlio.storage.tier import Tier
     from dlio.storage.tier_spec import TierSpec
 

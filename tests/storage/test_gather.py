@@ -15,13 +15,13 @@ from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
-from dlio.storage.background import BackgroundLimit
+from dlio.storage.sample_fetcher import BackgroundLimit
 from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.partial_blocks import PartialBlocks
-from dlio.storage.sample_fill import SampleFiller
+from dlio.storage.sample_fetcher import SampleFiller
 from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
-from dlio.storage.tier_targets import PinnedTiers
+from dlio.storage.tier import PinnedTiers
 from tests.conftest import in_time, is_running
 
 N = 120

@@ -17,12 +17,12 @@ from dlio.errors import SourceError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.block_fetcher import BlockFetcher
-from dlio.storage.block_filler import BlockFiller, blocks_in_order
+from dlio.storage.block_fetcher import BlockFiller, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.source_requests import SourceRequests
+from dlio.storage.block_fetcher import SourceRequests
 from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
-from dlio.storage.tier_targets import PinnedTiers
+from dlio.storage.tier import PinnedTiers
 from tests.conftest import in_time
 
 N = 400

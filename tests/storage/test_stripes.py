@@ -8,7 +8,7 @@ import pytest
 from dlio.cli.doctor.path_checks import check_place
 from dlio.storage import file_system_kind, stripes
 from dlio.storage.file_system_kind import file_system_of
-from dlio.storage.stripes import Stripes, parse_beegfs, parse_lustre, parse_nfs
+from dlio.storage.file_system_kind import Stripes, parse_beegfs, parse_lustre, parse_nfs
 from dlio.util.mount_points import parse_mounts
 
 MIB = 1 << 20

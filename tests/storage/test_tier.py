@@ -13,7 +13,7 @@ import pytest
 
 from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull, UsageError
-from dlio.storage.block_format import encode_block
+from dlio.storage.block import encode_block
 from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
 from dlio.util import shared_folders
