@@ -5,28 +5,19 @@ tier and in shared memory. Nothing in it is trusted: every length is compared wi
 exist before memory is allocated for it, and every payload with its checksum.
 """
 
+import errno
+import os
 import struct
-from collections.abc import Sequence
-from typing import Final
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
 import lz4.block
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from dlio.data.schema import Buffer, Schema
-import struct
-import threading
-from collections.abc import Sequence
-from typing import Final
-from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock
-import errno
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
-import numpy as np
-import numpy.typing as npt
-import xxhash
+
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock
 from dlio.util.memory import new_memory

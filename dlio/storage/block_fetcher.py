@@ -464,7 +464,9 @@ class BlockFetcher:
         try:
             tier.discard(block)
         except OSError as error:
-            self._notes.tier_failed(tier.path, "cleared", error, "what is damaged there is not used")
+            self._notes.tier_failed(
+                tier.path, "cleared", error, "what is damaged there is not used"
+            )
 
     def give_up(self, block: int) -> None:
         """Have the samples of a block read from the source from now on."""
@@ -662,7 +664,9 @@ class BlockFetcher:
                 self.distrust(block, number)
             except OSError as error:
                 self._damaged.add((block, number))
-                self._notes.tier_failed(tier.path, "read", error, "its blocks are read from elsewhere")
+                self._notes.tier_failed(
+                    tier.path, "read", error, "its blocks are read from elsewhere"
+                )
         return None
 
 

@@ -1,20 +1,21 @@
-"""Counts of reads by their place, which reports and tests are based on."""
+"""The account of a run: counts of reads by their place, and sentences about what went wrong.
 
+A tier is a cache. Whatever its disk answers - a stale handle, an input/output error, a file system
+that has become read-only or is full - costs time and not the job: a block that cannot be read or
+written there comes from the next place that has it, last from the source. The user is told once for
+each tier and kind of error, and every error is counted.
+"""
+
+import errno
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from dlio.util.forks import new_lock
 from typing import Final
-from dlio.util.forks import new_lock
-import errno
-from typing import Final
+
 from dlio.errors import TierError
-from dlio.storage.tier import Tier
-from dlio.storage.tier_spec import TierSpec
 from dlio.util.forks import new_lock
 from dlio.util.printable import printable
 
-# Counts
 PLACES = ("source", "peer", "ram", "disk")
 """Places that a sample can be read from."""
 
@@ -97,31 +98,10 @@ class Counters:
             }
 
 
-# Sentences
+# Sentences for users, and faults of tiers
+
 _MOST: Final = 1000
 """Notes that are kept; a failing disk would otherwise fill the memory with them."""
-
-
-class RunNotes:
-    """Sentences that users should read once. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = new_lock()
-        self._events: list[str] = []
-
-    def add(self, event: str) -> None:
-        """Remember a sentence."""
-        with self._lock:
-            if len(self._events) < _MOST:
-                self._events.append(event)
-
-    def all(self) -> list[str]:
-        """Return the sentences in order, without duplicates."""
-        with self._lock:
-            return list(dict.fromkeys(self._events))
-
-
-# Faults of tiers
 _FAULTS: Final = frozenset(
     {
         errno.EDQUOT,
@@ -169,16 +149,24 @@ def _number(error: BaseException) -> int | None:
     return None
 
 
-class TierHealth:
-    """Counts and tells the errors of the tiers of one hierarchy. Thread-safe."""
+class RunNotes:
+    """Sentences that users should read once: failures that were handled, decisions. Thread-safe."""
 
-    def __init__(self, counters: Counters, notes: RunNotes) -> None:
-        self._counters, self._notes = counters, notes
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
         self._lock = new_lock()
-        self._noted: set[tuple[str, str, int | None]] = set()
+        self._events: list[str] = []
+        self._faults: set[tuple[str, str, int | None]] = set()
+        """(path, verb, error number) of the faults of tiers that were told."""
 
-    def failed(self, path: str, doing: str, error: BaseException, then: str) -> None:
-        """Note that a tier has failed.
+    def add(self, event: str) -> None:
+        """Remember a sentence."""
+        with self._lock:
+            if len(self._events) < _MOST:
+                self._events.append(event)
+
+    def tier_failed(self, path: str, doing: str, error: BaseException, then: str) -> None:
+        """Count an error of a tier, and tell it once for each tier and kind of error.
 
         Args:
             path: of the tier.
@@ -188,54 +176,17 @@ class TierHealth:
         number = _number(error)
         self._counters.add("tier_errors")
         with self._lock:
-            if (path, doing, number) in self._noted:
+            if (path, doing, number) in self._faults:
                 return
-            self._noted.add((path, doing, number))
+            self._faults.add((path, doing, number))
         if isinstance(error, TierError):
-            self._notes.add(f"{error}; {then}")
+            self.add(f"{error}; {then}")
             return
         reason = printable(getattr(error, "strerror", None) or str(error) or type(error).__name__)
         remedy = _REMEDIES.get(number or 0, "check the disk, or leave it out of --tiers")
-        self._notes.add(f"tier {path} cannot be {doing} ({reason}): {remedy}; {then}")
+        self.add(f"tier {path} cannot be {doing} ({reason}): {remedy}; {then}")
 
-
-class LostTier(Tier):
-    """A tier that could not be opened: it holds nothing, and takes nothing.
-
-    Args:
-        spec: its folder and capacity.
-        path: of the folder.
-    """
-
-    def __init__(self, spec: TierSpec, path: str) -> None:
-        self.spec, self.kind, self.path = spec, spec.kind, path
-        self.writable = False
-        self.hits = 0
-
-    def keep(self) -> None:
-        """Do nothing."""
-
-    def free_bytes(self) -> int:
-        """Return 0."""
-        return 0
-
-    def blocks(self) -> set[int]:
-        """Return no blocks."""
-        return set()
-
-    def has(self, block: int) -> bool:
-        """Return False."""
-        return False
-
-    def discard(self, block: int) -> None:
-        """Do nothing."""
-
-    def release(self, block: int) -> None:
-        """Do nothing."""
-
-    def claim(self, block: int) -> bool:
-        """Return False."""
-        return False
-
-    def close(self) -> None:
-        """Do nothing."""
+    def all(self) -> list[str]:
+        """Return the sentences in order, without duplicates."""
+        with self._lock:
+            return list(dict.fromkeys(self._events))

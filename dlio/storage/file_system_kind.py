@@ -6,13 +6,10 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from typing import Final
-from dlio.util.units import format_bytes
-import os
-import re
-from dataclasses import dataclass
-from typing import Final
+
 from dlio.data.source import is_remote
 from dlio.util.mount_points import MountPoint, holding, read_mounts
+from dlio.util.units import format_bytes
 
 # Stripes
 _TIMEOUT_S: Final = 10.0

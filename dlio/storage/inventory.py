@@ -14,18 +14,10 @@ removes it; the next eviction removes the remains of one that was killed.
 """
 
 import contextlib
-import json
-import os
-import re
-from typing import Final
-import xxhash
-from dlio.data.index import open_cache
-from dlio.util.trusted_files import read_small
-from dlio.util.whole_files import write_whole_at
-import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
 import stat
@@ -33,6 +25,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+import xxhash
+
+from dlio.data.index import open_cache
 from dlio.errors import TierError
 from dlio.launch.node.lock_keeper import keep
 from dlio.util.folders import (

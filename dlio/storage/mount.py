@@ -1,19 +1,5 @@
 """Mounting a data set: its blocks get homes on the job's nodes, and tiers that keep them."""
 
-from collections.abc import Sequence
-import numpy as np
-import numpy.typing as npt
-from dlio.comm import Communicator
-from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.tier_spec import TierSpec
-from dlio.util.live_figures import PublishedFigures, publish
-from collections.abc import Sequence
-import numpy as np
-import numpy.typing as npt
-from dlio.errors import TierFull, UsageError
-from dlio.storage.tier import Tier
-from dlio.storage.tier_spec import TierSpec
-from dlio.util.units import format_bytes
 import os
 import secrets
 import time
@@ -21,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Self
+
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from dlio.comm import Communicator
 from dlio.comm.job_nodes import JobNodes, find_nodes
 from dlio.comm.survival.recovery import uniform
@@ -32,24 +20,28 @@ from dlio.data.agreement import check_same_data
 from dlio.data.flow import Flow
 from dlio.data.reader import Reader, StoredBlocks, data_bytes
 from dlio.data.source import is_remote
-from dlio.errors import UsageError
+from dlio.errors import TierFull, UsageError
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
 from dlio.plan.placement import HomeNode, Placement, place
 from dlio.plan.schedule import RankNodes
-from dlio.storage.block_fetcher import IN_FLIGHT_BYTES, BlockFiller, blocks_in_order, filler_threads
 from dlio.storage.block import aligned, block_sizes
+from dlio.storage.block_fetcher import (
+    IN_FLIGHT_BYTES,
+    BlockFiller,
+    SourceRequests,
+    blocks_in_order,
+    filler_threads,
+)
 from dlio.storage.block_stream import StreamProgress
+from dlio.storage.counters import is_fault
 from dlio.storage.decoded_tier import DecodedTier
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.file_system_kind import FileSystemKind, file_system_of
-from dlio.storage.counters import LostTier, is_fault
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.inventory import DatasetUse, make_room, stored_data
-from dlio.storage.inventory import remember_root
+from dlio.storage.inventory import DatasetUse, make_room, remember_root, stored_data
 from dlio.storage.sample_fetcher import SampleFiller
-from dlio.storage.block_fetcher import SourceRequests
-from dlio.storage.tier import Tier
+from dlio.storage.tier import LostTier, PinnedTiers, Tier
 from dlio.storage.tier_spec import (
     Tiers,
     TierSpec,
@@ -58,9 +50,10 @@ from dlio.storage.tier_spec import (
     device_spec,
     is_parsed,
 )
-from dlio.storage.tier import PinnedTiers
+from dlio.util.live_figures import PublishedFigures, publish
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
+
 
 class MountFigures:
     """Figures of one rank's mount, published until `close`.
@@ -222,11 +215,11 @@ class Mount:
         if self._filler is None and self.hierarchy.missing():
             reader = self.hierarchy.reader
             wanted = self.hierarchy.pins.tier >= 0
-            if self.hierarchy.gather is not None:
-                self._filler = SampleFiller(self.hierarchy.gather, reader, order, wanted)
+            if self.hierarchy.sample_fetcher is not None:
+                self._filler = SampleFiller(self.hierarchy.sample_fetcher, reader, order, wanted)
                 return self._filler
             self._filler = BlockFiller(
-                self.hierarchy,
+                self.hierarchy.block_fetcher,
                 lambda: blocks_in_order(reader.layout, order, wanted),
                 filler_threads(self.block_bytes, self.requests),
             )
@@ -422,7 +415,7 @@ def mount(
         pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
         check_room(opened, pins.tier, block_bytes)
         rate = None if options.rate is None else options.rate / comm.size
-        intake = undo.enter_context(
+        source_requests = undo.enter_context(
             closing(SourceRequests(reader, requests, rate, options.timeout_s))
         )
         hierarchy = Hierarchy(
@@ -430,13 +423,13 @@ def mount(
             opened,
             pins,
             ranks=comm.size,
-            intake=intake,
+            requests=source_requests,
             check=options.check,
             flow=_flow(reader, source, requests) if options.by_sample else None,
         )
         for spec, fault in faults:
             then = "what it holds is used, and nothing is added"
-            hierarchy.health.failed(str(spec), "opened", fault, then)
+            hierarchy.run_notes.tier_failed(str(spec), "opened", fault, then)
         undo.pop_all()  # From here on, the mount closes them.
     return Mount(
         comm,

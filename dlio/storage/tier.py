@@ -13,23 +13,33 @@ next process that opens the tier removes: the locks on claims belong to the kern
 their process. Every payload that is read from a tier is compared with its checksum.
 """
 
-import fcntl
-import os
-import struct
 import errno
 import fcntl
 import os
 import re
 import secrets
+import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull
 from dlio.launch.node.lock_keeper import keep
-from dlio.storage.block import NO_ROOM, BlockInfo, check_block, read_exactly, read_info, write_all
-from dlio.storage.block import PayloadScratch
+from dlio.storage.block import (
+    NO_ROOM,
+    BlockInfo,
+    PayloadScratch,
+    check_block,
+    read_exactly,
+    read_info,
+    write_all,
+)
 from dlio.storage.tier_spec import TierSpec
 from dlio.util.folders import open_private, remove_entry, unlink
 from dlio.util.forks import new_lock
@@ -40,10 +50,7 @@ from dlio.util.settings import settings
 from dlio.util.shared_folders import SharedFolder, user_folder
 from dlio.util.trusted_files import open_file, publish_file
 from dlio.util.units import format_bytes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-import numpy as np
-import numpy.typing as npt
+
 
 def lock_byte(descriptor: int, at: int, kind: int = fcntl.F_WRLCK, count: int = 1) -> bool:
     """Lock or unlock a byte of an open file, or `count` of them from there on.
@@ -411,6 +418,51 @@ def _reserve(descriptor: int, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
+
+
+class LostTier(Tier):
+    """A tier that could not be opened: it holds nothing, and takes nothing.
+
+    Args:
+        spec: its folder and capacity.
+        path: of the folder.
+    """
+
+    def __init__(self, spec: TierSpec, path: str) -> None:
+        self.spec, self.kind, self.path = spec, spec.kind, path
+        self.writable = False
+        self.hits = 0
+
+    def keep(self) -> None:
+        """Do nothing."""
+
+    def free_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def blocks(self) -> set[int]:
+        """Return no blocks."""
+        return set()
+
+    def has(self, block: int) -> bool:
+        """Return False."""
+        return False
+
+    def discard(self, block: int) -> None:
+        """Do nothing."""
+
+    def release(self, block: int) -> None:
+        """Do nothing."""
+
+    def claim(self, block: int) -> bool:
+        """Return False."""
+        return False
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+# The tiers of a node
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,7 @@ def _read_blocks(
     hierarchy = mounted.hierarchy
     threads = filler_threads(mounted.block_bytes, mounted.requests)
     moved, moved_at = -1, time.monotonic()
-    with BlockFiller(hierarchy, lambda: iter(own.tolist()), threads) as filler:
+    with BlockFiller(hierarchy.block_fetcher, lambda: iter(own.tolist()), threads) as filler:
         while not filler.join(_POLL_S):
             now = time.monotonic()
             read = hierarchy.counters.bytes["source"]

@@ -13,20 +13,18 @@ in between and nothing is hashed twice.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from dlio.comm import Request
+from dlio.comm.survival.membership import RankMessages
 from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock
+from dlio.errors import CommError, CorruptBlock
 from dlio.storage.block import decompress_exactly
 from dlio.util.buffer_pool import BufferPool, PoolStatistics
 from dlio.util.memory import new_memory
-from typing import Final
-import numpy as np
-import numpy.typing as npt
-from dlio.comm import Request
-from dlio.comm.survival.membership import RankMessages
-from dlio.errors import CommError
 
 ENTRY_BYTES: Final = 16
 """Bytes of a sample's entry in the table."""

@@ -10,17 +10,17 @@ another to make room: a rank that has planned window w needs others to have plan
 do before they consume w - 1.
 """
 
-from itertools import pairwise
-from dlio.plan.epoch import EpochPlan
-from dlio.plan.schedule import window_steps
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, Self, TypeVar
+
 import numpy as np
 import numpy.typing as npt
+
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import leave
 from dlio.comm.funnel import waiting
@@ -30,15 +30,17 @@ from dlio.errors import DlioError, PeerLost
 from dlio.loader.shuffle.sample_message import (
     ENTRY_BYTES,
     MessageMemory,
+    SizedReceive,
     UncheckedPayload,
+    announce,
     message_bytes,
+    message_of,
     pack_message,
     pack_payloads,
     unpack_message,
 )
-from dlio.loader.shuffle.sample_message import SizedReceive, announce, message_of
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
-from dlio.plan.schedule import RankWindow
+from dlio.plan.schedule import RankWindow, window_steps
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.threads import Workers
 
