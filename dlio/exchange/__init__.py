@@ -4,10 +4,10 @@
 |---|---|
 | `exchange_base` | the contract, by the places in a training step where an exchange acts |
 | `..exchange_spec` | the names that users write: `gossip`, `local-sgd(8)+adaptive` |
-| `exchange_context`, `exchange_factory` | the setting of an exchange; how it is started and called |
+| `exchange_context`, `exchange_factory` | the setting of an exchange; its start and calls |
 | `distribute` | `dlio.distribute`, on which the trainer, `dlio run` and Lightning are based |
 | `synchronous_sgd`, `phases`, `buckets`, `paths`, `sums`, `routes` | averages of gradients |
-| `buffer_placement`, `nccl` | where buckets lie and how they travel; exchanges in a device's memory |
+| `buffer_placement`, `nccl` | where buckets lie, and how they travel |
 | `gossip`, `node_gossip`, `join_hooks` | GossipGraD between ranks, and between nodes |
 | `asgd`, `local_sgd` | asynchronous weights; local SGD and DiLoCo |
 | `compress` | compressors with error feedback |

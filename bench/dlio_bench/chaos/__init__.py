@@ -7,7 +7,7 @@
 | `storm` | the case storm: jobs, and faults that are made in them |
 | `run_records`, `chaos_figures` | what is kept of the jobs; the figures of a storm |
 | `replays` | a job's trace again, without faults, and the comparison of weights |
-| `schedules_case`, `simulated` | the case schedules: losses on thousands of ranks, without processes |
+| `schedules_case`, `simulated_jobs` | losses on thousands of ranks, without processes |
 | `chaos_job`, `leftovers` | one job, seen and hurt from outside; all that jobs leave behind |
 | `stamp_writer` | the bench's callback in each rank, and the models of the case overhead |
 | `stamps` | the files that the callback writes |

@@ -8,7 +8,7 @@
 
 | module | idea |
 |---|---|
-| `node_agent` | one process per node, which ends with all that it has started when the launcher does |
+| `node_agent` | one process per node; it and all that it has started end with the launcher |
 | `zygote` | a process that forks ranks out of what it has imported |
 | `shim` | the stand-in of a rank under mpirun |
 | `snapshot_slots` | the state of a training in shared memory, whole or not at all |

@@ -7,5 +7,5 @@
 | `metrics` | names of metrics, and sums that ranks add up exactly |
 | `auc` | area under the ROC curve from a histogram, with the bound of its error |
 | `classification`, `regression`, `reconstruction`, `segmentation` | the tasks on images |
-| `table_task`, `table_columns`, `column_statistics` | the task on tables, its columns, and their statistics |
+| `table_task`, `table_columns`, `column_statistics` | the task on tables, and its columns |
 """

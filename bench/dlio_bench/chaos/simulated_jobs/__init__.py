@@ -4,7 +4,7 @@
 |---|---|
 | `turns` | threads of which one runs at a time, chosen by a seed |
 | `memory_network` | ranks that are lost, a membership and a communicator in memory |
-| `simulated_ranks` | a rank's training: `Recovery`, `RoundCommit` or `PeerSteps`, `Dealing`, all real |
+| `simulated_ranks` | a rank's training, with the real `Recovery` and assigner |
 | `schedule_draws` | a schedule of a seed: sizes, and losses at any message |
 | `outcome_check` | a schedule's run, and what must hold after it |
 
