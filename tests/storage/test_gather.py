@@ -233,7 +233,10 @@ def test_harmed_pieces_are_read_again_and_never_handed_out(make: Make, harm: str
             _take(second, sample)
     assert second.sample_fetcher is not None
     filler = SampleFiller(
-        second.sample_fetcher, second.reader, Order(N, 0), np.arange(second.reader.layout.blocks) != 3
+        second.sample_fetcher,
+        second.reader,
+        Order(N, 0),
+        np.arange(second.reader.layout.blocks) != 3,
     )
     assert filler.join(60)
     assert second.missing() == 0
