@@ -23,11 +23,11 @@ by a filler, in the order of the epoch, and at once for a sample that is wanted 
 
 | | the block path | the sample path |
 |---|---|---|
-| acts for | files, disks, archives, packed data | sources with a latency whose samples are requests |
-| that is | a reader without a `Flow` | map-style data sets; over a network, large samples or files |
+| acts for | files, archives, packed data | sources with a latency, a request for each sample |
+| that is | a reader without a `Flow` | map-style data sets; files and large samples on a network |
 | unit | a block, of some MiB | a sample, or neighbours of up to 1 MiB together |
 | requests | fixed: `SourceRequests` | adapted to the latency: `Flow` |
-| a sample wanted now | its block is brought, or it is read alone while a budget lasts | it is read next |
+| a sample wanted now | its block is brought, or it is read alone (a budget) | it is read next |
 | a first batch | `FirstBatch` reads the samples of its blocks first | as any other |
 | among processes | one claims a block, the others wait | one claims a sample, the others use it |
 | written | once, when all samples are here | each sample where it will stay |
