@@ -33,8 +33,7 @@ import xxhash
 from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierError
-from dlio.storage.block import read_exactly, write_all
-from dlio.storage.block_format import (
+from dlio.storage.block import (
     ALIGN,
     ENTRY,
     HEADER,
@@ -44,10 +43,11 @@ from dlio.storage.block_format import (
     VERSION,
     aligned,
     complete_head,
+    read_exactly,
     table_offset,
+    write_all,
 )
-from dlio.storage.byte_locks import lock_byte
-from dlio.storage.tier import Tier
+from dlio.storage.tier import Tier, lock_byte
 from dlio.util.folders import unlink
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory

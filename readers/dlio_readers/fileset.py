@@ -21,7 +21,7 @@ from dlio.data.source import Source, failed
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.block_format import MAX_SAMPLE_BYTES
+from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular, open_unchecked
 
 _THREADS: Final = 32
