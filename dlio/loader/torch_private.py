@@ -38,37 +38,25 @@ workers) and `_IterableDataset_len_called` (a warning of torch's).
 
 from typing import Any
 
-from torch._utils import ExceptionWrapper
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data._utils import worker as worker_module
-from torch.utils.data._utils.collate import default_collate_fn_map as collate_fn_map
-from torch.utils.data._utils.pin_memory import pin_memory as _pin_memory
-from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIter
-from torch.utils.data.dataloader import _DatasetKind as DatasetKind
-from torch.utils.data.dataloader import _get_distributed_settings, _share_dist_seed
-from torch.utils.data.dataloader import _InfiniteConstantSampler as InfiniteConstantSampler
-from torch.utils.data.dataloader import (
-    _MultiProcessingDataLoaderIter as MultiProcessingDataLoaderIter,
-)
-from torch.utils.data.dataloader import _sharding_worker_init_fn as sharding_worker_init
+from torch import _utils as _torch_utils
+from torch.utils import _pytree
+from torch.utils.data import dataloader as _dataloader
+from torch.utils.data._utils import collate as _collate
+from torch.utils.data._utils import pin_memory as _pin_memory
+from torch.utils.data._utils import worker as _worker
 
-__all__ = [
-    "BaseDataLoaderIter",
-    "DatasetKind",
-    "ExceptionWrapper",
-    "InfiniteConstantSampler",
-    "MultiProcessingDataLoaderIter",
-    "collate_fn_map",
-    "distributed_settings",
-    "pin_memory",
-    "sharding_worker_init",
-    "share_seed",
-    "tree_leaves",
-    "tree_map",
-    "worker_module",
-]
+BaseDataLoaderIter = _dataloader._BaseDataLoaderIter
+DatasetKind = _dataloader._DatasetKind
+ExceptionWrapper = _torch_utils.ExceptionWrapper
+InfiniteConstantSampler = _dataloader._InfiniteConstantSampler
+MultiProcessingDataLoaderIter = _dataloader._MultiProcessingDataLoaderIter
+collate_fn_map = _collate.default_collate_fn_map
+sharding_worker_init = _dataloader._sharding_worker_init_fn
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
+worker_module = _worker
 
 # torch gives these no types.
-pin_memory: Any = _pin_memory
-distributed_settings: Any = _get_distributed_settings
-share_seed: Any = _share_dist_seed
+distributed_settings: Any = _dataloader._get_distributed_settings
+pin_memory: Any = _pin_memory.pin_memory
+share_seed: Any = _dataloader._share_dist_seed
