@@ -11,7 +11,7 @@ from typing import Any, Final, TypeGuard, cast
 from dlio.data.concatenation import ConcatReader
 from dlio.data.links import following_links
 from dlio.data.reader_contract import Reader as Reader  # Packages of readers import it from here.
-from dlio.data.reader_contract import ReaderType, opening_of
+from dlio.data.reader_contract import ReaderType, path_rules_of
 from dlio.data.source import Source, expand, listed_once, redact, split_fields
 from dlio.data.splits import warn_of_splits
 from dlio.errors import SourceError, UsageError
@@ -56,12 +56,12 @@ def open_reader(path: object, *, follow_links: bool | None = None, **options: ob
     shown = redact(str(path)) if named else f"this {type(path).__name__}"
     first = path[0] if isinstance(path, list | tuple) else path
     kinds = [(entry.name, entry.load()) for entry in entry_points(group="dlio.readers")]
-    kinds.sort(key=lambda item: (opening_of(item[1]).is_fallback, item[0]))
-    kinds = [each for each in kinds if opening_of(each[1]).takes_objects != named]
+    kinds.sort(key=lambda item: (path_rules_of(item[1]).is_fallback, item[0]))
+    kinds = [each for each in kinds if path_rules_of(each[1]).takes_objects != named]
     with listed_once(), following_links(follow_links):
         name, kind, reasons = _recognised(first, kinds, named)
         if kind is not None:
-            single = named and opening_of(kind).one_path
+            single = named and path_rules_of(kind).one_path
             urls = _each(cast("str | Sequence[str]", path)) if single else []
             if len(urls) > 1:
                 return ConcatReader([_made(name, kind, url, options) for url in urls])
@@ -100,7 +100,7 @@ def _recognised(
     """Return name and class of the first reader that recognises a path, and why others do not."""
     reasons: list[str] = []
     for name, kind in kinds:
-        single = named and opening_of(kind).one_path
+        single = named and path_rules_of(kind).one_path
         try:
             reason = kind.recognises(expand(cast(str, path))[0] if single else path)
         except SourceError as error:
@@ -150,7 +150,7 @@ def _made(name: str, kind: ReaderType, path: object, options: dict[str, object])
     options = {
         each: _fitting(each, value, known[each].annotation) for each, value in options.items()
     }
-    if opening_of(kind).takes_objects:
+    if path_rules_of(kind).takes_objects:
         return kind(path, **options)
     with parsing(redact(str(path))):
         reader = kind(path, **options)

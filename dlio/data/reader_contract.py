@@ -8,7 +8,7 @@ docs/guides/writing-a-reader.md.
     Abilities       what a reader can do besides: its attribute `abilities`, which may be missing
     RangedSamples   two more methods, where a sample lies in a file as ranges of bytes
     StoredBlocks    four more members, where the source has the blocks of tiers
-    ReaderType      the class, as its entry point names it, with its attribute `opening`
+    ReaderType      the class, as its entry point names it, with its attribute `path_rules`
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -202,7 +202,7 @@ class StoredBlocks(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class PathRules:
     """How `dlio.open` uses a reader's class; the defaults are those of most formats."""
 
     one_path: bool = False
@@ -214,7 +214,7 @@ class Opening:
 
 
 class ReaderType(Protocol):
-    """A reader's class, as entry points name it. An attribute `opening` may say how it is used."""
+    """A reader's class, as entry points name it. An attribute `path_rules` may say how it is used."""
 
     def __call__(self, path: object, **options: object) -> Reader: ...
 
@@ -225,13 +225,13 @@ class ReaderType(Protocol):
         """
 
 
-def opening_of(kind: object) -> Opening:
+def path_rules_of(kind: object) -> PathRules:
     """Return how a reader's class is used."""
-    own: Opening | None = getattr(kind, "opening", None)
+    own: PathRules | None = getattr(kind, "path_rules", None)
     if own is not None:
         return own
-    # Classes of other packages from before there was `opening`.
-    return Opening(
+    # Classes of other packages from before there was `path_rules`.
+    return PathRules(
         one_path=bool(getattr(kind, "single", False)),
         is_fallback=bool(getattr(kind, "fallback", False)),
         takes_objects=bool(getattr(kind, "objects_only", False)),

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from dlio.data.reader_contract import Opening
+from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, Source, own_name
 from dlio.data.urls import inside
 from dlio.errors import SourceError, UsageError
@@ -44,7 +44,7 @@ class CocoReader(AnnotatedReader):
     """
 
     format = "coco"
-    opening = Opening(one_path=True)
+    path_rules = PathRules(one_path=True)
 
     def __init__(
         self,

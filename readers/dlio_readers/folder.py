@@ -21,7 +21,7 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, Names, forget_index
 from dlio.data.labels import TABLE_LABEL_NAMES
 from dlio.data.links import FolderLinks, links_followed
-from dlio.data.reader_contract import Opening
+from dlio.data.reader_contract import PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source
 from dlio.data.splits import is_split
@@ -75,7 +75,7 @@ class FolderReader(ListedReader):
     """
 
     format = "folder"
-    opening = Opening(one_path=True, is_fallback=True)
+    path_rules = PathRules(one_path=True, is_fallback=True)
     version = 4
 
     def __init__(self, path: str) -> None:

@@ -21,7 +21,7 @@ from dlio.comm.data_ranks import place
 from dlio.data.flow import MOST_REQUESTS, Flow
 from dlio.data.index import fingerprint_of
 from dlio.data.labels import LABEL_NAMES
-from dlio.data.reader_contract import Abilities, Opening
+from dlio.data.reader_contract import Abilities, PathRules
 from dlio.data.schema import Buffer, Schema, array_kind
 from dlio.errors import DlioError, SourceError, UsageError
 from dlio.plan.layout import Layout, cut_blocks
@@ -84,7 +84,7 @@ class MapStyleReader:
 
     format = "torch"
     objects = True
-    opening = Opening(takes_objects=True)
+    path_rules = PathRules(takes_objects=True)
 
     def __init__(self, path: MapStyleData, key: str = "", requests: int | None = None) -> None:
         if requests is not None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from dlio.data.index import Arrays
-from dlio.data.reader_contract import Opening
+from dlio.data.reader_contract import PathRules
 from dlio.data.schema import Schema
 from dlio.data.source import Source
 from dlio.errors import SourceError
@@ -41,7 +41,7 @@ class MaskReader(ListedReader, PathReader):
     """
 
     format = "masks"
-    opening = Opening(one_path=True)
+    path_rules = PathRules(one_path=True)
     version = 1
     prefixes = ("", "mask_")
     schema = _SCHEMA

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, cached_index, fingerprint_of
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.open_files import PersistentFile
-from dlio.data.reader_contract import Opening
+from dlio.data.reader_contract import PathRules
 from dlio.data.schema import Schema, array_kind
 from dlio.data.source import Source, expand
 from dlio.errors import SourceError
@@ -96,7 +96,7 @@ class MdsReader(PathReader):
     """
 
     format = "mds"
-    opening = Opening(one_path=True)
+    path_rules = PathRules(one_path=True)
 
     def __init__(self, path: str) -> None:
         self._source = Source(path)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from dlio.data.reader_contract import Opening
+from dlio.data.reader_contract import PathRules
 from dlio.data.source import Source, own_name
 from dlio.data.urls import inside
 from dlio.errors import SourceError
@@ -49,7 +49,7 @@ class YoloReader(AnnotatedReader):
     """
 
     format = "yolo"
-    opening = Opening(one_path=True)
+    path_rules = PathRules(one_path=True)
 
     def __init__(
         self,

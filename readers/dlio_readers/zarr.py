@@ -8,7 +8,7 @@ import numpy as np
 
 from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.identity import store_sample
-from dlio.data.reader_contract import Opening
+from dlio.data.reader_contract import PathRules
 from dlio.data.source import Source, failed, own_name, redact, split_fields
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
@@ -51,7 +51,7 @@ class ZarrReader(ColumnReader):
     """
 
     format = "zarr"
-    opening = Opening(one_path=True)
+    path_rules = PathRules(one_path=True)
 
     def __init__(
         self,
