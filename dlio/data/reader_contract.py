@@ -214,7 +214,7 @@ class PathRules:
 
 
 class ReaderType(Protocol):
-    """A reader's class, as entry points name it. An attribute `path_rules` may say how to use it."""
+    """A reader's class, as entry points name it. It may have an attribute `path_rules`."""
 
     def __call__(self, path: object, **options: object) -> Reader: ...
 
