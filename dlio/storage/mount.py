@@ -159,6 +159,8 @@ class Mount:
         """
         if self.hierarchy.targets.can_stream:
             return
+        # A token of rank 0: a folder of an earlier job with the same data set, left by a kill, must
+        # not be taken for this one's.
         (token, *_) = uniform(self.comm, lambda: self.comm.allgather(secrets.token_hex(4)))
         reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
         spec = TierSpec("ram", SHARED_MEMORY, int(self.block_bytes.sum()))
@@ -362,8 +364,11 @@ def mount(
                 if use is not None:
                     undo.enter_context(closing(use))
         notes = []
+        # One rank of a node evicts: several would each make room for the whole data set.
         if ranks.local(nodes.here)[0] == comm.rank:
             notes = _make_room(specs, int(block_bytes.sum()), reader.fingerprint)
+        # Leases are taken before anything is evicted, by all ranks: a job never evicts what it
+        # uses.
         comm.barrier()
         opened = [
             undo.enter_context(closing(_open_tier(spec, reader.fingerprint, folder, faults)))
@@ -380,6 +385,7 @@ def mount(
             _check_size(specs, block_bytes)
         pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
         _check_room(opened, pins.tier, block_bytes)
+        # Ranks do not tell each other what they read: each gets an equal share of the rate.
         rate = None if options.rate is None else options.rate / comm.size
         source_requests = undo.enter_context(
             closing(SourceRequests(reader, requests, rate, options.timeout_s))
@@ -452,6 +458,8 @@ def _flow(reader: Reader, source: FileSystemKind, requests: int) -> Flow | None:
     """
     if not source.network or not reads_alone(reader) or not len(reader):
         return None
+    # Small records of a container come with their block: a request for 1 KiB over a network costs
+    # as much as one for 64.
     mean = data_bytes(reader) / len(reader)
     if mean < _ALONE_BYTES and not reader.objects:
         return None
