@@ -79,12 +79,6 @@ def piece_bytes(stripe_bytes: int) -> int:
     return stripe_bytes * max(1, _PIECE_BYTES // stripe_bytes)
 
 
-def _cuts(start: int, size: int, piece: int) -> list[int]:
-    """Return the ends of a range's pieces, counted from its start: multiples of `piece` in the
-    file."""
-    return [*range(piece - start % piece, size, piece), size]
-
-
 class Throttle:
     """Limits the bytes per second of all threads together. Thread-safe.
 
@@ -310,7 +304,9 @@ class SourceRequests:
         # A file system over a network answers in small parts, 25 MB/s a request at 5 ms; 32
         # requests of 1 MiB read 198 MiB/s.
         if self._workers and self._piece and size > self._piece:
-            ends = _cuts(reader.stored_at(block), size, self._piece)
+            # Requests end at multiples of a piece in the file, where stripes may end.
+            start, piece = reader.stored_at(block), self._piece
+            ends = [*range(piece - start % piece, size, piece), size]
             # After an error a request may still be under way: the lease is dropped, not released.
             self.map(
                 lambda part: reader.read_stored(block, memory[part[0] : part[1]], part[0]),
@@ -892,8 +888,6 @@ class BlockFiller:
         fill = self._fetcher.fill
         busy: list[int] = []
         while not self._closing.is_set() and (block := self._next()) is not None:
-            # Never wait for a block that another rank is filling: all ranks go through the same
-            # list.
             if not fill(block, timeout_s=0):
                 busy.append(block)
         while busy and not self._closing.wait(_BUSY_WAIT_S):
