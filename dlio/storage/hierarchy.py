@@ -377,6 +377,7 @@ class TierReads:
         if place == home >= 0:
             return place
         order = targets.by_speed
+        # A faster tier than its own has it: nothing is moved.
         if place >= 0 and (home < 0 or order.index(place) <= order.index(home)):
             return place
         if not blocks.can_fill(block):
@@ -389,6 +390,8 @@ class TierReads:
     def _may_read_alone(self, sample: int, block: int) -> bool:
         size = int(self._reader.sizes[sample])
         starts = self._reader.layout.starts
+        # Without a budget, the first batch of 64 samples waits for about 64 blocks of some MiB
+        # each.
         with self._lock:
             if self.budget_bytes < size or starts[block + 1] - starts[block] <= _SMALL_BLOCK:
                 return False
@@ -400,6 +403,7 @@ class TierReads:
         self._counters.add("healed")
         self._blocks.distrust(block, number)
         with self._lock:
+            # Damaged again after it was written anew: the disk is defective.
             if block in self._renewed:
                 self._blocks.give_up(block)
             self._renewed.add(block)
