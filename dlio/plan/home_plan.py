@@ -2,8 +2,8 @@
 
 In `local` mode only surplus samples move. In `partial(q)` a fraction q of each node's samples is
 exchanged with other nodes, another one in each epoch. In `ring`, the mode of GossipGraD, the
-samples that one rank consumed in an epoch go to its neighbour in the next, along a ring that is redrawn
-each epoch: a rank sees every sample in turn, and has one partner at a time. Every sample is
+samples that one rank consumed in an epoch go to its neighbour in the next, along a ring that is
+redrawn each epoch: a rank sees every sample in turn, and has one partner at a time. Every sample is
 consumed exactly once an epoch, but a step's samples are not a uniformly random draw of the whole
 data set.
 

@@ -385,7 +385,7 @@ class SampleFetcher(ReadAhead):
                     self._want(sample, block, place)
 
     def pace(self, lacking: int) -> None:
-        """Have few samples read at a time while `lacking` of them are ready to be taken."""
+        """Read few samples at a time while `lacking` of them are ready to be taken."""
         # A rank that is ahead leaves the storage to those that it is going to wait for, and the
         # interpreter's lock to its own threads that decode. Two ranks that share one bandwidth took
         # it from each other otherwise: an epoch of 19.8 s in place of 15.1.
