@@ -15,15 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Final, Protocol, Self, TypeVar, cast, runtime_checkable
+from typing import Final, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.data.file_ranges import ReadRange, open_ranges
-from dlio.data.reader import Reader, StoredBlocks
+from dlio.data.reader_contract import RangedSamples, Reader, StoredBlocks
 from dlio.data.schema import Buffer
-from dlio.data.source import File
 from dlio.errors import CorruptBlock, SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
@@ -59,17 +58,6 @@ R = TypeVar("R")
 
 
 # Requests to the source
-
-
-@runtime_checkable
-class RangedSamples(Protocol):
-    """A reader some of whose samples are made of ranges of files, as they are stored."""
-
-    def ranges_of(self, sample: int) -> Sequence[tuple[File, int, int]]:
-        """Return (file, offset, bytes) of a sample's ranges; none if the reader is to read it."""
-
-    def payload_of(self, sample: int, parts: Sequence[memoryview]) -> Buffer:
-        """Return the payload out of the bytes of the ranges. Raises SourceError."""
 
 
 def piece_bytes(stripe_bytes: int) -> int:

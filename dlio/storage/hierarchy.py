@@ -20,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.data.abilities import flow_of
 from dlio.data.flow import Flow
-from dlio.data.reader import Reader, data_bytes
+from dlio.data.reader_contract import Reader, abilities_of, data_bytes
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block import PayloadScratch, scatter
@@ -77,7 +76,7 @@ class Hierarchy:
         flow: Flow | None = None,
     ) -> None:
         self.reader = reader
-        self.counters = Counters(by_source=getattr(reader, "bytes_by_source", None))
+        self.counters = Counters(by_source=abilities_of(reader).bytes_by_source)
         self.targets = TierTargets(tiers, pins)
         self.run_notes = RunNotes(self.counters)
         self._requests = requests or SourceRequests(reader)
@@ -95,7 +94,7 @@ class Hierarchy:
         self._reads = TierReads(
             reader, self.targets, self.block_fetcher, self.counters, self.run_notes, ranks
         )
-        flow = flow_of(reader) if flow is None else flow
+        flow = abilities_of(reader).flow if flow is None else flow
         self.sample_fetcher: SampleFetcher | None = None
         """Reads the samples of a source with a latency; None where whole blocks are read."""
         if flow is not None:
@@ -295,7 +294,7 @@ class Hierarchy:
 
     def notes(self) -> list[str]:
         """Return sentences about handled failures and decisions, without duplicates."""
-        replicas: Callable[[], str] | None = getattr(self.reader, "summary", None)
+        replicas = abilities_of(self.reader).summary
         return self.run_notes.all() if replicas is None else [*self.run_notes.all(), replicas()]
 
     def note(self, event: str) -> None:

@@ -15,10 +15,15 @@ import torch
 from dlio.comm import Communicator
 from dlio.comm.job_nodes import JobNodes, find_nodes
 from dlio.comm.survival.recovery import uniform
-from dlio.data.abilities import agree, reads_alone
 from dlio.data.agreement import check_same_data
 from dlio.data.flow import Flow
-from dlio.data.reader import Reader, StoredBlocks, data_bytes
+from dlio.data.reader_contract import (
+    Reader,
+    StoredBlocks,
+    abilities_of,
+    data_bytes,
+    reads_alone,
+)
 from dlio.data.source import is_remote
 from dlio.errors import TierFull, UsageError
 from dlio.plan.block_order import BlockOrder
@@ -344,7 +349,9 @@ def mount(
     if the data sets of the ranks differ.
     """
     options = options or MountOptions()
-    agree(reader, comm)
+    agree = abilities_of(reader).agree
+    if agree is not None and comm.size > 1:
+        agree(comm)
     check_same_data(reader, comm)
     nodes = find_nodes(comm, pretend_nodes)
     ranks = RankNodes(nodes.node_of)

@@ -30,8 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.data.abilities import estimates_sizes
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierError
 from dlio.storage.block import (
@@ -76,7 +75,7 @@ class PartialBlocks:
         self.tier = tier
         self._layout, self._schema, self._sizes = reader.layout, reader.schema, reader.sizes
         self._hex = reader.fingerprint
-        self._is_exact = not estimates_sizes(reader)
+        self._is_exact = not abilities_of(reader).sizes_are_estimates
         self._plans: OrderedDict[int, _PartialLayout] = OrderedDict()
         self._schema_bytes = len(reader.schema.to_json().encode())
         self._table_at = table_offset(self._schema_bytes)

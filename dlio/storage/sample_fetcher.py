@@ -29,9 +29,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.abilities import estimates_sizes, joins_neighbours, reads_together
 from dlio.data.flow import Flow
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierFull
 from dlio.plan.order import Order
@@ -200,8 +199,8 @@ class ReadQueue:
 
     def __init__(self, reader: Reader) -> None:
         self._sizes = reader.sizes
-        self._most = _TOGETHER if reads_together(reader) else 1
-        self._joins = joins_neighbours(reader)
+        self._most = _TOGETHER if abilities_of(reader).multi_get else 1
+        self._joins = not reader.objects and abilities_of(reader).random_access
         self._tasks: dict[int, SampleRead] = {}
         self._queue: list[tuple[bool, int, SampleRead]] = []
         """A heap of (True if nobody waits for it, ticket, task); stale entries are passed over."""
@@ -353,7 +352,9 @@ class SampleFetcher(ReadAhead):
             if tier.writable
         }
         self._rooms = {
-            n: TierRoom(targets.tiers[n]) for n in self._pieces if estimates_sizes(reader)
+            n: TierRoom(targets.tiers[n])
+            for n in self._pieces
+            if abilities_of(reader).sizes_are_estimates
         }
         # Processor time at the end of each thread's last request, see `_ask`.
         self._own = threading.local()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.reader import Reader, data_bytes
+from dlio.data.reader_contract import Reader, data_bytes
 from dlio.errors import UsageError
 from dlio.storage.block_fetcher import piece_bytes
 from dlio.storage.file_system_kind import file_system_of

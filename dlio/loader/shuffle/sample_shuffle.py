@@ -25,7 +25,7 @@ from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import leave
 from dlio.comm.funnel import waiting
 from dlio.comm.survival.membership import messages_of
-from dlio.data.abilities import estimates_sizes
+from dlio.data.reader_contract import abilities_of
 from dlio.errors import DlioError, PeerLost
 from dlio.loader.shuffle.sample_message import (
     ENTRY_BYTES,
@@ -131,7 +131,7 @@ class Shuffle:
         # A message of an earlier pass that is late must not be taken for one of this pass.
         self._tag_base = (generation % _GENERATIONS) * (_WINDOW_TAGS + 1)
         self._windows = windows_of(plan, float(hierarchy.reader.sizes.mean()))
-        self._announced = estimates_sizes(hierarchy.reader)
+        self._announced = abilities_of(hierarchy.reader).sizes_are_estimates
         """Sizes of samples are not known before they are read: messages are announced."""
         # Ranks of a node read the same tiers: samples travel between nodes only.
         self._moves = plan.ranks.nodes > 1
