@@ -32,7 +32,8 @@ from tests.loader.leftovers import nothing_is_left
 threads = partial(dlio.DataLoader, workers="thread")
 processes = partial(dlio.DataLoader, workers="process")
 KINDS = [
-    pytest.param(DataLoader, id="torch"),
+    # Shows that the cases are torch's contract.
+    pytest.param(DataLoader, id="torch", marks=pytest.mark.nightly),
     pytest.param(threads, id="threads"),
     pytest.param(processes, id="processes"),
 ]
