@@ -14,12 +14,12 @@ from dlio.loader.planned_engine.mixup_partners import EpochPartners
 from dlio.loader.planned_engine.pipeline import SKIPPED, Batch, first_failure
 from dlio.loader.planned_engine.slots import BatchBuilder
 from dlio.loader.shuffle.sample_message import MessageMemory
-from dlio.loader.shuffle.windows import windows_of
+from dlio.loader.shuffle.sample_shuffle import windows_of
 from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan
 from dlio.plan.order import Order
-from dlio.storage.block_filler import filler_threads
+from dlio.storage.block_fetcher import filler_threads
 from dlio.storage.block_stream import BlockStream
 from dlio.storage.mount import Mount
 

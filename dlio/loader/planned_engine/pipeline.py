@@ -39,8 +39,8 @@ from dlio.loader.planned_engine.slots import (
 )
 from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
 from dlio.loader.trace import Spans
+from dlio.storage.block import PayloadScratch
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.scratch import PayloadScratch
 from dlio.util.threads import Workers
 
 _SAMPLES_A_TASK = 8
