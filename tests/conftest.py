@@ -388,7 +388,7 @@ def mpirun() -> MpiRun:
             "OMPI_MCA_btl": "^ofi",  # Looking for fabrics takes a second.
             "OMPI_MCA_mtl": "^ofi",
             "OMP_NUM_THREADS": "1",
-            "DLIO_TIMEOUT": "60",
+            "DLIO_TIMEOUT": "180",
             **(env or {}),
         }
         command = [launcher, "--oversubscribe", "--bind-to", "none", "-n", str(ranks), *options]

@@ -164,7 +164,7 @@ def test_the_iterators_workers_can_be_seen_and_ended(kind: Any) -> None:
     assert all(worker.is_alive() for worker in workers)
     iterator._shutdown_workers()
     for worker in workers:
-        worker.join(20)
+        worker.join(60)
         assert not worker.is_alive()
     with pytest.raises(NotImplementedError):
         iterator.__getstate__()

@@ -216,7 +216,7 @@ def test_a_killed_packing_is_continued(pictures: Path, tmp_path: Path) -> None:
         "seen = []\n"
         "def slowly(done, total):\n"
         "    seen.append(done)\n"
-        "    if len(os.listdir(sys.argv[3])) >= 2: print('two', flush=True); time.sleep(60)\n"
+        "    if len(os.listdir(sys.argv[3])) >= 2: print('two', flush=True); time.sleep(600)\n"
         "pack(sys.argv[1], sys.argv[2], shard_bytes=1 << 16, progress=slowly)\n"
     )
     staging = tmp_path / ".out.packing"
