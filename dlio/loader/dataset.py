@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.data.selection import SelectionReader
 from dlio.errors import UsageError
@@ -362,7 +362,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     def _early_recipe(self) -> Recipe | None:
         """Return the recipe; None as long as the reader has not inspected the data set."""
-        return self._make_recipe() if getattr(self.reader, "inspected", True) else None
+        return self._make_recipe() if abilities_of(self.reader).is_inspected else None
 
     def _make_recipe(self) -> Recipe:
         through_decoded = any(find(self.tiers) for find in (decoded_spec, device_spec))

@@ -255,9 +255,9 @@ class PlannedPass:
         self.mixed = None if order.mixing is None else self._mixed_epoch(order.mixing, begun)
         """The epoch of a mixture."""
         self.whole = cursor.samples if self.mask is None else self.mask.count
+        """Number of positions in the whole epoch, without those that come again."""
         if self.mixed is not None:
             self.whole = self.mixed.n
-        """Number of positions in the whole epoch, without those that come again."""
         self.is_tail = bool(self.again) and cursor.position >= self.whole
         """True if only samples that come again are left."""
         self.samples = self.whole

@@ -12,10 +12,10 @@
 
 | suite                | checks                                    | module         |
 |----------------------|-------------------------------------------|----------------|
-| `ReaderTests`        | `dlio.data.reader.Reader`                 | `reader_suite` |
+| `ReaderTests`        | `dlio.data.reader_contract.Reader`        | `reader_suite` |
 | `TierTests`          | `dlio.storage.tier.Tier`                  | `tier_suite`   |
 | `CommunicatorTests`  | `dlio.comm.Communicator`                  | `communicator` |
-| `ExchangeTests`      | `dlio.exchange.ExchangeCalls`             | `exchange_suite` |
+| `ExchangeTests`      | `dlio.exchange.RunningExchange`           | `exchange_suite` |
 | `CompressorTests`    | `dlio.exchange.compress.Compressor`       | `compressor`   |
 | `LoaderStateTests`   | `state_dict` of a loader                  | `loader_state` |
 
@@ -87,8 +87,8 @@ _WHERE = {
 }
 
 # A failed assert of an inherited test shows its values, as one of the plug-in's own tests does.
-_SUITES = "communicator compressor exchange_suite loader_state reader_suite tier_suite".split()
-pytest.register_assert_rewrite(*(f"dlio.testing.{suite}" for suite in _SUITES))
+_SUITES = "communicator compressor exchange_suite loader_state reader_suite tier_suite"
+pytest.register_assert_rewrite(*(f"dlio.testing.{suite}" for suite in _SUITES.split()))
 
 
 def __getattr__(name: str) -> object:

@@ -14,7 +14,7 @@ LISTS = [list(range(count)) for count in range(200)]
 def at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """[rank, ranks] that loaders find themselves at."""
     place = [0, 1]
-    for room in ("dataloader", "options"):
+    for room in ("dataloader", "loader_options"):
         monkeypatch.setattr(f"dlio.loader.{room}.place", lambda *_: (place[0], place[1]))
     return place
 

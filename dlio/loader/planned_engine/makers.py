@@ -10,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils._pytree import tree_map
 
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import UsageError
@@ -20,6 +19,7 @@ from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.planned_engine.slots import BatchBuilder, Slots
 from dlio.loader.recipe import Recipe
 from dlio.loader.streams import HostMemoryKind
+from dlio.loader.torch_private import tree_map
 
 _DIRECT_BYTES: Final = 1 << 16
 """Least bytes of a sample of arrays that is read into the batch itself, without another copy."""
