@@ -2,13 +2,13 @@
 
 | module | contents |
 |---|---|
-| `mesh` | `dlio.Mesh`: communicators, slabs, data sets and gradients of the axes |
+| `rank_mesh` | `dlio.Mesh`: communicators, slabs, data sets and gradients of the axes |
 | `slab` | which part of a dimension a rank has, and which part a layer needs |
-| `messages` | parts and sums between ranks, in forward and backward passes |
-| `sharing`, `tensor` | tensors that ranks share, on which models run unchanged |
-| `layers`, `norms`, `reductions` | torch's functions of these tensors |
+| `halo` | parts and sums between ranks, in forward and backward passes |
+| `tensor_sharing`, `split_tensor` | tensors that ranks share, on which models run unchanged |
+| `spatial_layers`, `spatial_norms`, `spatial_reductions` | torch's functions of these tensors |
 | `tensor_parallel` | linear layers in parts, by torch's DTensor |
-| `layer_plan`, `layer_parts`, `parted_layers` | layers in parts of plain tensors: `dlio train` |
+| `layer_plan`, `layer_parts`, `sharded_layers` | layers in parts of plain tensors: `dlio train` |
 """
 
 from dlio.features.mesh.mesh_axes import AXES, Axes, parse_axes

@@ -2,30 +2,30 @@
 
 The idea is that of neuron apoptosis (Siegel, Daily and Vishnu, arXiv 1610.00790).
 
-| module                | contents                                                             |
+| module | contents |
 |-----------------------|----------------------------------------------------------------------|
-| `groups.py`           | values: groups of coupled neurons, and their members in each layer   |
-| `find.py`             | search a model for groups, heads of attention included               |
-| `dependency_graph.py` | translate torch-pruning's dependency graph into groups               |
-| `activations.py`      | classify the operations between a layer and its consumers            |
-| `verify.py`           | confirm each group on a copy of the model                            |
-| `layers.py`           | tensors and attributes of a layer, per side and dimension            |
-| `compiled.py`         | models that torch.compile has compiled                               |
-| `statistics.py`       | collect activation and gradient statistics with hooks                |
-| `removal.py`          | choose the neurons to remove (pure)                                  |
-| `similar.py`          | find pairs of neurons with proportional weights (pure)               |
-| `apply.py`            | carry a removal plan out in place                                    |
-| `cutting.py`          | cut tensors, gradients and optimizer state                           |
-| `pruned_layout.py`    | record of everything cut so far, for checkpoints                     |
-| `pruned_file.py`      | weights files of pruned models                                       |
-| `pace.py`             | when rounds happen, and how much each may remove (pure)              |
-| `trial.py`            | try removal plans on a copy of the model                             |
-| `agreement.py`        | reductions that give all ranks the same decision                     |
-| `window.py`           | the statistics of one round, and the time that they cost             |
-| `rounds.py`           | the record of one round                                              |
-| `apoptosis.py`        | `dlio.Apoptosis`, which runs all of the above during training        |
-| `model_size.py`       | count parameters and FLOPs                                           |
-| `copies.py`           | copies of a model for experiments                                    |
+| `neuron_groups.py` | values: groups of coupled neurons, and their members in each layer |
+| `group_search.py` | search a model for groups, heads of attention included |
+| `dependency_graph.py` | translate torch-pruning's dependency graph into groups |
+| `activations.py` | classify the operations between a layer and its consumers |
+| `group_verifier.py` | confirm each group on a copy of the model |
+| `layer_sides.py` | tensors and attributes of a layer, per side and dimension |
+| `eager_steps.py` | models that torch.compile has compiled |
+| `input_statistics.py` | collect activation and gradient statistics with hooks |
+| `removal_plan.py` | choose the neurons to remove (pure) |
+| `twins.py` | find pairs of neurons with proportional weights (pure) |
+| `model_surgery.py` | carry a removal plan out in place |
+| `layer_cuts.py` | cut tensors, gradients and optimizer state |
+| `pruned_layout.py` | record of everything cut so far, for checkpoints |
+| `pruned_file.py` | weights files of pruned models |
+| `pruning_pace.py` | when rounds happen, and how much each may remove (pure) |
+| `plan_trials.py` | try removal plans on a copy of the model |
+| `pruning_sums.py` | reductions that give all ranks the same decision |
+| `statistics_window.py` | the statistics of one round, and the time that they cost |
+| `rounds.py` | the record of one round |
+| `apoptosis.py` | `dlio.Apoptosis`, which runs all of the above during training |
+| `model_size.py` | count parameters and FLOPs |
+| `copies.py` | copies of a model for experiments |
 
     prunable = find_groups(model, example)
     with Collector(model, prunable.groups) as collector:
