@@ -381,7 +381,7 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
 
     def _own_dealing(self) -> BatchAssigner | None:
         """Return the dealing of a loop whose ranks may be lost; None if they end together."""
-        wanted = membership() is not None or self._place.has_again
+        wanted = membership() is not None or self._place.has_requeued
         if not (wanted and self.deals and self.follows_formula()):
             return None
         if self._dealing is None:

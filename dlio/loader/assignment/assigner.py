@@ -201,7 +201,7 @@ class BatchAssigner:
                 self._begun_by = deal.members
                 self._is_exact = planned.formula.exact
                 self._drops_last = planned.formula.drop_last
-                self.again, self._samples = list(planned.again), planned.whole
+                self.again, self._samples = list(planned.requeued), planned.whole
                 self.step = max(self.position // self._global_batch, self.earlier)
                 self.earlier = 0
             for number, data in enumerate(iterator):

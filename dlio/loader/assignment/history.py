@@ -144,7 +144,7 @@ def _recalled(deal: dict[str, Any], loader: _PlannedLoader) -> AssignmentSpan:
 
 def _begun(batches: PlannedPass) -> dict[str, Any]:
     """Return the state that a pass began with."""
-    return batches.state_at(batches.cursor.position, batches.again)
+    return batches.state_at(batches.cursor.position, batches.requeued)
 
 
 def _numbered(values: Iterable[_T]) -> dict[_T, int]:

@@ -64,6 +64,8 @@ class BatchBuilder(ABC):
     """True if `find` looks up a whole batch, in the time of looking up one sample."""
     reads_directly = False
     """True if payloads are read into the batch itself, by `read_directly`."""
+    decodes_whole = False
+    """True if `make_many` only gathers bytes, which `decode_whole` decodes together."""
 
     def __init__(self, samples: npt.NDArray[np.int64]) -> None:
         self.samples = samples
@@ -88,8 +90,9 @@ class BatchBuilder(ABC):
         """Call `read` with the memory for a slot's payload; return (its result, bytes)."""
         raise NotImplementedError
 
-    def decode_whole(self, slots: Sequence[int]) -> None:  # noqa: B027 (few kinds gather first)
-        """Decode the slots together whose bytes `make_many` has only gathered."""
+    def decode_whole(self, slots: Sequence[int]) -> None:
+        """Decode the slots that `make_many` has gathered; called once, before `finish`."""
+        raise NotImplementedError
 
     @abstractmethod
     def finish(self, slots: Sequence[int] | None) -> BatchData:

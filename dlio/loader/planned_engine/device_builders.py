@@ -123,6 +123,8 @@ class DeviceDecodeBuilder(BatchBuilder):
     """Images as crops on a device. Slots are rows of images, in order; partners that are mixed in
     come behind."""
 
+    decodes_whole = True
+
     def __init__(
         self,
         decoder: _DeviceDecoder,

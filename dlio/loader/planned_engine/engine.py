@@ -1,7 +1,9 @@
 """The engine for data sets of dlio: blocks in tiers, samples pushed between nodes, threads that
 decode."""
 
+import functools
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +18,7 @@ from dlio.comm.world import membership
 from dlio.data.agreement import check_same_order
 from dlio.data.schema import IMAGES
 from dlio.errors import UsageError
-from dlio.loader.batch_stream import PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchStream, PassCounters, RunningPass
 from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
 from dlio.loader.delivery import HostMemoryKind, target_of
@@ -25,16 +27,21 @@ from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned_engine.batch_builders import BatchFactory, host_batches
 from dlio.loader.planned_engine.device_builders import device_decoded_batches, device_tier_batches
 from dlio.loader.planned_engine.mixup_partners import EpochPartners
-from dlio.loader.planned_engine.pipeline import PassContext, run_pass
+from dlio.loader.planned_engine.pipeline import PassContext, Pipeline
 from dlio.loader.recipe import CropRecipe
 from dlio.loader.shuffle.sample_message import MessageMemory
+from dlio.loader.shuffle.sample_shuffle import Shuffle
+from dlio.loader.shuffle.windows import windows_of
 from dlio.loader.trace import Spans
-from dlio.plan.epoch import EpochPlan, is_exact
+from dlio.plan.block_order import BlockOrder
+from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
 from dlio.plan.listed_order import ListedOrder
 from dlio.plan.order import Order
 from dlio.plan.sample_mask import masked_layout
 from dlio.plan.schedule import RankNodes
 from dlio.plan.tail_order import blocks_of
+from dlio.storage.block_filler import filler_threads
+from dlio.storage.block_stream import BlockStream
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.mount import Mount
 from dlio.util.cores import available_cores
@@ -169,29 +176,61 @@ class PlannedEngine:
         if data.recipe.pairs and isinstance(batches, PlannedPass) and is_exact(options.mode):
             partners = _partners(batches, mounted, skip)
         context = PassContext(
-            plan=plan,
+            hierarchy=mounted.hierarchy,
+            factory=factory,
+            counters=counters,
+            spans=spans,
             # A sampler's pass has the crops of the data set's epoch, which its user may choose.
             epoch=batches.epoch if is_shared else data.epoch,
-            data=data,
-            mounted=mounted,
-            comm=comm,
-            factory=factory,
+            steps=plan.steps,
             threads=threads,
             ahead=_ahead(options.prefetch_factor, threads, factory.batch_bytes),
-            generation=self.generation,
-            # Alone, too, once a rank was lost, before this epoch or in it.
-            alone=not is_shared or plan.ranks.size != comm.size or plan.left is not None,
             skip=skip,
-            spans=spans,
-            memory=self._memory,
-            counters=counters,
             timeout_s=default_timeout_s(),
             peer_timeout_s=peer_timeout_s(),
             partners=partners,
         )
-        stream = run_pass(context)
+        # Alone, too, once a rank was lost, before this epoch or in it.
+        alone = not is_shared or plan.ranks.size != comm.size or plan.left is not None
+        stream = self._run(context, plan, mounted, comm, alone)
         next(stream)
         return RunningPass(batches, counters, stream, spans, plan if is_shared else None)
+
+    def _run(
+        self,
+        context: PassContext,
+        plan: EpochPlan,
+        mounted: Mount,
+        comm: Communicator,
+        alone: bool,
+    ) -> BatchStream:
+        """Yield None when the work of a pass has begun, then its batches.
+
+        Args:
+            comm: for this loader's messages alone.
+            alone: this rank exchanges no samples with others.
+        """
+        hierarchy, generation = mounted.hierarchy, self.generation
+        with ExitStack() as stack:
+            planner = _hurry_first_batch(mounted, plan)
+            streamed = None
+            if (blocks := blocks_of(plan.order)) is not None:
+                # Before the shuffle starts, so that samples of these blocks are not read one by
+                # one.
+                streamed = _streamed_blocks(mounted, plan, blocks, context.ahead, generation)
+                stack.callback(streamed.close)
+            shuffle = Shuffle(comm, hierarchy, plan, generation, self._memory, planner, alone=alone)
+
+            def taken(step: int) -> None:
+                if streamed is not None:
+                    done = min(step + 1, shuffle.sent)
+                    streamed.done(plan.position + done * plan.global_batch)
+
+            pipeline = Pipeline(shuffle, context)
+            stack.callback(pipeline.close)
+            pipeline.start()
+            yield None
+            yield from pipeline.batches(taken)
 
     def _next_comm(self, options: LoaderOptions) -> Communicator:
         """The communicator of this pass: passes take turns with two where the last one's messages
@@ -241,6 +280,43 @@ def decode_threads(mounted: Mount) -> int:
     return max(1, min(_MOST_THREADS, available_cores() // max(1, here)))
 
 
+def _hurry_first_batch(mounted: Mount, plan: EpochPlan) -> WindowPlan | None:
+    """Start filling the tiers, the first batch's samples first; return the planner used for it."""
+    if not mounted.hierarchy.missing():
+        return None
+    planner = plan_epoch(plan)
+    first = planner.window(range(min(1, plan.steps)))
+    wanted = np.concatenate([first.samples[first.senders < 0], *first.sends.values()])
+    # A sample of a mixture may occur twice, and is read once.
+    _, firsts = np.unique(wanted, return_index=True)
+    wanted = wanted[np.sort(firsts)]
+    mounted.hierarchy.hurry(wanted, functools.partial(mounted.fill, plan.order))
+    return planner
+
+
+def _streamed_blocks(
+    mounted: Mount, plan: EpochPlan, order: BlockOrder, batches_ahead: int, generation: int
+) -> BlockStream:
+    """Bring the blocks of this pass that no tier pins, ahead of their use."""
+    steps = batches_ahead
+    if mounted.ranks.nodes > 1:
+        # Messages of two windows are under way.
+        sample_bytes = float(mounted.hierarchy.reader.sizes.mean())
+        steps += 2 * max(map(len, windows_of(plan, sample_bytes)))
+    window = int(np.diff(order.edges).max(initial=1))
+    here = (plan.home == mounted.nodes.here) & (mounted.placement.home < 0)
+    return BlockStream(
+        mounted.hierarchy,
+        order,
+        here,
+        plan.position,
+        ahead=steps * plan.global_batch + window,
+        progress=mounted.stream_progress,
+        generation=generation,
+        threads=filler_threads(mounted.block_bytes, mounted.requests),
+    )
+
+
 def _ahead(factor: int | None, threads: int, batch_bytes: int) -> int:
     """Batches under way at a time.
 
@@ -266,7 +342,7 @@ def _order_facts(batches: PlannedPass, mode: str) -> dict[str, object]:
         "source_order": formula.source_order,
         "epoch": cursor.epoch,
         "position in the epoch": cursor.position,
-        "samples that come again": batches.again,
+        "samples that come again": batches.requeued,
         "keep": batches.digest,
     }
 

@@ -14,39 +14,26 @@ A thread puts whatever is raised in its batch's place, SystemExit and CancelledE
 transform included: if they ended the thread, the user's would wait for its batch until a deadline.
 """
 
-import functools
 import itertools
 import queue
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-
-from dlio.comm import Communicator
 from dlio.comm.funnel import waiting
 from dlio.data.schema import Buffer
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
 from dlio.loader.batch_stream import BatchResult, BatchStream, PassCounters
 from dlio.loader.contract import BatchData
-from dlio.loader.dataset import Dataset
 from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory
 from dlio.loader.planned_engine.mixup_partners import EpochPartners
-from dlio.loader.shuffle.sample_message import MessageMemory
 from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
-from dlio.loader.shuffle.windows import windows_of
 from dlio.loader.trace import Spans
-from dlio.plan.block_order import BlockOrder
-from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
-from dlio.plan.tail_order import blocks_of
-from dlio.storage.block_filler import filler_threads
-from dlio.storage.block_stream import BlockStream
-from dlio.storage.mount import Mount
+from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.scratch import PayloadScratch
 from dlio.util.threads import Workers
 
@@ -63,29 +50,21 @@ _SKIPPED: Final = (SourceError, CorruptBlock)
 
 @dataclass(frozen=True, slots=True)
 class PassContext:
-    """A pass, with all that its work needs. Made by the engine."""
+    """The work on a pass's samples, the same for all its steps. Made by the engine."""
 
-    plan: EpochPlan
-    """Which rank gets which samples in each step."""
+    hierarchy: Hierarchy
+    factory: BatchFactory
+    counters: PassCounters
+    spans: Spans | None
+    """Trace of the pass, if one is wanted."""
     epoch: int
     """Number of the epoch, for crops."""
-    data: Dataset
-    mounted: Mount
-    comm: Communicator
-    """For this loader's messages alone."""
-    factory: BatchFactory
+    steps: int
     threads: int
     ahead: int
     """Batches under way at a time."""
-    generation: int
-    """Number of this pass over the loader, the same on all ranks."""
-    alone: bool
-    """True if this rank exchanges no samples with others."""
     skip: bool
     """Leave out samples that cannot be read, checked or decoded."""
-    spans: Spans | None
-    memory: MessageMemory
-    counters: PassCounters
     timeout_s: float
     """For one batch, before the run is taken to be stuck."""
     peer_timeout_s: float
@@ -116,100 +95,8 @@ _Task = tuple[int, int, Batch | None, list[int], bool]
 """(step, ticket, batch or None to end a thread, slots, True to look them up on a device first)."""
 
 
-def run_pass(context: PassContext) -> BatchStream:
-    """Yield the batches of a pass; None first, when its work has begun."""
-    plan, hierarchy = context.plan, context.mounted.hierarchy
-    with ExitStack() as stack:
-        planner = _hurry_first_batch(context)
-        streamed = None
-        if (blocks := blocks_of(plan.order)) is not None:
-            # Before the shuffle starts, so that samples of these blocks are not read one by one.
-            streamed = stack.enter_context(_streamed_blocks(context, blocks))
-        shuffle = Shuffle(
-            context.comm,
-            hierarchy,
-            plan,
-            context.generation,
-            context.memory,
-            planner,
-            alone=context.alone,
-        )
-        pipeline = Pipeline(shuffle, context)
-        stack.callback(pipeline.close)
-        pipeline.start()
-        yield None
-        while (batch := pipeline.take()) is not None:
-            if streamed is not None:
-                done = min(batch.step.number + 1, shuffle.sent)
-                streamed.done(plan.position + done * plan.global_batch)
-            result = _result_of(batch, context)
-            del batch  # It holds the user's tensors.
-            yield result
-            del result
-
-
-def _hurry_first_batch(context: PassContext) -> WindowPlan | None:
-    """Start filling the tiers, the first batch's samples first; return the planner used for it."""
-    mounted, plan = context.mounted, context.plan
-    if not mounted.hierarchy.missing():
-        return None
-    planner = plan_epoch(plan)
-    first = planner.window(range(min(1, plan.steps)))
-    wanted = np.concatenate([first.samples[first.senders < 0], *first.sends.values()])
-    # A sample of a mixture may occur twice, and is read once.
-    _, firsts = np.unique(wanted, return_index=True)
-    wanted = wanted[np.sort(firsts)]
-    mounted.hierarchy.hurry(wanted, functools.partial(mounted.fill, plan.order))
-    return planner
-
-
-@contextmanager
-def _streamed_blocks(context: PassContext, order: BlockOrder) -> Iterator[BlockStream]:
-    """Bring the blocks of this pass that no tier pins, ahead of their use."""
-    mounted, plan = context.mounted, context.plan
-    steps = context.ahead
-    if mounted.ranks.nodes > 1:
-        # Messages of two windows are under way.
-        sample_bytes = float(mounted.hierarchy.reader.sizes.mean())
-        steps += 2 * max(map(len, windows_of(plan, sample_bytes)))
-    window = int(np.diff(order.edges).max(initial=1))
-    here = (plan.home == mounted.nodes.here) & (mounted.placement.home < 0)
-    streamed = BlockStream(
-        mounted.hierarchy,
-        order,
-        here,
-        plan.position,
-        ahead=steps * plan.global_batch + window,
-        progress=mounted.stream_progress,
-        generation=context.generation,
-        threads=filler_threads(mounted.block_bytes, mounted.requests),
-    )
-    try:
-        yield streamed
-    finally:
-        streamed.close()
-
-
-def _result_of(batch: Batch, context: PassContext) -> BatchResult:
-    """Return a batch as it is handed out, or the error in its place."""
-    samples, reader = batch.step.samples, context.data.reader
-    if batch.failed:
-        error = _first_failure(batch.failed)
-        if -1 in batch.failed or not context.skip or not isinstance(error, _SKIPPED):
-            slot = min(batch.failed)
-            is_named = isinstance(error, _SKIPPED) or getattr(error, "__notes__", None)
-            if slot >= 0 and not is_named:
-                error.add_note(f"for sample {reader.name(int(samples[slot]))!r}")
-            return BatchResult(None, len(samples), samples, error)
-        for slot in sorted(batch.failed):
-            context.counters.skipped.append(reader.name(int(samples[slot])))
-        samples = samples[[k for k in range(len(samples)) if k not in batch.failed]]
-    made, batch.data = batch.data, None
-    return BatchResult(made, len(samples), samples, epoch=context.epoch)
-
-
 class Pipeline:
-    """Batches of one epoch, in order. Owner: `run_pass`, which closes it.
+    """Batches of one epoch, in order. Owner: the engine, which closes it.
 
     While at least half of the batches ahead are complete, one thread works; the others leave the
     processors and the interpreter's lock to the trainer until fewer are. While there are samples
@@ -218,7 +105,7 @@ class Pipeline:
 
     def __init__(self, shuffle: Shuffle, context: PassContext) -> None:
         self._shuffle, self._context = shuffle, context
-        self._hierarchy, self._clock = context.mounted.hierarchy, context.counters.clock
+        self._hierarchy, self._clock = context.hierarchy, context.counters.clock
         self._queue: queue.PriorityQueue[_Task] = queue.PriorityQueue()
         self._ticket = itertools.count()
         self._under_way: deque[Batch] = deque()
@@ -237,26 +124,49 @@ class Pipeline:
     def start(self) -> None:
         """Begin batches until as many are under way as may be."""
         context = self._context
-        while len(self._under_way) < context.ahead and self._next_step < context.plan.steps:
+        while len(self._under_way) < context.ahead and self._next_step < context.steps:
             # With batches under way, the next window may wait for one of them to be taken.
             if self._under_way and not self._shuffle.planned(self._next_step):
                 break
             self._shuffle.attach(self._next_step, self._begin_batch, context.timeout_s)
             self._next_step += 1
 
-    def take(self) -> Batch | None:
-        """Return the next batch, complete; None after the last.
+    def batches(self, taken: Callable[[int], None]) -> BatchStream:
+        """Yield the batches in order, or the error in a batch's place.
 
-        Samples that could not be read or decoded are in its `failed`.
+        Args:
+            taken: called with the number of each step when its batch is complete.
         """
-        self.start()
-        if not self._under_way:
-            return None
-        batch = self._under_way.popleft()
-        self._wait(batch)
-        self._completed(-1, len(batch.step.samples))
-        self._shuffle.consumed(batch.step.number)
-        return batch
+        while True:
+            self.start()
+            if not self._under_way:
+                return
+            batch = self._under_way.popleft()
+            self._wait(batch)
+            self._completed(-1, len(batch.step.samples))
+            self._shuffle.consumed(batch.step.number)
+            taken(batch.step.number)
+            result = self._result(batch)
+            del batch  # It holds the user's tensors.
+            yield result
+            del result
+
+    def _result(self, batch: Batch) -> BatchResult:
+        """Return a batch as it is handed out, or the error in its place."""
+        samples, name = batch.step.samples, self._hierarchy.reader.name
+        if batch.failed:
+            error = _first_failure(batch.failed)
+            if -1 in batch.failed or self._is_lost(batch):
+                slot = min(batch.failed)
+                is_named = isinstance(error, _SKIPPED) or getattr(error, "__notes__", None)
+                if slot >= 0 and not is_named:
+                    error.add_note(f"for sample {name(int(samples[slot]))!r}")
+                return BatchResult(None, len(samples), samples, error)
+            for slot in sorted(batch.failed):
+                self._context.counters.skipped.append(name(int(samples[slot])))
+            samples = samples[list(_intact(batch))]
+        made, batch.data = batch.data, None
+        return BatchResult(made, len(samples), samples, epoch=self._context.epoch)
 
     def close(self) -> None:
         """Stop the threads after the task that each is at."""
@@ -493,7 +403,7 @@ class Pipeline:
         try:
             builder = batch.builder
             assert builder is not None
-            if not self._is_lost(batch):
+            if builder.decodes_whole and not self._is_lost(batch):
                 builder.decode_whole(_intact(batch))
                 settled = time.perf_counter()
                 self._clock.add("decode", settled - began)
