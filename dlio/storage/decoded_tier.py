@@ -27,8 +27,7 @@ import xxhash
 
 from dlio.errors import CorruptBlock
 from dlio.launch.node.lock_keeper import keep
-from dlio.storage.block import NO_ROOM
-from dlio.storage.scratch import decompress_exactly
+from dlio.storage.block import NO_ROOM, decompress_exactly
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 from dlio.util.shared_folders import SharedFolder

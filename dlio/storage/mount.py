@@ -20,26 +20,28 @@ from dlio.data.agreement import check_same_data
 from dlio.data.flow import Flow
 from dlio.data.reader import Reader, StoredBlocks, data_bytes
 from dlio.data.source import is_remote
-from dlio.errors import UsageError
+from dlio.errors import TierFull, UsageError
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
 from dlio.plan.placement import HomeNode, Placement, place
 from dlio.plan.schedule import RankNodes
-from dlio.storage.block_filler import IN_FLIGHT_BYTES, BlockFiller, blocks_in_order, filler_threads
-from dlio.storage.block_format import aligned, block_sizes
+from dlio.storage.block import aligned, block_sizes
+from dlio.storage.block_fetcher import (
+    IN_FLIGHT_BYTES,
+    BlockFiller,
+    SourceRequests,
+    blocks_in_order,
+    filler_threads,
+)
 from dlio.storage.block_stream import StreamProgress
-from dlio.storage.checks import check_room, check_size
+from dlio.storage.counters import is_fault
 from dlio.storage.decoded_tier import DecodedTier
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.file_system_kind import FileSystemKind, file_system_of
-from dlio.storage.health import LostTier, is_fault
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.inventory import DatasetUse, make_room, stored_data
-from dlio.storage.known_folders import remember_root
-from dlio.storage.mount_figures import MountFigures
-from dlio.storage.sample_fill import SampleFiller
-from dlio.storage.source_requests import SourceRequests
-from dlio.storage.tier import Tier
+from dlio.storage.inventory import DatasetUse, make_room, remember_root, stored_data
+from dlio.storage.sample_fetcher import SampleFiller
+from dlio.storage.tier import LostTier, PinnedTiers, Tier
 from dlio.storage.tier_spec import (
     Tiers,
     TierSpec,
@@ -48,9 +50,90 @@ from dlio.storage.tier_spec import (
     device_spec,
     is_parsed,
 )
-from dlio.storage.tier_targets import PinnedTiers
+from dlio.util.live_figures import PublishedFigures, publish
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
+
+
+class MountFigures:
+    """Figures of one rank's mount, published until `close`.
+
+    Args:
+        specs: the tiers, in the order of those of the hierarchy.
+        block_bytes: file bytes of each block in a tier; shape (blocks,).
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        hierarchy: Hierarchy,
+        specs: Sequence[TierSpec],
+        block_bytes: npt.NDArray[np.int64],
+    ) -> None:
+        self._comm, self._hierarchy = comm, hierarchy
+        self._specs, self._block_bytes = specs, block_bytes
+        self._published: PublishedFigures | None = publish("data", self.now)
+
+    def now(self) -> dict[str, object]:
+        """Return the figures of this moment: `tiers` of the node; bytes and counts of the rank."""
+        counters = self._hierarchy.counters
+        return {
+            "path": self._hierarchy.reader.path,
+            "rank": self._comm.rank,
+            "ranks": self._comm.size,
+            "tiers": [
+                {
+                    "kind": spec.kind,
+                    "root": spec.root,
+                    "capacity": spec.capacity,
+                    "used": int(self._block_bytes[list(tier.blocks())].sum()),
+                    "wanted": int(self._block_bytes[self._hierarchy.pins.tier == number].sum()),
+                }
+                for number, (spec, tier) in enumerate(
+                    zip(self._specs, self._hierarchy.tiers, strict=False)
+                )
+            ],
+            "bytes": dict(counters.bytes),
+            "samples": counters.samples,
+            "waited_s": counters.waited_s,
+        }
+
+    def close(self) -> None:
+        """Publish them no longer."""
+        published, self._published = self._published, None
+        if published is not None:
+            published.close()
+
+
+def check_size(specs: Sequence[TierSpec], block_bytes: npt.NDArray[np.int64]) -> None:
+    """Raise UsageError for a tier that has no room for a single block."""
+    smallest = int(block_bytes.min(initial=1 << 62))
+    for spec in specs:
+        if spec.capacity < smallest:
+            raise UsageError(
+                f"tier {spec} is too small for a single block of {format_bytes(smallest)}: give "
+                "it more capacity, or leave it out"
+            )
+
+
+def check_room(
+    tiers: Sequence[Tier], pinned_in: npt.NDArray[np.int8], block_bytes: npt.NDArray[np.int64]
+) -> None:
+    """Raise TierFull now, not after an hour of filling, if a tier has too little room."""
+    for number, tier in enumerate(tiers):
+        if not tier.writable:
+            continue
+        pinned = np.flatnonzero(pinned_in == number)
+        here = np.fromiter(tier.blocks(), np.int64)
+        wanted = int(block_bytes[np.setdiff1d(pinned, here)].sum())
+        if wanted > tier.free_bytes():
+            place = "shared memory" if tier.kind == "ram" else tier.spec.root
+            raise TierFull(
+                f"tier {tier.spec} needs {format_bytes(wanted)} more, but {place} has only "
+                f"{format_bytes(tier.free_bytes())} free: lower its capacity in --tiers, or "
+                "free space"
+            )
+
 
 Layout = Literal["partition", "replicate", "auto"]
 """Each block on one node; every block on each node; or the latter if each node has room for all."""
@@ -132,11 +215,11 @@ class Mount:
         if self._filler is None and self.hierarchy.missing():
             reader = self.hierarchy.reader
             wanted = self.hierarchy.pins.tier >= 0
-            if self.hierarchy.gather is not None:
-                self._filler = SampleFiller(self.hierarchy.gather, reader, order, wanted)
+            if self.hierarchy.sample_fetcher is not None:
+                self._filler = SampleFiller(self.hierarchy.sample_fetcher, reader, order, wanted)
                 return self._filler
             self._filler = BlockFiller(
-                self.hierarchy,
+                self.hierarchy.block_fetcher,
                 lambda: blocks_in_order(reader.layout, order, wanted),
                 filler_threads(self.block_bytes, self.requests),
             )
@@ -332,7 +415,7 @@ def mount(
         pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
         check_room(opened, pins.tier, block_bytes)
         rate = None if options.rate is None else options.rate / comm.size
-        intake = undo.enter_context(
+        source_requests = undo.enter_context(
             closing(SourceRequests(reader, requests, rate, options.timeout_s))
         )
         hierarchy = Hierarchy(
@@ -340,13 +423,13 @@ def mount(
             opened,
             pins,
             ranks=comm.size,
-            intake=intake,
+            requests=source_requests,
             check=options.check,
             flow=_flow(reader, source, requests) if options.by_sample else None,
         )
         for spec, fault in faults:
             then = "what it holds is used, and nothing is added"
-            hierarchy.health.failed(str(spec), "opened", fault, then)
+            hierarchy.run_notes.tier_failed(str(spec), "opened", fault, then)
         undo.pop_all()  # From here on, the mount closes them.
     return Mount(
         comm,

@@ -34,8 +34,7 @@ from dlio.data.abilities import estimates_sizes
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierError
-from dlio.storage.block import read_exactly, write_all
-from dlio.storage.block_format import (
+from dlio.storage.block import (
     ALIGN,
     ENTRY,
     HEADER,
@@ -45,10 +44,11 @@ from dlio.storage.block_format import (
     VERSION,
     aligned,
     complete_head,
+    read_exactly,
     table_offset,
+    write_all,
 )
-from dlio.storage.byte_locks import lock_byte
-from dlio.storage.tier import Tier
+from dlio.storage.tier import Tier, lock_byte
 from dlio.util.folders import unlink
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory

@@ -16,7 +16,7 @@ from dlio.data.index import Arrays, Names, forget_index
 from dlio.data.requests import request
 from dlio.data.source import Source, failed
 from dlio.errors import SourceError
-from dlio.storage.block_format import MAX_SAMPLE_BYTES
+from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular, open_unchecked
 
 _THREADS: Final = 32

@@ -27,7 +27,7 @@ from dlio.data.splits import is_split
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.block_format import MAX_SAMPLE_BYTES
+from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
 from dlio_readers.fileset import FileSet
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dlio.data.schema import IMAGES, Buffer, Kind, Schema
 from dlio.errors import UsageError
-from dlio.storage.block_format import encode_block
+from dlio.storage.block import encode_block
 from dlio.storage.shard_file import SUFFIX, ShardFooter, ShardWriter
 from dlio.util.whole_files import open_own
 from dlio_staging.deferred_errors import UnfailingFile

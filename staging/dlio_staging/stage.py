@@ -230,12 +230,12 @@ def _read_blocks(
 
     Raises SourceError when the source delivers nothing for the time of DLIO_TIMEOUT.
     """
-    from dlio.storage.block_filler import BlockFiller, filler_threads
+    from dlio.storage.block_fetcher import BlockFiller, filler_threads
 
     hierarchy = mounted.hierarchy
     threads = filler_threads(mounted.block_bytes, mounted.requests)
     moved, moved_at = -1, time.monotonic()
-    with BlockFiller(hierarchy, lambda: iter(own.tolist()), threads) as filler:
+    with BlockFiller(hierarchy.block_fetcher, lambda: iter(own.tolist()), threads) as filler:
         while not filler.join(_POLL_S):
             now = time.monotonic()
             read = hierarchy.counters.bytes["source"]

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dlio.data.reader import Reader, data_bytes
+from dlio.storage.block_fetcher import piece_bytes
 from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.mount import Layout, Mount
-from dlio.storage.source_requests import piece_bytes
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 

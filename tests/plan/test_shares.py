@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.errors import UsageError
-from dlio.loader.shuffle.windows import windows_of
+from dlio.loader.shuffle.sample_shuffle import windows_of
 from dlio.plan.epoch import EpochPlan, GlobalPlan, check_shares, plan_epoch
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order, share

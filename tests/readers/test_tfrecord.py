@@ -180,7 +180,9 @@ def test_files_of_a_network_are_scanned_side_by_side_and_agree(
     monkeypatch.setattr(File, "read", seen)
     with monkeypatch.context() as patch:
         place = file_system_of(str(tmp_path))
-        patch.setattr("dlio_readers.concurrency.find_place", lambda _: replace(place, kind="nfs"))
+        patch.setattr(
+            "dlio_readers.concurrency.file_system_of", lambda _: replace(place, kind="nfs")
+        )
         networked = TfRecordReader(str(tmp_path))
     assert any(name.startswith("dlio-ask") for name in threads)
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "other"))

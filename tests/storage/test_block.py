@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from dlio.data.schema import IMAGE_LABEL, Schema
 from dlio.errors import CorruptBlock
-from dlio.storage.block import read_info
-from dlio.storage.block_format import aligned, block_sizes, encode_block
-from dlio.storage.scratch import PayloadScratch
+from dlio.storage.block import PayloadScratch, aligned, block_sizes, encode_block, read_info
 
 FINGERPRINT = "0123456789abcdef" * 2
 

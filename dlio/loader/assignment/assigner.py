@@ -16,7 +16,7 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
-from dlio.comm.survival.recovery import Recovery, Report
+from dlio.comm.survival.recovery import Recovery, RecoveryPart
 from dlio.loader.assignment.history import (
     AssignmentSpan,
     CommittedBatch,
@@ -24,7 +24,7 @@ from dlio.loader.assignment.history import (
     described,
     recalled,
 )
-from dlio.loader.assignment.rank_groups import RankGroups
+from dlio.loader.assignment.rank_groups import BatchReport, RankGroups
 from dlio.loader.batch_stream import LoaderIterator
 from dlio.loader.contract import BatchData, State
 from dlio.loader.dataset import Dataset
@@ -81,7 +81,7 @@ class _AssignedLoader(Protocol):
         """Return the counts of the pass that began last."""
 
 
-class BatchAssigner:
+class BatchAssigner(RecoveryPart[BatchReport]):
     """The batches of this rank. Closed by its owner.
 
     Args:
@@ -147,7 +147,7 @@ class BatchAssigner:
         self.keeps_trail = recovery is not None
         """True to remember which batches were taken, also where the job ends with any rank."""
         if recovery is not None:
-            self._part = recovery.add("data", self)
+            recovery.register(self)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -216,7 +216,7 @@ class BatchAssigner:
                 self.step += 1
                 if self._is_asked():
                     assert self._recovery is not None
-                    self._recovery.run()
+                    self._recovery.recover()
                 if self._groups.members != deal.members or self._groups.meets:
                     break
             if not self._more():
@@ -229,7 +229,7 @@ class BatchAssigner:
 
     def _meet(self) -> None:
         if self._recovery is not None:
-            self._recovery.meet(lambda: self._groups.meets)
+            self._recovery.rendezvous(lambda: self._groups.meets)
 
     def state(self) -> State:
         """Return the loader's state after the batch that was yielded last, whose step is over.
@@ -276,12 +276,12 @@ class BatchAssigner:
         """Return this rank's counts of the epoch."""
         return joined([*self._earlier, self._loader.stats()])
 
-    def count(self, counted: Sequence[int]) -> None:
+    def commit_step(self, contributors: Sequence[int]) -> None:
         if not self._open:
             return
         self._groups.steps += 1
-        if counted is not self._counted[0]:
-            self._counted = (counted, frozenset(counted))
+        if contributors is not self._counted[0]:
+            self._counted = (contributors, frozenset(contributors))
         self._closed += [(batch, self._groups.steps, self._counted[1]) for batch in self._open]
         self._open = []
 
@@ -330,14 +330,14 @@ class BatchAssigner:
         """Number of the epoch's batches in the model."""
         return len(self._closed)
 
-    def tell(self) -> Report:
-        return self._groups.tell()
+    def report(self) -> BatchReport:
+        return self._groups.report()
 
-    def follow(self, report: Report) -> None:
-        self._groups.follow(report)
+    def adopt(self, report: BatchReport) -> None:
+        self._groups.adopt(report)
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self._groups.settle(reports)
+    def reconcile(self, reports: Sequence[BatchReport], comm: Communicator) -> None:
+        self._groups.reconcile(reports)
 
     def prepare(self) -> None:
         """Open the tiers of all loaders, before ranks rest. Collective."""
@@ -381,7 +381,7 @@ class BatchAssigner:
     def close(self) -> None:
         """Take no part in later recoveries."""
         if self._recovery is not None:
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
 
     def _deal_to(self, members: tuple[int, ...], global_batch: int | None = None) -> None:
         if self._per_rank is not None and members and global_batch is None:
@@ -400,7 +400,7 @@ class BatchAssigner:
             self._comes_again.add(key)
             self.again += samples
             if self._recovery is not None:
-                self._recovery.count_again(key[1], len(samples))
+                self._recovery.count_requeued(key[1], len(samples))
         rest = self._samples + len(self.again) - self.position
         if rest < (self.usual_batch if self._drops_last else 1):
             self._deal_to(members)

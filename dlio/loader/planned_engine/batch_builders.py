@@ -21,7 +21,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils._pytree import tree_map
 
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import UsageError
@@ -30,6 +29,7 @@ from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.delivery import HostMemoryKind, pinned_memory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners, decode_partners
 from dlio.loader.recipe import CropRecipe, FieldRecipe, Recipe
+from dlio.loader.torch_private import tree_map
 from dlio.plan.epoch import EpochPlan
 from dlio.storage.decoded_tier import DecodedTier
 from dlio.util.buffer_pool import BufferPool

@@ -30,8 +30,7 @@ from dlio.loader.planned_engine.mixup_partners import EpochPartners
 from dlio.loader.planned_engine.pipeline import PassContext, Pipeline
 from dlio.loader.recipe import CropRecipe
 from dlio.loader.shuffle.sample_message import MessageMemory
-from dlio.loader.shuffle.sample_shuffle import Shuffle
-from dlio.loader.shuffle.windows import windows_of
+from dlio.loader.shuffle.sample_shuffle import Shuffle, windows_of
 from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
@@ -40,7 +39,7 @@ from dlio.plan.order import Order
 from dlio.plan.sample_mask import masked_layout
 from dlio.plan.schedule import RankNodes
 from dlio.plan.tail_order import blocks_of
-from dlio.storage.block_filler import filler_threads
+from dlio.storage.block_fetcher import filler_threads
 from dlio.storage.block_stream import BlockStream
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.mount import Mount

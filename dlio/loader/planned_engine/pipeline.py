@@ -33,8 +33,8 @@ from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory
 from dlio.loader.planned_engine.mixup_partners import EpochPartners
 from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
 from dlio.loader.trace import Spans
+from dlio.storage.block import PayloadScratch
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.scratch import PayloadScratch
 from dlio.util.threads import Workers
 
 _SAMPLES_A_TASK = 8

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -29,18 +30,40 @@ from dlio.errors import DlioError, PeerLost
 from dlio.loader.shuffle.sample_message import (
     ENTRY_BYTES,
     MessageMemory,
+    SizedReceive,
     UncheckedPayload,
+    announce,
     message_bytes,
+    message_of,
     pack_message,
     pack_payloads,
     unpack_message,
 )
-from dlio.loader.shuffle.sized_receive import SizedReceive, announce, message_of
-from dlio.loader.shuffle.windows import windows_of
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
-from dlio.plan.schedule import RankWindow
+from dlio.plan.schedule import RankWindow, window_steps
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.threads import Workers
+
+_FIRST_WINDOW_STEPS = 2
+"""Short, so that the first batch does not wait for a long window's messages."""
+_MOST_WINDOW_STEPS = 32
+
+
+def windows_of(plan: EpochPlan, mean_bytes: float) -> list[range]:
+    """Return the steps of each window, the same on all ranks.
+
+    On one node a window needs no memory but its plan, so windows are as long as possible there.
+
+    Args:
+        mean_bytes: mean payload bytes of a sample.
+    """
+    length = _MOST_WINDOW_STEPS
+    if plan.ranks.nodes > 1:
+        length = min(length, window_steps(mean_bytes, plan.largest_batch, plan.window_bytes))
+    first = min(length, _FIRST_WINDOW_STEPS, plan.steps)
+    edges = sorted({0, *range(first, plan.steps, length), plan.steps})
+    return [range(start, stop) for start, stop in pairwise(edges)]
+
 
 _T = TypeVar("_T")
 
