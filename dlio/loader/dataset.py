@@ -12,7 +12,8 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.data.patches import PatchOptions
-from dlio.data.reader import Reader, open_parts, open_reader
+from dlio.data.reader import open_parts, open_reader
+from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.replicas import replicated
 from dlio.data.schema import Buffer
 from dlio.data.selection import SelectionReader
@@ -487,7 +488,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
 
     def _early_recipe(self) -> Recipe | None:
         """Return the recipe; None as long as the reader has not inspected the data set."""
-        return self._make_recipe() if getattr(self.reader, "inspected", True) else None
+        return self._make_recipe() if abilities_of(self.reader).is_inspected else None
 
     def _make_recipe(self) -> Recipe:
         through_decoded = any(find(self.tiers) for find in (decoded_spec, device_spec))

@@ -315,9 +315,9 @@ class PlannedPass:
         self.mixed = None if order.mixing is None else self._mixed_epoch(order.mixing)
         """The epoch of a mixture."""
         self.whole = cursor.samples if self.mask is None else self.mask.count
+        """Number of positions in the whole epoch, without requeued samples."""
         if self.mixed is not None:
             self.whole = self.mixed.n
-        """Number of positions in the whole epoch, without requeued samples."""
         self.is_tail = bool(self.requeued) and cursor.position >= self.whole
         """True if only requeued samples are left."""
         self.samples = self.whole

@@ -11,7 +11,7 @@ import torch
 from dlio.comm import Communicator
 from dlio.data.chunks import ChunkReader
 from dlio.data.patches import POSITION, VOLUME, PatchOptions, PatchReader, PatchSlice
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.replicas import replicated
 from dlio.data.schema import Buffer
 from dlio.errors import SourceError
@@ -178,6 +178,6 @@ def open_patches(
     """
     chunks = [ChunkReader(readers) for readers in copies]
     files = given.get("samples") == "files" or all(
-        bool(getattr(reader, "files_are_samples", False)) for reader in copies[0]
+        abilities_of(reader).files_are_samples for reader in copies[0]
     )
     return PatchSource(PatchReader(chunks[0], options, files), replicated(chunks))

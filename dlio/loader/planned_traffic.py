@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader
 from dlio.data.schema import IMAGE_LABEL
 from dlio.loader.shuffle.sample_message import ENTRY_BYTES
 from dlio.loader.shuffle.sample_shuffle import windows_of

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.data.reader import Reader, SampleName, data_bytes
+from dlio.data.reader_contract import Reader, SampleName, data_bytes
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.image.crop import Crop

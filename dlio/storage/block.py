@@ -65,10 +65,14 @@ def encode_block(
         if len(payload) > MAX_SAMPLE_BYTES:
             raise ValueError(f"sample {place} of block {block} has {len(payload)} bytes")
         stored = payload
+        # Each sample on its own, not the block: one sample is read at random, and would need all of
+        # the block decompressed.
         if compress:
             packed = lz4.block.compress(payload, store_size=False)
             if len(packed) <= len(payload) - len(payload) // 16 - 1:
                 stored = packed
+        # The checksum is that of the raw bytes: it outlives a change of compression, and travels
+        # with a payload from rank to rank without being computed again.
         table[place] = (at, len(stored), len(payload), xxhash.xxh3_64_intdigest(payload))
         gap = -len(stored) % ALIGN
         pieces.append(stored)
@@ -170,6 +174,7 @@ def decompress_exactly(stored: memoryview, raw: memoryview) -> None:
 
 def with_head(stored: memoryview) -> memoryview:
     """Return LZ4 data with room for a head before it, in memory that this thread reuses."""
+    # numcodecs wants the size before the data: room is left for it, so that nothing is copied.
     packed = own_scratch.packed.view(LZ4_HEAD.size + len(stored))
     packed[LZ4_HEAD.size :] = stored
     return packed
@@ -301,6 +306,7 @@ class BlockInfo:
             return
         hasher, at = xxhash.xxh3_64(), self.start + offset
         for piece in pieces:
+            # A pass over the whole payload after reading it would fetch it from memory once more.
             for begin in range(0, len(piece), _CHECKED_BYTES):
                 part = piece[begin : begin + _CHECKED_BYTES]
                 read_exactly(descriptor, part, at, lambda: self.where(place))
@@ -392,6 +398,7 @@ def read_info(
     """
     where = path if start == 0 else f"{path} at {start}"
     available = file_size(descriptor) - start
+    # A tier has one block a file, a shard has many and an index of them.
     if length is None:
         length = available
     if length > available or length < HEADER.size:

@@ -15,15 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Final, Protocol, Self, TypeVar, cast, runtime_checkable
+from typing import Final, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.data.file_ranges import ReadRange, open_ranges
-from dlio.data.reader import Reader, StoredBlocks
+from dlio.data.reader_contract import RangedSamples, Reader, StoredBlocks
 from dlio.data.schema import Buffer
-from dlio.data.source import File
 from dlio.errors import CorruptBlock, SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
@@ -61,28 +60,11 @@ R = TypeVar("R")
 # Requests to the source
 
 
-@runtime_checkable
-class RangedSamples(Protocol):
-    """A reader some of whose samples are made of ranges of files, as they are stored."""
-
-    def ranges_of(self, sample: int) -> Sequence[tuple[File, int, int]]:
-        """Return (file, offset, bytes) of a sample's ranges; none if the reader is to read it."""
-
-    def payload_of(self, sample: int, parts: Sequence[memoryview]) -> Buffer:
-        """Return the payload out of the bytes of the ranges. Raises SourceError."""
-
-
 def piece_bytes(stripe_bytes: int) -> int:
     """Return the size of a request, chosen so that none touches two stripes of a Lustre file."""
     if not stripe_bytes or stripe_bytes % _PIECE_BYTES == 0:
         return _PIECE_BYTES
     return stripe_bytes * max(1, _PIECE_BYTES // stripe_bytes)
-
-
-def _cuts(start: int, size: int, piece: int) -> list[int]:
-    """Return the ends of a range's pieces, counted from its start: multiples of `piece` in the
-    file."""
-    return [*range(piece - start % piece, size, piece), size]
 
 
 class Throttle:
@@ -104,6 +86,7 @@ class Throttle:
         with self._lock:
             begins = max(self._free_at, time.monotonic())
             self._free_at = begins + count / self._rate
+        # The lock is free meanwhile: others reserve their bytes behind these.
         self._stopping.wait(max(0.0, begins - time.monotonic()))
 
 
@@ -153,6 +136,7 @@ class SourceRequests:
         place = file_system_of(reader.path)
         self._piece = piece_bytes(place.stripe_bytes) if place.network else 0
         self._timeout_s = timeout_s
+        # The first touch of new pages costs as much as reading into them.
         self._pool = BufferPool(_SPARE_BLOCKS, waste=_PIECE_BYTES)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._workers = Workers(
@@ -280,6 +264,8 @@ class SourceRequests:
         if self._throttle is not None:
             self._throttle.take(int(reader.sizes[samples].sum()))
         if reader.objects and self._workers and len(samples) > 1:
+            # Spread over up to 64 requests, 700 files/s come through a file system of 2 ms, where
+            # `cp -r` has 33.
             step = _FILES_PER_TASK
             parts = [samples[k : k + step] for k in range(0, len(samples), step)]
             payloads: list[Buffer] = []
@@ -303,8 +289,12 @@ class SourceRequests:
             self._throttle.take(size)
         lease = self._pool.take(size)
         memory = lease.array.data
+        # A file system over a network answers in small parts, 25 MB/s a request at 5 ms; 32
+        # requests of 1 MiB read 198 MiB/s.
         if self._workers and self._piece and size > self._piece:
-            ends = _cuts(reader.stored_at(block), size, self._piece)
+            # Requests end at multiples of a piece in the file, where stripes may end.
+            start, piece = reader.stored_at(block), self._piece
+            ends = [*range(piece - start % piece, size, piece), size]
             # After an error a request may still be under way: the lease is dropped, not released.
             self.map(
                 lambda part: reader.read_stored(block, memory[part[0] : part[1]], part[0]),
@@ -496,6 +486,8 @@ class BlockFetcher:
                 self._places[block] = number
                 return True
         except (SourceError, CorruptBlock) as error:
+            # A block is written whole or not at all. Its samples are read one by one, so that the
+            # error names the bad one.
             self._broken.add(block)
             self._notes.add(f"block {block} of {self._reader.path} stays in the source: {error}")
         except OSError as error:  # Of the tier; TierError is one.
@@ -539,6 +531,8 @@ class BlockFetcher:
             return False
         number = self._targets.number(block)
         tier = self._targets.tiers[number]
+        # The first batch claims its blocks before it reads samples of them: no other process reads
+        # these blocks meanwhile.
         try:
             if not tier.claim(block):
                 return False
@@ -576,6 +570,8 @@ class BlockFetcher:
                 if under_way is None:
                     self._filling[block] = threading.Event()
                     return None
+            # An attempt that failed says nothing about the next: it may have had a deadline of
+            # zero. Giving up with it had samples read on their own, in addition to their block.
             under_way.wait(max(0.0, deadline - time.monotonic()))
             # Another thread may have had less patience with the process that fills it.
             if not self._is_home(block) and (
@@ -650,6 +646,7 @@ class BlockFetcher:
 
     def _from_tiers(self, block: int, but: int) -> memoryview | None:
         """Return a block that another tier has, checked; None if none has it intact."""
+        # A copy from the node costs a memory copy; the source may be a network away.
         for number in self._targets.by_speed:
             if number == but or not self._has(block, number):
                 continue
@@ -820,6 +817,7 @@ def filler_threads(block_bytes: npt.NDArray[np.int64], requests: int) -> int:
     Args:
         block_bytes: file bytes of each block; shape (blocks,).
     """
+    # Bytes bound the blocks in flight, not their number: memory is what they take.
     largest = int(block_bytes.max(initial=1))
     return max(2, min(requests, IN_FLIGHT_BYTES // largest))
 

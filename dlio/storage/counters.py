@@ -67,6 +67,8 @@ class Counters:
 
     def add(self, event: str, count: float = 1) -> None:
         """Add to the counter named `event`."""
+        # Under a lock: `+=` on an attribute is several steps of the interpreter, and counts of
+        # other threads would be lost.
         with self._lock:
             setattr(self, event, getattr(self, event) + count)
 

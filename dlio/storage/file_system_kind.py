@@ -51,6 +51,7 @@ def find_stripes(kind: str, path: str, options: str) -> Stripes:
         options: of the mount.
     """
     if kind == "lustre":
+        # A folder is asked for its own default layout, not for that of its first entry.
         folder = "-d" if os.path.isdir(path) else "-q"
         return parse_lustre(_output("lfs", "getstripe", folder, "-c", "-S", path))
     if kind == "beegfs":

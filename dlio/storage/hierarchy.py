@@ -20,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.data.abilities import flow_of
 from dlio.data.flow import Flow
-from dlio.data.reader import Reader, data_bytes
+from dlio.data.reader_contract import Reader, abilities_of, data_bytes
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block import PayloadScratch, scatter
@@ -77,7 +76,7 @@ class Hierarchy:
         flow: Flow | None = None,
     ) -> None:
         self.reader = reader
-        self.counters = Counters(by_source=getattr(reader, "bytes_by_source", None))
+        self.counters = Counters(by_source=abilities_of(reader).bytes_by_source)
         self.targets = TierTargets(tiers, pins)
         self.run_notes = RunNotes(self.counters)
         self._requests = requests or SourceRequests(reader)
@@ -95,7 +94,7 @@ class Hierarchy:
         self._reads = TierReads(
             reader, self.targets, self.block_fetcher, self.counters, self.run_notes, ranks
         )
-        flow = flow_of(reader) if flow is None else flow
+        flow = abilities_of(reader).flow if flow is None else flow
         self.sample_fetcher: SampleFetcher | None = None
         """Reads the samples of a source with a latency; None where whole blocks are read."""
         if flow is not None:
@@ -295,7 +294,7 @@ class Hierarchy:
 
     def notes(self) -> list[str]:
         """Return sentences about handled failures and decisions, without duplicates."""
-        replicas: Callable[[], str] | None = getattr(self.reader, "summary", None)
+        replicas = abilities_of(self.reader).summary
         return self.run_notes.all() if replicas is None else [*self.run_notes.all(), replicas()]
 
     def note(self, event: str) -> None:
@@ -378,6 +377,7 @@ class TierReads:
         if place == home >= 0:
             return place
         order = targets.by_speed
+        # A faster tier than its own has it: nothing is moved.
         if place >= 0 and (home < 0 or order.index(place) <= order.index(home)):
             return place
         if not blocks.can_fill(block):
@@ -390,6 +390,8 @@ class TierReads:
     def _may_read_alone(self, sample: int, block: int) -> bool:
         size = int(self._reader.sizes[sample])
         starts = self._reader.layout.starts
+        # Without a budget, the first batch of 64 samples waits for about 64 blocks of some MiB
+        # each.
         with self._lock:
             if self.budget_bytes < size or starts[block + 1] - starts[block] <= _SMALL_BLOCK:
                 return False
@@ -401,6 +403,7 @@ class TierReads:
         self._counters.add("healed")
         self._blocks.distrust(block, number)
         with self._lock:
+            # Damaged again after it was written anew: the disk is defective.
             if block in self._renewed:
                 self._blocks.give_up(block)
             self._renewed.add(block)

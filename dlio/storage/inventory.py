@@ -61,6 +61,7 @@ def remember_root(root: str) -> None:
 def known_roots() -> list[str]:
     """Return the folders that were noted, sorted; those that are gone too."""
     roots = []
+    # A list of our own: looking for folders on all file systems would wait for network mounts.
     with contextlib.suppress(OSError), open_cache() as cache:
         names = [name for name in os.listdir(cache) if _NAME.fullmatch(name)]
         for name in sorted(names)[:_MOST]:
@@ -136,6 +137,8 @@ class DatasetUse:
             except OSError as error:
                 os.close(self._folder)
                 raise TierError(f"{root} cannot be written: {error.strerror}") from error
+            # A lock, not a process id: it ends with its process, however that ends, and ids are
+            # used again.
             with contextlib.suppress(OSError):  # A file system without locks.
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 keep(self._lock)
@@ -160,6 +163,7 @@ class DatasetUse:
         if self._folder < 0:
             return
         with contextlib.suppress(OSError):
+            # The time of the last use decides which data set is evicted first.
             os.utime(self._lock)
         os.close(self._lock)
         os.close(self._folder)
@@ -169,6 +173,7 @@ class DatasetUse:
         """Remove all but one lease file of each finished job; `evict --job` needs that one."""
         newest: dict[str, tuple[float, str]] = {}
         for name in os.listdir(self._folder):
+            # The files of finished jobs would add up, and each is looked at by `dlio status`.
             if not name.startswith(_LEASE) or _is_held(self._folder, name):
                 continue
             with contextlib.suppress(FileNotFoundError):  # Another process removed it.
@@ -240,6 +245,7 @@ def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
             raise TierError(
                 f"{entry.source or fingerprint} in {root} is pinned: `dlio pin --remove` unpins it"
             )
+        # Renamed first: a job that begins now finds no data set, rather than one that is vanishing.
         gone = f"{_EVICTED}{secrets.token_hex(4)}"
         rename(fingerprint, gone, base, base)
         remove_marked(base, gone)

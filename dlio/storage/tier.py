@@ -57,6 +57,8 @@ def lock_byte(descriptor: int, at: int, kind: int = fcntl.F_WRLCK, count: int = 
 
     False, and nothing is locked, when another process holds the lock of one.
     """
+    # Locks of the open file (OFD), not of the process: the latter end as soon as any descriptor of
+    # the file is closed, such as that of another tier object for the same folder.
     request = struct.pack("hhqqi4x", kind, os.SEEK_SET, at, count, 0)
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
@@ -198,6 +200,8 @@ class Tier:
     def _opened(self, block: int) -> Iterator[tuple[int, BlockInfo, bool]]:
         """Yield (descriptor, header and table, True if this read is to be checked)."""
         in_memory = self._shared is not None
+        # Keeping descriptors open was tried: with random reads of 512 blocks every second one
+        # opened its file anyway. Keeping the tables, and opening for each read, is twice as fast.
         descriptor = open_held(_name(block), self._folder) if in_memory else self._open(block)
         try:
             with self._lock:
@@ -239,6 +243,8 @@ class Tier:
         """Return a published block, checked. Raises CorruptBlock, FileNotFoundError."""
         descriptor = self._open(block)
         try:
+            # Read, not mapped: mapped pages count as the process's own, and a file that is cut off
+            # meanwhile kills by SIGBUS.
             memory = new_memory(os.fstat(descriptor).st_size)
             read_exactly(descriptor, memory, 0, self.path)
             info = check_block(memory, os.path.join(self.path, _name(block)), 0)
@@ -257,11 +263,14 @@ class Tier:
         written for another reason. No file is left behind then.
         """
         size = sum(len(piece) for piece in pieces)
+        # A name that nobody can guess, and that says which claim protects it.
         temporary = f"tmp.{block:08d}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             descriptor = open_file(self._folder, temporary, flags)
             try:
+                # Touching shared memory that is full kills the process by SIGBUS; reserving it is
+                # an error.
                 _reserve(descriptor, size)
                 write_all(descriptor, pieces)
                 if self.kind != "ram":
@@ -321,6 +330,7 @@ class Tier:
         """
         with self._lock:
             self._own_claims()
+            # The lock is of the open file, so it does not hold between threads: they need the set.
             if block in self._claimed or not lock_byte(self._claims, block):
                 return False
             self._claimed.add(block)
@@ -328,6 +338,8 @@ class Tier:
 
     def _own_claims(self) -> None:
         """Open the file of claims once more in a forked child: its locks are its parent's."""
+        # A forked child shares the open file, and with it the locks: claims of its parent would be
+        # its own.
         if self._claims_of == os.getpid() or self._claims < 0:
             return
         inherited, self._claims = self._claims, open_file(self._folder, "claims", os.O_RDWR)
@@ -535,6 +547,8 @@ class TierTargets:
     @property
     def by_speed(self) -> list[int]:
         """Numbers of the tiers, fastest first: streamed blocks are in memory."""
+        # Streamed blocks come last in the list, so that the numbers of the others stay, but they
+        # are in memory.
         numbers = list(range(len(self.tiers)))
         return [numbers[-1], *numbers[:-1]] if self.can_stream else numbers
 

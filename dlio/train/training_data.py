@@ -120,7 +120,7 @@ def make_loader(
         decode=config.decode,
         mesh=mesh,
     )
-    loader.deals = False  # The worker does, for all of its loaders.
+    loader.assigns_batches = False  # The worker does, for all of its loaders.
     return loader
 
 

@@ -67,9 +67,9 @@ class Option:
     positional: bool = False
     """True if the value is given by its position on the command line, without a name."""
     rest: bool = False
-    after_dashes: bool = False
-    """Of a field that takes the rest: it is what follows `--`, wherever options stand before."""
     """True if the field takes all arguments after the last positional one, including options."""
+    after_dashes: bool = False
+    """True if a field with `rest` takes those after `--` only, wherever options stand before."""
     needs: str | None = None
     """Field that must be set for this option to be allowed."""
     parse: Callable[[str], Value] | None = None
@@ -276,6 +276,7 @@ def check(record: object) -> None:
     for field in options_of(type(record)):
         value = field.normal(getattr(record, field.name))
         if value is not getattr(record, field.name):
+            # Options are frozen for their users; their own __post_init__ calls this function.
             object.__setattr__(record, field.name, value)
         field.check(value)
         needs = field.option.needs

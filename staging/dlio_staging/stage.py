@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import ConfigFile, OutputOptions, RankOptions
-from dlio.data.reader import Reader, data_bytes
+from dlio.data.reader_contract import Reader, data_bytes
 from dlio.errors import SourceError, TierError, UsageError
 from dlio.launch.command_ranks import on_ranks
 from dlio.storage.mount import Mount, MountOptions, mount

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dlio.data.reader import Reader, data_bytes
+from dlio.data.reader_contract import Reader, data_bytes
 from dlio.storage.block_fetcher import piece_bytes
 from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.mount import Layout, Mount

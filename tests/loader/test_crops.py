@@ -11,7 +11,7 @@ from PIL import Image
 
 import dlio
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
-from dlio.data.reader import SampleName
+from dlio.data.reader_contract import SampleName
 from dlio.errors import UsageError
 from dlio.image import decoder
 from dlio.image.crop import DRAWS, Box, Crop

@@ -65,7 +65,7 @@ class _Loader:
     def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
         self._ranks, self._rank = len(members), members.index(me)
 
-    def redeal(self, position: int, again: Sequence[int], _: Sequence[int]) -> None:
+    def resume_at(self, position: int, again: Sequence[int], _: Sequence[int]) -> None:
         self._position, self._order = position, (*range(SAMPLES), *again)
 
     def stats(self) -> Any:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import dlio
-from dlio.data.reader import Reader, open_reader
+from dlio.data.reader import open_reader
+from dlio.data.reader_contract import Reader
 from dlio.data.schema import DTYPES, ENCODED, TEXTS, Schema, array_kind
 from dlio.errors import TierFull, UsageError
 from dlio.image.decoder import decode_whole

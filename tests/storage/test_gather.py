@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from dlio.data.flow import Flow
+from dlio.data.reader_contract import Abilities
 from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout
@@ -31,12 +32,11 @@ class Waiting:
 
     format = "memory"
     objects = True
-    alone = False
+    random_access = False
     path = "memory"
     schema = IMAGE_LABEL
     classes: Sequence[str] = ("a",)
     fingerprint = "cd" * 16
-    sizes_are_estimates = True
 
     def __init__(self, requests: int = 8) -> None:
         self.payloads = [
@@ -53,6 +53,10 @@ class Waiting:
         self.gate = threading.Event()
         self.gate.set()
         self._lock = threading.Lock()
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(flow=self.flow, sizes_are_estimates=True, random_access=self.random_access)
 
     def __len__(self) -> int:
         return N
@@ -148,7 +152,7 @@ def test_a_sample_is_handed_over_before_its_tier_has_it(
 
 def test_records_of_a_container_that_follow_one_another_take_one_request(make: Make) -> None:
     reader = Waiting(requests=1)
-    reader.objects, reader.alone = False, True
+    reader.objects, reader.random_access = False, True
     reader.layout = Layout(reader.layout.starts, Order(N, 0, shuffled=False))
     reader.gate.clear()  # The first request waits, until all samples are queued behind it.
     hierarchy = make(reader)

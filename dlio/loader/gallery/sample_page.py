@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.data.reader import SampleName, data_bytes
+from dlio.data.reader_contract import SampleName, data_bytes
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.decoder import Decoder, decode_whole

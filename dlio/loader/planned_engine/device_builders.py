@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from dlio.comm.deadlines import default_timeout_s
-from dlio.data.reader import SampleName
+from dlio.data.reader_contract import SampleName
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.image.boxes import NUMBERS, boxes_of

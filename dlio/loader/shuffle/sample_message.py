@@ -77,6 +77,7 @@ class UncheckedPayload:
 
     def open(self) -> Buffer | None:
         """Return the payload, None if it differs from the one that was sent."""
+        # Checked by whoever decodes it, in one of many threads, not by the one that receives.
         payload = self.stored
         if len(payload) != self.size:
             payload = new_memory(self.size)
@@ -141,6 +142,7 @@ class MessageMemory:
     """
 
     def __init__(self) -> None:
+        # New pages for each message cost as much as its copy.
         self._pool = BufferPool(_MOST_SPARE, slack=_SLACK, headroom=_HEADROOM)
 
     def take(self, count: int) -> npt.NDArray[np.uint8]:

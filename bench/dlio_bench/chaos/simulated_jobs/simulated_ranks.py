@@ -132,7 +132,7 @@ class _EmptyLoader:
         self._dealt = (members.index(me), RankShares.of(global_batch, len(members)))
         self._members = members
 
-    def redeal(self, position: int, again: Sequence[int], _: Sequence[int]) -> None:
+    def resume_at(self, position: int, again: Sequence[int], _: Sequence[int]) -> None:
         self._place = self._place.loaded(self.planned.state_at(position, again))
 
     def stats(self) -> Any:
