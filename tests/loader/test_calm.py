@@ -36,7 +36,7 @@ def test_one_thread_works_while_half_of_the_batches_are_complete(
 
     def noted(self: Pipeline, *arguments: object) -> None:
         running.add(self)
-        calm = 2 * self._complete >= self._work.ahead
+        calm = 2 * self._complete >= self._context.ahead
         made.append((threading.current_thread().name, calm))
         make(self, *arguments)  # type: ignore[arg-type]
 
