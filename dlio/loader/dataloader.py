@@ -389,7 +389,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _own_assigner(self) -> BatchAssigner | None:
         """Return the assigner of a loop whose ranks may be lost; None if they end together."""
-        wanted = membership() is not None or self._place.has_again
+        wanted = membership() is not None or self._place.has_requeued
         if not (wanted and self.assigns_batches and self.follows_formula()):
             return None
         if self._assigner is None:

@@ -338,7 +338,7 @@ class EarlyPayloads:
         call_in_child(self._reset_in_child)
 
     def expect(self, samples: Iterable[int]) -> None:
-        """Have readers of these samples wait for them."""
+        """Make readers of these samples wait for them."""
         with self._changed:
             self._expected.update(samples)
 
@@ -420,7 +420,7 @@ class BlockFetcher:
         self._full = {n for n, tier in enumerate(targets.tiers) if not tier.writable}
         """Numbers of tiers that take no more blocks."""
         self._damaged: set[tuple[int, int]] = set()
-        """(block, tier) whose file is damaged: not used before it is written anew."""
+        """(block, tier) whose file is damaged: not used before it is rewritten."""
         self._broken: set[int] = set()
         """Blocks with a sample that cannot be read: each of their samples is read on its own."""
         call_in_child(self._reset_in_child)
@@ -443,7 +443,7 @@ class BlockFetcher:
         return -1
 
     def forget(self, block: int) -> None:
-        """Have the block looked for, and filled if need be, at its next use."""
+        """Look for the block at its next use, and fill it then if need be."""
         self._places.pop(block, None)
 
     def distrust(self, block: int, number: int) -> None:
@@ -459,7 +459,7 @@ class BlockFetcher:
             )
 
     def give_up(self, block: int) -> None:
-        """Have the samples of a block read from the source from now on."""
+        """Read the samples of a block from the source from now on."""
         self._broken.add(block)
 
     def can_fill(self, block: int) -> bool:

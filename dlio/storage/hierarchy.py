@@ -231,7 +231,7 @@ class Hierarchy:
     def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
         """Begin to read the samples of a first batch, many at a time, ahead of their blocks.
 
-        Does so for a source whose samples are objects of their own. Each payload is kept for its
+        Does so for a source whose samples are single files or objects. Each payload is kept for its
         block, which other processes leave to this one; so nothing is read twice.
 
         Args:
@@ -254,7 +254,7 @@ class Hierarchy:
         self._ahead.forget(samples)
 
     def pace(self, lacking: int) -> None:
-        """Have few samples read at a time while `lacking` of them are ready to be taken."""
+        """Throttle reading ahead while `lacking` samples are ready to be taken."""
         self._ahead.pace(lacking)
 
     def settle(self) -> None:
@@ -368,7 +368,7 @@ class TierReads:
         return None
 
     def _bring(self, sample: int, block: int) -> int:
-        """Have the block in its tier; return the number of the tier to read it from.
+        """Bring the block to its tier if need be; return the number of the tier to read from.
 
         -1 if the sample is to be read from the source, on its own.
         """
@@ -399,11 +399,11 @@ class TierReads:
             return True
 
     def _renew(self, block: int, number: int) -> None:
-        """Have a damaged block filled again at its next use, unless it was renewed before."""
+        """Let a damaged block be fetched again at its next use, unless it was before."""
         self._counters.add("healed")
         self._blocks.distrust(block, number)
         with self._lock:
-            # Damaged again after it was written anew: the disk is defective.
+            # Damaged once more after it was rewritten: the disk is defective.
             if block in self._renewed:
                 self._blocks.give_up(block)
             self._renewed.add(block)

@@ -132,7 +132,7 @@ class Tier:
         self.close()
 
     def keep(self) -> None:
-        """Have the node's agent keep a RAM tier until the job ends, if there is an agent."""
+        """Let the node's agent, if there is one, keep a RAM tier until the job ends."""
         if self._shared is not None:
             keep(self._shared.alive)
 

@@ -53,7 +53,7 @@ class _Loader:
             cursor=SimpleNamespace(position=self._position),
             samples=len(self._order),
             whole=SAMPLES,
-            again=(),
+            requeued=(),
             global_batch=BATCH,
             formula=self.formula,
             state_at=lambda position, again: {"position": position, "again": again},

@@ -61,9 +61,9 @@ def _case(at: list[int], random: random.Random) -> None:
         assert sorted(done) == LISTS[count]
 
 
-def test_a_thousand_cases(at: list[int]) -> None:
+def test_two_hundred_cases(at: list[int]) -> None:
     generator = random.Random(7)
-    for _ in range(1000):
+    for _ in range(200):
         _case(at, generator)
 
 

@@ -21,8 +21,7 @@ from dlio.features.mesh.mesh_axes import AXES, parse_axes
 from dlio.features.mesh.slab import Slab, longest_dimension
 from dlio.features.mesh.split_tensor import SplitTensor, join
 from dlio.features.mesh.tensor_sharing import TensorSharing
-from dlio.loader.dataset import Dataset
-from dlio.loader.opened import open_dataset
+from dlio.loader.dataset import Dataset, open_dataset
 from dlio.util.arguments import PathText, one_of
 
 if TYPE_CHECKING:

@@ -124,7 +124,7 @@ class EpochSchedule(EpochState):
         self.has_begun = True
         self.first_batch, self.first_members = planned.global_batch, members
         self.is_exact, self.drops_last = planned.formula.exact, planned.formula.drop_last
-        self.requeued, self.samples = list(planned.again), planned.whole
+        self.requeued, self.samples = list(planned.requeued), planned.whole
         self.step = max(self.position // self.global_batch, earlier)
 
     def issue(self) -> None:

@@ -87,7 +87,7 @@ class SpanRecord:
         batches, formula = span.batches, span.batches.formula
         return cls(
             members=span.members,
-            state=batches.state_at(batches.cursor.position, batches.again),
+            state=batches.state_at(batches.cursor.position, batches.requeued),
             shares=batches.dealt.counts,
             batch_size=formula.batch_size,
             ranks=formula.ranks,
