@@ -52,6 +52,7 @@ class _Turns:
         """
         for _ in range(self._workers):
             worker, self._next = self._next, (self._next + 1) % self._workers
+            # As torch shares out what may be under way among the workers that are left.
             left = self._workers - len(self.ended)
             if worker not in self.ended and (
                 self._most is None or under_way[worker] < self._most // left
@@ -87,6 +88,7 @@ class ProcessTransport(MultiProcessingDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         most = None if loader.in_order else self._prefetch_factor * self._num_workers
         self._turns = _Turns(self._num_workers, self._first if first_iter else 0, most)
+        # See `TaskSampler.__iter__`: the next iterator is the one that counts.
         self._draws.primes = True
         super()._reset(loader, first_iter)
 
@@ -146,6 +148,7 @@ class ThreadTransport:
     ) -> None:
         self._draws, self._ahead, self._in_order = draws, ahead, in_order
         self._timeout_s, self._pin = timeout_s, pin
+        # In the order in which torch draws: the sampler, then the base seed.
         iter(draws)
         drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
         if not loads:
