@@ -325,7 +325,7 @@ class _ThreadPass:
                     self._stats.skipped.append(name)
             if not batch.failed or samples:
                 batch.data = work.collate(samples if work.batched else samples[0])
-                # By the thread that made the batch. torch has a thread of its own for it, since worker
+                # By the thread that made the batch. torch has a thread for it, since worker
                 # processes cannot pin memory for the loader's.
                 if work.pin is not None:
                     batch.data = work.pin(batch.data)

@@ -12,7 +12,7 @@ from torch.utils.data import IterDataPipe, RandomSampler
 
 from dlio.loader.batch_stream import BatchStream, PassCounters, RunningPass
 from dlio.loader.contract import State
-from dlio.loader.loader_options import LoaderOptions, pinning
+from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.nested_batches import map_leaves
 from dlio.loader.sampler_pass import BatchesPass
 from dlio.loader.torch_engine import fed_by, plain_loader
@@ -187,19 +187,9 @@ class IterationState:
 
         def make(first: int) -> Transport:
             if _in_threads(options):
-                return ThreadTransport(
-                    server,
-                    draws,
-                    first,
-                    workers,
-                    ahead,
-                    options.in_order,
-                    options.timeout,
-                    options.generator,
-                    options.iterable or isinstance(options.dataset, StatefulObject),
-                    pinning(options),
-                    loaded is not None,
-                )
+                copies = options.iterable or isinstance(options.dataset, StatefulObject)
+                is_loaded = loaded is not None
+                return ThreadTransport(server, draws, options, first, ahead, copies, is_loaded)
             plain = plain_loader(options, same, draws, server, start)
             return ProcessTransport(plain, draws, first, loaded is not None)
 

@@ -2,7 +2,6 @@
 
 import copy
 import queue
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ import torch
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset_threads import DatasetThreads, timed_out, worker_error
+from dlio.loader.loader_options import LoaderOptions, pinning
 from dlio.loader.torch_private import MultiProcessingDataLoaderIter
 from dlio.loader.torchdata_state.task_sampler import TaskSampler
 from dlio.loader.torchdata_state.worker_server import WorkerReply, WorkerServer, WorkerTask
@@ -129,28 +129,26 @@ class ThreadTransport:
     Args:
         server: as for a process; the data set is copied for each thread if `copies`, which it must
             be if it has a state, or is an iterator.
-        pin: copies a batch into page-locked memory; None to leave it.
+        ahead: batches under way at a time.
+        loads: True if the base seed is one that was saved.
     """
 
     def __init__(
         self,
         server: WorkerServer,
         draws: TaskSampler,
+        options: LoaderOptions,
         first: int,
-        workers: int,
         ahead: int,
-        in_order: bool,
-        timeout_s: float,
-        generator: torch.Generator | None,
         copies: bool,
-        pin: Callable[[BatchData], BatchData] | None,
         loads: bool,
     ) -> None:
-        self._draws, self._ahead, self._in_order = draws, ahead, in_order
-        self._timeout_s, self._pin = timeout_s, pin
+        self._draws, self._ahead, self._in_order = draws, ahead, options.in_order
+        self._timeout_s, self._pin = options.timeout, pinning(options)
+        workers = options.num_workers
         # In the order in which torch draws: the sampler, then the base seed.
         iter(draws)
-        drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=options.generator)
         if not loads:
             draws.base_seed = int(drawn.item())
         self._num_workers = workers
