@@ -19,7 +19,7 @@ from typing import Final, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.file_ranges import ReadRange, open_ranges
+from dlio.data.open_files import ReadRange, open_ranges
 from dlio.data.reader_contract import RangedSamples, Reader, StoredBlocks
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
