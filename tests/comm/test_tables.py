@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "name", ["dlio.comm", "dlio.comm.net", "dlio.comm.survival", "dlio.launch"]
+    "name", ["dlio.comm", "dlio.comm.net", "dlio.comm.survival", "dlio.launch", "dlio.launch.node"]
 )
 def test_a_table_of_modules_is_complete(name: str) -> None:
     package = importlib.import_module(name)
