@@ -2,6 +2,6 @@
 
 | module | contents |
 |---|---|
-| `sample_shuffle` | a pass: windows of steps, messages between pairs of ranks, steps for the loader |
+| `sample_shuffle` | a pass: windows of steps, messages between ranks, steps for the loader |
 | `sample_message` | the format of a message, and messages whose size the receiver cannot know |
 """
