@@ -3,12 +3,12 @@
 import copy
 
 import torch
+from dlio.train.batch_norm import mean_state, statistics_of, synchronise_batch_norm
 from torch import nn
 
 from dlio.comm import world
 from dlio.exchange.buckets import broadcast_state
 from dlio.plan.order import share
-from dlio.train.batch_norm import mean_state, statistics_of, synchronise_batch_norm
 from tests.train.exchange.training import identical, started, train_step
 
 SIDE = 6

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from dlio.train.compilation import compile_model
 from torch._dynamo.utils import counters
 
 from dlio.errors import UsageError
-from dlio.train.compilation import compile_model
 from dlio.train.config import TrainConfig
 from dlio.train.trainer import train
 from tests.conftest import MpiRun

@@ -35,26 +35,30 @@ The idea is that of neuron apoptosis (Siegel, Daily and Vishnu, arXiv 1610.00790
     applied = apply(model, prunable.groups, plan, [optimizer])
 """
 
-from dlio.exchange.cut import TensorCut
-from dlio.features.pruning.group_search import find_groups
-from dlio.features.pruning.input_statistics import Collector, InputMoments, Statistics, merge
-from dlio.features.pruning.model_surgery import SurgeryResult, apply
-from dlio.features.pruning.neuron_groups import (
-    Activation,
-    GroupMember,
-    NeuronGroup,
-    PrunableGroups,
-    UnprunableLayer,
-)
-from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
-from dlio.features.pruning.pruning_pace import Schedule
-from dlio.features.pruning.removal_plan import (
-    Limits,
-    Removal,
-    RemovalPlan,
-    plan_removals,
-    weights_of,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dlio.exchange.cut import TensorCut
+    from dlio.features.pruning.group_search import find_groups
+    from dlio.features.pruning.input_statistics import Collector, InputMoments, Statistics, merge
+    from dlio.features.pruning.model_surgery import SurgeryResult, apply
+    from dlio.features.pruning.neuron_groups import (
+        Activation,
+        GroupMember,
+        NeuronGroup,
+        PrunableGroups,
+        UnprunableLayer,
+    )
+    from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
+    from dlio.features.pruning.pruning_pace import Schedule
+    from dlio.features.pruning.removal_plan import (
+        Limits,
+        Removal,
+        RemovalPlan,
+        plan_removals,
+        weights_of,
+    )
 
 __all__ = [
     "Activation",
@@ -79,3 +83,34 @@ __all__ = [
     "shrink_to",
     "weights_of",
 ]
+
+_WHERE = {
+    "Activation": "dlio.features.pruning.neuron_groups",
+    "Collector": "dlio.features.pruning.input_statistics",
+    "GroupMember": "dlio.features.pruning.neuron_groups",
+    "InputMoments": "dlio.features.pruning.input_statistics",
+    "Limits": "dlio.features.pruning.removal_plan",
+    "NeuronGroup": "dlio.features.pruning.neuron_groups",
+    "PrunableGroups": "dlio.features.pruning.neuron_groups",
+    "PrunedLayout": "dlio.features.pruning.pruned_layout",
+    "Removal": "dlio.features.pruning.removal_plan",
+    "RemovalPlan": "dlio.features.pruning.removal_plan",
+    "Schedule": "dlio.features.pruning.pruning_pace",
+    "Statistics": "dlio.features.pruning.input_statistics",
+    "SurgeryResult": "dlio.features.pruning.model_surgery",
+    "TensorCut": "dlio.exchange.cut",
+    "UnprunableLayer": "dlio.features.pruning.neuron_groups",
+    "apply": "dlio.features.pruning.model_surgery",
+    "find_groups": "dlio.features.pruning.group_search",
+    "merge": "dlio.features.pruning.input_statistics",
+    "plan_removals": "dlio.features.pruning.removal_plan",
+    "shrink_to": "dlio.features.pruning.pruned_layout",
+    "weights_of": "dlio.features.pruning.removal_plan",
+}
+
+
+def __getattr__(name: str) -> object:
+    # The options of the feature lie in this package, and are read without torch.
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
