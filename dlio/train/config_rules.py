@@ -6,7 +6,6 @@ from typing import Final
 
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio.features.mesh.mesh_axes import parse_sizes
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.train.departure import seconds_until
@@ -67,6 +66,8 @@ def _check_mesh(config: TrainOptions) -> None:
     mesh = config.ranks.mesh
     if mesh is None:
         return
+    from dlio.features.mesh.mesh_axes import parse_sizes
+
     sizes = parse_sizes(mesh)
     parts, slabs = sizes.get("model", 1) > 1, sizes.get("space", 1) > 1
     if parts and slabs:

@@ -227,7 +227,8 @@ class EpochReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, those of features among them."""
         values = asdict(self)
-        return {**values, **values.pop("features")}
+        features = values.pop("features")
+        return {**values, **features}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "EpochReport":

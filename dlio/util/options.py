@@ -13,7 +13,6 @@ record's options along; other fields without an `Option` are ignored.
 """
 
 import dataclasses
-import functools
 import math
 import numbers
 import os
@@ -43,6 +42,8 @@ RECORDS: Final = "records"
 such as those of plug-ins."""
 _KNOWN: Final[dict[type, tuple["OptionField", ...]]] = {}
 """Cache of `options_of`."""
+_INNER: Final[dict[type, dict[str, tuple[type, ...]]]] = {}
+"""Cache of `inner_records`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,19 +306,21 @@ def _as_text(value: object) -> Value:
     return cast(Value, value)
 
 
-@functools.cache
 def inner_records(record: type) -> dict[str, tuple[type, ...]]:
     """Return the records of options within a record, by the name of the field that holds them.
 
     A field of several records is a tuple; its metadata has their types as `RECORDS`.
     """
-    hints = typing.get_type_hints(record)
-    inner: dict[str, tuple[type, ...]] = {}
+    inner = _INNER.get(record)
+    if inner is not None:
+        return inner
+    hints, inner = typing.get_type_hints(record), {}
     for each in dataclasses.fields(record):
         if RECORDS in each.metadata:
             inner[each.name] = tuple(each.metadata[RECORDS]())
         elif dataclasses.is_dataclass(hints[each.name]):
             inner[each.name] = (hints[each.name],)
+    _INNER[record] = inner
     return inner
 
 
@@ -348,7 +351,7 @@ def from_mapping(record: type[_Record], values: Mapping[str, object]) -> _Record
     }
     fields = {each.name: each for each in dataclasses.fields(cast("Any", record))}
     for name, parts in inner_records(record).items():
-        made = tuple(from_mapping(part, values) for part in parts)
+        made: tuple[object, ...] = tuple(from_mapping(part, values) for part in parts)
         arguments[name] = made if RECORDS in fields[name].metadata else made[0]
     return record(**arguments)
 

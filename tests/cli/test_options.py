@@ -19,7 +19,7 @@ from dlio.cli.cli_command import Command
 from dlio.cli.reference import commands
 from dlio.errors import UsageError
 from dlio.launch import mpi_launch
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from dlio.util.options import OptionField, as_mapping, from_mapping, options_of
 from dlio.util.settings import SETTINGS
 
@@ -257,7 +257,7 @@ def test_a_record_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(mpi_launch, "run_module", lambda *_: 0)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS"):
         monkeypatch.delenv(name, raising=False)
-    config = TrainConfig("x", replica=tuple(f"/replica/{number:05d}" for number in range(9000)))
+    config = train_config("x", replica=tuple(f"/replica/{number:05d}" for number in range(9000)))
     with pytest.raises(UsageError, match="characters long"):
         on_ranks(2, train_rank, config)
 

@@ -1,11 +1,11 @@
 """Checks of `--batch-norm ghost`, on any number of ranks."""
 
 import torch
-from dlio.train.ghost import GhostBatches
 from torch import nn
 
 from dlio.comm import world
 from dlio.exchange.buckets import broadcast_state
+from dlio.features.batch_norm.ghost_batches import GhostBatches
 from dlio.plan.order import share
 from tests.train.batch_norm_checks import samples
 

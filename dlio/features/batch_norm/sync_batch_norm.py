@@ -154,6 +154,17 @@ def statistics_of(model: nn.Module) -> frozenset[str]:
     )
 
 
+def take_statistics_of_first(
+    model: nn.Module, mean: Mapping[str, torch.Tensor], comm: Communicator
+) -> None:
+    """Replace running statistics in the mean over ranks of `model`'s state by rank 0's, in place.
+    Collective."""
+    own = model.state_dict()
+    for name in sorted(statistics_of(model)):
+        mean[name].copy_(own[name])
+        broadcast_tensors([mean[name]], comm)
+
+
 class SyncHooks(FeatureHooks):
     """Ranks of a run that normalise their batches together, if there are such layers."""
 
@@ -175,7 +186,4 @@ class LocalHooks(FeatureHooks):
     def averaged(
         self, model: nn.Module, mean: Mapping[str, torch.Tensor], comm: Communicator
     ) -> None:
-        own = model.state_dict()
-        for name in sorted(statistics_of(model)):
-            mean[name].copy_(own[name])
-            broadcast_tensors([mean[name]], comm)
+        take_statistics_of_first(model, mean, comm)

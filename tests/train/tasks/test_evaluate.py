@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from dlio.train.ema import WeightAverage
 from torch import nn
 
+from dlio.features.ema.weight_average import WeightAverage
 from dlio.train.learning_rate import SCHEDULES, learning_rate
 
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
