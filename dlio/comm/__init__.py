@@ -2,7 +2,7 @@
 
 | module | contents |
 |---|---|
-| `protocol` | `Communicator` and `Request`, the contract |
+| `comm_protocol` | `Communicator` and `Request`, the contract |
 | `mpi`, `single`, `torchdist` | its implementations: mpi4py, one process, torch.distributed |
 | `torch_mail` | messages over TCP for `torchdist` and `store_comm` |
 | `net` | the sockets of ranks: where they listen, whom they let in, what they believe |
@@ -10,8 +10,8 @@
 | `store_membership`, `store_comm`, `job_store`, `rendezvous` | the same over torch.distributed |
 | `private_store`, `script_store` | the launcher's stores: dlio's own, and torch's for scripts |
 | `world` | selects the implementation for this process |
-| `nodes`, `environment`, `devices` | facts about the job: nodes, launcher, MPI on GPU memory |
-| `waiting`, `progress`, `funnel` | deadlines, progress in the background, MPI_THREAD_FUNNELED |
+| `job_nodes`, `launch_environment`, `devices` | facts: nodes, launcher, MPI on GPU memory |
+| `deadlines`, `progress_thread`, `funnel` | deadlines, background progress, MPI_THREAD_FUNNELED |
 | `process_group` | torch.distributed's ProcessGroup over MPI |
 """
 

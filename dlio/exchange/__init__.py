@@ -2,16 +2,16 @@
 
 | module | contents |
 |---|---|
-| `protocol` | the contract, by the places in a training step where an exchange acts |
+| `exchange_base` | the contract, by the places in a training step where an exchange acts |
 | `..exchange_spec` | the names that users write: `gossip`, `local-sgd(8)+adaptive` |
-| `setting`, `running` | the setting of an exchange; how it is started and called |
+| `exchange_context`, `exchange_factory` | the setting of an exchange; its start and calls |
 | `distribute` | `dlio.distribute`, on which the trainer, `dlio run` and Lightning are based |
-| `gradients`, `phases`, `buckets`, `paths`, `sums`, `routes` | averages of gradients |
-| `place`, `device` | where buckets lie and how they travel; exchanges in a device's memory |
-| `gossip`, `node_gossip`, `joining` | GossipGraD between ranks, and between nodes |
-| `asgd`, `periodic` | asynchronous weights; local SGD and DiLoCo |
+| `synchronous_sgd`, `phases`, `buckets`, `paths`, `sums`, `routes` | averages of gradients |
+| `buffer_placement`, `nccl` | where buckets lie, and how they travel |
+| `gossip`, `node_gossip`, `join_hooks` | GossipGraD between ranks, and between nodes |
+| `asgd`, `local_sgd` | asynchronous weights; local SGD and DiLoCo |
 | `compress` | compressors with error feedback |
-| `reshape_state` | residuals and momenta of parameters that were cut |
+| `state_cuts` | residuals and momenta of parameters that were cut |
 """
 
 from dlio.exchange.exchange_base import Exchange

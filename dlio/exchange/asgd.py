@@ -43,14 +43,14 @@ import torch
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import await_end, leave
 from dlio.comm.progress_thread import ProgressThread
-from dlio.comm.survival.recovery import Report
+from dlio.comm.survival.recovery import RecoveryPart
 from dlio.errors import PeerLost
 from dlio.exchange.buckets import Bucket, Named
 from dlio.exchange.compress import make_compressor
 from dlio.exchange.compress.message_layout import pieces_of
 from dlio.exchange.cut import TensorCut
 from dlio.exchange.exchange_context import ExchangeContext
-from dlio.exchange.peer_steps import PeerSteps
+from dlio.exchange.peer_steps import PeerReport, PeerSteps
 from dlio.exchange.state_cuts import reshape_flats
 from dlio.exchange.weight_history import WeightHistory
 
@@ -106,7 +106,15 @@ class _IncomingMessage:
     """Time at which it was sent, by the sender's clock."""
 
 
-class Asgd:
+@dataclass(frozen=True, slots=True)
+class AsgdReport(PeerReport):
+    """Where ASGD stands on a rank."""
+
+    made: int
+    """Steps of the optimizer since the exchange was created."""
+
+
+class Asgd(RecoveryPart[AsgdReport]):
     """Sends weights to random ranks without waiting, and merges accepted ones."""
 
     alike = False
@@ -142,7 +150,7 @@ class Asgd:
         self._recovery = setting.recovery
         self.hearing = PeerSteps(setting.recovery)
         if self._recovery is not None:
-            self._part = self._recovery.add("asgd", self)
+            self._recovery.register(self)
         self._messages = self._bytes = 0
         self._accepted = self._refused = self._dropped = 0
 
@@ -192,7 +200,7 @@ class Asgd:
         except PeerLost:
             if self._recovery is None:
                 raise
-            self._recovery.run()
+            self._recovery.recover()
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -232,14 +240,14 @@ class Asgd:
             )
         self._out = []
 
-    def tell(self) -> Report:
-        return {"heard": self.hearing.tell(), "made": [self._made]}
+    def report(self) -> AsgdReport:
+        return AsgdReport(self.hearing.report(), self._made)
 
-    def follow(self, report: Report) -> None:
-        self._made = report["made"][0]
+    def adopt(self, report: AsgdReport) -> None:
+        self._made = report.made
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self.hearing.settle(reports)
+    def reconcile(self, reports: Sequence[AsgdReport], comm: Communicator) -> None:
+        self.hearing.reconcile(reports)
         arriving = [each.request for each in self._arriving]
         leaving = [request for sent in self._sends for request in sent.requests]
         posted = [each.request for each in self._posted.values()]
@@ -286,7 +294,7 @@ class Asgd:
         else:
             if not self._recovery.membership.lost:  # MPI is ended in the ordinary way.
                 self._recovery.uniform(self._receive_rest)
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
         for peer, request in self._expected.items():
             if not request.cancel():
                 leave(request, self._notices[peer])

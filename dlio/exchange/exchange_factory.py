@@ -95,7 +95,7 @@ class ExchangeCalls:
     def _close_steps(self) -> None:
         """Tell which members the last steps have used, if that is settled."""
         if self._recovery is not None and (counted := self.counted) is not None:
-            self._recovery.count(counted)
+            self._recovery.commit_step(counted)
 
     def watch(self, module: nn.Module) -> None:
         """Add a module that was created after the exchange and uses its parameters."""

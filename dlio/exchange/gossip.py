@@ -21,6 +21,7 @@ exchange nothing until they have made as many steps as the furthest.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -30,7 +31,7 @@ from torch import nn
 from dlio.comm import Communicator
 from dlio.comm.deadlines import await_end, leave
 from dlio.comm.progress_thread import ProgressThread
-from dlio.comm.survival.recovery import Report
+from dlio.comm.survival.recovery import RecoveryPart
 from dlio.errors import PeerLost
 from dlio.exchange.buckets import Bucket, Named, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
@@ -39,7 +40,7 @@ from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.join_hooks import join_before_use
 from dlio.exchange.pair_buffer import PairBuffer
 from dlio.exchange.partners import partners
-from dlio.exchange.peer_steps import PeerSteps
+from dlio.exchange.peer_steps import PeerReport, PeerSteps
 from dlio.exchange.state_cuts import reshape_state
 
 REFRESH: Final = 64
@@ -47,7 +48,15 @@ REFRESH: Final = 64
 _FIRST_TAG: Final = 1
 
 
-class Gossip:
+@dataclass(frozen=True, slots=True)
+class GossipReport(PeerReport):
+    """Where gossip stands on a rank."""
+
+    step: int
+    """Steps at which the rank has sent, or had no partner."""
+
+
+class Gossip(RecoveryPart[GossipReport]):
     """Sends after each step; waits for and merges each bucket before its next use.
 
     A bucket's message travels while the rank waits for its next batch and while the layers before
@@ -90,7 +99,7 @@ class Gossip:
         """Members whose steps are in the messages under way."""
         self._find_places()
         if self._recovery is not None and onward is None:
-            self._part = self._recovery.add("gossip", self)
+            self._recovery.register(self)
         self._wait_s = 0.0
         self._messages = self._bytes = 0
 
@@ -213,13 +222,13 @@ class Gossip:
             "bytes": float(self._bytes),
         }
 
-    def tell(self) -> Report:
-        return {"step": [self.step], "heard": self.hearing.tell()}
+    def report(self) -> GossipReport:
+        return GossipReport(self.hearing.report(), self.step)
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self.hearing.settle(reports)
+    def reconcile(self, reports: Sequence[GossipReport], comm: Communicator) -> None:
+        self.hearing.reconcile(reports)
         self.drop()
-        self._resume = max(each["step"][0] for each in reports)
+        self._resume = max(each.step for each in reports)
 
     def drop(self) -> None:
         """Forget messages that a loss has interrupted, and go on with the ranks that are left."""
@@ -239,7 +248,7 @@ class Gossip:
 
     def close(self) -> None:
         if self._recovery is not None and self._onward is None:
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
         for hook in self._hooks:
             hook.remove()
         for lane in self._lanes:
@@ -266,7 +275,7 @@ class Gossip:
         """Go on after a loss, without the messages under way."""
         if self._recovery is None:
             raise
-        self._recovery.run()
+        self._recovery.recover()
 
     @torch.no_grad()
     def _post(self, numbers: tuple[int, ...], whole: bool) -> None:

@@ -210,7 +210,7 @@ class SynchronousSgd:
         sums.take(weight, weighting.scale)
         self._closing.take()
         if self._setting.recovery is not None and not self._setting.is_part:
-            self._setting.recovery.count(self.counted)  # A step may have several averages.
+            self._setting.recovery.commit_step(self.counted)  # A step may have several averages.
         if not self._place.host_runs_ahead:
             self._wait_s += time.perf_counter() - began - (sums.own_s - own_s)
 

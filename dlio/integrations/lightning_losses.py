@@ -14,7 +14,8 @@ from torch.utils.data import DistributedSampler
 
 from dlio.comm import Communicator
 from dlio.comm.job_nodes import find_nodes
-from dlio.comm.survival.recovery import Recovery, Report
+from dlio.comm.survival.recovery import Recovery, RecoveryPart
+from dlio.comm.survival.reports import Report
 from dlio.loader.assignment.assigner import ElasticIterator
 from dlio.loader.dataloader import DataLoader
 
@@ -30,7 +31,7 @@ class _RankHolder(Protocol):
     rank: int
 
 
-class LightningLosses:
+class LightningLosses(RecoveryPart[Report]):
     """Brings one entry point of a trainer over losses. Closed by its owner.
 
     Args:
@@ -67,19 +68,19 @@ class LightningLosses:
             nodes = find_nodes(comm)
             names = [nodes.names[node] for node in nodes.node_of]
             recovery.describe(names, lambda: (trainer.current_epoch, trainer.global_step))
-        self._part = recovery.add("lightning", self)
+        recovery.register(self)
         self._pace_schedules()
 
-    def tell(self) -> Report:
-        return {}
+    def report(self) -> Report:
+        return Report()
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+    def reconcile(self, reports: Sequence[Report], comm: Communicator) -> None:
         self._holder.rank = comm.rank
 
     def close(self) -> None:
         """Take no part in later recoveries."""
         if self._recovery is not None:
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
             vars(self._fit.epoch_loop).pop("update_lr_schedulers", None)
 
     def together(self, act: Callable[[], _T]) -> _T:

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, TypeVar
 
-from dlio.cli.resize import begin_job
 from dlio.errors import UsageError
-from dlio.launch.job_folder import open_job_folder
+from dlio.launch.job_folder import begin_job, open_job_folder
 from dlio.util.child_processes import end_groups, module_command
 from dlio.util.cores import available_cores
 from dlio.util.extras import how_to_install

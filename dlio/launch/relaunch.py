@@ -26,7 +26,7 @@ import dlio.launch.node.shim
 from dlio.launch import mpi_launch
 from dlio.launch.agent_links import Agents, remote_shell
 from dlio.launch.growth import Growth
-from dlio.launch.job_folder import PREFIX, open_job_folder
+from dlio.launch.job_folder import name_of_job, open_job_folder
 from dlio.launch.mpirun import Mpirun
 from dlio.launch.node.agent_protocol import job_folder
 from dlio.launch.node.job_starts import Incident, JobStart, Patience, living, spread
@@ -107,7 +107,7 @@ def run(job: RestartableJob) -> int:
             if job.survives:
                 folder = stack.enter_context(open_job_folder())
                 requests = NodeRequests(folder, job.nodes)
-                name = os.path.basename(folder).removeprefix(PREFIX)
+                name = name_of_job(folder)
                 said = f"job {name}: `dlio join {name} --nodes d` takes in a node d\n"
                 job.live.write(sys.stdout, [said])
             code = _JobStarts(job, mpirun, token, environment, agents, "", requests).run()

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
@@ -26,6 +26,7 @@ from dlio.loader.decode_device import check_device, check_recipe
 from dlio.loader.mixture_dataset import Mixture
 from dlio.loader.passes import FormulaOrder
 from dlio.loader.survivors import Survivors
+from dlio.loader.torch_private import pin_memory
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.plan.rank_shares import checked_shares
@@ -44,6 +45,7 @@ from dlio.util.cores import available_cores
 
 if TYPE_CHECKING:
     from dlio.comm.data_ranks import AnyMesh, Group
+
 
 _MOST_WORKERS: Final = 4096
 _MOST_SEED: Final = 2**63 - 1
@@ -280,5 +282,4 @@ def pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
         return None
     accelerator = torch.accelerator.current_accelerator()
     device = None if accelerator is None else accelerator.type
-    pin_memory: Any = torch.utils.data._utils.pin_memory.pin_memory
     return lambda data: pin_memory(data, device)

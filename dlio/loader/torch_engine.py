@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any, Final
 
 import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dlio.loader.batch_stream import BatchResult, BatchStream
 from dlio.loader.contract import CollateFn, Index, UserDataset
@@ -13,6 +12,7 @@ from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.nested_batches import samples_in
 from dlio.loader.passes import Pass
 from dlio.loader.sampler_pass import BatchesPass
+from dlio.loader.torch_private import BaseDataLoaderIter
 
 _TIMED_OUT: Final = "DataLoader timed out"
 
@@ -35,8 +35,8 @@ class TorchEngine:
         options: LoaderOptions,
         collate: CollateFn,
         batches: Pass,
-        kept: _BaseDataLoaderIter | None,
-    ) -> _BaseDataLoaderIter:
+        kept: BaseDataLoaderIter | None,
+    ) -> BaseDataLoaderIter:
         """Begin a pass with torch's iterator.
 
         Args:

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data._utils import worker as _theirs
 
 from dlio.loader.contract import UserDataset
+from dlio.loader.torch_private import worker_module as _theirs
 from dlio.util.forks import new_lock
 
 _MOST_SEED: Final = 2**64

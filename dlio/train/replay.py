@@ -193,7 +193,7 @@ class Replay:
         """Let all other ranks leave. Raises RankLeft on them, at the end."""
         if members != self._membership.members:
             self._membership.plan(members)
-            self._recovery.run()
+            self._recovery.recover()
 
     def _empty(self) -> BatchData:
         side = self._data.crop.size

@@ -11,8 +11,7 @@ from dlio.data.schema import IMAGES, Schema
 from dlio.features.mesh import Mesh
 from dlio.image import crop_transforms
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dataset import Dataset
-from dlio.loader.opened import open_dataset
+from dlio.loader.dataset import Dataset, open_dataset
 from dlio.storage.tier_spec import Tiers, device_spec
 from dlio.train.array_fields import is_arrays
 from dlio.train.sample_sharing import SampleSharing
@@ -123,7 +122,7 @@ def make_loader(
         decode=options.decode,
         mesh=mesh,
     )
-    loader.deals = False  # The worker does, for all of its loaders.
+    loader.assigns_batches = False  # The worker does, for all of its loaders.
     return loader
 
 

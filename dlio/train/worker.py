@@ -254,7 +254,7 @@ class Worker:
         """Have only the first ranks train. Collective; see `Recovery.rest`."""
         assert self.recovery is not None
         self.dealing.prepare()
-        self.recovery.rest(ranks)
+        self.recovery.stand_by(ranks)
 
     def tell_place(self) -> RunPosition:
         """Return where the run is, between two batches."""

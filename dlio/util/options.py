@@ -75,7 +75,7 @@ class Option:
     rest: bool = False
     """True if the field takes all arguments after the last positional one, including options."""
     after_dashes: bool = False
-    """For a field that takes the rest: it begins after `--`, wherever options stand before."""
+    """True if a field with `rest` takes those after `--` only, wherever options stand before."""
     needs: str | None = None
     """Field that must be set for this option to be allowed."""
     parse: Callable[[str], Value] | None = None
@@ -287,6 +287,7 @@ def check(record: object) -> None:
             continue  # A record within this one has checked itself.
         value = field.normal(getattr(record, field.name))
         if value is not getattr(record, field.name):
+            # Options are frozen for their users; their own __post_init__ calls this function.
             object.__setattr__(record, field.name, value)
         field.check(value)
         needs = field.option.needs

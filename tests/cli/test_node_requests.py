@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.resize import ResizeOptions, begin_job, join
+from dlio.cli.resize import ResizeOptions, join
 from dlio.errors import UsageError
 from dlio.launch.growth import Growth
+from dlio.launch.job_folder import begin_job
 from dlio.launch.node_requests import (
     NodeChange,
     NodeRequest,

@@ -14,6 +14,7 @@ import torch
 
 from dlio.loader.assignment import history
 from dlio.loader.assignment.assigner import BatchAssigner
+from dlio.loader.assignment.rank_groups import BatchReport
 
 SAMPLES: Final = 83
 BATCH: Final = 12
@@ -52,7 +53,7 @@ class _Loader:
             cursor=SimpleNamespace(position=self._position),
             samples=len(self._order),
             whole=SAMPLES,
-            again=(),
+            requeued=(),
             global_batch=BATCH,
             formula=self.formula,
             state_at=lambda position, again: {"position": position, "again": again},
@@ -64,7 +65,7 @@ class _Loader:
     def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
         self._ranks, self._rank = len(members), members.index(me)
 
-    def redeal(self, position: int, again: Sequence[int], _: Sequence[int]) -> None:
+    def resume_at(self, position: int, again: Sequence[int], _: Sequence[int]) -> None:
         self._position, self._order = position, (*range(SAMPLES), *again)
 
     def stats(self) -> Any:
@@ -78,12 +79,12 @@ class _Rank:
             membership=self.membership,
             elastic=None,
             number=0,
-            meets=False,
+            at_rendezvous=False,
             last_counted={},
-            add=lambda *_: "data",
-            meet=lambda _: None,
+            register=lambda _: None,
+            rendezvous=lambda _: None,
         )
-        recovery.count_again = lambda *_: None
+        recovery.count_requeued = lambda *_: None
         self.recovery = recovery
         loader: Any = _Loader(me, len(members))
         self.dealing = BatchAssigner([loader], recovery, BATCH)
@@ -102,7 +103,7 @@ class _Rank:
             return
         self.over = False
         self.samples.append(batch[0].tolist())
-        self.dealing.count(self.membership.members)
+        self.dealing.commit_step(self.membership.members)
 
 
 def _joined(lists: Iterable[list[int]]) -> list[int]:
@@ -132,9 +133,9 @@ def test_each_sample_counts_once_wherever_ranks_are_when_others_are_lost(
                 lose(member)
             if draw.random() < 0.3 and len(ranks) > 1:
                 # Another loss interrupts the recovery when some have settled the first.
-                _settle(ranks, last, draw.sample(sorted(ranks), draw.randint(0, len(ranks))))
+                _reconcile(ranks, last, draw.sample(sorted(ranks), draw.randint(0, len(ranks))))
                 lose(draw.choice(sorted(ranks)))
-            _settle(ranks, last, list(ranks))
+            _reconcile(ranks, last, list(ranks))
             for rank in ranks.values():
                 rank.recovery.number += 1
                 rank.over = False
@@ -152,13 +153,13 @@ def test_each_sample_counts_once_wherever_ranks_are_when_others_are_lost(
     assert len({(tuple(rank.dealing.again), len(rank.samples)) for rank in ranks.values()}) == 1
 
 
-def _settle(ranks: dict[int, _Rank], last: dict[int, int], some: Sequence[int]) -> None:
+def _reconcile(ranks: dict[int, _Rank], last: dict[int, int], some: Sequence[int]) -> None:
     """Settle on some of the ranks that are left."""
-    reports = [rank.dealing.tell() for rank in ranks.values()]
+    reports = [rank.dealing.report() for rank in ranks.values()]
     for rank in (ranks[member] for member in some):
         rank.membership.members = tuple(sorted(ranks))
         rank.recovery.last_counted.update(last)
-        rank.dealing.settle(reports, SimpleNamespace())
+        rank.dealing.reconcile(reports, SimpleNamespace())
 
 
 def test_batches_stay_open_until_it_is_settled_who_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +169,9 @@ def test_batches_stay_open_until_it_is_settled_who_counts(monkeypatch: pytest.Mo
     for _ in range(2):
         next(batches)
     rank.membership.members = (0,)
-    rank.dealing.settle([rank.dealing.tell()], SimpleNamespace())
+    rank.dealing.reconcile([rank.dealing.report()], SimpleNamespace())
     rank.recovery.number += 1
-    rank.dealing.count((0,))
+    rank.dealing.commit_step((0,))
     taken = [sample for images, _ in batches for sample in images.tolist()]
     assert rank.dealing.again == [*range(1, BATCH, 2), *range(BATCH + 1, 2 * BATCH, 2)]
     assert sorted(taken) == sorted([*range(2 * BATCH, SAMPLES), *rank.dealing.again])
@@ -186,9 +187,9 @@ def test_a_state_has_what_ranks_were_dealt_that_are_lost_by_now(
     next(rank._batches)
     rank.membership.members = (0, 2)
     # Another rank has taken a batch more.
-    rank.dealing.settle([rank.dealing.tell(), {"taken": [3]}], SimpleNamespace())
+    rank.dealing.reconcile([rank.dealing.report(), BatchReport(3, 0)], SimpleNamespace())
     rank.recovery.number += 1
-    rank.dealing.count((0, 2))
+    rank.dealing.commit_step((0, 2))
     lost = list(range(BATCH + 1, 2 * BATCH, 3))
     assert rank.dealing.state() == {"position": 2 * BATCH, "again": lost}
     rank.step()
@@ -213,7 +214,7 @@ def test_the_number_of_batches_that_come_is_known_once_a_step_is_over(
             rank.membership.members = (0, 1)
         rank.step()
         if len(known) + 1 == lost_at:
-            _settle({0: rank, 1: rank}, {}, [0])
+            _reconcile({0: rank, 1: rank}, {}, [0])
             rank.recovery.number += 1
         known.append(rank.dealing.coming())
     rank.step()

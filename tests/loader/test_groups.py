@@ -3,8 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from dlio.comm.survival.recovery import Report
-from dlio.loader.assignment.rank_groups import RankGroups
+from dlio.loader.assignment.rank_groups import BatchReport, RankGroups
 
 
 def _shares(groups: RankGroups) -> tuple[int, ...]:
@@ -14,7 +13,7 @@ def _shares(groups: RankGroups) -> tuple[int, ...]:
 def _ranks(count: int) -> tuple[list[RankGroups], SimpleNamespace]:
     membership = SimpleNamespace(members=tuple(range(count)), me=0, due=False)
     recovery = cast(
-        Any, SimpleNamespace(membership=membership, number=0, meets=False, last_counted={})
+        Any, SimpleNamespace(membership=membership, number=0, at_rendezvous=False, last_counted={})
     )
     membership.recovery = recovery
     return [RankGroups(recovery) for _ in range(count)], membership
@@ -22,9 +21,9 @@ def _ranks(count: int) -> tuple[list[RankGroups], SimpleNamespace]:
 
 def _lose(groups: list[RankGroups], membership: SimpleNamespace, member: int) -> None:
     membership.members = tuple(each for each in membership.members if each != member)
-    reports: list[Report] = [groups[each].tell() for each in membership.members]
+    reports: list[BatchReport] = [groups[each].report() for each in membership.members]
     for each in membership.members:
-        groups[each].settle(reports)
+        groups[each].reconcile(reports)
     membership.recovery.number += 1
 
 
@@ -71,9 +70,9 @@ def test_ranks_meet_where_the_furthest_is_if_others_are_to_join() -> None:
     assert (groups[0].meets, groups[1].meets) == (False, True)
     groups[0].taken += 1
     assert groups[0].meets
-    membership.members, membership.due, membership.recovery.meets = (0, 1, 2), False, True
+    membership.members, membership.due, membership.recovery.at_rendezvous = (0, 1, 2), False, True
     newcomer = RankGroups(membership.recovery)
-    newcomer.follow(groups[0].tell())
+    newcomer.adopt(groups[0].report())
     for each in (*groups, newcomer):
-        each.settle([each.tell()] * 3)
+        each.reconcile([each.report()] * 3)
         assert (each.taken, each.members, each.meets) == (4, (0, 1, 2), False)

@@ -12,7 +12,7 @@ import torch
 
 import dlio
 from dlio.loader.batch_stream import BatchResult, BatchStream
-from dlio.loader.handover import StagingBuffers, handed_over
+from dlio.loader.delivery import StagingBuffers, handed_over
 from dlio.storage.device_tier import DeviceCopies
 from dlio.util.buffer_pool import BufferPool
 from tests.loader.recorded_streams import RecordedStreams

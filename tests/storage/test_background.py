@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlio.storage.background import BackgroundLimit
+from dlio.storage.sample_fetcher import BackgroundLimit
 
 
 class Clock:

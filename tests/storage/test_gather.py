@@ -11,17 +11,16 @@ import numpy.typing as npt
 import pytest
 
 from dlio.data.flow import Flow
+from dlio.data.reader_contract import Abilities
 from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
-from dlio.storage.background import BackgroundLimit
 from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.partial_blocks import PartialBlocks
-from dlio.storage.sample_fill import SampleFiller
-from dlio.storage.tier import Tier
+from dlio.storage.sample_fetcher import BackgroundLimit, SampleFiller
+from dlio.storage.tier import PinnedTiers, Tier
 from dlio.storage.tier_spec import TierSpec
-from dlio.storage.tier_targets import PinnedTiers
 from tests.conftest import in_time, is_running
 
 N = 120
@@ -33,12 +32,11 @@ class Waiting:
 
     format = "memory"
     objects = True
-    alone = False
+    random_access = False
     path = "memory"
     schema = IMAGE_LABEL
     classes: Sequence[str] = ("a",)
     fingerprint = "cd" * 16
-    sizes_are_estimates = True
 
     def __init__(self, requests: int = 8) -> None:
         self.payloads = [
@@ -55,6 +53,10 @@ class Waiting:
         self.gate = threading.Event()
         self.gate.set()
         self._lock = threading.Lock()
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(flow=self.flow, sizes_are_estimates=True, random_access=self.random_access)
 
     def __len__(self) -> int:
         return N
@@ -113,8 +115,8 @@ def test_samples_complete_their_blocks_as_they_go_by(make: Make) -> None:
     hierarchy = make(reader)
     hierarchy.expect(np.arange(N)[::-1])
     assert [_take(hierarchy, sample) for sample in range(N)] == ["source"] * N
-    assert hierarchy.gather is not None
-    hierarchy.gather.drain(threading.Event())
+    assert hierarchy.sample_fetcher is not None
+    hierarchy.sample_fetcher.drain(threading.Event())
     assert hierarchy.missing() == 0
     assert {_take(hierarchy, sample) for sample in _pinned(hierarchy)} == {"disk"}
     assert reader.reads[_pinned(hierarchy)].tolist() == [1] * (N - EACH)
@@ -142,15 +144,15 @@ def test_a_sample_is_handed_over_before_its_tier_has_it(
     assert hierarchy.missing() > 0
     assert _take(hierarchy, sample) == "source"  # The same one: it is not read again.
     written.set()
-    assert hierarchy.gather is not None
-    hierarchy.gather.drain(threading.Event())
+    assert hierarchy.sample_fetcher is not None
+    hierarchy.sample_fetcher.drain(threading.Event())
     assert _take(hierarchy, sample) == "disk"
     assert reader.reads[sample] == 1
 
 
 def test_records_of_a_container_that_follow_one_another_take_one_request(make: Make) -> None:
     reader = Waiting(requests=1)
-    reader.objects, reader.alone = False, True
+    reader.objects, reader.random_access = False, True
     reader.layout = Layout(reader.layout.starts, Order(N, 0, shuffled=False))
     reader.gate.clear()  # The first request waits, until all samples are queued behind it.
     hierarchy = make(reader)
@@ -183,8 +185,8 @@ def test_processes_of_a_node_read_each_sample_once_between_them(make: Make) -> N
         hierarchy.expect(np.arange(N))
     fillers = []
     for hierarchy in hierarchies:
-        assert hierarchy.gather is not None
-        fillers.append(SampleFiller(hierarchy.gather, hierarchy.reader, order, everything))
+        assert hierarchy.sample_fetcher is not None
+        fillers.append(SampleFiller(hierarchy.sample_fetcher, hierarchy.reader, order, everything))
     for hierarchy in hierarchies:
         for sample in range(N):
             _take(hierarchy, sample)
@@ -233,9 +235,12 @@ def test_harmed_pieces_are_read_again_and_never_handed_out(make: Make, harm: str
     for _ in range(2):
         for sample in range(N):
             _take(second, sample)
-    assert second.gather is not None
+    assert second.sample_fetcher is not None
     filler = SampleFiller(
-        second.gather, second.reader, Order(N, 0), np.arange(second.reader.layout.blocks) != 3
+        second.sample_fetcher,
+        second.reader,
+        Order(N, 0),
+        np.arange(second.reader.layout.blocks) != 3,
     )
     assert filler.join(60)
     assert second.missing() == 0
@@ -246,9 +251,9 @@ def test_a_sample_that_cannot_be_read_is_an_error_for_whoever_needs_it_alone(mak
     hierarchy = make(reader)
     bad = _pinned(hierarchy)[17]
     reader.broken = {bad}
-    assert hierarchy.gather is not None
+    assert hierarchy.sample_fetcher is not None
     mask = np.arange(reader.layout.blocks) != 3
-    assert SampleFiller(hierarchy.gather, reader, Order(N, 0), mask).join(60)
+    assert SampleFiller(hierarchy.sample_fetcher, reader, Order(N, 0), mask).join(60)
     for _ in range(2):
         with pytest.raises(SourceError, match="is broken"):
             _take(hierarchy, bad)
@@ -262,9 +267,9 @@ def test_samples_that_are_needed_go_before_those_that_fill(make: Make) -> None:
     reader = Waiting(requests=1)
     reader.gate.clear()
     hierarchy = make(reader)
-    assert hierarchy.gather is not None
+    assert hierarchy.sample_fetcher is not None
     order = Order(N, 0, shuffled=False)
-    filler = SampleFiller(hierarchy.gather, reader, order, np.ones(N // EACH, np.bool_))
+    filler = SampleFiller(hierarchy.sample_fetcher, reader, order, np.ones(N // EACH, np.bool_))
     wanted = _pinned(hierarchy)[-1]
     taken = threading.Thread(target=_take, args=(hierarchy, wanted))
     hierarchy.expect(np.array([wanted]))
@@ -301,8 +306,8 @@ def test_closing_ends_those_who_wait_for_a_source_that_hangs(make: Make) -> None
     waiting.start()
     while not reader.reads.any():
         waiting.join(0.01)
-    assert hierarchy.gather is not None
-    hierarchy.gather.stop()
+    assert hierarchy.sample_fetcher is not None
+    hierarchy.sample_fetcher.stop()
     waiting.join(60)
     reader.gate.set()
     assert "closed" in str(errors[0])
@@ -341,7 +346,7 @@ def test_few_samples_are_read_ahead_of_need_as_long_as_others_are_taken(
     """All batches of a pass may have been announced long before they are taken."""
     now = 0.0
     monkeypatch.setattr(
-        "dlio.storage.sample_fetcher.Background", lambda: BackgroundLimit(lambda: now)
+        "dlio.storage.sample_fetcher.BackgroundLimit", lambda: BackgroundLimit(lambda: now)
     )
     reader = Waiting(requests=8)
     reader.flow.raise_to(8)
@@ -353,7 +358,7 @@ def test_few_samples_are_read_ahead_of_need_as_long_as_others_are_taken(
     now = 60.0
     _take(hierarchy, mine[1])
     reader.gate.clear()
-    gather = hierarchy.gather
+    gather = hierarchy.sample_fetcher
     assert gather is not None
     blocks, places = reader.layout.locate(np.array(others[:8]))
     for sample, block, place in zip(others[:8], blocks.tolist(), places.tolist(), strict=True):
@@ -365,8 +370,8 @@ def test_few_samples_are_read_ahead_of_need_as_long_as_others_are_taken(
 
 def test_a_forked_child_does_not_wait_for_a_lock_of_its_parent(make: Make) -> None:
     hierarchy = make(Waiting())
-    assert hierarchy.gather is not None
-    with hierarchy.gather._lock:  # As a thread holds it at the moment of the fork.
+    assert hierarchy.sample_fetcher is not None
+    with hierarchy.sample_fetcher._lock:  # As a thread holds it at the moment of the fork.
         child = os.fork()
         if child == 0:
             hierarchy.pace(0)

@@ -16,7 +16,7 @@ from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
-from dlio.storage.block_format import ENTRY, HEADER, encode_block, table_offset
+from dlio.storage.block import ENTRY, HEADER, encode_block, table_offset
 from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec

@@ -17,7 +17,7 @@ from dlio.cli.train_command import find_parts
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
-from dlio.loader.opened import open_dataset
+from dlio.loader.dataset import open_dataset
 from dlio.train.config import TrainConfig, train_config
 from dlio.train.model import make_model
 from dlio.train.training_data import open_data

@@ -7,7 +7,7 @@
 | `door` | a listener that holds few connections of strangers, and those for seconds |
 | `hub` | the links of one rank with all others |
 | `gloo_gate` | gloo's listener, which is closed while no group is made |
-| `link` | a connection of two ranks: frames with a running number and a MAC |
+| `peer_link` | a connection of two ranks: frames with a running number and a MAC |
 
 A secret never travels: ranks exchange public values (Diffie-Hellman), and mix in the job's secret
 where its launcher has given them one. SECURITY.md says against whom this protects.

@@ -127,7 +127,7 @@ class Elastic(Protocol):
         """Set the number of members that the job begins with; the rest are spares after the next
         meeting."""
 
-    def doze(self) -> list[Json]:
+    def wait_for_call(self) -> list[Json]:
         """Wait, as a spare, until the others renew, and take part in it; as `renew`."""
 
     def dismiss(self) -> None:

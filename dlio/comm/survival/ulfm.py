@@ -152,7 +152,7 @@ class UlfmMembership:
         """Ask for a number of active ranks, as of the job's beginning."""
         self._wanted = RankRequest(0, ranks)
 
-    def doze(self) -> list[Json]:
+    def wait_for_call(self) -> list[Json]:
         """Wait, as a spare, until the others make a generation, and take part in it.
 
         Returns the result of `renew`; nothing when the job is over.

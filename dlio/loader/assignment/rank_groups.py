@@ -6,9 +6,21 @@ Batches are counted since the job began, over all passes; all ranks take them in
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from dlio.comm.survival.recovery import Recovery, Report
+from dlio.comm.survival.recovery import Recovery
+from dlio.comm.survival.reports import Report
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport(Report):
+    """How far a rank is with the batches of all passes."""
+
+    taken: int
+    """Batches that it has taken."""
+    steps: int
+    """Optimizer steps that it has made with them."""
 
 
 class _GroupChange(NamedTuple):
@@ -63,27 +75,27 @@ class RankGroups:
         """Number of this rank when the job began; 0 if the job ends with any rank."""
         return 0 if self._recovery is None else self._recovery.membership.me
 
-    def tell(self) -> Report:
+    def report(self) -> BatchReport:
         """Return how far this rank is."""
-        return {"taken": [self.taken], "steps": [self.steps]}
+        return BatchReport(self.taken, self.steps)
 
-    def follow(self, report: Report) -> None:
+    def adopt(self, report: BatchReport) -> None:
         """Be as far as another rank."""
-        self.taken, self.steps = report["taken"][0], report["steps"][0]
+        self.taken, self.steps = report.taken, report.steps
 
-    def settle(self, reports: Sequence[Report]) -> None:
+    def reconcile(self, reports: Sequence[BatchReport]) -> None:
         """Have the ranks that are left share what none of them has taken.
 
         Args:
             reports: of each rank that is left.
         """
         assert self._recovery is not None
-        if self._recovery.meets:
+        if self._recovery.at_rendezvous:
             self.meet()
             return
         switch = _GroupChange(
             self._recovery.number,
-            max(each["taken"][0] for each in reports),
+            max(each.taken for each in reports),
             max(self._recovery.last_counted.values(), default=0),
             self._recovery.membership.members,
             self._recovery.membership.due,

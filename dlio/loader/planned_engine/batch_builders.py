@@ -1,54 +1,199 @@
-"""Batches of images, as crops that the loader's threads decode, and the memory of batches."""
+"""Batches in the making: payloads become samples in the slots of a batch.
+
+A `BatchFactory` is made once for a loader and keeps the memory of its batches from pass to pass. It
+begins a `BatchBuilder` for each batch, which the pipeline drives:
+
+    factory.begin(epoch, samples, partners)     the user's thread, in the order of steps
+    builder.take_decoded(slots)                 decode threads, for parts of the batch
+    builder.make_many(slots, payloads)          decode threads, for what was not decoded yet
+    builder.finish(slots)                       the thread that made the last sample
+
+Here are the builders of crops, of arrays of fixed shapes, and of samples of any kind.
+`device_builders` has those that decode, or keep decoded images, on a device.
+"""
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.data.schema import Buffer
-from dlio.image.together import finish_all
+from dlio.data.schema import Buffer, Schema
+from dlio.errors import UsageError
+from dlio.image.decoder import finish_all
 from dlio.loader.contract import BatchData, CollateFn, Sample
+from dlio.loader.delivery import HostMemoryKind, pinned_memory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners, decode_partners
-from dlio.loader.planned_engine.slots import Slots
-from dlio.loader.recipe import Recipe
-from dlio.loader.streams import HostMemoryKind, pinned_memory
+from dlio.loader.recipe import CropRecipe, FieldRecipe, Recipe
+from dlio.loader.torch_private import tree_map
+from dlio.plan.epoch import EpochPlan
 from dlio.storage.decoded_tier import DecodedTier
 from dlio.util.buffer_pool import BufferPool
 
 _MOST_SPARE: Final = 64
 """Spare batches that are kept, more than are ever under way together."""
+_DIRECT_BYTES: Final = 1 << 16
+"""Least bytes of a sample of arrays that is read into the batch itself, without another copy."""
+
+
+# The contract between the pipeline and the kinds of batches
+
+
+class BatchBuilder(ABC):
+    """One batch in the making. Each slot is made once, from any thread; then `finish` is called.
+
+    The batch is described by arrays with a row for each slot, and an error takes a sample's place
+    in `failed` instead of ending the call: whoever makes a whole batch by one call, in Python or
+    not, needs nothing else.
+
+    Args:
+        samples: index of each slot's sample; shape (n,).
+    """
+
+    makes_together = False
+    """True if small samples are made several at a time, so that a thread gives the interpreter's
+    lock away, and waits for it, once for all of them. Otherwise each sample is read just before it
+    is made, while its payload is in the processor's cache."""
+    may_be_decoded = False
+    """True if a tier keeps samples decoded, so that their payloads may not be needed."""
+    finds_whole = False
+    """True if `find` looks up a whole batch, in the time of looking up one sample."""
+    reads_directly = False
+    """True if payloads are read into the batch itself, by `read_directly`."""
+    decodes_whole = False
+    """True if `make_many` only gathers bytes, which `decode_whole` decodes together."""
+
+    def __init__(self, samples: npt.NDArray[np.int64]) -> None:
+        self.samples = samples
+        self.failed: dict[int, BaseException] = {}
+        """Error of each slot that failed."""
+
+    def find(self, slots: list[int]) -> tuple[list[int], float]:
+        """Take samples that a device has; return (the other slots, seconds of decoding saved)."""
+        return slots, 0.0
+
+    def take_decoded(self, slots: list[int]) -> tuple[list[int], float]:
+        """Make the samples that a tier of the host keeps decoded; return as `find`."""
+        return slots, 0.0
+
+    @abstractmethod
+    def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
+        """Make samples in their slots; return the seconds spent in the user's transform."""
+
+    def read_directly(
+        self, slot: int, read: Callable[[Sequence[memoryview]], str]
+    ) -> tuple[str, int]:
+        """Call `read` with the memory for a slot's payload; return (its result, bytes)."""
+        raise NotImplementedError
+
+    def decode_whole(self, slots: Sequence[int]) -> None:
+        """Decode the slots that `make_many` has gathered; called once, before `finish`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        """Return the batch of the slots given; of all slots for None."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFactory:
+    """Begins the batches of one loader. Owner: the engine, which closes it."""
+
+    begin: Callable[[int, npt.NDArray[np.int64], BatchPartners | None], BatchBuilder]
+    """Called with the epoch of the crops, the batch's samples and their partners, if they are
+    mixed."""
+    batch_bytes: int
+    """Approximate bytes of a batch."""
+    keeps_payloads: bool = False
+    """True if samples share the memory of their payloads, which is not used again then."""
+    close: Callable[[], None] | None = None
+    follow_plan: Callable[[EpochPlan], None] | None = None
+    """Told the plan of a pass, before its first batch."""
 
 
 class BatchMemory:
     """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
 
+    Fresh memory for each batch would cost as much as reading into it: the kernel has to clear its
+    pages first.
+
     Args:
         shape: of one batch.
-        pinned: page-locked or not, and whose copies to a GPU they wait for.
+        kind: page-locked or not, and whose copies to a GPU it waits for.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: npt.DTypeLike, pinned: HostMemoryKind
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, kind: HostMemoryKind) -> None:
         self._shape = shape
         self._dtype = np.dtype(dtype)
         self._bytes = math.prod(shape) * self._dtype.itemsize
-        self._pinned = pinned
-        in_pool = pinned is HostMemoryKind.IN_POOL
+        self._kind = kind
+        in_pool = kind is HostMemoryKind.IN_POOL
         self._pool = BufferPool(_MOST_SPARE, allocate=pinned_memory if in_pool else None)
 
     def take(self) -> npt.NDArray[Any]:
         """Return an uninitialised array; its memory comes back with its last tensor or view."""
-        if self._pinned is HostMemoryKind.BY_TORCH:
+        if self._kind is HostMemoryKind.BY_TORCH:
             kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
             return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
         return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
 
 
-class CropBatchBuilder:
+def host_batches(
+    recipe: Recipe,
+    batch_size: int,
+    collate: CollateFn | None,
+    kind: HostMemoryKind,
+    decoded: DecodedTier | None,
+) -> BatchFactory:
+    """Return the factory of batches that are made in the host's memory.
+
+    Args:
+        batch_size: samples of the largest batch.
+        collate: a collate function of the user; None for torch's own.
+        decoded: tier of decoded images, if there is one.
+    """
+    if isinstance(recipe, CropRecipe):
+        return _crop_batches(recipe, batch_size, collate, kind, decoded)
+    if collate is None and isinstance(recipe, FieldRecipe) and recipe.is_plain_arrays:
+        return _array_batches(recipe, batch_size, kind)
+    if collate is None:
+        collate = _as_lists if recipe.ragged else torch.utils.data.default_collate
+
+    def begin(
+        epoch: int, samples: npt.NDArray[np.int64], _: BatchPartners | None
+    ) -> SampleBatchBuilder:
+        return SampleBatchBuilder(recipe, collate, epoch, samples)
+
+    return BatchFactory(begin, batch_size * recipe.sample_bytes, keeps_payloads=True)
+
+
+# Crops of images
+
+
+def _crop_batches(
+    recipe: CropRecipe,
+    batch_size: int,
+    collate: CollateFn | None,
+    kind: HostMemoryKind,
+    decoded: DecodedTier | None,
+) -> BatchFactory:
+    shape = (batch_size, *recipe.crop.shape)
+    rows = 2 * batch_size if recipe.pairs else batch_size  # With room for a partner of each.
+    memory = BatchMemory((rows, *shape[1:]), np.uint8, kind)
+
+    def begin(
+        epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
+    ) -> CropBatchBuilder:
+        return CropBatchBuilder(recipe, collate, decoded, memory.take(), epoch, samples, partners)
+
+    return BatchFactory(begin, math.prod(shape))
+
+
+class CropBatchBuilder(BatchBuilder):
     """Images as crops in the batch's own memory.
 
     A batch is (uint8 tensor of shape (n, 3, size, size) in channels-last memory, int64 tensor of
@@ -59,72 +204,100 @@ class CropBatchBuilder:
 
     Args:
         collate: a collate function of the user; None for torch's own.
+        decoded: tier of decoded images, which is offered the images that are decoded here.
+        images: uninitialised memory of the batch.
+        partners: of the samples, if batches are mixed.
     """
 
-    owns_payloads = False
-
     def __init__(
         self,
-        recipe: Recipe,
-        batch_size: int,
+        recipe: CropRecipe,
         collate: CollateFn | None,
-        pinned: HostMemoryKind,
         decoded: DecodedTier | None,
-    ) -> None:
-        self.recipe = recipe
-        self.decoded = decoded
-        self.collate = collate
-        shape = (batch_size, *recipe.crop.shape)
-        self.batch_bytes = math.prod(shape)
-        if recipe.pairs:  # With room for a partner of each.
-            shape = (2 * batch_size, *shape[1:])
-        self.memory = BatchMemory(shape, np.uint8, pinned)
-
-    def begin(
-        self, epoch: int, samples: npt.NDArray[np.int64], pairs: BatchPartners | None = None
-    ) -> Slots:
-        if self.decoded is not None:
-            kind = _CachedCrops if self.recipe.transforms else _ManyCachedCrops
-            return kind(self, self.decoded, epoch, samples, pairs)
-        return _ManyCrops(self, epoch, samples, pairs)
-
-
-class _Crops:
-    def __init__(
-        self,
-        maker: CropBatchBuilder,
+        images: npt.NDArray[np.uint8],
         epoch: int,
         samples: npt.NDArray[np.int64],
-        pairs: BatchPartners | None,
+        partners: BatchPartners | None,
     ) -> None:
-        self._maker = maker
-        self._pairs = pairs
-        self._recipe = maker.recipe
-        self._tier: DecodedTier | None = None
-        self._images = maker.memory.take()
+        super().__init__(samples)
+        self.may_be_decoded = decoded is not None
+        self.makes_together = decoded is None
+        self._recipe, self._collate, self._decoded = recipe, collate, decoded
+        self._images, self._partners, self._epoch = images, partners, epoch
         self._companions: list[Any] = [0] * len(samples)
-        self._epoch, self._samples = epoch, samples
-        self._uniforms = maker.recipe.decoder.draw(epoch, samples)
-        self._transformed: list[Sample] = []
-        if maker.recipe.transforms:
-            self._transformed = [None] * len(samples)
+        self._uniforms = recipe.decoder.draw(epoch, samples)
+        self._transformed: list[Sample] = [None] * len(samples) if recipe.transforms else []
 
-    def make(self, slot: int, sample: int, payload: Buffer) -> float:
-        image = self._images[slot]
-        self._companions[slot] = self._recipe.into(
-            image, sample, payload, self._uniforms[slot], self._tier
-        )
-        return self._transform(slot, sample) if self._transformed else 0.0
+    def take_decoded(self, slots: list[int]) -> tuple[list[int], float]:
+        if self._decoded is None:
+            return slots, 0.0
+        rest, there, pixels = [], [], []
+        for slot in slots:
+            kept = self._decoded.get(int(self.samples[slot]))
+            if kept is None:
+                rest.append(slot)
+                continue
+            there.append(slot)
+            pixels.append(kept[0])
+            self._companions[slot] = kept[1]
+        uniforms = [self._uniforms[slot] for slot in there]
+        finish_all(self._recipe.decoder, pixels, uniforms, [self._images[slot] for slot in there])
+        self._transform(there)
+        return rest, len(there) * self._decoded.saves_s
 
-    def _transform(self, slot: int, sample: int) -> float:
-        self._transformed[slot], seconds = self._recipe.transformed(
-            self._images[slot], self._epoch, sample
+    def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
+        if self._decoded is not None:
+            return self._transform(self._decode_and_keep(self._decoded, slots, payloads))
+        made = self._recipe.decode_many(
+            [self._images[slot] for slot in slots],
+            self.samples[list(slots)].tolist(),
+            payloads,
+            [self._uniforms[slot] for slot in slots],
         )
+        decoded = []
+        for slot, companion in zip(slots, made, strict=True):
+            if isinstance(companion, Exception):
+                self.failed[slot] = companion
+                continue
+            self._companions[slot] = companion
+            decoded.append(slot)
+        return self._transform(decoded)
+
+    def _decode_and_keep(
+        self, tier: DecodedTier, slots: Sequence[int], payloads: Sequence[Buffer]
+    ) -> list[int]:
+        """Decode images, offer them to the tier, and crop them; return the slots that are made."""
+        made = []
+        for slot, payload in zip(slots, payloads, strict=True):
+            sample = int(self.samples[slot])
+            try:
+                pixels, label, seconds = self._recipe.prepare(sample, payload)
+                tier.put(sample, pixels, label, seconds)
+                self._recipe.decoder.finish(pixels, self._uniforms[slot], self._images[slot])
+                self._companions[slot] = label
+                made.append(slot)
+            except Exception as error:
+                self.failed[slot] = error
+        return made
+
+    def _transform(self, slots: Sequence[int]) -> float:
+        """Apply the user's transform to crops; return the seconds that it took."""
+        seconds = 0.0
+        if not self._transformed:
+            return seconds
+        for slot in slots:
+            try:
+                self._transformed[slot], more = self._recipe.transformed(
+                    self._images[slot], self._epoch, int(self.samples[slot])
+                )
+                seconds += more
+            except BaseException as error:
+                self.failed[slot] = error
         return seconds
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
         images, companions, transformed = self._images, self._companions, self._transformed
-        count, samples = len(companions), self._samples
+        count, samples = len(companions), self.samples
         if slots is not None:
             for k, slot in enumerate(slots):
                 if k != slot:
@@ -132,29 +305,28 @@ class _Crops:
             companions, count = [companions[slot] for slot in slots], len(slots)
             samples = samples[list(slots)]
             transformed = [transformed[slot] for slot in slots] if transformed else []
-        recipe, collate, companion = self._recipe, self._maker.collate, self._recipe.companion
-        assert companion is not None
+        recipe, companion = self._recipe, self._recipe.companion
         mixed: tuple[npt.NDArray[np.int64], ...] = ()  # Samples behind the others, and partners.
-        if self._pairs is not None:
-            pairs = self._pairs if slots is None else self._pairs.of(slots)
+        if self._partners is not None:
+            partners = self._partners if slots is None else self._partners.of(slots)
             labels = np.array(companions, np.int64)
 
             def partner(row: int, sample: int, uniforms: npt.NDArray[np.float64]) -> int:
-                label: int = recipe.into(images[row], sample, pairs.fetch(sample), uniforms)
+                label: int = recipe.decode(images[row], sample, partners.fetch(sample), uniforms)
                 recipe.transformed(images[row], self._epoch, sample)
                 return label
 
-            labels, *rest = decode_partners(pairs, recipe, self._epoch, samples, partner, labels)
+            labels, *rest = decode_partners(partners, recipe, self._epoch, samples, partner, labels)
             companions, mixed, count = labels.tolist(), tuple(rest), len(labels)
         crops = torch.from_numpy(images[:count]).movedim(-1, -3)
-        if collate is not None:
+        if self._collate is not None:
             firsts: BatchData = transformed
             if recipe.transform is None:
                 firsts, batchwise = crops, recipe.batch_transform
                 if batchwise is not None:
                     targets = torch.tensor(companions) if batchwise.mixes else companions
                     firsts, companions = batchwise(crops, targets, self._epoch, samples, *mixed)
-            return collate(list(map(companion.sample, firsts, companions)))
+            return self._collate(list(map(companion.sample, firsts, companions)))
         if recipe.transform is None:
             made = companion.batch(crops, companions)
             return (*made, *mixed) if mixed else made
@@ -162,75 +334,166 @@ class _Crops:
         return companion.batch(whole, companions)
 
 
-class _ManyCrops(_Crops):
-    """Crops of images that no tier keeps decoded."""
-
-    def make_many(
-        self, slots: Sequence[int], samples: Sequence[int], payloads: Sequence[Buffer]
-    ) -> tuple[dict[int, Exception], float]:
-        companions = self._recipe.into_all(
-            [self._images[slot] for slot in slots],
-            samples,
-            payloads,
-            [self._uniforms[slot] for slot in slots],
-        )
-        failed, seconds = {}, 0.0
-        for slot, sample, companion in zip(slots, samples, companions, strict=True):
-            try:
-                if isinstance(companion, Exception):
-                    raise companion
-                self._companions[slot] = companion
-                seconds += self._transform(slot, sample) if self._transformed else 0.0
-            except Exception as error:
-                failed[slot] = error
-        return failed, seconds
+# Arrays and numbers of fixed shapes
 
 
-class _CachedCrops(_Crops):
-    """Crops of images that a tier keeps decoded."""
+def _array_batches(recipe: FieldRecipe, batch_size: int, kind: HostMemoryKind) -> BatchFactory:
+    schema = recipe.reader.schema
+    memories = {
+        name: BatchMemory((batch_size, *_shape(schema, name)), _dtype(schema, name), kind)
+        for name, _ in schema.fields
+    }
+    parts = _parts(schema) if schema.overhead >= _DIRECT_BYTES else []
+
+    def begin(
+        _: int, samples: npt.NDArray[np.int64], __: BatchPartners | None
+    ) -> ArrayBatchBuilder:
+        arrays = {name: memory.take() for name, memory in memories.items()}
+        return ArrayBatchBuilder(recipe, arrays, parts, samples)
+
+    return BatchFactory(begin, batch_size * schema.overhead)
+
+
+class ArrayBatchBuilder(BatchBuilder):
+    """Samples of arrays and numbers of fixed shapes, each field in a batch array of its own.
+
+    Args:
+        arrays: uninitialised memory of each field.
+        parts: arrays of a payload, in its order, and the stretches between them, which have no
+            name: (name or None, first byte, end). Empty for small samples: a system call for each
+            field would cost more than the copy that it saves.
+    """
 
     def __init__(
         self,
-        maker: CropBatchBuilder,
-        tier: DecodedTier,
-        epoch: int,
+        recipe: FieldRecipe,
+        arrays: dict[str, npt.NDArray[Any]],
+        parts: list[tuple[str | None, int, int]],
         samples: npt.NDArray[np.int64],
-        pairs: BatchPartners | None,
     ) -> None:
-        super().__init__(maker, epoch, samples, pairs)
-        self._tier = self._cache = tier
+        super().__init__(samples)
+        self._recipe, self._arrays, self._parts = recipe, arrays, parts
+        self.reads_directly = bool(parts)
 
-    def take_cached(self, slot: int, sample: int) -> float | None:
-        decoded = self._cache.get(sample)
-        if decoded is None:
-            return None
-        pixels, label = decoded
-        self._recipe.decoder.finish(pixels, self._uniforms[slot], self._images[slot])
-        self._companions[slot] = label
-        if self._transformed:
-            self._transform(slot, sample)
-        return self._cache.saves_s
+    def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
+        for slot, payload in zip(slots, payloads, strict=True):
+            try:
+                fields = self._recipe.fields(int(self.samples[slot]), payload)
+                for name, value in fields.items():
+                    self._arrays[name][slot] = value
+            except Exception as error:
+                self.failed[slot] = error
+        return 0.0
+
+    def read_directly(
+        self, slot: int, read: Callable[[Sequence[memoryview]], str]
+    ) -> tuple[str, int]:
+        pieces = [
+            memoryview(bytearray(end - begin))
+            if name is None
+            else memoryview(self._arrays[name][slot].reshape(-1).view(np.uint8))
+            for name, begin, end in self._parts
+        ]
+        place = read(pieces)
+        schema = self._recipe.reader.schema
+        for piece, (name, begin, end) in zip(pieces, self._parts, strict=True):
+            if name is None:
+                for scalar, value in schema.scalars_in(piece, begin, end):
+                    self._arrays[scalar][slot] = value
+        return place, sum(map(len, pieces))
+
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        count = len(self.samples)
+        tensors = {
+            name: torch.from_numpy(array[:count] if slots is None else array[list(slots)])
+            for name, array in self._arrays.items()
+        }
+        structure = self._recipe.reader.schema.structure
+        # Lists where a sample has tuples, as default_collate has them.
+        return tensors if structure is None else tree_map(tensors.__getitem__, structure)
 
 
-class _ManyCachedCrops(_CachedCrops):
-    """Crops of images that a tier keeps decoded, and that no function of the user's changes."""
+def _parts(schema: Schema) -> list[tuple[str | None, int, int]]:
+    parts: list[tuple[str | None, int, int]] = []
+    at = 0
+    for name, kind, begin in sorted(schema.places(), key=lambda field: field[2]):
+        if kind.scalar or not kind.bytes:
+            continue
+        if begin > at:
+            parts.append((None, at, begin))
+        parts.append((name, begin, begin + kind.bytes))
+        at = begin + kind.bytes
+    if at < schema.overhead:
+        parts.append((None, at, schema.overhead))
+    return parts
 
-    whole = False
 
-    def take_cached_many(self, slots: list[int]) -> tuple[list[int], float]:
-        rest, there, images = [], [], []
-        for slot in slots:
-            decoded = self._cache.get(int(self._samples[slot]))
-            if decoded is None:
-                rest.append(slot)
-                continue
-            there.append(slot)
-            images.append(decoded[0])
-            self._companions[slot] = decoded[1]
-        finish_all(
-            self._recipe.decoder,
-            images,
-            [self._uniforms[slot] for slot in there],
-            [self._images[slot] for slot in there],
-        )
-        return rest, len(there) * self._cache.saves_s
+def _shape(schema: Schema, name: str) -> tuple[int, ...]:
+    return tuple(size or 0 for size in schema.kinds[name].shape)
+
+
+def _dtype(schema: Schema, name: str) -> np.dtype[Any]:
+    """The type that default_collate gives: Python's numbers become int64 and float64."""
+    kind = schema.kinds[name]
+    assert kind.dtype is not None
+    if kind.shape or kind.dtype == np.bool_:
+        return kind.dtype
+    return np.dtype(np.int64 if np.issubdtype(kind.dtype, np.integer) else np.float64)
+
+
+# Samples of any kind
+
+
+class SampleBatchBuilder(BatchBuilder):
+    """Samples of any kind, made one by one, then collated by the loader's collate_fn."""
+
+    def __init__(
+        self, recipe: Recipe, collate: CollateFn, epoch: int, samples: npt.NDArray[np.int64]
+    ) -> None:
+        super().__init__(samples)
+        self._recipe, self._collate, self._epoch = recipe, collate, epoch
+        self._made: list[Sample] = [None] * len(samples)
+
+    def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
+        seconds = 0.0
+        for slot, payload in zip(slots, payloads, strict=True):
+            try:
+                self._made[slot], more = self._recipe.make(
+                    self._epoch, int(self.samples[slot]), payload
+                )
+                seconds += more
+            except BaseException as error:
+                self.failed[slot] = error
+        return seconds
+
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        samples = self._made if slots is None else [self._made[slot] for slot in slots]
+        if not samples:
+            return torch.empty(0)
+        try:
+            return self._collate(samples)
+        except RuntimeError as error:
+            if self._collate is torch.utils.data.default_collate:
+                _check_shapes(samples, self._recipe.reader.path, error)
+            raise
+
+
+def _as_lists(samples: Sequence[Sample]) -> BatchData:
+    """Collate whole pictures, which differ in size, as torchvision's detectors take them."""
+    if not all(isinstance(each, tuple) and len(each) == 2 for each in samples):
+        return torch.utils.data.default_collate(list(samples))
+    return [picture for picture, _ in samples], [target for _, target in samples]
+
+
+def _check_shapes(samples: Sequence[Sample], path: str, error: RuntimeError) -> None:
+    """Raise UsageError if a field's tensors have several shapes, so that they cannot be stacked."""
+    for name in samples[0] if isinstance(samples[0], dict) else ():
+        values = [each[name] for each in samples if isinstance(each, dict) and name in each]
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
+        shapes = sorted({tuple(each.shape) for each in tensors})
+        if len(shapes) > 1:
+            raise UsageError(
+                f"{path}: {name!r} has shapes such as {shapes[0]} and {shapes[-1]}, which cannot "
+                "be stacked into a batch: give image_size= or a transform= that makes shapes "
+                "alike, or collate_fn=list"
+            ) from error

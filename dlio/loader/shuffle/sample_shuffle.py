@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -24,23 +25,45 @@ from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import leave
 from dlio.comm.funnel import waiting
 from dlio.comm.survival.membership import messages_of
-from dlio.data.abilities import estimates_sizes
+from dlio.data.reader_contract import abilities_of
 from dlio.errors import DlioError, PeerLost
 from dlio.loader.shuffle.sample_message import (
     ENTRY_BYTES,
     MessageMemory,
+    SizedReceive,
     UncheckedPayload,
+    announce,
     message_bytes,
+    message_of,
     pack_message,
     pack_payloads,
     unpack_message,
 )
-from dlio.loader.shuffle.sized_receive import SizedReceive, announce, message_of
-from dlio.loader.shuffle.windows import windows_of
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
-from dlio.plan.schedule import RankWindow
+from dlio.plan.schedule import RankWindow, window_steps
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.threads import Workers
+
+_FIRST_WINDOW_STEPS = 2
+"""Short, so that the first batch does not wait for a long window's messages."""
+_MOST_WINDOW_STEPS = 32
+
+
+def windows_of(plan: EpochPlan, mean_bytes: float) -> list[range]:
+    """Return the steps of each window, the same on all ranks.
+
+    On one node a window needs no memory but its plan, so windows are as long as possible there.
+
+    Args:
+        mean_bytes: mean payload bytes of a sample.
+    """
+    length = _MOST_WINDOW_STEPS
+    if plan.ranks.nodes > 1:
+        length = min(length, window_steps(mean_bytes, plan.largest_batch, plan.window_bytes))
+    first = min(length, _FIRST_WINDOW_STEPS, plan.steps)
+    edges = sorted({0, *range(first, plan.steps, length), plan.steps})
+    return [range(start, stop) for start, stop in pairwise(edges)]
+
 
 _T = TypeVar("_T")
 
@@ -105,10 +128,12 @@ class Shuffle:
         self._hierarchy = hierarchy
         self._plan = plan
         self._planner = planner
+        # A message of an earlier pass that is late must not be taken for one of this pass.
         self._tag_base = (generation % _GENERATIONS) * (_WINDOW_TAGS + 1)
         self._windows = windows_of(plan, float(hierarchy.reader.sizes.mean()))
-        self._announced = estimates_sizes(hierarchy.reader)
+        self._announced = abilities_of(hierarchy.reader).sizes_are_estimates
         """Sizes of samples are not known before they are read: messages are announced."""
+        # Ranks of a node read the same tiers: samples travel between nodes only.
         self._moves = plan.ranks.nodes > 1
         self._condition = threading.Condition()
         self._steps: dict[int, StepSamples] = {}
@@ -210,6 +235,8 @@ class Shuffle:
                 with self._condition:
                     self._planned += 1
                     self._condition.notify_all()
+            # MPI moves a long message only inside of calls to it: this thread calls until the last
+            # one is done.
             while not self._closing.is_set() and (self._busy or not self._consumed_all):
                 self._progress()
                 self._pause()
@@ -268,6 +295,7 @@ class Shuffle:
         window = self._window(number)
         tag = self._tag_base + number % _WINDOW_TAGS
         incoming = [] if self._alone else self._receive_window(window, tag)
+        # A peer that was late once is not waited for: each of its steps would cost a deadline.
         late = np.isin(window.senders, list(self._late))
         self._hierarchy.counters.add("late", int(late.sum()))
         here = late | self._alone
@@ -340,6 +368,7 @@ class Shuffle:
 
     def _pack(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         hierarchy = self._hierarchy
+        # All at once: of a source with a latency, samples would come one after another otherwise.
         hierarchy.expect(samples)
         blocks, places = hierarchy.reader.layout.locate(samples)
         sizes = np.asarray(hierarchy.reader.sizes[samples], np.int64)
@@ -433,6 +462,9 @@ class Shuffle:
         while self._busy and time.monotonic() < deadline:
             self._progress()
             time.sleep(_IDLE_S)
+        # Messages of a peer that was given up stay posted, in memory that is never freed: a
+        # cancelled one could match a later message, and MPI_Finalize wrote into memory that Python
+        # had freed.
         for receive in self._receives:
             if receive.steps:
                 self._cancel(receive)

@@ -18,8 +18,7 @@ from dlio.data.schema import Buffer
 from dlio.data.selection import SelectionReader
 from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
-from dlio.loader.dataset import Dataset
-from dlio.loader.opened import open_dataset
+from dlio.loader.dataset import Dataset, open_dataset
 from dlio.loader.third_party.huggingface import ImageSet, is_image_set
 from dlio.storage.tier_spec import Tiers
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
-from torch.utils.data._utils import pin_memory as pinning
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_sharding
 
 from dlio.loader.contract import State
+from dlio.loader.torch_private import BaseDataLoaderIter, pin_memory
 from dlio.loader.torchdata_state.state_format import (
     DATASET_ITER_STATE,
     DATASET_STATE,
@@ -32,7 +31,7 @@ from dlio.loader.torchdata_state.stateful_samplers import resumed
 from dlio.loader.torchdata_state.worker_server import FetchOptions, fetcher_of
 
 
-class InlineIterator(_BaseDataLoaderIter):
+class InlineIterator(BaseDataLoaderIter):
     """torch's iterator without workers, with a state.
 
     Args:
@@ -79,8 +78,7 @@ class InlineIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         data = self._fetcher.fetch(self._next_index())
         if self._pin_memory:
-            pin: Any = pinning.pin_memory
-            data = pin(data, self._pin_memory_device)
+            data = pin_memory(data, self._pin_memory_device)
         return data
 
     def _next_index(self) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe, RandomSampler
-from torch.utils.data.dataloader import _get_distributed_settings, _share_dist_seed
 
 from dlio.loader.batch_stream import BatchStream, PassCounters, RunningPass
 from dlio.loader.contract import State
@@ -17,6 +16,7 @@ from dlio.loader.loader_options import LoaderOptions, pinning
 from dlio.loader.nested_batches import map_leaves
 from dlio.loader.sampler_pass import BatchesPass
 from dlio.loader.torch_engine import fed_by, plain_loader
+from dlio.loader.torch_private import distributed_settings, share_seed
 from dlio.loader.torchdata_state.inline_iterator import InlineIterator
 from dlio.loader.torchdata_state.parallel_iterator import ParallelIterator, ResumeState, warn_beyond
 from dlio.loader.torchdata_state.state_format import StatefulObject
@@ -31,9 +31,6 @@ from dlio.loader.torchdata_state.transports import (
 from dlio.loader.torchdata_state.worker_server import FetchOptions, WorkerServer, start
 
 _log = logging.getLogger("dlio")
-# torch gives these no types.
-_shared_seed: Any = _share_dist_seed
-_ranks: Any = _get_distributed_settings
 
 
 class IterationState:
@@ -146,7 +143,7 @@ class IterationState:
 
     def _again(self, options: LoaderOptions, iterator: ParallelIterator) -> None:
         if isinstance(options.dataset, IterDataPipe):
-            iterator.reseed(_shared_seed(options.generator, None))
+            iterator.reseed(share_seed(options.generator, None))
         iterator.again()
 
     def _parallel(
@@ -166,7 +163,7 @@ class IterationState:
         if loaded is None:
             draws.len_called = length
         if isinstance(options.dataset, IterDataPipe):
-            seed = _shared_seed(options.generator, None)
+            seed = share_seed(options.generator, None)
             if draws.shared_seed is None:
                 draws.shared_seed = seed
         recipe = FetchOptions(
@@ -178,7 +175,7 @@ class IterationState:
             options.worker_init_fn,
             {} if loaded is None else loaded.workers,
             draws.shared_seed,
-            _ranks(),
+            distributed_settings(),
         )
 
         def make(first: int) -> Transport:

@@ -6,9 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
-from torch._utils import ExceptionWrapper
-
 from dlio.loader.contract import BatchData, State
+from dlio.loader.torch_private import ExceptionWrapper
 from dlio.loader.torchdata_state.state_format import (
     DATASET_ITER_STATE,
     DATASET_STATE,

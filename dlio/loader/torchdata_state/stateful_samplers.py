@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
-from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from dlio.loader.contract import Index, IndexBatches, Indices, State
+from dlio.loader.torch_private import InfiniteConstantSampler
 from dlio.loader.torchdata_state.state_format import StatefulObject, restore, state_of
 
 _CHUNK: Final = 32
@@ -50,7 +50,7 @@ def resumed(index_sampler: Any, sampler_state: Any, iter_state: Any, yielded: in
     """
     restore(index_sampler, sampler_state)
     iterator: Any = iter(index_sampler)
-    if isinstance(index_sampler, _InfiniteConstantSampler):
+    if isinstance(index_sampler, InfiniteConstantSampler):
         return iterator
     if isinstance(iterator, StatefulObject) or sampler_state is not None:
         restore(iterator, iter_state)
@@ -160,6 +160,6 @@ class _BatchSamplerPass:
         indices: Any = iter(sampler)
         restore(indices, state.get("sampler_iter_state"))
         knows = isinstance(sampler, StatefulObject) or isinstance(indices, StatefulObject)
-        if not knows and not isinstance(sampler, _InfiniteConstantSampler):
+        if not knows and not isinstance(sampler, InfiniteConstantSampler):
             indices = islice(indices, self._yielded, None)
         self._indices = indices

@@ -7,12 +7,15 @@ from typing import Any, Final
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, get_worker_info
-from torch.utils.data._utils import pin_memory as pinning
-from torch.utils.data._utils import worker as _theirs
-from torch.utils.data.dataloader import _DatasetKind, _sharding_worker_init_fn
 from torch.utils.data.graph_settings import apply_random_seed
 
 from dlio.loader.contract import BatchData, CollateFn, State, UserDataset
+from dlio.loader.torch_private import (
+    DatasetKind,
+    pin_memory,
+    sharding_worker_init,
+    worker_module,
+)
 from dlio.loader.torchdata_state.state_format import (
     DATASET_ITER_STATE,
     DATASET_STATE,
@@ -58,8 +61,7 @@ class WorkerReply:
 
     def pin_memory(self, device: Any = None) -> "WorkerReply":
         """Pin the batch; called by torch's thread for it."""
-        pin: Any = pinning.pin_memory
-        self.data = pin(self.data, device)
+        self.data = pin_memory(self.data, device)
         return self
 
 
@@ -75,12 +77,12 @@ class FetchOptions:
 
     @property
     def iterable(self) -> bool:
-        return self.kind == _DatasetKind.Iterable
+        return self.kind == DatasetKind.Iterable
 
 
 def fetcher_of(recipe: FetchOptions, dataset: UserDataset) -> Any:
     """Return torch's fetcher; for an iterable data set this begins its iterator."""
-    make: Any = _DatasetKind.create_fetcher
+    make: Any = DatasetKind.create_fetcher
     return make(recipe.kind, dataset, recipe.batched, recipe.collate, recipe.drop_last)
 
 
@@ -116,7 +118,7 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
         self.worker = worker
         init: Any = self.init
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
-            init = functools.partial(_sharding_worker_init_fn, init, *self.ranks)
+            init = functools.partial(sharding_worker_init, init, *self.ranks)
         if init is not None:
             init(worker)
 
@@ -186,8 +188,8 @@ def start(worker: int) -> None:
     try:
         own: Any = replace(info, dataset=server.dataset)
     except TypeError:  # torch before 2.13: no dataclass.
-        own = _theirs.WorkerInfo(
+        own = worker_module.WorkerInfo(
             id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=server.dataset
         )
-    _theirs._worker_info = own
+    worker_module._worker_info = own
     server.prepare(worker)

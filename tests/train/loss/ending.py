@@ -35,10 +35,9 @@ from torch import nn
 
 from dlio.cli.resize import ResizeOptions, join, leave
 from dlio.comm import Communicator
-from dlio.comm.survival.recovery import Report
 from dlio.errors import PeerLost
 from dlio.exchange.bucket_sums import BucketSums
-from dlio.exchange.round_commit import RoundCommit
+from dlio.exchange.round_commit import RoundCommit, RoundReport
 from dlio.features.pruning import pruner
 from dlio.features.pruning.pruning_pace import Schedule
 from dlio.launch.job_folder import PREFIX
@@ -55,7 +54,7 @@ def _end(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(60)
+        time.sleep(600)
     elif how == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
     elif how == "exit":
@@ -121,7 +120,7 @@ def _lack(pattern: str) -> None:
 
 def _watch_sums(model: Ending) -> None:
     """Have this rank end, or be late, at a place in the sums, and note givings."""
-    wait, take, settle = BucketSums.wait, BucketSums.take, RoundCommit.settle
+    wait, take, reconcile = BucketSums.wait, BucketSums.take, RoundCommit.reconcile
     given: list[int] = []
 
     def here(*places: str) -> bool:
@@ -146,16 +145,16 @@ def _watch_sums(model: Ending) -> None:
         if here("taken"):
             _end(model.how)
 
-    def settling(self: RoundCommit, reports: Sequence[Report], comm: Communicator) -> None:
-        if len({each["closed"][0] for each in reports}) > 1:
+    def reconciling(self: RoundCommit, reports: Sequence[RoundReport], comm: Communicator) -> None:
+        if len({each.closed for each in reports}) > 1:
             given.append(len(reports))
             Path(f"given-{_RANK}-{len(given)}").touch()
-        settle(self, reports, comm)
+        reconcile(self, reports, comm)
 
     patched: Any = BucketSums
     patched.wait, patched.take = waiting, taking
     patched = RoundCommit
-    patched.settle = settling
+    patched.reconcile = reconciling
 
 
 class Digest(Callback):
