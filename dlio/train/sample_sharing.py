@@ -12,9 +12,10 @@ from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import Reader
 from dlio.data.schema import Schema
 from dlio.errors import UsageError
-from dlio.features.mesh import Mesh, Slab, parse_axes
 from dlio.features.mesh.layer_parts import LayerParts
-from dlio.features.mesh.slab import longest_dimension
+from dlio.features.mesh.mesh_axes import parse_axes
+from dlio.features.mesh.rank_mesh import Mesh
+from dlio.features.mesh.slab import Slab, longest_dimension
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount

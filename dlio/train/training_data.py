@@ -8,7 +8,7 @@ import torch
 from dlio.comm import Communicator
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import IMAGES, Schema
-from dlio.features.mesh import Mesh
+from dlio.features.mesh.rank_mesh import Mesh
 from dlio.image import crop_transforms
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset, open_dataset
