@@ -160,7 +160,7 @@ class Worker:
         """Number of the epoch, from 0."""
         self.position = 0
         """Samples of the epoch's order that all ranks have trained on."""
-        self.updates = 0
+        self.updates: int = 0
         """Optimizer steps since the run began."""
         self.left_out = 0
         """Optimizer steps left out in this epoch."""

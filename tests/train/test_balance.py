@@ -174,7 +174,7 @@ def test_without_the_option_ranks_are_measured_and_nothing_changes() -> None:
 
 
 def test_balancing_requires_an_exact_mode() -> None:
-    assert train_config("pictures", shuffle="global", balance=True).balance
+    assert train_config("pictures", shuffle="global", balance=True).ranks.balance
     with pytest.raises(UsageError, match="choose mode batch or global"):
         train_config("pictures", shuffle="ring", balance=True)
 

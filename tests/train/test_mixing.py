@@ -93,7 +93,9 @@ def test_a_run_does_not_depend_on_the_number_of_threads(pictures: Path, tmp_path
         file = str(tmp_path / f"{workers}.pt")
         report = train(
             train_config(
-                *(str(pictures / "train"), str(pictures / "val"), 1),
+                str(pictures / "train"),
+                val=str(pictures / "val"),
+                epochs=1,
                 image_size=32,
                 model="lenet",
                 mixup=0.2,

@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from dlio.cli.option_groups import with_help
@@ -164,7 +163,7 @@ def _search(
             for path in paths:
                 print_line(f"staging {path} into {tiers}")
                 study.add_staged(stage(path, tiers))
-        run = replace(run, tiers=tiers)
+        run = run.replaced(tiers=tiers)
 
         def work(point: Point, folder: str) -> TrialProgram:
             if words:

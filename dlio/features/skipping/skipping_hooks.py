@@ -29,7 +29,7 @@ class SkippingHooks(FeatureHooks):
             easy=EASY if share is None else math.inf,
         )
 
-    def begin_epoch(self, run: FeatureRun, epoch: int) -> int:
+    def choose_samples(self, run: FeatureRun, epoch: int) -> int:
         self._skipper.begin(epoch)
         return self._skipper.samples
 

@@ -40,9 +40,9 @@ def make_callbacks(
     if options.early_stopping is not None:
         callbacks.append(EarlyStopping(options.early_stopping))
     for text in options.callback:
-        name, options = split_options("--callback", text)
+        name, given = split_options("--callback", text)
         factory = load_factory("--callback", CALLBACKS.get(name, name))
-        callback = call_with("--callback", name, factory, options, ())
+        callback = call_with("--callback", name, factory, given, ())
         if not isinstance(callback, Callback):
             raise UsageError(
                 f"--callback {name}: gave a {type(callback).__name__}, not a "

@@ -148,8 +148,8 @@ def about(run: Worker) -> RunState:
         "epochs": [report.to_dict() for report in run.history],
     }
     facts = {prefix: hooks.facts() for prefix, hooks in run.features.by_prefix.items()}
-    state |= {prefix: each for prefix, each in facts.items() if each is not None}  # type: ignore[misc]
-    return state
+    of_features = {prefix: each for prefix, each in facts.items() if each is not None}
+    return cast(RunState, {**state, **of_features})
 
 
 def restore(run: Worker, checkpoint: SavedState) -> None:

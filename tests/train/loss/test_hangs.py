@@ -104,4 +104,4 @@ def test_options_that_contradict_each_other_are_refused(
     options: dict[str, object], said: str
 ) -> None:
     with pytest.raises(UsageError, match=said):
-        train_config(source="data", **options)  # type: ignore[arg-type]
+        train_config(source="data", **options)

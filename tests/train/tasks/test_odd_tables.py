@@ -28,7 +28,7 @@ def _write(path: Path, values: Iterable[object], prices: Iterable[object]) -> st
 
 def _notes(path: str) -> str:
     config = train_config(path, target="price")
-    return " ".join(find_columns(config, open_reader(path), SingleCommunicator())[1])
+    return " ".join(find_columns(config.model, open_reader(path), SingleCommunicator())[1])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_target_of_numbers_that_are_text_is_remarked_upon(tmp_path: Path, targ
     path = tmp_path / "t.csv"
     path.write_text(f"a,{target}\n" + "".join(f'{k},"{k},500"\n' for k in range(1, 9)))
     config = train_config(str(path), target=target)
-    notes = find_columns(config, open_reader(str(path)), SingleCommunicator())[1]
+    notes = find_columns(config.model, open_reader(str(path)), SingleCommunicator())[1]
     assert any(note.startswith(f"{target} is text") and "'1,500'" in note for note in notes)
 
 

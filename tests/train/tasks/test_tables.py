@@ -37,8 +37,8 @@ def _table(path: Path, rows: int = 400, seed: int = 0) -> Path:
 
 
 def _columns(path: Path, **options: object) -> tuple[TableColumns, tuple[str, ...]]:
-    config = train_config(str(path), **options)  # type: ignore[arg-type]
-    return find_columns(config, open_reader(str(path)), SingleCommunicator())
+    config = train_config(str(path), **options)
+    return find_columns(config.model, open_reader(str(path)), SingleCommunicator())
 
 
 def test_columns_have_the_statistics_of_the_training_data(tmp_path: Path) -> None:
