@@ -234,13 +234,13 @@ def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: P
     """The launcher checks options, model, data and tiers; a stub takes the record."""
     text = (
         "import json, os, sys\n"
-        "from dlio.cli import launch, main\n"
+        "from dlio.cli import main\nfrom dlio.launch import mpi_launch\n"
         "def start(module, argv, ranks, environment, min_ranks, spares, live):\n"
         "    task = json.loads(environment['DLIO_RECORD'])\n"
         "    loaded = [m for m in ('torch', 'mpi4py') if m in sys.modules]\n"
         "    print(json.dumps([ranks, task['records'][0][1]['epochs'], loaded]))\n"
         "    return 0\n"
-        "launch.run_module = start\n"
+        "mpi_launch.run_module = start\n"
         f"main(['train', {str(pictures)!r}, '-n', '4', '--epochs', '9', '--skip-samples',"
         " '--exchange', 'gossip+int8', '--model', 'resnet(width=8)'])"
     )

@@ -214,7 +214,7 @@ def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig
         live: LiveLine,
     ) -> int:
         assert not live.shown
-        assert (module, argv, count) == ("dlio.cli.rank_main", ["train"], 2)
+        assert (module, argv, count) == ("dlio.cli.rank_main", ["train_command"], 2)
         assert (min_ranks, spares) == (None, 0)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

@@ -165,7 +165,9 @@ def test_epochs_with_pruning_do_not_count_towards_early_stopping() -> None:
         assert not ended
         run.history.append(
             SimpleNamespace(
-                watch="accuracy", watched=accuracy, pruning={"rounds": [{"removed": removed}]}
+                watch="accuracy",
+                watched=accuracy,
+                features={"pruning": {"rounds": [{"removed": removed}]}},
             )
         )
         EarlyStopping(2).epoch_ends(run, run.history[-1])

@@ -94,8 +94,8 @@ def test_trackers_get_options_and_figures(
 
 
 def test_a_tracker_that_is_not_installed_says_so() -> None:
+    config = train_config(source="x", callback=("mlflow()",))
     with pytest.raises(UsageError, match="pip install mlflow"):
-        config = train_config(source="x", callback=("mlflow()",))
         make_callbacks(config.callbacks, config.survival, 0)
 
 
