@@ -1,18 +1,20 @@
 """The engines of one loader."""
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import BatchSampler
 
 from dlio.errors import UsageError
 from dlio.loader.batch_stream import PassCounters, RunningPass
+from dlio.loader.contract import BatchData, CollateFn, Sample, UserDataset
 from dlio.loader.dataset import Dataset
 from dlio.loader.delivery import DeviceDelivery
-from dlio.loader.empty_batches import EmptyBatchCollate
 from dlio.loader.listed_sampler import ListedPass, is_listable, listed_samples, raising_at_end
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.mixture_dataset import Mixture
+from dlio.loader.nested_batches import emptied
 from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned_engine.engine import PlannedEngine, decode_threads
 from dlio.loader.sampler_pass import SamplerPass
@@ -183,3 +185,19 @@ class Engines:
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
             ahead.feed.close()
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyBatchCollate:
+    """A collate_fn that also collates an empty list: it collates sample 0 and drops it again.
+
+    For ranks that an epoch's last, small global batch does not reach.
+    """
+
+    collate: CollateFn
+    dataset: UserDataset
+
+    def __call__(self, samples: list[Sample]) -> BatchData:
+        if len(samples):
+            return self.collate(samples)
+        return emptied(self.collate([self.dataset[0]]))

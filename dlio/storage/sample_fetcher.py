@@ -34,7 +34,7 @@ from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierFull
 from dlio.plan.order import Order
-from dlio.storage.block_fetcher import BlockFetcher, ReadAhead, SourceRequests
+from dlio.storage.block_fetcher import BlockFetcher, Fetcher, SourceRequests
 from dlio.storage.counters import Counters, RunNotes
 from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.tier import Tier, TierTargets
@@ -305,7 +305,7 @@ def by_block(tasks: Sequence[SampleRead]) -> dict[int, list[SampleRead]]:
 # Fetching
 
 
-class SampleFetcher(ReadAhead):
+class SampleFetcher(Fetcher):
     """Reads samples and completes blocks with them. Thread-safe. Owner: the hierarchy.
 
     Invariant, under the lock: a sample in `_tasks` is queued or being read by one thread of
