@@ -1,1 +1,1 @@
-"""Features of training that are separate from the trainer; see `dlio.train.features`."""
+"""Features of training that are separate from the trainer; see `dlio.train.feature_spec`."""

@@ -1,4 +1,4 @@
-"""Rules among the options that belong to no feature; for others see `dlio.train.features`."""
+"""Rules among the options that belong to no feature; for others see `dlio.train.feature_spec`."""
 
 import re
 from datetime import datetime
@@ -9,7 +9,7 @@ from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.train.departure import seconds_until
-from dlio.train.features import labelled, refuse
+from dlio.train.feature_spec import labelled, refuse
 from dlio.train.train_options import TrainOptions
 
 _OF_ORDER: Final = ("--shuffle", "--source-order")

@@ -26,8 +26,8 @@ The order is a promise, because results have to be the same bit by bit:
     save
     close
 
-Where several features act at one point, they do so in the order of `Feature.order`. Methods that
-are marked as collective are called on all ranks together.
+Where several features act at one point, they do so in the order of `FeatureSpec.order`. Methods
+that are marked as collective are called on all ranks together.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ from torch import nn
 from dlio.comm import Communicator
 from dlio.train.callbacks.callback_base import Run
 from dlio.train.config import TrainConfig
-from dlio.train.features import find_features
+from dlio.train.feature_spec import find_features
 from dlio.train.report import RankEpoch
 from dlio.train.sample_sharing import SampleSharing
 from dlio.train.tasks.task_base import Outputs, TrainingTask

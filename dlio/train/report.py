@@ -13,7 +13,7 @@ from dlio.comm.survival.recovery import MeasuredLoss
 from dlio.loader.stats import PassStats
 from dlio.storage.counters import PLACES
 from dlio.train.config import TrainConfig
-from dlio.train.features import find_features
+from dlio.train.feature_spec import find_features
 from dlio.train.tasks.metrics import label, show_metric
 from dlio.util.cores import available_cores
 from dlio.util.options import as_mapping

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, Self, TypeVar
 
-from dlio.train.features import Feature, find_features, option_records
+from dlio.train.feature_spec import FeatureSpec, find_features, option_records
 from dlio.train.learning_rate import SCHEDULES
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
 from dlio.util.options import RECORDS, Option, as_mapping, check, from_mapping
@@ -528,11 +528,11 @@ class TrainOptions:
         """Return the same with other values of some options, by the names of their fields."""
         return from_mapping(type(self), {**as_mapping(self), **options})
 
-    def each_feature(self) -> Iterator[tuple[Feature, object]]:
+    def each_feature(self) -> Iterator[tuple[FeatureSpec, object]]:
         """Yield the features that are installed, with their options, in their order."""
         return zip(find_features(), self.features, strict=True)
 
-    def active(self) -> Iterator[tuple[Feature, object]]:
+    def active(self) -> Iterator[tuple[FeatureSpec, object]]:
         """Yield the features that are on, with their options, in their order."""
         for feature, options in self.each_feature():
             if feature.label(options) is not None:

@@ -6,7 +6,7 @@ from typing import Self
 
 from dlio.comm.launch_environment import shows_terminal
 from dlio.comm.survival.recovery import MeasuredLoss
-from dlio.train.features import find_features
+from dlio.train.feature_spec import find_features
 from dlio.train.report import EpochReport
 from dlio.train.tasks.metrics import show_metric
 from dlio.util.live_figures import publish

@@ -8,7 +8,7 @@ from dlio.exchange.exchange_spec import parse_exchange
 from dlio.features.batch_norm.ghost_spec import group_size
 from dlio.plan.epoch import is_exact
 from dlio.train.config import TrainConfig
-from dlio.train.features import Feature, labelled, refuse
+from dlio.train.feature_spec import FeatureSpec, labelled, refuse
 from dlio.util.options import Option, check
 
 USUAL = "average"
@@ -37,7 +37,7 @@ class BatchNormOptions:
         group_size(self.batch_norm)
 
 
-class BatchNormFeature(Feature):
+class BatchNormFeature(FeatureSpec):
     """`--batch-norm`."""
 
     name, order = "batch_norm", 30

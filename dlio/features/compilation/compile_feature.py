@@ -5,7 +5,7 @@ from typing import Annotated
 
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.config import TrainConfig
-from dlio.train.features import Feature, labelled, refuse
+from dlio.train.feature_spec import FeatureSpec, labelled, refuse
 from dlio.util.options import Option, check
 
 
@@ -25,7 +25,7 @@ class CompileOptions:
         check(self)
 
 
-class CompileFeature(Feature):
+class CompileFeature(FeatureSpec):
     """`--compile`."""
 
     name, order = "compilation", 50

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dlio.train.config import TrainConfig
-from dlio.train.features import Feature, labelled, refuse
+from dlio.train.feature_spec import FeatureSpec, labelled, refuse
 from dlio.util.options import Option, check
 
 
@@ -27,7 +27,7 @@ class EmaOptions:
         check(self)
 
 
-class EmaFeature(Feature):
+class EmaFeature(FeatureSpec):
     """`--ema`."""
 
     name, order = "ema", 20

@@ -8,7 +8,7 @@ from dlio.errors import UsageError
 from dlio.features.pruning.pruning_report import removed_by_kind
 from dlio.train.config import TrainConfig
 from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES
-from dlio.train.features import Feature, refuse
+from dlio.train.feature_spec import FeatureSpec, refuse
 from dlio.util.options import Option, check
 from dlio.util.whole_files import remove_file
 
@@ -54,7 +54,7 @@ class PruningOptions:
         check(self)
 
 
-class PruningFeature(Feature):
+class PruningFeature(FeatureSpec):
     """`--prune`."""
 
     name, order = "pruning", 40

@@ -8,7 +8,7 @@ from dlio.errors import UsageError
 from dlio.features.skipping.skip_rule import SHARE
 from dlio.train.config import TrainConfig
 from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES
-from dlio.train.features import Feature, refuse
+from dlio.train.feature_spec import FeatureSpec, refuse
 from dlio.util.options import Option, check
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class SkippingOptions:
         check(self)
 
 
-class SkippingFeature(Feature):
+class SkippingFeature(FeatureSpec):
     """`--skip-samples`."""
 
     name, order, prefix = "skipping", 70, "skip"

@@ -1,7 +1,7 @@
 """End a run whose held-out accuracy no longer improves."""
 
 from dlio.train.callbacks.callback_base import Callback, Run
-from dlio.train.features import find_features
+from dlio.train.feature_spec import find_features
 from dlio.train.report import EpochReport
 from dlio.train.tasks.metrics import goodness, label, show_metric
 

@@ -1,7 +1,7 @@
 """The figures of an epoch, by names that group them, for what draws curves."""
 
 from dlio.storage.counters import PLACES
-from dlio.train.features import find_features
+from dlio.train.feature_spec import find_features
 from dlio.train.report import EpochReport
 
 

@@ -10,7 +10,7 @@ from dlio.errors import UsageError
 from dlio.features.mesh.mesh_axes import parse_sizes
 from dlio.train.checkpoint_progress import FIXED
 from dlio.train.feature_hooks import SavedFeature
-from dlio.train.features import find_features
+from dlio.train.feature_spec import find_features
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker

@@ -1,8 +1,8 @@
 """Features of a training run that are separate from the trainer: their options and their rules.
 
 A feature is a folder below `dlio/features/`, found by the entry-point group `dlio.features`. Its
-entry point names a `Feature`: what is known of it before a run, without torch. While the feature
-is on, its `FeatureHooks` take part in the run; see `dlio.train.feature_hooks`.
+entry point names a `FeatureSpec`: what is known of it before a run, without torch. While it is on,
+its `FeatureHooks` take part in the run; see `dlio.train.feature_hooks`.
 
 The trainer knows no feature by name. What two features must not do together stands in one of them.
 """
@@ -26,7 +26,7 @@ class FeatureConfig(Protocol):
         its name."""
 
 
-class Feature:
+class FeatureSpec:
     """What is known of a feature before a run. Stateless: one object per process."""
 
     name: ClassVar[str]
@@ -89,12 +89,12 @@ class Feature:
 
 
 @cache
-def find_features() -> tuple[Feature, ...]:
+def find_features() -> tuple[FeatureSpec, ...]:
     """Return the features that are installed, in their order.
 
     A feature whose folder was removed is left out: the rest of the trainer works without it.
     """
-    found: list[Feature] = []
+    found: list[FeatureSpec] = []
     for entry in entry_points(group=GROUP):
         try:
             present = find_spec(entry.module) is not None
