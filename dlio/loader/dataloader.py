@@ -252,6 +252,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             if not self.follows_formula():
                 raise UsageError("keep= is for orders of dlio's own: give seed=, and no sampler")
             mask = SampleMask.of(keep, self._count())
+        # As Lightning does: a sampler of the user's learns of the epoch, too.
         for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
             choose = getattr(sampler, "set_epoch", None)
             if choose is not None:
@@ -436,6 +437,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 rank, ranks = place(options.group, options.mesh)
                 begun.spans.write(path_of(options.trace, rank, ranks), rank)
             return
+        # Before the batch is in the user's hands: a state that is saved in the loop's body counts
+        # it.
         batches.consumed()
         self._place = self._place.handed_out(batches)
         if fed.indices is not None:
@@ -516,6 +519,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def _order_seed(self) -> int:
         if self.seed is not None:
             return int(self.seed)
+        # A user who passes a generator expects its seed to decide the order, though dlio draws
+        # nothing from it.
         if self.generator is not None:
             return int(self.generator.initial_seed()) % (1 << 63)
         data = self._planned_data()

@@ -44,10 +44,13 @@ class TorchEngine:
         """
         self._indices.batches = batches
         loader = plain_loader(options, collate, self._indices)
+        # torch's iterator compares what it yields with the length that its loader was asked for.
         if options.length_was_read:
             len(loader)  # torch warns when an iterable yields more than it said.
         if kept is None:
             return loader._get_iterator()
+        # What torch does in `DataLoader.__iter__` with persistent workers; there is no public way
+        # to it.
         kept._reset(loader)
         return kept
 
@@ -134,6 +137,8 @@ def fed_by(iterator: Iterator[Any]) -> Iterator[BatchResult]:
             data = next(iterator)
         except StopIteration:
             return
+        # A worker's exception does not end torch's iterator: the next call goes on with the next
+        # batch.
         except Exception as error:
             # A batch that comes too late comes at the next call.
             is_late = str(error).startswith(_TIMED_OUT)

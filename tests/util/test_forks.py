@@ -7,7 +7,7 @@ from collections.abc import Callable
 import fsspec
 import pytest
 
-from dlio.data.remote import FsspecHandle
+from dlio.data.source import FsspecHandle
 from dlio.util.forks import call_in_child, new_lock, new_rlock
 from dlio.util.threads import Workers
 

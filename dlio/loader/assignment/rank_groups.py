@@ -93,6 +93,9 @@ class RankGroups:
         if self._recovery.at_rendezvous:
             self.meet()
             return
+        # All changes ahead are kept, not the last one alone: when a second rank is lost within a
+        # step of the first, a rank that is behind still has to take the batches between both as the
+        # others took them.
         switch = _GroupChange(
             self._recovery.number,
             max(each.taken for each in reports),
@@ -113,4 +116,6 @@ class RankGroups:
     def _is_passed(self, switch: _GroupChange) -> bool:
         if switch.taken > self.taken:
             return False
+        # Where ranks do not wait for each other, a lost rank may have counted in steps that this
+        # rank has not made yet.
         return self.evaluates or switch.steps <= self.steps

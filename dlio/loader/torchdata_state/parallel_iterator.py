@@ -96,6 +96,7 @@ class ParallelIterator:
         self._yielded = 0
         self._states: dict[int, State] = {} if loaded is None else dict(loaded.workers)
         self._last = workers - 1
+        # Answers that came while the workers began, where order does not matter.
         self._waiting: list[tuple[int, WorkerReply | ExceptionWrapper]] = []
         self.transport = make(0 if loaded is None else loaded.first(workers))
         # Threads keep their transport alive, so its end follows from that of this object.
@@ -112,6 +113,7 @@ class ParallelIterator:
         return self
 
     def __getattr__(self, name: str) -> Any:
+        # People who look into torch's iterator, such as Lightning, find its attributes here.
         transport = self.__dict__.get("transport")
         if transport is None or not name.startswith("_") or name.startswith("__"):
             raise AttributeError(name)
@@ -154,6 +156,7 @@ class ParallelIterator:
             STEPS_SINCE: self._yielded - self._snapshot[SNAPSHOT_STEP],
             FINISHED: self.finished,
         }
+        # The states below are those of the last snapshot, which the next one replaces in place.
         return copy.deepcopy(state)
 
     def close(self) -> None:
@@ -165,6 +168,8 @@ class ParallelIterator:
         self._draws.yielded = self._yielded
         self._last = worker
         if self._interval and self._yielded % self._interval == 0:
+            # The sampler is ahead of the batches handed out. Its state of the right moment was kept
+            # when the batch was drawn.
             due, main = self._draws.snapshots, None
             while due and due[0][0] <= answer.number:
                 main = due.popleft()[1]
@@ -206,6 +211,7 @@ class ParallelIterator:
         if loaded.rereads:
             if loaded.step:
                 forward(loaded.step)
+            # No worker has a state: all batches up to the snapshot are read again.
             for _ in range(loaded.step):
                 next(self)
         else:
