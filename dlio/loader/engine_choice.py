@@ -91,7 +91,7 @@ class Engines:
 
         Args:
             data: the data set as dlio reads it; None if it is asked for samples.
-            iterator: torch's own, whose worker processes go on.
+            iterator: torch's own, whose worker processes are used again.
 
         Raises UsageError for options that the engine lacks.
         """

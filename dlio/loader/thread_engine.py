@@ -253,7 +253,7 @@ class _ThreadPass:
     def take(self) -> _ThreadBatch | None:
         """Return the next batch that is done: the oldest one, unless any order will do.
 
-        None if it is not done after `timeout_s`; a later call goes on waiting for it. Raises
+        None if it is not done after `timeout_s`; a later call waits on. Raises
         DlioError as `DatasetThreads.wait_for`.
         """
         return self._threads.wait_for(self._take_done, self._work.timeout_s)

@@ -110,7 +110,7 @@ class IterationState:
         return self.iterator.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Have the next pass go on from a state; an empty one changes nothing."""
+        """Have the next pass continue from a state; an empty one changes nothing."""
         self.close()
         if state:
             self._loaded = dict(state)
