@@ -18,7 +18,7 @@ from dlio.comm.world import membership, world
 from dlio.errors import UsageError
 from dlio.loader.assignment.assigner import BatchAssigner, ElasticIterator
 from dlio.loader.assignment.history import AssignmentSpan, SpanRecord
-from dlio.loader.batch_stream import BatchResult, LoaderIterator, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchResult, LoaderIterator, RunningPass
 from dlio.loader.contract import (
     BatchData,
     CollateFn,
@@ -41,6 +41,7 @@ from dlio.loader.loader_options import (
     check_arguments,
 )
 from dlio.loader.mixture_dataset import restore_weights
+from dlio.loader.pass_counters import PassCounters
 from dlio.loader.passes import (
     FormulaOrder,
     LoaderPosition,

@@ -6,13 +6,14 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from dlio.errors import UsageError
-from dlio.loader.batch_stream import PassCounters, RunningPass
+from dlio.loader.batch_stream import RunningPass
 from dlio.loader.dataset import Dataset
 from dlio.loader.delivery import DeviceDelivery
 from dlio.loader.empty_batches import EmptyBatchCollate
 from dlio.loader.listed_sampler import ListedPass, is_listable, listed_samples, raising_at_end
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.mixture_dataset import Mixture
+from dlio.loader.pass_counters import PassCounters
 from dlio.loader.passes import Pass, PlannedPass
 from dlio.loader.planned_engine.engine import PlannedEngine, decode_threads
 from dlio.loader.sampler_pass import SamplerPass

@@ -18,16 +18,18 @@ from dlio.comm.world import membership
 from dlio.data.agreement import check_same_order
 from dlio.data.schema import IMAGES
 from dlio.errors import UsageError
-from dlio.loader.batch_stream import BatchStream, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchStream, RunningPass
 from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
 from dlio.loader.delivery import HostMemoryKind, target_of
 from dlio.loader.loader_options import LoaderOptions
+from dlio.loader.pass_counters import PassCounters
 from dlio.loader.passes import Pass, PlannedPass
-from dlio.loader.planned_engine.batch_builders import BatchFactory, host_batches
+from dlio.loader.planned_engine.batch_builders import BatchFactory
 from dlio.loader.planned_engine.device_builders import device_decoded_batches, device_tier_batches
 from dlio.loader.planned_engine.mixup_partners import EpochPartners
 from dlio.loader.planned_engine.pipeline import PassContext, Pipeline
+from dlio.loader.planned_engine.sample_builders import host_batches
 from dlio.loader.recipe import CropRecipe
 from dlio.loader.shuffle.sample_message import MessageMemory
 from dlio.loader.shuffle.sample_shuffle import Shuffle, windows_of

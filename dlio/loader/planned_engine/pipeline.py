@@ -27,8 +27,9 @@ from typing import Final
 from dlio.comm.funnel import waiting
 from dlio.data.schema import Buffer
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
-from dlio.loader.batch_stream import BatchResult, BatchStream, PassCounters
+from dlio.loader.batch_stream import BatchResult, BatchStream
 from dlio.loader.contract import BatchData
+from dlio.loader.pass_counters import PassCounters
 from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory
 from dlio.loader.planned_engine.mixup_partners import EpochPartners
 from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
