@@ -15,8 +15,7 @@ import torch
 
 from dlio.errors import DlioError
 from dlio.loader.contract import BatchData, Index
-from dlio.loader.pass_counters import PassCounters
-from dlio.loader.passes import Pass
+from dlio.loader.passes import Pass, PassCounters
 from dlio.loader.trace import Spans
 from dlio.plan.epoch import EpochPlan
 

@@ -41,11 +41,11 @@ from dlio.loader.loader_options import (
     check_arguments,
 )
 from dlio.loader.mixture_dataset import restore_weights
-from dlio.loader.pass_counters import PassCounters
 from dlio.loader.passes import (
     FormulaOrder,
     LoaderPosition,
     Pass,
+    PassCounters,
     PlannedPass,
     SamplerOrder,
     check_state,

@@ -13,8 +13,7 @@ from dlio.loader.empty_batches import EmptyBatchCollate
 from dlio.loader.listed_sampler import ListedPass, is_listable, listed_samples, raising_at_end
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.mixture_dataset import Mixture
-from dlio.loader.pass_counters import PassCounters
-from dlio.loader.passes import Pass, PlannedPass
+from dlio.loader.passes import Pass, PassCounters, PlannedPass
 from dlio.loader.planned_engine.engine import PlannedEngine, decode_threads
 from dlio.loader.sampler_pass import SamplerPass
 from dlio.loader.third_party.adapters import holds_own

@@ -18,11 +18,11 @@ import torch
 
 from dlio.data.reader_contract import Reader, SampleName, data_bytes
 from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.errors import CorruptBlock, SourceError
 from dlio.image.crop import Crop
 from dlio.image.crop_geometry import CropGeometry
 from dlio.image.decoder import Decoder, decode_all
-from dlio.image.fusion import BatchTransform, TransformParts, check_pixelwise
+from dlio.image.fusion import BatchTransform, TransformParts
 from dlio.image.seeded_functions import SeededFunctions
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.picture_targets import Companion
@@ -156,8 +156,6 @@ class CropRecipe(Recipe):
         transform: the user's, whole.
         parts: of the transform.
         through_decoded: crops are cut out of images that a tier keeps decoded.
-
-    Raises UsageError for parts that do not go together with the companion.
     """
 
     crops = True
@@ -177,22 +175,8 @@ class CropRecipe(Recipe):
         super().__init__(reader, companion, rest, seed, [transform])
         self.crop, self._parts = crop, parts
         self.decoder = Decoder(crop, seed, through_decoded)
-        if self.moves:
-            for step in [self.transform, *(step for _, step in parts.paints)]:
-                check_pixelwise(step, reader.path)
-            if crop.crops > 1:
-                raise UsageError(
-                    f"{reader.path}: crops={crop.crops}: its boxes, masks and keypoints move "
-                    "with a single crop: leave crops= out, or open it once for each crop, with "
-                    "another seed="
-                )
         if parts.batchwise:
             self.batch_transform = BatchTransform(parts.batchwise, seed, len(reader.classes))
-        if self.mixes and not companion.is_class:
-            raise UsageError(
-                f"{reader.path}: MixUp and CutMix mix numbers of classes, and its images have "
-                "none: leave them out"
-            )
 
     @property
     def is_random(self) -> bool:

@@ -16,7 +16,7 @@ from dlio.data.reader_contract import Reader, SampleName
 from dlio.data.schema import Buffer
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
-from dlio.image.fusion import fused
+from dlio.image.fusion import TransformParts, check_pixelwise, fused
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.picture_targets import Companion, companion_of
 from dlio.loader.recipe import CropRecipe, Recipe
@@ -75,11 +75,32 @@ def recipe_for(
         return ForeignRecipe(reader, finish, transform, seed)
     if companion is not None and is_cropped:
         crop = parts.crop or Crop(image_size or 1, train, crops=crops)
-        return CropRecipe(reader, companion, transform, parts, crop, seed, through_decoded)
+        recipe = CropRecipe(reader, companion, transform, parts, crop, seed, through_decoded)
+        _check_crops(recipe, parts)
+        return recipe
     if companion is not None and (takes_pictures or companion.moves):
         whole = parts.whole if takes_pictures else transform
         return PictureRecipe(reader, companion, whole, seed, [transform])
     return FieldRecipe(reader, companion, transform, seed, [transform])
+
+
+def _check_crops(recipe: CropRecipe, parts: TransformParts) -> None:
+    """Raise UsageError for a transform that does not go together with the pictures' companions."""
+    path, crops = recipe.reader.path, recipe.crop.crops
+    if recipe.moves:
+        for step in [recipe.transform, *(step for _, step in parts.paints)]:
+            check_pixelwise(step, path)
+        if crops > 1:
+            raise UsageError(
+                f"{path}: crops={crops}: its boxes, masks and keypoints move "
+                "with a single crop: leave crops= out, or open it once for each crop, with "
+                "another seed="
+            )
+    if recipe.mixes and not recipe.companion.is_class:
+        raise UsageError(
+            f"{path}: MixUp and CutMix mix numbers of classes, and its images have "
+            "none: leave them out"
+        )
 
 
 class PictureRecipe(Recipe):

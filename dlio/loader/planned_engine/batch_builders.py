@@ -8,15 +8,14 @@ begins a `BatchBuilder` for each batch, which the pipeline drives:
     builder.make_many(slots, payloads)          decode threads, for what was not decoded yet
     builder.finish(slots)                       the thread that made the last sample
 
-Here is the builder of crops of images. `sample_builders` has those of arrays and of samples of any
-kind, `device_builders` those that decode, or keep decoded images, on a device.
+Here is the builder of crops of images. `sample_builders` has the others of the host, and chooses
+among them; `device_builders` has those that decode, or keep decoded images, on a device.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,16 +24,10 @@ import torch
 from dlio.data.schema import Buffer
 from dlio.image.decoder import finish_all
 from dlio.loader.contract import BatchData, CollateFn, Sample
-from dlio.loader.delivery import HostMemoryKind, pinned_memory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners, decode_partners
 from dlio.loader.recipe import CropRecipe
 from dlio.plan.epoch import EpochPlan
 from dlio.storage.decoded_tier import DecodedTier
-from dlio.util.buffer_pool import BufferPool
-
-_MOST_SPARE: Final = 64
-"""Spare batches that are kept, more than are ever under way together."""
-
 
 # The contract between the pipeline and the kinds of batches
 
@@ -111,54 +104,7 @@ class BatchFactory:
     """Told the plan of a pass, before its first batch."""
 
 
-class BatchMemory:
-    """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
-
-    Fresh memory for each batch would cost as much as reading into it: the kernel has to clear its
-    pages first.
-
-    Args:
-        shape: of one batch.
-        kind: page-locked or not, and whose copies to a GPU it waits for.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, kind: HostMemoryKind) -> None:
-        self._shape = shape
-        self._dtype = np.dtype(dtype)
-        self._bytes = math.prod(shape) * self._dtype.itemsize
-        self._kind = kind
-        in_pool = kind is HostMemoryKind.IN_POOL
-        self._pool = BufferPool(_MOST_SPARE, allocate=pinned_memory if in_pool else None)
-
-    def take(self) -> npt.NDArray[Any]:
-        """Return an uninitialised array; its memory comes back with its last tensor or view."""
-        if self._kind is HostMemoryKind.BY_TORCH:
-            kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
-            return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
-        return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
-
-
 # Crops of images
-
-
-def crop_batches(
-    recipe: CropRecipe,
-    batch_size: int,
-    collate: CollateFn | None,
-    kind: HostMemoryKind,
-    decoded: DecodedTier | None,
-) -> BatchFactory:
-    """Return the factory of batches of crops; arguments as for `host_batches`."""
-    shape = (batch_size, *recipe.crop.shape)
-    rows = 2 * batch_size if recipe.pairs else batch_size  # With room for a partner of each.
-    memory = BatchMemory((rows, *shape[1:]), np.uint8, kind)
-
-    def begin(
-        epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
-    ) -> CropBatchBuilder:
-        return CropBatchBuilder(recipe, collate, decoded, memory.take(), epoch, samples, partners)
-
-    return BatchFactory(begin, math.prod(shape))
 
 
 class CropBatchBuilder(BatchBuilder):

@@ -1,7 +1,8 @@
-"""Batches in the host's memory, chosen by their recipe: of arrays of fixed shapes, and of samples of
-any kind; those of crops are in `batch_builders`.
+"""The kinds of batches in the host's memory, chosen by their recipe: crops of images (see
+`batch_builders`), arrays of fixed shapes, and samples of any kind.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -12,21 +13,46 @@ import torch
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
-from dlio.loader.delivery import HostMemoryKind
-from dlio.loader.planned_engine.batch_builders import (
-    BatchBuilder,
-    BatchFactory,
-    BatchMemory,
-    crop_batches,
-)
+from dlio.loader.delivery import HostMemoryKind, pinned_memory
+from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory, CropBatchBuilder
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.loader.sample_recipes import FieldRecipe
 from dlio.loader.torch_private import tree_map
 from dlio.storage.decoded_tier import DecodedTier
+from dlio.util.buffer_pool import BufferPool
 
+_MOST_SPARE_BATCHES: Final = 64
+"""Spare batches that are kept, more than are ever under way together."""
 _DIRECT_BYTES: Final = 1 << 16
 """Least bytes of a sample of arrays that is read into the batch itself, without another copy."""
+
+
+class BatchMemory:
+    """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
+
+    Fresh memory for each batch would cost as much as reading into it: the kernel has to clear its
+    pages first.
+
+    Args:
+        shape: of one batch.
+        kind: page-locked or not, and whose copies to a GPU it waits for.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, kind: HostMemoryKind) -> None:
+        self._shape = shape
+        self._dtype = np.dtype(dtype)
+        self._bytes = math.prod(shape) * self._dtype.itemsize
+        self._kind = kind
+        in_pool = kind is HostMemoryKind.IN_POOL
+        self._pool = BufferPool(_MOST_SPARE_BATCHES, allocate=pinned_memory if in_pool else None)
+
+    def take(self) -> npt.NDArray[Any]:
+        """Return an uninitialised array; its memory comes back with its last tensor or view."""
+        if self._kind is HostMemoryKind.BY_TORCH:
+            kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
+            return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
+        return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
 
 
 def host_batches(
@@ -44,7 +70,7 @@ def host_batches(
         decoded: tier of decoded images, if there is one.
     """
     if isinstance(recipe, CropRecipe):
-        return crop_batches(recipe, batch_size, collate, kind, decoded)
+        return _crop_batches(recipe, batch_size, collate, kind, decoded)
     if collate is None and isinstance(recipe, FieldRecipe) and recipe.is_plain_arrays:
         return _array_batches(recipe, batch_size, kind)
     if collate is None:
@@ -56,6 +82,25 @@ def host_batches(
         return SampleBatchBuilder(recipe, collate, epoch, samples)
 
     return BatchFactory(begin, batch_size * recipe.sample_bytes, keeps_payloads=True)
+
+
+def _crop_batches(
+    recipe: CropRecipe,
+    batch_size: int,
+    collate: CollateFn | None,
+    kind: HostMemoryKind,
+    decoded: DecodedTier | None,
+) -> BatchFactory:
+    shape = (batch_size, *recipe.crop.shape)
+    rows = 2 * batch_size if recipe.pairs else batch_size  # With room for a partner of each.
+    memory = BatchMemory((rows, *shape[1:]), np.uint8, kind)
+
+    def begin(
+        epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
+    ) -> CropBatchBuilder:
+        return CropBatchBuilder(recipe, collate, decoded, memory.take(), epoch, samples, partners)
+
+    return BatchFactory(begin, math.prod(shape))
 
 
 # Arrays and numbers of fixed shapes
