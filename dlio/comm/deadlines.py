@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from dlio.comm.board import waiting
+from dlio.comm.board import blocked
 from dlio.comm.comm_protocol import Request
 from dlio.errors import CommError, CommTimeout, PeerLost
 from dlio.util.settings import settings
@@ -38,7 +38,7 @@ def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -
     """
     left = [request for request in requests if not request.done()]
     if left:
-        with waiting():
+        with blocked():
             _wait(left, what, limit_s, who)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.comm import Communicator
-from dlio.comm.board import waiting
+from dlio.comm.board import blocked
 from dlio.comm.survival.recovery import Recovery, RecoveryPart
 from dlio.comm.survival.reports import Report
 from dlio.errors import PeerLost
@@ -72,7 +72,7 @@ class RoundCommit(RecoveryPart[RoundReport]):
         if recovery is None:
             self._sums.sum_all()
         else:
-            with waiting(any_thread=True):  # Autograd's thread of a GPU waits for the main one.
+            with blocked(any_thread=True):  # Autograd's thread of a GPU waits for the main one.
                 self._over_losses(recovery)
 
     def take(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from dlio.comm.funnel import elsewhere
+from dlio.comm.funnel import is_foreign_thread
 from dlio.comm.progress_thread import ProgressThread
 from dlio.errors import PeerLost
 from dlio.exchange.backward import after_backward, sends_after_backward
@@ -196,7 +196,7 @@ class SynchronousSgd:
             self._backward_ends()
 
     def _may_not_send(self) -> bool:
-        return self._stop_watching is not None and elsewhere()
+        return self._stop_watching is not None and is_foreign_thread()
 
     def _average(self) -> None:
         """Start all remaining sums, wait for them, and write the means into `.grad`."""

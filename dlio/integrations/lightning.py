@@ -117,10 +117,10 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     DistributedSampler. Under MPI, torch.distributed is initialised from set-up to teardown, for
     metrics that use it.
 
-    Where ranks survive the loss of others, training goes on without them: each sample of a
-    `dlio.DataLoader` is still used once an epoch. Rank and world size are then those of the ranks
-    that are left. torch.distributed is not initialised then; the module's torchmetrics are
-    reduced over the ranks that are left.
+    Where ranks survive the loss of others, training continues without them: each sample of a
+    `dlio.DataLoader` is still used once an epoch. Rank and world size are then those of the
+    survivors. torch.distributed is not initialised then; the module's torchmetrics are
+    reduced over the survivors.
 
     Args:
         exchange: name of an exchange, as for `dlio train --exchange`.
@@ -368,7 +368,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     # Between ranks.
 
     def _together(self, act: Callable[[], _T]) -> _T:
-        """Return `act()` when it has succeeded on all ranks that are left. Collective."""
+        """Return `act()` when it has succeeded on all survivors. Collective."""
         return uniform(world(), act) if self._losses is None else self._losses.together(act)
 
     def _comm(self) -> Communicator | None:

@@ -122,7 +122,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             data-parallel dimension or a process group; ranks of one model-parallel group, and those
             that share samples, get the same samples.
         shares: samples per step for each rank, for ranks of different speed; the same list on all
-            ranks, with the sum `batch_size` x ranks. The last, smaller step is dealt in
+            ranks, with the sum `batch_size` x ranks. The last, smaller step is shared in
             proportion. The attribute can be assigned between passes. Even for None.
         trace: file for a trace of each pass, for chrome://tracing or Perfetto.
         writer: TensorBoard's SummaryWriter, for scalars after each pass.
@@ -191,7 +191,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        # Public, under their own names: frameworks that make a loader anew from this one read them.
+        # Public, under their own names: frameworks that copy this loader read them.
         self.shuffle, self.device, self.decode = shuffle, device, decode
         self.tiers, self.mode, self.source_order = tiers, mode, source_order
         self.seed, self.workers, self.on_error = seed, workers, on_error
@@ -253,6 +253,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             if not self.follows_formula():
                 raise UsageError("keep= is for orders of dlio's own: give seed=, and no sampler")
             mask = SampleMask.of(keep, self._count())
+        # As Lightning does: a sampler of the user's learns of the epoch, too.
         for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
             choose = getattr(sampler, "set_epoch", None)
             if choose is not None:
@@ -437,6 +438,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 rank, ranks = place(options.group, options.mesh)
                 begun.spans.write(path_of(options.trace, rank, ranks), rank)
             return
+        # Before the batch is in the user's hands: a state that is saved in the loop's body counts
+        # it.
         batches.consumed()
         self._place = self._place.handed_out(batches)
         if fed.indices is not None:
@@ -517,6 +520,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def _order_seed(self) -> int:
         if self.seed is not None:
             return int(self.seed)
+        # A user who passes a generator expects its seed to decide the order, though dlio draws
+        # nothing from it.
         if self.generator is not None:
             return int(self.generator.initial_seed()) % (1 << 63)
         data = self._planned_data()

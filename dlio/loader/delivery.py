@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.comm.funnel import waiting
+from dlio.comm.funnel import wait_serving
 from dlio.image.fusion import BatchTransform
 from dlio.loader.batch_stream import BatchResult, BatchStream
 from dlio.loader.contract import BatchData
@@ -275,7 +275,7 @@ class _Copier:
 
     def take(self) -> _CopiedBatch | None:
         """Return the next batch; None after the last. Raises the error that ended the thread."""
-        while not waiting(self._has_taken, _LOOK_S):
+        while not wait_serving(self._has_taken, _LOOK_S):
             if not self._workers.alive() and self._ready.empty():
                 return None
         item = self._taken.pop()

@@ -57,6 +57,8 @@ class ThreadEngine:
             draws_seed: False if the base seed of this pass has been drawn.
         """
         factor = 2 if options.prefetch_factor is None else max(1, options.prefetch_factor)
+        # torch's persistent workers were given the data set once: attributes that a user assigns
+        # later do not reach them. A shallow copy has the same effect without a process.
         if options.persistent_workers and dataset is options.dataset:
             dataset = self._kept = _copied(dataset) if self._kept is None else self._kept
         work = _BatchWork(
@@ -171,6 +173,7 @@ def _feed(work: _BatchWork, batches: Pass, stats: PassCounters, spans: Spans | N
 def _fed(batch: _ThreadBatch, work: _BatchWork) -> BatchResult | None:
     numbers = batch.numbers
     count = len(numbers)
+    # The first of its samples, not the first in time: the same error in each run.
     if batch.failed and (not work.skip or -1 in batch.failed):
         first = min(batch.failed)
         return BatchResult(None, count, numbers, batch.failed[first], in_place=batch.is_drawn)
@@ -250,7 +253,7 @@ class _ThreadPass:
     def take(self) -> _ThreadBatch | None:
         """Return the next batch that is done: the oldest one, unless any order will do.
 
-        None if it is not done after `timeout_s`; a later call goes on waiting for it. Raises
+        None if it is not done after `timeout_s`; a later call waits on. Raises
         DlioError as `DatasetThreads.wait_for`.
         """
         return self._threads.wait_for(self._take_done, self._work.timeout_s)
@@ -291,6 +294,8 @@ class _ThreadPass:
         work = self._work
         if self._together is not None:
             try:
+                # The data set may answer with anything that the collate function takes, also with
+                # one object.
                 batch.samples = self._together(batch.indices)
             except BaseException:
                 batch.failed[-1 if work.skip else 0] = _error_of(
@@ -313,12 +318,15 @@ class _ThreadPass:
             samples = batch.samples
             if batch.failed:
                 samples = [s for slot, s in enumerate(samples) if slot not in batch.failed]
+            # By name for `stats()["skipped"]`: users look there for what to repair.
             for slot in sorted(batch.failed):
                 if slot >= 0:
                     name = f"{type(work.dataset).__name__}[{batch.numbers[slot]!r}]"
                     self._stats.skipped.append(name)
             if not batch.failed or samples:
                 batch.data = work.collate(samples if work.batched else samples[0])
+                # By the thread that made the batch. torch has a thread for it, since worker
+                # processes cannot pin memory for the loader's.
                 if work.pin is not None:
                     batch.data = work.pin(batch.data)
         except BaseException:

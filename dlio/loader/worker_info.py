@@ -65,6 +65,8 @@ def clear_worker_info() -> None:
 def _install() -> None:
     """Replace the body of torch's `get_worker_info`, once."""
     names: Any = vars(_theirs)
+    # Replacing `__code__` keeps the function's identity, so names that users have bound early are
+    # changed, too.
     if _theirs.get_worker_info.__code__ is _get_worker_info.__code__:
         return
     with _lock:

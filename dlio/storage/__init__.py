@@ -28,13 +28,13 @@ by a filler, in the order of the epoch, and at once for a sample that is wanted 
 | unit | a block, of some MiB | a sample, or neighbours of up to 1 MiB together |
 | requests | fixed: `SourceRequests` | adapted to the latency: `Flow` |
 | a sample wanted now | its block is brought, or it is read alone (a budget) | it is read next |
-| a first batch | `FirstBatch` reads the samples of its blocks first | as any other |
+| a first batch | its samples are read before their blocks | as any other |
 | among processes | one claims a block, the others wait | one claims a sample, the others use it |
 | written | once, when all samples are here | each sample where it will stay |
 
 `Hierarchy` decides when it is made: a `Flow` means the sample path. `mount` makes a `Flow` for a
 source behind a network where `by_sample` asks for it and samples can be read on their own; a reader
-may bring one. Both are a `ReadAhead` to the hierarchy, and share the rest: the claims and the
+may bring one. Both are a `Fetcher` to the hierarchy, and share the rest: the claims and the
 knowledge of where blocks are (`BlockFetcher`), requests for large samples (`SourceRequests`), the
 publishing of blocks, notes and counters. Streamed blocks take the block path on both.
 
@@ -46,6 +46,6 @@ The two are not one fetcher of runs of samples, for which there are measured rea
 - A claim on a block costs one lock of one file. A claim on each sample costs a system call a run,
   after each of which a thread waits for the interpreter's lock; that pays where a sample takes
   milliseconds.
-- A block that is begun in parts has to be completed in parts. `FirstBatch` therefore keeps its
-  samples in memory: the block is written once, by whoever fills it.
+- A block that is begun in parts has to be completed in parts. The samples of a first batch
+  therefore stay in memory: the block is written once, by whoever fills it.
 """

@@ -84,7 +84,7 @@ def encode_block(
 
 
 def table_offset(schema_bytes: int) -> int:
-    """Return the offset of the table in a block whose schema has so many bytes."""
+    """Return the offset of the table in a block whose schema has `schema_bytes` bytes."""
     head = HEADER.size + schema_bytes
     return head + -head % ALIGN
 

@@ -1,8 +1,8 @@
 """The block path: whole blocks are brought from the source into a node's tiers, each once a node.
 
     BlockFiller       takes the node's missing blocks in the order of the epoch (background threads)
-    FirstBatch        reads the samples of a first batch ahead of their blocks
-    BlockFetcher      makes one thread of one process bring a block; the others wait for it
+    BlockFetcher      makes one thread of one process bring a block; the others wait for it. Of a
+                      first batch it reads the samples ahead of their blocks
     SourceRequests    reads a block from the source, with many requests in flight at a time
 
 `dlio.storage` says when this path acts, and when `dlio.storage.sample_fetcher` does.
@@ -13,14 +13,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import Final, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.file_ranges import ReadRange, open_ranges
+from dlio.data.open_files import ReadRange, open_ranges
 from dlio.data.reader_contract import RangedSamples, Reader, StoredBlocks
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
@@ -31,7 +30,7 @@ from dlio.storage.counters import Counters, RunNotes
 from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.tier import Tier, TierTargets
-from dlio.util.buffer_pool import BufferLease, BufferPool
+from dlio.util.buffer_pool import BufferPool
 from dlio.util.forks import call_in_child, new_lock
 from dlio.util.memory import new_memory
 from dlio.util.settings import settings
@@ -65,52 +64,6 @@ def piece_bytes(stripe_bytes: int) -> int:
     if not stripe_bytes or stripe_bytes % _PIECE_BYTES == 0:
         return _PIECE_BYTES
     return stripe_bytes * max(1, _PIECE_BYTES // stripe_bytes)
-
-
-class Throttle:
-    """Limits the bytes per second of all threads together. Thread-safe.
-
-    Args:
-        rate: bytes per second.
-        stopping: ends the waiting when it is set.
-    """
-
-    def __init__(self, rate: float, stopping: threading.Event) -> None:
-        self._rate = rate
-        self._stopping = stopping
-        self._free_at = time.monotonic()
-        self._lock = new_lock()
-
-    def take(self, count: int) -> None:
-        """Wait until `count` more bytes may be read."""
-        with self._lock:
-            begins = max(self._free_at, time.monotonic())
-            self._free_at = begins + count / self._rate
-        # The lock is free meanwhile: others reserve their bytes behind these.
-        self._stopping.wait(max(0.0, begins - time.monotonic()))
-
-
-@dataclass(frozen=True, slots=True)
-class SourceBlock:
-    """A block as it came from the source. Works as a context manager, which frees its memory."""
-
-    pieces: list[Buffer]
-    """The block's bytes, one buffer after another."""
-    source_bytes: int
-    """Payload bytes that were read from the source for it."""
-    lease: BufferLease | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give the memory back; the pieces must not be used after this."""
-        self.pieces.clear()
-        if self.lease is not None:
-            self.lease.release()
 
 
 class SourceRequests:
@@ -148,7 +101,10 @@ class SourceRequests:
         )
         self.stopping = self._workers.stopping
         """Set when the intake is being closed: nobody should wait for blocks any more."""
-        self._throttle = Throttle(rate, self.stopping) if rate is not None else None
+        self._rate = rate
+        self._free_at = time.monotonic()
+        """Time from which on more bytes may be read, by the rate."""
+        self._lock = new_lock()
         self._workers.start()
 
     def __enter__(self) -> Self:
@@ -157,17 +113,29 @@ class SourceRequests:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def block(self, block: int, known: Mapping[int, Buffer] | None = None) -> SourceBlock:
-        """Read a block; whoever gets it releases it.
+    @contextmanager
+    def block(
+        self, block: int, known: Mapping[int, Buffer] | None = None
+    ) -> Iterator[tuple[list[Buffer], int]]:
+        """Read a block; its memory is used again when the context ends.
 
         Args:
             known: payloads by sample that need not be read, of a source of single objects.
 
+        Yields (the block's bytes, one buffer after another; payload bytes that were read for it).
         Raises SourceError or CorruptBlock, naming the part that cannot be read.
         """
-        if isinstance(self.reader, StoredBlocks):
-            return self._stored(self.reader, block)
-        return self._encoded(block, known or {})
+        if not isinstance(self.reader, StoredBlocks):
+            yield self._encoded(block, known or {})
+            return
+        size = int(self.reader.block_bytes[block])
+        lease = self._pool.take(size)
+        # After an error a request may still be under way: the lease is dropped, not released.
+        self._read_stored(self.reader, block, lease.array.data)
+        try:
+            yield [lease.array.data], size
+        finally:
+            lease.release()
 
     def samples(self, samples: npt.NDArray[np.int64], block: int) -> list[Buffer]:
         """Return payloads of the source, a large one read in parts by several threads.
@@ -255,14 +223,13 @@ class SourceRequests:
                         f"{self._timeout_s:.0f} s: the source hangs, or is slower than that"
                     )
 
-    def _encoded(self, block: int, known: Mapping[int, Buffer]) -> SourceBlock:
-        """Make a block of a source that stores samples."""
+    def _encoded(self, block: int, known: Mapping[int, Buffer]) -> tuple[list[Buffer], int]:
+        """Make a block of a source that stores samples; return its bytes, and those read."""
         reader = self.reader
         whole = reader.layout.samples_of(block)
         here = {n: known[n] for n in whole.tolist() if n in known} if known else {}
         samples = np.array([n for n in whole.tolist() if n not in here], np.int64)
-        if self._throttle is not None:
-            self._throttle.take(int(reader.sizes[samples].sum()))
+        self._throttle(int(reader.sizes[samples].sum()))
         if reader.objects and self._workers and len(samples) > 1:
             # Spread over up to 64 requests, 700 files/s come through a file system of 2 ms, where
             # `cp -r` has 33.
@@ -280,22 +247,18 @@ class SourceRequests:
         pieces = encode_block(
             payloads, block=block, fingerprint=reader.fingerprint, schema=reader.schema
         )
-        return SourceBlock(pieces, source_bytes)
+        return pieces, source_bytes
 
-    def _stored(self, reader: StoredBlocks, block: int) -> SourceBlock:
-        """Copy a block of a source that stores blocks."""
-        size = int(reader.block_bytes[block])
-        if self._throttle is not None:
-            self._throttle.take(size)
-        lease = self._pool.take(size)
-        memory = lease.array.data
+    def _read_stored(self, reader: StoredBlocks, block: int, memory: memoryview) -> None:
+        """Copy a block of a source that stores blocks, and check it."""
+        size = len(memory)
+        self._throttle(size)
         # A file system over a network answers in small parts, 25 MB/s a request at 5 ms; 32
         # requests of 1 MiB read 198 MiB/s.
         if self._workers and self._piece and size > self._piece:
             # Requests end at multiples of a piece in the file, where stripes may end.
             start, piece = reader.stored_at(block), self._piece
             ends = [*range(piece - start % piece, size, piece), size]
-            # After an error a request may still be under way: the lease is dropped, not released.
             self.map(
                 lambda part: reader.read_stored(block, memory[part[0] : part[1]], part[0]),
                 list(itertools.pairwise([0, *ends])),
@@ -309,7 +272,16 @@ class SourceRequests:
             # Retry once: the damage may have happened in transit.
             reader.read_stored(block, memory)
             reader.check_stored(block, memory)
-        return SourceBlock([memory], size, lease)
+
+    def _throttle(self, count: int) -> None:
+        """Wait until `count` more bytes may be read by all threads together."""
+        if self._rate is None:
+            return
+        with self._lock:
+            begins = max(self._free_at, time.monotonic())
+            self._free_at = begins + count / self._rate
+        # The lock is free meanwhile: others reserve their bytes behind these.
+        self.stopping.wait(max(0.0, begins - time.monotonic()))
 
     def _wake(self) -> None:
         for _ in range(len(self._workers)):
@@ -338,7 +310,7 @@ class EarlyPayloads:
         call_in_child(self._reset_in_child)
 
     def expect(self, samples: Iterable[int]) -> None:
-        """Have readers of these samples wait for them."""
+        """Make readers of these samples wait for them."""
         with self._changed:
             self._expected.update(samples)
 
@@ -375,7 +347,41 @@ class EarlyPayloads:
             self.payloads.pop(sample, None)
 
 
-class BlockFetcher:
+class Fetcher:
+    """A path from the source into a node's tiers; a base class. Thread-safe.
+
+    A hierarchy takes its samples by one of two: `BlockFetcher`, which brings whole blocks, or
+    `dlio.storage.sample_fetcher.SampleFetcher`, which reads the samples that are needed.
+    """
+
+    def take(self, sample: int, block: int, place: int) -> tuple[Buffer, str] | None:
+        """Return a sample's payload and where it came from, or None to read it from its tier.
+
+        Waits for a sample that is on its way. Raises SourceError or CorruptBlock.
+        """
+        raise NotImplementedError
+
+    def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
+        """Begin to read the samples of a first batch; see `Hierarchy.hurry`."""
+        raise NotImplementedError
+
+    def expect(self, samples: npt.NDArray[np.int64]) -> None:
+        """Begin to read samples that are going to be taken, in this order."""
+
+    def forget(self, samples: npt.NDArray[np.int64]) -> None:
+        """Let go of samples that were expected and are not going to be taken."""
+
+    def pace(self, lacking: int) -> None:
+        """Read few samples at a time while `lacking` of them are ready to be taken."""
+
+    def settle(self) -> None:
+        """End what `hurry` began; its `then` is not called after this."""
+
+    def close(self) -> None:
+        """Stop reading. A source that hangs is not waited for."""
+
+
+class BlockFetcher(Fetcher):
     """Brings blocks into their tiers and knows where they are. Thread-safe.
 
     A block that any tier of the node has is not read from the source: its own tier is filled from
@@ -386,7 +392,8 @@ class BlockFetcher:
 
     Invariant, under the lock: a block that a thread of this process is filling has an event in
     `_filling`, and no other thread starts to fill it. Among processes, the tier's own claim file
-    decides. A block in `_reserved` is claimed by this process and not being filled yet.
+    decides. A block in `_reserved` is claimed by this process and not being filled yet. `then` of
+    `hurry` is called by one thread at a time, under a lock of its own, and by none after `settle`.
 
     Args:
         check: read each block that is brought back from its tier, and compare.
@@ -399,7 +406,6 @@ class BlockFetcher:
         reader: Reader,
         targets: TierTargets,
         requests: SourceRequests,
-        early: EarlyPayloads,
         counters: Counters,
         notes: RunNotes,
         *,
@@ -407,7 +413,11 @@ class BlockFetcher:
         fill_timeout_s: float | None,
     ) -> None:
         self._reader, self._targets, self._requests = reader, targets, requests
-        self._early, self._counters, self._notes = early, counters, notes
+        self._counters, self._notes = counters, notes
+        self._early = EarlyPayloads()
+        self._hurry: Workers | None = None
+        self._hurry_lock = threading.Lock()
+        self._is_settled = False
         self._check = check
         if fill_timeout_s is None:
             fill_timeout_s = settings().fill_timeout_s
@@ -420,10 +430,12 @@ class BlockFetcher:
         self._full = {n for n, tier in enumerate(targets.tiers) if not tier.writable}
         """Numbers of tiers that take no more blocks."""
         self._damaged: set[tuple[int, int]] = set()
-        """(block, tier) whose file is damaged: not used before it is written anew."""
+        """(block, tier) whose file is damaged: not used before it is rewritten."""
         self._broken: set[int] = set()
         """Blocks with a sample that cannot be read: each of their samples is read on its own."""
         call_in_child(self._reset_in_child)
+
+    # Where blocks are
 
     def place(self, block: int) -> int:
         """Return the number of the fastest tier that has a block, -1 for none."""
@@ -442,14 +454,14 @@ class BlockFetcher:
                 return number
         return -1
 
-    def forget(self, block: int) -> None:
-        """Have the block looked for, and filled if need be, at its next use."""
+    def forget_place(self, block: int) -> None:
+        """Look for the block at its next use, and fill it then if need be."""
         self._places.pop(block, None)
 
     def distrust(self, block: int, number: int) -> None:
         """Leave a damaged block in tier `number` unused, and remove it if possible."""
         self._damaged.add((block, number))
-        self.forget(block)
+        self.forget_place(block)
         tier = self._targets.tiers[number]
         try:
             tier.discard(block)
@@ -459,8 +471,10 @@ class BlockFetcher:
             )
 
     def give_up(self, block: int) -> None:
-        """Have the samples of a block read from the source from now on."""
+        """Read the samples of a block from the source from now on."""
         self._broken.add(block)
+
+    # Filling
 
     def can_fill(self, block: int) -> bool:
         """True if the block belongs in a tier of this node that can take it."""
@@ -525,14 +539,54 @@ class BlockFetcher:
         then = "the blocks it was to hold are read from the source"
         self._notes.tier_failed(path, "written", error, then)
 
-    def reserve(self, block: int) -> bool:
+    # A first batch
+
+    def take(self, sample: int, block: int, place: int) -> tuple[Buffer, str] | None:
+        """Return the payload of a sample of the first batch, until its block is in its tier."""
+        payload = self._early.get(sample, self.fill_timeout_s)
+        return None if payload is None else (payload, "source")
+
+    def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
+        """Begin to read the samples whose blocks have not arrived; see `Hierarchy.hurry`."""
+        # A first batch of 64 samples touches about 64 blocks. Waiting for all of these, of some MiB
+        # each, takes far longer than reading 64 files. So where samples are files of their own,
+        # those of a first batch are read first. Each payload is kept for its block, which this
+        # process has claimed, so that nothing is read twice.
+        late: list[int] = []
+        if self._reader.objects and self._requests.requests > 1 and self._hurry is None:
+            blocks = self._reader.layout.block_of(samples)
+            mine = [block for block in np.unique(blocks).tolist() if self._reserve(block)]
+            late = samples[np.isin(blocks, mine)].tolist()
+        if not late:
+            self._unless_settled(then)
+            return
+        self._early.expect(late)
+        self._hurry = Workers(
+            "dlio-hurry",
+            lambda _: self._read_early(late, then),
+            wake=self._requests.stop,
+            stop_timeout_s=_FIRST_BATCH_TIMEOUT_S,
+        )
+        self._hurry.start()
+
+    def settle(self) -> None:
+        """Stop reading ahead of blocks; `then` of `hurry` is not called afterwards."""
+        with self._hurry_lock:
+            self._is_settled = True
+        if self._hurry is not None and self._hurry.alive():
+            self._hurry.close()
+        with self._lock:
+            left = [block for block in self._reserved if block not in self._filling]
+            self._reserved.difference_update(left)
+        for block in left:
+            self._targets.tiers[self._targets.number(block)].release(block)
+
+    def _reserve(self, block: int) -> bool:
         """Claim a block that is yet to be filled, so that this process fills it later."""
         if not self.can_fill(block) or self.place(block) >= 0:
             return False
         number = self._targets.number(block)
         tier = self._targets.tiers[number]
-        # The first batch claims its blocks before it reads samples of them: no other process reads
-        # these blocks meanwhile.
         try:
             if not tier.claim(block):
                 return False
@@ -546,13 +600,27 @@ class BlockFetcher:
             self._reserved.add(block)
         return True
 
-    def release_reserved(self) -> None:
-        """Let others fill the blocks that were reserved and are not being filled."""
-        with self._lock:
-            left = [block for block in self._reserved if block not in self._filling]
-            self._reserved.difference_update(left)
-        for block in left:
-            self._targets.tiers[self._targets.number(block)].release(block)
+    def _read_early(self, late: list[int], then: Callable[[], object]) -> None:
+        def read(sample: int) -> None:
+            payload = self._reader.read(np.array([sample], np.int64))[0]
+            self._counters.add_bytes("source", len(payload))
+            self._counters.add("single_bytes", len(payload))
+            self._early.put(sample, payload)
+
+        try:
+            self._requests.map(read, late, -1)
+        except (SourceError, CorruptBlock):
+            pass  # It occurs again, with the sample's name, where the sample is wanted.
+        finally:
+            self._early.give_up()
+        self._unless_settled(then)
+
+    def _unless_settled(self, then: Callable[[], object]) -> None:
+        with self._hurry_lock:
+            if not self._is_settled:
+                then()
+
+    # How a block is filled
 
     def _reset_in_child(self) -> None:
         """Fill nothing yet, in a forked child: its parent does."""
@@ -627,9 +695,9 @@ class BlockFetcher:
             self._counters.add("moved_bytes", len(here))
             self._publish(block, tier, [here])
         else:
-            with self._requests.block(block, self._early.payloads) as fresh:
-                self._counters.add_bytes("source", fresh.source_bytes)
-                self._publish(block, tier, fresh.pieces)
+            with self._requests.block(block, self._early.payloads) as (pieces, source_bytes):
+                self._counters.add_bytes("source", source_bytes)
+                self._publish(block, tier, pieces)
         self._damaged.discard((block, number))
         if self._early.payloads:
             self._early.drop(self._reader.layout.samples_of(block).tolist())
@@ -665,122 +733,6 @@ class BlockFetcher:
                     tier.path, "read", error, "its blocks are read from elsewhere"
                 )
         return None
-
-
-# Samples ahead of their blocks
-
-
-class ReadAhead:
-    """Samples that are read ahead of their blocks; a base class, which reads none.
-
-    A hierarchy has one of two: `FirstBatch` on the block path, and on the sample path
-    `dlio.storage.sample_fetcher.SampleFetcher`, by which all samples come.
-    """
-
-    def take(self, sample: int, block: int, place: int) -> tuple[Buffer, str] | None:
-        """Return a sample's payload and where it came from, or None to read it from its tier.
-
-        Waits for a sample that is on its way. Raises SourceError or CorruptBlock.
-        """
-        raise NotImplementedError
-
-    def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
-        """Begin to read the samples of a first batch; see `Hierarchy.hurry`."""
-        raise NotImplementedError
-
-    def expect(self, samples: npt.NDArray[np.int64]) -> None:
-        """Begin to read samples that are going to be taken, in this order."""
-
-    def forget(self, samples: npt.NDArray[np.int64]) -> None:
-        """Let go of samples that were expected and are not going to be taken."""
-
-    def pace(self, lacking: int) -> None:
-        """Read few samples at a time while `lacking` of them are ready to be taken."""
-
-    def settle(self) -> None:
-        """End what `hurry` began; its `then` is not called after this."""
-
-    def close(self) -> None:
-        """Stop reading. A source that hangs is not waited for."""
-
-
-class FirstBatch(ReadAhead):
-    """Reads the samples of a first batch, once per hierarchy. Thread-safe.
-
-    A first batch of 64 samples touches about 64 blocks. Waiting for all of these, of some MiB each,
-    takes far longer than reading 64 files. So where samples are files of their own, those of a
-    first batch are read first, many at a time. Each payload is kept for its block, which this
-    process has claimed, so that nothing is read twice.
-
-    Invariant, under the lock: `then` of `hurry` is called by one thread at a time, and by none
-    after `settle`.
-    """
-
-    def __init__(
-        self,
-        requests: SourceRequests,
-        early: EarlyPayloads,
-        blocks: BlockFetcher,
-        counters: Counters,
-    ) -> None:
-        self._reader, self._requests, self._early = requests.reader, requests, early
-        self._blocks, self._counters = blocks, counters
-        self._lock = threading.Lock()
-        self._settled = False
-        self._worker: Workers | None = None
-
-    def take(self, sample: int, block: int, place: int) -> tuple[Buffer, str] | None:
-        """Return the payload of a sample of the first batch, until its block is in its tier."""
-        payload = self._early.get(sample, self._blocks.fill_timeout_s)
-        return None if payload is None else (payload, "source")
-
-    def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
-        """Begin to read the samples whose blocks have not arrived; see `Hierarchy.hurry`."""
-        late: list[int] = []
-        able = self._reader.objects and self._requests.requests > 1
-        if able and self._worker is None:
-            blocks = self._reader.layout.block_of(samples)
-            mine = [block for block in np.unique(blocks).tolist() if self._blocks.reserve(block)]
-            late = samples[np.isin(blocks, mine)].tolist()
-        if not late:
-            self._unless_settled(then)
-            return
-        self._early.expect(late)
-        self._worker = Workers(
-            "dlio-hurry",
-            lambda _: self._read(late, then),
-            wake=self._requests.stop,
-            stop_timeout_s=_FIRST_BATCH_TIMEOUT_S,
-        )
-        self._worker.start()
-
-    def settle(self) -> None:
-        """Stop reading; `then` is not called afterwards."""
-        with self._lock:
-            self._settled = True
-        if self._worker is not None and self._worker.alive():
-            self._worker.close()
-        self._blocks.release_reserved()
-
-    def _read(self, late: list[int], then: Callable[[], object]) -> None:
-        def read(sample: int) -> None:
-            payload = self._reader.read(np.array([sample], np.int64))[0]
-            self._counters.add_bytes("source", len(payload))
-            self._counters.add("single_bytes", len(payload))
-            self._early.put(sample, payload)
-
-        try:
-            self._requests.map(read, late, -1)
-        except (SourceError, CorruptBlock):
-            pass  # It occurs again, with the sample's name, where the sample is wanted.
-        finally:
-            self._early.give_up()
-        self._unless_settled(then)
-
-    def _unless_settled(self, then: Callable[[], object]) -> None:
-        with self._lock:
-            if not self._settled:
-                then()
 
 
 # Filling in the background

@@ -2,7 +2,7 @@
 
 Images lie in one flat tensor, one behind another in the order in which their batches are handed
 over: the first ones of the rank's order that fit, whatever its threads did first. Nothing is ever
-evicted. The tensor belongs to one process, as ranks have devices of their own.
+evicted. The tensor belongs to one process, as each rank has its own device.
 
 Copies into the tensor and kernels that read it may be on several streams, one per loader: each use
 waits on the device for the one before.
@@ -48,7 +48,7 @@ class DeviceCopies(Protocol):
         """Return an event that completes with the stream's work so far."""
 
     def wait(self, event: CopyEvent) -> None:
-        """Have the stream wait for an event."""
+        """Make the stream wait for an event."""
 
 
 class DeviceTier:

@@ -7,9 +7,8 @@ pinned block from the source once. `dlio.storage` says which of two paths brings
 `Hierarchy` is a thin front. Each of its parts has one idea, its own lock, and its invariant:
 
     TierTargets    the tier that each block belongs in: pinned or streamed
-    ReadAhead      samples that are read ahead of their blocks
+    Fetcher        blocks and samples on their way into tiers, each read once per node
     TierReads      a sample out of its tier; the repair of damaged blocks
-    BlockFetcher   blocks on their way into tiers, each read once per node
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +24,7 @@ from dlio.data.reader_contract import Reader, abilities_of, data_bytes
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block import PayloadScratch, scatter
-from dlio.storage.block_fetcher import (
-    BlockFetcher,
-    EarlyPayloads,
-    FirstBatch,
-    ReadAhead,
-    SourceRequests,
-)
+from dlio.storage.block_fetcher import BlockFetcher, Fetcher, SourceRequests
 from dlio.storage.counters import Counters, RunNotes
 from dlio.storage.sample_fetcher import SampleFetcher
 from dlio.storage.tier import PinnedTiers, Tier, TierTargets
@@ -80,12 +73,10 @@ class Hierarchy:
         self.targets = TierTargets(tiers, pins)
         self.run_notes = RunNotes(self.counters)
         self._requests = requests or SourceRequests(reader)
-        early = EarlyPayloads()
         self.block_fetcher = BlockFetcher(
             reader,
             self.targets,
             self._requests,
-            early,
             self.counters,
             self.run_notes,
             check=check,
@@ -106,9 +97,7 @@ class Hierarchy:
                 self.counters,
                 self.run_notes,
             )
-        self._ahead: ReadAhead = self.sample_fetcher or FirstBatch(
-            self._requests, early, self.block_fetcher, self.counters
-        )
+        self._fetcher: Fetcher = self.sample_fetcher or self.block_fetcher
 
     def __enter__(self) -> Self:
         return self
@@ -200,7 +189,7 @@ class Hierarchy:
         Samples read ahead of their blocks come first, then the tiers, then the source. Reading is
         a part of the search: a block may be removed, or prove damaged, after it was found.
         """
-        early = self._ahead.take(sample, block, place)
+        early = self._fetcher.take(sample, block, place)
         if early is None:
             result = self._reads.read(sample, block, from_tier)
             if result is not None:
@@ -231,7 +220,7 @@ class Hierarchy:
     def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
         """Begin to read the samples of a first batch, many at a time, ahead of their blocks.
 
-        Does so for a source whose samples are objects of their own. Each payload is kept for its
+        Does so for a source whose samples are single files or objects. Each payload is kept for its
         block, which other processes leave to this one; so nothing is read twice.
 
         Args:
@@ -239,7 +228,7 @@ class Hierarchy:
             then: called when they are read, in a thread of this hierarchy's, or now. Never called
                 by two threads at once, nor after `settle`.
         """
-        self._ahead.hurry(samples, then)
+        self._fetcher.hurry(samples, then)
 
     def expect(self, samples: npt.NDArray[np.int64]) -> None:
         """Begin to read samples that are about to be read, where that takes a while each.
@@ -247,19 +236,19 @@ class Hierarchy:
         Args:
             samples: indices, in the order of their use; shape (n,).
         """
-        self._ahead.expect(samples)
+        self._fetcher.expect(samples)
 
     def forget(self, samples: npt.NDArray[np.int64]) -> None:
         """Let go of samples that were expected and are not going to be read now."""
-        self._ahead.forget(samples)
+        self._fetcher.forget(samples)
 
     def pace(self, lacking: int) -> None:
-        """Have few samples read at a time while `lacking` of them are ready to be taken."""
-        self._ahead.pace(lacking)
+        """Throttle reading ahead while `lacking` samples are ready to be taken."""
+        self._fetcher.pace(lacking)
 
     def settle(self) -> None:
         """End the work that `hurry` began; its `then` is not called after this."""
-        self._ahead.settle()
+        self._fetcher.settle()
 
     # Blocks
 
@@ -286,7 +275,7 @@ class Hierarchy:
 
     def drop_streamed(self, block: int) -> None:
         """Remove a streamed block from its tier."""
-        self.block_fetcher.forget(block)
+        self.block_fetcher.forget_place(block)
         with suppress(OSError):  # The folder is of memory, and goes with the job.
             self.tiers[-1].discard(block)
 
@@ -304,7 +293,7 @@ class Hierarchy:
     def close(self) -> None:
         """Stop reading ahead and close the tiers."""
         self.settle()
-        self._ahead.close()
+        self._fetcher.close()
         self._requests.close()
         self.targets.close()
 
@@ -353,7 +342,7 @@ class TierReads:
             try:
                 return read(tier), tier.kind
             except FileNotFoundError:
-                blocks.forget(block)  # Removed by hand, or by a job's epilog.
+                blocks.forget_place(block)  # Removed by hand, or by a job's epilog.
                 if self._targets.is_pinned(block):
                     return None
             except CorruptBlock as error:
@@ -368,7 +357,7 @@ class TierReads:
         return None
 
     def _bring(self, sample: int, block: int) -> int:
-        """Have the block in its tier; return the number of the tier to read it from.
+        """Bring the block to its tier if need be; return the number of the tier to read from.
 
         -1 if the sample is to be read from the source, on its own.
         """
@@ -399,11 +388,11 @@ class TierReads:
             return True
 
     def _renew(self, block: int, number: int) -> None:
-        """Have a damaged block filled again at its next use, unless it was renewed before."""
+        """Let a damaged block be fetched again at its next use, unless it was before."""
         self._counters.add("healed")
         self._blocks.distrust(block, number)
         with self._lock:
-            # Damaged again after it was written anew: the disk is defective.
+            # Damaged once more after it was rewritten: the disk is defective.
             if block in self._renewed:
                 self._blocks.give_up(block)
             self._renewed.add(block)

@@ -286,7 +286,7 @@ class Mount:
         return numbers
 
     def _keep_progress(self) -> None:
-        """Have no streamed block wait for a rank that is lost."""
+        """Keep streamed blocks for the survivors only, and no longer for lost ranks."""
         if self._progress is not None:
             here = enumerate(self._mounted_here())
             self._progress.keep([row for row, member in here if member in self._members])
@@ -461,7 +461,7 @@ def _flow(reader: Reader, source: FileSystemKind, requests: int) -> Flow | None:
     """Return the limit of samples that are read at a time, of a source behind a network.
 
     In an epoch's random order a first batch touches about as many blocks as it has samples. Where
-    the bandwidth is the limit, training waits for all of these while it could go on with samples.
+    the bandwidth is the limit, training waits for all of these while samples alone would do.
     """
     if not source.network or not reads_alone(reader) or not len(reader):
         return None

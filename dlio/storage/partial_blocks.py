@@ -8,7 +8,7 @@ A part is laid out as its block is going to be (FORMAT.md): room for a header an
 payloads, each in its place. With its last sample it becomes the block: it gets its header and its
 name, and no payload is copied. Until then its header counts the samples, and a sample is there if
 its entry in the table is not zero. Where sizes are estimates, places are not known: payloads follow
-one another as they come, and the block is written anew from them.
+one another as they come, and the block is rewritten from them.
 
 Payloads are written first, then the header, then the entries, under the block's lock. Of a process
 that is killed in between remain bytes that no entry refers to, or a header that counts samples
@@ -157,7 +157,7 @@ class PartialBlocks:
         The caller has claimed the block in the tier.
 
         Args:
-            put: publishes a block of payloads, where it has to be written anew.
+            put: publishes a block of payloads, where it has to be rewritten.
 
         Raises OSError.
         """

@@ -34,7 +34,7 @@ from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierFull
 from dlio.plan.order import Order
-from dlio.storage.block_fetcher import BlockFetcher, ReadAhead, SourceRequests
+from dlio.storage.block_fetcher import BlockFetcher, Fetcher, SourceRequests
 from dlio.storage.counters import Counters, RunNotes
 from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.tier import Tier, TierTargets
@@ -58,7 +58,7 @@ _POLL_S: Final = 0.002
 _LOOK_S: Final = 0.2
 _STOP_TIMEOUT_S: Final = 5.0
 _CALM: Final = 4
-"""One in so many of the requests that may be in flight, while enough samples are ready."""
+"""Divisor of the requests that may be in flight, while enough samples are ready."""
 _CHUNK: Final = 1 << 10
 """Positions of the order that the filler looks at together."""
 _FILLER_WAIT_S: Final = 0.05
@@ -305,7 +305,7 @@ def by_block(tasks: Sequence[SampleRead]) -> dict[int, list[SampleRead]]:
 # Fetching
 
 
-class SampleFetcher(ReadAhead):
+class SampleFetcher(Fetcher):
     """Reads samples and completes blocks with them. Thread-safe. Owner: the hierarchy.
 
     Invariant, under the lock: a sample in `_tasks` is queued or being read by one thread of
@@ -345,7 +345,7 @@ class SampleFetcher(ReadAhead):
         self._lacking = sys.maxsize
         """Samples beyond which no more are urgent; see `pace`."""
         self._failed: set[int] = set()
-        """Samples that could not be read, and are left to whoever needs them."""
+        """Samples that could not be read; whoever needs one gets the error."""
         self._pieces = {
             number: PartialBlocks(tier, reader)
             for number, tier in enumerate(targets.tiers)
@@ -386,7 +386,7 @@ class SampleFetcher(ReadAhead):
                     self._want(sample, block, place)
 
     def pace(self, lacking: int) -> None:
-        """Have few samples read at a time while `lacking` of them are ready to be taken."""
+        """Read few samples at a time while `lacking` of them are ready to be taken."""
         # A rank that is ahead leaves the storage to those that it is going to wait for, and the
         # interpreter's lock to its own threads that decode. Two ranks that share one bandwidth took
         # it from each other otherwise: an epoch of 19.8 s in place of 15.1.
@@ -479,7 +479,7 @@ class SampleFetcher(ReadAhead):
                         self._add(SampleRead(task.sample, task.block, task.place, wanted=False))
 
     def offer(self, sample: int, block: int, place: int, closing: threading.Event) -> bool:
-        """Have a sample read when there is nothing more urgent; waits while many are offered.
+        """Queue a sample to be read when nothing is more urgent; waits while many are queued.
 
         False for one that need not be: it is here, or has failed.
 
@@ -579,7 +579,7 @@ class SampleFetcher(ReadAhead):
         self._work.notify()
 
     def _grow(self) -> None:
-        """Have as many threads as there may be requests in flight."""
+        """Start threads until there are as many as there may be requests in flight."""
         # Threads are made as the flow raises its limit: beginning with 16 requests in place of 4
         # delayed the first batch from 0.8 to 1.4 s on two cores, since all wait for the
         # interpreter's lock.
@@ -589,7 +589,7 @@ class SampleFetcher(ReadAhead):
                 "dlio-gather", self._run, missing, wake=self.stop, stop_timeout_s=_STOP_TIMEOUT_S
             )
             self._crew.append(crew)
-            with suppress(RuntimeError):  # The interpreter is ending: the others go on.
+            with suppress(RuntimeError):  # The interpreter is ending: the other threads suffice.
                 crew.start()
 
     def _run(self, _: int) -> None:

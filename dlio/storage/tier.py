@@ -13,6 +13,7 @@ next process that opens the tier removes: the locks on claims belong to the kern
 their process. Every payload that is read from a tier is compared with its checksum.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -43,7 +44,6 @@ from dlio.storage.block import (
 from dlio.storage.tier_spec import TierSpec
 from dlio.util.folders import open_private, remove_entry, unlink
 from dlio.util.forks import new_lock
-from dlio.util.gil_calls import close_held, open_held
 from dlio.util.limits import open_regular
 from dlio.util.memory import new_memory
 from dlio.util.settings import settings
@@ -132,7 +132,7 @@ class Tier:
         self.close()
 
     def keep(self) -> None:
-        """Have the node's agent keep a RAM tier until the job ends, if there is an agent."""
+        """Let the node's agent, if there is one, keep a RAM tier until the job ends."""
         if self._shared is not None:
             keep(self._shared.alive)
 
@@ -202,7 +202,7 @@ class Tier:
         in_memory = self._shared is not None
         # Keeping descriptors open was tried: with random reads of 512 blocks every second one
         # opened its file anyway. Keeping the tables, and opening for each read, is twice as fast.
-        descriptor = open_held(_name(block), self._folder) if in_memory else self._open(block)
+        descriptor = _open_held(_name(block), self._folder) if in_memory else self._open(block)
         try:
             with self._lock:
                 self.hits += 1
@@ -213,7 +213,7 @@ class Tier:
                 info = self._read_table(block, descriptor)
             yield descriptor, info, checked
         finally:
-            (close_held if in_memory else os.close)(descriptor)
+            (_close_held if in_memory else os.close)(descriptor)
 
     def check(self, block: int) -> BlockInfo:
         """Read and check all of a published block. Raises CorruptBlock, FileNotFoundError."""
@@ -560,3 +560,52 @@ class TierTargets:
         """Close the tiers."""
         for tier in self.tiers:
             tier.close()
+
+
+# Calls that keep the interpreter's lock
+#
+# Opening a file in shared memory takes two microseconds and never waits. With many threads, taking
+# the lock again after it takes ten times as long: all others that wait for the lock come first.
+
+_OPEN_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
+_Openat = Callable[[int, bytes, int], int]
+_Close = Callable[[int], int]
+
+
+def _libc_calls() -> tuple[_Openat, _Close] | None:
+    try:
+        library = ctypes.PyDLL(None, use_errno=True)
+        openat, close = library.openat, library.close
+    except (OSError, AttributeError):  # A C library that cannot be found in this process.
+        return None
+    openat.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_int
+    close.argtypes = (ctypes.c_int,)
+    return openat, close
+
+
+_LIBC: Final = _libc_calls()
+
+
+def _open_held(name: str, folder: int) -> int:
+    """Open a file for reading, in a folder of shared memory that nobody else can write to.
+
+    Close it with `_close_held`. Raises OSError.
+
+    Args:
+        folder: its descriptor.
+    """
+    if _LIBC is None:
+        return open_regular(name, os.O_NOFOLLOW, dir_fd=folder)
+    while (descriptor := _LIBC[0](folder, os.fsencode(name), _OPEN_FLAGS)) < 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number), name)
+    return descriptor
+
+
+def _close_held(descriptor: int) -> None:
+    """Close a descriptor of `_open_held`."""
+    if _LIBC is None:
+        os.close(descriptor)
+    else:
+        _LIBC[1](descriptor)

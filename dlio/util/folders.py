@@ -307,7 +307,9 @@ def remove_marked(parent: int, name: str) -> bool:
             return False
         if not is_marked(folder) and os.listdir(folder):
             return False
-        empty_folder(folder)  # The mark goes last, so that a removal that is killed can go on.
+        empty_folder(
+            folder
+        )  # The mark goes last, so that a removal that was killed can be continued.
         if same_folder(parent, name, folder):
             with suppress(OSError):
                 if os.listdir(folder) == [MARK]:

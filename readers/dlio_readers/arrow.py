@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dlio.data.source import File, Source, expand, files_below, own_name
-from dlio.data.urls import inside
+from dlio.data.source import File, Source, expand, files_below, inside, own_name
 from dlio.errors import SourceError, UsageError
 from dlio_readers.arrowstream import ArrowStream
 from dlio_readers.path_reader import split_paths

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import File, Source, own_name
-from dlio.data.urls import inside
+from dlio.data.source import File, Source, inside, own_name
 from dlio.errors import SourceError, UsageError
 from dlio_readers.annotations import AnnotatedReader, Annotations
 from dlio_readers.cocofile import CocoFile, joined

@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.chunked_array import Box, ChunkedArray
-from dlio.data.file_ranges import InMemoryFile
 from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.open_files import InMemoryFile
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, Schema, array_kind
-from dlio.data.source import File, Source, expand, own_name
-from dlio.data.urls import inside
+from dlio.data.source import File, Source, expand, inside, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order

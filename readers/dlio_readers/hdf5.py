@@ -13,8 +13,8 @@ from dlio.errors import SourceError
 from dlio_readers.columns import (
     Column,
     ColumnReader,
+    ConcatColumn,
 )
-from dlio_readers.concat_column import ConcatColumn
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.path_reader import split_paths
 from dlio_readers.rehearsal import rehearse

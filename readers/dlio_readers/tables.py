@@ -6,8 +6,7 @@ from typing import Final
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import UsageError
-from dlio_readers.columns import Arrays, Column, ColumnReader, PlainColumn, choose
-from dlio_readers.concat_column import ConcatColumn
+from dlio_readers.columns import Arrays, Column, ColumnReader, ConcatColumn, PlainColumn, choose
 from dlio_readers.concurrency import concurrently
 from dlio_readers.npyfile import NpyArray, chunked_array, numpy_arrays
 from dlio_readers.path_reader import split_paths

@@ -18,8 +18,7 @@ from dlio.data.labels import LABEL_NAMES
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import nearest
-from dlio_readers.columns import Column
-from dlio_readers.concat_column import ConcatColumn
+from dlio_readers.columns import Column, ConcatColumn
 
 FEATURES: Final = "features"
 """Field that holds the columns of `columns=` as one array."""

@@ -15,8 +15,7 @@ from dlio.data.index import cached_index, fingerprint_of
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import Schema
-from dlio.data.source import File, Source, expand, own_name, split_fields
-from dlio.data.urls import inside
+from dlio.data.source import File, Source, expand, inside, own_name, split_fields
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order

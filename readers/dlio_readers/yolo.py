@@ -16,8 +16,7 @@ import numpy.typing as npt
 import yaml
 
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import Source, own_name
-from dlio.data.urls import inside
+from dlio.data.source import Source, inside, own_name
 from dlio.errors import SourceError
 from dlio_readers.annotations import (
     MAX_BOXES,

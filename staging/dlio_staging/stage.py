@@ -26,14 +26,12 @@ from dlio.util.whole_files import write_json
 from dlio_staging.byte_progress import ByteProgress, show_progress
 from dlio_staging.stage_plan import (
     StageOptions,
+    StageResult,
     blocks_to_read,
     bytes_to_read,
     chosen_blocks,
     is_present,
     plan_tiers,
-)
-from dlio_staging.stage_report import (
-    StageResult,
     print_plan,
     print_result,
     shortfall,

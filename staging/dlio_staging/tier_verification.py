@@ -153,15 +153,15 @@ def _heal(folder: str, broken: list[int], manifest: Manifest | None, source: str
     spec = TierSpec("disk", root, 0)
     with (
         Tier(spec, fingerprint, node, fingerprint=fingerprint) as tier,
-        SourceRequests(reader, file_system_of(str(path)).requests(reader.objects)) as intake,
+        SourceRequests(reader, file_system_of(str(path)).requests(reader.objects)) as requests,
     ):
         for block in broken:
             if block >= reader.layout.blocks:
                 tier.discard(block)
                 continue
-            with intake.block(block) as fresh:
+            with requests.block(block) as (pieces, _):
                 tier.discard(block)
-                tier.publish(block, fresh.pieces)
+                tier.publish(block, pieces)
             tier.check(block)
             healed += 1
     reader.close()

@@ -109,6 +109,7 @@ def test_ctrl_c_ends_all_ranks_at_once(
     assert not (tmp_path / "r.json").exists()
 
 
+@pytest.mark.nightly  # By day, tests/train/loss and the storms of tests/bench kill ranks.
 def test_a_rank_that_is_killed_ends_the_job(
     job: subprocess.Popen[str], tmp_path: Path, soon: Soon
 ) -> None:

@@ -156,13 +156,13 @@ def _check_pack_kills(pictures: Path, tmp_path: Path, count: int, seed: int) -> 
 def test_staging_that_is_killed_at_a_system_call_is_whole_or_absent(
     pictures: Path, tmp_path: Path
 ) -> None:
-    assert _check_stage_kills(pictures, tmp_path, 4, 0) == 4
+    assert _check_stage_kills(pictures, tmp_path, 2, 0) == 2
 
 
 def test_packing_that_is_killed_at_a_system_call_is_whole_or_absent(
     pictures: Path, tmp_path: Path
 ) -> None:
-    assert _check_pack_kills(pictures, tmp_path, 6, 1) == 6
+    assert _check_pack_kills(pictures, tmp_path, 2, 1) == 2
 
 
 @pytest.mark.nightly
@@ -176,6 +176,7 @@ def test_a_hundred_kills_of_packing(pictures: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.daily("2")
 def test_a_killed_eviction_is_finished_by_the_next_one(
     pictures: Path, tmp_path: Path, number: int
 ) -> None:

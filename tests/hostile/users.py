@@ -16,7 +16,7 @@ from typing import Any
 
 SHARED_GROUP = 54321
 """Number of a group that both users are in."""
-_DEADLINE_S = 30
+_DEADLINE_S = 60
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def _fit(
     by_mpirun: bool = False,
 ) -> tuple[list[dict[str, Any]], str]:
     """Return what each rank that is left has seen, and the errors of all."""
-    own = {"ENDS": json.dumps(ends), "OMP_NUM_THREADS": "1", "DLIO_TIMEOUT": "60"}
+    own = {"ENDS": json.dumps(ends), "OMP_NUM_THREADS": "1", "DLIO_TIMEOUT": "180"}
     argv = [str(FIT), str(folder), json.dumps(options)]
     if by_mpirun:
         python = [sys.executable, *argv]

@@ -206,7 +206,7 @@ def test_a_batch_that_was_late_comes_at_the_next_call_and_is_counted_once() -> N
 
     class Slow(Numbers):
         def __getitem__(self, index: int) -> Any:
-            assert index or release.wait(30)
+            assert index or release.wait(60)
             return index
 
     loader = Ours(Slow(6), 2, num_workers=1, timeout=0.1)

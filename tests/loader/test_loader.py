@@ -386,6 +386,7 @@ def test_a_disk_too_full_is_found_before_the_first_block(
 
 
 @pytest.mark.parametrize("mode", ["local", "ring", "partial(0.2)"])
+@pytest.mark.daily("local", "partial(0.2)")
 def test_an_inexact_epoch_is_resumed_as_it_was_saved_or_not_at_all(
     pictures: Path, mode: str
 ) -> None:

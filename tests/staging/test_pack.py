@@ -139,6 +139,7 @@ def test_samples_survive_every_pair_of_formats(
 
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.daily("3-native", "1-tar", "3-hdf5", "1-zarr")
 def test_every_sample_is_packed_once_by_any_number_of_workers(
     pictures: Path, tmp_path: Path, format_: str, workers: int
 ) -> None:
@@ -216,7 +217,7 @@ def test_a_killed_packing_is_continued(pictures: Path, tmp_path: Path) -> None:
         "seen = []\n"
         "def slowly(done, total):\n"
         "    seen.append(done)\n"
-        "    if len(os.listdir(sys.argv[3])) >= 2: print('two', flush=True); time.sleep(60)\n"
+        "    if len(os.listdir(sys.argv[3])) >= 2: print('two', flush=True); time.sleep(600)\n"
         "pack(sys.argv[1], sys.argv[2], shard_bytes=1 << 16, progress=slowly)\n"
     )
     staging = tmp_path / ".out.packing"

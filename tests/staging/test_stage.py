@@ -243,7 +243,7 @@ def test_a_dead_jobs_lease_expires_and_its_data_is_evicted_by_its_number(
         "import sys, time, dlio\n"
         f"data = dlio.open({str(pictures)!r}, tiers={f'{scratch}:1GiB'!r}, image_size=32)\n"
         "loader = dlio.DataLoader(data, 4)\n"
-        "next(iter(loader)); print('up', flush=True); time.sleep(60)\n"
+        "next(iter(loader)); print('up', flush=True); time.sleep(600)\n"
     )
     job = subprocess.Popen(
         [sys.executable, "-c", body],

@@ -9,8 +9,8 @@ import pytest
 
 import dlio
 from dlio.comm import world
-from dlio.data.file_ranges import open_ranges
 from dlio.data.flow import Flow
+from dlio.data.open_files import open_ranges
 from dlio.data.reader import open_reader
 from dlio.storage import block_fetcher, mount
 from dlio.storage.block_fetcher import SourceRequests

@@ -39,9 +39,9 @@ def test_on_lustre_no_request_touches_two_stripes(
     monkeypatch.setattr("dlio.storage.block_fetcher.file_system_of", lambda _: place)
     with SourceRequests(reader, 4) as intake:
         for block in range(len(reader.block_bytes)):
-            with intake.block(block) as read:
-                assert sum(len(memoryview(piece)) for piece in read.pieces) == read.source_bytes
-                reader.check_stored(block, memoryview(read.pieces[0]))
+            with intake.block(block) as (pieces, source_bytes):
+                assert sum(len(memoryview(piece)) for piece in pieces) == source_bytes
+                reader.check_stored(block, memoryview(pieces[0]))
     # A request is one whole stripe, or several small stripes that are whole.
     unit = stripe if stripe > 1 << 20 else piece_bytes(stripe)
     assert len(reader.asked) > len(reader.block_bytes)

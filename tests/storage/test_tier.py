@@ -205,7 +205,7 @@ if {unreaped!r}:
     shared_folders._start_reaper = lambda *_: None
 tier = t.Tier(TierSpec("ram", shared_folders.SHARED_MEMORY, 1 << 20), {job!r})
 print(tier.path, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -14,6 +14,7 @@ from dlio.errors import UsageError
 from dlio.plan.rank_shares import RankShares, fastest_shares
 from dlio.train.balance import Balancer, Cost, StepClock, balanced_shares
 from dlio.train.config import TrainConfig
+from tests.conftest import examples
 
 _BATCH = 32
 
@@ -82,7 +83,7 @@ def test_noisy_times_converge_to_the_ideal_within_one_sample(ranks: int, slower:
     assert len(set(shares[-4:])) == 1
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.floats(0.0, 0.03), st.floats(0.001, 0.01))
 def test_measurements_correct_a_wrong_calibration(fixed: float, per_sample: float) -> None:
     """They do so even if a rank became slower in a part that the calibration does not model."""

@@ -212,6 +212,7 @@ print("kept", flush=True)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.daily("4")
 def test_all_ranks_act_after_the_same_step(mpirun: MpiRun, ranks: int, tmp_path: Path) -> None:
     body = tmp_path / "wishes.py"
     body.write_text(WISHES)

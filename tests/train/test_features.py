@@ -56,6 +56,7 @@ def test_each_optimizer_learns_and_decays_weights_only(name: str) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.daily("2")
 def test_accumulated_batches_are_one_large_batch(
     dlio: Dlio, pictures: Path, here: Path, ranks: int
 ) -> None:

@@ -9,6 +9,7 @@ they lack (`RecoveryPart.reconcile`); a vote ends it, or starts it again.
 |---|---|
 | `recovery`, `reports` | the order of a recovery; its parts and their reports |
 | `membership` | the contract: generations of ranks |
+| `rank_survivors` | the bookkeeping that both memberships share |
 | `ulfm` | membership over MPI with User Level Failure Mitigation |
 | `store_membership`, `store_comm` | membership without MPI: gloo, and a store in the launcher |
 | `job_store`, `rendezvous` | that store, and the part of it by which gloo connects ranks |

@@ -2,7 +2,7 @@
 
 A rank is suspected only while it computes a step and all other ranks of its node wait for others:
 in vain, as it is the one that does not come. A rank that waits for the source, evaluates or writes
-a checkpoint is elsewhere, and never suspected; nor is one of two that both compute.
+a checkpoint is unwatched, and never suspected; nor is one of two that both compute.
 """
 
 import math
@@ -60,12 +60,12 @@ def hung_ranks(
     rows = {member: each.row for member, each in living.items() if each.row is not None}
     if len(rows) < len(living):
         return []
-    working = [member for member, row in rows.items() if row.phase is not RankPhase.WAITS]
+    working = [member for member, row in rows.items() if row.phase is not RankPhase.BLOCKED]
     if len(working) != 1 or len(rows) < 2:
         return []
     (member,) = working
     row = rows[member]
-    if row.phase is not RankPhase.COMPUTES or row.step <= _FIRST_STEPS:
+    if row.phase is not RankPhase.COMPUTING or row.step <= _FIRST_STEPS:
         return []
     limit_s = hang_after_s
     if limit_s is None:

@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import sys
 import time
 import weakref
@@ -37,14 +36,13 @@ from dlio.comm.survival.active_ranks import (
 )
 from dlio.comm.survival.node_watch import NodeWatch
 from dlio.comm.survival.rank_requests import RankRequests
-from dlio.errors import CommError, PeerLost, UsageError
+from dlio.comm.survival.rank_survivors import RankSurvivors, processes_here, this_process
+from dlio.errors import PeerLost, UsageError
 from dlio.util.settings import settings
 
 _ENABLED: Final = "OMPI_MCA_mpi_ft_enable"
 """Variable that mpirun sets for ranks with fault tolerance."""
 _LOSSES: Final = (MPI.Exception, PeerLost)
-_MOST_ROUNDS: Final = 20
-"""Losses within one recovery after which a job is given up."""
 _WELL: Final = 1
 _RENEWS: Final = 2
 """Bits in which ranks agree: that all went well, and that they are making a generation."""
@@ -54,7 +52,7 @@ _NAP_S: Final = 0.005
 """Time between two looks of a spare at whether it is called."""
 
 
-class UlfmMembership:
+class UlfmMembership(RankSurvivors[MpiCommunicator]):
     """The ranks that are left of MPI's world. One per process.
 
     All ranks are active at first; `rest` makes some of them spares.
@@ -81,23 +79,16 @@ class UlfmMembership:
             raise UsageError(
                 f"{spares} spares of {size} ranks: start more ranks, or give fewer spares"
             )
-        self.number = 0
-        self.lost = False
-        self.me = MPI.COMM_WORLD.rank
-        self.members: tuple[int, ...] = tuple(range(size))
+        super().__init__(MPI.COMM_WORLD.rank, size, least)
         self.spares = spares
         self._alive = self.members
         """Active ranks and spares."""
-        self.leaves = self.due = self.ends = self.pauses = False
+        self.leaves = self.ends = self.pauses = False
         self.leave_at = math.inf
         self._has_told = False
         """True once the others know that this rank leaves."""
-        self.left: tuple[int, ...] = ()
-        self._least = least
         self._wanted = RankRequest(0, size)
         self._requests = RankRequests()
-        self._handles: dict[int, weakref.ref[MpiCommunicator]] = {}
-        self._made = 0
         self._spent: list[MPI.Intracomm] = []
         with one_at_a_time:
             self._root = MPI.COMM_WORLD.Dup()
@@ -108,12 +99,10 @@ class UlfmMembership:
             """That from which the last generation was made. Those of generations that a loss
             interrupted may be half made, and are never freed."""
         self.world = MpiCommunicator(self._active.Dup(), membership=self)
-        # Numbers of processes mean nothing in another container of the same name.
-        host = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
         board = open_board()
-        mine = (host, os.getpid(), board.file)
+        mine = (*this_process(), board.file)
         everyone: list[tuple[str, int, int]] = self.world.allgather(mine)
-        here = {member: pid for member, (name, pid, _) in enumerate(everyone) if name == host}
+        here = processes_here([(name, pid) for name, pid, _ in everyone], self.me)
         files = {member: everyone[member][2] for member in here}
         self._watch = NodeWatch(
             here, self.me, lambda: self._alive, board, files, lambda: self.members
@@ -183,14 +172,12 @@ class UlfmMembership:
                 if comm != MPI.COMM_NULL and not comm.Is_revoked():
                     comm.Revoke()
         self._await_survivors()
-        for _ in range(_MOST_ROUNDS):
+
+        def attempt() -> list[Json] | None:
             with one_at_a_time:
-                everyone = self._next_generation(report, meets)
-            if everyone is not None:
-                return everyone
-        raise CommError(
-            f"{_MOST_ROUNDS} ranks were lost while the others regrouped: this job is given up"
-        )
+                return self._next_generation(report, meets)
+
+        return self._renew_over_losses(attempt)
 
     def _end(self) -> None:
         """End MPI at the end of a script of the user's: in the ordinary way if no rank was lost."""
@@ -209,11 +196,6 @@ class UlfmMembership:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(int(failed))
-
-    def _living(self) -> dict[int, MpiCommunicator]:
-        living = {number: ref() for number, ref in self._handles.items()}
-        self._handles = {n: ref for n, ref in self._handles.items() if living[n] is not None}
-        return {n: each for n, each in living.items() if each is not None and not each.over}
 
     def _await_survivors(self) -> None:
         """Return when all that are left have come here. Raises CommTimeout after DLIO_TIMEOUT."""
@@ -269,11 +251,8 @@ class UlfmMembership:
             reported = MpiCommunicator(root).allgather([mine, colours, self._made, report])
             standings = [MembershipReport.from_list(each[0]) for each in reported]
             members = next_members(standings)
-            if members and len(standings) < self._least:
-                raise CommError(
-                    f"{len(standings)} ranks are left, and --min-ranks is {self._least}: this job "
-                    "ends"
-                )
+            if members:
+                self._check_enough(len(standings))
             is_mine = self.me in members
             colour = 0 if is_mine else MPI.UNDEFINED
             active = cast(MPI.Intracomm, root.Split(colour, root.rank))

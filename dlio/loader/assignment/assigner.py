@@ -17,8 +17,14 @@ import torch
 from dlio.comm import Communicator
 from dlio.comm.board import computing, end_step
 from dlio.comm.survival.recovery import Recovery, RecoveryPart
-from dlio.loader.assignment.epoch_schedule import EpochRecord, EpochSchedule, SurvivorState
-from dlio.loader.assignment.history import AssignmentSpan, IssuedBatch, SpanSource
+from dlio.loader.assignment.epoch_schedule import EpochSchedule, SurvivorState
+from dlio.loader.assignment.history import (
+    AssignmentSpan,
+    IssuedBatch,
+    SpanSource,
+    history_from_json,
+    history_to_json,
+)
 from dlio.loader.assignment.rank_groups import BatchReport, RankGroups
 from dlio.loader.batch_stream import LoaderIterator
 from dlio.loader.contract import BatchData, State
@@ -27,7 +33,7 @@ from dlio.loader.stats import PassStats, joined
 from dlio.plan.epoch import EpochPlan
 
 EpochWire: TypeAlias = dict[str, Any]
-"""An `EpochRecord` as JSON types."""
+"""An `EpochState` with passes and history, as JSON types."""
 
 
 class _AssignedLoader(SpanSource, Protocol):
@@ -159,11 +165,9 @@ class BatchAssigner(RecoveryPart[BatchReport]):
         while True:
             iterator = self._loader.begin()
             span = AssignmentSpan(self._loader.planned, self._loader.plan, self.members)
-            if not schedule.has_begun:
-                earlier, self.earlier = self.earlier, 0
-                schedule.begin_pass(span.batches, span.members, earlier)
-            else:
-                schedule.begin_pass(span.batches, span.members, 0)
+            goes_on = schedule.has_begun
+            schedule.begin_pass(span.batches, span.members, self.earlier)
+            self.earlier = self.earlier if goes_on else 0
             for number, data in enumerate(iterator):
                 groups.taken += 1
                 schedule.issue()
@@ -297,17 +301,21 @@ class BatchAssigner(RecoveryPart[BatchReport]):
 
     def tell_epoch(self) -> EpochWire:
         """Return all that a rank has to know that joins now."""
-        return self._schedule.record([loader.prepare() for loader in self._loaders]).to_json()
+        return {
+            **self._schedule.to_json(),
+            "passes": [loader.prepare() for loader in self._loaders],
+            "history": history_to_json(self._schedule.committed),
+        }
 
     def follow_epoch(self, place: EpochWire) -> None:
         """Continue where another rank is, as it has told."""
-        record = EpochRecord.from_json(place)
-        self._adopted, self._has_no_pass = True, record.has_begun
-        # The history below needs open tiers.
-        for loader, passes in zip(self._loaders, record.passes, strict=True):
+        self._schedule.load_json(place)
+        self._adopted, self._has_no_pass = True, self._schedule.has_begun
+        for loader, passes in zip(self._loaders, place["passes"], strict=True):
             loader.prepare(passes)
-        self._schedule.adopt(record, self._loader)
-        self._earlier_stats = []
+        # After `prepare`: the plans of spans need to know where the open tiers are.
+        self._schedule.committed = history_from_json(place["history"], self._loader)
+        self._schedule.open, self._earlier_stats = [], []
 
     def close(self) -> None:
         """Take no part in later recoveries."""

@@ -12,53 +12,52 @@ an epoch.
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
-from dlio.loader.assignment.history import (
-    CommittedBatch,
-    IssuedBatch,
-    SpanSource,
-    history_from_json,
-    history_to_json,
-    parts_of_lost,
-)
+from dlio.loader.assignment.history import CommittedBatch, IssuedBatch, parts_of_lost
 from dlio.loader.passes import PlannedPass
 
 
 @dataclass(frozen=True, slots=True)
 class SurvivorState:
-    """The ranks that are left, and how far lost ones came."""
+    """The survivors, and how far lost ranks came."""
 
     members: Sequence[int]
     last_counted: Mapping[int, int]
     """By lost member, its last exchange that a survivor has taken in."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpochRecord:
-    """The schedule and the loaders' passes, for a rank that joins in the middle of an epoch."""
+@dataclass
+class EpochState:
+    """The part of a schedule that a rank receives which joins in the middle of an epoch."""
 
-    epoch: int
-    step: int
-    position: int
-    samples: int
-    has_begun: bool
-    first_batch: int
-    first_members: tuple[int, ...]
     usual_batch: int
-    is_exact: bool
-    drops_last: bool
-    requeued: list[int]
-    requeued_parts: frozenset[tuple[int, int]]
-    final: dict[int, int] | None
-    passes: list[int]
-    """Passes of each loader so far."""
-    history: dict[str, Any]
-    """See `history_to_json`."""
+    """Samples of a batch over all ranks, unless a pass makes up for lost ranks."""
+    epoch: int = 0
+    step: int = 0
+    """Number of the batch that was issued last, within the epoch."""
+    position: int = 0
+    """Position of the epoch's order after the batch that was issued last."""
+    samples: int = 0
+    """Positions of the epoch, without requeued samples."""
+    has_begun: bool = False
+    """True once a batch of the epoch was issued, to this rank or before it joined."""
+    first_batch: int = 0
+    first_members: tuple[int, ...] = ()
+    """Global batch and ranks of the pass that the epoch began with."""
+    is_exact: bool = True
+    drops_last: bool = False
+    """Facts of the epoch's order."""
+    requeued: list[int] = field(default_factory=list)
+    """Samples of this epoch that are trained on at its end."""
+    requeued_parts: set[tuple[int, int]] = field(default_factory=set)
+    """(step, member) of the batches that these are of."""
+    final: dict[int, int] | None = None
+    """`SurvivorState.last_counted` when all had trained the epoch; None until then."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as JSON types, in the wire format."""
+        """Return the state as JSON types, in the wire format."""
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -70,70 +69,39 @@ class EpochRecord:
             "again": self.requeued,
             "comes_again": sorted(self.requeued_parts),
             "final": None if self.final is None else list(self.final.items()),
-            "passes": self.passes,
-            "history": self.history,
         }
 
-    @classmethod
-    def from_json(cls, wire: dict[str, Any]) -> Self:
-        """Return the record that `to_json` has written."""
-        first_batch, first_members, usual_batch = wire["begun"]
-        is_exact, drops_last = wire["order"]
-        return cls(
-            epoch=wire["epoch"],
-            step=wire["step"],
-            position=wire["position"],
-            samples=wire["samples"],
-            has_begun=wire["has_begun"],
-            first_batch=first_batch,
-            first_members=tuple(first_members),
-            usual_batch=usual_batch,
-            is_exact=is_exact,
-            drops_last=drops_last,
-            requeued=list(wire["again"]),
-            requeued_parts=frozenset((step, member) for step, member in wire["comes_again"]),
-            final=None if wire["final"] is None else dict(map(tuple, wire["final"])),
-            passes=wire["passes"],
-            history=wire["history"],
-        )
+    def load_json(self, wire: dict[str, Any]) -> None:
+        """Take the state that another rank's `to_json` has written."""
+        self.epoch, self.step, self.position = wire["epoch"], wire["step"], wire["position"]
+        self.samples, self.has_begun = wire["samples"], wire["has_begun"]
+        self.first_batch, first_members, self.usual_batch = wire["begun"]
+        self.first_members = tuple(first_members)
+        self.is_exact, self.drops_last = wire["order"]
+        self.requeued = list(wire["again"])
+        self.requeued_parts = {(step, member) for step, member in wire["comes_again"]}
+        self.final = None if wire["final"] is None else dict(map(tuple, wire["final"]))
 
 
-class EpochSchedule:
+class EpochSchedule(EpochState):
     """The batches of one epoch.
 
     Args:
-        usual_batch: samples of a batch over all ranks, unless `keeps_steps` makes it larger.
+        usual_batch: samples of a batch over all ranks.
         keeps_steps: after a loss, have larger batches and no more of them than before; otherwise
             the global batch stays, and there are more batches.
     """
 
     def __init__(self, usual_batch: int, keeps_steps: bool) -> None:
-        self.usual_batch, self.keeps_steps = usual_batch, keeps_steps
-        self.global_batch = usual_batch
-        """Samples of a batch of the current pass."""
-        self.epoch = 0
-        self.position = 0
-        """Position of the epoch's order after the batch that was issued last."""
-        self.step = 0
-        """Number of the batch that was issued last, within the epoch."""
-        self.samples = self.pass_end = 0
-        """Positions of the epoch without requeued samples; position at which the pass ends."""
-        self.has_begun = False
-        """True once a batch of the epoch was issued, to this rank or before it joined."""
-        self.first_batch, self.first_members = usual_batch, tuple[int, ...]()
-        """Global batch and ranks of the pass that the epoch began with."""
-        self.is_exact, self.drops_last = True, False
-        """Facts of the epoch's order."""
-        self.requeued: list[int] = []
-        """Samples of this epoch that are trained on at its end."""
-        self.requeued_parts: set[tuple[int, int]] = set()
-        """(step, member) of the batches that these are of."""
+        super().__init__(usual_batch, first_batch=usual_batch)
+        self.keeps_steps, self.global_batch = keeps_steps, usual_batch
+        """`global_batch` has the samples of a batch of the current pass."""
+        self.pass_end = 0
+        """Position at which the current pass ends."""
         self.open: list[IssuedBatch] = []
         """Batches whose exchange is under way."""
         self.committed: list[CommittedBatch] = []
         """Batches of this epoch whose exchange has ended, whoever contributed."""
-        self.final: dict[int, int] | None = None
-        """`SurvivorState.last_counted` when all had trained the epoch; None until then."""
 
     # Events
 
@@ -174,39 +142,7 @@ class EpochSchedule:
             self.requeued_parts.add(part)
             self.requeued += samples
 
-    def adopt(self, record: EpochRecord, loader: SpanSource) -> None:
-        """Be where another rank is."""
-        self.epoch, self.step, self.position = record.epoch, record.step, record.position
-        self.samples, self.has_begun = record.samples, record.has_begun
-        self.first_batch, self.first_members = record.first_batch, record.first_members
-        self.usual_batch = record.usual_batch
-        self.is_exact, self.drops_last = record.is_exact, record.drops_last
-        self.requeued, self.requeued_parts = list(record.requeued), set(record.requeued_parts)
-        self.final = record.final
-        self.committed = history_from_json(record.history, loader)
-        self.open = []
-
     # Questions
-
-    def record(self, passes: list[int]) -> EpochRecord:
-        """Return what a rank has to know that joins now."""
-        return EpochRecord(
-            epoch=self.epoch,
-            step=self.step,
-            position=self.position,
-            samples=self.samples,
-            has_begun=self.has_begun,
-            first_batch=self.first_batch,
-            first_members=self.first_members,
-            usual_batch=self.usual_batch,
-            is_exact=self.is_exact,
-            drops_last=self.drops_last,
-            requeued=self.requeued,
-            requeued_parts=frozenset(self.requeued_parts),
-            final=self.final,
-            passes=passes,
-            history=history_to_json(self.committed),
-        )
 
     def missing(
         self, survivors: SurvivorState, open_exchange: int | None = None

@@ -123,6 +123,7 @@ class SpanSource(Protocol):
 
 def history_to_json(committed: Sequence[CommittedBatch]) -> dict[str, Any]:
     """Return the batches of an epoch as JSON types, each span and set of members once."""
+    # An epoch has thousands of batches, and a handful of spans and sets of contributors.
     spans = _numbered(each.batch.span for each in committed)
     contributors = _numbered(each.contributors for each in committed)
     return {

@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.comm.funnel import waiting
+from dlio.comm.funnel import wait_serving
 from dlio.data.schema import Buffer
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
 from dlio.loader.batch_stream import BatchResult, BatchStream
@@ -183,7 +183,7 @@ class Pipeline:
     def _wait(self, batch: Batch) -> None:
         started = time.monotonic()
         gave_up = False
-        while not waiting(batch.done.wait, _POLL_S):
+        while not wait_serving(batch.done.wait, _POLL_S):
             waited = time.monotonic() - started
             if waited > self._context.peer_timeout_s and not gave_up:
                 self._shuffle.give_up(batch.step.number)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import leave
-from dlio.comm.funnel import waiting
+from dlio.comm.funnel import wait_serving
 from dlio.comm.survival.membership import messages_of
 from dlio.data.reader_contract import abilities_of
 from dlio.errors import DlioError, PeerLost
@@ -179,7 +179,7 @@ class Shuffle:
         Raises the error that ended the shuffle's thread, if any; DlioError after `timeout_s`.
         """
         with self._condition:
-            planned = waiting(
+            planned = wait_serving(
                 lambda limit_s: self._condition.wait_for(
                     lambda: number in self._steps or self._error is not None, limit_s
                 ),

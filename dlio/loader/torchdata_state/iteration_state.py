@@ -12,7 +12,7 @@ from torch.utils.data import IterDataPipe, RandomSampler
 
 from dlio.loader.batch_stream import BatchStream, RunningPass
 from dlio.loader.contract import State
-from dlio.loader.loader_options import LoaderOptions, pinning
+from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.nested_batches import map_leaves
 from dlio.loader.passes import PassCounters
 from dlio.loader.sampler_pass import BatchesPass
@@ -49,6 +49,9 @@ class IterationState:
         self._is_ahead = False
         """True if the iterator was made for its state, before the pass began."""
         self._loaded: State | None = None
+        # torch's RandomSampler draws from a generator that the loader shares with it: its order can
+        # be resumed only by a sampler that notes the generator's state before it draws. A subclass
+        # may draw in another way, and is left alone.
         random: StatefulRandom | None = None
         if options.shuffle and not options.iterable and type(options.sampler) is RandomSampler:
             random = StatefulRandom(options.sampler, options.generator)
@@ -65,6 +68,8 @@ class IterationState:
         Raises MismatchedState for a loaded state of another number of workers.
         """
         keeps = options.persistent_workers and options.num_workers > 0
+        # `state_dict` before the first batch needs the workers' states, so it has made the iterator
+        # already.
         if self._is_ahead and self.iterator is not None:
             self._is_ahead = False
         elif keeps and isinstance(self.iterator, ParallelIterator):
@@ -106,7 +111,7 @@ class IterationState:
         return self.iterator.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Have the next pass go on from a state; an empty one changes nothing."""
+        """Have the next pass continue from a state; an empty one changes nothing."""
         self.close()
         if state:
             self._loaded = dict(state)
@@ -152,6 +157,7 @@ class IterationState:
     ) -> ParallelIterator:
         workers = options.num_workers
         loaded = None if state is None else ResumeState(state, workers, options.iterable)
+        # As torch counts: snapshots are due by what may be under way.
         ahead = (options.prefetch_factor or 2) * workers
         draws = TaskSampler(
             sampler,
@@ -161,6 +167,7 @@ class IterationState:
             options.iterable,
             None if loaded is None else loaded.main,
         )
+        # A loaded state brings the length that the user had asked for.
         if loaded is None:
             draws.len_called = length
         if isinstance(options.dataset, IterDataPipe):
@@ -181,19 +188,9 @@ class IterationState:
 
         def make(first: int) -> Transport:
             if _in_threads(options):
-                return ThreadTransport(
-                    server,
-                    draws,
-                    first,
-                    workers,
-                    ahead,
-                    options.in_order,
-                    options.timeout,
-                    options.generator,
-                    options.iterable or isinstance(options.dataset, StatefulObject),
-                    pinning(options),
-                    loaded is not None,
-                )
+                copies = options.iterable or isinstance(options.dataset, StatefulObject)
+                is_loaded = loaded is not None
+                return ThreadTransport(server, draws, options, first, ahead, copies, is_loaded)
             plain = plain_loader(options, same, draws, server, start)
             return ProcessTransport(plain, draws, first, loaded is not None)
 
@@ -207,6 +204,7 @@ def feed_of(iterator: InlineIterator | ParallelIterator, options: LoaderOptions)
     """Return the batches of an iterator with a state, on the loader's device. None is ahead of
     the user, so that the state is that of the batches handed out."""
     feed = _feed(iterator, options.device, options.persistent_workers)
+    # Up to its first `yield None`.
     next(feed)
     return feed
 

@@ -2,7 +2,6 @@
 
 import copy
 import queue
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ import torch
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset_threads import DatasetThreads, timed_out, worker_error
+from dlio.loader.loader_options import LoaderOptions, pinning
 from dlio.loader.torch_private import MultiProcessingDataLoaderIter
 from dlio.loader.torchdata_state.task_sampler import TaskSampler
 from dlio.loader.torchdata_state.worker_server import WorkerReply, WorkerServer, WorkerTask
@@ -52,6 +52,7 @@ class _Turns:
         """
         for _ in range(self._workers):
             worker, self._next = self._next, (self._next + 1) % self._workers
+            # As torch shares out what may be under way among the workers that are left.
             left = self._workers - len(self.ended)
             if worker not in self.ended and (
                 self._most is None or under_way[worker] < self._most // left
@@ -87,6 +88,7 @@ class ProcessTransport(MultiProcessingDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         most = None if loader.in_order else self._prefetch_factor * self._num_workers
         self._turns = _Turns(self._num_workers, self._first if first_iter else 0, most)
+        # See `TaskSampler.__iter__`: the next iterator is the one that counts.
         self._draws.primes = True
         super()._reset(loader, first_iter)
 
@@ -127,27 +129,26 @@ class ThreadTransport:
     Args:
         server: as for a process; the data set is copied for each thread if `copies`, which it must
             be if it has a state, or is an iterator.
-        pin: copies a batch into page-locked memory; None to leave it.
+        ahead: batches under way at a time.
+        loads: True if the base seed is one that was saved.
     """
 
     def __init__(
         self,
         server: WorkerServer,
         draws: TaskSampler,
+        options: LoaderOptions,
         first: int,
-        workers: int,
         ahead: int,
-        in_order: bool,
-        timeout_s: float,
-        generator: torch.Generator | None,
         copies: bool,
-        pin: Callable[[BatchData], BatchData] | None,
         loads: bool,
     ) -> None:
-        self._draws, self._ahead, self._in_order = draws, ahead, in_order
-        self._timeout_s, self._pin = timeout_s, pin
+        self._draws, self._ahead, self._in_order = draws, ahead, options.in_order
+        self._timeout_s, self._pin = options.timeout, pinning(options)
+        workers = options.num_workers
+        # In the order in which torch draws: the sampler, then the base seed.
         iter(draws)
-        drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=options.generator)
         if not loads:
             draws.base_seed = int(drawn.item())
         self._num_workers = workers

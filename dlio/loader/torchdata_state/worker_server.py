@@ -97,7 +97,7 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
     recipe: FetchOptions
     init: Callable[[int], object] | None
     states: dict[int, State]
-    """State of each worker to begin with; empty to begin anew."""
+    """State of each worker to continue from; empty to start from the beginning."""
     shared_seed: int | None
     ranks: tuple[int, int] = (1, 0)
     """Number of ranks and this one's, among which data pipes are sharded."""
@@ -107,6 +107,7 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
     _numbers: torch.Generator = field(default_factory=torch.Generator)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Generators of torch cannot be pickled, and iterators of users' data sets often cannot.
         return {**self.__dict__, "_numbers": None, "fetcher": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,6 +119,7 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
         self.worker = worker
         init: Any = self.init
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+            # As torch does around a user's function, which then finds the pipe sharded.
             init = functools.partial(sharding_worker_init, init, *self.ranks)
         if init is not None:
             init(worker)
@@ -141,6 +143,7 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
         try:
             data = self.fetcher.fetch(task.index)
         except StopIteration as error:
+            # A StopIteration of a map-style data set would end the pass without an error.
             if not self.recipe.iterable:
                 raise RuntimeError("a data set raised StopIteration") from error
             self.ended = True
@@ -167,6 +170,8 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
 
     def _begin(self, state: State | None) -> None:
         """Make the fetcher: the data set's state first, then its iterator, then that one's."""
+        # In this order: an iterator may begin from the state of its data set, and then has one of
+        # its own.
         self.ended = False
         if state is not None:
             restore(self.dataset, state[DATASET_STATE])

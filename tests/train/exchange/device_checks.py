@@ -267,7 +267,7 @@ def check_lost(comm: Communicator) -> None:
         began = time.monotonic()
         with pytest.raises(CommTimeout, match="another rank is stopped, far behind, or left"):
             _step(exchange, net)
-        assert time.monotonic() - began < 10, name
+        assert time.monotonic() - began < 30, name
     print("kept lost", flush=True)
     os._exit(0)
 

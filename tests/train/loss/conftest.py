@@ -68,7 +68,7 @@ def run(pictures: Path, tmp_path: Path) -> Run:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(paths),
                 "DLIO_CACHE": str(tmp_path / "cache"),
-                "DLIO_TIMEOUT": "60",
+                "DLIO_TIMEOUT": "180",
                 "ENDS": json.dumps(ends),
                 "RESIZE": json.dumps(resize or {}),
             },

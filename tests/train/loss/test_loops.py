@@ -33,7 +33,7 @@ def test_each_sample_is_in_one_gradient_of_each_epoch_in_as_many_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    environment = {"ENDS": json.dumps(ends), "DLIO_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
+    environment = {"ENDS": json.dumps(ends), "DLIO_TIMEOUT": "180", "OMP_NUM_THREADS": "1"}
     environment["DLIO_CACHE"] = str(tmp_path / "cache")
     argv = [sys.executable, str(LOOP), str(pictures / "train"), mode]
     done = launch(argv, ranks, environment=environment, capture=True, timeout_s=240, min_ranks=1)

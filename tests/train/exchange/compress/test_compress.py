@@ -24,6 +24,7 @@ from dlio.exchange.compress.message_layout import (
 )
 from dlio.exchange.compress.threshold import ThresholdLevel
 from dlio.plan.order import mix
+from tests.conftest import examples
 from tests.train.exchange.compress.compressing import (
     HALF_MAX,
     KINDS,
@@ -111,7 +112,7 @@ def test_message_and_residual_add_up_to_the_gradient(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     hnp.arrays(
         np.float32,

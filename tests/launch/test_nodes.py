@@ -134,7 +134,7 @@ def run(pictures: Path, tmp_path: Path, nodes: PretendedNodes) -> Run:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(paths),
                 "DLIO_CACHE": str(tmp_path / "cache"),
-                "DLIO_TIMEOUT": "60",
+                "DLIO_TIMEOUT": "180",
             },
             stdout=output,
             stderr=subprocess.PIPE,

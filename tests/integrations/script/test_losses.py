@@ -34,7 +34,7 @@ def _run(
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "DLIO_TIMEOUT": "60",
+            "DLIO_TIMEOUT": "180",
             "ENDS": json.dumps(ends),
         },
     )

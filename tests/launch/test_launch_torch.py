@@ -31,12 +31,12 @@ def test_ranks_know_their_places() -> None:
 
 
 def test_a_failed_rank_ends_the_others() -> None:
-    done = _launch("time.sleep(0 if rank == 1 else 60); print('no', file=sys.stderr); sys.exit(7)")
+    done = _launch("time.sleep(0 if rank == 1 else 600); print('no', file=sys.stderr); sys.exit(7)")
     assert (done.returncode, done.stderr) == (7, "no\n")
 
 
 def test_a_killed_rank_ends_the_others(capfd: pytest.CaptureFixture[str]) -> None:
-    done = _launch("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)")
+    done = _launch("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(600)")
     assert done.returncode == 137
     assert "rank 1 was ended by SIGKILL, and with it the others" in capfd.readouterr().err
 
@@ -52,12 +52,12 @@ def test_a_job_of_which_no_rank_is_left_has_failed(capfd: pytest.CaptureFixture[
 
 
 def test_an_error_of_one_rank_ends_those_that_survive_it() -> None:
-    text = "open(os.environ['DLIO_DONE'], 'w').write('2') if rank == 0 else time.sleep(60)"
+    text = "open(os.environ['DLIO_DONE'], 'w').write('2') if rank == 0 else time.sleep(600)"
     assert _launch(text, min_ranks=1).returncode == 2
 
 
 def test_no_rank_outlasts_the_deadline(tmp_path: Path) -> None:
-    text = f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w'); time.sleep(60)"
+    text = f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w'); time.sleep(600)"
     with pytest.raises(subprocess.TimeoutExpired):
         _launch(text, timeout_s=1.0)
     assert not any(is_running(int(path.name)) for path in tmp_path.iterdir())
@@ -106,7 +106,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     rank = (
         "import os, time\n"
         "from dlio.comm.launch_environment import watch_launcher; watch_launcher()\n"
-        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w'); time.sleep(60)"
+        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w'); time.sleep(600)"
     )
     text = (
         "import sys; from dlio.launch.torch_launch import launch\n"

@@ -39,7 +39,7 @@ def main(how: str) -> None:
     elif how == "sleep":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
         print(os.getpid(), flush=True)
-        time.sleep(60)
+        time.sleep(600)
 
 
 if __name__ == "__main__":

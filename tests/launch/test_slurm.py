@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dlio.comm.hostlist import expand_hosts
-from tests.cli.slurm_lab import two_nodes
 from tests.conftest import in_time
+from tests.launch.slurm_lab import two_nodes
 
 pytestmark = [pytest.mark.nightly, pytest.mark.mpi]
 

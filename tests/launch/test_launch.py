@@ -31,6 +31,7 @@ def _python(text: str, **env: str) -> subprocess.Popen[str]:
 @pytest.mark.mpi
 @pytest.mark.parametrize("failing", ["last rank", "all ranks"])
 @pytest.mark.parametrize("debug", ["", "1"])
+@pytest.mark.daily("-last rank", "1-all ranks")
 def test_a_failed_rank_ends_the_ranks_that_wait_for_it(
     tmp_path: Path, failing: str, debug: str
 ) -> None:

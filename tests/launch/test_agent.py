@@ -72,7 +72,7 @@ class _Job:
     def rank(self, *argv: str, start: int = 0, **own: str) -> subprocess.Popen[str]:
         """Start a shim."""
         folder = str(self.folder).replace(socket.gethostname(), "{node}")
-        command = ["-I", "-S", str(shim.__file__), folder, str(start), "tests.agent.programs"]
+        command = ["-I", "-S", str(shim.__file__), folder, str(start), "tests.launch.programs"]
         return subprocess.Popen(
             [sys.executable, *command, *argv],
             env={**os.environ, **own},
