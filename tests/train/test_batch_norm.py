@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlio.errors import UsageError
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from tests.conftest import MpiRun
 
 BODY = Path(__file__).with_name("batch_norm_checks.py")
@@ -36,7 +36,7 @@ def test_one_rank_normalises_as_torch() -> None:
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--batch-norm sync does not go with"):
-        TrainConfig(source="data", batch_norm="sync", **options)
+        train_config(source="data", batch_norm="sync", **options)
 
 
 @pytest.mark.mpi
@@ -96,7 +96,7 @@ def test_training_gives_the_same_bits_wherever_samples_are(
 )
 def test_groups_refuse_what_they_cannot_keep(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        TrainConfig(source="data", batch_norm="ghost(16)", **options)
+        train_config(source="data", batch_norm="ghost(16)", **options)
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_groups_refuse_what_they_cannot_keep(options: dict[str, Any], why: str) 
 )
 def test_unknown_modes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--batch-norm"):
-        TrainConfig(source="data", batch_norm=text)
+        train_config(source="data", batch_norm=text)

@@ -13,7 +13,8 @@ import zarr
 import dlio
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.features.mesh import average_gradients, gather, tensor_parallel
+from dlio.features.mesh.split_tensor import gather
+from dlio.features.mesh.tensor_parallel import average_gradients, tensor_parallel
 from tests.conftest import MpiRun, TorchRun
 from tests.train.mesh.nets import Transformer
 
