@@ -140,7 +140,7 @@ class PersistentFile(File):
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-            self.opened = None  # A server of NFS was started anew.
+            self.opened = None  # A server of NFS was restarted.
             return fill(self.descriptor().number, offset, into)
 
 

@@ -18,7 +18,7 @@ from dlio.comm.world import membership, world
 from dlio.errors import UsageError
 from dlio.loader.assignment.assigner import BatchAssigner, ElasticIterator
 from dlio.loader.assignment.history import AssignmentSpan, SpanRecord
-from dlio.loader.batch_stream import BatchResult, LoaderIterator, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchResult, LoaderIterator, RunningPass
 from dlio.loader.contract import (
     BatchData,
     CollateFn,
@@ -45,6 +45,7 @@ from dlio.loader.passes import (
     FormulaOrder,
     LoaderPosition,
     Pass,
+    PassCounters,
     PlannedPass,
     SamplerOrder,
     check_state,
@@ -121,7 +122,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             data-parallel dimension or a process group; ranks of one model-parallel group, and those
             that share samples, get the same samples.
         shares: samples per step for each rank, for ranks of different speed; the same list on all
-            ranks, with the sum `batch_size` x ranks. The last, smaller step is dealt in
+            ranks, with the sum `batch_size` x ranks. The last, smaller step is shared in
             proportion. The attribute can be assigned between passes. Even for None.
         trace: file for a trace of each pass, for chrome://tracing or Perfetto.
         writer: TensorBoard's SummaryWriter, for scalars after each pass.
@@ -190,7 +191,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        # Public, under their own names: frameworks that make a loader anew from this one read them.
+        # Public, under their own names: frameworks that copy this loader read them.
         self.shuffle, self.device, self.decode = shuffle, device, decode
         self.tiers, self.mode, self.source_order = tiers, mode, source_order
         self.seed, self.workers, self.on_error = seed, workers, on_error

@@ -4,7 +4,7 @@ torch's samplers and users' own, if they have a length, are asked for the whole 
 in the order and with the random numbers that torch's loader would take. The samples then come
 through the planned engine: blocks are brought in the order of their use, and crops are decoded into
 the batch. Samplers without a length, and batch samplers that are neither torch's own nor a list,
-may depend on the batches that have been used: they are asked as the loader goes on.
+may depend on the batches that have been used: they are asked batch by batch.
 """
 
 import itertools

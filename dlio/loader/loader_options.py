@@ -96,7 +96,7 @@ def _check_device(device: torch.device | str | int) -> None:
 class LoaderOptions:
     """The options of one pass. Engines take this record and know nothing else of the loader.
 
-    Made anew when a pass begins, since torch lets some attributes of a loader be assigned between
+    Made again when a pass begins, since torch lets some attributes of a loader be assigned between
     passes: `num_workers`, `collate_fn`, `worker_init_fn` and `timeout`. The meaning of each option
     is in the documentation of `DataLoader`.
 
@@ -244,22 +244,22 @@ class LoaderOptions:
         return self.pin_memory and torch.accelerator.is_available()
 
     def formula(
-        self, seed: int, samples: int, data: Dataset | None, dealt: Survivors | None
+        self, seed: int, samples: int, data: Dataset | None, survivors: Survivors | None
     ) -> FormulaOrder:
         """Return the order of a pass that is dlio's own, and this rank's part of it.
 
         Args:
             samples: number of samples in the data set.
             data: the data set as dlio reads it; None if it is asked for samples.
-            dealt: the ranks that are left; None if none was lost.
+            survivors: None if no rank was lost.
 
         Raises UsageError if chosen shares do not fit the ranks.
         """
         assert self.batch_size is not None
         (rank, ranks), shares = place(self.group, self.mesh), None
         global_batch = self.batch_size * ranks
-        if dealt is not None:
-            rank, ranks, shares = dealt.rank, len(dealt.members), dealt.shares
+        if survivors is not None:
+            rank, ranks, shares = survivors.rank, len(survivors.members), survivors.shares
             global_batch = shares.global_batch
         if self.shares is not None:
             shares = checked_shares(self.shares, global_batch, ranks)

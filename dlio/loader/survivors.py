@@ -8,7 +8,7 @@ from dlio.plan.rank_shares import RankShares
 
 @dataclass(frozen=True, slots=True)
 class Survivors:
-    """The ranks that are left."""
+    """The ranks that share batches after others were lost."""
 
     members: tuple[int, ...]
     """Number of each when the data set was mounted."""

@@ -17,11 +17,11 @@ from typing import Any, Final, Self
 
 import torch
 
-from dlio.loader.batch_stream import BatchResult, BatchStream, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchResult, BatchStream, RunningPass
 from dlio.loader.contract import BatchData, CollateFn, UserDataset
 from dlio.loader.dataset_threads import DatasetThreads, timed_out, worker_error
 from dlio.loader.loader_options import LoaderOptions, pinning
-from dlio.loader.passes import Pass
+from dlio.loader.passes import Pass, PassCounters
 from dlio.loader.trace import Spans
 from dlio.storage.mount import Mount
 
@@ -253,7 +253,7 @@ class _ThreadPass:
     def take(self) -> _ThreadBatch | None:
         """Return the next batch that is done: the oldest one, unless any order will do.
 
-        None if it is not done after `timeout_s`; a later call goes on waiting for it. Raises
+        None if it is not done after `timeout_s`; a later call waits on. Raises
         DlioError as `DatasetThreads.wait_for`.
         """
         return self._threads.wait_for(self._take_done, self._work.timeout_s)

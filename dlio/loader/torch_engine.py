@@ -18,7 +18,7 @@ _TIMED_OUT: Final = "DataLoader timed out"
 
 
 class _PlainLoader(torch.utils.data.DataLoader[Any]):
-    """torch's loader, made anew for each pass of a loader that has warned already."""
+    """torch's loader, made again for each pass of a loader that has warned already."""
 
     def check_worker_number_rationality(self) -> None:
         """Warn of nothing."""
@@ -137,7 +137,7 @@ def fed_by(iterator: Iterator[Any]) -> Iterator[BatchResult]:
             data = next(iterator)
         except StopIteration:
             return
-        # A worker's exception does not end torch's iterator: the next call goes on with the next
+        # A worker's exception does not end torch's iterator: the next call returns the next
         # batch.
         except Exception as error:
             # A batch that comes too late comes at the next call.

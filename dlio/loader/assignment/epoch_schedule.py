@@ -21,7 +21,7 @@ from dlio.loader.passes import PlannedPass
 
 @dataclass(frozen=True, slots=True)
 class SurvivorState:
-    """The ranks that are left, and how far lost ones came."""
+    """The survivors, and how far lost ranks came."""
 
     members: Sequence[int]
     last_counted: Mapping[int, int]

@@ -1,8 +1,8 @@
 """The ranks that share each batch of a job whose ranks may be lost.
 
-A batch that any rank has taken stays shared as it was; the next one is shared by those that are
-left. Ranks may be at different places when one is lost: all go on as before up to the furthest.
-Batches are counted since the job began, over all passes; all ranks take them in one order.
+A batch that any rank has taken stays shared as it was; the survivors share the next one. Ranks may
+be at different batches when one is lost: all continue as before up to the one that is furthest
+ahead. Batches are counted since the job began, over all passes; all ranks take them in one order.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class BatchReport(Report):
 
 
 class _GroupChange(NamedTuple):
-    """The place from which on other ranks share batches than before."""
+    """The batch from which on other ranks share batches than before."""
 
     recovery: int
     """Number of the recovery, from 0; -1 for the job's beginning."""
@@ -84,10 +84,10 @@ class RankGroups:
         self.taken, self.steps = report.taken, report.steps
 
     def reconcile(self, reports: Sequence[BatchReport]) -> None:
-        """Have the ranks that are left share what none of them has taken.
+        """Have the survivors share what none of them has taken.
 
         Args:
-            reports: of each rank that is left.
+            reports: of each survivor.
         """
         assert self._recovery is not None
         if self._recovery.at_rendezvous:
@@ -103,12 +103,12 @@ class RankGroups:
             self._recovery.membership.members,
             self._recovery.membership.due,
         )
-        # A recovery that another loss interrupts settles twice.
+        # A recovery that another loss interrupts reconciles twice.
         self._switches = [each for each in self._switches if each.recovery != switch.recovery]
         self._switches.append(switch)
 
     def meet(self) -> None:
-        """Note that all ranks that are left have taken the same batches: they share the next."""
+        """Note that all survivors have taken the same batches: they share the next one."""
         assert self._recovery is not None
         membership = self._recovery.membership
         self._switches = [_GroupChange(-1, 0, 0, membership.members, membership.due)]

@@ -127,6 +127,8 @@ def unpack_message(
         if stored == _ABSENT:
             payloads.append(None)
             continue
+        # Nothing in a message is trusted: a peer may run another version, or have read another
+        # source.
         if stored > size or at + stored > len(view):
             break
         payloads.append(UncheckedPayload(view[at : at + stored], size, digest))

@@ -272,6 +272,8 @@ class Shuffle:
                 if self._closing.is_set():
                     return False
                 previous = self._windows[max(0, self._planned - 1)]
+                # No message says that there is room: a peer plans window w before it consumes w -
+                # 1, so both ranks have at most two windows in memory.
                 if self._consumed_step >= previous.start or self._planned == 0:
                     return True
             self._progress()
@@ -280,6 +282,8 @@ class Shuffle:
     def _pause(self) -> None:
         with self._condition:
             if not self._closing.is_set():
+                # MPI has no call that waits for one of several messages or for a condition of this
+                # process.
                 self._condition.wait(_IDLE_S if self._busy else 0.1)
 
     @property
@@ -316,6 +320,8 @@ class Shuffle:
                     ready=np.flatnonzero(senders < 0).tolist(),
                 )
             )
+        # A late peer's message is received all the same, for it may match none that is posted
+        # later.
         for sender, buffer, request in incoming:
             wanting = [] if sender in self._late else made
             self._receives.append(_WindowReceive(request, buffer, number, sender, wanting))
@@ -362,6 +368,8 @@ class Shuffle:
         return buffer, self._messages.irecv(buffer, sender, tag)
 
     def _window(self, number: int) -> RankWindow:
+        # In this thread: planning an epoch of a mixture takes a while, and the user's thread does
+        # not wait for it.
         if self._planner is None:
             self._planner = plan_epoch(self._plan)
         return self._planner.window(self._windows[number])
@@ -457,6 +465,7 @@ class Shuffle:
         if not self._moves or self._alone:
             return
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        # After a whole epoch both sides know all messages; nobody has to be asked.
         if not self._consumed_all:
             self._agree_on_end(deadline)
         while self._busy and time.monotonic() < deadline:

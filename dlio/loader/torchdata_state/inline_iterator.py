@@ -37,7 +37,7 @@ class InlineIterator(BaseDataLoaderIter):
     Args:
         plain: a loader of torch.
         sampler: of the items, in place of the plain loader's; None for that.
-        state: to go on with; None to begin anew.
+        state: to continue from; None to start from the beginning.
         numbers: that the sampler shares with the base seed, which is drawn after its pass; None if
             it does not.
         forward: says that batches are read again, for a data set without a state.

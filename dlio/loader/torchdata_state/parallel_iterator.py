@@ -29,7 +29,7 @@ from dlio.loader.torchdata_state.worker_server import WorkerReply
 
 
 class ResumeState:
-    """A state to go on with, taken apart.
+    """A state to continue from, taken apart.
 
     Raises MismatchedState for the state of a loader with another number of workers.
     """
@@ -61,7 +61,7 @@ class ResumeState:
             each[DATASET_STATE] is None and each[FETCHER_STATE][DATASET_ITER_STATE] is None
             for each in self.workers.values()
         )
-        """True if workers begin anew, since nothing in them has a state."""
+        """True if workers start from the beginning, since nothing in them has a state."""
 
     def first(self, workers: int) -> int:
         """Return the worker whose turn it is."""
@@ -74,7 +74,7 @@ class ParallelIterator:
     Args:
         make: makes the transport, for a worker to begin with, with the workers' states.
         interval: batches from one snapshot to the next; 0 for none after the first.
-        loaded: state to go on with; None to begin anew.
+        loaded: state to continue from; None to start from the beginning.
         length: batches of the pass that the loader has said; None if it was not asked.
         forward: says that batches are read again, for a data set without a state.
     """
@@ -104,7 +104,7 @@ class ParallelIterator:
         try:
             self._begin()
             if loaded is not None:
-                self._go_on(loaded, forward)
+                self._resume(loaded, forward)
         except BaseException:
             self.transport._shutdown_workers()
             raise
@@ -206,7 +206,7 @@ class ParallelIterator:
             },
         }
 
-    def _go_on(self, loaded: ResumeState, forward: Callable[[int], None]) -> None:
+    def _resume(self, loaded: ResumeState, forward: Callable[[int], None]) -> None:
         """Skip the batches that have been handed out since the snapshot."""
         if loaded.rereads:
             if loaded.step:

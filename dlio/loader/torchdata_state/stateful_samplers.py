@@ -43,7 +43,7 @@ def begun(index_sampler: Any) -> Iterator[Index]:
 
 
 def resumed(index_sampler: Any, sampler_state: Any, iter_state: Any, yielded: int) -> Any:
-    """Return the iterator of a pass that goes on.
+    """Return the iterator of a pass that is resumed.
 
     Args:
         yielded: items that it had yielded; skipped where nothing else is known.

@@ -28,7 +28,7 @@ class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
         index_sampler: of the user's loader.
         ahead: batches under way at a time.
         interval: batches from one snapshot to the next; 0 for none after the first.
-        loaded: the state to go on with, of the part that does not belong to workers.
+        loaded: the state to continue from, of the part that does not belong to workers.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
     recipe: FetchOptions
     init: Callable[[int], object] | None
     states: dict[int, State]
-    """State of each worker to begin with; empty to begin anew."""
+    """State of each worker to continue from; empty to start from the beginning."""
     shared_seed: int | None
     ranks: tuple[int, int] = (1, 0)
     """Number of ranks and this one's, among which data pipes are sharded."""
