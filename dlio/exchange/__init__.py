@@ -14,10 +14,15 @@
 | `state_cuts` | residuals and momenta of parameters that were cut |
 """
 
-from dlio.exchange.exchange_base import Exchange
-from dlio.exchange.exchange_context import ExchangeContext
-from dlio.exchange.exchange_factory import ExchangeCalls, make_exchange, start_exchange
-from dlio.exchange.exchange_spec import NAMES, ExchangeSpec, parse_exchange
+from typing import TYPE_CHECKING
+
+from dlio.util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from dlio.exchange.exchange_base import Exchange
+    from dlio.exchange.exchange_context import ExchangeContext
+    from dlio.exchange.exchange_factory import ExchangeCalls, make_exchange, start_exchange
+    from dlio.exchange.exchange_spec import NAMES, ExchangeSpec, parse_exchange
 
 __all__ = [
     "NAMES",
@@ -29,3 +34,17 @@ __all__ = [
     "parse_exchange",
     "start_exchange",
 ]
+
+# The options of `dlio train` name an exchange: `dlio --help` must not import torch.
+__getattr__ = lazy_names(
+    {
+        "Exchange": "dlio.exchange.exchange_base",
+        "ExchangeCalls": "dlio.exchange.exchange_factory",
+        "ExchangeContext": "dlio.exchange.exchange_context",
+        "ExchangeSpec": "dlio.exchange.exchange_spec",
+        "NAMES": "dlio.exchange.exchange_spec",
+        "make_exchange": "dlio.exchange.exchange_factory",
+        "parse_exchange": "dlio.exchange.exchange_spec",
+        "start_exchange": "dlio.exchange.exchange_factory",
+    },
+)

@@ -17,11 +17,11 @@ from typing import Any, Final, Self
 
 import torch
 
-from dlio.loader.batch_stream import BatchResult, BatchStream, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchResult, BatchStream, RunningPass
 from dlio.loader.contract import BatchData, CollateFn, UserDataset
 from dlio.loader.dataset_threads import DatasetThreads, timed_out, worker_error
 from dlio.loader.loader_options import LoaderOptions, pinning
-from dlio.loader.passes import Pass
+from dlio.loader.passes import Pass, PassCounters
 from dlio.loader.trace import Spans
 from dlio.storage.mount import Mount
 

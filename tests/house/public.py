@@ -30,6 +30,10 @@ ANY_ALLOWED = {
     "dlio/integrations": "Lightning's and torch's hooks, which are typed so",
     "dlio/comm/process_group/mpi_work": "torch's Work and Future: the values that they hold",
     "dlio/features/skipping": "a user's loss function and samples, as torch has them",
+    "dlio/features/pruning/pruning_feature": "a saved state, as JSON types",
+    "dlio/train/feature_spec": "records of options, each of a feature's own type",
+    "dlio/train/feature_hooks": "records of options, and saved states as JSON types",
+    "dlio/train/report": "reports of epochs as JSON types",
 }
 """Files or folders whose public signatures may have `Any`, with the reason."""
 _ASSIGNED = re.compile(r"[A-Za-z]\w*$")

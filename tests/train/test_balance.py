@@ -13,7 +13,7 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.plan.rank_shares import RankShares, fastest_shares
 from dlio.train.balance import Balancer, Cost, StepClock, balanced_shares
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from tests.conftest import examples
 
 _BATCH = 32
@@ -174,9 +174,9 @@ def test_without_the_option_ranks_are_measured_and_nothing_changes() -> None:
 
 
 def test_balancing_requires_an_exact_mode() -> None:
-    assert TrainConfig("pictures", shuffle="global", balance=True).balance
+    assert train_config("pictures", shuffle="global", balance=True).ranks.balance
     with pytest.raises(UsageError, match="choose mode batch or global"):
-        TrainConfig("pictures", shuffle="ring", balance=True)
+        train_config("pictures", shuffle="ring", balance=True)
 
 
 def test_a_gpu_is_synchronised_only_when_shares_follow_its_speed() -> None:

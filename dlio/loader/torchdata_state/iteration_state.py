@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe, RandomSampler
 
-from dlio.loader.batch_stream import BatchStream, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchStream, RunningPass
 from dlio.loader.contract import State
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.nested_batches import map_leaves
+from dlio.loader.passes import PassCounters
 from dlio.loader.sampler_pass import BatchesPass
 from dlio.loader.torch_engine import fed_by, plain_loader
 from dlio.loader.torch_private import distributed_settings, share_seed

@@ -62,7 +62,7 @@ class CheckpointCallback(Callback):
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         self.save(run)
-        if self._ends and len(run.history) < run.config.epochs:
+        if self._ends and len(run.history) < run.config.optimizer.epochs:
             raise AllLeave
 
     def save(self, run: Run) -> None:

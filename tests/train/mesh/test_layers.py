@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.features.mesh import Mesh, gather
+from dlio.features.mesh.rank_mesh import Mesh
+from dlio.features.mesh.split_tensor import gather
 from tests.conftest import examples
 from tests.train.mesh.pretend import ThreadCommunicator, on_ranks
 

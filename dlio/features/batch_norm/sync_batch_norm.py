@@ -10,6 +10,7 @@ pass and one in the backward pass, of two numbers per channel; ranks wait for it
 Sums are of float64, so that their rounding does not depend on how samples are shared.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import torch
@@ -17,10 +18,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlio.comm import Communicator
-from dlio.comm.single import SingleCommunicator
-from dlio.exchange.buckets import averaged_state, broadcast_tensors
+from dlio.exchange.buckets import broadcast_tensors
+from dlio.features.batch_norm.batch_norm_feature import BatchNormOptions
 from dlio.features.mesh.halo import RankGroup
-from dlio.train.ghost_spec import group_size
+from dlio.train.feature_hooks import FeatureHooks, FeatureRun
 
 
 def _sums(ranks: RankGroup, *parts: torch.Tensor) -> list[torch.Tensor]:
@@ -143,28 +144,6 @@ def synchronise_batch_norm(model: nn.Module, comm: Communicator) -> Communicator
     return own
 
 
-def mean_state(model: nn.Module, comm: Communicator, mode: str) -> dict[str, torch.Tensor]:
-    """Return the mean of the ranks' state dicts, on the host; integers are this rank's.
-    Collective.
-
-    Running statistics are averages over batches, so the mean over ranks of the last ones is the
-    running average of the ranks' means: nothing has to be sent in the steps between.
-
-    Args:
-        mode: `local` for the running statistics of rank 0's batch normalisations; `ghost(...)` for
-            ranks that are alike: nothing is sent.
-    """
-    if group_size(mode) is not None:
-        return averaged_state(model, SingleCommunicator())
-    mean = averaged_state(model, comm)
-    if mode == "local":
-        own = model.state_dict()
-        for name in sorted(statistics_of(model)):
-            mean[name].copy_(own[name])
-            broadcast_tensors([mean[name]], comm)
-    return mean
-
-
 def statistics_of(model: nn.Module) -> frozenset[str]:
     """Return the names, in the model's state, of the running statistics of its normalisations."""
     return frozenset(
@@ -173,3 +152,38 @@ def statistics_of(model: nn.Module) -> frozenset[str]:
         if isinstance(module, _BatchNorm)
         for buffer, _ in module.named_buffers(recurse=False)
     )
+
+
+def take_statistics_of_first(
+    model: nn.Module, mean: Mapping[str, torch.Tensor], comm: Communicator
+) -> None:
+    """Replace running statistics in the mean over ranks of `model`'s state by rank 0's, in place.
+    Collective."""
+    own = model.state_dict()
+    for name in sorted(statistics_of(model)):
+        mean[name].copy_(own[name])
+        broadcast_tensors([mean[name]], comm)
+
+
+class SyncHooks(FeatureHooks):
+    """Ranks of a run that normalise their batches together, if there are such layers."""
+
+    _ranks: Communicator | None = None
+
+    def __init__(self, options: BatchNormOptions, run: FeatureRun) -> None:
+        if not run.sharing.cuts_samples:  # Ranks that share samples do it in the mesh's layers.
+            self._ranks = synchronise_batch_norm(run.model, run.sharing.data)
+        self.together = self._ranks is not None
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
+
+class LocalHooks(FeatureHooks):
+    """Rank 0's running statistics are those of the ranks' mean model."""
+
+    def averaged(
+        self, model: nn.Module, mean: Mapping[str, torch.Tensor], comm: Communicator
+    ) -> None:
+        take_statistics_of_first(model, mean, comm)

@@ -5,9 +5,13 @@ by Averaging", 1992; with a factor that begins small, as in TensorFlow's Exponen
 """
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import nn
+
+from dlio.features.ema.ema_feature import EmaOptions
+from dlio.train.feature_hooks import FeatureHooks, FeatureRun, SavedFeature
 
 
 class WeightAverage:
@@ -51,3 +55,26 @@ class WeightAverage:
         present = dict(self._of.named_parameters())
         for name, value in self._model.named_parameters():
             value.copy_(tensors.get(name, present[name]))
+
+
+class EmaHooks(FeatureHooks):
+    """The average of a run's weights, which is evaluated and saved in their place."""
+
+    has_weights = True
+
+    def __init__(self, options: EmaOptions, run: FeatureRun) -> None:
+        assert options.ema is not None
+        self._average = WeightAverage(run.model, options.ema)
+        self._whole, self._part_state = run.sharing.parts.whole, run.sharing.parts.part_state
+
+    def after_update(self, updates: int) -> None:
+        self._average.update(updates)
+
+    def evaluated(self) -> nn.Module:
+        return self._average.model()
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {name: self._whole(name, each) for name, each in self._average.tensors().items()}
+
+    def restore(self, saved: SavedFeature) -> None:
+        self._average.load(self._part_state(dict(saved.tensors)))

@@ -15,7 +15,7 @@ running ones are updated once per step, by the mean over groups.
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, cast
 
 import torch
@@ -25,12 +25,11 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlio.comm import Communicator
-from dlio.comm.single import SingleCommunicator
 from dlio.exchange.buckets import broadcast_state, check_real
-from dlio.exchange.distribute import ExchangeHandle, connect
+from dlio.features.batch_norm.batch_norm_feature import BatchNormOptions
+from dlio.features.batch_norm.ghost_spec import group_size
 from dlio.features.mesh.halo import RankGroup
-from dlio.train.ghost_spec import group_size
-from dlio.train.train_options import TrainOptions
+from dlio.train.feature_hooks import FeatureHooks, FeatureRun
 
 _WIDE: Final = torch.float64
 
@@ -222,33 +221,34 @@ class GhostBatches:
         return gradients, parts[len(counts)], list(parts[len(counts) + 1 : -1]), parts[-1]
 
 
-def connect_exchange(
-    config: TrainOptions,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    comm: Communicator,
-    are_alike: bool,
-) -> tuple[ExchangeHandle, GhostBatches | None]:
-    """Start a run's exchange. With `--batch-norm ghost(SAMPLES)` its groups sum gradients in place
-    of the exchange, which then knows one rank alone. Collective.
+class GhostHooks(FeatureHooks):
+    """The groups of a run, which sum gradients in place of its exchange."""
 
-    Args:
-        are_alike: the ranks' models are alike, or soon will be; otherwise they become rank 0's.
-    """
-    size, ghosts, pretend_nodes = group_size(config.batch_norm), None, config.pretend_nodes
-    if size is not None:
-        if not are_alike:
-            broadcast_state(model, comm)
-        ghosts = GhostBatches(model, comm, config.batch_size // size, config.seed)
-        comm, pretend_nodes = SingleCommunicator(), None
-    exchange = connect(
-        model,
-        optimizer,
-        config.exchange,
-        seed=config.seed,
-        pretend_nodes=pretend_nodes,
-        are_alike=are_alike,
-        follow_steps=False,  # Gradients are clipped when they are final.
-        comm=comm,
-    )
-    return exchange, ghosts
+    sums_gradients = True
+
+    def __init__(self, options: BatchNormOptions, run: FeatureRun) -> None:
+        size, config = group_size(options.batch_norm), run.config
+        assert size is not None
+        if not run.is_found:
+            broadcast_state(run.model, run.sharing.replicas)
+        self._ghosts = GhostBatches(
+            run.model, run.sharing.replicas, config.batches.batch_size // size, config.data.seed
+        )
+
+    def groups(self, count: int, planned: int) -> Sequence[slice]:
+        return self._ghosts.parts(count, planned)
+
+    def begin_group(self, run: FeatureRun, group: slice, planned: int) -> None:
+        self._ghosts.begin_group(run.epoch_number, run.position, group, planned)
+
+    def end_group(self, samples: int) -> None:
+        self._ghosts.end_group(samples)
+
+    def before_step(self, planned: int) -> None:
+        self._ghosts.finish_step(planned)
+
+    def statistics(self) -> dict[str, float]:
+        return self._ghosts.statistics()
+
+    def close(self) -> None:
+        self._ghosts.close()

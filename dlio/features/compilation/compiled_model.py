@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
+from dlio.train.feature_hooks import FeatureHooks, FeatureRun
 from dlio.train.tasks.task_base import Outputs
 
 
@@ -35,3 +36,12 @@ def compile_model(model: nn.Module, device: torch.device) -> Callable[[torch.Ten
     # `model.compile()` would not compile a Sequential of torch's own layers.
     compiled: Callable[[torch.Tensor], Outputs] = torch.compile(model)
     return compiled
+
+
+class CompileHooks(FeatureHooks):
+    """Runs the model compiled, in training."""
+
+    def wrapped(
+        self, run: FeatureRun, model: Callable[[torch.Tensor], Outputs]
+    ) -> Callable[[torch.Tensor], Outputs]:
+        return compile_model(run.model, run.device)
