@@ -17,10 +17,15 @@
 | `script_takeover` | agreement between `dlio run` and a script that distributes itself |
 """
 
-from dlio.exchange.exchange_base import Exchange
-from dlio.exchange.exchange_context import ExchangeContext
-from dlio.exchange.exchange_factory import make_exchange, start_exchange
-from dlio.exchange.exchange_spec import NAMES, ExchangeSpec, parse_exchange
+from typing import TYPE_CHECKING
+
+from dlio.util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from dlio.exchange.exchange_base import Exchange
+    from dlio.exchange.exchange_context import ExchangeContext
+    from dlio.exchange.exchange_factory import make_exchange, start_exchange
+    from dlio.exchange.exchange_spec import NAMES, ExchangeSpec, parse_exchange
 
 __all__ = [
     "NAMES",
@@ -31,3 +36,16 @@ __all__ = [
     "parse_exchange",
     "start_exchange",
 ]
+
+# The options of `dlio train` name an exchange: `dlio --help` must not import torch.
+__getattr__ = lazy_names(
+    {
+        "Exchange": "dlio.exchange.exchange_base",
+        "ExchangeContext": "dlio.exchange.exchange_context",
+        "ExchangeSpec": "dlio.exchange.exchange_spec",
+        "NAMES": "dlio.exchange.exchange_spec",
+        "make_exchange": "dlio.exchange.exchange_factory",
+        "parse_exchange": "dlio.exchange.exchange_spec",
+        "start_exchange": "dlio.exchange.exchange_factory",
+    },
+)

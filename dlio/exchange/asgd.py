@@ -44,7 +44,7 @@ import torch
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import await_end, leave
 from dlio.comm.progress_thread import ProgressThread
-from dlio.comm.survival.recovery import Report
+from dlio.comm.survival.recovery import RecoveryPart
 from dlio.errors import PeerLost
 from dlio.exchange.buckets import Bucket, Named
 from dlio.exchange.compress import make_compressor
@@ -52,7 +52,7 @@ from dlio.exchange.compress.message_layout import pieces_of
 from dlio.exchange.cut import TensorCut, reshape_flats
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
-from dlio.exchange.peer_steps import PeerSteps
+from dlio.exchange.peer_steps import PeerReport, PeerSteps
 
 _NOTICE: Final = 1
 _WEIGHTS: Final = 2
@@ -108,6 +108,14 @@ class _IncomingMessage:
     """Time at which it was sent, by the sender's clock."""
 
 
+@dataclass(frozen=True, slots=True)
+class AsgdReport(PeerReport):
+    """Where ASGD stands on a rank."""
+
+    made: int
+    """Steps of the optimizer since the exchange was created."""
+
+
 class WeightHistory:
     """A rank's weights after each of its last steps, with the times of these steps.
 
@@ -141,7 +149,7 @@ class WeightHistory:
         self._marks = deque(zip(times, weights, strict=True))
 
 
-class Asgd(Exchange):
+class Asgd(Exchange, RecoveryPart[AsgdReport]):
     """Sends weights to random ranks without waiting, and merges accepted ones."""
 
     peer_steps: PeerSteps
@@ -177,7 +185,7 @@ class Asgd(Exchange):
         self._recovery = context.recovery
         self.peer_steps = PeerSteps(context.recovery)
         if self._recovery is not None:
-            self._part = self._recovery.add("asgd", self)
+            self._recovery.register(self)
         self._messages = self._bytes = 0
         self._accepted = self._refused = self._dropped = 0
 
@@ -226,7 +234,7 @@ class Asgd(Exchange):
             except PeerLost:
                 if self._recovery is None:
                     raise
-                self._recovery.run()
+                self._recovery.recover()
         self._report_contributors()
 
     @torch.no_grad()
@@ -267,14 +275,14 @@ class Asgd(Exchange):
             )
         self._out = []
 
-    def tell(self) -> Report:
-        return {"heard": self.peer_steps.tell(), "made": [self._made]}
+    def report(self) -> AsgdReport:
+        return AsgdReport(self.peer_steps.report(), self._made)
 
-    def follow(self, report: Report) -> None:
-        self._made = report["made"][0]
+    def adopt(self, report: AsgdReport) -> None:
+        self._made = report.made
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self.peer_steps.settle(reports)
+    def reconcile(self, reports: Sequence[AsgdReport], comm: Communicator) -> None:
+        self.peer_steps.reconcile(reports)
         arriving = [each.request for each in self._arriving]
         leaving = [request for sent in self._sends for request in sent.requests]
         posted = [each.request for each in self._posted.values()]
@@ -321,7 +329,7 @@ class Asgd(Exchange):
         else:
             if not self._recovery.membership.lost:  # MPI is ended in the ordinary way.
                 self._recovery.uniform(self._receive_rest)
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
         for peer, request in self._expected.items():
             if not request.cancel():
                 leave(request, self._notices[peer])

@@ -115,4 +115,4 @@ class Exchange:
 
     def _report_contributors(self) -> None:
         if self.reports_to is not None and (contributors := self.contributors) is not None:
-            self.reports_to.count(contributors)
+            self.reports_to.commit_step(contributors)

@@ -22,6 +22,7 @@ exchange nothing until they have made as many steps as the furthest.
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -32,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from dlio.comm import Communicator
 from dlio.comm.deadlines import await_end, leave
 from dlio.comm.progress_thread import ProgressThread
-from dlio.comm.survival.recovery import Report
+from dlio.comm.survival.recovery import RecoveryPart
 from dlio.errors import PeerLost
 from dlio.exchange.buckets import Bucket, Named, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
@@ -41,7 +42,7 @@ from dlio.exchange.cut import TensorCut, reshape_state
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.pair_buffer import PairBuffer
-from dlio.exchange.peer_steps import PeerSteps
+from dlio.exchange.peer_steps import PeerReport, PeerSteps
 from dlio.plan.order import Order
 
 REFRESH: Final = 64
@@ -51,7 +52,15 @@ _ROTATIONS: Final = 64
 """Length of the cycle of permutations."""
 
 
-class Gossip(Exchange):
+@dataclass(frozen=True, slots=True)
+class GossipReport(PeerReport):
+    """Where gossip stands on a rank."""
+
+    step: int
+    """Steps at which the rank has sent, or had no partner."""
+
+
+class Gossip(Exchange, RecoveryPart[GossipReport]):
     """Sends after each step; waits for and merges each bucket before its next use.
 
     A bucket's message travels while the rank waits for its next batch and while the layers before
@@ -94,7 +103,7 @@ class Gossip(Exchange):
         """Members whose steps are in the messages under way."""
         self._find_gossipers()
         if self._recovery is not None and onward is None:
-            self._part = self._recovery.add("gossip", self)
+            self._recovery.register(self)
         self._wait_s = 0.0
         self._messages = self._bytes = 0
 
@@ -196,13 +205,13 @@ class Gossip(Exchange):
             "bytes": float(self._bytes),
         }
 
-    def tell(self) -> Report:
-        return {"step": [self.step], "heard": self.peer_steps.tell()}
+    def report(self) -> GossipReport:
+        return GossipReport(self.peer_steps.report(), self.step)
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self.peer_steps.settle(reports)
+    def reconcile(self, reports: Sequence[GossipReport], comm: Communicator) -> None:
+        self.peer_steps.reconcile(reports)
         self.drop()
-        self._resume = max(each["step"][0] for each in reports)
+        self._resume = max(each.step for each in reports)
 
     def drop(self) -> None:
         """Forget messages that a loss has interrupted, and continue with the survivors."""
@@ -222,7 +231,7 @@ class Gossip(Exchange):
 
     def close(self) -> None:
         if self._recovery is not None and self._onward is None:
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
         for hook in self._hooks:
             hook.remove()
         for pair in self._pairs:
@@ -249,7 +258,7 @@ class Gossip(Exchange):
         """Continue after a loss, without the messages under way."""
         if self._recovery is None:
             raise lost
-        self._recovery.run()
+        self._recovery.recover()
 
     @torch.no_grad()
     def _post(self, numbers: tuple[int, ...], whole: bool) -> None:

@@ -13,7 +13,7 @@ Ranks that are behind exchange nothing until they have made as many steps as the
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import await_end, leave
-from dlio.comm.survival.recovery import Report
+from dlio.comm.survival.recovery import RecoveryPart
 from dlio.errors import PeerLost
 from dlio.exchange.buckets import Bucket, Named, in_buckets
 from dlio.exchange.cut import TensorCut
@@ -29,13 +29,24 @@ from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.exchange.gossip import Gossip, join_before_use
-from dlio.exchange.peer_steps import PeerSteps
+from dlio.exchange.peer_steps import PeerReport, PeerSteps
 from dlio.exchange.synchronous_sgd import SynchronousSgd
 
 _FIRST_TAG: Final = 1
 
 
-class NodeGossip(Exchange):
+@dataclass(frozen=True, slots=True)
+class NodeGossipReport(PeerReport):
+    """Where gossip between nodes stands on a rank."""
+
+    step: int
+    merged: int
+    """The last step whose values this rank has, whole."""
+    group: int
+    """Number of the rank's node."""
+
+
+class NodeGossip(Exchange, RecoveryPart[NodeGossipReport]):
     """Gossip of several nodes, at least one of which has several ranks.
 
     A step's gradient is the mean of the node's ranks, weighted by their samples; between nodes each
@@ -73,13 +84,13 @@ class NodeGossip(Exchange):
         within = context.over(parse_exchange("allreduce"), self._node, self._group)
         self._within = SynchronousSgd(named, within, self._merge_all)
         if self._recovery is not None:
-            self._part = self._recovery.add("nodes", self)
+            self._recovery.register(self)
 
     def _take_role(self) -> None:
         """Lead the node as its first rank, or follow it."""
         if self._node.rank > 0:
             if self._follower is None:
-                recover = None if self._recovery is None else self._recovery.run
+                recover = None if self._recovery is None else self._recovery.recover
                 self._follower = _Follower(
                     self._named, self._modules, self._node, self._gradients, recover
                 )
@@ -144,7 +155,7 @@ class NodeGossip(Exchange):
         except PeerLost:
             if self._recovery is None:
                 raise
-            self._recovery.run()
+            self._recovery.recover()
             return  # The others leave out this step, too.
         if self._between is not None:
             self._between.step = self._step - 1
@@ -159,22 +170,17 @@ class NodeGossip(Exchange):
         if follower is not None and follower.merged < follower.given <= self._step:
             follower.take(follower.given)
 
-    def tell(self) -> Report:
+    def report(self) -> NodeGossipReport:
         self._note_mates()
-        return {
-            "step": [self._step],
-            "merged": [self._merged()],
-            "group": [self._group],
-            "heard": self.peer_steps.tell(),
-        }
+        return NodeGossipReport(self.peer_steps.report(), self._step, self._merged(), self._group)
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self.peer_steps.settle(reports)
+    def reconcile(self, reports: Sequence[NodeGossipReport], comm: Communicator) -> None:
+        self.peer_steps.reconcile(reports)
         for each in (self._forwarder, self._follower, self._between):
             if each is not None:
                 each.drop()
-        self._resume = max(each["step"][0] for each in reports)
-        merged = [each["merged"][0] for each in reports if each["group"] == [self._group]]
+        self._resume = max(each.step for each in reports)
+        merged = [each.merged for each in reports if each.group == self._group]
         newest = max(merged)
         if min(merged) < newest:
             for bucket in self._values():
@@ -254,7 +260,7 @@ class NodeGossip(Exchange):
 
     def close(self) -> None:
         if self._recovery is not None:
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
         for each in (self._forwarder, self._follower, self._between):
             if each is not None:
                 each.close()

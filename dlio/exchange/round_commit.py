@@ -1,14 +1,16 @@
 """Sums that all ranks of an exchange take, or none of them, whoever is lost meanwhile."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.comm import Communicator
-from dlio.comm.board import waiting
-from dlio.comm.survival.recovery import Recovery, Report
+from dlio.comm.board import blocked
+from dlio.comm.survival.recovery import Recovery, RecoveryPart
+from dlio.comm.survival.reports import Report
 from dlio.errors import PeerLost
 from dlio.exchange.exchange_context import ExchangeContext
 
@@ -33,7 +35,19 @@ class RoundSums(Protocol):
         """
 
 
-class RoundCommit:
+@dataclass(frozen=True, slots=True)
+class RoundReport(Report):
+    """The turns that a rank has all sums of."""
+
+    closed: int
+    """Number of these turns."""
+    contributors: tuple[int, ...]
+    """Members whose values are in the sums of the last of them."""
+    group: int
+    """Number of the group of ranks that sum together, such as a node's."""
+
+
+class RoundCommit(RecoveryPart[RoundReport]):
     """Counts the turns of which this rank has all sums, and gives sums to ranks that lack them.
 
     A turn is closed once any of the ranks that are left has all of its sums: it gives them to the
@@ -50,7 +64,7 @@ class RoundCommit:
         self.contributors: tuple[int, ...] = ()
         """Members whose values are in the sums of the last closed turn."""
         if context.recovery is not None:
-            self._part = context.recovery.add("sums", self)
+            context.recovery.register(self)
 
     def close_turn(self) -> None:
         """Return when this rank has all sums of the next turn."""
@@ -58,7 +72,7 @@ class RoundCommit:
         if recovery is None:
             self._sums.sum_all()
         else:
-            with waiting(any_thread=True):  # Autograd's thread of a GPU waits for the main one.
+            with blocked(any_thread=True):  # Autograd's thread of a GPU waits for the main one.
                 self._over_losses(recovery)
 
     def take(self) -> None:
@@ -68,7 +82,7 @@ class RoundCommit:
     def remove(self) -> None:
         """Take no part in later recoveries."""
         if self._context.recovery is not None:
-            self._context.recovery.remove(self._part)
+            self._context.recovery.unregister(self)
 
     def _over_losses(self, recovery: Recovery) -> None:
         closed = self.closed + 1
@@ -77,22 +91,18 @@ class RoundCommit:
                 self._sums.sum_all()
                 self.closed, self.contributors = closed, recovery.membership.members
             except PeerLost:
-                recovery.run()
+                recovery.recover()
 
-    def tell(self) -> Report:
-        return {
-            "closed": [self.closed],
-            "counted": list(self.contributors),
-            "group": [self._context.group],
-        }
+    def report(self) -> RoundReport:
+        return RoundReport(self.closed, self.contributors, self._context.group)
 
-    def follow(self, report: Report) -> None:
-        self.closed = self._taken = report["closed"][0]
-        self.contributors = tuple(report["counted"])
+    def adopt(self, report: RoundReport) -> None:
+        self.closed = self._taken = report.closed
+        self.contributors = report.contributors
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        ours = [each for each in reports if each["group"] == [self._context.group]]
-        closed = [each["closed"][0] for each in ours]
+    def reconcile(self, reports: Sequence[RoundReport], comm: Communicator) -> None:
+        ours = [each for each in reports if each.group == self._context.group]
+        closed = [each.closed for each in ours]
         newest = max(closed)
         # Sums under way belong to the turn after the last one that this rank has taken.
         self._sums.reset(undo=self._taken == newest)
@@ -102,4 +112,4 @@ class RoundCommit:
         for array in self._sums.arrays(last=self._taken == newest):
             self._context.comm.bcast(array, giver)
         if self.closed < newest:
-            self.closed, self.contributors = newest, tuple(ours[giver]["counted"])
+            self.closed, self.contributors = newest, ours[giver].contributors

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from dlio.comm.funnel import elsewhere, funnel_in_use
+from dlio.comm.funnel import funnel_in_use, is_foreign_thread
 from dlio.comm.progress_thread import ProgressThread
 from dlio.errors import PeerLost
 from dlio.exchange.buckets import Bucket, Named, in_buckets
@@ -307,7 +307,7 @@ class SynchronousSgd(Exchange):
             self._backward_ends()
 
     def _may_not_send(self) -> bool:
-        return self._stop_watching is not None and elsewhere()
+        return self._stop_watching is not None and is_foreign_thread()
 
     def _start(self, number: int, uncopied: Iterable[nn.Parameter]) -> None:
         """Start a bucket's sum, after copying the gradients that it lacks."""
@@ -351,7 +351,8 @@ class SynchronousSgd(Exchange):
         self._take_means()
         self._commit.take()
         if self._context.recovery is not None and not self._context.is_part:
-            self._context.recovery.count(self.contributors)  # A step may have several averages.
+            # Here and not after the step only: a step may have several averages.
+            self._context.recovery.commit_step(self.contributors)
         if not self._placement.host_runs_ahead:
             self._wait_s += time.perf_counter() - began - (self._own_s() - own_s)
 
@@ -367,13 +368,16 @@ class SynchronousSgd(Exchange):
                 self._start(number, self._missing[number])
         for each in self._sums:
             each.begin()
-        for each in self._sums:
-            each.wait()
+        self._wait_for_sums()
         if not self._carries_weight:
             flags = [float(parameter.grad is not None) for parameter in self._position]
             self._summed_weight[:] = [self._weights.weight, *flags]
             request = self._comm.iallreduce(self._summed_weight)
             self._comm.wait([request], "the number of samples")
+
+    def _wait_for_sums(self) -> None:
+        for each in self._sums:
+            each.wait()
 
     @torch.no_grad()
     def _take_means(self) -> None:

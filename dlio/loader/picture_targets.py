@@ -17,7 +17,6 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from dlio.data.schema import IMAGES, Schema
 from dlio.errors import CorruptBlock, DecodeError
@@ -26,6 +25,7 @@ from dlio.image.decoder import image_size
 from dlio.image.segmentation_masks import decode_mask, draw_instance
 from dlio.loader.contract import BatchData, Sample
 from dlio.loader.sample import decoded_field, image_and_label
+from dlio.loader.torch_private import collate_fn_map
 
 _BOXES, _LABELS, _KEYPOINTS, _PAIRS = "boxes", "box_labels", "keypoints", "keypoint_pairs"
 _SEGMENTS, _MASK = "segments", "mask"
@@ -46,7 +46,7 @@ def _listed(batch: list[Target], **_: object) -> list[Target]:
     return list(batch)
 
 
-default_collate_fn_map[Target] = _listed
+collate_fn_map[Target] = _listed
 
 
 class Companion(Protocol):

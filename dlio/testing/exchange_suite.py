@@ -46,7 +46,7 @@ class ExchangeTests:
     """Distance between ranks, at most, after steps on different samples; without exchange: 1."""
 
     def make(self, model: nn.Module, comm: Communicator) -> Exchange:
-        """Start the exchange of a model; of one of your own, a subclass of `Exchange`. Collective."""
+        """Start the exchange of a model; your own is a subclass of `Exchange`. Collective."""
         return start_exchange(parse_exchange(self.name), trainable(model), model.modules(), comm)
 
     @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from dlio.cli import main
-from dlio.features.pruning import apply, find_groups
+from dlio.features.pruning.group_search import find_groups
+from dlio.features.pruning.model_surgery import apply
 from dlio_bench.prune import images, removal_case, rows, tabular
 from dlio_bench.prune.curves import TrainingCurve, sooner
 from dlio_bench.prune.prune_options import PruneBenchOptions

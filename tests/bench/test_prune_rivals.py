@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from dlio.features.pruning import RemovalPlan, apply, find_groups
+from dlio.features.pruning.group_search import find_groups
+from dlio.features.pruning.model_surgery import apply
 from dlio.features.pruning.neuron_groups import NeuronGroup
+from dlio.features.pruning.removal_plan import RemovalPlan
 from dlio.train.networks.resnet import SmallResNet
 from dlio_bench.prune.rivals.prunetrain import norms, remaining, shrink
 from dlio_bench.prune.rivals.torch_pruning import chosen

@@ -77,7 +77,7 @@ def test_the_first_message_to_a_partner_and_the_one_after_a_loss_hold_whole_weig
 
 def test_copies_of_an_older_version_begin_anew() -> None:
     copies, _ = _copies("onebit")
-    copies.load_state({"mine/1/5": torch.ones(ENTRIES)}, torch.zeros(ENTRIES))
+    copies.load_state({"mine/1/5": torch.ones(ENTRIES)})
     assert copies.state() == {}
 
 

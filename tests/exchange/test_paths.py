@@ -181,7 +181,7 @@ def test_a_thread_that_may_not_send_leaves_sending_to_the_one_that_waits_for_bac
     log: list[str] = []
     in_autograd = True
     monkeypatch.setattr(synchronous_sgd, "sends_after_backward", lambda _: True)
-    monkeypatch.setattr(synchronous_sgd, "elsewhere", lambda: in_autograd)
+    monkeypatch.setattr(synchronous_sgd, "is_foreign_thread", lambda: in_autograd)
     model = nn.Linear(2, 1)
     before = torch.autograd.backward
     exchange = started("allreduce", model, _Twin(log), seed=0)

@@ -8,11 +8,10 @@ import numpy.typing as npt
 import pytest
 
 from dlio.comm.single import SingleCommunicator
-from dlio.comm.survival.recovery import Report
 from dlio.errors import PeerLost
 from dlio.exchange import parse_exchange
 from dlio.exchange.exchange_context import ExchangeContext
-from dlio.exchange.round_commit import RoundCommit
+from dlio.exchange.round_commit import RoundCommit, RoundReport
 
 
 class _Comm(SingleCommunicator):
@@ -51,11 +50,13 @@ class _Sums:
 class _Turns:
     """One rank's turns, and the reports of the others in each recovery."""
 
-    def __init__(self, *others: Report) -> None:
+    def __init__(self, *others: RoundReport) -> None:
         self.comm, self.sums = _Comm(), _Sums()
         self.others = list(others)
         recovery: Any = SimpleNamespace(
-            membership=SimpleNamespace(members=(0, 1, 2)), add=lambda *_: "sums", run=self._run
+            membership=SimpleNamespace(members=(0, 1, 2)),
+            register=lambda _: None,
+            recover=self._run,
         )
         setting = ExchangeContext(
             parse_exchange("allreduce"),
@@ -69,11 +70,11 @@ class _Turns:
 
     def _run(self) -> None:
         self.recovery.membership.members = (0, 2)
-        self.commit.settle([self.commit.tell(), self.others.pop(0)], self.comm)
+        self.commit.reconcile([self.commit.report(), self.others.pop(0)], self.comm)
 
 
-def _report(closed: int, group: int = 0) -> Report:
-    return {"closed": [closed], "counted": [0, 1, 2], "group": [group]}
+def _report(closed: int, group: int = 0) -> RoundReport:
+    return RoundReport(closed, (0, 1, 2), group)
 
 
 def test_a_turn_that_another_rank_has_closed_is_given() -> None:
@@ -86,7 +87,7 @@ def test_a_turn_that_another_rank_has_closed_is_given() -> None:
 
 
 @pytest.mark.parametrize("other", [_report(0), _report(1, group=1)], ids=["behind", "elsewhere"])
-def test_a_turn_that_nobody_has_closed_is_summed_again(other: Report) -> None:
+def test_a_turn_that_nobody_has_closed_is_summed_again(other: RoundReport) -> None:
     turns = _Turns(other)
     turns.sums.interruptions = 1
     turns.commit.close_turn()
@@ -101,7 +102,7 @@ def test_a_rank_that_has_closed_a_turn_gives_its_sums(taken: bool) -> None:
     turns.commit.close_turn()
     if taken:
         turns.commit.take()
-    turns.commit.settle([turns.commit.tell(), _report(0)], turns.comm)
+    turns.commit.reconcile([turns.commit.report(), _report(0)], turns.comm)
     assert turns.comm.givers == [0]
     assert turns.sums.values[taken].tolist() == [7, 7, 7]
     assert turns.sums.values[not taken].tolist() == [0, 0, 0]

@@ -25,6 +25,7 @@ def _one_thread() -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
+@pytest.mark.daily("allreduce", "gossip", "tree", "local-sgd", "parameter-server", "noloco")
 def test_exchanges_keep_their_promises(name: str) -> None:
     name = {"local-sgd": "local-sgd(2)", "diloco": "diloco(2)"}.get(name, name)
     for ranks in (1, RANKS):

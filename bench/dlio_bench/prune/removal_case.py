@@ -6,15 +6,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlio.features.pruning import (
-    NeuronGroup,
-    RemovalPlan,
-    TensorCut,
-    apply,
-    find_groups,
-    weights_of,
-)
-from dlio.features.pruning.neuron_groups import ModelInput
+from dlio.exchange.cut import TensorCut
+from dlio.features.pruning.group_search import find_groups
+from dlio.features.pruning.model_surgery import apply
+from dlio.features.pruning.neuron_groups import ModelInput, NeuronGroup
+from dlio.features.pruning.removal_plan import RemovalPlan, weights_of
 from dlio.features.pruning.rounds import Round
 
 

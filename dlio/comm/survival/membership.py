@@ -62,6 +62,8 @@ def messages_of(comm: Communicator) -> RankMessages:
     When one of them is lost all calls raise PeerLost, also after the communicator was rebuilt, in
     which a rank's number is another one's.
     """
+    # By generation: after a loss the same number is another rank, which would get the wrong
+    # message.
     return comm.bound() if isinstance(comm, _RebuiltCommunicator) else comm
 
 
@@ -127,7 +129,7 @@ class Elastic(Protocol):
         """Set the number of members that the job begins with; the rest are spares after the next
         meeting."""
 
-    def doze(self) -> list[Json]:
+    def wait_for_call(self) -> list[Json]:
         """Wait, as a spare, until the others renew, and take part in it; as `renew`."""
 
     def dismiss(self) -> None:

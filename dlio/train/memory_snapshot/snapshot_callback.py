@@ -111,7 +111,7 @@ class Snapshots(Callback):
 
     def after_step(self, run: Run) -> None:
         if self._worker.recovery is None and self._keeps_lines:
-            self._worker.dealing.count(range(run.comm.size))
+            self._worker.dealing.commit_step(range(run.comm.size))
         if self._is_large and len(self._costs) == _FIRST and self._every == 1:
             self._choose_interval()
         if run.updates % self._every == 0 and self._worker.dealing.is_settled:

@@ -24,6 +24,7 @@ from dlio.exchange.compress.message_layout import (
 )
 from dlio.exchange.compress.threshold import ThresholdLevel
 from dlio.plan.order import mix
+from tests.conftest import examples
 from tests.exchange.compress.compressing import (
     HALF_MAX,
     KINDS,
@@ -111,7 +112,7 @@ def test_message_and_residual_add_up_to_the_gradient(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     hnp.arrays(
         np.float32,
@@ -134,6 +135,7 @@ def test_nothing_is_lost_of_any_floats(name: str, values: Floats) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.daily("onebit", "adaptive", "int8")
 def test_error_feedback_delivers_everything_over_time(name: str) -> None:
     layout: Layout = [("w", (60, 100)), ("b", (60,))]
     compressor = make(name, layout)
@@ -163,6 +165,7 @@ def test_error_feedback_delivers_everything_over_time(name: str) -> None:
         *(("int8", 3.9), ("bf16", 2), ("fp16", 1.99)),
     ],
 )
+@pytest.mark.daily("onebit-30-mlp", "ternary-19-resnet", "threshold-100-mlp", "int8-3.9-mlp")
 def test_messages_are_as_short_as_promised(name: str, ratio: float, layout: Layout) -> None:
     compressor = make(name, layout)
     assert compressor.entries == sum(math.prod(shape) for _, shape in layout)

@@ -24,6 +24,7 @@ from dlio.exchange.compress.sparse import (
     plan,
 )
 from dlio.exchange.compress.threshold import ThresholdLevel
+from tests.conftest import examples
 from tests.exchange.compress.compressing import KINDS, Layout, drawn, encoded, make
 
 
@@ -113,6 +114,7 @@ def test_entries_beyond_the_threshold_are_sent_at_one_size_and_the_rest_is_resid
 
 
 @pytest.mark.parametrize("change", [8, 1 / 4])
+@pytest.mark.daily("8")
 def test_thresholds_follow_their_share_up_and_down(change: float) -> None:
     """Each tensor's threshold moves by a few bits per step; a quarter more may be sent."""
     compressor = make("threshold", [("w", (300, 1000)), ("v", (300, 1000))])
@@ -135,7 +137,7 @@ def test_thresholds_follow_their_share_up_and_down(change: float) -> None:
     assert change / 2 <= np.mean(levels[260:]) / np.mean(levels[60:100]) <= 2 * change
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     st.lists(st.integers(1, 700), max_size=300),
     st.integers(0, 2**32),

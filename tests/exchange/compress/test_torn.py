@@ -13,9 +13,10 @@ from dlio.comm.comm_protocol import Array, Buffer
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import PeerLost
 from dlio.exchange import parse_exchange
+from dlio.exchange.buffer_placement import make_host_sum
 from dlio.exchange.compress import NAMES
 from dlio.exchange.exchange_context import ExchangeContext
-from dlio.exchange.sums import Sum, make_sum
+from dlio.exchange.sums import Sum
 
 LAYOUT: Final = [("w", (90, 100)), ("b", (40,))]
 ENTRIES: Final = 90 * 100 + 40
@@ -95,7 +96,7 @@ class _Ranks:
             setting = ExchangeContext(
                 parse_exchange(exchange), comm, node_of, recovery=recovery, members=(0, 1, 2)
             )
-            self.sums[member] = make_sum(setting, LAYOUT, 1)
+            self.sums[member] = make_host_sum(setting, LAYOUT, 1)
         self._random = np.random.default_rng(5)
 
     def owed(self) -> _F32:

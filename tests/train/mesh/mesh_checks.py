@@ -17,7 +17,8 @@ from torch.nn import functional
 import dlio
 from dlio.comm import Communicator, world
 from dlio.errors import CommTimeout, UsageError
-from dlio.features.mesh import Mesh, gather, local_part
+from dlio.features.mesh.rank_mesh import Mesh
+from dlio.features.mesh.split_tensor import gather, local_part
 from tests.train.mesh.nets import CosmoFlow, Pictures, UNet
 
 STEPS = 20

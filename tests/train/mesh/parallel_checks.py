@@ -14,7 +14,8 @@ from torch.nn import functional
 
 import dlio
 from dlio.errors import UsageError
-from dlio.features.mesh import Mesh, average_gradients, tensor_parallel
+from dlio.features.mesh.rank_mesh import Mesh
+from dlio.features.mesh.tensor_parallel import average_gradients, tensor_parallel
 from tests.train.mesh.nets import Transformer
 
 STEPS = 20

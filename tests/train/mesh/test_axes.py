@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlio.errors import UsageError
-from dlio.features.mesh import Slab, parse_axes
-from dlio.features.mesh.slab import LayerWindow, longest_dimension
+from dlio.features.mesh.mesh_axes import parse_axes
+from dlio.features.mesh.slab import LayerWindow, Slab, longest_dimension
 
 
 def test_the_last_axis_is_the_fastest() -> None:

@@ -19,9 +19,14 @@ from dlio.errors import DlioError, SourceError, UsageError
 from dlio.exchange import ExchangeContext, parse_exchange
 from dlio.exchange.asgd import Asgd
 from dlio.exchange.buckets import trainable
-from dlio.features.pruning import Limits, RemovalPlan, Schedule, apply, find_groups, shrink_to
+from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.model_size import count_parameters, flops_per_sample, parameters_by_layer
+from dlio.features.pruning.model_surgery import apply
 from dlio.features.pruning.pruned_file import save_layout
+from dlio.features.pruning.pruned_layout import shrink_to
+from dlio.features.pruning.pruning_feature import PruningFeature
+from dlio.features.pruning.pruning_pace import Schedule
+from dlio.features.pruning.removal_plan import Limits, RemovalPlan
 from tests.train.pruning.apoptosis_checks import (
     CHECKS,
     SCHEDULE,
@@ -336,7 +341,7 @@ def test_a_pruned_model_is_saved_loaded_and_exported_as_a_plain_small_one(tmp_pa
         exported = torch.export.export(loaded, (inputs,)).module()
         torch.testing.assert_close(exported(inputs), net(inputs))
 
-    save_layout(path, None)
+    PruningFeature().without(path)
     with pytest.raises(UsageError, match="layout"):
         dlio.load_pruned(make("residual", "relu", 4)[0], path)
     whole = make("residual", "relu", 4)[0]

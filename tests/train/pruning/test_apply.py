@@ -15,19 +15,13 @@ from torch import nn
 
 import dlio
 from dlio.errors import DlioError
-from dlio.features.pruning import (
-    Collector,
-    Limits,
-    PrunableGroups,
-    PrunedLayout,
-    RemovalPlan,
-    TensorCut,
-    apply,
-    find_groups,
-    plan_removals,
-    shrink_to,
-    weights_of,
-)
+from dlio.exchange.cut import TensorCut
+from dlio.features.pruning.group_search import find_groups
+from dlio.features.pruning.input_statistics import Collector
+from dlio.features.pruning.model_surgery import apply
+from dlio.features.pruning.neuron_groups import PrunableGroups
+from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
+from dlio.features.pruning.removal_plan import Limits, RemovalPlan, plan_removals, weights_of
 from tests.train.pruning.networks import KINDS, make
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -11,19 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import unfold
 
-from dlio.features.pruning import (
-    Collector,
+from dlio.features.pruning.group_search import find_groups
+from dlio.features.pruning.input_statistics import Collector
+from dlio.features.pruning.model_surgery import apply
+from dlio.features.pruning.neuron_groups import GroupMember, NeuronGroup, PrunableGroups
+from dlio.features.pruning.removal_plan import (
     Limits,
-    NeuronGroup,
-    PrunableGroups,
     Removal,
-    apply,
-    find_groups,
+    RemovalPlan,
     plan_removals,
     weights_of,
 )
-from dlio.features.pruning.neuron_groups import GroupMember
-from dlio.features.pruning.removal_plan import RemovalPlan
 from tests.train.pruning.networks import ACTIVATIONS, KINDS, make
 
 _FOUND: dict[tuple[str, str], PrunableGroups] = {}

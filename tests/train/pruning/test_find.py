@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.features.pruning import PrunableGroups, find_groups
+from dlio.features.pruning.group_search import find_groups
+from dlio.features.pruning.neuron_groups import PrunableGroups
 from dlio.train.networks.resnet import SmallResNet
 from tests.train.pruning.networks import ACTIVATIONS, make
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from dlio.errors import DlioError, UsageError
-from dlio.features.pruning import Limits, Schedule
-from dlio.features.pruning.pruning_pace import PruningPace
+from dlio.features.pruning.pruning_pace import PruningPace, Schedule
+from dlio.features.pruning.removal_plan import Limits
 
 SCHEDULE = Schedule(every=4, looks=2, begin=0.1, end=0.5, share=0.1, most=0.4, patience=4)
 

@@ -13,16 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.features.pruning import (
-    Collector,
-    Limits,
-    NeuronGroup,
-    RemovalPlan,
-    Statistics,
-    find_groups,
-    plan_removals,
-    weights_of,
-)
+from dlio.features.pruning.group_search import find_groups
+from dlio.features.pruning.input_statistics import Collector, Statistics
+from dlio.features.pruning.neuron_groups import NeuronGroup
+from dlio.features.pruning.removal_plan import Limits, RemovalPlan, plan_removals, weights_of
 from dlio.features.pruning.twins import find_twins
 from tests.train.pruning.networks import KINDS, make
 

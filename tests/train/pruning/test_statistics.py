@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dlio.features.pruning import Collector, Statistics, find_groups
+from dlio.features.pruning.group_search import find_groups
+from dlio.features.pruning.input_statistics import Collector, Statistics
 from tests.train.pruning.networks import make
 
 
