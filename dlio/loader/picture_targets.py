@@ -152,6 +152,7 @@ class _MaskTarget:
     def batch(self, images: BatchData, companions: Sequence[torch.Tensor]) -> BatchData:
         if not companions:
             sides = images.shape[-2:] if isinstance(images, torch.Tensor) else (0, 0)
+            # All samples were skipped; torch.stack takes no empty list.
             return images, torch.empty((0, *sides), dtype=torch.uint8)
         return images, torch.stack(list(companions))
 
@@ -179,6 +180,7 @@ class _BoxTargets:
         if move is not None:
             boxes, shares = move.boxes(boxes)
             sides = boxes[:, 2:] - boxes[:, :2]
+            # A box without any area left is dropped whatever the least share: detectors reject it.
             stay = np.flatnonzero((sides > 0).all(1) & (shares >= self._least))
         target = Target(boxes=torch.from_numpy(boxes[stay].astype(np.float32)))
         for field in self._per_box:
