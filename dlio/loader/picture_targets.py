@@ -46,6 +46,7 @@ def _listed(batch: list[Target], **_: object) -> list[Target]:
     return list(batch)
 
 
+# torch would stack the boxes of pictures by key, and fail where their numbers differ.
 collate_fn_map[Target] = _listed
 
 
