@@ -197,7 +197,7 @@ class _ThreadPass:
         self._threads = DatasetThreads[tuple[_ThreadBatch, range]](
             "dlio-fetch",
             work.threads,
-            work.init or _nothing,
+            work.init or (lambda _: None),
             self._serve,
             lambda _: work.dataset,
             lambda: work.seed,
@@ -346,10 +346,6 @@ def _copied(dataset: UserDataset) -> UserDataset:
         return copy.copy(dataset)
     except Exception:
         return dataset
-
-
-def _nothing(number: int) -> None:
-    """Prepare nothing: the user has given no `worker_init_fn`."""
 
 
 def _error_of(wrapper: Any) -> BaseException:

@@ -194,7 +194,7 @@ class IterationState:
             plain = plain_loader(options, same, draws, server, start)
             return ProcessTransport(plain, draws, first, loaded is not None)
 
-        warn: Callable[[int], None] = _never
+        warn: Callable[[int], None] | None = None
         if options.iterable and draws.len_called is not None:
             warn = partial(warn_beyond, options.dataset, draws.len_called)
         return ParallelIterator(make, draws, workers, self._every, loaded, warn, _rereads)
@@ -242,7 +242,3 @@ def _rereads(batches: int) -> None:
         "read again and dropped; define them for a resumption without reading",
         batches,
     )
-
-
-def _never(yielded: int) -> None:
-    """Warn of nothing."""
