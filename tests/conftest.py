@@ -260,7 +260,7 @@ def torchrun() -> TorchRun:
         outputs = []
         try:
             for rank, process in enumerate(processes):
-                said, errors = process.communicate(timeout=120)
+                said, errors = process.communicate(timeout=400)
                 assert process.returncode == 0, f"rank {rank}: {errors}"
                 outputs.append(said)
         finally:
@@ -359,7 +359,7 @@ class MpiRun(Protocol):
         ranks: int,
         *args: str,
         env: dict[str, str] | None = None,
-        timeout_s: float = 240,
+        timeout_s: float = 400,
         options: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]: ...
 
@@ -376,7 +376,7 @@ def mpirun() -> MpiRun:
         ranks: int,
         *args: str,
         env: dict[str, str] | None = None,
-        timeout_s: float = 240,
+        timeout_s: float = 400,
         options: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
         paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]

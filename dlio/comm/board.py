@@ -112,6 +112,8 @@ class Board:
         if before is RankPhase.COMPUTING:
             self._busy += now - self._since
         self._phase, self._since = phase, now
+        # Without a lock: a reader that meets a half-written row looks again before it suspects
+        # anybody.
         _NOW.pack_into(self._row, 0, now, phase, self._step)
         return before
 
@@ -132,6 +134,7 @@ class BoardReader:
 
     def read(self) -> RankRow | None:
         """Return the row; None if there is none."""
+        # Read and not mapped: one call takes the row as it is at one moment, or nearly so.
         row = os.pread(self._file, _SIZE, 0) if self._file >= 0 else b""
         if len(row) != _SIZE:
             return None

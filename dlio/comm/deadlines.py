@@ -67,6 +67,7 @@ def await_end(requests: Iterable[Request]) -> None:
                 if time.monotonic() > deadline:
                     raise CommError("a message that a loss has interrupted does not end")
                 time.sleep(SHORTEST_SLEEP_S)
+        # Also its end: MPI has given the memory back.
         except PeerLost:
             continue
 
@@ -78,4 +79,5 @@ def leave(*objects: object) -> None:
     memory even in MPI_Finalize, after Python has released everything else.
     """
     for each in objects:
+        # A list of this module would be emptied at the interpreter's end, before MPI_Finalize.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

@@ -38,6 +38,8 @@ class Funnel:
             return function()
         call = _FunnelCall(function)
         self._calls.put(call.run)
+        # A deadline would be wrong here, as the owner may compute for minutes; only its death ends
+        # this.
         while not call.done.wait(_LOOK_S):
             if not self._owner.is_alive():
                 raise RuntimeError("the thread that may call MPI has ended")
@@ -69,6 +71,7 @@ class _FunnelCall(Generic[_T]):
     def run(self) -> None:
         try:
             self._results.append(self._function())
+        # KeyboardInterrupt, too: the caller waits for an outcome, whatever it is.
         except BaseException as error:
             self._error = error
         self.done.set()

@@ -87,6 +87,7 @@ class PlannedMembership:
     def _living(self) -> list["_PlannedCommunicator"]:
         """Return the communicators that all present ranks hold, in the order of their making."""
         mine = {number for number, ref in self._handles.items() if ref() is not None}
+        # A handle may be garbage on some ranks and not yet on others: all rebuild the same ones.
         common = set.intersection(*map(set, self._root.allgather(sorted(mine))))
         living = [self._handles[number]() for number in sorted(common)]
         return [handle for handle in living if handle is not None]

@@ -18,7 +18,7 @@ from dlio.comm.world import membership, world
 from dlio.errors import UsageError
 from dlio.loader.assignment.assigner import BatchAssigner, ElasticIterator
 from dlio.loader.assignment.history import AssignmentSpan, SpanRecord
-from dlio.loader.batch_stream import BatchResult, LoaderIterator, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchResult, LoaderIterator, RunningPass
 from dlio.loader.contract import (
     BatchData,
     CollateFn,
@@ -45,6 +45,7 @@ from dlio.loader.passes import (
     FormulaOrder,
     LoaderPosition,
     Pass,
+    PassCounters,
     PlannedPass,
     SamplerOrder,
     check_state,

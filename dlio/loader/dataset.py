@@ -23,7 +23,8 @@ from dlio.image.picture import check_crops
 from dlio.loader import dataset_views
 from dlio.loader.contract import Sample, Transform, UserDataset
 from dlio.loader.patch_source import PatchRecipe, PatchSource, open_patches
-from dlio.loader.recipe import CropRecipe, ForeignDecoder, MappedRecipe, Recipe, recipe_for
+from dlio.loader.recipe import CropRecipe, Recipe
+from dlio.loader.sample_recipes import ForeignDecoder, MappedRecipe, recipe_for
 from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.tier_spec import Tiers, choose_tiers, decoded_spec, device_spec

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from dlio.errors import UsageError
-from dlio.loader.batch_stream import PassCounters, RunningPass
+from dlio.loader.batch_stream import RunningPass
 from dlio.loader.contract import BatchData, CollateFn, Sample, UserDataset
 from dlio.loader.dataset import Dataset
 from dlio.loader.delivery import DeviceDelivery
@@ -15,7 +15,7 @@ from dlio.loader.listed_sampler import ListedPass, is_listable, listed_samples, 
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.mixture_dataset import Mixture
 from dlio.loader.nested_batches import emptied
-from dlio.loader.passes import Pass, PlannedPass
+from dlio.loader.passes import Pass, PassCounters, PlannedPass
 from dlio.loader.planned_engine.engine import PlannedEngine, decode_threads
 from dlio.loader.sampler_pass import SamplerPass
 from dlio.loader.third_party.adapters import holds_own

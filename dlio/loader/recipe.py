@@ -1,24 +1,16 @@
-"""Recipes: how a payload becomes a sample.
+"""A recipe: how a payload becomes a sample; and the recipe of crops of images.
 
-`recipe_for` chooses one by the kind of a data set's samples:
-
-    CropRecipe      crops of images, next to their label or other companion
-    PictureRecipe   whole pictures with their companion: boxes or masks, or a transform that needs
-                    the whole picture
-    FieldRecipe     the decoded fields of anything else
-    ForeignRecipe   samples as another library's data set makes them
-    MappedRecipe    the samples of another recipe, through the functions of `Dataset.map`
-
-`PatchRecipe`, for patches of volumes, is in `dlio.loader.patch_source`. A recipe gives the same
-sample to `dataset[i]` and to a batch; random numbers are keyed by (seed, epoch, sample).
+Samples of other kinds are made by the recipes of `dlio.loader.sample_recipes`, which chooses the
+one of a data set. A recipe gives the same sample to `dataset[i]` and to a batch; random numbers are
+keyed by (seed, epoch, sample).
 """
 
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,26 +18,15 @@ import torch
 
 from dlio.data.reader_contract import Reader, SampleName, data_bytes
 from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock, SourceError, UsageError
+from dlio.errors import CorruptBlock, SourceError
 from dlio.image.crop import Crop
 from dlio.image.crop_geometry import CropGeometry
 from dlio.image.decoder import Decoder, decode_all
-from dlio.image.fusion import BatchTransform, TransformParts, check_pixelwise, fused
+from dlio.image.fusion import BatchTransform, TransformParts
 from dlio.image.seeded_functions import SeededFunctions
 from dlio.loader.contract import Sample, Transform
-from dlio.loader.picture_targets import Companion, companion_of
-from dlio.loader.sample import decode_sample, decoded_field
+from dlio.loader.picture_targets import Companion
 from dlio.util.printable import printable
-
-
-class ForeignDecoder(Protocol):
-    """Makes samples where the data set of another library is read."""
-
-    functions: Sequence[object]
-    """The user's functions of samples, which may draw random numbers; None among them is none."""
-
-    def __call__(self, payload: Buffer, sample: int, /) -> Sample:
-        """Make sample number `sample` of its payload."""
 
 
 class Recipe(ABC):
@@ -165,55 +146,6 @@ class Recipe(ABC):
         return SourceError(f"{self.reader.path}: sample {self.reader.name(sample)!r}: {error}")
 
 
-def recipe_for(
-    reader: Reader,
-    *,
-    image_size: int | None,
-    train: bool,
-    transform: Transform | None,
-    seed: int,
-    through_decoded: bool,
-    finish: ForeignDecoder | None,
-    min_visible: float = 0.0,
-    crops: int = 1,
-) -> Recipe:
-    """Choose the recipe of a data set's samples.
-
-    Args:
-        image_size: side of square crops of images, in pixels; None for no crops.
-        train: random crops and flips; otherwise the middle of the image.
-        transform: the user's, which is cut into parts: see `dlio.image.fusion.fused`.
-        through_decoded: crops are cut out of images that a tier keeps decoded.
-        finish: replaces everything else, for data sets of other libraries.
-        min_visible: least share of its area with which a box stays in a crop.
-        crops: of each image, where the transform does not begin with crops.
-
-    Raises UsageError for a transform that would move pixels, and leave boxes behind, for mixtures
-    of images without classes, and for several crops of samples that have none.
-    """
-    parts = fused(transform)
-    companion = None if finish is not None else companion_of(reader.schema, min_visible)
-    # A transform that changes the size otherwise than by a crop gets whole pictures; with boxes or
-    # masks it gets the sample instead, whose parts it has to move together.
-    takes_pictures = companion is not None and not companion.moves and parts.whole is not None
-    is_cropped = not takes_pictures and (image_size is not None or parts.crop is not None)
-    if crops > 1 and (parts.crop is not None or companion is None or not is_cropped):
-        raise UsageError(
-            f"{reader.path}: crops={crops}: "
-            + ("transform= crops" if parts.crop is not None else "its samples are not cropped")
-            + ": leave crops= out, or give transform=RandomResizedCrop(size, crops=...)"
-        )
-    if finish is not None:
-        return ForeignRecipe(reader, finish, transform, seed)
-    if companion is not None and is_cropped:
-        crop = parts.crop or Crop(image_size or 1, train, crops=crops)
-        return CropRecipe(reader, companion, transform, parts, crop, seed, through_decoded)
-    if companion is not None and (takes_pictures or companion.moves):
-        whole = parts.whole if takes_pictures else transform
-        return PictureRecipe(reader, companion, whole, seed, [transform])
-    return FieldRecipe(reader, companion, transform, seed, [transform])
-
-
 class CropRecipe(Recipe):
     """Crops of images: (crop or the transform's result, its label or target).
 
@@ -224,8 +156,6 @@ class CropRecipe(Recipe):
         transform: the user's, whole.
         parts: of the transform.
         through_decoded: crops are cut out of images that a tier keeps decoded.
-
-    Raises UsageError for parts that do not go together with the companion.
     """
 
     crops = True
@@ -245,22 +175,8 @@ class CropRecipe(Recipe):
         super().__init__(reader, companion, rest, seed, [transform])
         self.crop, self._parts = crop, parts
         self.decoder = Decoder(crop, seed, through_decoded)
-        if self.moves:
-            for step in [self.transform, *(step for _, step in parts.paints)]:
-                check_pixelwise(step, reader.path)
-            if crop.crops > 1:
-                raise UsageError(
-                    f"{reader.path}: crops={crop.crops}: its boxes, masks and keypoints move "
-                    "with a single crop: leave crops= out, or open it once for each crop, with "
-                    "another seed="
-                )
         if parts.batchwise:
             self.batch_transform = BatchTransform(parts.batchwise, seed, len(reader.classes))
-        if self.mixes and not companion.is_class:
-            raise UsageError(
-                f"{reader.path}: MixUp and CutMix mix numbers of classes, and its images have "
-                "none: leave them out"
-            )
 
     @property
     def is_random(self) -> bool:
@@ -370,96 +286,3 @@ class CropRecipe(Recipe):
         if self.crop.crops > 1:
             return torch.utils.data.default_collate(results), seconds
         return results[0], seconds
-
-
-class PictureRecipe(Recipe):
-    """Whole pictures and their companions. A transform gets the picture alone, or with a companion
-    that moves with the pixels (boxes, masks) the sample."""
-
-    companion: Companion
-
-    @property
-    def ragged(self) -> bool:
-        return self.moves
-
-    def make(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
-        values, name = self.fields(sample, payload), SampleName(self.reader, sample)
-        picture = decoded_field("image", values[self.companion.image], name)
-        beside = self.accompanying(values, None, sample)
-        if self.transform is None:
-            return self.companion.sample(picture, beside), 0.0
-        if self.moves:
-            whole = self.companion.sample(picture, beside)
-            return self._apply(self.transform, whole, epoch, sample)
-        made, seconds = self._apply(self.transform, picture, epoch, sample)
-        return self.companion.sample(made, beside), seconds
-
-
-class FieldRecipe(Recipe):
-    """The decoded fields of a sample, through the user's transform."""
-
-    @property
-    def is_plain_arrays(self) -> bool:
-        """True if samples are numbers and arrays of fixed shapes, which collating only stacks."""
-        schema = self.reader.schema
-        return (
-            self.transform is None
-            and schema.is_fixed
-            and all(schema.kinds[name].dtype is not None for name, _ in schema.fields)
-        )
-
-    def make(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
-        name = SampleName(self.reader, sample)
-        made = decode_sample(self.reader.schema, payload, name)
-        if self.transform is None:
-            return made, 0.0
-        return self._apply(self.transform, made, epoch, sample)
-
-
-class ForeignRecipe(Recipe):
-    """Samples as the data set of another library makes them."""
-
-    def __init__(
-        self, reader: Reader, decoder: ForeignDecoder, transform: Transform | None, seed: int
-    ) -> None:
-        super().__init__(reader, None, transform, seed, decoder.functions)
-        self._decode = decoder
-
-    def make(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
-        with self._drawing(epoch, sample):
-            return self._decode(payload, sample), 0.0
-
-
-class MappedRecipe(Recipe):
-    """Samples of another recipe that go through the user's functions, for `Dataset.map`.
-
-    Args:
-        inner: makes the samples.
-        maps: called one after another, each with the result of the one before.
-    """
-
-    where = "a function of map()"
-
-    def __init__(self, inner: Recipe, maps: Sequence[Callable[[Sample], Sample]]) -> None:
-        super().__init__(inner.reader, inner.companion, None, inner.seed, maps)
-        self._inner, self._maps = inner, tuple(maps)
-
-    @property
-    def ragged(self) -> bool:
-        return self._inner.ragged
-
-    @property
-    def is_random(self) -> bool:
-        """True if the samples that the functions get are known to differ from epoch to epoch."""
-        return self._inner.is_random or super().is_random
-
-    @property
-    def sample_bytes(self) -> int:
-        return self._inner.sample_bytes
-
-    def make(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
-        made, seconds = self._inner.one(epoch, sample, payload), 0.0
-        for function in self._maps:
-            made, more = self._apply(function, made, epoch, sample)
-            seconds += more
-        return made, seconds

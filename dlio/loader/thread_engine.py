@@ -17,11 +17,11 @@ from typing import Any, Final, Self
 
 import torch
 
-from dlio.loader.batch_stream import BatchResult, BatchStream, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchResult, BatchStream, RunningPass
 from dlio.loader.contract import BatchData, CollateFn, UserDataset
 from dlio.loader.dataset_threads import DatasetThreads, timed_out, worker_error
 from dlio.loader.loader_options import LoaderOptions, pinning
-from dlio.loader.passes import Pass
+from dlio.loader.passes import Pass, PassCounters
 from dlio.loader.trace import Spans
 from dlio.storage.mount import Mount
 
@@ -197,7 +197,7 @@ class _ThreadPass:
         self._threads = DatasetThreads[tuple[_ThreadBatch, range]](
             "dlio-fetch",
             work.threads,
-            work.init or _nothing,
+            work.init or (lambda _: None),
             self._serve,
             lambda _: work.dataset,
             lambda: work.seed,
@@ -346,10 +346,6 @@ def _copied(dataset: UserDataset) -> UserDataset:
         return copy.copy(dataset)
     except Exception:
         return dataset
-
-
-def _nothing(number: int) -> None:
-    """Prepare nothing: the user has given no `worker_init_fn`."""
 
 
 def _error_of(wrapper: Any) -> BaseException:

@@ -100,7 +100,7 @@ class SourceRequests:
             stop_timeout_s=_REQUESTS_TIMEOUT_S,
         )
         self.stopping = self._workers.stopping
-        """Set when the intake is being closed: nobody should wait for blocks any more."""
+        """Set when the requests are being closed: nobody should wait for blocks any more."""
         self._rate = rate
         self._free_at = time.monotonic()
         """Time from which on more bytes may be read, by the rate."""

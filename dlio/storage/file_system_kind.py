@@ -46,7 +46,7 @@ def find_stripes(kind: str, path: str, options: str) -> Stripes:
     """Return the stripes of a file, or those that new files of a folder get.
 
     Args:
-        kind: of file system, see `places.Place`.
+        kind: of file system, see `FileSystemKind`.
         path: absolute, without links; need not exist.
         options: of the mount.
     """

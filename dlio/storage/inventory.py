@@ -290,7 +290,7 @@ def set_pinned(root: str, fingerprint: str, pinned: bool) -> None:
 
 
 def _look(root: str, base: int, name: str) -> StoredDataset:
-    """Describe a data set. Raises OSError, Refused if it is not this user's dlio's."""
+    """Describe a data set. Raises OSError, UntrustedFile if it is not this user's dlio's."""
     with closing_descriptor(open_below(base, name)) as folder:
         if not is_marked(folder):
             raise UntrustedFile(f"{name} was not made by dlio")

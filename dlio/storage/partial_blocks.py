@@ -64,7 +64,7 @@ _Table = npt.NDArray[np.void]
 
 
 class PartialBlocks:
-    """Samples of a tier's incomplete blocks. Thread-safe. Owner: the gathering, which closes it.
+    """Samples of a tier's incomplete blocks. Thread-safe. Owner: the fetcher, which closes it.
 
     Args:
         tier: writable; not owned.

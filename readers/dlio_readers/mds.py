@@ -53,10 +53,12 @@ _PLAIN: Final = {
     "list[jpeg]": "bytes",
     "list[png]": "bytes",
 }
+# fmt: off
 _NUMBERS: Final = (
-    *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-    *("float16", "float32", "float64"),
+    "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "float32", "float64",
 )
+# fmt: on
 _CODES: Final = {
     8: "uint8",
     9: "int8",

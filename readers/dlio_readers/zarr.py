@@ -27,10 +27,12 @@ from dlio_readers.columns import (
 )
 from dlio_readers.slabs import Select, slab
 
+# fmt: off
 _OBJECT_CODECS: Final = (
-    *("pickle", "json", "json2", "msgpack", "msgpack2", "categorize"),
-    *("vlen-utf8", "vlen-bytes", "vlen-array"),
+    "pickle", "json", "json2", "msgpack", "msgpack2", "categorize", "vlen-utf8", "vlen-bytes",
+    "vlen-array",
 )
+# fmt: on
 _MAX_CHUNKS: Final = 1 << 22
 _MAX_CHUNK: Final = 256 << 20
 _MARKS: Final = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")

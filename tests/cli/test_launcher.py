@@ -61,7 +61,7 @@ def launch(tmp_path: Path) -> Launch:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             check=False,
         )
 

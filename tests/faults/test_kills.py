@@ -49,7 +49,7 @@ def _points(count: int, seed: int, argv: list[str], tmp_path: Path) -> list[tupl
     log = tmp_path / "calls"
     tracing = ["strace", "-f", "-qq", "-o", str(log), "-e", f"trace={','.join(CALLS)}"]
     command = [*tracing, sys.executable, "-m", "dlio.cli", *argv]
-    subprocess.run(command, env=ENV, capture_output=True, timeout=240, check=True)
+    subprocess.run(command, env=ENV, capture_output=True, timeout=400, check=True)
     made = Counter(re.findall(r"^\d+ +(\w+)\(", log.read_text(errors="replace"), re.MULTILINE))
     generator = random.Random(seed)
     calls = itertools.cycle(sorted(call for call in made if call in CALLS))
@@ -78,7 +78,7 @@ def _run_and_kill(argv: list[str], call: str, number: int) -> int:
             inject,
             *command,
         ]
-        done = subprocess.run(command, env=ENV, capture_output=True, timeout=240, check=False)
+        done = subprocess.run(command, env=ENV, capture_output=True, timeout=400, check=False)
         return done.returncode
     with subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL) as process:
         time.sleep(random.Random(f"{call}{number}").uniform(0.1, 0.8))

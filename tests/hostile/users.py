@@ -135,7 +135,7 @@ def two_users(pictures: Path) -> Iterator[Machine]:
 
 def _run(*argv: str) -> str:
     for _ in range(50):
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=400, check=False)
         if not done.returncode:
             return done.stdout.strip()
         time.sleep(0.1)  # Another process has locked the list of users.

@@ -41,7 +41,7 @@ def _fit(
     argv = [str(FIT), str(folder), json.dumps(options)]
     if by_mpirun:
         python = [sys.executable, *argv]
-        done = launch(python, ranks, environment=own, capture=True, timeout_s=240, min_ranks=1)
+        done = launch(python, ranks, environment=own, capture=True, timeout_s=400, min_ranks=1)
     else:
         command = ["-m", "dlio.cli", "run", "-n", str(ranks), "--fault-tolerance", "shrink", *more]
         done = subprocess.run(
@@ -49,7 +49,7 @@ def _fit(
             env={**os.environ, **own},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=400,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]

@@ -57,7 +57,7 @@ def test_a_failed_rank_ends_the_ranks_that_wait_for_it(
     paths = os.pathsep.join([PATHS, str(tmp_path)])
     with _python(text, PYTHONPATH=paths, DLIO_DEBUG=debug) as run:
         try:
-            _, said = run.communicate(timeout=120)
+            _, said = run.communicate(timeout=400)
         finally:
             run.terminate()
     assert run.returncode == 2
@@ -80,8 +80,8 @@ def test_a_rank_ends_when_its_launcher_is_gone(with_pidfd: bool) -> None:
         assert rank.stdout.readline() == "watching\n"
         assert rank.poll() is None
         launcher.kill()
-        launcher.communicate(timeout=120)
-        rank.communicate(timeout=120)
+        launcher.communicate(timeout=400)
+        rank.communicate(timeout=400)
         assert rank.returncode == -signal.SIGTERM
     finally:
         for process in (launcher, rank):
@@ -207,7 +207,7 @@ def test_a_demo_folder_that_cannot_be_used_is_named(tmp_path: Path, folder: str,
     (tmp_path / "plain").write_text("")
     text = f"from dlio.cli import main; main(['demo', '--folder', {str(tmp_path / folder)!r}])"
     with _python(text) as run:
-        _, said = run.communicate(timeout=120)
+        _, said = run.communicate(timeout=400)
     assert run.returncode == 2
     assert len(said.splitlines()) == 1
     assert str(tmp_path / folder) in said
@@ -233,7 +233,7 @@ def test_of_ranks_that_survive_each_others_loss_a_failure_ends_all(capture: bool
         "time.sleep(600)"
     )
     argv = [sys.executable, "-c", text]
-    done = launch(argv, 2, capture=capture, timeout_s=240, min_ranks=1)
+    done = launch(argv, 2, capture=capture, timeout_s=400, min_ranks=1)
     assert done.returncode == 3
 
 

@@ -71,7 +71,7 @@ def test_words_reach_the_command_as_they_are_and_variables_are_the_jobs(word: st
         env={"PLACE": "/local dir", "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
         check=True,
     )
     assert done.stdout == f"{word}|/local dir/{word}|/local dirx"

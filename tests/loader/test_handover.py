@@ -222,6 +222,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("workers", [None, "process"])
+@pytest.mark.daily("process")
 def test_a_loader_hands_over_the_same_batches_and_takes_no_more_memory_each_epoch(
     folder: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,6 +295,6 @@ def test_the_command_prints_its_result(pictures: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["samples"] == 12
     with dlio.open(str(out), image_size=32, tiers="none") as data:
         assert data[0][0].shape == (3, 32, 32)
-    again = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    again = subprocess.run(argv, capture_output=True, text=True, timeout=400, check=False)
     assert again.returncode == 2
     assert "exists" in again.stderr

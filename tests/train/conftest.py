@@ -41,7 +41,7 @@ def dlio(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             },
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             check=False,
         )
 

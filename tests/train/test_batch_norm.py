@@ -50,17 +50,26 @@ def test_groups_give_the_same_bits_on_any_number_of_ranks(mpirun: MpiRun) -> Non
     assert len(weights.pop()) > 1000
 
 
+ONE = {"one": (1, "--tiers", "none")}
+TWO = {"two": (2, "--tiers", "ram:16MiB", "--pretend-nodes", "2", "--shuffle", "global")}
+RESUMED = {  # Ended after an epoch on two ranks, and resumed on one.
+    "begun": (2, "--checkpoint", "c", "--callback", "nets:Stop"),
+    "resumed": (1, "--checkpoint", "c", "--resume"),
+}
+
+
 @pytest.mark.mpi
+@pytest.mark.parametrize(
+    "placements",
+    [{**ONE, **TWO}, pytest.param({**ONE, **RESUMED}, marks=pytest.mark.nightly)],
+    ids=["two", "resumed"],
+)
 def test_training_gives_the_same_bits_wherever_samples_are(
-    dlio: Callable[..., subprocess.CompletedProcess[str]], pictures: Path, here: Path
+    dlio: Callable[..., subprocess.CompletedProcess[str]],
+    pictures: Path,
+    here: Path,
+    placements: dict[str, tuple[Any, ...]],
 ) -> None:
-    placements = {
-        "one": (1, "--tiers", "none"),
-        "two": (2, "--tiers", "ram:16MiB", "--pretend-nodes", "2", "--shuffle", "global"),
-        # Ended after an epoch on two ranks, and resumed on one.
-        "begun": (2, "--checkpoint", "c", "--callback", "nets:Stop"),
-        "resumed": (1, "--checkpoint", "c", "--resume"),
-    }
     for name, (ranks, *more) in placements.items():
         done = dlio(
             *("train", str(pictures / "train"), "-n", str(ranks), "--model", "resnet(width=4)"),
@@ -68,11 +77,9 @@ def test_training_gives_the_same_bits_wherever_samples_are(
             *("--image-size", "32", "--workers", "1", "--save", f"{name}.pt", *map(str, more)),
         )
         assert done.returncode == 0, done.stderr
-    one, *others = (
-        torch.load(here / f"{name}.pt", weights_only=True) for name in ("one", "two", "resumed")
-    )
-    for other in others:
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    first, *_, last = (here / f"{name}.pt" for name in placements)
+    one, other = (torch.load(path, weights_only=True) for path in (first, last))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(

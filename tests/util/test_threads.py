@@ -25,7 +25,7 @@ def test_all_threads_run_under_their_names_and_end_with_the_block() -> None:
     group.append(Workers("dlio-test", until_stopped(entered, group), 3))
     with group[0] as workers:
         for _ in range(3):
-            assert entered.acquire(timeout=60)
+            assert entered.acquire(timeout=400)
         assert workers.alive() == ["dlio-test-0", "dlio-test-1", "dlio-test-2"]
         assert not workers.wait(0.01)
     assert workers.alive() == []
@@ -107,7 +107,7 @@ def run_script(body: str) -> "subprocess.CompletedProcess[str]":
         f"import atexit, os, sys, threading, time\nfrom dlio.util.threads import Workers\n{body}"
     )
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=400, check=False
     )
 
 
@@ -197,7 +197,7 @@ atexit.register(late)
 from dlio.util.threads import Workers
 """
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=400, check=False
     )
     assert ended.stdout == "dlio cannot start threads: the interpreter is ending\n"
 

@@ -62,6 +62,8 @@ def messages_of(comm: Communicator) -> RankMessages:
     When one of them is lost all calls raise PeerLost, also after the communicator was rebuilt, in
     which a rank's number is another one's.
     """
+    # By generation: after a loss the same number is another rank, which would get the wrong
+    # message.
     return comm.bound() if isinstance(comm, _RebuiltCommunicator) else comm
 
 

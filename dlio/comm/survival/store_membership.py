@@ -59,6 +59,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
         self._timeout_s = settings().timeout_s
         self._store = store
         self._events = EventLog(self._store)
+        # A second connection: waiting for an event holds up all other calls of a connection.
         self._watched = self._store.another()
         self._lock = threading.Lock()
         self._dead: set[int] = set()
@@ -155,6 +156,8 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
 
         All get the same answer: that of the first that knows it.
         """
+        # `put` writes once and returns what stands there: the first to know the outcome decides,
+        # and a rank that dies between its vote and its reading changes nothing.
         if not well:
             return bool(self._store.put(name, False))
         if self._store.count(f"{name}/votes") == len(members):
@@ -224,6 +227,8 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
             except (RuntimeError, CommError) as error:
                 errors.append(error)
 
+        # Left alone if it does not end: gloo offers no way to interrupt it, and at the latest its
+        # own timeout of 10 s does. Its groups belong to a generation that nobody uses any more.
         builder = Workers("dlio-groups", build).start()
         self._await(lambda: not builder.alive(), "gloo to connect all ranks", generation)
         if errors:
@@ -254,6 +259,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
     def renew(self, report: Json, meets: bool = False) -> list[Json]:
         self.lost = True
         old = self._generation
+        # Tells ranks that wait for this one, which lives and has left their operation.
         if not old.over:
             old.over = True
             self._report_end(old.number)
@@ -280,6 +286,8 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
             generation.over = generation.replaced = True
             return None
         assert parts is not None
+        # Messages carry their generation: numbers of ranks have changed, and a late one would go to
+        # another rank's receive of the same tag.
         self.mail.retire(number)
         made = {part.channel: part for part in parts}
         old = [handle.part for handle in handles.values()]
@@ -325,6 +333,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
                 ready = [part for part in self._spent if part.is_idle()]
                 self._spent = [part for part in self._spent if part not in ready]
                 left = len(self._spent)
+            # Outside the lock: the destructor of a group joins its threads.
             for part in ready:
                 part.group, part.works = None, []
             ready.clear()

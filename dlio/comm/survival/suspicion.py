@@ -58,9 +58,11 @@ def hung_ranks(
     """
     living = {member: each for member, each in seen.items() if each.state not in "ZXT"}
     rows = {member: each.row for member, each in living.items() if each.row is not None}
+    # A rank without a row may be the one that the others wait for: better to wait than to guess.
     if len(rows) < len(living):
         return []
     working = [member for member, row in rows.items() if row.phase is not RankPhase.BLOCKED]
+    # With two that compute, neither has made the other wait; it may simply be a long step.
     if len(working) != 1 or len(rows) < 2:
         return []
     (member,) = working
@@ -79,6 +81,8 @@ def hung_ranks(
         why = "no thread of it has run: a call into C holds Python's lock"
     elif vain_s < limit_s:
         return []
+    # Not a reason by itself: a rank that writes a large file to a slow disk is in D for as long.
+    # Only what is logged differs.
     elif living[member].state == "D":
         why = "it waits for a device or a file system that does not answer"
     else:

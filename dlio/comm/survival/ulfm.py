@@ -120,6 +120,8 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
         handle.over = True
 
     def agree(self, well: bool) -> bool:
+        # Agreement, and no allreduce: it alone gives all survivors the same answer if a rank is
+        # lost in its midst. A bitwise AND, so a single No makes it a No.
         flag = np.array([_WELL if well else 0], np.int32)
         try:
             self._poll(lambda: self._active.Iagree(flag), "all ranks to agree")
@@ -146,6 +148,8 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
 
         Returns the result of `renew`; nothing when the job is over.
         """
+        # Polled, although MPI could block here: a blocked rank spins on a core, and a spare must
+        # cost next to nothing for hours.
         while not (self.asked or self._are_all_lost()):
             self.world.poke()
             time.sleep(_NAP_S)
@@ -167,10 +171,13 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
     def renew(self, report: Json, meets: bool = False) -> list[Json]:
         self.lost = True
         old = [handle for handle in self._living().values() if not handle.rests]
+        # Revoking ends all waits, also of ranks that wait for a rank that lives: that one will come
+        # here, and never send what they wait for.
         with one_at_a_time:
             for comm in (*(handle.raw for handle in old), self._active, self._root):
                 if comm != MPI.COMM_NULL and not comm.Is_revoked():
                     comm.Revoke()
+        # Shrink would block in MPI until the last survivor comes, which may compute for seconds.
         self._await_survivors()
 
         def attempt() -> list[Json] | None:
@@ -189,6 +196,7 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
             sys.stdout.flush()
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)
+        # After a loss MPI_Finalize waits for the lost rank for ever.
         if not self.lost:
             MPI.Finalize()
         elif mpi4py.rc.finalize is not False:
@@ -209,6 +217,8 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
     def _regrouped(self, comm: MPI.Intracomm) -> int | None:
         """Return `_RENEWS` if all ranks regroup, other bits if one agrees instead, None at a loss
         that was not known."""
+        # Other bits come from ranks that are still in `agree`: the AND of both is 0, so these get a
+        # No there, and all know that they have to meet once more.
         flag = np.array([_RENEWS], np.int32)
         try:
             self._poll(lambda: comm.Iagree(flag), "all that are left to regroup")
@@ -232,6 +242,8 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
 
         Returns the reports of its active ranks.
         """
+        # From the communicator of all that are alive, spares included: members are split off it
+        # below.
         root = cast(MPI.Intracomm, self._root.Shrink())
         self._root = root
         if not agreed(root, True):

@@ -20,7 +20,8 @@ from dlio.image.decoder import Decoder, decode_whole
 from dlio.loader.gallery.style import HEAD
 from dlio.loader.gallery.value_html import figure, rows_of, shortened, value_html
 from dlio.loader.picture_targets import Companion
-from dlio.loader.recipe import CropRecipe, MappedRecipe, Recipe
+from dlio.loader.recipe import CropRecipe, Recipe
+from dlio.loader.sample_recipes import MappedRecipe
 from dlio.util.units import format_bytes
 from dlio.util.whole_files import write_whole
 

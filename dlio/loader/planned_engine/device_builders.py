@@ -36,8 +36,9 @@ from dlio.image.device_decode.jpeg_codec import JpegCodec
 from dlio.loader.contract import BatchData, CollateFn
 from dlio.loader.decode_device import check_recipe
 from dlio.loader.delivery import HostMemoryKind, pinned_memory
-from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory, BatchMemory
+from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners, decode_partners
+from dlio.loader.planned_engine.sample_builders import BatchMemory
 from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.plan.epoch import EpochPlan
 from dlio.storage.counters import Counters

@@ -18,16 +18,17 @@ from dlio.comm.world import membership
 from dlio.data.agreement import check_same_order
 from dlio.data.schema import IMAGES
 from dlio.errors import UsageError
-from dlio.loader.batch_stream import BatchStream, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchStream, RunningPass
 from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
 from dlio.loader.delivery import HostMemoryKind, target_of
 from dlio.loader.loader_options import LoaderOptions
-from dlio.loader.passes import Pass, PlannedPass
-from dlio.loader.planned_engine.batch_builders import BatchFactory, host_batches
+from dlio.loader.passes import Pass, PassCounters, PlannedPass
+from dlio.loader.planned_engine.batch_builders import BatchFactory
 from dlio.loader.planned_engine.device_builders import device_decoded_batches, device_tier_batches
 from dlio.loader.planned_engine.mixup_partners import EpochPartners
 from dlio.loader.planned_engine.pipeline import PassContext, Pipeline
+from dlio.loader.planned_engine.sample_builders import host_batches
 from dlio.loader.recipe import CropRecipe
 from dlio.loader.shuffle.sample_message import MessageMemory
 from dlio.loader.shuffle.sample_shuffle import Shuffle, windows_of
@@ -171,9 +172,9 @@ class PlannedEngine:
         counters = PassCounters(mounted.hierarchy, threads, "planned", images)
         skip = (data.on_error if options.on_error is None else options.on_error) == "skip"
         comm = self._next_comm(options)
-        partners = None
+        partners_of = None
         if data.recipe.pairs and isinstance(batches, PlannedPass) and is_exact(options.mode):
-            partners = _partners(batches, mounted, skip)
+            partners_of = _partners(batches, mounted, skip).of_step
         context = PassContext(
             hierarchy=mounted.hierarchy,
             factory=factory,
@@ -187,7 +188,7 @@ class PlannedEngine:
             skip=skip,
             timeout_s=default_timeout_s(),
             peer_timeout_s=peer_timeout_s(),
-            partners=partners,
+            partners_of=partners_of,
         )
         # Alone, too, once a rank was lost, before this epoch or in it.
         alone = not is_shared or plan.ranks.size != comm.size or plan.left is not None

@@ -24,13 +24,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from dlio.comm.funnel import wait_serving
 from dlio.data.schema import Buffer
 from dlio.errors import CommTimeout, CorruptBlock, DlioError, SourceError
-from dlio.loader.batch_stream import BatchResult, BatchStream, PassCounters
+from dlio.loader.batch_stream import BatchResult, BatchStream
 from dlio.loader.contract import BatchData
+from dlio.loader.passes import PassCounters
 from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory
-from dlio.loader.planned_engine.mixup_partners import EpochPartners
+from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
 from dlio.loader.trace import Spans
 from dlio.storage.block import PayloadScratch
@@ -69,8 +73,8 @@ class PassContext:
     """For one batch, before the run is taken to be stuck."""
     peer_timeout_s: float
     """For samples from a peer, before they are read from the source."""
-    partners: EpochPartners | None = None
-    """Partners of the samples, if batches are mixed."""
+    partners_of: Callable[[int, npt.NDArray[np.int64]], BatchPartners] | None = None
+    """Returns the partners of a step's samples, if batches are mixed."""
 
 
 @dataclass(slots=True)
@@ -197,9 +201,10 @@ class Pipeline:
     def _begin_batch(self, step: StepSamples) -> Callable[[list[int]], None]:
         """Begin a step's batch; return the listener that queues its slots."""
         context, count = self._context, len(step.samples)
-        partners = context.partners
-        mixed = None if partners is None else partners.of_step(step.number, step.samples)
-        builder = context.factory.begin(context.epoch, step.samples, mixed)
+        partners = None
+        if context.partners_of is not None:
+            partners = context.partners_of(step.number, step.samples)
+        builder = context.factory.begin(context.epoch, step.samples, partners)
         batch = Batch(step, builder, builder.failed, count)
         # The listener below lives as long as the step, and must not hold the builder: the memory
         # would not return to the pool with the user's tensors.

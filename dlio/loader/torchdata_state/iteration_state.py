@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe, RandomSampler
 
-from dlio.loader.batch_stream import BatchStream, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchStream, RunningPass
 from dlio.loader.contract import State
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.nested_batches import map_leaves
+from dlio.loader.passes import PassCounters
 from dlio.loader.sampler_pass import BatchesPass
 from dlio.loader.torch_engine import fed_by, plain_loader
 from dlio.loader.torch_private import distributed_settings, share_seed
@@ -193,7 +194,7 @@ class IterationState:
             plain = plain_loader(options, same, draws, server, start)
             return ProcessTransport(plain, draws, first, loaded is not None)
 
-        warn: Callable[[int], None] = _never
+        warn: Callable[[int], None] | None = None
         if options.iterable and draws.len_called is not None:
             warn = partial(warn_beyond, options.dataset, draws.len_called)
         return ParallelIterator(make, draws, workers, self._every, loaded, warn, _rereads)
@@ -241,7 +242,3 @@ def _rereads(batches: int) -> None:
         "read again and dropped; define them for a resumption without reading",
         batches,
     )
-
-
-def _never(yielded: int) -> None:
-    """Warn of nothing."""

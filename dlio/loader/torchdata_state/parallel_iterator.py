@@ -75,7 +75,8 @@ class ParallelIterator:
         make: makes the transport, for a worker to begin with, with the workers' states.
         interval: batches from one snapshot to the next; 0 for none after the first.
         loaded: state to continue from; None to start from the beginning.
-        length: batches of the pass that the loader has said; None if it was not asked.
+        warn_beyond: warns if there are more batches than the loader has said; None if it was not
+            asked.
         forward: says that batches are read again, for a data set without a state.
     """
 
@@ -86,7 +87,7 @@ class ParallelIterator:
         workers: int,
         interval: int,
         loaded: ResumeState | None,
-        warn_beyond: Callable[[int], None],
+        warn_beyond: Callable[[int], None] | None,
         forward: Callable[[int], None],
     ) -> None:
         self._draws, self._interval = draws, interval
@@ -175,7 +176,8 @@ class ParallelIterator:
                 main = due.popleft()[1]
             if main is not None:
                 self._take_snapshot(main)
-        self._warn_beyond(self._yielded)
+        if self._warn_beyond is not None:
+            self._warn_beyond(self._yielded)
         data, answer.data = answer.data, None
         return data
 

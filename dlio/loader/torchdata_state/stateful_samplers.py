@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from dlio.loader.contract import Index, IndexBatches, Indices, State
+from dlio.loader.contract import IndexBatches, Indices, State
 from dlio.loader.torch_private import InfiniteConstantSampler
 from dlio.loader.torchdata_state.state_format import StatefulObject, restore, state_of
 
@@ -35,11 +35,6 @@ def with_state(
     if type(batch_sampler) is not BatchSampler:
         return batch_sampler
     return StatefulBatches(indices, batch_sampler.batch_size, batch_sampler.drop_last)
-
-
-def begun(index_sampler: Any) -> Iterator[Index]:
-    """Return the iterator of a new pass."""
-    return iter(index_sampler)
 
 
 def resumed(index_sampler: Any, sampler_state: Any, iter_state: Any, yielded: int) -> Any:

@@ -17,7 +17,7 @@ from dlio.loader.torchdata_state.state_format import (
     SHARED_SEED,
     state_of,
 )
-from dlio.loader.torchdata_state.stateful_samplers import begun, resumed
+from dlio.loader.torchdata_state.stateful_samplers import resumed
 from dlio.loader.torchdata_state.worker_server import FETCH, RESUME, START, WorkerTask
 
 
@@ -61,7 +61,7 @@ class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
         """State of this part after the draw for a batch, with the batch's number."""
 
     def __iter__(self) -> Iterator[WorkerTask]:
-        self._indices = begun(self._index_sampler)
+        self._indices = iter(self._index_sampler)
         self._drawn = self._number = 0
         # torch asks for an iterator in its constructor, before `_reset` asks for the one that it
         # uses. The sampler below has to draw for both, as it would in torch's own loader, or its

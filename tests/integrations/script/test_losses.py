@@ -29,7 +29,7 @@ def _run(
         [sys.executable, *argv],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         check=False,
         env={
             **os.environ,
@@ -126,7 +126,7 @@ def test_each_script_survives_a_kill(name: str, tmp_path: Path) -> None:
         [sys.executable, str(path), *option, str(tmp_path / "alone.pt")],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         check=True,
     )
     done = _survived(path, *option, out, ranks=3, ends={1: [5, "before"]})

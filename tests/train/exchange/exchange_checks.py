@@ -4,7 +4,8 @@ The checks of exchanges that send weights are in `gossip_checks`.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import cycle, product
 from typing import Final
 
 import pytest
@@ -168,26 +169,36 @@ def check_sums(comm: Communicator) -> None:
 
 def check_compressed(comm: Communicator) -> None:
     """With compression, all ranks hold identical bytes, and the bytes sent keep their bound."""
+    _check_compressed(comm, product((*SUMS, "diloco(2)"), _FEWER))
+
+
+def check_compressed_pairs(comm: Communicator) -> None:
+    """The same, for each exchange and each compressor once; all pairs take ten seconds."""
+    _check_compressed(comm, zip(cycle((*SUMS, "diloco(2)")), _FEWER, strict=False))
+
+
+def _check_compressed(comm: Communicator, specs: Iterable[tuple[str, str]]) -> None:
     size = 4 * sum(p.numel() for p in parameters_of(make_net(1)))
-    for name in (*SUMS, "diloco(2)"):
-        for compressor, fewer in _FEWER.items():
-            net = make_net(1)
-            spec = f"{name}+{compressor}"
-            exchange = started(spec, net, comm, seed=0, pretend_nodes=max(1, comm.size // 2))
-            optimizer = torch.optim.SGD(parameters_of(net), lr=0.01)
-            for step in range(4):
-                planned = comm.size * BATCH
-                inputs, labels = samples(step, planned)
-                mine = share(planned, comm.size, comm.rank)
-                train_step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
-            exchange.finish()
-            assert all(p.isfinite().all() for p in net.parameters())
-            assert identical(net, comm), spec
-            counts = exchange.statistics()
-            sums = 2 if name == "diloco(2)" else 4
-            most = sums * size * (comm.size if name == "parameter-server" else 2 * comm.size)
-            assert 0 < counts["bytes"] < most / fewer, f"{spec}: {counts['bytes']} of {most}"
-            exchange.close()
+    for name, compressor in specs:
+        net = make_net(1)
+        spec = f"{name}+{compressor}"
+        exchange = started(spec, net, comm, seed=0, pretend_nodes=max(1, comm.size // 2))
+        optimizer = torch.optim.SGD(parameters_of(net), lr=0.01)
+        for step in range(4):
+            planned = comm.size * BATCH
+            inputs, labels = samples(step, planned)
+            mine = share(planned, comm.size, comm.rank)
+            train_step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
+        exchange.finish()
+        assert all(p.isfinite().all() for p in net.parameters())
+        assert identical(net, comm), spec
+        counts = exchange.statistics()
+        sums = 2 if name == "diloco(2)" else 4
+        most = sums * size * (comm.size if name == "parameter-server" else 2 * comm.size)
+        assert 0 < counts["bytes"] < most / _FEWER[compressor], (
+            f"{spec}: {counts['bytes']} of {most}"
+        )
+        exchange.close()
 
 
 _FEWER: Final = {
@@ -348,6 +359,7 @@ CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
     "mean": check_mean,
     "sums": check_sums,
     "compressed": check_compressed,
+    "compressed_pairs": check_compressed_pairs,
     "distribute": check_distribute,
     "parts": check_parts,
     "reached": check_reached,

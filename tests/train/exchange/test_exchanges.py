@@ -34,11 +34,12 @@ BODY = Path(__file__).with_name("exchange_checks.py")
         (2, ("allreduce", "shares", "skipped", "mean", "half", "gossip")),
         (3, ("allreduce", "shares", "mean", "gossip", "gossip_trains")),
         (4, ("gossip",)),
-        (2, ("sums", "compressed", "gossips", "noloco", "distribute", "parts", "reached", "types")),
+        (2, tuple("sums compressed_pairs gossips noloco distribute parts reached types".split())),
         (3, ("sums", "compressed", "noloco", "asgd", "distribute", "reached")),
         (4, ("sums", "gossips", "noloco", "noloco_trains", "asgd")),
         (4, ("noloco_of_differences", "differences_resume")),
         (3, ("noloco_of_differences",)),
+        (2, ("compressed",)),
     ],
 )
 @pytest.mark.daily("2-checks0", "3-checks1", "4-checks2", "2-checks3")

@@ -74,7 +74,7 @@ def run(pictures: Path, tmp_path: Path) -> Run:
             },
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=400,
             check=False,
         )
         report, trace = tmp_path / f"{name}r.json", tmp_path / f"{name}t.jsonl"

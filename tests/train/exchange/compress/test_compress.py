@@ -135,6 +135,7 @@ def test_nothing_is_lost_of_any_floats(name: str, values: Floats) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.daily("onebit", "adaptive", "int8")
 def test_error_feedback_delivers_everything_over_time(name: str) -> None:
     layout: Layout = [("w", (60, 100)), ("b", (60,))]
     compressor = make(name, layout)
@@ -164,6 +165,7 @@ def test_error_feedback_delivers_everything_over_time(name: str) -> None:
         *(("int8", 3.9), ("bf16", 2), ("fp16", 1.99)),
     ],
 )
+@pytest.mark.daily("onebit-30-mlp", "ternary-19-resnet", "threshold-100-mlp", "int8-3.9-mlp")
 def test_messages_are_as_short_as_promised(name: str, ratio: float, layout: Layout) -> None:
     compressor = make(name, layout)
     assert compressor.entries == sum(math.prod(shape) for _, shape in layout)

@@ -29,7 +29,7 @@ BODY = Path(__file__).with_name("quantised_checks.py")
         (4, ("sums", "counts", "interleaved")),
     ],
 )
-@pytest.mark.daily("2-checks0", "2-checks2")
+@pytest.mark.daily("2-checks0")
 def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, ...]) -> None:
     done = mpirun(ranks, "-W", "error", str(BODY), *checks)
     assert done.returncode == 0, done.stderr
