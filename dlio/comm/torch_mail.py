@@ -235,7 +235,7 @@ class Mail:
         self._replies.append((link, FrameHead(kind, 0, 0, 0, number, size)))
 
     def _come(self, key: _Key, early: _EarlyMessage) -> None:
-        """Give a message that has come to its receive, or keep it. Raises Refused."""
+        """Give a message that has come to its receive, or keep it. Raises RefusedConnection."""
         posted = self._posted.get(key)
         if posted:
             message = posted.popleft()

@@ -122,7 +122,7 @@ def _torchrun_world() -> Communicator:
 
 
 def membership() -> Membership | None:
-    """Return the ranks that are left of a job whose ranks survive each other's loss.
+    """Return the surviving ranks of a job whose ranks survive each other's loss.
 
     None where the job ends with any rank, and before the first call of `world`.
     """

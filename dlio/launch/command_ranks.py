@@ -43,7 +43,7 @@ def on_ranks(
         ranks: number of ranks to start on this machine, from -n; None to start none.
         function: a module-level function of records of options. Ranks import it by name.
         check: called before ranks are started, to find mistakes early.
-        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        min_ranks: fewest ranks that continue when others are lost; None to end with any rank.
         spares: number of ranks beyond `ranks` that wait to take the place of others.
         backend: `mpi`, `torch`, or `auto` for MPI if it is installed.
         start: runs (module, its arguments, ranks, their variables, live line) in place of the

@@ -126,7 +126,7 @@ def launch(
             without Open MPI's banners.
         timeout_s: seconds after which the ranks are ended; None for no limit.
         wrap: converts the mpirun command into the one to run, such as one in a network namespace.
-        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        min_ranks: fewest ranks that continue when others are lost; None to end with any rank.
         spares: number of ranks beyond `ranks` that wait to take the place of others.
         live: draws the progress that ranks tell of.
 

@@ -22,9 +22,9 @@ from dlio.util.live_line import LiveLine
 from dlio.util.settings import SECRET, settings
 
 _PASSED: Final = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHON", "VIRTUAL_ENV", "CONDA_", "LANG", "LC_", "TZ", "TMPDIR"),
-    *("DLIO_", "OMP_", "MKL_", "KMP_", "TORCH", "NCCL_", "GLOO_", "CUDA_HOME", "CUDA_LAUNCH"),
-    *("HF_", "WANDB_", "MLFLOW_", "AWS_", "UCX_", "FI_", "MPI4PY_", "XDG_CACHE_HOME"),
+    *"PATH LD_LIBRARY_PATH PYTHON VIRTUAL_ENV CONDA_ LANG LC_ TZ TMPDIR XDG_CACHE_HOME".split(),
+    *"DLIO_ OMP_ MKL_ KMP_ TORCH NCCL_ GLOO_ CUDA_HOME CUDA_LAUNCH HF_ WANDB_ MLFLOW_".split(),
+    *"AWS_ UCX_ FI_ MPI4PY_".split(),
 )
 """Beginnings of the variables that mpirun passes to other nodes: those of a node stay with it."""
 _NODE_LOST: Final = 1
@@ -87,7 +87,7 @@ def srun_command(argv: Sequence[str], counts: Mapping[str, int]) -> list[str]:
     placed = [f"--ntasks-per-node={per_node}"] if equal else ["--distribution=arbitrary"]
     return [
         "srun",
-        *("--mpi=none", "--overlap", "--overcommit", "--cpu-bind=none", "--export=ALL"),
+        *"--mpi=none --overlap --overcommit --cpu-bind=none --export=ALL".split(),
         *(f"--nodes={len(counts)}", f"--ntasks={ranks}", *placed),
         f"--nodelist={','.join(counts) if equal else hosts}",
         # One that ends may wait for the others' last checkpoint.

@@ -1,7 +1,7 @@
 """The launcher without MPI: starts ranks of torch.distributed on this machine.
 
 It serves the store by which ranks meet, and writes each death of a rank there. Unlike torchrun, it
-lets the others go on. It does not need torch itself.
+lets the others continue. It does not need torch itself.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def launch(
         environment: variables to set for the ranks, in addition to this process's own.
         capture: return standard output and standard error, instead of passing them on.
         timeout_s: seconds after which the ranks are ended; None for no limit.
-        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        min_ranks: fewest ranks that continue when others are lost; None to end with any rank.
         live: draws the progress that ranks tell of.
 
     Returns the exit code of the first rank that failed (128 + N if signal N ended it), and the

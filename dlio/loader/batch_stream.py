@@ -69,6 +69,8 @@ class RunningPass:
         _open.add(self)
 
 
+# Weak: a loader that is dropped in the middle of a pass shall not live until the interpreter's
+# exit.
 _open: weakref.WeakSet[RunningPass] = weakref.WeakSet()
 
 
@@ -81,6 +83,7 @@ def _close_all() -> None:
 
 
 atexit.register(_close_all)
+# The threads of these passes are the parent's: closing them in a child would wait for ever.
 os.register_at_fork(after_in_child=_open.clear)
 
 

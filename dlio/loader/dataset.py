@@ -446,6 +446,8 @@ class Dataset(torch.utils.data.Dataset[Sample]):
     def mount(self, comm: Communicator, pretend_nodes: int | None = None) -> Mount:
         """Open the data set's tiers, once; the data set owns them. Collective the first time."""
         if self._mount is None:
+            # Patches are cut out of chunks, which lie in tiers of their own: a patch is not a unit
+            # of storage, as random ones overlap.
             options, tiers = MountOptions(requests=self.requests, by_sample=True), self.tiers
             chunks = None
             if self._patches is not None:  # Tiers hold chunks.
@@ -474,6 +476,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         self.close()
 
     def __getstate__(self) -> dict[str, object]:
+        # A copy in another process opens its own files, and draws its recipe from the same options.
         state = {key: value for key, value in self.__dict__.items() if key != "_recipe"}
         return {**state, "_mount": None}
 

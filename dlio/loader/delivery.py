@@ -105,6 +105,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # One for all passes: torch hands out 32 in turn, and its allocator keeps memory by stream.
         self._stream: Any = _cuda.Stream(device)
 
     def copying(self) -> AbstractContextManager[object]:
@@ -231,6 +232,7 @@ def handed_over(feed: BatchStream, staging: StagingBuffers) -> BatchStream:
             fed = copied.fed
             if copied.event is not None:
                 streams.wait(copied.event)
+                # Or torch would give a freed batch to the next copy while kernels still read it.
                 for tensor in filter(_is_plain, tensors_in(fed.data)):
                     streams.keep(tensor)
                 fed.data = map_leaves(lambda leaf: _moved_rest(leaf, streams), fed.data)
@@ -259,6 +261,7 @@ class _Copier:
     def __init__(self, feed: BatchStream, staging: StagingBuffers) -> None:
         self._feed, self._staging = feed, staging
         self._ready: SimpleQueue[_CopiedBatch | BaseException | None] = SimpleQueue()
+        # Device memory is short: a batch that waits there is one that the model cannot use.
         self._room = threading.Semaphore(_AHEAD)
         self._taken: list[_CopiedBatch | BaseException | None] = []
         self._under_way: deque[_StagedCopies] = deque()

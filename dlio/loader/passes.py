@@ -118,6 +118,8 @@ class LoaderState:
 
     def to_dict(self) -> State:
         """Return the state as whole numbers and text; without what is as usual."""
+        # States of before these keys existed lack them, and so do new ones of which they say
+        # nothing.
         state: State = self.cursor.as_dict()
         if self.mixture is not None:
             state["mixture"] = self.mixture
@@ -359,6 +361,7 @@ class PlannedPass:
         formula = self.formula
         if formula.exact:
             return self.batch_size if self.shares is None else self.shares.counts[formula.rank]
+        # Survivors of an inexact epoch get the parts of the lost ranks on top of their own.
         lost = 0 if formula.left is None else formula.ranks - len(formula.left)
         return min(self.global_batch, max(self.dealt.counts) * (1 + lost))
 
@@ -417,6 +420,8 @@ class PlannedPass:
         self._step += 1
 
     def state(self) -> State:
+        # Batches that were handed out count, not those that are made ahead: a resumed run sees
+        # them.
         here, cursor = self.cursor.position + self._step * self.global_batch, self.cursor
         position = min(here, self._end) if self._step else cursor.position
         return self.state_at(position, self.requeued)
@@ -425,6 +430,7 @@ class PlannedPass:
         """Return the state at another position, with samples that come again at the end."""
         cursor = replace(self.cursor, position=position)
         mixture = None if self.mixed is None else self.mixed.text(position)
+        # Nothing binds the beginning of an epoch: it continues on other ranks, tiers and modes.
         if not position:
             return LoaderState(cursor, mixture).to_dict()
         return LoaderState(
@@ -617,6 +623,7 @@ class PassCounters:
         self._waiting_since = time.perf_counter()
 
     def wait_ends(self, samples: int) -> None:
+        # From one `next` to the batch: the trainer's own time between two of them does not count.
         now = time.perf_counter()
         waited_s = now - self._waiting_since
         self.stall_s += waited_s

@@ -104,6 +104,7 @@ class PatchSource:
         )
         touched = list(array.touched(cut.box))
         numbers = [cut.first + chunk for chunk, _ in touched]
+        # Several at a time over a network alone: elsewhere a chunk is there before a thread wakes.
         read = map if self._readers is None or len(numbers) == 1 else self._readers.map
         for (_, whole), data in zip(touched, read(self._chunk, numbers), strict=True):
             shape = tuple(side.stop - side.start for side in whole)

@@ -224,6 +224,7 @@ class CropRecipe(Recipe):
             uniforms: the sample's row of `decoder.draw`.
         """
         made: list[Any] = [None] * len(samples)
+        # An error takes its sample's place: the others of the call are made.
         fields: dict[int, dict[str, Any]] = {}
         for k, (sample, payload) in enumerate(zip(samples, payloads, strict=True)):
             try:
@@ -258,6 +259,7 @@ class CropRecipe(Recipe):
         values = self.fields(sample, payload)
         beside = self.accompanying(values, None, sample)
         began = time.thread_time()  # Leaves out the time in which other threads ran.
+        # A name is made when an error is printed: names of files in archives have to be looked up.
         encoded, name = values[self.companion.image], SampleName(self.reader, sample)
         pixels = self.decoder.prepare(encoded, name)
         return pixels, beside, time.thread_time() - began
@@ -270,6 +272,7 @@ class CropRecipe(Recipe):
         Results of several crops are collated as a batch's are.
         """
         seconds = 0.0
+        # In place, in the batch's memory: transforms that keep the size need no tensor in between.
         if self._parts.paints:
             started = time.perf_counter()
             for number, pixels in enumerate(slot.reshape(-1, *slot.shape[-3:])):

@@ -189,6 +189,7 @@ class MappedRecipe(Recipe):
         return self._inner.sample_bytes
 
     def make(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
+        # The inner recipe's transform counts as decoding, the functions of map() as transform.
         made, seconds = self._inner.one(epoch, sample, payload), 0.0
         for function in self._maps:
             made, more = self._apply(function, made, epoch, sample)

@@ -10,7 +10,7 @@ from dlio.cli import main
 from dlio.comm.survival.recovery import Recovery
 from dlio.exchange.peer_steps import PeerSteps
 from dlio.exchange.round_commit import RoundCommit
-from dlio.loader.assignment.assigner import BatchAssigner
+from dlio.loader.assignment.epoch_schedule import EpochSchedule
 from dlio.loader.assignment.rank_groups import BatchReport, RankGroups
 from dlio_bench.chaos.simulated_jobs.memory_network import MemoryCommunicator
 from dlio_bench.chaos.simulated_jobs.outcome_check import ScheduleOutcome, run_schedule
@@ -75,8 +75,8 @@ reconcile = RankGroups.reconcile
     [
         (RankGroups, "reconcile", _least_reconciles),
         (MemoryCommunicator, "bcast", lambda self, array, root=0: self.barrier()),
-        (BatchAssigner, "_has_counted", lambda self, member, step, counted: True),
-        (BatchAssigner, "_has_counted", lambda self, member, step, counted: False),
+        (EpochSchedule, "has_contributed", lambda self, member, batch, survivors: True),
+        (EpochSchedule, "has_contributed", lambda self, member, batch, survivors: False),
         (PeerSteps, "reconcile", lambda self, reports: None),
         (RoundCommit, "take", lambda self: None),
         (Recovery, "uniform", lambda self, act: act()),

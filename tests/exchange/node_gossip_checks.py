@@ -117,12 +117,12 @@ def check_oracle(comm: Communicator, nodes: int) -> None:
 VARIANTS: Final = (
     "gossip",
     "gossip(hypercube)",
+    "gossip(gradient)+int8",
+    "gossip+adaptive",
     "gossip(gradient)",
     "gossip+bf16",
     "gossip+int8",
-    "gossip+adaptive",
     "gossip(hypercube)+onebit",
-    "gossip(gradient)+int8",
 )
 
 
@@ -134,7 +134,7 @@ def check_nodes(comm: Communicator, nodes: int) -> None:
     node = comm.rank * nodes // comm.size
     leader = all(other * nodes // comm.size != node for other in range(comm.rank))
     on_node = sum(other * nodes // comm.size == node for other in range(comm.size))
-    for name in VARIANTS if nodes == 2 else VARIANTS[:2]:
+    for name in VARIANTS if nodes == 2 else VARIANTS[:4]:
         for half in (False, True):
             torch.manual_seed(1)
             net: nn.Module = Deep()

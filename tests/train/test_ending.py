@@ -186,18 +186,22 @@ WISHES = """
 import sys, time
 import numpy as np
 from dlio.comm import world
-from dlio.train.run_requests import Wish, WishesInTurn, WishesToAll
+from dlio.train.run_requests import AsynchronousRequests, RunRequest, SynchronousRequests
 comm = world()
 draws = np.random.default_rng(int(sys.argv[1]))
 for kind in ("turn", "all"):
     for trial in range(20):
-        wishes = WishesInTurn(comm, 1 + trial % 3) if kind == "turn" else WishesToAll(comm)
+        wishes = (
+            SynchronousRequests(comm, 1 + trial % 3)
+            if kind == "turn"
+            else AsynchronousRequests(comm)
+        )
         asks = {int(draws.integers(comm.size)): int(draws.integers(1, 15)) for _ in range(2)}
         slow = int(draws.integers(comm.size))
         acted = []
         for step in range(1, 31):
             if asks.get(comm.rank) == step:
-                wishes.wish(Wish.END)
+                wishes.wish(RunRequest.END)
             if comm.rank == slow and step < 10:
                 time.sleep(0.002)
             did = wishes.after_step(step, ends_epoch=step % 10 == 0)

@@ -39,7 +39,7 @@ class Handler(Protocol[_T]):
     """Kinds of frames that have a body."""
 
     def take(self, link: PeerLink[_T], frame: FrameHead) -> memoryview | None:
-        """Return the memory for a frame's body, None to skip it. Raises Refused."""
+        """Return the memory for a frame's body, None to skip it. Raises RefusedConnection."""
 
     def taken(self, link: PeerLink[_T], frame: FrameHead) -> object:
         """Note that a frame and its body are complete."""

@@ -83,7 +83,7 @@ class Keys:
             self._values.append(value)
 
     def key(self, peer: int) -> bytes:
-        """Return the key with a rank. Raises Refused for an unknown rank."""
+        """Return the key with a rank. Raises RefusedConnection for an unknown rank."""
         if not 0 <= peer < len(self._values):
             raise RefusedConnection(
                 f"this job has {len(self._values)} ranks, and none is number {peer}"
@@ -150,7 +150,7 @@ class Caller(_Greeting):
         return self._hello + self._proof(b"hello")
 
     def feed(self, message: bytes) -> bytes:
-        """Take the answer, and return what confirms it. Raises Refused."""
+        """Take the answer, and return what confirms it. Raises RefusedConnection."""
         self._nonce = message[:_NONCE_BYTES]
         self._check(b"answer", message[_NONCE_BYTES:])
         self.wants = 0
@@ -165,7 +165,7 @@ class Answerer(_Greeting):
         self.wants = _HELLO_BYTES + _PROOF_BYTES
 
     def feed(self, message: bytes) -> bytes:
-        """Take a message, and return the answer, which may be empty. Raises Refused."""
+        """Take a message, and return the answer, which may be empty. Raises RefusedConnection."""
         if self._hello:
             self._check(b"confirm", message)
             self.wants = 0

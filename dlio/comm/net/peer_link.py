@@ -66,7 +66,7 @@ class Seal:
         return head + self._mac(head)
 
     def open(self, sealed: bytes) -> FrameHead:
-        """Return the next frame of the stream. Raises Refused."""
+        """Return the next frame of the stream. Raises RefusedConnection."""
         head = sealed[: _HEAD.size]
         if not hmac.compare_digest(self._mac(head), sealed[_HEAD.size :]):
             raise RefusedConnection("a frame was changed, repeated or left out on its way")

@@ -132,7 +132,7 @@ class NodeWatch:
         # One watcher per node, so that a line about a hung rank appears once; the next takes over
         # where the lowest rank is the one that hangs.
         lower = here[: here.index(self._me)] if self._me in here else here
-        # A generation lasts until all that are left have met: some of it may be dead.
+        # A generation lasts until all survivors have met: some of it may be dead.
         return not any(
             process_state(self._processes[member]) not in "TZX" and not self._is_silent(member, now)
             for member in lower

@@ -71,7 +71,7 @@ class Generation:
     def suspect(self) -> None:
         """Note a broken connection: the launcher tells soon of the rank that is lost.
 
-        If it does not, all ranks meet again and connect anew.
+        If it does not, all ranks meet and connect again.
         """
         with self._lock:
             now = time.monotonic()

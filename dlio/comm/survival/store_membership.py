@@ -44,13 +44,13 @@ _Wanted: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class StoreMembership(RankSurvivors[StoreCommunicator]):
-    """The ranks that are left of those that dlio's launcher started. Collective over all of them.
+    """The survivors of the ranks that dlio's launcher started. Collective over all of them.
 
     Args:
         store: the launcher's.
         me: number of this rank.
         ranks: how many there are.
-        least: fewest ranks that go on.
+        least: fewest ranks that continue.
     """
 
     def __init__(self, store: JobStore, me: int, ranks: int, least: int = 1) -> None:
@@ -301,7 +301,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
         return [each[1] for each in everyone]
 
     def _met(self, number: int) -> tuple[int, ...]:
-        """Return the ranks of the next generation when all that are left have come here."""
+        """Return the ranks of the next generation when all survivors have come here."""
 
         def left() -> list[int]:
             return [member for member in self.members if member not in self._dead]
@@ -359,7 +359,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
 def _wanted(
     me: int, members: Sequence[int], colours: Sequence[dict[str, list[int]]]
 ) -> list[_Wanted]:
-    """Return the communicators that this rank makes anew, in one order on all ranks. Pure.
+    """Return the communicators that this rank rebuilds, in one order on all ranks. Pure.
 
     A rank may have closed one that others have not closed yet: it is gone.
 

@@ -53,12 +53,12 @@ _NAP_S: Final = 0.005
 
 
 class UlfmMembership(RankSurvivors[MpiCommunicator]):
-    """The ranks that are left of MPI's world. One per process.
+    """The surviving ranks of MPI's world. One per process.
 
     All ranks are active at first; `rest` makes some of them spares.
 
     Args:
-        least: fewest ranks that go on.
+        least: fewest ranks that continue.
         spares: ranks beyond those that train at first.
     """
 
@@ -206,7 +206,7 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
             os._exit(int(failed))
 
     def _await_survivors(self) -> None:
-        """Return when all that are left have come here. Raises CommTimeout after DLIO_TIMEOUT."""
+        """Return when all survivors have come here. Raises CommTimeout after DLIO_TIMEOUT."""
         if self._active != MPI.COMM_NULL:
             # Members that wait in `agree` meet this call there, and come here next.
             while self._regrouped(self._active) != _RENEWS:
@@ -323,7 +323,7 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
         return self.leaves or time.monotonic() >= self.leave_at
 
     def _remade(self, root: MPI.Intracomm, number: str, colours: list[Any]) -> MPI.Intracomm:
-        """Make a communicator anew: of all ranks, or of those of the same colours."""
+        """Rebuild a communicator: of all ranks, or of those of the same colours."""
         of_each = [tuple(each[number]) for each in colours]
         if not any(of_each):
             return root.Dup()

@@ -103,7 +103,8 @@ class PruningHooks(FeatureHooks):
     ) -> None:
         if accuracy is not None:
             _, correct, samples = np.sum([rank["sums"] for rank in everyone], axis=0).tolist()
-            self.apoptosis.held_out(accuracy, correct / max(1.0, samples))
+            # With --skip-samples, right answers are weighted, and may be more than the samples.
+            self.apoptosis.held_out(accuracy, min(1.0, correct / max(1.0, samples)))
 
     def report(self) -> Mapping[str, object]:
         return {"pruning": self._report()}

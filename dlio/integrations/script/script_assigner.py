@@ -1,6 +1,6 @@
 """Deals a script's batches to the ranks, and again when ranks are lost: each sample exactly once.
 
-A batch that any rank has taken stays dealt as it was; the next one is dealt to those that are left.
+A batch that any rank has taken stays assigned as it was; the next one is assigned to the survivors.
 The samples of lost ranks that are in no gradient join the batches that are left of the pass; where
 none is left, they are a batch of their own.
 """

@@ -139,6 +139,7 @@ class CropBatchBuilder(BatchBuilder):
         self._recipe, self._collate, self._decoded = recipe, collate, decoded
         self._images, self._partners, self._epoch = images, partners, epoch
         self._companions: list[Any] = [0] * len(samples)
+        # Drawn for the whole batch: numpy's calls take as long for one sample as for many.
         self._uniforms = recipe.decoder.draw(epoch, samples)
         self._transformed: list[Sample] = [None] * len(samples) if recipe.transforms else []
 
@@ -162,6 +163,7 @@ class CropBatchBuilder(BatchBuilder):
     def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
         if self._decoded is not None:
             return self._transform(self._decode_and_keep(self._decoded, slots, payloads))
+        # One call for all: a thread that gives up the interpreter's lock waits for it afterwards.
         made = self._recipe.decode_many(
             [self._images[slot] for slot in slots],
             self.samples[list(slots)].tolist(),
@@ -205,7 +207,7 @@ class CropBatchBuilder(BatchBuilder):
                     self._images[slot], self._epoch, int(self.samples[slot])
                 )
                 seconds += more
-            except BaseException as error:
+            except BaseException as error:  # SystemExit too: it must not end the thread.
                 self.failed[slot] = error
         return seconds
 
@@ -213,6 +215,7 @@ class CropBatchBuilder(BatchBuilder):
         images, companions, transformed = self._images, self._companions, self._transformed
         count, samples = len(companions), self.samples
         if slots is not None:
+            # Moved up over samples that failed, so that the tensor stays a view of the memory.
             for k, slot in enumerate(slots):
                 if k != slot:
                     images[k] = images[slot]
@@ -232,6 +235,7 @@ class CropBatchBuilder(BatchBuilder):
 
             labels, *rest = decode_partners(partners, recipe, self._epoch, samples, partner, labels)
             companions, mixed, count = labels.tolist(), tuple(rest), len(labels)
+        # Channels-last memory, which convolutions prefer; another layout would cost a copy here.
         crops = torch.from_numpy(images[:count]).movedim(-1, -3)
         if self._collate is not None:
             firsts: BatchData = transformed

@@ -49,6 +49,8 @@ from dlio.util.settings import DEVICE_TIER
 from dlio.util.units import format_bytes
 
 _MOST_THREADS: Final = 16
+# For each thread, not in all: 64 MiB of batches left threads without work where there are 16
+# (docs/LOG.md, #gpu-26).
 _AHEAD_BYTES: Final = 64 << 20
 _AHEAD_BYTES_A_THREAD: Final = 16 << 20
 
@@ -65,6 +67,8 @@ class PlannedEngine:
         self.generation = 0
         """Number of passes; the same on all ranks."""
         self._factories = _FactoryCache()
+        # Kept from pass to pass: the kernel clears the pages of fresh memory, which costs as much
+        # as receiving into it.
         self._memory = MessageMemory()
 
     def mount(self, options: LoaderOptions, data: Dataset) -> Mount:
@@ -95,6 +99,9 @@ class PlannedEngine:
         self._check_order(batches, options.mode)
         if blocks_of(batches.order) is not None:
             mounted.open_stream()
+        # Inexact modes deal by where blocks lie. A digest of it in the state tells whether a
+        # resumed epoch would be dealt as it was; the homes themselves would be a number for each
+        # block.
         homes = None
         if not is_exact(options.mode):
             homes = xxhash.xxh3_64_hexdigest(mounted.placement.home.tobytes())
@@ -408,6 +415,8 @@ class _FactoryCache:
 
         Raises UsageError for options that do not go together with the data set or its tiers.
         """
+        # Torch lets `collate_fn` and others be assigned between passes, so the options are compared
+        # each time.
         if self._cached is None or not self._cached.serves(data, options, batch_size):
             kind, device = _memory_kind(options), _decodes_on(options)
             collate = None if options.collates_by_default else options.collate_fn

@@ -64,7 +64,8 @@ class EpochPartners:
             before = self.order.positions(samples) - 1
             before[before < first] = last - 1
             return BatchPartners(self.order.samples(before), self.fetch, self.skip)
-        # Others may be longer than their formula, or have a sample twice.
+        # Others may be longer than their formula, or have a sample twice, so that a sample does not
+        # tell its position: the whole global batch is looked up.
         everyone = self.order.samples(np.arange(first, last, dtype=np.int64))
         by_sample = np.argsort(everyone, kind="stable")
         places = by_sample[np.searchsorted(everyone, samples, sorter=by_sample)]
@@ -107,7 +108,7 @@ def decode_partners(
             if not partners.skip:
                 raise
             continue
-        row[sample] = at
+        row[sample] = at  # A sample whose partner failed is mixed with itself.
         extra.append(sample)
     rows = [row.get(sample, k) for k, sample in enumerate(wanted)]
     labels = np.concatenate([labels, np.array(more, np.int64)])

@@ -24,6 +24,7 @@ from dlio.util.buffer_pool import BufferPool
 
 _MOST_SPARE_BATCHES: Final = 64
 """Spare batches that are kept, more than are ever under way together."""
+# For smaller ones the pieces of memory cost more than the copy that they save.
 _DIRECT_BYTES: Final = 1 << 16
 """Least bytes of a sample of arrays that is read into the batch itself, without another copy."""
 
@@ -45,6 +46,8 @@ class BatchMemory:
         self._bytes = math.prod(shape) * self._dtype.itemsize
         self._kind = kind
         in_pool = kind is HostMemoryKind.IN_POOL
+        # Page-locked memory takes tens of milliseconds to allocate; torch's cache is for users,
+        # whose copies it knows of.
         self._pool = BufferPool(_MOST_SPARE_BATCHES, allocate=pinned_memory if in_pool else None)
 
     def take(self) -> npt.NDArray[Any]:
@@ -81,6 +84,7 @@ def host_batches(
     ) -> SampleBatchBuilder:
         return SampleBatchBuilder(recipe, collate, epoch, samples)
 
+    # Arrays of samples share their payloads' memory: stacking them copies them anyway.
     return BatchFactory(begin, batch_size * recipe.sample_bytes, keeps_payloads=True)
 
 
@@ -129,8 +133,7 @@ class ArrayBatchBuilder(BatchBuilder):
     Args:
         arrays: uninitialised memory of each field.
         parts: arrays of a payload, in its order, and the stretches between them, which have no
-            name: (name or None, first byte, end). Empty for small samples: a system call for each
-            field would cost more than the copy that it saves.
+            name: (name or None, first byte, end). Empty for small samples.
     """
 
     def __init__(
