@@ -2,16 +2,20 @@
 
 | module | contents |
 |---|---|
-| `protocol` | `Communicator` and `Request`, the contract |
+| `comm_protocol` | `Communicator` and `Request`, the contract |
 | `mpi`, `single`, `torchdist` | its implementations: mpi4py, one process, torch.distributed |
 | `torch_mail` | messages over TCP for `torchdist` and `store_comm` |
 | `net` | the sockets of ranks: where they listen, whom they let in, what they believe |
-| `membership`, `ulfm`, `recovery`, `stopped` | ranks that survive each other's loss, over MPI |
-| `store_membership`, `store_comm`, `job_store`, `rendezvous` | the same over torch.distributed |
+| `survival` | ranks that survive each other's loss; its docstring says in which order |
+| `planned_membership` | ranks that leave by plan, for a replay of a job that lost some |
+| `board` | what each rank of a node does, for the others to see |
 | `private_store`, `script_store` | the launcher's stores: dlio's own, and torch's for scripts |
 | `world` | selects the implementation for this process |
-| `nodes`, `environment`, `devices` | facts about the job: nodes, launcher, MPI on GPU memory |
-| `waiting`, `progress`, `funnel` | deadlines, progress in the background, MPI_THREAD_FUNNELED |
+| `launch_environment`, `launch_detection` | the launcher of this process, and its rank |
+| `allocation`, `hostlist` | the nodes that a batch system has granted |
+| `job_nodes`, `data_ranks`, `devices` | facts: nodes, ranks that share data, MPI on GPU memory |
+| `gloo`, `common_store` | what torch's gloo needs: devices, and a store of all ranks |
+| `deadlines`, `progress_thread`, `funnel` | deadlines, background progress, MPI_THREAD_FUNNELED |
 | `process_group` | torch.distributed's ProcessGroup over MPI |
 """
 

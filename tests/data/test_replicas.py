@@ -12,7 +12,8 @@ import pytest
 
 import dlio
 from dlio.cli import main
-from dlio.data.reader import StoredBlocks, open_reader
+from dlio.data.reader import open_reader
+from dlio.data.reader_contract import StoredBlocks
 from dlio.data.replicas import ReplicatedReader, replicated
 from dlio.data.speeds import ReadSpeed, measured
 from dlio.errors import SourceError, UsageError

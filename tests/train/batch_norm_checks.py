@@ -6,10 +6,14 @@ import torch
 from torch import nn
 
 from dlio.comm import world
-from dlio.exchange.buckets import broadcast_state
+from dlio.exchange.buckets import averaged_state, broadcast_state
+from dlio.features.batch_norm.sync_batch_norm import (
+    statistics_of,
+    synchronise_batch_norm,
+    take_statistics_of_first,
+)
 from dlio.plan.order import share
-from dlio.train.batch_norm import mean_state, statistics_of, synchronise_batch_norm
-from tests.train.exchange.training import identical, started, train_step
+from tests.exchange.training import identical, started, train_step
 
 SIDE = 6
 
@@ -87,7 +91,9 @@ def check_modes() -> None:
     own = {name: net.state_dict()[name].clone() for name in statistics_of(net)}
     everyone = comm.allgather({name: value.tolist() for name, value in own.items()})
     for mode in ("average", "local"):
-        state = mean_state(net, comm, mode)
+        state = averaged_state(net, comm)
+        if mode == "local":
+            take_statistics_of_first(net, state, comm)
         for name in own:
             values = torch.tensor([each[name] for each in everyone], dtype=torch.float64)
             wanted = values[0] if mode == "local" else values.mean(0)

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from dlio.comm import world
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from dlio.train.trainer import train
 
 
@@ -17,7 +17,7 @@ def check_synchronised(folder: str) -> None:
     comm, losses = world(), []
     for compiled in (False, True):
         report = train(
-            TrainConfig(
+            train_config(
                 source=f"{folder}/train",
                 epochs=2,
                 batch_size=20,

@@ -5,8 +5,8 @@ from torch import nn
 
 from dlio.comm import world
 from dlio.exchange.buckets import broadcast_state
+from dlio.features.batch_norm.ghost_batches import GhostBatches
 from dlio.plan.order import share
-from dlio.train.ghost import GhostBatches
 from tests.train.batch_norm_checks import samples
 
 GROUP = 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlio.errors import UsageError
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from tests.conftest import MpiRun
 
 BODY = Path(__file__).with_name("batch_norm_checks.py")
@@ -40,7 +40,7 @@ def test_one_rank_normalises_as_torch() -> None:
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--batch-norm sync does not go with"):
-        TrainConfig(source="data", batch_norm="sync", **options)
+        train_config(source="data", batch_norm="sync", **options)
 
 
 @pytest.mark.mpi
@@ -54,17 +54,26 @@ def test_groups_give_the_same_bits_on_any_number_of_ranks(mpirun: MpiRun) -> Non
     assert len(weights.pop()) > 1000
 
 
+ONE = {"one": (1, "--tiers", "none")}
+TWO = {"two": (2, "--tiers", "ram:16MiB", "--pretend-nodes", "2", "--shuffle", "global")}
+RESUMED = {  # Ended after an epoch on two ranks, and resumed on one.
+    "begun": (2, "--checkpoint", "c", "--callback", "nets:Stop"),
+    "resumed": (1, "--checkpoint", "c", "--resume"),
+}
+
+
 @pytest.mark.mpi
+@pytest.mark.parametrize(
+    "placements",
+    [{**ONE, **TWO}, pytest.param({**ONE, **RESUMED}, marks=pytest.mark.nightly)],
+    ids=["two", "resumed"],
+)
 def test_training_gives_the_same_bits_wherever_samples_are(
-    dlio: Callable[..., subprocess.CompletedProcess[str]], pictures: Path, here: Path
+    dlio: Callable[..., subprocess.CompletedProcess[str]],
+    pictures: Path,
+    here: Path,
+    placements: dict[str, tuple[Any, ...]],
 ) -> None:
-    placements = {
-        "one": (1, "--tiers", "none"),
-        "two": (2, "--tiers", "ram:16MiB", "--pretend-nodes", "2", "--shuffle", "global"),
-        # Ended after an epoch on two ranks, and resumed on one.
-        "begun": (2, "--checkpoint", "c", "--callback", "nets:Stop"),
-        "resumed": (1, "--checkpoint", "c", "--resume"),
-    }
     for name, (ranks, *more) in placements.items():
         done = dlio(
             *("train", str(pictures / "train"), "-n", str(ranks), "--model", "resnet(width=4)"),
@@ -72,11 +81,9 @@ def test_training_gives_the_same_bits_wherever_samples_are(
             *("--image-size", "32", "--workers", "1", "--save", f"{name}.pt", *map(str, more)),
         )
         assert done.returncode == 0, done.stderr
-    one, *others = (
-        torch.load(here / f"{name}.pt", weights_only=True) for name in ("one", "two", "resumed")
-    )
-    for other in others:
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    first, *_, last = (here / f"{name}.pt" for name in placements)
+    one, other = (torch.load(path, weights_only=True) for path in (first, last))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +104,7 @@ def test_training_gives_the_same_bits_wherever_samples_are(
 )
 def test_groups_refuse_what_they_cannot_keep(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        TrainConfig(source="data", batch_norm="ghost(16)", **options)
+        train_config(source="data", batch_norm="ghost(16)", **options)
 
 
 @pytest.mark.parametrize(
@@ -105,4 +112,4 @@ def test_groups_refuse_what_they_cannot_keep(options: dict[str, Any], why: str) 
 )
 def test_unknown_modes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--batch-norm"):
-        TrainConfig(source="data", batch_norm=text)
+        train_config(source="data", batch_norm=text)

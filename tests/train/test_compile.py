@@ -10,8 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from dlio.errors import UsageError
-from dlio.train.compilation import compile_model
-from dlio.train.config import TrainConfig
+from dlio.features.compilation.compiled_model import compile_model
+from dlio.train.config import train_config
 from dlio.train.trainer import train
 from tests.conftest import MpiRun
 
@@ -30,7 +30,7 @@ def trained(folder: Path, file: Path, **options: Any) -> dict[str, torch.Tensor]
     """Return the weights of a short run."""
     common: dict[str, Any] = {"epochs": 2, "image_size": 32, "model": "convnet(width=4)"}
     source = {"source": str(folder / "train"), "val": str(folder / "val"), "save": str(file)}
-    train(TrainConfig(**{**common, **source, **options}))
+    train(train_config(**{**common, **source, **options}))
     state: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
     return state
 
@@ -96,7 +96,7 @@ def test_options_that_compiled_models_cannot_have_are_refused(
     options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UsageError, match=said):
-        TrainConfig(source="data", compile=True, **options)
+        train_config(source="data", compile=True, **options)
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

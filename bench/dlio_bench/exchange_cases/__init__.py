@@ -2,10 +2,11 @@
 
 | module | holds |
 |---|---|
-| `command` | the command, and the table of its cases |
-| `messages`, `overlap`, `step`, `training`, `slow_rank` | one case each |
-| `counted`, `timed`, `overlapped`, `stepped`, `slowed` | the programs of these ranks |
-| `fitting`, `drawing` | fit of the model `dlio.plan.exchange_cost` to messages, and its picture |
+| `exchange_command` | the command, and the table of its cases |
+| `message_cost`, `overlap_case`, `step_case`, `accuracy_case`, `slow_rank_case` | one case each |
+| `message_count_rank`, `timing_rank`, `overlap_rank` | the programs of these ranks |
+| `step_rank`, `slow_rank_program` | the same |
+| `cost_fit`, `exchange_plots` | `dlio.plan.exchange_cost` fitted to messages, and its picture |
 | `monitor` | traffic that the MPI library has really sent |
-| `variants`, `networks` | an exchange put around a training step; the networks |
+| `variants`, `exchange_networks` | an exchange put around a training step; the networks |
 """

@@ -22,7 +22,7 @@ class Chance(Callback):
         self._removal: ByChance | None = None
 
     def begins(self, run: Run) -> None:
-        size = run.config.image_size
+        size = run.config.model.image_size
         self._removal = ByChance(
             run.model, torch.zeros(2, 3, size, size), self._rounds, self._seed, run.exchange.reshape
         )

@@ -2,11 +2,11 @@
 
 | module | holds |
 |---|---|
-| `command`, `options` | the command, and its cases |
-| `networks` | networks of the field, and batches for them |
-| `rank`, `stepping` | the program of the ranks, and the parts of a step |
-| `measuring` | rounds of measurements on 1, 2, 4 ... ranks |
-| `forecasting` | steps on more ranks, from those of one and two |
-| `shown` | tables, figures, curves and waterfalls |
+| `training_command`, `training_options` | the command, and its cases |
+| `bench_networks` | networks of the field, and batches for them |
+| `training_rank`, `step_loop` | the program of the ranks, and the parts of a step |
+| `scaling_measurements` | rounds of measurements on 1, 2, 4 ... ranks |
+| `forecast_check` | steps on more ranks, from those of one and two |
+| `scaling_tables` | tables, figures, curves and waterfalls |
 | `scaling`, `ettr` | the cases |
 """

@@ -7,17 +7,17 @@
 
 | module | idea |
 |---|---|
-| `options` | the options of `dlio search` |
-| `space` | the parameters of `--set`, and a trial's configuration |
-| `halving` | when a trial is stopped early: ASHA and Hyperband, as pure functions |
-| `sampling` | the parameters of the next trial, by Optuna |
+| `search_options` | the options of `dlio search` |
+| `search_space` | the parameters of `--set`, and a trial's configuration |
+| `successive_halving` | when a trial is stopped early: ASHA and Hyperband, as pure functions |
+| `parameter_sampler` | the parameters of the next trial, by Optuna |
 | `study` | the folder: its lock, its journal, its trials |
-| `staging` | one staged copy, and the bytes that it took |
+| `trial_tiers` | one staged copy, and the bytes that it took |
 | `forker` | the process that forks ranks, and its client |
-| `link` | the messages between a trial and the searcher |
+| `trial_link` | the messages between a trial and the searcher |
 | `trial` | the program of a trial's rank |
 | `searcher` | starts and ends trials until all are done |
-| `shown` | the table, the page of plots, the summary |
+| `search_display` | the table, the page of plots, the summary |
 
 A trial's parameters depend on the seed, its number, and the results of trials that precede it by at
 least `--lag`; whether it is stopped, on trials with lower numbers. Neither depends on time, on

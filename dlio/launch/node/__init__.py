@@ -8,11 +8,13 @@
 
 | module | idea |
 |---|---|
-| `agent` | one process per node, which ends with all that it has started when the launcher does |
+| `node_agent` | one process per node; it and all that it has started end with the launcher |
 | `zygote` | a process that forks ranks out of what it has imported |
 | `shim` | the stand-in of a rank under mpirun |
-| `snapshot` | the state of a training in shared memory, whole or not at all |
-| `places` | names of files and sockets that these share |
+| `snapshot_slots` | the state of a training in shared memory, whole or not at all |
+| `lock_keeper` | locks of a rank that its agent holds until the job is over |
+| `job_starts` | which ranks run where in each start, and whether another makes sense (pure) |
+| `agent_protocol` | names of files and sockets that these share |
 
 Nothing here knows of training: the zygote imports modules by name.
 """

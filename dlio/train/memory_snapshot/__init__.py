@@ -2,8 +2,8 @@
 
 | module | idea |
 |---|---|
-| `copying` | a callback that copies the state between two optimizer steps |
-| `saved` | the newest state that the living nodes have together, as `restore` takes it |
+| `snapshot_callback` | a callback that copies the state between two optimizer steps |
+| `snapshot_state` | the newest state that the living nodes have together, as `restore` takes it |
 | `journal` | the trace of an epoch that is under way |
-| `resuming` | going on after a start: state, trace, and the losses of the report |
+| `job_restart` | going on after a start: state, trace, and the losses of the report |
 """

@@ -2,10 +2,10 @@
 
 | file | contents |
 |---|---|
-| `base` | the contract of a task |
+| `task_base` | the contract of a task |
 | `registry` | the task of a run: `--task`, or the one that the data call for |
 | `metrics` | names of metrics, and sums that ranks add up exactly |
 | `auc` | area under the ROC curve from a histogram, with the bound of its error |
-| `classify`, `regress`, `autoencode`, `segment` | the tasks on images |
-| `table`, `columns`, `statistics` | the task on tables, its columns, and their statistics |
+| `classification`, `regression`, `reconstruction`, `segmentation` | the tasks on images |
+| `table_task`, `table_columns`, `column_statistics` | the task on tables, and its columns |
 """

@@ -13,7 +13,8 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.plan.rank_shares import RankShares, fastest_shares
 from dlio.train.balance import Balancer, Cost, StepClock, balanced_shares
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
+from tests.conftest import examples
 
 _BATCH = 32
 
@@ -82,7 +83,7 @@ def test_noisy_times_converge_to_the_ideal_within_one_sample(ranks: int, slower:
     assert len(set(shares[-4:])) == 1
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.floats(0.0, 0.03), st.floats(0.001, 0.01))
 def test_measurements_correct_a_wrong_calibration(fixed: float, per_sample: float) -> None:
     """They do so even if a rank became slower in a part that the calibration does not model."""
@@ -173,9 +174,9 @@ def test_without_the_option_ranks_are_measured_and_nothing_changes() -> None:
 
 
 def test_balancing_requires_an_exact_mode() -> None:
-    assert TrainConfig("pictures", shuffle="global", balance=True).balance
+    assert train_config("pictures", shuffle="global", balance=True).ranks.balance
     with pytest.raises(UsageError, match="choose mode batch or global"):
-        TrainConfig("pictures", shuffle="ring", balance=True)
+        train_config("pictures", shuffle="ring", balance=True)
 
 
 def test_a_gpu_is_synchronised_only_when_shares_follow_its_speed() -> None:

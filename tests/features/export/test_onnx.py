@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,13 @@ from dlio.features.export.trained_model import TrainedModel
 from dlio.train.model import make_model, normalised
 from tests.features.export.conftest import CLASSES, SIZE, Trained
 
-pytest.importorskip("onnx")
-pytest.importorskip("onnxscript")
-onnxruntime = pytest.importorskip("onnxruntime")
+
+@pytest.fixture(scope="module", autouse=True)
+def onnxruntime() -> Any:
+    """ONNX runtime: it and the exporter are imported by the worker alone that runs these tests."""
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    return pytest.importorskip("onnxruntime")
 
 
 def _export(trained: Trained, output: Path, **more: object) -> list[str]:
@@ -28,8 +33,9 @@ def _export(trained: Trained, output: Path, **more: object) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["uint8", "float32"])
+@pytest.mark.daily("uint8")
 def test_a_file_answers_as_the_model_on_any_batch(
-    trained: Trained, tmp_path: Path, kind: str
+    trained: Trained, tmp_path: Path, kind: str, onnxruntime: Any
 ) -> None:
     lines = _export(trained, tmp_path / "model.onnx", input=kind)
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
@@ -51,7 +57,9 @@ def test_a_file_answers_as_the_model_on_any_batch(
     assert any(f"ONNX file {accuracy:.2%}" in line for line in lines)
 
 
-def test_the_file_keeps_the_names_of_the_classes(trained: Trained, tmp_path: Path) -> None:
+def test_the_file_keeps_the_names_of_the_classes(
+    trained: Trained, tmp_path: Path, onnxruntime: Any
+) -> None:
     _export(trained, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
     names = json.loads(session.get_modelmeta().custom_metadata_map["classes"])

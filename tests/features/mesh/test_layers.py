@@ -13,6 +13,7 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.features.mesh.rank_mesh import Mesh
 from dlio.features.mesh.split_tensor import gather
+from tests.conftest import examples
 from tests.features.mesh.pretend import ThreadCommunicator, on_ranks
 
 RANKS = st.integers(2, 4)
@@ -62,7 +63,7 @@ def agrees(layer: nn.Module, extent: int, ranks: int, channels: int = 2) -> None
         assert torch.allclose(torch.as_tensor(total), parameter.grad)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     ranks=RANKS,
     extent=EXTENTS,
@@ -78,7 +79,7 @@ def test_convolutions(
     agrees(nn.Conv2d(2, 3, *sizes), extent, ranks)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     ranks=RANKS,
     extent=EXTENTS,
@@ -98,7 +99,7 @@ def test_transposed_convolutions(
     agrees(layer, extent, ranks)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     ranks=RANKS,
     extent=EXTENTS,
@@ -114,7 +115,7 @@ def test_pooling(
     agrees(kind((kernel, 2), (stride, 1), (padding, 0)), extent, ranks)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(RANKS, EXTENTS, st.integers(1, 4), st.sampled_from(["nearest", "nearest-exact", "bilinear"]))
 def test_up_sampling(ranks: int, extent: int, factor: int, mode: str) -> None:
     agrees(nn.Upsample(scale_factor=(factor, 1), mode=mode), extent, ranks)

@@ -32,7 +32,7 @@ PARALLEL = Path(__file__).with_name("parallel_checks.py")
         (4, ("groups",)),
     ],
 )
-@pytest.mark.daily("2-checks0", "4-checks2")
+@pytest.mark.daily("2-checks0", "3-checks1")
 def test_ranks_compute_what_one_process_does(
     mpirun: MpiRun, ranks: int, checks: tuple[str, ...]
 ) -> None:
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.daily("4")
+@pytest.mark.daily("2")
 def test_each_rank_reads_its_slab_once_and_trains_on_it(
     mpirun: MpiRun, folder: Path, ranks: int
 ) -> None:
@@ -100,7 +100,7 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.daily("4")
+@pytest.mark.daily("2")
 def test_a_transformer_in_parts_trains_as_one_process(
     torchrun: TorchRun, sequences: Path, ranks: int
 ) -> None:

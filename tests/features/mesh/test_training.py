@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dlio.errors import UsageError
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
 SAMPLES, SHAPE = 16, (18, 8, 8)
@@ -148,7 +148,7 @@ def test_numbers_of_arrays_are_predicted(dlio: Dlio, tmp_path: Path) -> None:
 )
 def test_options_that_a_mesh_cannot_have_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        TrainConfig(source="data", **options)
+        train_config(source="data", **options)
 
 
 @pytest.mark.parametrize(

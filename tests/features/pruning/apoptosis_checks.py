@@ -24,7 +24,7 @@ from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
 from dlio.features.pruning.pruning_pace import Schedule
 from dlio.features.pruning.pruning_sums import reduced
 from dlio.features.pruning.removal_plan import RemovalPlan
-from tests.train.exchange.training import started
+from tests.exchange.training import started
 
 STEPS: Final = 60
 SCHEDULE: Final = Schedule(

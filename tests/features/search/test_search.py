@@ -73,7 +73,7 @@ def _search(
         env={**os.environ, "TEST_KILLS": repr(list(kills))},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         check=False,
     )
     assert done.returncode == code, done.stderr + done.stdout

@@ -12,9 +12,9 @@ from dlio.features.search.search_space import (
     train_words,
     with_point,
 )
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 
-RUN = TrainConfig("data")
+RUN = train_config("data")
 
 
 def test_ranges_and_lists_have_the_types_of_their_options() -> None:
@@ -65,9 +65,9 @@ def test_an_invalid_parameter_is_refused_with_its_remedy(text: str, said: str) -
 
 
 def test_a_point_sets_options_and_the_models_own() -> None:
-    run = TrainConfig("data", model="resnet(width=16)", lr=1.0)
+    run = train_config("data", model="resnet(width=16)", lr=1.0)
     config = with_point(run, {"lr": 0.5, "model.depth": 3, "model.width": 8})
-    assert (config.lr, config.model) == (0.5, "resnet(width=8,depth=3)")
+    assert (config.optimizer.lr, config.model.model) == (0.5, "resnet(width=8,depth=3)")
     assert train_words({"lr": 0.5, "model.depth": 3}, run) == [
         *("--lr", "0.5"),
         *("--model", "resnet(width=16,depth=3)"),

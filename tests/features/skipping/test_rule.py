@@ -21,6 +21,7 @@ from dlio.features.skipping.skip_rule import (
     update_codes,
 )
 from dlio.plan.sample_mask import STRETCH
+from tests.conftest import examples
 
 RULE = SkipRule(10, 0.4, easy=math.inf)
 
@@ -54,7 +55,7 @@ def test_stored_codes_rise_at_once_and_fall_by_half() -> None:
     assert 20 <= fallen[0] <= 21
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.floats(0.05, SHARE), st.floats(0.01, 4), st.integers(0, 9), st.integers(8, 20))
 def test_the_requested_share_is_skipped(
     share: float, spread: float, seed: int, revisit: int

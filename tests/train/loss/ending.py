@@ -34,10 +34,9 @@ from torch import nn
 
 from dlio.cli.resize import ResizeOptions, join, leave
 from dlio.comm import Communicator
-from dlio.comm.survival.recovery import Report
 from dlio.errors import PeerLost
-from dlio.exchange.bucket_sums import BucketSums
-from dlio.exchange.round_commit import RoundCommit
+from dlio.exchange.round_commit import RoundCommit, RoundReport
+from dlio.exchange.synchronous_sgd import SynchronousSgd
 from dlio.launch.job_folder import PREFIX
 from dlio.loader.planned_engine.pipeline import Pipeline
 from dlio.train.callbacks import Callback, Run
@@ -52,7 +51,7 @@ def _end(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(60)
+        time.sleep(600)
     elif how == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
     elif how == "exit":
@@ -118,41 +117,45 @@ def _lack(pattern: str) -> None:
 
 def _watch_sums(model: Ending) -> None:
     """Have this rank end, or be late, at a place in the sums, and note givings."""
-    wait, take, settle = BucketSums.wait, BucketSums.take, RoundCommit.settle
+    sum_all, take, reconcile = (
+        SynchronousSgd._wait_for_sums,
+        SynchronousSgd._take_means,
+        RoundCommit.reconcile,
+    )
     given: list[int] = []
 
     def here(*places: str) -> bool:
         return model.place in places and model.passes == model.step
 
-    def waiting(self: BucketSums) -> None:
+    def waiting(self: SynchronousSgd) -> None:
         if here("late"):
             model.place = 0
             _lack(f"sums-{model.step}-*")
         if here("begun", "first"):
             if model.place == "first":
-                self._paths[0].wait()
+                self._sums[0].wait()
             _end(model.how)
-        wait(self)
+        sum_all(self)
         if "late" in os.environ.get("ENDS", ""):
             Path(f"sums-{model.passes}-{_RANK}").touch()
         if here("closed"):
             _end(model.how)
 
-    def taking(self: BucketSums, *arguments: Any) -> None:
-        take(self, *arguments)
+    def taking(self: SynchronousSgd) -> None:
+        take(self)
         if here("taken"):
             _end(model.how)
 
-    def settling(self: RoundCommit, reports: Sequence[Report], comm: Communicator) -> None:
-        if len({each["closed"][0] for each in reports}) > 1:
+    def reconciling(self: RoundCommit, reports: Sequence[RoundReport], comm: Communicator) -> None:
+        if len({each.closed for each in reports}) > 1:
             given.append(len(reports))
             Path(f"given-{_RANK}-{len(given)}").touch()
-        settle(self, reports, comm)
+        reconcile(self, reports, comm)
 
-    patched: Any = BucketSums
-    patched.wait, patched.take = waiting, taking
+    patched: Any = SynchronousSgd
+    patched._wait_for_sums, patched._take_means = waiting, taking
     patched = RoundCommit
-    patched.settle = settling
+    patched.reconcile = reconciling
 
 
 class Digest(Callback):

@@ -107,7 +107,7 @@ def test_layers_are_trained_in_turn_and_fine_tuned(
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
-    from dlio.train.config import TrainConfig
+    from dlio.train.config import train_config
 
     with pytest.raises(UsageError, match=said):
-        TrainConfig("pictures", **options)
+        train_config("pictures", **options)

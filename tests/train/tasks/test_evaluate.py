@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlio.train.ema import WeightAverage
+from dlio.features.ema.weight_average import WeightAverage
 from dlio.train.learning_rate import SCHEDULES, learning_rate
 
 Dlio = Callable[..., subprocess.CompletedProcess[str]]

@@ -39,7 +39,7 @@ class NetworkCutter(Callback):
         """Input of the network; shape (2, 3, side, side)."""
 
     def begins(self, run: Run) -> None:
-        side = run.config.image_size
+        side = run.config.model.image_size
         self.example = torch.zeros(2, 3, side, side)
         self.groups = find_groups(run.model, self.example).groups
 

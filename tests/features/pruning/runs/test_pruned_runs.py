@@ -11,7 +11,7 @@ import torch
 
 import dlio as library
 from dlio.errors import UsageError
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from tests.train.nets import mlp
 
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
@@ -87,14 +87,14 @@ def test_a_run_prunes_reports_saves_and_resumes_around_its_rounds(
 
 def test_a_tolerance_is_a_number_of_points() -> None:
     with pytest.raises(UsageError, match="--prune-tolerance -1"):
-        TrainConfig("data", prune="apoptosis", prune_tolerance=-1)
+        train_config("data", prune="apoptosis", prune_tolerance=-1)
     with pytest.raises(UsageError, match="--prune magnitude: choose one of off, apoptosis"):
-        TrainConfig("data", prune="magnitude")
+        train_config("data", prune="magnitude")
     with pytest.raises(UsageError, match="--prune-tolerance needs --prune apoptosis"):
-        TrainConfig("data", prune_tolerance=0.5)
+        train_config("data", prune_tolerance=0.5)
     with pytest.raises(UsageError, match="--prune-target needs --prune apoptosis"):
-        TrainConfig("data", prune_target=0.5)
+        train_config("data", prune_target=0.5)
     with pytest.raises(UsageError, match="--prune-target does not go with --prune-tolerance"):
-        TrainConfig("data", prune="apoptosis", prune_tolerance=0.5, prune_target=0.5)
+        train_config("data", prune="apoptosis", prune_tolerance=0.5, prune_target=0.5)
     with pytest.raises(UsageError, match="--prune-target"):
-        TrainConfig("data", prune="apoptosis", prune_target=1.5)
+        train_config("data", prune="apoptosis", prune_target=1.5)

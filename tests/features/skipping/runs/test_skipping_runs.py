@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dlio.errors import UsageError
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 
 Args = tuple[str, ...]
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
@@ -71,7 +71,7 @@ def test_only_kept_samples_are_read_and_each_is_trained_on_once(
         assert whole["source"] == few["source"] == 0
         read, of = (each["ram"] + each["peer"] for each in (few, whole))
         assert read / of == pytest.approx(epochs[2]["samples"] / N, abs=0.03)
-    peak, warm = TrainConfig("x", batch_size=8).peak_lr(1), 0.15 * EPOCHS * N
+    peak, warm = train_config("x", batch_size=8).peak_lr(1), 0.15 * EPOCHS * N
     steps = [json.loads(line) for line in (here / "log.0").read_text().splitlines()]
     for number in range(1, EPOCHS):
         lr = next(lr for _, epoch, _, lr in steps if epoch == number)
@@ -155,7 +155,7 @@ def test_skipping_works_with_other_exchanges_shuffles_and_shares(
 
 def test_invalid_options_are_refused() -> None:
     with pytest.raises(UsageError, match="--skip-share needs --skip-samples"):
-        TrainConfig("x", skip_share=0.3)
+        train_config("x", skip_share=0.3)
     above = "--skip-share .*: give a number above 0"
     for share, message in (
         (0.0, above),
@@ -163,6 +163,6 @@ def test_invalid_options_are_refused() -> None:
         (float("nan"), above),
     ):
         with pytest.raises(UsageError, match=message):
-            TrainConfig("x", epochs=9, skip_samples=True, skip_share=share)
+            train_config("x", epochs=9, skip_samples=True, skip_share=share)
     with pytest.raises(UsageError, match="give 3 or more"):
-        TrainConfig("x", epochs=2, skip_samples=True)
+        train_config("x", epochs=2, skip_samples=True)
