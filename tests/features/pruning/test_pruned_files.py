@@ -66,11 +66,11 @@ def _layout(**changed: object) -> str:
 )
 def test_layouts_change_nothing_but_widths(weights: Path, text: str) -> None:
     Path(f"{weights}.layout.json").write_text(text)
-    net = net()
+    network = net()
     with pytest.raises(DlioError):
-        load_pruned(net, str(weights))
-    assert net.training is True
-    assert "forward" not in vars(net)
+        load_pruned(network, str(weights))
+    assert network.training is True
+    assert "forward" not in vars(network)
 
 
 def test_a_layout_that_is_no_file_does_not_wait_for_ever(weights: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.script.test_losses import _survived
-from tests.script.test_scripts import _flat, _run
+from tests.integrations.script.test_losses import _survived
+from tests.integrations.script.test_scripts import _flat, _run
 
 SCRIPT = Path(__file__).parents[1] / "script.py"
 
