@@ -9,7 +9,10 @@ benchmarks that measure it, and the documentation's code blocks that use it. In 
 imports the feature, and `dlio` neither offers its commands and options nor fails without them.
 """
 
+import argparse
 import ast
+import dataclasses
+import importlib
 import os
 import re
 import shutil
@@ -200,7 +203,13 @@ def _write_metadata(folder: Path) -> None:
 
 
 def _flags(feature: str) -> tuple[str, ...]:
-    return ()
+    """Return the options that a feature gives `dlio train`."""
+    place = _entry_points().get("dlio.features", {}).get(feature)
+    if place is None:
+        return ()
+    module, _, name = place.partition(":")
+    options = getattr(importlib.import_module(module), name).options
+    return tuple(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options))
 
 
 def importers(copy: Copy) -> list[str]:
@@ -212,3 +221,53 @@ def importers(copy: Copy) -> list[str]:
         if (relative := path.relative_to(copy.root).as_posix()) != _LAZY
         and any(f"{each}.".startswith(f"{prefix}.") for each in imported(path, _module(relative)))
     ]
+
+
+def complaints(copy: Copy) -> Iterator[str]:
+    """Yield faults of a copy: imports of the feature, commands and tests that need it."""
+    yield from importers(copy)
+    for words, gone in ((("--help",), copy.commands), (("train", "--help"), copy.flags)):
+        shown = copy.run("-m", "dlio.cli", *words)
+        if shown.returncode:
+            yield f"dlio {' '.join(words)}: {shown.stderr.strip()[-300:]}"
+        for word in gone:
+            if re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", shown.stdout):
+                yield f"dlio {' '.join(words)} still offers {word}"
+    for flag in copy.flags:
+        asked = copy.run("-m", "dlio.cli", "train", "nowhere", flag, "1")
+        if asked.returncode != 2 or flag not in asked.stderr + asked.stdout:
+            yield f"dlio train {flag}: is not refused as an unknown option: {asked.stderr[-300:]}"
+    for name in copy.names:
+        asked = copy.run("-c", f"import dlio; dlio.{name}")
+        if not asked.returncode or copy.feature not in asked.stderr:
+            yield f"dlio.{name}: its error does not name the feature: {asked.stderr[-300:]}"
+    collected = copy.run("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests")
+    if collected.returncode:
+        yield f"tests that remain need it: {collected.stdout[-1500:]}"
+
+
+def remaining_tests(copy: Copy) -> str:
+    """Run all tests of a copy; return the end of their output, empty if they pass."""
+    ran = copy.run("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "tests")
+    return ran.stdout[-3000:] if ran.returncode else ""
+
+
+def main() -> int:
+    """Print the faults of each feature; return 1 if there are any."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("features", nargs="*", help="all by default")
+    parser.add_argument("--tests", action="store_true", help="run all tests that remain, too")
+    given = parser.parse_args()
+    failed = False
+    for feature in given.features or FEATURES:
+        with without(feature) as copy:
+            faults = list(complaints(copy))
+            if given.tests and not faults:
+                faults += filter(None, [remaining_tests(copy)])
+        print(f"{feature}: {'; '.join(faults) or 'can be deleted'}", flush=True)
+        failed |= bool(faults)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

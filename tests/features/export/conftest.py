@@ -11,6 +11,9 @@ from torch import nn
 
 from dlio.features.export.check_pictures import LabelledPictures, batches, read_pictures
 from dlio.train.model import make_model, normalised
+from tests.train.conftest import dlio
+
+__all__ = ["dlio"]
 
 CLASSES = 4
 SIZE = 32

@@ -94,6 +94,9 @@ def test_layers_are_trained_in_turn_and_fine_tuned(
     assert "none of its tensors" in wrong.stderr
 
 
+_BOTH = pytest.mark.needs("ema", "pruning")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
