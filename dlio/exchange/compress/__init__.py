@@ -25,8 +25,9 @@ the rounding error of a float32 addition.
 or infinite entry a compressor raises DlioError with the tensor's name, because a residual would
 carry it into all later steps. The residual is undefined after such an error.
 
-Names stand in a table, `COMPRESSORS` of `exchange_spec`. docs/guides/writing-a-compressor.md adds
-one, here or from another package.
+To add a compressor, subclass `Compressor`, add a line to `COMPRESSORS` of `exchange_spec`,
+and subclass `dlio.testing.CompressorTests` with it. A package of its own names its factory, called
+with (pieces, scratch), by an entry point of the group `dlio.compressors`.
 
 Tensors too small for useful means and thresholds, mainly biases and norms, travel as `int8` in the
 messages of `onebit`, `ternary`, `threshold` and `adaptive` (see `layout.is_small`); the bits above
