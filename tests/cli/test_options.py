@@ -235,7 +235,7 @@ def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: P
     text = (
         "import json, os, sys\n"
         "from dlio.cli import main\nfrom dlio.launch import mpi_launch\n"
-        "def start(module, argv, ranks, environment, min_ranks, spares, live):\n"
+        "def start(module, argv, ranks, environment, limits, live):\n"
         "    task = json.loads(environment['DLIO_RECORD'])\n"
         "    loaded = [m for m in ('torch', 'mpi4py') if m in sys.modules]\n"
         "    print(json.dumps([ranks, task['records'][0][1]['epochs'], loaded]))\n"

@@ -5,8 +5,9 @@
 
 For each feature, a copy of the checkout lacks `dlio/features/FEATURE`, `tests/features/FEATURE`,
 its entry points and contracts in pyproject.toml, its examples (`examples/FEATURE_*`), the
-benchmarks that measure it, and the documentation's code blocks that use it. In the copy, nothing
-imports the feature, and `dlio` neither offers its commands and options nor fails without them.
+benchmarks that measure it with their tests, and the documentation's code blocks that use it. In
+the copy, nothing imports the feature, and `dlio` neither offers its commands and options nor fails
+without them.
 """
 
 import argparse
@@ -85,7 +86,8 @@ def delete(feature: str, folder: Path) -> Copy:
     commands, flags, names = _commands(feature), _flags(feature), _public_names(feature)
     own = (f"dlio/features/{feature}/", f"tests/features/{feature}/", f"examples/{feature}_")
     kept = [path for path in _files() if not path.startswith(own)]
-    lost = _measuring(feature, [path for path in kept if path.startswith("bench/")])
+    benches = [path for path in kept if path.startswith(("bench/", "tests/bench/"))]
+    lost = _measuring(feature, benches)
     for path in kept:
         if path in lost or not (ROOT / path).is_file():
             continue

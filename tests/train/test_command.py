@@ -17,6 +17,7 @@ from dlio.cli.train_command import find_parts
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
+from dlio.launch.rank_environment import RankLimits
 from dlio.loader.dataset import open_dataset
 from dlio.train.config import TrainConfig, train_config
 from dlio.train.model import make_model
@@ -209,13 +210,12 @@ def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig
         argv: list[str],
         count: int,
         environment: dict[str, str],
-        min_ranks: int | None,
-        spares: int,
+        limits: RankLimits,
         live: LiveLine,
     ) -> int:
         assert not live.shown
         assert (module, argv, count) == ("dlio.cli.rank_main", ["train_command"], 2)
-        assert (min_ranks, spares) == (None, 0)
+        assert limits == RankLimits(min_ranks=None, spares=0)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         command_ranks.run_as_rank()

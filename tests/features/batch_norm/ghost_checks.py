@@ -7,7 +7,7 @@ from dlio.comm import world
 from dlio.exchange.buckets import broadcast_state
 from dlio.features.batch_norm.ghost_batches import GhostBatches
 from dlio.plan.order import share
-from tests.train.batch_norm_checks import samples
+from tests.features.batch_norm.batch_norm_checks import samples
 
 GROUP = 4
 GLOBAL_BATCH = 24
