@@ -75,10 +75,15 @@ demo: $(VENV)/demo
 	  "prunes the network, and writes .cache/dlio-demo/report.json: a minute or two."
 	$(BIN)/dlio demo $(if $(DATA),--data "$(DATA)")
 
-test: setup
+# One process compiles torch and the tests, once; otherwise each worker would, at the same time.
+$(VENV)/compiled: $(VENV)/ready
+	-@$(BIN)/python -m pytest --collect-only -q >/dev/null
+	@touch $(VENV)/compiled
+
+test: setup $(VENV)/compiled
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-test-all: setup
+test-all: setup $(VENV)/compiled
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --nightly
 
 coverage: setup

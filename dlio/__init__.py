@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from dlio.features.skipping.skipper import SampleSkipper
     from dlio.loader.dataloader import DataLoader
     from dlio.loader.dataset import Dataset
+    from dlio.loader.dataset import open_dataset as open
     from dlio.loader.mixture_dataset import mix
-    from dlio.loader.opened import open_dataset as open
     from dlio.loader.padding import PadTargets
     from dlio.loader.stateful import StatefulDataLoader
 
@@ -76,7 +76,7 @@ _WHERE = {
     "init_process_group": ("dlio.comm.process_group", "init_process_group"),
     "load_pruned": ("dlio.features.pruning.pruned_file", "load_pruned"),
     "mix": ("dlio.loader.mixture_dataset", "mix"),
-    "open": ("dlio.loader.opened", "open_dataset"),
+    "open": ("dlio.loader.dataset", "open_dataset"),
     **{
         name: ("dlio.errors", name)
         for name in __all__

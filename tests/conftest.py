@@ -24,8 +24,17 @@ from dlio.image.native import build as native_build
 from tests.warm.pool import WarmPython
 
 # On a busy machine hypothesis draws and runs examples slowly; the code is not at fault.
-settings.register_profile("dlio", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("dlio")
+settings.register_profile(
+    "nightly", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100
+)
+settings.register_profile("daily", settings.get_profile("nightly"), max_examples=30)
+settings.load_profile("daily")
+
+
+def examples(count: int) -> int:
+    """Return how many of `count` examples hypothesis draws in this run: by day, three in ten."""
+    return max(1, count * settings().max_examples // 100)
+
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,6 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--nightly"):
+        settings.load_profile("nightly")
     # A shell starts background jobs with SIGINT ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -139,6 +150,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not named:
         _check_daily(items)
     _skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])
+    _skip_without_features(items)
     nightly = [item for item in items if _is_nightly(item)]
     if config.getoption("--nightly"):
         for item in nightly:
@@ -161,6 +173,14 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _skip_without_features(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in item.iter_markers("needs"):
+            for name in mark.args:
+                if not (ROOT / "dlio" / "features" / name).is_dir():
+                    item.add_marker(pytest.mark.skip(reason=f"needs dlio.features.{name}"))
 
 
 def _is_nightly(item: pytest.Item) -> bool:
@@ -249,7 +269,7 @@ def torchrun() -> TorchRun:
         outputs = []
         try:
             for rank, process in enumerate(processes):
-                said, errors = process.communicate(timeout=120)
+                said, errors = process.communicate(timeout=400)
                 assert process.returncode == 0, f"rank {rank}: {errors}"
                 outputs.append(said)
         finally:
@@ -348,7 +368,7 @@ class MpiRun(Protocol):
         ranks: int,
         *args: str,
         env: dict[str, str] | None = None,
-        timeout_s: float = 240,
+        timeout_s: float = 400,
         options: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]: ...
 
@@ -365,7 +385,7 @@ def mpirun() -> MpiRun:
         ranks: int,
         *args: str,
         env: dict[str, str] | None = None,
-        timeout_s: float = 240,
+        timeout_s: float = 400,
         options: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
         paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
@@ -377,7 +397,7 @@ def mpirun() -> MpiRun:
             "OMPI_MCA_btl": "^ofi",  # Looking for fabrics takes a second.
             "OMPI_MCA_mtl": "^ofi",
             "OMP_NUM_THREADS": "1",
-            "DLIO_TIMEOUT": "60",
+            "DLIO_TIMEOUT": "180",
             **(env or {}),
         }
         command = [launcher, "--oversubscribe", "--bind-to", "none", "-n", str(ranks), *options]

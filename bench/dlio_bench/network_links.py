@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from dlio.errors import UsageError
@@ -86,10 +85,8 @@ def link(
     import numpy as np
 
     from dlio.data.reader import open_reader
-    from dlio.features.forecast.epoch_simulation import Machine, run
     from dlio.loader.planned_traffic import job_over, traffic
     from dlio.plan.placement import HomeNode
-    from dlio_bench.results.repeats import spread
     from dlio_staging.pack_folder import pack
 
     results: dict[str, Any] = {}
@@ -115,15 +112,6 @@ def link(
         for count in counts:
             with shaped(count, rate) as places:
                 report = _run(places, task)
-            # As measured before the epochs, over the same links.
-            machine = Machine(
-                link_rate=report["link_rate"],
-                link_latency_s=(report["step_s"] - model_s) / 2,
-                tier_rates=(4e9,),
-                decode_rate=report["made_per_s"],
-                model_s=report["step_s"],
-                ahead=2,
-            )
             results[f"{count} nodes"] = {
                 key: report[key] for key in ("link_rate", "one_peer_rate", "step_s", "made_per_s")
             }
@@ -133,28 +121,50 @@ def link(
                 job = job_over(reader, named, 1, batch_size, mode)
                 measured = report["modes"][mode]
                 rate_ = report["one_peer_rate" if mode == "ring" else "link_rate"]
-                links = replace(machine, link_rate=rate_)
-                forecast = [run(job, links, epoch=each["epoch"]) for each in measured]
+                forecast = _forecast(job, report, model_s, rate_, measured)
                 counted = [traffic(job, each["epoch"]) for each in measured]
-                ratios = [
-                    each["seconds"] / line.seconds
-                    for each, line in zip(measured, forecast, strict=True)
-                ]
                 results[f"{count} nodes, {mode}"] = {
                     "seconds": [each["seconds"] for each in measured],
-                    "forecast_s": [line.seconds for line in forecast],
-                    "ratio": spread(ratios),
                     "stall_s": [each["stall_s"] for each in measured],
-                    "forecast_stall_s": [line.seconds - job.steps * model_s for line in forecast],
                     "moved_MB": [each["moved"] / 1e6 for each in measured],
                     "counts_equal": all(
                         (each["moved"], each["messages"]) == (c.moved, c.messages)
                         for each, c in zip(measured, counted, strict=True)
                     ),
                     "late": sum(each["late"] for each in measured),
+                    **forecast,
                 }
         reader.close()
     return results
+
+
+def _forecast(
+    job: Any, report: dict[str, Any], model_s: float, link_rate: float, measured: Any
+) -> dict[str, Any]:
+    """Return the seconds that `dlio plan` forecasts for the measured epochs; nothing where the
+    feature is not installed."""
+    from dlio_bench.results.repeats import spread
+
+    try:
+        from dlio.features.forecast.epoch_simulation import Machine, run
+    except ModuleNotFoundError:
+        return {}
+    # As measured before the epochs, over the same links.
+    machine = Machine(
+        link_rate=link_rate,
+        link_latency_s=(report["step_s"] - model_s) / 2,
+        tier_rates=(4e9,),
+        decode_rate=report["made_per_s"],
+        model_s=report["step_s"],
+        ahead=2,
+    )
+    lines = [run(job, machine, epoch=each["epoch"]) for each in measured]
+    pairs = zip(measured, lines, strict=True)
+    return {
+        "forecast_s": [line.seconds for line in lines],
+        "forecast_stall_s": [line.seconds - job.steps * model_s for line in lines],
+        "ratio": spread([each["seconds"] / line.seconds for each, line in pairs]),
+    }
 
 
 def _exchange(report: dict[str, Any]) -> dict[str, Any]:

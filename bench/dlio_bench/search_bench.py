@@ -20,7 +20,8 @@ from statistics import median
 from typing import Annotated, Any, Final
 
 from dlio.cli.option_records import OutputOptions
-from dlio.data.reader import data_bytes, open_reader
+from dlio.data.reader import open_reader
+from dlio.data.reader_contract import data_bytes
 from dlio.errors import DlioError
 from dlio.util.child_processes import module_command
 from dlio.util.options import Option, check

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 from dlio.errors import UsageError
 
 if TYPE_CHECKING:
-    from dlio.train.report import PruningReport
+    from dlio.features.pruning.pruning_report import PruningReport
 
 _TIMEOUT_S: Final = 7200.0
 

@@ -28,10 +28,8 @@ CORE: Final[Mapping[str, str]] = {
     "launch": "dlio.cli.launch_command:command",
     "eval": "dlio.cli.eval:command",
     "run": "dlio.cli.run:command",
-    "search": "dlio.features.search.search_command:command",
     "join": "dlio.cli.resize:join",
     "leave": "dlio.cli.resize:leave",
-    "export": "dlio.features.export.export_command:command",
     "demo": "dlio.cli.demo:command",
     "ls": "dlio.cli.ls:command",
     "view": "dlio.cli.view:command",
@@ -39,8 +37,6 @@ CORE: Final[Mapping[str, str]] = {
     "ledger": "dlio.cli.ledger_command:command",
     "doctor": "dlio.cli.doctor.doctor_command:command",
     "top": "dlio.cli.top:command",
-    "plan": "dlio.features.forecast.forecast_command:plan",
-    "simulate": "dlio.features.forecast.forecast_command:simulate",
 }
 """Import path of each core command's function."""
 _HELP: Final = (

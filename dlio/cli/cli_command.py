@@ -18,7 +18,7 @@ from dlio.cli.option_groups import group_of, groups_of
 from dlio.cli.option_records import ConfigFile
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
-from dlio.util.options import OptionField, Value, options_of
+from dlio.util.options import OptionField, Value, from_mapping, options_of
 
 if TYPE_CHECKING:
     from cyclopts import Group, Parameter
@@ -115,11 +115,10 @@ class Command:
         return {name: made[heading] for name, heading in headings.items() if heading is not None}
 
     def _made(self, record: type, values: Mapping[str, Value]) -> object:
-        own = options_of(record)
-        for field in own:
+        for field in options_of(record):
             if field.required and field.name not in values:
                 raise UsageError(f"{field.flag} is missing: `dlio {self.name} --help` describes it")
-        return record(**{each.name: values[each.name] for each in own if each.name in values})
+        return from_mapping(record, values)
 
     def split(self, tokens: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split tokens into those of this command and those of the field that takes the rest."""

@@ -6,7 +6,7 @@ from typing import cast
 from dlio.cli.option_records import ConfigFile
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
-from dlio.util.options import OptionField, Value, options_of
+from dlio.util.options import OptionField, Value, as_mapping, options_of
 
 
 def read_config(path: str, fields: Sequence[OptionField]) -> dict[str, Value]:
@@ -49,9 +49,10 @@ def config_text(records: Iterable[object]) -> str:
     import yaml
 
     stated = {
-        field.key: field.show(getattr(record, field.name))
+        field.key: field.show(values[field.name])
         for record in records
         if not isinstance(record, ConfigFile)
+        for values in (as_mapping(record),)
         for field in options_of(type(record))
     }
     text: str = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True)

@@ -77,7 +77,7 @@ def command(demo: DemoOptions) -> None:
 def _train(demo: DemoOptions, data: str, report: str) -> None:
     from dlio.cli.train_command import find_parts, run
     from dlio.data.reader import open_reader
-    from dlio.train.config import TrainConfig
+    from dlio.train.config import train_config
 
     source, val = find_parts(data, None)
     reader = open_reader(source)
@@ -91,7 +91,7 @@ def _train(demo: DemoOptions, data: str, report: str) -> None:
     with TemporaryDirectory(prefix="tier-", dir=demo.folder) as scratch:
         # Half of the data fits into RAM and the rest goes to the disk tier, so both are used.
         ram = max(size // (2 * nodes) + 1, _LEAST_RAM)
-        config = TrainConfig(
+        config = train_config(
             source=source,
             val=val,
             epochs=demo.epochs,

@@ -9,7 +9,7 @@ from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions, RankOptions
 from dlio.features.mesh.mesh_axes import parse_axes
 from dlio.launch.command_ranks import on_ranks
-from dlio.train.config import TrainConfig
+from dlio.train.config import TrainConfig, train_config
 from dlio.train.factory import check_name
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
 from dlio.train.train_options import MIN_IMAGE_SIZE, MODEL_NAMES
@@ -102,7 +102,7 @@ def evaluate_rank(options: EvalOptions, output: OutputOptions) -> None:
 
 
 def _config(options: EvalOptions) -> TrainConfig:
-    return TrainConfig(
+    return train_config(
         options.source,
         task=options.task,
         target=options.target,
@@ -122,6 +122,6 @@ def _check(options: EvalOptions, ranks: int) -> None:
     """Raise an error for a mistake that can be found before ranks are started."""
     from dlio.data.reader import open_reader
 
-    if (mesh := _config(options).mesh) is not None:
+    if (mesh := _config(options).ranks.mesh) is not None:
         parse_axes(mesh, ranks)
     open_reader(options.source).close()

@@ -8,7 +8,7 @@ from dlio.cli.option_records import RankOptions
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 from dlio.util.child_processes import module_command
-from dlio.util.options import Option, check
+from dlio.util.options import Option, as_mapping, check
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,9 @@ class CheckedCommand:
 
     def option(self, name: str) -> object:
         """Return the value of an option of the command, None if it has none of that name."""
-        for record in self.records.values():
-            if hasattr(record, name):
-                value: object = getattr(record, name)
-                return value
-        return None
+        # By mapping and not by attribute: options of `dlio train` stand in records within a record.
+        found = (as_mapping(record) for record in self.records.values())
+        return next((options[name] for options in found if name in options), None)
 
 
 def read_program(program: Program) -> CheckedCommand | None:

@@ -63,7 +63,8 @@ def describe(path: str) -> DatasetDescription:
     """
     import numpy as np
 
-    from dlio.data.reader import data_bytes, open_reader
+    from dlio.data.reader import open_reader
+    from dlio.data.reader_contract import abilities_of, data_bytes
     from dlio.image import native
     from dlio.storage.file_system_kind import file_system_of
 
@@ -74,7 +75,8 @@ def describe(path: str) -> DatasetDescription:
     countable = len(labels) and labels.min() >= 0 and labels.max() < _MOST_CLASSES
     mix = None
     counts: dict[str, int] = {}
-    boxes: dict[str, int] | None = getattr(reader, "box_counts", None)
+    box_counts = abilities_of(reader).box_counts
+    boxes = None if box_counts is None else box_counts()
     masks = "mask" in reader.schema.kinds and not labels.any()
     if boxes is not None:
         counts = boxes

@@ -54,15 +54,6 @@ def leave(change: ResizeOptions) -> None:
         _ask_for_nodes(change, change.nodes, joins=False)
 
 
-def begin_job(folder: str, ranks: int, spares: int) -> str:
-    """Note in a new job's folder how many ranks it has; returns the job's name."""
-    from dlio.comm.survival.active_ranks import RankRequest
-    from dlio.comm.survival.rank_requests import write_wanted
-
-    write_wanted(folder, RankRequest(0, ranks), ranks + spares)
-    return os.path.basename(folder).removeprefix(PREFIX)
-
-
 def _ask(job: str, more: int) -> None:
     """Raises UsageError for an unknown job, or if it cannot have as many ranks."""
     from dlio.comm.survival.active_ranks import RankRequest

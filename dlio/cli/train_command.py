@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from dlio.cli.option_groups import with_help
@@ -76,8 +75,8 @@ from dlio.util.printable import print_line
 )
 def command(config: TrainConfig, ranks: RankOptions, file: ConfigFile) -> None:  # noqa: ARG001
     """Train a network on a data set that is cached in a hierarchy of tiers."""
-    source, val = find_parts(config.source, config.val)
-    run(replace(config, source=source, val=val), ranks.ranks, ranks.backend)
+    source, val = find_parts(config.data.source, config.data.val)
+    run(config.replaced(source=source, val=val), ranks.ranks, ranks.backend)
 
 
 def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
@@ -85,16 +84,16 @@ def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
 
     Raises SystemExit with the exit code of the ranks if they failed.
     """
-    starts_again = config.nodes is not None or config.fault_tolerance == "restart"
+    starts_again = config.ranks.nodes is not None or config.survival.fault_tolerance == "restart"
     if starts_again and ranks is None:
-        option = "--nodes" if config.nodes is not None else "--fault-tolerance restart"
+        option = "--nodes" if config.ranks.nodes is not None else "--fault-tolerance restart"
         raise UsageError(f"{option} needs -n, too: only ranks that dlio starts begin again")
     if starts_again and backend == "torch":
         raise UsageError("--backend torch does not go with --nodes and --fault-tolerance restart")
     if _is_finished(config):
         print_line(
-            f"all {config.epochs} epochs are done in {config.checkpoint}: there is nothing to "
-            "train; give more --epochs to go on"
+            f"all {config.optimizer.epochs} epochs are done in {config.checkpoints.checkpoint}: "
+            "there is nothing to train; give more --epochs to go on"
         )
         return
     on_ranks(
@@ -102,20 +101,21 @@ def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
         train_rank,
         config,
         check=lambda: _check(config, ranks or 1),
-        min_ranks=config.min_ranks if _may_lose_ranks(config) else None,
-        spares=config.spares,
+        min_ranks=config.survival.min_ranks if _may_lose_ranks(config) else None,
+        spares=config.survival.spares,
         backend=backend,
         start=partial(_start_again, config) if starts_again else None,
         live=True,
-        may_end=config.checkpoint is not None and config.fault_tolerance == "off",
+        may_end=config.checkpoints.checkpoint is not None and not _survives(config),
     )
 
 
 def _is_finished(config: TrainConfig) -> bool:
     """True if a run to resume has no epoch left, and nothing else to write."""
-    if not config.resume or config.checkpoint is None or config.save or config.report:
+    options, report = config.checkpoints, config.results.report
+    if not options.resume or options.checkpoint is None or options.save or report:
         return False
-    return finished_epochs(config.checkpoint, config) >= config.epochs
+    return finished_epochs(options.checkpoint, config) >= config.optimizer.epochs
 
 
 def train_rank(config: TrainConfig) -> None:
@@ -151,13 +151,13 @@ def _start_again(
 
     def progress() -> int:
         """Number of the newest checkpoint."""
-        folder = config.checkpoint
+        folder = config.checkpoints.checkpoint
         names = os.listdir(folder) if folder is not None and os.path.isdir(folder) else []
         numbers = [name.removeprefix("step-") for name in names if name.startswith("step-")]
         return max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
     def leftovers(token: str) -> list[str]:
-        return [] if config.trace is None else [f"{config.trace}.{token}.tmp"]
+        return [] if config.results.trace is None else [f"{config.results.trace}.{token}.tmp"]
 
     return relaunch.run(
         relaunch.RestartableJob(
@@ -165,10 +165,10 @@ def _start_again(
             tuple(argv),
             ranks,
             own,
-            nodes=config.node_names,
-            survives=config.fault_tolerance == "shrink",
-            again=config.fault_tolerance != "off",
-            min_ranks=config.min_ranks,
+            nodes=config.ranks.node_names,
+            survives=config.survival.fault_tolerance == "shrink",
+            again=_survives(config),
+            min_ranks=config.survival.min_ranks,
             progress=progress,
             live=live,
             leftovers=leftovers,
@@ -176,8 +176,12 @@ def _start_again(
     )
 
 
+def _survives(config: TrainConfig) -> bool:
+    return config.survival.fault_tolerance != "off"
+
+
 def _may_lose_ranks(config: TrainConfig) -> bool:
-    return config.fault_tolerance != "off" and config.replay is None
+    return _survives(config) and config.results.replay is None
 
 
 def find_parts(source: str, val: str | None, quiet: bool = False) -> tuple[str, str | None]:
@@ -212,22 +216,23 @@ def _check(config: TrainConfig, ranks: int) -> None:
     from dlio.data.reader import open_reader
     from dlio.storage.tier_spec import choose_tiers
 
-    if config.pretend_nodes is not None and config.pretend_nodes > ranks:
+    pretended, names = config.ranks.pretend_nodes, config.ranks.node_names
+    if pretended is not None and pretended > ranks:
         raise UsageError(
-            f"--pretend-nodes {config.pretend_nodes}: give 1 to {ranks}, the number of ranks (-n)"
+            f"--pretend-nodes {pretended}: give 1 to {ranks}, the number of ranks (-n)"
         )
-    if len(config.node_names) > ranks:
+    if len(names) > ranks:
         raise UsageError(
-            f"--nodes {config.nodes}: give -n with at least {len(config.node_names)} ranks, one "
+            f"--nodes {config.ranks.nodes}: give -n with at least {len(names)} ranks, one "
             "for each node"
         )
-    if config.mesh is not None:
-        parse_axes(config.mesh, ranks)
-    check_name("--model", config.model, MODEL_NAMES)
-    for callback in config.callback:
+    if config.ranks.mesh is not None:
+        parse_axes(config.ranks.mesh, ranks)
+    check_name("--model", config.model.model, MODEL_NAMES)
+    for callback in config.callbacks.callback:
         check_name("--callback", callback, tuple(CALLBACKS))
     config.check_run()
-    choose_tiers(config.tiers, 0)
-    for path in (config.source, config.val, *config.replica):
+    choose_tiers(config.data.tiers, 0)
+    for path in (config.data.source, config.data.val, *config.data.replica):
         if path is not None:
             open_reader(path).close()

@@ -65,7 +65,7 @@ def command(options: ViewOptions) -> None:
     The page is a single file that fetches nothing. Volumes are shown by their middle slices, and
     arrays as plots. Samples that cannot be read are shown with their errors.
     """
-    from dlio.loader.opened import open_dataset
+    from dlio.loader.dataset import open_dataset
 
     if options.output is not None:
         check_writable("--output", options.output)

@@ -6,11 +6,15 @@
 | `mpi`, `single`, `torchdist` | its implementations: mpi4py, one process, torch.distributed |
 | `torch_mail` | messages over TCP for `torchdist` and `store_comm` |
 | `net` | the sockets of ranks: where they listen, whom they let in, what they believe |
-| `membership`, `ulfm`, `recovery`, `stopped` | ranks that survive each other's loss, over MPI |
-| `store_membership`, `store_comm`, `job_store`, `rendezvous` | the same over torch.distributed |
+| `survival` | ranks that survive each other's loss; its docstring says in which order |
+| `planned_membership` | ranks that leave by plan, for a replay of a job that lost some |
+| `board` | what each rank of a node does, for the others to see |
 | `private_store`, `script_store` | the launcher's stores: dlio's own, and torch's for scripts |
 | `world` | selects the implementation for this process |
-| `job_nodes`, `launch_environment`, `devices` | facts: nodes, launcher, MPI on GPU memory |
+| `launch_environment`, `launch_detection` | the launcher of this process, and its rank |
+| `allocation`, `hostlist` | the nodes that a batch system has granted |
+| `job_nodes`, `data_ranks`, `devices` | facts: nodes, ranks that share data, MPI on GPU memory |
+| `gloo`, `common_store` | what torch's gloo needs: devices, and a store of all ranks |
 | `deadlines`, `progress_thread`, `funnel` | deadlines, background progress, MPI_THREAD_FUNNELED |
 | `process_group` | torch.distributed's ProcessGroup over MPI |
 """

@@ -95,6 +95,7 @@ def _of_lsf(environment: Mapping[str, str]) -> Allocation | None:
     job, path = environment.get("LSB_JOBID", "?"), environment.get("LSB_DJOB_HOSTFILE")
     if path:
         hosts = _lines("LSB_DJOB_HOSTFILE", path)
+        # LSF lists the batch host first, on which the script runs and no rank should.
         if len(set(hosts)) > 1 and hosts[0].startswith(_BATCH_HOSTS):
             hosts = hosts[1:]
         return _counted("LSF", job, hosts, path)

@@ -4,12 +4,12 @@ Each rank has one row in memory of its own, and writes into it where it begins a
 waits for other ranks. Others of the node open the memory through /proc, so that it needs no name
 and goes with the rank. A row takes 400 bytes, and a step two writes of a few bytes.
 
-    ELSEWHERE --- computing --> COMPUTES --- waiting --> WAITS
-        ^                          |  <--- it ends -----
-        +--------- it ends --------+
+    UNWATCHED --- computing() --> COMPUTING --- blocked() --> BLOCKED
+        ^                            |   <--- it ends -----------+
+        +--------- it ends ----------+
 
-ELSEWHERE is all that has a deadline of its own, or may take any time: waiting for the source,
-evaluating, writing a checkpoint. A rank there is never suspected.
+UNWATCHED is all that has a deadline of its own, or may take any time: waiting for the source,
+evaluating, writing a checkpoint (`off_the_record()`). A rank there is never suspected.
 """
 
 import mmap
@@ -40,9 +40,9 @@ _SIZE: Final = _STEPS_AT + WINDOW * _STEP.size
 class RankPhase(IntEnum):
     """Occupation of a rank."""
 
-    ELSEWHERE = 0
-    COMPUTES = 1
-    WAITS = 2
+    UNWATCHED = 0
+    COMPUTING = 1
+    BLOCKED = 2
     """It waits for other ranks."""
 
 
@@ -66,21 +66,22 @@ class RankRow:
 
 
 class Board:
-    """The row of this rank. `waiting` and `elsewhere` may nest.
+    """The row of this rank. `blocked` and `off_the_record` may nest.
 
     `beat` may be called by another thread than the rest.
     """
 
     def __init__(self) -> None:
+        # Memory without a name goes with the process; a killed rank would leave a file in /dev/shm.
         self.file = os.memfd_create("dlio-board")
         """Descriptor through which other processes of this user read the row."""
         os.ftruncate(self.file, _SIZE)
         self._row = mmap.mmap(self.file, _SIZE)
-        self._step, self._phase, self._since = 0, RankPhase.ELSEWHERE, time.monotonic()
+        self._step, self._phase, self._since = 0, RankPhase.UNWATCHED, time.monotonic()
         self._begun = self._since
         self._busy = 0.0
         self.beat()
-        self.enter(RankPhase.ELSEWHERE)
+        self.enter(RankPhase.UNWATCHED)
 
     def beat(self) -> None:
         """Note that a thread of this rank runs."""
@@ -89,13 +90,13 @@ class Board:
     def begin_step(self) -> None:
         """Note that this rank computes the next step."""
         self._step += 1
-        self.enter(RankPhase.COMPUTES)
+        self.enter(RankPhase.COMPUTING)
         self._begun, self._busy = self._since, 0.0
 
     def end_step(self) -> None:
         """Note that this rank has computed the step, if it has begun one."""
-        begun = self._phase is RankPhase.COMPUTES
-        self.enter(RankPhase.ELSEWHERE)
+        begun = self._phase is RankPhase.COMPUTING
+        self.enter(RankPhase.UNWATCHED)
         if begun:
             at = _STEPS_AT + (self._step - 1) % WINDOW * _STEP.size
             _STEP.pack_into(self._row, at, self._since - self._begun, self._busy)
@@ -108,9 +109,11 @@ class Board:
     def enter(self, phase: RankPhase) -> RankPhase:
         """Begin a phase; returns the one before."""
         before, now = self._phase, time.monotonic()
-        if before is RankPhase.COMPUTES:
+        if before is RankPhase.COMPUTING:
             self._busy += now - self._since
         self._phase, self._since = phase, now
+        # Without a lock: a reader that meets a half-written row looks again before it suspects
+        # anybody.
         _NOW.pack_into(self._row, 0, now, phase, self._step)
         return before
 
@@ -131,6 +134,7 @@ class BoardReader:
 
     def read(self) -> RankRow | None:
         """Return the row; None if there is none."""
+        # Read and not mapped: one call takes the row as it is at one moment, or nearly so.
         row = os.pread(self._file, _SIZE, 0) if self._file >= 0 else b""
         if len(row) != _SIZE:
             return None
@@ -188,31 +192,32 @@ def end_step() -> None:
 
 
 @contextmanager
-def waiting(any_thread: bool = False) -> Iterator[None]:
+def blocked(any_thread: bool = False) -> Iterator[None]:
     """Note that this rank waits for others inside the `with` block.
 
     Args:
         any_thread: also if this is not the main thread; that one waits for this thread then.
     """
     board = _board
-    if board is None or board.phase is RankPhase.WAITS:
+    # A background thread that waits says nothing about the rank: the main thread may compute, and
+    # a rank that is taken to be blocked is never suspected of hanging.
+    is_main = any_thread or threading.current_thread() is threading.main_thread()
+    if board is None or board.phase is RankPhase.BLOCKED or not is_main:
         yield
-    elif any_thread or threading.current_thread() is threading.main_thread():
-        with _within(RankPhase.WAITS):
-            yield
-    else:
+        return
+    with _phase(RankPhase.BLOCKED):
         yield
 
 
 @contextmanager
-def elsewhere() -> Iterator[None]:
+def off_the_record() -> Iterator[None]:
     """Note that the `with` block may take any time: this rank is not suspected there."""
-    with _within(RankPhase.ELSEWHERE):
+    with _phase(RankPhase.UNWATCHED):
         yield
 
 
 @contextmanager
-def _within(phase: RankPhase) -> Iterator[None]:
+def _phase(phase: RankPhase) -> Iterator[None]:
     board = _board
     if board is None:
         yield

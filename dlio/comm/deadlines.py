@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from dlio.comm.board import waiting
+from dlio.comm.board import blocked
 from dlio.comm.comm_protocol import Request
 from dlio.errors import CommError, CommTimeout, PeerLost
 from dlio.util.settings import settings
@@ -38,7 +38,7 @@ def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -
     """
     left = [request for request in requests if not request.done()]
     if left:
-        with waiting():
+        with blocked():
             _wait(left, what, limit_s, who)
 
 
@@ -67,6 +67,7 @@ def await_end(requests: Iterable[Request]) -> None:
                 if time.monotonic() > deadline:
                     raise CommError("a message that a loss has interrupted does not end")
                 time.sleep(SHORTEST_SLEEP_S)
+        # Also its end: MPI has given the memory back.
         except PeerLost:
             continue
 
@@ -78,4 +79,5 @@ def leave(*objects: object) -> None:
     memory even in MPI_Finalize, after Python has released everything else.
     """
     for each in objects:
+        # A list of this module would be emptied at the interpreter's end, before MPI_Finalize.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

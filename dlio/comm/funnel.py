@@ -1,8 +1,8 @@
 """A queue of calls for the one thread that may make them (MPI_THREAD_FUNNELED).
 
 Other threads hand their calls to the funnel's owner. The owner makes them in `pump`, before its own
-calls, and while it waits in `waiting`. Background work therefore progresses only while the owner is
-inside dlio.
+calls, and while it waits in `wait_serving`. Background work therefore progresses only while the
+owner is inside dlio.
 """
 
 import threading
@@ -38,6 +38,8 @@ class Funnel:
             return function()
         call = _FunnelCall(function)
         self._calls.put(call.run)
+        # A deadline would be wrong here, as the owner may compute for minutes; only its death ends
+        # this.
         while not call.done.wait(_LOOK_S):
             if not self._owner.is_alive():
                 raise RuntimeError("the thread that may call MPI has ended")
@@ -69,6 +71,7 @@ class _FunnelCall(Generic[_T]):
     def run(self) -> None:
         try:
             self._results.append(self._function())
+        # KeyboardInterrupt, too: the caller waits for an outcome, whatever it is.
         except BaseException as error:
             self._error = error
         self.done.set()
@@ -88,7 +91,7 @@ def use_funnel() -> Funnel:
     global _funnel
     if _funnel is None:
         _funnel = Funnel()
-        join_with(waiting)  # A thread may not end before its last call has been made.
+        join_with(wait_serving)  # A thread may not end before its last call has been made.
     return _funnel
 
 
@@ -97,12 +100,12 @@ def funnel_in_use() -> bool:
     return _funnel is not None
 
 
-def elsewhere() -> bool:
+def is_foreign_thread() -> bool:
     """True if another thread makes this thread's calls."""
     return _funnel is not None and not _funnel.is_owner()
 
 
-def waiting(wait: Callable[[float], bool], timeout_s: float) -> bool:
+def wait_serving(wait: Callable[[float], bool], timeout_s: float) -> bool:
     """Return `wait(timeout_s)`; if this thread owns a funnel, serve other threads meanwhile.
 
     Args:

@@ -91,6 +91,8 @@ def check_launch(ranks: int) -> None:
 def _started() -> list[_LaunchedProcesses]:
     """Return what the launchers around this process started, the innermost first."""
     launchers = []
+    # A launcher may run inside another one, such as torchrun in a task of srun: the innermost
+    # counts.
     if (place := torchrun_place()) is not None:
         size = place[1]
         remedy = "leave -n out, or start it without torchrun"
@@ -140,6 +142,7 @@ def meeting_port(number: int) -> int:
 
     It is below the ports that systems give to clients.
     """
+    # Asking for a free port would not help: rank 0 listens on another node, and later.
     return _FIRST_PORT + number % _PORTS
 
 

@@ -128,6 +128,9 @@ class MpiRequest:
             if self.done():
                 return True
             _call(lambda: self._request.Cancel())
+            # Cancelling is a request, too: MPI may write until Test says that it is over. A receive
+            # that was let go earlier could match a later message of its tag, and write into freed
+            # memory.
             deadline = time.monotonic() + _CANCEL_TIMEOUT_S
             while not (done := self.done()) and time.monotonic() < deadline:
                 time.sleep(LONGEST_SLEEP_S)
@@ -198,6 +201,9 @@ class MpiCommunicator:
         self.rests = True
 
     def allgather(self, value: _T) -> list[_T]:
+        # JSON instead of mpi4py's lower-case calls: these pickle, and what other ranks send must
+        # not run code here. Non-blocking, because blocking calls spin on a core that decode threads
+        # need.
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(mine)
@@ -251,6 +257,8 @@ class MpiCommunicator:
         wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
 
     def poke(self) -> bool:
+        # Without a call into MPI, a long message stands still: over 1 Gbit/s, nothing of one was
+        # hidden behind 50 ms of computing that called MPI only in its hooks.
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED or MPI.Is_finalized():
             return False
         _call(lambda: _quiet().Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG))
@@ -261,6 +269,7 @@ class MpiCommunicator:
         return MpiCommunicator(made, self.membership, self.colours)
 
     def split(self, group: int) -> Communicator:
+        # The old rank as key keeps the order of ranks, on which assignments of samples rely.
         part = _call(lambda: self._made(lambda: self._comm.Split(group, self.rank)))
         if part.size > 1 or self.membership is not None:  # All ranks count its communicators.
             return MpiCommunicator(part, self.membership, (*self.colours, group))

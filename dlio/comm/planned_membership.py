@@ -1,7 +1,7 @@
 """Membership whose ranks leave where a plan has them leave, and none is lost.
 
 A replay of a job that lost ranks sums over the same ranks in the same steps as the job did. Nothing
-of MPI's fault tolerance is needed: communicators of the ranks that go on are split from those of
+of MPI's fault tolerance is needed: communicators of the ranks that continue are split from those of
 all. Ranks that have left wait for the end.
 """
 
@@ -87,12 +87,13 @@ class PlannedMembership:
     def _living(self) -> list["_PlannedCommunicator"]:
         """Return the communicators that all present ranks hold, in the order of their making."""
         mine = {number for number, ref in self._handles.items() if ref() is not None}
+        # A handle may be garbage on some ranks and not yet on others: all rebuild the same ones.
         common = set.intersection(*map(set, self._root.allgather(sorted(mine))))
         living = [self._handles[number]() for number in sorted(common)]
         return [handle for handle in living if handle is not None]
 
     def _remade(self, colours: tuple[int, ...]) -> Communicator:
-        """Make a communicator anew: of all ranks, or of those of the same colours."""
+        """Rebuild a communicator: of all ranks, or of those of the same colours."""
         of_each = [tuple(each) for each in self._root.allgather(list(colours))]
         if not any(of_each):
             return self._root.dup()

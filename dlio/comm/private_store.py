@@ -91,6 +91,7 @@ class PrivateStore:
         self._connection.close()
 
     def _call(self, *words: object) -> Any:
+        # JSON and not pickle: ranks of another user's making must not run code in the launcher.
         request = json.dumps(words).encode()
         with self._lock:
             try:
@@ -175,6 +176,7 @@ class StoreServer:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
+            # A second check beside the private folder: the kernel knows whose process calls.
             if not is_own(connection):
                 connection.close()
                 return
@@ -196,6 +198,8 @@ class StoreServer:
             self._say(client)
         except BlockingIOError:
             return
+        # A client that breaks the protocol loses its connection, and the store goes on for the
+        # others.
         except (OSError, ValueError, TypeError, KeyError):
             self._selector.unregister(client.connection)
             self._clients.discard(client)
@@ -231,6 +235,7 @@ class StoreServer:
             _reply(client, values[key])
         elif name == "compare_set":
             key, expected, value = arguments
+            # In the server: between a read and a write of its own, another rank could write.
             if values.get(key, "") == expected:
                 self._write(key, value)
             _reply(client, values.get(key, expected))
@@ -273,4 +278,5 @@ def _text(value: str | bytes) -> str:
 
 
 def _bytes(text: str) -> bytes:
+    # latin-1 maps each byte to one character, so torch's binary values go through JSON unchanged.
     return text.encode("latin-1")

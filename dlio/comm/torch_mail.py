@@ -133,6 +133,8 @@ class Mail:
 
     def send(self, view: memoryview, dest: int, tag: int, channel: Channel = (0, 0)) -> Message:
         message = Message(view, lambda _: False, channel[0])
+        # Large bodies are announced first and sent when a receive is there (`push`): a slow
+        # receiver would otherwise have to hold gigabytes of messages that it does not expect yet.
         frame = FrameHead(_WHOLE, *channel, tag, 0, len(view))
         with self._lock:
             self._queues.setdefault(dest, deque()).append((frame, message))
@@ -174,6 +176,7 @@ class Mail:
     def _drop(
         self, chosen: Callable[[Message], bool], early: Callable[[_EarlyMessage], bool]
     ) -> None:
+        # `moving` first: no byte may be on its way into memory that its owner is about to reuse.
         with self._hub.moving, self._lock:
             for key, messages in list(self._posted.items()):
                 self._posted[key] = deque(each for each in messages if not chosen(each))
@@ -232,7 +235,7 @@ class Mail:
         self._replies.append((link, FrameHead(kind, 0, 0, 0, number, size)))
 
     def _come(self, key: _Key, early: _EarlyMessage) -> None:
-        """Give a message that has come to its receive, or keep it. Raises Refused."""
+        """Give a message that has come to its receive, or keep it. Raises RefusedConnection."""
         posted = self._posted.get(key)
         if posted:
             message = posted.popleft()
@@ -241,6 +244,8 @@ class Mail:
             self._match(key, early, message)
         elif early.generation >= self._oldest:
             count = self._waiting.get(early.peer, 0)
+            # A rank with another program could fill this one's memory with messages that nobody
+            # takes.
             if count >= _MOST_EARLY:
                 raise RefusedConnection(f"it has sent {count} messages that nobody expects")
             self._waiting[early.peer] = count + 1
@@ -286,6 +291,8 @@ class Mail:
                 message.view = message.view[: frame.size]
                 self._arriving[link] = (key, message)
                 return message.view
+        # Memory is taken for what has come, at most `_MOST_AT_ONCE`, and never for what is
+        # announced.
         body = memoryview(bytearray(frame.size))
         early = _EarlyMessage(frame.generation, link.peer, frame.size, body, (link, 0))
         self._small[link] = (key, early)

@@ -109,6 +109,7 @@ class _GlooReduction:
         self._errors = errors
 
     def done(self) -> bool:
+        # Asked first: `wait` blocks, and the caller may have other requests to move.
         if not self._work.is_completed():
             return False
         with self._errors("reduction"):
@@ -142,12 +143,16 @@ class TorchCommunicator:
             self._address = address or meeting_address(
                 lambda place: _gathered(PrefixStore(f"{name}/place", store), rank, size, place)
             )
+            # A group of its own in place of `new_group`: torch gives these names that depend on
+            # which groups the user has made.
             options = _Gloo._Options()
             gate = GlooGate(self._address)
             options._devices = [gate.device]
             options._timeout = limit
             with gate.opened():
                 self._group: Any = _Gloo(PrefixStore(name, store), rank, size, options)
+        # gloo reports the arrival of a message only to a caller that blocks for it: messages go
+        # over connections of our own.
         self._mail = Mail(self.rank, self.allgather, self._address)
 
     def allgather(self, value: _T) -> list[_T]:

@@ -42,6 +42,8 @@ def world() -> Communicator:
             from dlio.comm.mpi import mpi_world
 
             check_launch(max(1, mpi_ranks()))
+            # A membership costs two communicators and a thread, so only jobs that ask for survival
+            # have one.
             least = settings().min_ranks
             if least is not None and mpi_ranks() > 1:
                 from dlio.comm.survival.ulfm import UlfmMembership
@@ -120,7 +122,7 @@ def _torchrun_world() -> Communicator:
 
 
 def membership() -> Membership | None:
-    """Return the ranks that are left of a job whose ranks survive each other's loss.
+    """Return the surviving ranks of a job whose ranks survive each other's loss.
 
     None where the job ends with any rank, and before the first call of `world`.
     """
@@ -135,6 +137,8 @@ def mpi_ranks() -> int:
     only to look for other ranks.
     """
     mpi = sys.modules.get("mpi4py.MPI")
+    # Looked up and not imported: importing mpi4py.MPI initialises MPI, and leaves a segment in
+    # /dev/shm where no mpirun removes it.
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return 0
     return int(mpi.COMM_WORLD.size)
@@ -142,6 +146,7 @@ def mpi_ranks() -> int:
 
 def _torch_group() -> object:
     """Return the default group of torch.distributed, None if it is not initialised."""
+    # Looked up: importing torch takes seconds, and a command such as `dlio ls` needs none of it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None

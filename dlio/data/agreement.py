@@ -5,7 +5,7 @@ from textwrap import shorten
 from typing import Final
 
 from dlio.comm import Communicator
-from dlio.data.reader import Reader, data_bytes
+from dlio.data.reader_contract import Reader, data_bytes
 from dlio.data.source import redact
 from dlio.errors import UsageError
 from dlio.util.units import format_bytes

@@ -1,96 +1,31 @@
 """The chunks of arrays as samples: the unit that tiers hold where patches are cut out of volumes.
 
-A reader of arrays offers them by a method `chunked()`: by field, one array a file. A patch needs
+A reader of arrays offers them by `Abilities.chunked`: by field, one array a file. A patch needs
 some chunks of each; a tier brings a chunk once for all patches that touch it.
 """
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from itertools import product
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.chunked_array import ChunkedArray
 from dlio.data.index import fingerprint_of
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import MAX_PAYLOAD, Schema
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.util.forks import new_lock
 
-Box = tuple[slice, ...]
-"""Part of an array: a slice of step 1 for each dimension."""
 _MAX_CHUNKS: Final = 1 << 22
 _KEPT_BYTES: Final = 64 << 20
 """Chunks that a reader keeps decoded, for patches that are cut without tiers."""
-_RUN_BYTES: Final = 64 << 10
-"""Consecutive bytes of an array without chunks that are read together at least, if it has them."""
-_CHUNK_BYTES: Final = 1 << 20
-"""Bytes that stand for a chunk of an array without chunks, at most."""
 _DEADLINE_S: Final = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkedArray:
-    """An array in a file that is read a chunk at a time."""
-
-    where: str
-    """File and name, for errors."""
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    chunks: tuple[int, ...]
-    """Shape of a chunk; one at the end of a dimension may be smaller."""
-    read: Callable[[Box], npt.NDArray[Any]]
-    """Reads a part; thread-safe."""
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Number of chunks along each dimension."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunks, strict=True))
-
-    def box(self, place: Sequence[int]) -> Box:
-        """Return the part that a chunk covers.
-
-        Args:
-            place: its number along each dimension.
-        """
-        sides = zip(place, self.chunks, self.shape, strict=True)
-        return tuple(slice(k * c, min((k + 1) * c, n)) for k, c, n in sides)
-
-    def touched(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yield (number of the chunk, its part of the array) of the chunks that a part touches."""
-        sides = [
-            range(part.start // c, -(-part.stop // c))
-            for part, c in zip(box, self.chunks, strict=True)
-        ]
-        grid = self.grid
-        for place in product(*sides):
-            number = int(np.ravel_multi_index(place, grid)) if place else 0
-            yield number, self.box(place)
-
-
-def plain_chunks(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the shape of parts that stand for chunks of an array without any, in C order.
-
-    A part has a mebibyte at most, in runs of 64 KiB or more if the array has those.
-    """
-    sides = [1] * len(shape)
-    left = max(1, _RUN_BYTES // max(1, itemsize))
-    rest = max(1, _CHUNK_BYTES // max(1, itemsize))
-    for axis in reversed(range(len(shape))):
-        sides[axis] = max(1, min(shape[axis], left))
-        rest //= sides[axis]
-        left //= sides[axis]
-        if left < 2:
-            left = max(1, rest)
-        if rest < 2:
-            break
-    return tuple(sides)
 
 
 def chunked_of(readers: Sequence[Reader]) -> dict[str, list[ChunkedArray]]:
@@ -100,8 +35,8 @@ def chunked_of(readers: Sequence[Reader]) -> dict[str, list[ChunkedArray]]:
     """
     arrays: dict[str, list[ChunkedArray]] = {}
     for number, reader in enumerate(readers):
-        method: Any = getattr(reader, "chunked", None)
-        own: Mapping[str, Sequence[ChunkedArray]] = {} if method is None else method()
+        chunked = abilities_of(reader).chunked
+        own: Mapping[str, Sequence[ChunkedArray]] = {} if chunked is None else chunked()
         if not own:
             raise UsageError(
                 f"{reader.path}: patches and windows are cut out of arrays, and its format "
@@ -133,7 +68,7 @@ class ChunkReader:
     chunk that several threads want is read once.
 
     Args:
-        readers: which have a method `chunked`.
+        readers: whose abilities have `chunked`.
 
     Raises UsageError as `chunked_of`, and for arrays of too many chunks.
     """

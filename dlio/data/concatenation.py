@@ -1,100 +1,68 @@
-"""Several data sets of one format as one: folders with the same or other classes, Zarr stores."""
+"""Several data sets as one: folders of the same or other classes, stores, sources of a mixture.
+
+`ReaderGroup` numbers the samples of one reader after those of another, and gives the labels of all
+readers common numbers; `ConcatReader` and `MixtureReader` are built on it.
+"""
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.data.index import fingerprint_of
 from dlio.data.labels import LABEL_NAMES
+from dlio.data.reader_contract import Reader
 from dlio.data.schema import LABEL, Schema
 from dlio.errors import UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 
+_I64 = npt.NDArray[np.int64]
 _SEED: Final = 0xD110
 
 
-class _ReaderPart(Protocol):
-    """A reader; see `dlio.data.reader.Reader`."""
+class ReaderGroup:
+    """The samples of several readers, numbered one reader after another. Owns the readers.
 
-    format: str
-    path: str
-    schema: Schema
-    classes: Sequence[str]
-    objects: bool
-    fingerprint: str
-
-    @property
-    def labels(self) -> npt.NDArray[np.int64]: ...
-
-    @property
-    def sizes(self) -> npt.NDArray[np.int64]: ...
-
-    def __len__(self) -> int: ...
-
-    def name(self, sample: int) -> str: ...
-
-    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]: ...
-
-    def close(self) -> None: ...
-
-
-class ConcatReader:
-    """The samples of several readers, one after another. Owns the readers.
-
-    Classes are those of all, in alphabetical order if they differ; labels follow them.
-
-    Raises UsageError when the readers' fields differ, or when labels cannot follow their classes.
+    Args:
+        prefixes: of the names of each reader's samples.
+        schema: of all samples.
     """
 
-    def __init__(self, readers: Sequence[_ReaderPart]) -> None:
-        first = readers[0]
-        self._readers = list(readers)
-        for other in readers[1:]:
-            if other.schema != first.schema:
-                raise UsageError(
-                    f"{other.path} has fields {_fields(other)}, but {first.path} has "
-                    f"{_fields(first)}: open them one by one"
-                )
-        self._firsts = np.concatenate([[0], np.cumsum([len(each) for each in readers])])
-        self.format = first.format
-        self.objects = first.objects
-        self.path = " ".join(str(each.path) for each in readers)
-        self.schema = first.schema
-        self.classes: Sequence[str] = first.classes
-        self._labels_of: list[npt.NDArray[np.int64]] | None = None
+    def __init__(self, readers: Sequence[Reader], prefixes: Sequence[str], schema: Schema) -> None:
+        self._readers, self._prefixes = list(readers), prefixes
+        self.schema = schema
+        self.firsts = np.cumsum([0, *map(len, readers)])
+        """Number of the first sample of each reader, and of all samples; shape (readers + 1,)."""
+        self.classes: Sequence[str] = readers[0].classes
+        self.sizes = np.concatenate([np.asarray(each.sizes, np.int64) for each in readers])
+        self._labels_of: list[_I64] | None = None
         """New label of each reader's labels; None if they stay."""
         self._label_at = 0
-        if any(list(each.classes) != list(first.classes) for each in readers):
-            self._join_classes()
-        self.sizes = np.concatenate([np.asarray(each.sizes, np.int64) for each in readers])
-        self.labels = np.concatenate(
-            [self._labels(k, np.asarray(each.labels)) for k, each in enumerate(readers)]
-        )
-        order = Order(len(self.sizes), _SEED, shuffled=bool(first.objects))
-        self.layout = cut_blocks(self.sizes, order)
-        self.fingerprint = fingerprint_of("joined", 1, *[each.fingerprint for each in readers])
+        """Offset of the label in a payload."""
 
     def __len__(self) -> int:
-        return int(self._firsts[-1])
+        return int(self.firsts[-1])
 
-    def __reduce__(self) -> tuple[type["ConcatReader"], tuple[list[_ReaderPart]]]:
-        return ConcatReader, (self._readers,)
+    def sources_of(self, samples: npt.ArrayLike) -> _I64:
+        """Return the number of each sample's reader; same shape."""
+        owners: _I64 = np.searchsorted(self.firsts, np.asarray(samples), side="right") - 1
+        return owners
 
     def name(self, sample: int) -> str:
-        owner = int(self._owners(np.array([sample]))[0])
-        reader = self._readers[owner]
-        return f"{reader.path}: {reader.name(sample - int(self._firsts[owner]))}"
+        owner = int(self.sources_of(sample))
+        inner = self._readers[owner].name(sample - int(self.firsts[owner]))
+        return f"{self._prefixes[owner]}: {inner}"
 
-    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+    def read(self, samples: _I64) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)
         payloads: list[bytes | memoryview] = [b""] * len(samples)
-        owners = self._owners(samples)
+        owners = self.sources_of(samples)
         for owner in np.unique(owners).tolist():
             here = np.flatnonzero(owners == owner)
-            inner = self._readers[owner].read(samples[here] - self._firsts[owner])
+            inner = self._readers[owner].read(samples[here] - self.firsts[owner])
+            self._count(owner, sum(map(len, inner)))
             for k, payload in zip(here.tolist(), inner, strict=True):
                 payloads[k] = self._relabelled(owner, payload)
         return payloads
@@ -103,37 +71,91 @@ class ConcatReader:
         for reader in self._readers:
             reader.close()
 
-    def _owners(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.searchsorted(self._firsts, samples, side="right") - 1
+    def _count(self, owner: int, count: int) -> None:
+        """Note the bytes that were read of a reader; by default not at all."""
 
-    def _join_classes(self) -> None:
-        name = next((name for name in LABEL_NAMES if name in self.schema.kinds), "")
-        places = {field: at for field, kind, at in self.schema.places() if kind.text == "int64"}
-        lacking = [each.path for each in self._readers if not len(each.classes)]
-        if lacking or name not in places:
-            raise UsageError(
-                f"{self.path}: their classes differ"
-                + (f", and {lacking[0]} has none" if lacking else "")
-                + ": open them one by one"
-            )
-        self._label_at = places[name]
+    def _classes_differ(self) -> bool:
+        return any(list(each.classes) != list(self.classes) for each in self._readers)
+
+    def _merge_classes(self, text: str, names: Sequence[str], lacks: str, remedy: str) -> None:
+        """Number the classes of all readers by their names, in alphabetical order.
+
+        Args:
+            text: what is wrong in an error: that the classes of these readers differ.
+            names: of the readers, for errors.
+            lacks: predicate of a reader without classes.
+            remedy: for errors.
+
+        Raises UsageError if labels cannot follow.
+        """
+        lacking = [
+            name for name, each in zip(names, self._readers, strict=True) if not len(each.classes)
+        ]
+        field = next((name for name in LABEL_NAMES if name in self.schema.kinds), "")
+        places = {name: at for name, kind, at in self.schema.places() if kind.text == "int64"}
+        if lacking or field not in places:
+            lacking_text = f", and {lacking[0]} {lacks}" if lacking else ""
+            raise UsageError(f"{text}: their classes differ{lacking_text}: {remedy}")
+        self._label_at = places[field]
         self.classes = sorted({label for each in self._readers for label in each.classes})
         number = {label: k for k, label in enumerate(self.classes)}
         self._labels_of = [
             np.array([number[label] for label in each.classes], np.int64) for each in self._readers
         ]
 
-    def _labels(self, owner: int, labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return labels if self._labels_of is None else self._labels_of[owner][labels]
+    def _all_labels(self) -> _I64:
+        labels = [np.asarray(each.labels, np.int64) for each in self._readers]
+        if self._labels_of is not None:
+            labels = [new[old] for new, old in zip(self._labels_of, labels, strict=True)]
+        return np.concatenate(labels)
 
     def _relabelled(self, owner: int, payload: bytes | memoryview) -> bytes | memoryview:
         if self._labels_of is None:
             return payload
         changed = bytearray(payload)
         (label,) = LABEL.unpack_from(changed, self._label_at)
+        if not 0 <= label < len(self._labels_of[owner]):
+            raise self._unnamed(owner, label)
         LABEL.pack_into(changed, self._label_at, int(self._labels_of[owner][label]))
         return memoryview(changed)
 
+    def _unnamed(self, owner: int, label: int) -> UsageError:
+        """Return the error for a label without a class."""
+        return UsageError(f"{self._prefixes[owner]}: label {label} has no class name")
 
-def _fields(reader: _ReaderPart) -> str:
-    return ", ".join(f"{name} ({kind})" for name, kind in reader.schema.fields)
+
+class ConcatReader(ReaderGroup):
+    """Data sets of one format, one after another.
+
+    Classes are those of all, in alphabetical order if they differ; labels follow them.
+
+    Raises UsageError when the readers' fields differ, or when labels cannot follow their classes.
+    """
+
+    def __init__(self, readers: Sequence[Reader]) -> None:
+        first = readers[0]
+        for other in readers[1:]:
+            if other.schema != first.schema:
+                raise UsageError(
+                    f"{other.path} has fields {fields_of(other.schema)}, but {first.path} has "
+                    f"{fields_of(first.schema)}: open them one by one"
+                )
+        paths = [str(each.path) for each in readers]
+        super().__init__(readers, paths, first.schema)
+        self.format = first.format
+        self.objects = first.objects
+        self.path = " ".join(paths)
+        if self._classes_differ():
+            self._merge_classes(self.path, paths, "has none", "open them one by one")
+        self.labels = self._all_labels()
+        order = Order(len(self.sizes), _SEED, shuffled=bool(first.objects))
+        self.layout = cut_blocks(self.sizes, order)
+        self.fingerprint = fingerprint_of("joined", 1, *[each.fingerprint for each in readers])
+
+    def __reduce__(self) -> tuple[type["ConcatReader"], tuple[list[Reader]]]:
+        return ConcatReader, (self._readers,)
+
+
+def fields_of(schema: Schema) -> str:
+    """Return the fields of a schema in words."""
+    return ", ".join(f"{name} ({kind})" for name, kind in schema.fields)

@@ -107,7 +107,7 @@ def cached_index(
 
     Args:
         kind: word that names the kind of index.
-        version: number of its layout; an index of another version is built anew.
+        version: number of its layout; an index of another version is built again.
         files: the files that the index describes.
         build: makes the arrays.
 
@@ -165,7 +165,7 @@ def kept_index(
 
 
 def forget_index(kind: str, version: int, url: str) -> None:
-    """Have `kept_index` build its index anew, because it has turned out to be wrong."""
+    """Have `kept_index` build its index again, because it has turned out to be wrong."""
     key = xxhash.xxh3_64_hexdigest(f"{version} {url}".encode("utf-8", "surrogateescape"))
     with _entry(kind, key) as folder:
         if folder is not None:

@@ -2,21 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.abilities import estimates_sizes
+from dlio.data.concatenation import ReaderGroup, fields_of
 from dlio.data.index import fingerprint_of
-from dlio.data.labels import LABEL_NAMES
-from dlio.data.reader import Reader
-from dlio.data.schema import IMAGES, LABEL, Schema
+from dlio.data.reader_contract import Abilities, Reader, abilities_of
+from dlio.data.schema import IMAGES, Schema
 from dlio.errors import UsageError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.util.forks import new_lock
 
 _I64 = npt.NDArray[np.int64]
+_KEEP_LABELS: Final = "labels='keep' leaves class numbers as they are"
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class ConcatOrder(Order):
         return result
 
 
-class MixtureReader:
-    """The samples of several readers, numbered one source after another. Owns the readers.
+class MixtureReader(ReaderGroup):
+    """The samples of several sources, numbered one source after another. Owns the readers.
 
     A block holds samples of one source. The blocks of the source whose bytes are used most often
     come first, and so get the fastest tiers.
@@ -61,11 +62,13 @@ class MixtureReader:
         readers: of the sources, whose samples have the same fields.
         names: of the sources.
         uses: how often a sample of each source is used, in proportion.
-        labels: `merge` numbers the classes of all sources anew by name where they differ; `keep`
+        labels: `merge` numbers the classes of all sources by name where they differ; `keep`
             leaves class numbers as they are.
 
     Raises UsageError when fields differ, or when labels cannot follow their classes.
     """
+
+    format = "mixture"
 
     def __init__(
         self,
@@ -75,22 +78,15 @@ class MixtureReader:
         labels: str = "merge",
     ) -> None:
         self._given = (list(readers), list(names), list(uses), labels)
-        self._readers, self.names = list(readers), tuple(names)
-        self.schema = _schema_of(readers, names)
-        self.format = "mixture"
+        self.names = tuple(names)
+        super().__init__(readers, self.names, _schema_of(readers, names))
         self.path = ", ".join(self.names)
         self.objects = all(each.objects for each in readers)
-        self.sizes_are_estimates = any(map(estimates_sizes, readers))
-        self.firsts = np.cumsum([0, *(len(each) for each in readers)])
-        self.classes: Sequence[str] = readers[0].classes
-        self._labels_of: list[_I64] | None = None
-        self._label_at = 0
-        if any(list(each.classes) != list(self.classes) for each in readers):
+        if self._classes_differ():
             if labels == "merge":
-                self._merge_classes()
+                self._merge_classes(f"mixture of {self.path}", names, "names none", _KEEP_LABELS)
             else:
                 self.classes = []
-        self.sizes = np.concatenate([np.asarray(each.sizes, np.int64) for each in readers])
         turns = sorted(range(len(readers)), key=lambda k: (-uses[k], k))
         self.layout = _layout_of([each.layout for each in readers], turns)
         self.fingerprint = fingerprint_of(
@@ -108,15 +104,12 @@ class MixtureReader:
     @property
     def labels(self) -> _I64:
         """Class number of each sample; shape (samples,)."""
-        return np.concatenate(
-            [
-                self._renumbered(k, np.asarray(each.labels, np.int64))
-                for k, each in enumerate(self._readers)
-            ]
-        )
+        return self._all_labels()
 
-    def __len__(self) -> int:
-        return int(self.firsts[-1])
+    @property
+    def abilities(self) -> Abilities:
+        estimates = any(abilities_of(each).sizes_are_estimates for each in self._readers)
+        return Abilities(sizes_are_estimates=estimates, bytes_by_source=self.bytes_by_source)
 
     def __reduce__(self) -> tuple[type["MixtureReader"], tuple[object, ...]]:
         return MixtureReader, tuple(self._given)
@@ -126,68 +119,12 @@ class MixtureReader:
         with self._lock:
             return dict(self._bytes)
 
-    def sources_of(self, samples: npt.ArrayLike) -> _I64:
-        """Return the number of each sample's source; same shape."""
-        owners: _I64 = np.searchsorted(self.firsts, np.asarray(samples), side="right") - 1
-        return owners
+    def _count(self, owner: int, count: int) -> None:
+        with self._lock:
+            self._bytes[self.names[owner]] += count
 
-    def name(self, sample: int) -> str:
-        owner = int(self.sources_of(sample))
-        return f"{self.names[owner]}: {self._readers[owner].name(sample - int(self.firsts[owner]))}"
-
-    def read(self, samples: _I64) -> list[bytes | memoryview]:
-        samples = np.asarray(samples, np.int64)
-        payloads: list[bytes | memoryview] = [b""] * len(samples)
-        owners = self.sources_of(samples)
-        for owner in np.unique(owners).tolist():
-            here = np.flatnonzero(owners == owner)
-            inner = self._readers[owner].read(samples[here] - self.firsts[owner])
-            with self._lock:
-                self._bytes[self.names[owner]] += sum(map(len, inner))
-            for k, payload in zip(here.tolist(), inner, strict=True):
-                payloads[k] = self._relabelled(owner, payload)
-        return payloads
-
-    def close(self) -> None:
-        for reader in self._readers:
-            reader.close()
-
-    def _merge_classes(self) -> None:
-        lacking = [
-            name
-            for name, each in zip(self.names, self._readers, strict=True)
-            if not len(each.classes)
-        ]
-        field = next((name for name in LABEL_NAMES if name in self.schema.kinds), "")
-        places = {name: at for name, kind, at in self.schema.places() if kind.text == "int64"}
-        if lacking or field not in places:
-            raise UsageError(
-                f"mixture of {self.path}: their classes differ"
-                + (f", and {lacking[0]} names none" if lacking else "")
-                + ": labels='keep' leaves class numbers as they are"
-            )
-        self._label_at = places[field]
-        self.classes = sorted({label for each in self._readers for label in each.classes})
-        number = {label: k for k, label in enumerate(self.classes)}
-        self._labels_of = [
-            np.array([number[label] for label in each.classes], np.int64) for each in self._readers
-        ]
-
-    def _renumbered(self, owner: int, labels: _I64) -> _I64:
-        return labels if self._labels_of is None else self._labels_of[owner][labels]
-
-    def _relabelled(self, owner: int, payload: bytes | memoryview) -> bytes | memoryview:
-        if self._labels_of is None:
-            return payload
-        changed = bytearray(payload)
-        (label,) = LABEL.unpack_from(changed, self._label_at)
-        if not 0 <= label < len(self._labels_of[owner]):
-            raise UsageError(
-                f"{self.names[owner]}: label {label} has no class name: labels='keep' leaves "
-                "class numbers as they are"
-            )
-        LABEL.pack_into(changed, self._label_at, int(self._labels_of[owner][label]))
-        return memoryview(changed)
+    def _unnamed(self, owner: int, label: int) -> UsageError:
+        return UsageError(f"{self.names[owner]}: label {label} has no class name: {_KEEP_LABELS}")
 
 
 def _schema_of(readers: Sequence[Reader], names: Sequence[str]) -> Schema:
@@ -199,8 +136,8 @@ def _schema_of(readers: Sequence[Reader], names: Sequence[str]) -> Schema:
     for name, schema in zip(names, common, strict=True):
         if schema != common[0]:
             raise UsageError(
-                f"mixture: {name} has the fields {_shown(schema)}, but {names[0]} has "
-                f"{_shown(common[0])}: mix data sets of the same fields"
+                f"mixture: {name} has the fields {fields_of(schema)}, but {names[0]} has "
+                f"{fields_of(common[0])}: mix data sets of the same fields"
             )
     return common[0]
 
@@ -208,10 +145,6 @@ def _schema_of(readers: Sequence[Reader], names: Sequence[str]) -> Schema:
 def _common(schema: Schema) -> Schema:
     fields = tuple((name, "image" if kind in IMAGES else kind) for name, kind in schema.fields)
     return Schema(fields, schema.structure)
-
-
-def _shown(schema: Schema) -> str:
-    return ", ".join(f"{name} ({kind})" for name, kind in schema.fields)
 
 
 def _layout_of(layouts: Sequence[Layout], turns: Sequence[int]) -> Layout:

@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.chunks import Box, ChunkedArray, ChunkReader
+from dlio.data.chunked_array import Box, ChunkedArray
+from dlio.data.chunks import ChunkReader
 from dlio.data.index import fingerprint_of
 from dlio.data.schema import Schema
 from dlio.errors import UsageError

@@ -5,12 +5,13 @@ Each read goes to the replica that is expected to finish it first, and to anothe
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.reader import Reader, StoredBlocks
+from dlio.data.reader_contract import Abilities, Reader, StoredBlocks, abilities_of
 from dlio.data.speeds import ReadSpeed, measured
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.util.forks import new_lock
@@ -53,6 +54,10 @@ class ReplicatedReader:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._first, name)
+
+    @property
+    def abilities(self) -> Abilities:
+        return replace(abilities_of(self._first), summary=self.summary)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"readers": [replica.reader for replica in self._replicas]}

@@ -7,9 +7,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.abilities import estimates_sizes, flow_of, reads_together
 from dlio.data.index import fingerprint_of
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Abilities, Reader, abilities_of
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 
@@ -52,9 +51,6 @@ class SelectionReader:
     def __init__(self, readers: Sequence[Reader], owners: _I64, inner: _I64) -> None:
         self._readers, self._owners, self._inner = list(readers), owners, inner
         first = readers[0]
-        self.sizes_are_estimates = any(map(estimates_sizes, readers))
-        self.flow = flow_of(first) if len(readers) == 1 else None
-        self.together = reads_together(first)
         self.format = first.format
         self.path = ", ".join(reader.path for reader in readers)
         self.schema = first.schema
@@ -72,6 +68,15 @@ class SelectionReader:
             *[reader.fingerprint for reader in readers],
             owners,
             inner,
+        )
+
+    @property
+    def abilities(self) -> Abilities:
+        each = [abilities_of(reader) for reader in self._readers]
+        return Abilities(
+            sizes_are_estimates=any(own.sizes_are_estimates for own in each),
+            flow=each[0].flow if len(each) == 1 else None,
+            multi_get=each[0].multi_get,
         )
 
     @property

@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
+from types import ModuleType
 from typing import Any, BinaryIO, Final
 
 import xxhash
 
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import check_link, links_followed
-from dlio.data.remote import FsspecHandle, fsspec
 from dlio.data.requests import pread, pread_into, request
 from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_regular, open_regular
@@ -71,6 +72,24 @@ class Entry:
                 "a packed data set or an archive from it, or copy the folder"
             )
         return self.size
+
+
+class FsspecHandle:
+    """Whatever keeps a file system of fsspec.
+
+    A forked child, such as a worker process of torch's loader, has none of the threads in which
+    its parent's file systems work: it opens its own, once.
+    """
+
+    _opened: Any = None
+
+    @property
+    def _files(self) -> Any:
+        """The file system; None for local files."""
+        opened = self._opened
+        if opened is not None and getattr(opened, "_pid", os.getpid()) != os.getpid():
+            self._opened = opened = type(opened)(*opened.storage_args, **opened.storage_options)
+        return opened
 
 
 class Source(FsspecHandle):
@@ -353,6 +372,11 @@ class File(FsspecHandle):
         return pread_into(path, offset, into)
 
 
+def fsspec() -> ModuleType:
+    """Return fsspec, which takes long to import."""
+    return import_module("fsspec")
+
+
 def is_remote(url: str) -> bool:
     """True for URLs, which fsspec resolves, False for paths."""
     return "://" in url or "::" in url
@@ -406,14 +430,18 @@ def files_below(path: str | Sequence[str], suffixes: str | tuple[str, ...]) -> l
         if own_name(each).endswith(suffixes) or not Source(each).is_folder():
             files.append(each)
             continue
-        own, _, chain = each.partition("::")
-        tail = f"::{chain}" if chain else ""
         source = Source(each)
         names = [name for name, _ in source.names() if name.lower().endswith(suffixes)]
         for name in names:
             source.check_link(source.path(name))
-        files += [f"{own.rstrip('/')}/{name}{tail}" for name in names]
+        files += [inside(each, name) for name in names]
     return files
+
+
+def inside(url: str, name: str) -> str:
+    """Return the path or URL of an entry of a folder, also in a chained URL (`zip://a::b.zip`)."""
+    own, mark, chain = url.partition("::")
+    return f"{own.rstrip('/')}/{name}{mark}{chain}"
 
 
 def redact(text: str) -> str:

@@ -2,30 +2,50 @@
 
 | module | contents |
 |---|---|
-| `exchange_base` | the contract, by the places in a training step where an exchange acts |
-| `..exchange_spec` | the names that users write: `gossip`, `local-sgd(8)+adaptive` |
-| `exchange_context`, `exchange_factory` | the setting of an exchange; its start and calls |
+| `exchange_base` | the contract: the calls of a training step |
+| `exchange_spec` | the names that users write: `gossip`, `local-sgd(8)+adaptive` |
 | `distribute` | `dlio.distribute`, on which the trainer, `dlio run` and Lightning are based |
-| `synchronous_sgd`, `phases`, `buckets`, `paths`, `sums`, `routes` | averages of gradients |
-| `buffer_placement`, `nccl` | where buckets lie, and how they travel |
-| `gossip`, `node_gossip`, `join_hooks` | GossipGraD between ranks, and between nodes |
+| `exchange_context`, `exchange_factory` | the circumstances of an exchange; how it is started |
+| `synchronous_sgd` | averages of gradients during backward |
+| `gossip`, `node_gossip`, `pair_buffer` | GossipGraD and NoLoCo between ranks, and between nodes |
 | `asgd`, `local_sgd` | asynchronous weights; local SGD and DiLoCo |
-| `compress` | compressors with error feedback |
-| `state_cuts` | residuals and momenta of parameters that were cut |
+| `buckets`, `buffer_placement` | flat buffers; where they lie, how they are summed |
+| `sums`, `routes`, `quantised_allreduce`, `nccl` | the sum of a buffer over all ranks |
+| `compress`, `error_feedback` | compressors, and the residuals of their messages |
+| `round_commit`, `peer_steps` | agreement of the survivors after a loss |
+| `cut` | cuts of parameters, and of the residuals and momenta that belong to them |
+| `script_takeover` | agreement between `dlio run` and a script that distributes itself |
 """
 
-from dlio.exchange.exchange_base import Exchange
-from dlio.exchange.exchange_context import ExchangeContext
-from dlio.exchange.exchange_factory import ExchangeCalls, make_exchange, start_exchange
-from dlio.exchange.exchange_spec import NAMES, ExchangeSpec, parse_exchange
+from typing import TYPE_CHECKING
+
+from dlio.util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from dlio.exchange.exchange_base import Exchange
+    from dlio.exchange.exchange_context import ExchangeContext
+    from dlio.exchange.exchange_factory import make_exchange, start_exchange
+    from dlio.exchange.exchange_spec import NAMES, ExchangeSpec, parse_exchange
 
 __all__ = [
     "NAMES",
     "Exchange",
-    "ExchangeCalls",
     "ExchangeContext",
     "ExchangeSpec",
     "make_exchange",
     "parse_exchange",
     "start_exchange",
 ]
+
+# The options of `dlio train` name an exchange: `dlio --help` must not import torch.
+__getattr__ = lazy_names(
+    {
+        "Exchange": "dlio.exchange.exchange_base",
+        "ExchangeContext": "dlio.exchange.exchange_context",
+        "ExchangeSpec": "dlio.exchange.exchange_spec",
+        "NAMES": "dlio.exchange.exchange_spec",
+        "make_exchange": "dlio.exchange.exchange_factory",
+        "parse_exchange": "dlio.exchange.exchange_spec",
+        "start_exchange": "dlio.exchange.exchange_factory",
+    },
+)

@@ -32,6 +32,7 @@ are dropped. After a loss all messages under way are dropped, and nothing waits 
 
 import random
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -43,16 +44,15 @@ import torch
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import await_end, leave
 from dlio.comm.progress_thread import ProgressThread
-from dlio.comm.survival.recovery import Report
+from dlio.comm.survival.recovery import RecoveryPart
 from dlio.errors import PeerLost
 from dlio.exchange.buckets import Bucket, Named
 from dlio.exchange.compress import make_compressor
 from dlio.exchange.compress.message_layout import pieces_of
-from dlio.exchange.cut import TensorCut
+from dlio.exchange.cut import TensorCut, reshape_flats
+from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
-from dlio.exchange.peer_steps import PeerSteps
-from dlio.exchange.state_cuts import reshape_flats
-from dlio.exchange.weight_history import WeightHistory
+from dlio.exchange.peer_steps import PeerReport, PeerSteps
 
 _NOTICE: Final = 1
 _WEIGHTS: Final = 2
@@ -69,6 +69,8 @@ _LONGEST: Final = 64
 _PART: Final = 1 << 15
 """Weights merged at a time."""
 _CLOSE_TIMEOUT_S: Final = 10.0
+_DEPTH: Final = 4
+"""Steps whose weights are remembered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,17 +108,58 @@ class _IncomingMessage:
     """Time at which it was sent, by the sender's clock."""
 
 
-class Asgd:
+@dataclass(frozen=True, slots=True)
+class AsgdReport(PeerReport):
+    """Where ASGD stands on a rank."""
+
+    made: int
+    """Steps of the optimizer since the exchange was created."""
+
+
+class WeightHistory:
+    """A rank's weights after each of its last steps, with the times of these steps.
+
+    Takes as much memory as four copies of the weights.
+    """
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[int, torch.Tensor]] = deque()
+
+    def note(self, time_ns: int, weights: torch.Tensor) -> None:
+        """Copy the weights that the rank has from now on; shape (entries,)."""
+        full = len(self._marks) == _DEPTH
+        memory = self._marks.popleft()[1] if full else torch.empty_like(weights)
+        self._marks.append((time_ns, memory.copy_(weights)))
+
+    def at(self, time_ns: int) -> torch.Tensor:
+        """Return the weights that the rank had at a time: the oldest known, if it was before."""
+        for since, weights in reversed(self._marks):
+            if since <= time_ns:
+                return weights
+        return self._marks[0][1]
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """All weights, from the oldest to the newest."""
+        return [weights for _, weights in self._marks]
+
+    def replace(self, weights: Sequence[torch.Tensor]) -> None:
+        """Put others in the place of `weights`, such as ones of other shapes."""
+        times = [since for since, _ in self._marks]
+        self._marks = deque(zip(times, weights, strict=True))
+
+
+class Asgd(Exchange, RecoveryPart[AsgdReport]):
     """Sends weights to random ranks without waiting, and merges accepted ones."""
 
-    alike = False
+    peer_steps: PeerSteps
 
-    def __init__(self, named: Named, setting: ExchangeContext) -> None:
-        self._comm = comm = setting.comm
+    def __init__(self, named: Named, context: ExchangeContext) -> None:
+        self._comm = comm = context.comm
         self._progress = ProgressThread(comm)
-        seed = f"{setting.seed}.{comm.rank}"
+        seed = f"{context.seed}.{comm.rank}"
         self._random = random.Random(seed)  # noqa: S311 - the choice of partners needs no secrecy
-        self._setting, self._named = setting, named if comm.size > 1 else []
+        self._context, self._named = context, named if comm.size > 1 else []
         self._version = 0
         """Number of times that parameters have been cut."""
         self._make_bucket()
@@ -139,15 +182,15 @@ class Asgd:
         self._steps, self._interval = 0, 1.0
         self._made = 0
         """Steps of the optimizer since the exchange was created."""
-        self._recovery = setting.recovery
-        self.hearing = PeerSteps(setting.recovery)
+        self._recovery = context.recovery
+        self.peer_steps = PeerSteps(context.recovery)
         if self._recovery is not None:
-            self._part = self._recovery.add("asgd", self)
+            self._recovery.register(self)
         self._messages = self._bytes = 0
         self._accepted = self._refused = self._dropped = 0
 
     @property
-    def counted(self) -> tuple[int, ...]:
+    def contributors(self) -> tuple[int, ...]:
         """Members that go on; the steps of lost ones count up to `Recovery.last_counted`."""
         return () if self._recovery is None else self._recovery.membership.members
 
@@ -169,10 +212,10 @@ class Asgd:
         self._now = Bucket(self._named)
         self._codec = None
         self._longest = 4 * self._now.flat.numel()
-        compressor = self._setting.spec.compressor
+        compressor = self._context.spec.compressor
         if compressor is not None and self._named:
             pieces = pieces_of(self._now.tensors)
-            self._codec = make_compressor(compressor, pieces, self._setting.scratch)
+            self._codec = make_compressor(compressor, pieces, self._context.scratch)
             self._longest = self._codec.max_bytes
 
     @torch.no_grad()
@@ -185,14 +228,14 @@ class Asgd:
 
     def after_step(self) -> None:
         self._made += 1
-        if not self._peers:
-            return
-        try:
-            self._exchange()
-        except PeerLost:
-            if self._recovery is None:
-                raise
-            self._recovery.run()
+        if self._peers:
+            try:
+                self._exchange()
+            except PeerLost:
+                if self._recovery is None:
+                    raise
+                self._recovery.recover()
+        self._report_contributors()
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -232,14 +275,14 @@ class Asgd:
             )
         self._out = []
 
-    def tell(self) -> Report:
-        return {"heard": self.hearing.tell(), "made": [self._made]}
+    def report(self) -> AsgdReport:
+        return AsgdReport(self.peer_steps.report(), self._made)
 
-    def follow(self, report: Report) -> None:
-        self._made = report["made"][0]
+    def adopt(self, report: AsgdReport) -> None:
+        self._made = report.made
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self.hearing.settle(reports)
+    def reconcile(self, reports: Sequence[AsgdReport], comm: Communicator) -> None:
+        self.peer_steps.reconcile(reports)
         arriving = [each.request for each in self._arriving]
         leaving = [request for sent in self._sends for request in sent.requests]
         posted = [each.request for each in self._posted.values()]
@@ -286,7 +329,7 @@ class Asgd:
         else:
             if not self._recovery.membership.lost:  # MPI is ended in the ordinary way.
                 self._recovery.uniform(self._receive_rest)
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
         for peer, request in self._expected.items():
             if not request.cancel():
                 leave(request, self._notices[peer])
@@ -337,7 +380,7 @@ class Asgd:
             merged = self._merge(messages)
             for each, was_merged in zip(messages, merged, strict=True):
                 if was_merged and self._recovery is not None:
-                    self.hearing.note(self.hearing.members([each.peer]), each.step)
+                    self.peer_steps.note(self.peer_steps.members([each.peer]), each.step)
         return bool(messages)
 
     def _collect(self) -> list[_IncomingMessage]:

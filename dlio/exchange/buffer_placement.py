@@ -1,43 +1,54 @@
-"""Where the buckets of an exchange lie, and how they travel.
+"""Where the buckets of an exchange lie, and how they are summed.
+
+| path | a bucket of gradients | its sum |
+|---|---|---|
+| `host` | on the host | a sum of host memory |
+| `nccl` | on the GPU | `NcclSum`: plain `allreduce` only |
+| `mpi` | on the GPU | `DeviceMpiSum`: plain `allreduce` only, if MPI sums GPU memory |
+| `pinned` | on the GPU | `PinnedSum`: a sum of page-locked memory, copied there and back |
+| `gloo` | on the CPU | as `nccl`, for tests of its code |
+
+Buckets of weights are on the host, with `pinned` in page-locked memory.
 
 All ranks choose together, so that no rank of an exchange sums by NCCL while another sums through
 the host: a CPU rank next to a GPU rank, or GPUs of which one rank has two.
 """
 
-import contextlib
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from dlio.comm import Communicator, Request
+from dlio.comm import Communicator
 from dlio.comm.devices import sums_device_memory
 from dlio.exchange.buckets import Bucket, Named
-from dlio.exchange.compress.message_layout import Piece
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.exchange_spec import ExchangeSpec
-from dlio.exchange.nccl.compressors import make_codec
-from dlio.exchange.nccl.device_group import DeviceGroup, Flight
-from dlio.exchange.nccl.group_paths import GroupMemory, group_path
-from dlio.exchange.nccl.tensor_codec import TensorCodec
-from dlio.exchange.paths import (
+from dlio.exchange.nccl import DeviceGroup, NcclSum, backend_of
+from dlio.exchange.quantised_allreduce import QuantisedAllreduce
+from dlio.exchange.sums import (
+    AllreduceSum,
     CudaCopies,
-    DeviceMpiPath,
-    HostPath,
-    Path,
-    PinnedPath,
+    DeviceMpiSum,
+    PinnedSum,
+    RoutedSum,
+    Sum,
     SumsDeviceMemory,
+    Tensors,
 )
-from dlio.exchange.sums import make_sum
-from dlio.util.settings import DEVICE_EXCHANGE
+from dlio.util.settings import settings
 
 GROUP_PATHS: Final = ("nccl", "gloo")
 """Paths by a process group of the device. gloo is that of CPUs, for tests."""
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its streams.
 _log: Final = logging.getLogger("dlio")
+
+
+def is_plain(spec: ExchangeSpec) -> bool:
+    """True for sums of gradients as they are: libraries make them in a device's memory. Pure."""
+    return spec.payload == "gradient" and spec.topology == "all" and spec.compressor is None
 
 
 def choose(
@@ -51,19 +62,11 @@ def choose(
     """
     if len(set(devices)) != 1:
         return "host"
-    if group and host_reason(spec) is None:
+    if group and is_plain(spec):
         return group
     if devices[0].type != "cuda":
         return "host"
-    plain = spec.payload == "gradient" and spec.topology == "all" and spec.compressor is None
-    return "mpi" if mpi_sums_devices and plain else "pinned"
-
-
-def host_reason(spec: ExchangeSpec) -> str | None:
-    """Why an exchange needs the host's memory even with NCCL; None if it does not. Pure."""
-    if spec.merge == "parzen":
-        return f"{spec.preset} sends without the receiver's knowledge, which NCCL cannot"
-    return None
+    return "mpi" if mpi_sums_devices and is_plain(spec) else "pinned"
 
 
 def agreed(paths: Sequence[str]) -> str | None:
@@ -80,7 +83,7 @@ def find_path(
     """Choose this rank's path. Collective.
 
     Args:
-        survives: ranks may be lost, and the others go on.
+        survives: ranks may be lost, and the others continue.
     """
     over_mpi = isinstance(comm, SumsDeviceMemory) and sums_device_memory()
     group = "" if survives else _backend(devices, comm)
@@ -95,7 +98,9 @@ def find_path(
         path = "pinned" if devices[0].type == "cuda" and mine != "host" else "host"
     if comm.rank == 0 and any(each != "host" for each in everyone):
         why = ", because ranks share a GPU" if shared else _why(spec, everyone, group, survives)
-        _log.info("exchange %s: path %s%s", spec, path, why)
+        # Whoever has asked for NCCL is told without asking for the log.
+        level = logging.WARNING if settings().nccl and path not in GROUP_PATHS else logging.INFO
+        _log.log(level, "exchange %s: path %s%s", spec, path, why)
     return path
 
 
@@ -115,132 +120,108 @@ def _why(spec: ExchangeSpec, everyone: Sequence[str], group: str, survives: bool
         return ""
     if survives:
         return ", because NCCL does not go on without lost ranks"
+    if not is_plain(spec):
+        return ", because only allreduce without a compressor goes by NCCL"
     if not group:
         return ", because torch.distributed has no NCCL group of these ranks"
-    return f", because {host_reason(spec)}"
+    return ""
 
 
 def _backend(devices: Sequence[torch.device], comm: Communicator) -> str:
     """The backend that connects these ranks on their devices: "nccl", "gloo", or "" for none."""
     kinds = {device.type for device in devices}
-    allowed = {"cuda": "nccl"}
-    if os.environ.get(DEVICE_EXCHANGE):
-        allowed["cpu"] = "gloo"
     if len(kinds) != 1 or not (dist.is_available() and dist.is_initialized()):
         return ""
     (kind,) = kinds
-    if kind not in allowed:
-        return ""
-    if (dist.get_rank(), dist.get_world_size()) != (comm.rank, comm.size):
+    wanted = backend_of(kind)
+    if not wanted or (dist.get_rank(), dist.get_world_size()) != (comm.rank, comm.size):
         return ""
     whole: Any = dist.group.WORLD
     try:
         backend = whole._get_backend(torch.device(kind))
     except RuntimeError:
         return ""
-    return allowed[kind] if str(backend.name()) == allowed[kind] else ""
+    return wanted if str(backend.name()) == wanted else ""
 
 
 class BufferPlacement:
-    """The memory of an exchange's buckets, and the ways of what they hold. Collective.
+    """The memory of an exchange's buckets, and their sums. Collective.
 
     Args:
         named: parameters that are exchanged.
         needs_host: the exchange hands its buckets to others, which need host memory.
     """
 
-    def __init__(self, named: Named, setting: ExchangeContext, needs_host: bool = False) -> None:
-        self._setting = setting
-        comm = setting.comm
+    def __init__(self, named: Named, context: ExchangeContext, needs_host: bool = False) -> None:
+        self._context = context
+        comm = context.comm
         devices = [parameter.device for _, parameter in named]
         several = comm.size > 1 and len(named) > 0 and not needs_host
-        survives = setting.recovery is not None
-        self.path = find_path(devices, setting.spec, comm, survives) if several else "host"
-        """`host`, `pinned`, `mpi` or one of GROUP_PATHS; see `dlio.exchange.paths`."""
-        self.device = devices[0] if self.path != "host" else None
+        survives = context.recovery is not None
+        self.path = find_path(devices, context.spec, comm, survives) if several else "host"
+        """`host`, `pinned`, `mpi` or one of GROUP_PATHS."""
+        self._device = devices[0] if self.path != "host" else None
         """The device of buckets of gradients; None for the host."""
-        self.memory: GroupMemory | None = None
+        self._group: DeviceGroup | None = None
         if self.path in GROUP_PATHS:
-            self.memory = GroupMemory.of(DeviceGroup(comm, devices[0]))
-        self._stream: Any = _cuda.Stream(self.device) if self.path == "pinned" else None
-
-    @property
-    def group(self) -> DeviceGroup | None:
-        """The group, if buckets travel from the device's memory."""
-        return None if self.memory is None else self.memory.group
+            self._group = DeviceGroup(comm, devices[0])
+        # One stream for all buckets: their copies keep the order in which they are sent.
+        self._stream: Any = _cuda.Stream(self._device) if self.path == "pinned" else None
 
     @property
     def host_runs_ahead(self) -> bool:
         """True if the device waits for other ranks, and the host for neither."""
-        return self.group is not None and self.group.device.type == "cuda"
+        return self._group is not None and self._group.device.type == "cuda"
 
     @property
     def waited_s(self) -> float:
         """Seconds that the device has waited for other ranks without the host."""
-        return 0.0 if self.memory is None else self.memory.waits.seconds
+        return 0.0 if self._group is None else self._group.waited_s
 
     def for_gradients(self, named: Named, extra: int) -> Bucket:
         """Create a bucket of gradients, on their device, with some more elements."""
-        return Bucket(named, extra, self.device)
+        return Bucket(named, extra, self._device)
 
     def for_weights(self, named: Named) -> Bucket:
-        """Create a bucket of weights: on the device if they travel from there, else on the host."""
-        on_device = self.device if self.memory is not None else None
-        return Bucket(named, 0, on_device, pinned=self.path == "pinned")
+        """Create a bucket of weights, on the host."""
+        return Bucket(named, 0, pinned=self.path == "pinned")
 
-    def path_of(self, bucket: Bucket, extra: int, tag: int) -> Path:
-        """Create the path of a bucket to its sum.
+    def make_sum(self, bucket: Bucket, extra: int, tag: int) -> Sum:
+        """Create the sum of a bucket.
 
         Args:
             extra: elements behind the parameters.
             tag: the first of `TAGS` tags that nothing else on the communicator uses.
         """
-        if self.memory is not None:
-            return group_path(bucket, self._setting, self.memory)
+        if self._group is not None:
+            return NcclSum(self._group)
         if self.path == "mpi":
-            return DeviceMpiPath(bucket, self._setting.comm)
+            return DeviceMpiSum(self._context.comm)
         more = [("", (extra,))] if extra else []
-        total = make_sum(self._setting, [*bucket.tensors, *more], tag)
+        total = make_host_sum(self._context, [*bucket.tensors, *more], tag)
         if bucket.flat.device.type == "cpu":
-            return HostPath(bucket, total)
-        return PinnedPath(bucket, total, CudaCopies(self._stream))
-
-    def codec(self, name: str, pieces: Sequence[Piece]) -> TensorCodec:
-        """Create a compressor of tensors in the memory of `for_weights`."""
-        device = None if self.group is None else self.group.device
-        return make_codec(name, pieces, self._setting.scratch, device)
-
-    def aside(self) -> contextlib.AbstractContextManager[None]:
-        """Give the body's work on buckets to a stream next to the training's, if there is one."""
-        return contextlib.nullcontext() if self.memory is None else self.memory.side.after_current()
-
-    def swap(
-        self, message: torch.Tensor, to: int, into: torch.Tensor, source: int, tag: int
-    ) -> list[Request]:
-        """Start sending a message to a rank and receiving one; both in the memory of buckets.
-
-        Args:
-            into: at least as long as the message that arrives; on a device as long.
-        """
-        if self.group is not None:
-            return [self.group.pair((message, to), (into, source), f"weights of rank {source}")]
-        comm = self._setting.comm
-        return [
-            comm.irecv(into.view(torch.uint8).numpy(), source, tag),
-            comm.isend(message.view(torch.uint8).numpy(), to, tag),
-        ]
-
-    def wait(self, requests: Sequence[Request], what: str) -> None:
-        """Have later work on buckets wait for requests of `swap`. Raises CommTimeout."""
-        if self.memory is None:
-            self._setting.comm.wait(requests, what)
-            return
-        with self.memory.waits.timed():
-            for request in requests:
-                assert isinstance(request, Flight)
-                request.wait()
+            return total
+        host = torch.empty(bucket.flat.numel(), pin_memory=True)
+        return PinnedSum(total, CudaCopies(self._stream), host)
 
     def close(self) -> None:
-        """End the group, after all paths are closed."""
-        if self.group is not None:
-            self.group.close()
+        """End the group, after all sums are closed."""
+        if self._group is not None:
+            self._group.close()
+
+
+def make_host_sum(context: ExchangeContext, tensors: Tensors, tag: int) -> Sum:
+    """Create the sum of host memory that an exchange's topology and compressor need.
+
+    Args:
+        tensors: (name, shape) of the tensors in the region.
+        tag: the first of `TAGS` tags that nothing else on the communicator uses.
+    """
+    spec, comm = context.spec, context.comm
+    if spec.topology in ("hierarchical", "tree", "star"):
+        return RoutedSum(context, tensors, tag)
+    if spec.codec is not None:
+        keeps = context.recovery is not None
+        scratch, decay = context.scratch, spec.decay
+        return QuantisedAllreduce(comm, tensors, spec.codec, tag, scratch, keeps, decay)
+    return AllreduceSum(comm)

@@ -15,13 +15,14 @@ from dlio.comm.survival.recovery import recovery_of
 from dlio.errors import UsageError
 from dlio.exchange.buckets import Named, broadcast_state
 from dlio.exchange.cut import TensorCut
-from dlio.exchange.exchange_factory import ExchangeCalls, start_exchange
+from dlio.exchange.exchange_base import Exchange
+from dlio.exchange.exchange_factory import start_exchange
 from dlio.exchange.exchange_spec import ExchangeSpec, parse_exchange
 from dlio.exchange.peer_steps import PeerSteps
 from dlio.util.arguments import named as named_as
 from dlio.util.arguments import whole_number
 
-_around: "WeakKeyDictionary[torch.optim.Optimizer, ExchangeCalls]" = WeakKeyDictionary()
+_around: "WeakKeyDictionary[torch.optim.Optimizer, Exchange]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
 
 
@@ -52,7 +53,7 @@ class ExchangeHandle:
         self._spec, self._comm = spec, comm
         self._seed, self._pretend_nodes = seed, pretend_nodes
         self._follow_steps = follow_steps
-        self._of_optimizer: dict[torch.optim.Optimizer, ExchangeCalls] = {}
+        self._of_optimizer: dict[torch.optim.Optimizer, Exchange] = {}
         self._hooks: list[_OptimizerHook] = []
 
     def __enter__(self) -> Self:
@@ -63,7 +64,7 @@ class ExchangeHandle:
 
     def add(
         self, optimizer: torch.optim.Optimizer, named: Named, modules: Iterable[nn.Module] = ()
-    ) -> ExchangeCalls:
+    ) -> Exchange:
         """Start the exchange of an optimizer. Collective.
 
         Args:
@@ -84,11 +85,11 @@ class ExchangeHandle:
         return exchange
 
     @property
-    def exchanges(self) -> list[ExchangeCalls]:
+    def exchanges(self) -> list[Exchange]:
         """One exchange per optimizer."""
         return list(self._of_optimizer.values())
 
-    def exchange_of(self, optimizer: torch.optim.Optimizer) -> ExchangeCalls | None:
+    def exchange_of(self, optimizer: torch.optim.Optimizer) -> Exchange | None:
         """Return an optimizer's exchange, None if it has none."""
         return self._of_optimizer.get(optimizer)
 
@@ -144,9 +145,9 @@ class ExchangeHandle:
         return all(exchange.alike for exchange in self.exchanges)
 
     @property
-    def hearing(self) -> PeerSteps | None:
+    def peer_steps(self) -> PeerSteps | None:
         """The steps of other ranks that have reached this one; None if all ranks step together."""
-        return self.exchanges[0].hearing
+        return self.exchanges[0].peer_steps
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all that later steps depend on besides weights; see `Exchange.state`."""
@@ -281,7 +282,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def exchange_around(optimizer: torch.optim.Optimizer) -> ExchangeCalls | None:
+def exchange_around(optimizer: torch.optim.Optimizer) -> Exchange | None:
     """Return the exchange that `dlio.distribute` or `dlio run` calls around an optimizer's steps,
     None if there is none."""
     return _around.get(optimizer)

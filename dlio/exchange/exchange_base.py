@@ -1,4 +1,4 @@
-"""The contract of an exchange, split by the places in a training step where it acts.
+"""The contract of an exchange: the calls of a training step.
 
     before_backward, weigh, hold      gradients are about to be computed
     backward
@@ -7,70 +7,49 @@
     after_step                        weights have changed
     finish                            weights are about to be used
 
-Every exchange is an `Exchange`. Each further protocol adds the calls of one place, and an exchange
-implements only those at which it acts:
+An exchange overrides the calls of the places where it acts; the others do nothing:
 
 | | `allreduce` etc. | `gossip`, `noloco` | the same, nodes | `asgd` | `local-sgd`, `diloco` |
 |---|---|---|---|---|---|
-| `Exchange` | x | x | x | x | x |
-| `GradientExchange` | x | | x | | |
-| `PreStepExchange` | x | x | x | x | |
-| `PostStepExchange` | | x | x | x | x |
-| `DeferredExchange` | | x | x | | x |
-| `JoinsBeforeUse` | | x | x | | |
-
-Callers hold a `dlio.exchange.exchange_factory.ExchangeCalls`, which has all calls and skips those
-that its exchange does not implement.
+| `before_backward`, `weigh`, `hold` | x | | x | | |
+| `before_step` | x | x | x | x | |
+| `after_step` | | x | x | x | x |
+| `finish` | | x | x | | x |
+| `watch` | | x | x | | |
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from dlio.comm.survival.recovery import Recovery
 from dlio.exchange.cut import TensorCut
+from dlio.exchange.peer_steps import PeerSteps
 
 
-@runtime_checkable
-class Exchange(Protocol):
+class Exchange:
     """Keeps the ranks' models together. The caller that creates it closes it.
 
     It owns its communicator and the hooks that it registers; one thread uses it.
     `dlio.testing.ExchangeTests` checks these promises.
     """
 
-    alike: bool
+    alike = False
     """True if all ranks have bit-identical weights after every step."""
+    peer_steps: PeerSteps | None = None
+    """The steps of other ranks that have reached this one; None if all ranks step together."""
+    reports_to: Recovery | None = None
+    """Learns whose samples the steps have used. Set for the exchange of a training loop, not for
+    the exchanges that it is made of: these would report the same steps again."""
 
-    def reshape(self, cuts: Sequence[TensorCut]) -> None:
-        """Adapt to parameters that have been cut in the same way on all ranks. Collective.
+    @property
+    def contributors(self) -> tuple[int, ...] | None:
+        """Ranks, by their numbers when the job began, whose samples the last step has used.
 
-        Buckets are rebuilt; residuals, averages and momenta are cut with their parameters. Call it
-        between two steps, after `finish`, at the same step on all ranks.
+        None if that is not settled yet; a later step then settles it for all steps since.
         """
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return all that later steps depend on besides weights; call it between two steps.
-
-        The tensors are on the host, and later steps may overwrite them. Entries named `owed/...`
-        are residuals: their sum over ranks matters. All others are valid only for the same number
-        of ranks.
-        """
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore `state`, or the entries of it that are present, after weights were loaded."""
-
-    def statistics(self) -> dict[str, float]:
-        """Totals since the start: `wait_s` seconds spent waiting, `messages` and `bytes` sent."""
-
-    def close(self) -> None:
-        """Remove all hooks and close the communicator. Collective."""
-
-
-@runtime_checkable
-class GradientExchange(Protocol):
-    """An exchange that averages gradients during backward."""
+        return ()
 
     def before_backward(self, samples: int, planned: int) -> None:
         """Announce a backward whose loss is a sum, divided by `planned / ranks`.
@@ -92,34 +71,48 @@ class GradientExchange(Protocol):
         The next backward that is not held, or the step, averages their sum.
         """
 
-
-@runtime_checkable
-class PreStepExchange(Protocol):
-    """An exchange that acts before the optimizer's step."""
-
     def before_step(self) -> None:
         """Return once gradients are final on all ranks, and weights may change."""
 
-
-@runtime_checkable
-class PostStepExchange(Protocol):
-    """An exchange that acts on changed weights."""
-
     def after_step(self) -> None:
         """Exchange weights, or start to, after the optimizer has changed them."""
-
-
-@runtime_checkable
-class DeferredExchange(Protocol):
-    """An exchange whose messages continue after `after_step`."""
+        self._report_contributors()
 
     def finish(self) -> None:
         """Complete all messages under way: weights are then as the next step uses them."""
 
-
-@runtime_checkable
-class JoinsBeforeUse(Protocol):
-    """An exchange that completes a bucket just before a module's forward uses it."""
-
     def watch(self, module: nn.Module) -> None:
         """Add a module that was created after the exchange and uses its parameters."""
+
+    def reshape(self, cuts: Sequence[TensorCut]) -> None:
+        """Adapt to parameters that have been cut in the same way on all ranks. Collective.
+
+        Buckets are rebuilt; residuals, averages and momenta are cut with their parameters. Call it
+        between two steps, after `finish`, at the same step on all ranks.
+        """
+        raise NotImplementedError
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all that later steps depend on besides weights; call it between two steps.
+
+        The tensors are on the host, and later steps may overwrite them. Entries named `owed/...`
+        are residuals: their sum over ranks matters. All others are valid only for the same number
+        of ranks.
+        """
+        raise NotImplementedError
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore `state`, or the entries of it that are present, after weights were loaded."""
+        raise NotImplementedError
+
+    def statistics(self) -> dict[str, float]:
+        """Totals since the start: `wait_s` seconds spent waiting, `messages` and `bytes` sent."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove all hooks and close the communicator. Collective."""
+        raise NotImplementedError
+
+    def _report_contributors(self) -> None:
+        if self.reports_to is not None and (contributors := self.contributors) is not None:
+            self.reports_to.commit_step(contributors)

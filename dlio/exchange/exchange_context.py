@@ -1,4 +1,4 @@
-"""The setting that an exchange is created for."""
+"""The circumstances that an exchange is created for."""
 
 from dataclasses import dataclass, field, replace
 
@@ -34,15 +34,15 @@ class ExchangeContext:
     """True if others than these ranks exchange, too, by another exchange around this one."""
 
     def nodes(self) -> npt.NDArray[np.int32]:
-        """Return the node number of each rank that is left."""
+        """Return the node number of each survivor."""
         if self.recovery is None:
             return self.node_of
-        left: npt.NDArray[np.int32] = self.node_of[
+        survivors: npt.NDArray[np.int32] = self.node_of[
             np.isin(self.members, self.recovery.membership.members)
         ]
-        return left
+        return survivors
 
     def over(self, spec: ExchangeSpec, comm: Communicator, group: int) -> "ExchangeContext":
-        """The setting of a part of this exchange, whose ranks are all on one node."""
+        """The context of a part of this exchange, whose ranks are all on one node."""
         node_of = np.zeros(comm.size, np.int32)
         return replace(self, spec=spec, comm=comm, node_of=node_of, group=group, is_part=True)

@@ -34,18 +34,51 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
 from typing import Final
 
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 
-COMPRESSORS: Final = ("onebit", "ternary", "threshold", "adaptive", "int8", "bf16", "fp16")
-"""Names of compressors; see `dlio.exchange.compress`."""
+
+@dataclass(frozen=True, slots=True)
+class CompressorEntry:
+    """A compressor's line in the table."""
+
+    factory: str
+    """`module:function`, called with (pieces, scratch); see `dlio.exchange.compress`."""
+    defers: bool = False
+    """True if it defers most of a message to the residual: not for whole weights."""
+    takes_differences: bool = False
+    """True if noloco may send differences with it."""
+
+
+COMPRESSORS: Final = {
+    "onebit": CompressorEntry("dlio.exchange.compress.onebit:OneBit", True, True),
+    "ternary": CompressorEntry("dlio.exchange.compress.sparse:ternary", True, True),
+    # Not for differences: its level adapts too slowly to them.
+    "threshold": CompressorEntry("dlio.exchange.compress.threshold:threshold", True),
+    "adaptive": CompressorEntry("dlio.exchange.compress.sparse:adaptive", True, True),
+    "int8": CompressorEntry("dlio.exchange.compress.int8:Int8"),
+    "bf16": CompressorEntry("dlio.exchange.compress.half:Bfloat16"),
+    "fp16": CompressorEntry("dlio.exchange.compress.half:Float16"),
+}
+"""Compressors of dlio. Modules are named, not imported: the command line parses exchanges, and must
+not load torch for it."""
+
+
+def compressor_entry(name: str) -> CompressorEntry | None:
+    """Return the entry of a compressor: one of dlio's, or one that an installed package adds."""
+    if name in COMPRESSORS:
+        return COMPRESSORS[name]
+    for plugin in entry_points(group="dlio.compressors", name=name):
+        # It may leave out any part of a message, so that it is not trusted with whole weights.
+        return CompressorEntry(plugin.value, defers=True)
+    return None
+
+
 _PATTERN: Final = re.compile(r"([a-z-]+)(?:\(([^)]*)\))?(?:\+([a-z0-9]+))?")
-_SPARSE: Final = ("onebit", "ternary", "threshold", "adaptive")
-"""Compressors that defer most of a message to the residual: for sums, not for weights."""
-_TAKES_DIFFERENCES: Final = ("onebit", "ternary", "adaptive")
-"""Those that noloco sends differences with. `threshold` adapts its level too slowly to them."""
+_TAKES_DIFFERENCES: Final = tuple(k for k, each in COMPRESSORS.items() if each.takes_differences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +241,14 @@ def parse_exchange(text: str) -> ExchangeSpec:
         payload = "gradient" if "gradient" in kinds else payload
         topology = "hypercube" if "hypercube" in kinds else topology
     if compressor is not None:
-        if compressor not in COMPRESSORS:
+        entry = compressor_entry(compressor)
+        if entry is None:
             close = nearest(compressor, COMPRESSORS)
             raise UsageError(
                 f"exchange {text!r}: unknown compressor {compressor!r}; choose one of "
                 f"{', '.join(COMPRESSORS)}{close}"
             )
-        if payload == "weight" and compressor in _SPARSE:
+        if payload == "weight" and entry.defers:
             if name == "gossip":
                 payload = "delta"  # Most changes are nearly zero; most weights never are.
             elif _sends_differences(name, compressor):

@@ -17,17 +17,17 @@ import torch
 
 from dlio.exchange.buckets import Bucket, Named, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
-from dlio.exchange.compress.quantised_allreduce import TAGS
-from dlio.exchange.cut import TensorCut
+from dlio.exchange.cut import KeptTotals, TensorCut, reshape_state
+from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
+from dlio.exchange.quantised_allreduce import TAGS
 from dlio.exchange.round_commit import RoundCommit
-from dlio.exchange.state_cuts import KeptTotals, reshape_state
 from dlio.exchange.sums import load_states, states_of
 
 _FIRST_TAG: Final = 1
 
 
-class LocalSgd:
+class LocalSgd(Exchange):
     """Sets weights to the last common ones plus the mean change, every `spec.period` steps for each
     fragment.
 
@@ -37,11 +37,9 @@ class LocalSgd:
     there, so that a loss tears no weights.
     """
 
-    alike = False
-
-    def __init__(self, named: Named, setting: ExchangeContext) -> None:
-        self._setting, self._comm, self._spec = setting, setting.comm, setting.spec
-        self._named, self._place = named, BufferPlacement(named, setting)
+    def __init__(self, named: Named, context: ExchangeContext) -> None:
+        self._context, self._comm, self._spec = context, context.comm, context.spec
+        self._named, self._placement = named, BufferPlacement(named, context)
         self._totals = KeptTotals()
         self._steps = 0
         """Steps of this round."""
@@ -49,19 +47,19 @@ class LocalSgd:
         """The fragment that is exchanged next."""
         self._stale: set[int] = set()
         """Fragments whose weights have changed since they were exchanged."""
-        self._keeps = setting.recovery is not None
+        self._keeps = context.recovery is not None
         """Keep each round's sums until the next one's are complete, for ranks that lack them."""
         self._summed = range(0)
         """Buckets of the fragment that is exchanged."""
         self._begun: set[int] = set()
         """Buckets whose sum has begun in this round."""
         self._make_buckets()
-        self._closing = RoundCommit(setting, self)
+        self._commit = RoundCommit(context, self)
 
     @property
-    def counted(self) -> tuple[int, ...] | None:
+    def contributors(self) -> tuple[int, ...] | None:
         """Members whose steps are in the last round; None while a round is not over."""
-        return self._closing.counted if self._steps == 0 else None
+        return self._commit.contributors if self._steps == 0 else None
 
     def _make_buckets(self) -> None:
         """Create buckets of the parameters in their current shapes.
@@ -70,10 +68,10 @@ class LocalSgd:
         """
         together = self._comm.size > 1 or self._keeps
         groups = in_buckets(self._named, self._spec.fragments) if together else []
-        self._buckets = [self._place.for_weights(group) for group in groups]
+        self._buckets = [self._placement.for_weights(group) for group in groups]
         self._fragments = max(1, min(self._spec.fragments, len(self._buckets)))
         self._sums = [
-            self._place.path_of(bucket, 0, _FIRST_TAG + number * TAGS)
+            self._placement.make_sum(bucket, 0, _FIRST_TAG + number * TAGS)
             for number, bucket in enumerate(self._buckets)
         ]
         self._common = [torch.empty_like(bucket.flat) for bucket in self._buckets]
@@ -90,15 +88,17 @@ class LocalSgd:
             self._next += 1
             if self._next == self._fragments:
                 self._steps = self._next = 0
+        self._report_contributors()
 
     def finish(self) -> None:
         for fragment in sorted(self._stale):
             self._agree(fragment)
         self._steps = self._next = 0
+        self._report_contributors()
 
     def reshape(self, cuts: Sequence[TensorCut]) -> None:
         before, state = self._buckets, self.state()
-        self._totals.keep(self._counted())
+        self._totals.keep(self._counts())
         for each in self._sums:
             each.close()
         self._make_buckets()
@@ -135,31 +135,30 @@ class LocalSgd:
                 self._momentum[number].copy_(state[f"momentum/{number}"])
 
     def statistics(self) -> dict[str, float]:
-        counts = self._totals.plus(self._counted())
-        return {**counts, "wait_s": counts["wait_s"] + self._place.waited_s}
+        return self._totals.plus(self._counts())
 
-    def _counted(self) -> dict[str, float]:
+    def _counts(self) -> dict[str, float]:
         counts = [each.statistics() for each in self._sums]
         keys = ("wait_s", "messages", "bytes")
         return {key: sum(each[key] for each in counts) for key in keys}
 
     def close(self) -> None:
-        self._closing.remove()
+        self._commit.remove()
         for each in self._sums:
             each.close()
-        self._place.close()
+        self._placement.close()
         if self._comm.size > 1:
             self._comm.close()
 
     def _agree(self, fragment: int) -> None:
         """Average the changes of all ranks, and set a fragment's weights to the new common ones."""
         self._summed = range(fragment, len(self._buckets), self._fragments)
-        self._closing.close_turn()
-        ranks = len(self._closing.counted) if self._keeps else self._comm.size
+        self._commit.close_turn()
+        ranks = len(self._commit.contributors) if self._keeps else self._comm.size
         for number in self._summed:
             self._take(number, ranks)
         self._begun.clear()
-        self._closing.take()
+        self._commit.take()
         self._stale.discard(fragment)
 
     @torch.no_grad()
@@ -169,7 +168,7 @@ class LocalSgd:
             self._read(bucket)
             bucket.flat -= self._common[number]
             self._begun.add(number)
-            self._sums[number].start()
+            self._sums[number].start(bucket.flat)
             for each in self._summed:
                 self._sums[each].advance()
         for number in self._summed:

@@ -13,7 +13,7 @@ Ranks that are behind exchange nothing until they have made as many steps as the
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -21,21 +21,32 @@ from torch import nn
 
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import await_end, leave
-from dlio.comm.survival.recovery import Report
+from dlio.comm.survival.recovery import RecoveryPart
 from dlio.errors import PeerLost
 from dlio.exchange.buckets import Bucket, Named, in_buckets
 from dlio.exchange.cut import TensorCut
+from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio.exchange.gossip import Gossip
-from dlio.exchange.join_hooks import join_before_use
-from dlio.exchange.peer_steps import PeerSteps
+from dlio.exchange.gossip import Gossip, join_before_use
+from dlio.exchange.peer_steps import PeerReport, PeerSteps
 from dlio.exchange.synchronous_sgd import SynchronousSgd
 
 _FIRST_TAG: Final = 1
 
 
-class NodeGossip:
+@dataclass(frozen=True, slots=True)
+class NodeGossipReport(PeerReport):
+    """Where gossip between nodes stands on a rank."""
+
+    step: int
+    merged: int
+    """The last step whose values this rank has, whole."""
+    group: int
+    """Number of the rank's node."""
+
+
+class NodeGossip(Exchange, RecoveryPart[NodeGossipReport]):
     """Gossip of several nodes, at least one of which has several ranks.
 
     A step's gradient is the mean of the node's ranks, weighted by their samples; between nodes each
@@ -47,39 +58,39 @@ class NodeGossip:
 
     Args:
         modules: modules whose forward passes use the parameters.
-        setting: its communicator, of all ranks, is split and duplicated, not kept.
+        context: its communicator, of all ranks, is split and duplicated, not kept.
     """
 
-    alike = False
+    peer_steps: PeerSteps
 
     def __init__(
-        self, named: Named, modules: Iterable[nn.Module], setting: ExchangeContext
+        self, named: Named, modules: Iterable[nn.Module], context: ExchangeContext
     ) -> None:
         self._named, self._modules = named, list(modules)
-        self._group = int(setting.node_of[setting.comm.rank])
-        self._node = setting.comm.split(self._group)
+        self._group = int(context.node_of[context.comm.rank])
+        self._node = context.comm.split(self._group)
         self._ranks = self._node.size
         """Ranks of the node at the beginning."""
-        self._setting = replace(setting, comm=setting.comm.dup())
-        self._gradients = setting.spec.payload == "gradient"
-        self._recovery = setting.recovery
-        self.hearing = PeerSteps(setting.recovery)
+        self._context = replace(context, comm=context.comm.dup())
+        self._gradients = context.spec.payload == "gradient"
+        self._recovery = context.recovery
+        self.peer_steps = PeerSteps(context.recovery)
         self._step = self._resume = 0
         """Steps so far, and those up to which nothing is exchanged between nodes."""
         self._forwarder: _Forwarder | None = None
         self._between: Gossip | None = None
         self._follower: _Follower | None = None
         self._take_role()
-        within = setting.over(parse_exchange("allreduce"), self._node, self._group)
+        within = context.over(parse_exchange("allreduce"), self._node, self._group)
         self._within = SynchronousSgd(named, within, self._merge_all)
         if self._recovery is not None:
-            self._part = self._recovery.add("nodes", self)
+            self._recovery.register(self)
 
     def _take_role(self) -> None:
         """Lead the node as its first rank, or follow it."""
         if self._node.rank > 0:
             if self._follower is None:
-                recover = None if self._recovery is None else self._recovery.run
+                recover = None if self._recovery is None else self._recovery.recover
                 self._follower = _Follower(
                     self._named, self._modules, self._node, self._gradients, recover
                 )
@@ -90,7 +101,7 @@ class NodeGossip:
                 self._follower = None
             self._forwarder = _Forwarder(self._node)
             self._between = Gossip(
-                self._named, self._modules, self._setting, self._forwarder, self.hearing
+                self._named, self._modules, self._context, self._forwarder, self.peer_steps
             )
             self._between.merged = merged
 
@@ -100,7 +111,7 @@ class NodeGossip:
             self._between.merge_all()
 
     @property
-    def counted(self) -> tuple[int, ...]:
+    def contributors(self) -> tuple[int, ...]:
         """Members that go on; the steps of lost ones count up to `Recovery.last_counted`."""
         return () if self._recovery is None else self._recovery.membership.members
 
@@ -116,19 +127,19 @@ class NodeGossip:
 
     def before_step(self) -> None:
         # First complete buckets that others may wait for: a rank without samples joined none.
-        self.finish()
+        self._join_all()
         self._within.before_step()
         if self._gradients:
             self._exchange()
-            self.finish()
+            self._join_all()
 
     def after_step(self) -> None:
-        if self._gradients:
-            return
-        if (self._step + 1) % self._setting.spec.period:
-            self._step += 1
-        else:
-            self._exchange()
+        if not self._gradients:
+            if (self._step + 1) % self._context.spec.period:
+                self._step += 1
+            else:
+                self._exchange()
+        self._report_contributors()
 
     def _exchange(self) -> None:
         """Begin to send values between nodes, and to receive them."""
@@ -144,7 +155,7 @@ class NodeGossip:
         except PeerLost:
             if self._recovery is None:
                 raise
-            self._recovery.run()
+            self._recovery.recover()
             return  # The others leave out this step, too.
         if self._between is not None:
             self._between.step = self._step - 1
@@ -159,22 +170,17 @@ class NodeGossip:
         if follower is not None and follower.merged < follower.given <= self._step:
             follower.take(follower.given)
 
-    def tell(self) -> Report:
+    def report(self) -> NodeGossipReport:
         self._note_mates()
-        return {
-            "step": [self._step],
-            "merged": [self._merged()],
-            "group": [self._group],
-            "heard": self.hearing.tell(),
-        }
+        return NodeGossipReport(self.peer_steps.report(), self._step, self._merged(), self._group)
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self.hearing.settle(reports)
+    def reconcile(self, reports: Sequence[NodeGossipReport], comm: Communicator) -> None:
+        self.peer_steps.reconcile(reports)
         for each in (self._forwarder, self._follower, self._between):
             if each is not None:
                 each.drop()
-        self._resume = max(each["step"][0] for each in reports)
-        merged = [each["merged"][0] for each in reports if each["group"] == [self._group]]
+        self._resume = max(each.step for each in reports)
+        merged = [each.merged for each in reports if each.group == self._group]
         newest = max(merged)
         if min(merged) < newest:
             for bucket in self._values():
@@ -188,9 +194,9 @@ class NodeGossip:
         """Note the steps of this node's ranks whose gradients are in this rank's mean."""
         recovery, closed = self._recovery, self._within.closed
         if recovery is not None and closed:
-            began = zip(self._setting.members, self._setting.node_of.tolist(), strict=True)
+            began = zip(self._context.members, self._context.node_of.tolist(), strict=True)
             mates = {member for member, node in began if node == self._group}
-            self.hearing.note(sorted(mates & set(self._within.counted)), closed)
+            self.peer_steps.note(sorted(mates & set(self._within.contributors)), closed)
 
     def _merged(self) -> int:
         """The last step whose values this rank has, whole."""
@@ -210,6 +216,10 @@ class NodeGossip:
                 each.watch(module)
 
     def finish(self) -> None:
+        self._join_all()
+        self._report_contributors()
+
+    def _join_all(self) -> None:
         if self._between is not None:
             self._between.finish()
         if self._follower is not None:
@@ -223,13 +233,13 @@ class NodeGossip:
                 each.reshape(cuts)
 
     def state(self) -> dict[str, torch.Tensor]:
-        self.finish()
+        self._join_all()
         between = {} if self._between is None else self._between.state()
         # Any rank may lead its node one day, and must then be at the step of the other leaders.
         return {**between, "step": torch.tensor(self._step)}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._step = self.hearing.begun = int(state.get("step", 0))
+        self._step = self.peer_steps.begun = int(state.get("step", 0))
         if self._between is not None:
             self._between.load_state(state)
 
@@ -250,12 +260,12 @@ class NodeGossip:
 
     def close(self) -> None:
         if self._recovery is not None:
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
         for each in (self._forwarder, self._follower, self._between):
             if each is not None:
                 each.close()
         if self._between is None:
-            self._setting.comm.close()
+            self._context.comm.close()
         self._within.close()
 
 

@@ -1,8 +1,18 @@
 """The steps of other ranks that have reached a rank, where ranks step without waiting for all."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from dlio.comm.survival.recovery import Recovery, Report
+from dlio.comm.survival.recovery import Recovery
+from dlio.comm.survival.reports import Report
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReport(Report):
+    """The steps of other ranks that a rank has merged."""
+
+    heard: tuple[int, ...]
+    """The last step of each member of the job's beginning; see `PeerSteps.report`."""
 
 
 class PeerSteps:
@@ -38,19 +48,19 @@ class PeerSteps:
         for member in members:
             self._heard[member] = max(step, self._heard[member])
 
-    def tell(self) -> list[int]:
-        """Return the last steps, for `settle`."""
-        return list(self._heard.values())
+    def report(self) -> tuple[int, ...]:
+        """Return the last step of each member, for a `PeerReport`."""
+        return tuple(self._heard.values())
 
-    def settle(self, reports: Sequence[Report]) -> None:
-        """Settle which steps of lost members count.
+    def reconcile(self, reports: Sequence[PeerReport]) -> None:
+        """Decide which steps of lost members count.
 
         Args:
-            reports: of each rank that is left; `heard` is the result of `tell`.
+            reports: of all survivors, by rank.
         """
         assert self._recovery is not None
         living = frozenset(self._recovery.membership.members)
-        heard = [max(steps) for steps in zip(*(each["heard"] for each in reports), strict=True)]
+        heard = [max(steps) for steps in zip(*(each.heard for each in reports), strict=True)]
         for member, step in zip(self._members, heard, strict=True):
             if member not in living:
                 # Kept for later losses: the rank that has heard it may be lost, too.

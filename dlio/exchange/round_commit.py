@@ -1,14 +1,16 @@
 """Sums that all ranks of an exchange take, or none of them, whoever is lost meanwhile."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.comm import Communicator
-from dlio.comm.board import waiting
-from dlio.comm.survival.recovery import Recovery, Report
+from dlio.comm.board import blocked
+from dlio.comm.survival.recovery import Recovery, RecoveryPart
+from dlio.comm.survival.reports import Report
 from dlio.errors import PeerLost
 from dlio.exchange.exchange_context import ExchangeContext
 
@@ -33,32 +35,44 @@ class RoundSums(Protocol):
         """
 
 
-class RoundCommit:
+@dataclass(frozen=True, slots=True)
+class RoundReport(Report):
+    """The turns that a rank has all sums of."""
+
+    closed: int
+    """Number of these turns."""
+    contributors: tuple[int, ...]
+    """Members whose values are in the sums of the last of them."""
+    group: int
+    """Number of the group of ranks that sum together, such as a node's."""
+
+
+class RoundCommit(RecoveryPart[RoundReport]):
     """Counts the turns of which this rank has all sums, and gives sums to ranks that lack them.
 
     A turn is closed once any of the ranks that are left has all of its sums: it gives them to the
     others. Otherwise those that are left begin the turn's sums again.
 
     Args:
-        setting: that of the exchange; its `recovery` may be None.
+        context: that of the exchange; its `recovery` may be None.
     """
 
-    def __init__(self, setting: ExchangeContext, sums: RoundSums) -> None:
-        self._setting, self._sums = setting, sums
+    def __init__(self, context: ExchangeContext, sums: RoundSums) -> None:
+        self._context, self._sums = context, sums
         self.closed = self._taken = 0
         """Number of turns that this rank has all sums of, and of those that it has taken."""
-        self.counted: tuple[int, ...] = ()
+        self.contributors: tuple[int, ...] = ()
         """Members whose values are in the sums of the last closed turn."""
-        if setting.recovery is not None:
-            self._part = setting.recovery.add("sums", self)
+        if context.recovery is not None:
+            context.recovery.register(self)
 
     def close_turn(self) -> None:
         """Return when this rank has all sums of the next turn."""
-        recovery = self._setting.recovery
+        recovery = self._context.recovery
         if recovery is None:
             self._sums.sum_all()
         else:
-            with waiting(any_thread=True):  # Autograd's thread of a GPU waits for the main one.
+            with blocked(any_thread=True):  # Autograd's thread of a GPU waits for the main one.
                 self._over_losses(recovery)
 
     def take(self) -> None:
@@ -67,32 +81,28 @@ class RoundCommit:
 
     def remove(self) -> None:
         """Take no part in later recoveries."""
-        if self._setting.recovery is not None:
-            self._setting.recovery.remove(self._part)
+        if self._context.recovery is not None:
+            self._context.recovery.unregister(self)
 
     def _over_losses(self, recovery: Recovery) -> None:
         closed = self.closed + 1
         while self.closed < closed:
             try:
                 self._sums.sum_all()
-                self.closed, self.counted = closed, recovery.membership.members
+                self.closed, self.contributors = closed, recovery.membership.members
             except PeerLost:
-                recovery.run()
+                recovery.recover()
 
-    def tell(self) -> Report:
-        return {
-            "closed": [self.closed],
-            "counted": list(self.counted),
-            "group": [self._setting.group],
-        }
+    def report(self) -> RoundReport:
+        return RoundReport(self.closed, self.contributors, self._context.group)
 
-    def follow(self, report: Report) -> None:
-        self.closed = self._taken = report["closed"][0]
-        self.counted = tuple(report["counted"])
+    def adopt(self, report: RoundReport) -> None:
+        self.closed = self._taken = report.closed
+        self.contributors = report.contributors
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        ours = [each for each in reports if each["group"] == [self._setting.group]]
-        closed = [each["closed"][0] for each in ours]
+    def reconcile(self, reports: Sequence[RoundReport], comm: Communicator) -> None:
+        ours = [each for each in reports if each.group == self._context.group]
+        closed = [each.closed for each in ours]
         newest = max(closed)
         # Sums under way belong to the turn after the last one that this rank has taken.
         self._sums.reset(undo=self._taken == newest)
@@ -100,6 +110,6 @@ class RoundCommit:
             return
         giver = closed.index(newest)
         for array in self._sums.arrays(last=self._taken == newest):
-            self._setting.comm.bcast(array, giver)
+            self._context.comm.bcast(array, giver)
         if self.closed < newest:
-            self.closed, self.counted = newest, tuple(ours[giver]["counted"])
+            self.closed, self.contributors = newest, ours[giver].contributors

@@ -1,58 +1,83 @@
-"""Repeated non-blocking sums of one flat float32 region over all ranks."""
+"""Repeated non-blocking sums of one flat float32 region over all ranks.
+
+| class | the region | the messages |
+|---|---|---|
+| `AllreduceSum` | on the host | the library's non-blocking allreduce |
+| `RoutedSum` | on the host | point to point, along `routes` |
+| `QuantisedAllreduce` | on the host | compressed shares and sums; see `quantised_allreduce` |
+| `PinnedSum` | on the GPU | copied to page-locked memory, for one of the above, and back |
+| `DeviceMpiSum` | on the GPU | by MPI, if it sums GPU memory without blocking |
+| `NcclSum` | on the GPU | by torch.distributed; see `nccl` |
+
+`buffer_placement` chooses. Those of a GPU are tested with stand-ins for its streams, and on a GPU
+by `make gpu-check`.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import await_end, leave
 from dlio.exchange.compress import make_compressor
-from dlio.exchange.compress.error_feedback import ErrorFeedback
 from dlio.exchange.compress.message_layout import pieces_of
-from dlio.exchange.compress.quantised_allreduce import QuantisedAllreduce
+from dlio.exchange.error_feedback import ErrorFeedback
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.routes import Op, route
 
-_F32 = npt.NDArray[np.float32]
 _HEAD: Final = 8
 """Bytes before a compressed message: its length, for ranks that forward it."""
+_cuda: Final[Any] = torch.cuda  # torch does not annotate its streams and events.
 Tensors = Sequence[tuple[str, Sequence[int]]]
 """(name, shape) of the tensors in a region, in the order of their elements."""
 
 
-class Sum(Protocol):
+class Sum:
     """The sum of one region. All ranks start and wait for regions in the same order."""
 
-    def start(self, region: _F32) -> None:
+    own_s = 0.0
+    """Seconds that the host has waited for its own device."""
+    begun = True
+    """False while a device is still to write the region. Later regions must not overtake it: all
+    ranks begin messages in the same order."""
+
+    def start(self, region: torch.Tensor) -> None:
         """Start summing `region` in place. Do not touch it before the sum is complete."""
+        raise NotImplementedError
 
     def advance(self) -> bool:
         """Drive the sum forward without waiting; True if it is complete."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Begin messages if they have not begun; waits for the device that writes the region."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return once the sum is complete. Raises CommTimeout after the deadline."""
+        """Return once the region holds the sum, for later work of the current stream.
 
-    def flush(self, region: _F32) -> None:
-        """Overwrite `region` with the sum of all ranks' residuals, and clear them. Collective."""
+        Raises CommTimeout after the deadline.
+        """
+        raise NotImplementedError
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the state for a checkpoint, between two sums.
+        """Return the state for a checkpoint, between two sums, on the host.
 
         `owed` is this rank's residual; all else is valid only for the same number of ranks.
         """
+        return {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore `state`, or the entries of it that are present."""
 
     def statistics(self) -> dict[str, float]:
         """Totals since the start: `wait_s`, and `messages` and `bytes` that this rank sent."""
+        raise NotImplementedError
 
     def reset(self, undo: bool) -> None:
-        """Drop a sum that a loss has interrupted, and go on with the ranks that are left.
+        """Drop a sum that a loss has interrupted, and continue with the survivors.
 
         Its region may be used again. Call it once all communicators are of the next generation.
 
@@ -64,13 +89,17 @@ class Sum(Protocol):
     def close(self) -> None: ...
 
 
-class _SavedSum(Protocol):
-    def state(self) -> dict[str, torch.Tensor]: ...
+def ring_traffic(ranks: int, size: int) -> tuple[int, float]:
+    """(messages, bytes) that a rank sends for a sum of `size` bytes around a ring.
 
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None: ...
+    Libraries choose their algorithm in silence; a ring sends the fewest bytes possible, 2 (p - 1)
+    messages of a p-th of them.
+    """
+    hops = 2 * (ranks - 1)
+    return hops, hops * size / ranks
 
 
-def states_of(sums: Sequence[_SavedSum]) -> dict[str, torch.Tensor]:
+def states_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
     """Merge the states of several sums, as `owed/<number>` etc."""
     return {
         f"{name}/{number}": value
@@ -79,31 +108,17 @@ def states_of(sums: Sequence[_SavedSum]) -> dict[str, torch.Tensor]:
     }
 
 
-def load_states(sums: Sequence[_SavedSum], state: Mapping[str, torch.Tensor]) -> None:
+def load_states(sums: Sequence[Sum], state: Mapping[str, torch.Tensor]) -> None:
     """Restore the result of `states_of`."""
     for number, each in enumerate(sums):
         ours = [name for name in state if name.endswith(f"/{number}")]
         each.load_state({name.rpartition("/")[0]: state[name] for name in ours})
 
 
-def make_sum(setting: ExchangeContext, tensors: Tensors, tag: int) -> Sum:
-    """Create the sum that an exchange's topology and compressor need.
-
-    Args:
-        tensors: (name, shape) of the tensors in the region.
-        tag: the first of `TAGS` tags that nothing else on the communicator uses.
-    """
-    spec, comm = setting.spec, setting.comm
-    if spec.topology in ("hierarchical", "tree", "star"):
-        return RoutedSum(setting, tensors, tag)
-    if spec.codec is not None:
-        keeps = setting.recovery is not None
-        scratch, decay = setting.scratch, spec.decay
-        return QuantisedAllreduce(comm, tensors, spec.codec, tag, scratch, keeps, decay)
-    return AllreduceSum(comm)
+# Sums of host memory.
 
 
-class AllreduceSum:
+class AllreduceSum(Sum):
     """The library's own non-blocking allreduce."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -112,13 +127,14 @@ class AllreduceSum:
         self._wait_s = 0.0
         self._messages = self._bytes = 0.0
 
-    def start(self, region: _F32) -> None:
-        hops = 2 * (self._comm.size - 1)
-        self._messages += hops
-        self._bytes += hops * region.nbytes / self._comm.size
-        self._request = self._comm.iallreduce(region)
+    def start(self, region: torch.Tensor) -> None:
+        messages, sent = ring_traffic(self._comm.size, region.nbytes)
+        self._messages += messages
+        self._bytes += sent
+        self._request = self._comm.iallreduce(region.numpy())
 
     def advance(self) -> bool:
+        # Open MPI moves a long message only inside calls to it: asking drives it.
         if self._request is not None and self._request.done():
             self._request = None
         return self._request is None
@@ -131,17 +147,7 @@ class AllreduceSum:
         self._wait_s += time.perf_counter() - began
         self._request = None
 
-    def flush(self, region: _F32) -> None:
-        region[:] = 0
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        pass
-
     def statistics(self) -> dict[str, float]:
-        """Totals of a ring: each rank sends 2 (p - 1) messages of a p-th of the bytes."""
         return {"wait_s": self._wait_s, "messages": self._messages, "bytes": self._bytes}
 
     def reset(self, undo: bool) -> None:
@@ -153,7 +159,7 @@ class AllreduceSum:
         self._request = None
 
 
-class RoutedSum:
+class RoutedSum(Sum):
     """A sum over point-to-point messages along a route.
 
     With a compressor, each hop up keeps its residual for the next sum, and all ranks receive the
@@ -163,19 +169,19 @@ class RoutedSum:
         tag: a tag that nothing else on the communicator uses.
     """
 
-    def __init__(self, setting: ExchangeContext, tensors: Tensors, tag: int) -> None:
-        self._setting, self._comm, self._tag = setting, setting.comm, tag
+    def __init__(self, context: ExchangeContext, tensors: Tensors, tag: int) -> None:
+        self._context, self._comm, self._tag = context, context.comm, tag
         self._ops = self._route()
-        compressor = setting.spec.compressor
+        compressor = context.spec.compressor
         pieces = pieces_of(tensors)
         self.entries = pieces[-1].stop if pieces else 0
         self._codec = None
         longest = 4 * self.entries
         if compressor is not None:
-            self._codec = make_compressor(compressor, pieces, setting.scratch)
+            self._codec = make_compressor(compressor, pieces, context.scratch)
             longest = _HEAD + self._codec.max_bytes
         self._residual = ErrorFeedback(
-            self.entries if self._codec else 0, keeps=setting.recovery is not None
+            self.entries if self._codec else 0, keeps=context.recovery is not None
         )
         self._memory = np.empty(0, np.int64)
         """The compressor's state before the last sum, where it may have to be undone."""
@@ -191,16 +197,16 @@ class RoutedSum:
         self._messages = self._bytes = 0
 
     def _route(self) -> list[Op]:
-        spec, nodes = self._setting.spec, self._setting.nodes()
+        spec, nodes = self._context.spec, self._context.nodes()
         return route(spec.topology, self._comm.rank, nodes, spec.compressor is not None)
 
-    def start(self, region: _F32) -> None:
-        self._region, self._at, self._down = region, 0, False
+    def start(self, region: torch.Tensor) -> None:
+        self._region, self._at, self._down = region.numpy(), 0, False
         self._residual.keep()
-        if self._codec is not None and self._setting.recovery is not None:
+        if self._codec is not None and self._context.recovery is not None:
             self._memory = self._codec.state()
         if not self._ops:
-            self._residual.pay(region)
+            self._residual.pay(self._region)
         else:
             self._begin()
             self.advance()
@@ -227,14 +233,6 @@ class RoutedSum:
                     self._comm.wait(self._sends[:1], "gradients to leave", left_s)
         finally:
             self._wait_s += time.perf_counter() - began
-
-    def flush(self, region: _F32) -> None:
-        if self._codec is None:
-            region[:] = 0
-            return
-        region[:] = self._residual.owed
-        self._comm.wait([self._comm.iallreduce(region)], "residuals of the other ranks")
-        self._residual.owed[:] = 0
 
     def state(self) -> dict[str, torch.Tensor]:
         if self._codec is None:
@@ -325,3 +323,173 @@ class RoutedSum:
         self._down = True
         self._region[:] = 0
         self._codec.add(self._outgoing[_HEAD:], self._region)
+
+
+# Sums of a GPU's memory.
+
+
+@runtime_checkable
+class SumsDeviceMemory(Protocol):
+    """A communicator that can sum GPU memory."""
+
+    def iallreduce_device(self, tensor: torch.Tensor) -> Request:
+        """Start summing a float32 tensor in GPU memory over all ranks, in place."""
+
+
+class PinnedCopies(Protocol):
+    """Copies between a device and pinned memory, concurrent with the device's computation."""
+
+    def to_host(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        """Start a copy to the host, after the current work of the current stream."""
+
+    def arrived(self) -> bool:
+        """True if the last `to_host` is complete."""
+
+    def await_host(self) -> None:
+        """Wait for the last `to_host`."""
+
+    def to_device(self, device: torch.Tensor, host: torch.Tensor) -> None:
+        """Start a copy to the device; later work of the current stream waits for it."""
+
+
+class CudaCopies:
+    """Copies on one stream, which the buckets of an exchange may share.
+
+    Args:
+        stream: a stream of the device.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._event = _cuda.Event()
+
+    def to_host(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(device.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(device, non_blocking=True)
+            self._event.record(self._stream)
+
+    def arrived(self) -> bool:
+        return bool(self._event.query())
+
+    def await_host(self) -> None:
+        self._event.synchronize()
+
+    def to_device(self, device: torch.Tensor, host: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            device.copy_(host, non_blocking=True)
+        torch.cuda.current_stream(device.device).wait_stream(self._stream)
+
+
+class PinnedSum(Sum):
+    """A sum by way of pinned memory: a region is sent once its copy has arrived there.
+
+    CUDA-aware Open MPI is no alternative: its non-blocking reductions take host memory only, and
+    its blocking ones copy through the host themselves.
+
+    Args:
+        host: memory for the copy; as long as the region.
+    """
+
+    def __init__(self, total: Sum, copies: PinnedCopies, host: torch.Tensor) -> None:
+        self._total, self._copies, self._host = total, copies, host
+        self._region = torch.empty(0)
+
+    def start(self, region: torch.Tensor) -> None:
+        self.begun = False
+        self._region = region
+        self._copies.to_host(self._host, region)
+
+    def advance(self) -> bool:
+        if self.begun:
+            return self._total.advance()
+        if self._copies.arrived():
+            self._send()
+        return False
+
+    def begin(self) -> None:
+        if not self.begun:
+            began = time.perf_counter()
+            self._copies.await_host()
+            self.own_s += time.perf_counter() - began
+            self._send()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.begin()
+        self._total.wait(timeout_s)
+        self._copies.to_device(self._region, self._host)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self._total.state()
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._total.load_state(state)
+
+    def statistics(self) -> dict[str, float]:
+        return self._total.statistics()
+
+    def reset(self, undo: bool) -> None:
+        # A copy that was never sent has left no residual to undo.
+        self._total.reset(undo and self.begun)
+        self.begun = True
+
+    def close(self) -> None:
+        self._total.close()
+
+    def _send(self) -> None:
+        self.begun = True
+        self._total.start(self._host)
+
+
+class DeviceMpiSum(Sum):
+    """A region in GPU memory, summed in place by MPI once the stream has written it.
+
+    Args:
+        comm: a communicator that is `SumsDeviceMemory`.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        assert isinstance(comm, SumsDeviceMemory)
+        self._comm = comm
+        self._device_sums: SumsDeviceMemory = comm
+        self._written = _cuda.Event()
+        self._region = torch.empty(0)
+        self._request: Request | None = None
+        self._messages = self._bytes = 0.0
+
+    def start(self, region: torch.Tensor) -> None:
+        messages, sent = ring_traffic(self._comm.size, region.nbytes)
+        self._messages += messages
+        self._bytes += sent
+        self.begun = False
+        self._region = region
+        self._written.record(torch.cuda.current_stream(region.device))
+
+    def advance(self) -> bool:
+        if not self.begun and self._written.query():
+            self.begin()
+        return self.begun and (self._request is None or self._request.done())
+
+    def begin(self) -> None:
+        if not self.begun:
+            began = time.perf_counter()
+            # MPI knows no streams: the region has to be there when it begins to read.
+            self._written.synchronize()
+            self.own_s += time.perf_counter() - began
+            self.begun = True
+            self._request = self._device_sums.iallreduce_device(self._region)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.begin()
+        if self._request is not None:
+            self._comm.wait([self._request], "gradients of the other ranks", timeout_s)
+            self._request = None
+
+    def statistics(self) -> dict[str, float]:
+        return {"wait_s": 0.0, "messages": self._messages, "bytes": self._bytes}
+
+    def reset(self, undo: bool) -> None:
+        self._request, self.begun = None, True
+
+    def close(self) -> None:
+        self._request = None

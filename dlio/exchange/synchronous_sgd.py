@@ -1,9 +1,14 @@
-"""Synchronous data parallelism: gradients are summed over all ranks while backward runs."""
+"""Synchronous data parallelism: gradients are summed over all ranks while backward runs.
 
+docs/design/gradient-path.md follows one gradient through this module.
+"""
+
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum, auto
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,18 +16,60 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from dlio.comm.funnel import elsewhere
+from dlio.comm.funnel import funnel_in_use, is_foreign_thread
 from dlio.comm.progress_thread import ProgressThread
 from dlio.errors import PeerLost
-from dlio.exchange.backward import after_backward, sends_after_backward
-from dlio.exchange.bucket_sums import BucketSums
-from dlio.exchange.buckets import Named
+from dlio.exchange.buckets import Bucket, Named, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
-from dlio.exchange.cut import TensorCut
+from dlio.exchange.cut import KeptTotals, TensorCut, reshape_state
+from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
-from dlio.exchange.phases import StepPhase
+from dlio.exchange.quantised_allreduce import TAGS
 from dlio.exchange.round_commit import RoundCommit
-from dlio.exchange.state_cuts import KeptTotals, reshape_state
+from dlio.exchange.sums import load_states, states_of
+
+_FIRST_TAG: Final = 1
+
+
+class StepPhase(Enum):
+    """A phase of one rank's step.
+
+                      gradient, held
+             +--------------------------->  HELD  <-- gradient, held --+
+             |                               |                         |
+             |                            gradient                     |
+             |                               v                         |
+           IDLE  ------- gradient ------> BACKWARD <-- gradient -- AVERAGED
+             ^                            |      |                     ^
+             |                            |      +-- backward ends ----+
+             |                            |           (all messages)   |
+             |               backward ends in a thread                 |
+             |               that may not send                         |
+             |                            v                            |
+             |                        UNSENT ---- backward returns ----+
+             |
+             +--- before_step, from every phase
+
+    "gradient": autograd has accumulated a parameter's gradient. "backward ends": autograd's
+    callback at the end of a backward. "backward returns": `Tensor.backward` returns in the thread
+    that called it.
+
+    On its way to IDLE, `before_step` averages the gradients that other ranks still expect: from
+    HELD and BACKWARD always; from IDLE if this rank announced its samples by `before_backward`,
+    because a rank without samples runs no backward, and the others wait for its zeros; from
+    AVERAGED never.
+    """
+
+    IDLE = auto()
+    """No gradient since the last step."""
+    HELD = auto()
+    """Gradients that no other rank has received yet."""
+    BACKWARD = auto()
+    """A backward is running; complete buckets are being sent."""
+    UNSENT = auto()
+    """The backward is over; its messages wait for the thread that may send."""
+    AVERAGED = auto()
+    """`.grad` holds the mean over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +86,23 @@ class _GradientWeights:
     """Take part in the average also if no backward has run here: a rank may be without samples."""
 
 
-class SynchronousSgd:
+class SynchronousSgd(Exchange):
     """Sums each bucket as soon as backward has computed its gradients.
 
     When `backward` returns, `.grad` holds the mean over all ranks, so that clipping, accumulation
     and inspection see the mean.
 
-    A rank without samples, whose backward does not run, and a parameter that only this rank's
+    Sums start in the order of buckets on all ranks, whatever order gradients arrive in. All buckets
+    are summed: a rank does not know which parameters the backward of another one has reached. A
+    rank without samples, whose backward does not run, and a parameter that only this rank's
     backward did not reach contribute the contents of `.grad` (earlier backwards of the step), or
     zeros, and get the mean as all others do. A parameter without a gradient on any rank gets none.
-    Each rank's gradients count by its weight, which travels with them.
 
-    With a compressor the mean is not exact; the next mean includes the difference.
+    With the gradients travel, for each parameter, whether this rank has one of it, and the rank's
+    weight. Without a compressor these are a bucket's last elements; they must be exact, so with a
+    compressor they travel alone. With a compressor the mean is not exact; the next mean includes
+    the difference.
 
-    `dlio.exchange.paths` says where gradients lie and how they reach other ranks.
     `wait_s` counts the waits for other ranks, not those for this rank's own device. With a GPU
     and an MPI that only the main thread may call, nothing is sent before backward returns.
 
@@ -65,15 +115,15 @@ class SynchronousSgd:
     alike = True
 
     def __init__(
-        self, named: Named, setting: ExchangeContext, before_wait: Callable[[], None] | None = None
+        self, named: Named, context: ExchangeContext, before_wait: Callable[[], None] | None = None
     ) -> None:
-        self._named, self._setting, self._before_wait = named, setting, before_wait
-        self._comm = comm = setting.comm
+        self._named, self._context, self._before_wait = named, context, before_wait
+        self._comm = comm = context.comm
         self._progress = ProgressThread(comm)
         self._totals = KeptTotals()
         devices = [parameter.device for _, parameter in named]
         several = comm.size > 1 and len(named) > 0
-        self._place = BufferPlacement(named, setting)
+        self._placement = BufferPlacement(named, context)
         self._stop_watching: Callable[[], None] | None = None
         """Set if another thread than autograd's must send."""
         if several and sends_after_backward(devices):
@@ -81,37 +131,41 @@ class SynchronousSgd:
         self._phase = StepPhase.IDLE
         self._held = False
         """Value of the last call of `hold`."""
-        self._weighting = _GradientWeights()
+        self._weights = _GradientWeights()
         self._wait_s = 0.0
         self._ranks = comm.size
         """Ranks at the beginning, by which a loss is scaled."""
+        self._carries_weight = context.spec.compressor is None
+        """True if each bucket carries the rank's weight and its parameters' flags."""
+        self._keeps = context.recovery is not None
+        """Keep each step's sums until the next one's are complete, for ranks that lack them."""
         self._summed_weight: npt.NDArray[np.float64]
         """The ranks' weight in the last average, and how many of them have each parameter's
         gradient, if buckets do not carry them."""
-        self._weight_on_device: torch.Tensor | None = None
-        """The same, if buckets travel from a device's memory."""
-        self._torn = False
+        self._peer_lost = False
         """True if a rank was lost while this average's sums were under way."""
-        self._make_sums()
-        self._closing = RoundCommit(setting, self)
+        self._make_buckets()
+        self._commit = RoundCommit(context, self)
+
+    # The calls of a training loop.
 
     @property
-    def counted(self) -> tuple[int, ...]:
-        """Members whose gradients are in the last average."""
-        return self._closing.counted
+    def contributors(self) -> tuple[int, ...]:
+        """Ranks, by their first numbers, whose gradients are in the last average."""
+        return self._commit.contributors
 
     @property
     def closed(self) -> int:
         """Number of averages that this rank has."""
-        return self._closing.closed
+        return self._commit.closed
 
     def before_backward(self, samples: int, planned: int) -> None:
-        self._weighting = _GradientWeights(
+        self._weights = _GradientWeights(
             float(samples), scale=planned / self._ranks, everything=True
         )
 
     def weigh(self, samples: float) -> None:
-        self._weighting = _GradientWeights(samples, factor=samples)
+        self._weights = _GradientWeights(samples, factor=samples)
 
     def hold(self, held: bool) -> None:
         self._held = held
@@ -120,51 +174,90 @@ class SynchronousSgd:
         phase, self._phase = self._phase, StepPhase.IDLE
         expected = phase not in (StepPhase.IDLE, StepPhase.AVERAGED)
         if phase is StepPhase.IDLE:
-            expected = self._weighting.everything
-        if expected and self._sums.buckets:
+            expected = self._weights.everything
+        if expected and self._buckets:
             self._average()
 
     def reshape(self, cuts: Sequence[TensorCut]) -> None:
-        before, state = self._sums.buckets, self.state()
-        self._totals.keep(self._sums.statistics())
+        before, state = self._buckets, self.state()
+        self._totals.keep(self._counts())
         self._remove_hooks()
-        self._sums.close()
-        self._make_sums()
-        self.load_state(reshape_state(state, before, self._sums.buckets, cuts, ("owed",)))
+        self._close_sums()
+        self._make_buckets()
+        self.load_state(reshape_state(state, before, self._buckets, cuts, ("owed",)))
 
     def state(self) -> dict[str, torch.Tensor]:
-        return self._sums.state()
+        return states_of(self._sums)
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._sums.load_state(state)
+        load_states(self._sums, state)
 
     def statistics(self) -> dict[str, float]:
-        wait_s = self._wait_s + self._place.waited_s
-        return {"wait_s": wait_s, **self._totals.plus(self._sums.statistics())}
+        wait_s = self._wait_s + self._placement.waited_s
+        return {"wait_s": wait_s, **self._totals.plus(self._counts())}
 
     def close(self) -> None:
         if self._stop_watching is not None:
             self._stop_watching()
         self._remove_hooks()
-        self._sums.close()
-        self._place.close()
+        self._close_sums()
+        self._placement.close()
         self._progress.close()
-        self._closing.remove()
+        self._commit.remove()
         if self._ranks > 1:
             self._comm.close()
 
-    def _make_sums(self) -> None:
+    # Buckets and hooks.
+
+    def _make_buckets(self) -> None:
         """Create buckets of the parameters in their current shapes, and register hooks."""
-        self._sums = BucketSums(self._named, self._setting, self._place, self._progress)
-        self._summed_weight = np.zeros(1 + len(self._sums.parameters))
+        # A rank that is left alone continues as before: a loss is scaled by the ranks at first.
+        groups = in_buckets(self._named) if self._comm.size > 1 or self._keeps else []
+        extras = [len(group) + 1 if self._carries_weight else 0 for group in groups]
+        self._buckets = [
+            self._placement.for_gradients(group, extra)
+            for group, extra in zip(groups, extras, strict=True)
+        ]
+        self._sums = [
+            self._placement.make_sum(bucket, extra, _FIRST_TAG + number * TAGS)
+            for number, (bucket, extra) in enumerate(zip(self._buckets, extras, strict=True))
+        ]
+        self._position = {
+            parameter: (number, place)
+            for number, bucket in enumerate(self._buckets)
+            for place, parameter in enumerate(bucket.parameters)
+        }
+        """(bucket, place in it) of each parameter, in the order of buckets."""
+        self._summed_weight = np.zeros(1 + len(self._position))
+        self._begin_step()
         self._hooks = []
-        for parameter in self._sums.parameters:
+        for parameter in self._position:
             hooked: Any = parameter  # torch does not annotate the method.
             self._hooks.append(hooked.register_post_accumulate_grad_hook(self._gradient_ready))
+
+    def _begin_step(self) -> None:
+        self._missing = [set(bucket.parameters) for bucket in self._buckets]
+        """By bucket, parameters whose gradient has not been copied into it."""
+        self._started = 0
+        """Buckets started in order so far: those before this number."""
+        self._begun: set[int] = set()
+        """Buckets whose sum has begun."""
+        self._void = False
+        """True if sums have begun and a loss has made them void: begin all again."""
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def _close_sums(self) -> None:
+        for each in self._sums:
+            each.close()
+
+    def _counts(self) -> dict[str, float]:
+        each = [total.statistics() for total in self._sums]
+        return {key: sum(counts[key] for counts in each) for key in ("messages", "bytes")}
+
+    # During backward. Autograd calls the hooks, on its own thread for a GPU.
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         if self._held:
@@ -173,14 +266,32 @@ class SynchronousSgd:
         if self._phase not in (StepPhase.BACKWARD, StepPhase.UNSENT):
             self._phase = StepPhase.BACKWARD
             Variable._execution_engine.queue_callback(self._backward_ends)
-        added = self._sums.add(parameter, self._weighting.factor)
-        if added and not self._torn and not self._may_not_send():
-            try:
-                self._sums.start_complete(self._weighting.weight)
-            except PeerLost:
-                if self._setting.recovery is None:
-                    raise
-                self._torn = True  # The backward goes on; what is missing is sent at its end.
+        number = self._position[parameter][0]
+        if number < self._started:
+            # The second gradient of this backward: the sum of both is taken at the end.
+            return
+        self._copy(parameter, self._weights.factor)
+        self._missing[number].discard(parameter)
+        if self._peer_lost or self._may_not_send():
+            return
+        try:
+            self._start_complete()
+        except PeerLost:
+            if self._context.recovery is None:
+                raise
+            # The backward continues; missing sums are made at its end. An exception in a hook
+            # would end it in the middle, with some of `.grad` written.
+            self._peer_lost = True
+
+    def _start_complete(self) -> None:
+        """Start the next buckets that are complete, and drive those under way."""
+        while self._started < len(self._buckets) and not self._missing[self._started]:
+            self._start(self._started, ())
+            self._started += 1
+        for each in self._sums[: self._started]:
+            each.advance()
+            if not each.begun:
+                break
 
     def _backward_ends(self) -> None:
         """Called by autograd, in the thread that ends the backward."""
@@ -196,51 +307,177 @@ class SynchronousSgd:
             self._backward_ends()
 
     def _may_not_send(self) -> bool:
-        return self._stop_watching is not None and elsewhere()
+        return self._stop_watching is not None and is_foreign_thread()
+
+    def _start(self, number: int, uncopied: Iterable[nn.Parameter]) -> None:
+        """Start a bucket's sum, after copying the gradients that it lacks."""
+        bucket = self._buckets[number]
+        for parameter in uncopied:
+            self._copy(parameter, self._weights.factor)
+        if self._carries_weight:
+            with torch.no_grad():
+                bucket.flat[-1] = self._weights.weight
+                bucket.flat[-1 - len(bucket.parameters) : -1] = 1
+                for place, parameter in enumerate(reversed(bucket.parameters)):
+                    if parameter.grad is None:
+                        bucket.flat[-2 - place] = 0
+        self._begun.add(number)
+        self._sums[number].start(bucket.flat)
+        self._progress.go()
+
+    @torch.no_grad()
+    def _copy(self, parameter: nn.Parameter, factor: float) -> None:
+        number, place = self._position[parameter]
+        view = self._buckets[number].views[place]
+        if parameter.grad is None:
+            view.zero_()
+            return
+        view.copy_(parameter.grad)
+        if factor != 1.0:
+            view.mul_(factor)
+
+    # At the end of backward.
 
     def _average(self) -> None:
         """Start all remaining sums, wait for them, and write the means into `.grad`."""
-        weighting, sums = self._weighting, self._sums
-        began, own_s = time.perf_counter(), sums.own_s
+        began, own_s = time.perf_counter(), self._own_s()
         if self._before_wait is not None:
             self._before_wait()
-        self._closing.close_turn()
+        if self._context.recovery is None:
+            self.sum_all()
+        else:
+            self._commit.close_turn()
         self._progress.rest()
-        weight = None if sums.carries_weight else self._total_weight()
-        sums.take(weight, weighting.scale)
-        self._closing.take()
-        if self._setting.recovery is not None and not self._setting.is_part:
-            self._setting.recovery.count(self.counted)  # A step may have several averages.
-        if not self._place.host_runs_ahead:
-            self._wait_s += time.perf_counter() - began - (sums.own_s - own_s)
+        self._take_means()
+        self._commit.take()
+        if self._context.recovery is not None and not self._context.is_part:
+            # Here and not after the step only: a step may have several averages.
+            self._context.recovery.commit_step(self.contributors)
+        if not self._placement.host_runs_ahead:
+            self._wait_s += time.perf_counter() - began - (self._own_s() - own_s)
 
     def sum_all(self) -> None:
-        if self._torn:
-            self._torn = False
+        if self._peer_lost:
+            self._peer_lost = False
             raise PeerLost("another rank was lost while backward ran")
-        self._sums.start_rest(self._weighting.weight, self._weighting.factor)
-        self._sums.wait()
-        if not self._sums.carries_weight:
-            self._sum_weights()
+        again, self._void = self._void, False
+        for number, bucket in enumerate(self._buckets):
+            if again:
+                self._start(number, bucket.parameters)
+            elif number >= self._started:
+                self._start(number, self._missing[number])
+        for each in self._sums:
+            each.begin()
+        self._wait_for_sums()
+        if not self._carries_weight:
+            flags = [float(parameter.grad is not None) for parameter in self._position]
+            self._summed_weight[:] = [self._weights.weight, *flags]
+            request = self._comm.iallreduce(self._summed_weight)
+            self._comm.wait([request], "the number of samples")
 
-    def _sum_weights(self) -> None:
-        group, what = self._place.group, "the number of samples"
-        mine = [self._weighting.weight, *self._sums.flags()]
-        if group is None:
-            self._summed_weight[:] = mine
-            self._comm.wait([self._comm.iallreduce(self._summed_weight)], what)
-            return
-        weight = torch.tensor(mine, dtype=torch.float64, device=group.device)
-        group.sum(weight, what).wait()
-        self._weight_on_device = weight
+    def _wait_for_sums(self) -> None:
+        for each in self._sums:
+            each.wait()
 
-    def _total_weight(self) -> torch.Tensor:
-        if self._weight_on_device is not None:
-            return self._weight_on_device
-        return torch.from_numpy(self._summed_weight)
+    @torch.no_grad()
+    def _take_means(self) -> None:
+        """Write the means into `.grad`, and begin the next step."""
+        first = 1
+        for bucket in self._buckets:
+            count = len(bucket.parameters)
+            if self._carries_weight:
+                flags, total = bucket.flat[-count - 1 : -1], bucket.flat[-1]
+            else:
+                weights = torch.from_numpy(self._summed_weight)
+                flags, total = weights[first : first + count], weights[0]
+            _write_means(bucket, flags, total, self._weights.scale)
+            first += count
+        if self._keeps:
+            for bucket in self._buckets:
+                bucket.swap()
+        self._begin_step()
+
+    def _own_s(self) -> float:
+        return sum(each.own_s for each in self._sums)
+
+    # Where ranks may be lost: `RoundCommit` calls these.
 
     def reset(self, undo: bool) -> None:
-        self._sums.reset(undo)
+        for number, each in enumerate(self._sums):
+            each.reset(undo and number in self._begun)
+        self._void = undo and bool(self._begun)
 
     def arrays(self, last: bool) -> list[npt.NDArray[np.generic]]:
-        return [self._summed_weight, *self._sums.arrays(last)]
+        sums = [(each.before if last else each.flat).numpy() for each in self._buckets]
+        return [self._summed_weight, *sums]
+
+
+def _write_means(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale: float) -> None:
+    """Write the means of a bucket into `.grad`; a parameter without a gradient anywhere gets none.
+
+    Args:
+        flags: number of ranks with a gradient of each parameter.
+        total: sum of the ranks' weights.
+        scale: factor of the means.
+    """
+    factor: float | torch.Tensor
+    if total.device.type != "cpu":
+        factor = scale / total.clamp(min=1e-12)  # Without waiting for the device.
+    else:
+        factor = scale / max(float(total), 1e-12)
+    for place, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+        if parameter.grad is None:
+            if not float(flags[place]):
+                continue
+            parameter.grad = torch.empty_like(parameter)
+        if (parameter.grad.dtype, parameter.grad.device) == (view.dtype, view.device):
+            torch.mul(view, factor, out=parameter.grad)
+        else:
+            parameter.grad.copy_(view * factor)
+
+
+# The end of a backward pass, in the thread that called it.
+#
+# Autograd runs a GPU's part of a backward, with its hooks and callbacks, in a thread of the device,
+# while the thread that called `backward` blocks. If only that thread may call MPI
+# (MPI_THREAD_FUNNELED), nothing can be sent before `backward` returns. torch has no hook for that
+# moment, so `torch.autograd.backward` is replaced while somebody listens.
+
+_lock = threading.Lock()
+_listeners: list[Callable[[], None]] = []
+_original: Any = None
+
+
+def sends_after_backward(devices: Iterable[torch.device]) -> bool:
+    """True if gradients on these devices are computed in a thread that may not send them."""
+    return funnel_in_use() and any(device.type == "cuda" for device in devices)
+
+
+def after_backward(function: Callable[[], None]) -> Callable[[], None]:
+    """Call `function` whenever a `backward` returns, in the thread that called it.
+
+    Returns a function that ends this.
+    """
+    global _original
+    with _lock:
+        if _original is None:
+            _original = torch.autograd.backward
+            torch.autograd.backward = _backward
+        _listeners.append(function)
+
+    def end() -> None:
+        global _original
+        with _lock:
+            _listeners.remove(function)
+            if not _listeners:
+                torch.autograd.backward = _original
+                _original = None
+
+    return end
+
+
+def _backward(*args: Any, **options: Any) -> None:
+    original = _original
+    original(*args, **options)
+    for function in tuple(_listeners):
+        function()

@@ -1,1 +1,1 @@
-"""Features of training that can be left out, one folder each; found by entry point."""
+"""Features of training that are separate from the trainer; see `dlio.train.feature_spec`."""

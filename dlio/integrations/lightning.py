@@ -12,9 +12,12 @@ strategy; Lightning has no plug-in mechanism to find it. Works with both of Ligh
 
 import atexit
 import contextlib
+import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,19 +27,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from dlio.comm import Communicator, world
+from dlio.comm import Communicator, mpi_ranks, world
 from dlio.comm.board import end_step
+from dlio.comm.launch_environment import under_mpi
 from dlio.comm.survival.recovery import recovery_of, uniform
 from dlio.errors import CommError, UsageError
 from dlio.exchange import parse_exchange
 from dlio.exchange.buckets import averaged_state
 from dlio.exchange.distribute import ExchangeHandle, distribute
 from dlio.exchange.script_takeover import take_over
-from dlio.integrations.launch_info import LaunchInfo, launch_info
 from dlio.integrations.lightning_losses import LightningLosses, deals_itself
-from dlio.integrations.objects import broadcast_object, gather_tensor
+from dlio.integrations.objects import REDUCED, AllGather, broadcast_object, gather_tensor
 from dlio.integrations.rank_metrics import keeps_together, reduce_over_ranks
-from dlio.integrations.tensor_reductions import REDUCED, AllGather
 from dlio.util.arguments import unknown_word
 
 _T = TypeVar("_T")
@@ -62,6 +64,44 @@ _seed: Any = import_module(f"{_FABRIC}.utilities.seed")
 _data: Any = import_module(f"{_FABRIC}.utilities.data")
 _callbacks: Any = import_module(f"{_PYTORCH}.callbacks")
 _results: Any = import_module(f"{_PYTORCH}.trainer.connectors.logger_connector.result")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchInfo:
+    """Place of this process among the ranks."""
+
+    by: str
+    """The launcher: `mpi`, `torchrun`, or `nobody` for a process started by itself."""
+    rank: int
+    ranks: int
+    local_rank: int
+    """Number of this rank among those of its machine."""
+    machine: int
+    """Number of its machine, in the order of ranks."""
+
+    def now(self) -> "LaunchInfo":
+        """Return the place with the present rank and number of ranks, if others have been lost."""
+        if self.by == "nobody" or recovery_of(comm := world()) is None:
+            return self
+        return replace(self, rank=comm.rank, ranks=comm.size)
+
+
+def launch_info() -> LaunchInfo:
+    """Return this process's place. Collective under MPI; torch.distributed need not be set up."""
+    if under_mpi() or mpi_ranks() > 1:
+        comm = world()
+        hosts = uniform(comm, lambda: comm.allgather(socket.gethostname()))
+        here = hosts[comm.rank]
+        machines = list(dict.fromkeys(hosts))
+        return LaunchInfo(
+            "mpi", comm.rank, comm.size, hosts[: comm.rank].count(here), machines.index(here)
+        )
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank = int(os.environ["RANK"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        machine = int(os.environ.get("GROUP_RANK", 0))
+        return LaunchInfo("torchrun", rank, int(os.environ["WORLD_SIZE"]), local_rank, machine)
+    return LaunchInfo("nobody", 0, 1, 0, 0)
 
 
 class DlioEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
@@ -117,10 +157,10 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     DistributedSampler. Under MPI, torch.distributed is initialised from set-up to teardown, for
     metrics that use it.
 
-    Where ranks survive the loss of others, training goes on without them: each sample of a
-    `dlio.DataLoader` is still used once an epoch. Rank and world size are then those of the ranks
-    that are left. torch.distributed is not initialised then; the module's torchmetrics are
-    reduced over the ranks that are left.
+    Where ranks survive the loss of others, training continues without them: each sample of a
+    `dlio.DataLoader` is still used once an epoch. Rank and world size are then those of the
+    survivors. torch.distributed is not initialised then; the module's torchmetrics are
+    reduced over the survivors.
 
     Args:
         exchange: name of an exchange, as for `dlio train --exchange`.
@@ -368,7 +408,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     # Between ranks.
 
     def _together(self, act: Callable[[], _T]) -> _T:
-        """Return `act()` when it has succeeded on all ranks that are left. Collective."""
+        """Return `act()` when it has succeeded on all survivors. Collective."""
         return uniform(world(), act) if self._losses is None else self._losses.together(act)
 
     def _comm(self) -> Communicator | None:

@@ -1,8 +1,8 @@
-"""Changes to a Lightning trainer that has to go on when ranks are lost.
+"""Changes to a Lightning trainer that has to continue when ranks are lost.
 
-Lightning reads the numbers of ranks and the length of an epoch once, and counts on them. They are
-set anew here: the rank that prints and saves at once, the length where the loader deals what is
-left of the epoch, and the samplers of torch's loaders between two epochs.
+Lightning reads the numbers of ranks and the length of an epoch once, and relies on them. They are
+set again here: the rank that prints and saves at once, the length where the loader assigns the rest
+of the epoch to the survivors, and the samplers of torch's loaders between two epochs.
 """
 
 import logging
@@ -14,14 +14,15 @@ from torch.utils.data import DistributedSampler
 
 from dlio.comm import Communicator
 from dlio.comm.job_nodes import find_nodes
-from dlio.comm.survival.recovery import Recovery, Report
+from dlio.comm.survival.recovery import Recovery, RecoveryPart
+from dlio.comm.survival.reports import Report
 from dlio.loader.assignment.assigner import ElasticIterator
 from dlio.loader.dataloader import DataLoader
 
 _log = logging.getLogger("dlio")
 _T = TypeVar("_T")
 _FOLLOWS: Final = 8
-"""Beginnings and ends of steps after a loss by when all ranks deal to those that are left."""
+"""Beginnings and ends of steps after a loss, after which all ranks share with the survivors."""
 
 
 class _RankHolder(Protocol):
@@ -30,8 +31,8 @@ class _RankHolder(Protocol):
     rank: int
 
 
-class LightningLosses:
-    """Brings one entry point of a trainer over losses. Closed by its owner.
+class LightningLosses(RecoveryPart[Report]):
+    """Has one entry point of a trainer survive losses. Closed by its owner.
 
     Args:
         recovery: of the ranks; None if the job ends with any rank, and nothing is done.
@@ -62,28 +63,28 @@ class LightningLosses:
         if recovery is None:
             return
         self._told, self._begun = len(recovery.losses), recovery.number
-        self._dealt_to = recovery.membership.members
+        self._assigned_to = recovery.membership.members
         if not recovery.number:
             nodes = find_nodes(comm)
             names = [nodes.names[node] for node in nodes.node_of]
             recovery.describe(names, lambda: (trainer.current_epoch, trainer.global_step))
-        self._part = recovery.add("lightning", self)
+        recovery.register(self)
         self._pace_schedules()
 
-    def tell(self) -> Report:
-        return {}
+    def report(self) -> Report:
+        return Report()
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+    def reconcile(self, reports: Sequence[Report], comm: Communicator) -> None:
         self._holder.rank = comm.rank
 
     def close(self) -> None:
         """Take no part in later recoveries."""
         if self._recovery is not None:
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
             vars(self._fit.epoch_loop).pop("update_lr_schedulers", None)
 
     def together(self, act: Callable[[], _T]) -> _T:
-        """Return `act()`; after a loss, when all that are left have done it. Collective."""
+        """Return `act()`; after a loss, when all survivors have done it. Collective."""
         if self._recovery is None:
             return act()
         result = self._recovery.uniform(act)
@@ -91,16 +92,16 @@ class LightningLosses:
         return result
 
     def begin_epoch(self) -> None:
-        """Have the ranks that are left share the next epoch. Collective."""
+        """Have the survivors share the next epoch. Collective."""
         if self._recovery is None:
             return
         membership, fit = self._recovery.membership, self._fit
         self.together(self._comm.barrier)
         if self._begun != self._recovery.number and self._planned[0]:
             fit.max_batches, self._trainer.val_check_batch = self._planned
-        if self._dealt_to != membership.members:
-            self._dealt_to = membership.members
-            self._deal_torch_loaders()
+        if self._assigned_to != membership.members:
+            self._assigned_to = membership.members
+            self._share_torch_loaders()
         self._begun = self._recovery.number
         self._planned = fit.max_batches, self._trainer.val_check_batch
         self._paced = self._paced or fit.max_batches
@@ -163,15 +164,15 @@ class LightningLosses:
 
         loop.update_lr_schedulers = in_plan
 
-    def _deal_torch_loaders(self) -> None:
-        """Have Lightning make its samplers anew for the ranks that are left."""
+    def _share_torch_loaders(self) -> None:
+        """Have Lightning make its samplers again, for the survivors."""
         fit, validation = self._fit, self._fit.epoch_loop.val_loop
         for loop in (fit, validation):
             loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
             for loader in loaders:
                 sampler = getattr(loader, "sampler", None)
                 if isinstance(sampler, DistributedSampler):
-                    _deal(sampler, self._comm)
+                    _share_sampler(sampler, self._comm)
             if not all(map(deals_itself, loaders)):
                 loop._combined_loader = None  # It is made again, from the user's loaders.
         if fit._combined_loader is None:
@@ -181,7 +182,7 @@ class LightningLosses:
                 self._reset_epoch(loader, fit.epoch_progress.current.processed)
 
     def _say(self) -> None:
-        """Say that ranks were lost; the lowest of those that are left says it."""
+        """Say that ranks were lost; the lowest of the survivors says it."""
         assert self._recovery is not None
         losses, first = self._recovery.losses, self._told
         self._told = len(losses)
@@ -204,7 +205,7 @@ def deals_itself(loader: object) -> bool:
     return isinstance(loader, DataLoader) and not loader.follows_sampler
 
 
-def _deal(sampler: "DistributedSampler[Any]", comm: Communicator) -> None:
+def _share_sampler(sampler: "DistributedSampler[Any]", comm: Communicator) -> None:
     """Have a sampler share its data among the present ranks."""
     epoch = sampler.epoch
     DistributedSampler.__init__(

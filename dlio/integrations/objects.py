@@ -1,15 +1,16 @@
-"""Broadcast and gather small objects and tensors without pickle, for a framework's control flow."""
+"""Broadcast, gather and reduce small objects and tensors without pickle, for control flow."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from dlio.comm import Communicator, Json
+from dlio.comm.survival.recovery import uniform
 from dlio.errors import UsageError
 
 _DTYPES: Final = {
@@ -121,3 +122,29 @@ def _as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 def _as_tensor(flat: npt.NDArray[np.uint8], like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(flat).view(like.dtype).reshape(like.shape).to(like.device)
+
+
+REDUCED: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "mean": lambda rows: rows.mean(0),
+    "avg": lambda rows: rows.mean(0),
+    "sum": lambda rows: rows.sum(0),
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+    "product": lambda rows: rows.prod(0),
+}
+"""By name, the reduction of the rows of all ranks."""
+
+
+class AllGather(torch.autograd.Function):
+    """An all-gather with gradients: backward sums each tensor's gradients on its own rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        rows = uniform(comm, lambda: gather_tensor(tensor, comm))
+        ctx.comm, ctx.row = comm, comm.rank
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        mine = uniform(ctx.comm, lambda: gather_tensor(gradients[0], ctx.comm))
+        return mine.sum(0)[ctx.row], None  # Ranks may have other numbers by now.

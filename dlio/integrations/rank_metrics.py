@@ -1,4 +1,4 @@
-"""torchmetrics over the ranks that are left, without a process group of torch.distributed.
+"""torchmetrics over the survivors, without a process group of torch.distributed.
 
 A value is made from several tensors, such as a sum and a count. If a rank is lost while they are
 gathered, all of them are gathered again, from the same ranks.

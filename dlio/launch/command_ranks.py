@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.launch.rank_environment import RankLimits
 from dlio.util.extras import how_to_install
 from dlio.util.live_line import LiveLine
 from dlio.util.options import as_mapping, from_mapping
@@ -42,7 +43,7 @@ def on_ranks(
         ranks: number of ranks to start on this machine, from -n; None to start none.
         function: a module-level function of records of options. Ranks import it by name.
         check: called before ranks are started, to find mistakes early.
-        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        min_ranks: fewest ranks that continue when others are lost; None to end with any rank.
         spares: number of ranks beyond `ranks` that wait to take the place of others.
         backend: `mpi`, `torch`, or `auto` for MPI if it is installed.
         start: runs (module, its arguments, ranks, their variables, live line) in place of the
@@ -72,9 +73,9 @@ def on_ranks(
         with ExitStack() as stack:
             line = stack.enter_context(LiveLine("checking the data", shown=live))
             check()
-            own = (min_ranks, spares)
+            limits = RankLimits(min_ranks, spares)
             stack.enter_context(passing_on(may_end))
-            code = _launch(function, json.dumps(task), ranks, own, backend, start, line)
+            code = _launch(function, json.dumps(task), ranks, limits, backend, start, line)
         if code:
             raise SystemExit(code)
         return True
@@ -94,12 +95,12 @@ def _launch(
     function: Callable[..., object],
     task: str,
     ranks: int,
-    limits: tuple[int | None, int],
+    limits: RankLimits,
     backend: str,
     start: Callable[[str, Sequence[str], int, Mapping[str, str], LiveLine], int] | None,
     live: LiveLine,
 ) -> int:
-    """Start the ranks; return their exit code. `limits` are `min_ranks` and `spares`."""
+    """Start the ranks; return their exit code."""
     from dlio.launch import mpi_launch, torch_launch
 
     if len(task.encode()) > _LARGEST:
@@ -107,7 +108,6 @@ def _launch(
             f"the options are {len(task):,} characters long, {_LARGEST:,} at most: use shorter "
             "paths or fewer repeated options"
         )
-    min_ranks, spares = limits
     module, argv = "dlio.cli.rank_main", [function.__module__.rpartition(".")[2]]
     more = {RECORD: task}
     if sys.stdout.isatty():
@@ -116,15 +116,15 @@ def _launch(
     if start is not None:
         return start(module, argv, ranks, more, live)
     if backend == "mpi" or (backend == "auto" and has_mpi()):
-        return mpi_launch.run_module(module, argv, ranks, more, min_ranks, spares, live)
-    if spares:
+        return mpi_launch.run_module(module, argv, ranks, more, limits, live)
+    if limits.spares:
         raise UsageError(
             f"--spares needs MPI: {how_to_install('mpi')}, and leave --backend torch out"
         )
     if backend == "auto":
         said = "dlio: no MPI is installed: ranks exchange over torch.distributed\n"
         live.write(sys.stderr, [said])
-    return torch_launch.run_module(module, argv, ranks, more, min_ranks, live)
+    return torch_launch.run_module(module, argv, ranks, more, limits, live)
 
 
 def has_mpi() -> bool:

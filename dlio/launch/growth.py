@@ -14,7 +14,7 @@ class Growth:
 
     Args:
         per_node: number of ranks of a node that joins.
-        min_ranks: fewest ranks that go on.
+        min_ranks: fewest ranks that continue.
     """
 
     def __init__(

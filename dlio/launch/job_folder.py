@@ -33,6 +33,21 @@ def is_job_folder(path: str) -> bool:
     return True
 
 
+def name_of_job(folder: str) -> str:
+    """Return the name of the job with this folder, by which users call it."""
+    return os.path.basename(folder).removeprefix(PREFIX)
+
+
+def begin_job(folder: str, ranks: int, spares: int) -> str:
+    """Note in a new job's folder how many ranks it has; returns the job's name."""
+    # Not at the top: most jobs have no spares, and start without numpy and torch.
+    from dlio.comm.survival.active_ranks import RankRequest
+    from dlio.comm.survival.rank_requests import write_wanted
+
+    write_wanted(folder, RankRequest(0, ranks), ranks + spares)
+    return name_of_job(folder)
+
+
 @contextmanager
 def open_job_folder() -> Iterator[str]:
     """Make the folder of a new job, and remove those of jobs whose launcher was killed."""

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, TypeVar
 
-from dlio.cli.resize import begin_job
 from dlio.errors import UsageError
-from dlio.launch.job_folder import open_job_folder
+from dlio.launch.job_folder import begin_job, open_job_folder
+from dlio.launch.rank_environment import RankLimits, rank_environment, root_permission
 from dlio.util.child_processes import end_groups, module_command
 from dlio.util.cores import available_cores
 from dlio.util.extras import how_to_install
 from dlio.util.live_line import LineOutput, LiveLine
-from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, PROGRESS, SPARES, TERMINAL
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, SPARES
 from dlio.util.shared_folders import SharedFolder
 from dlio.util.signals import receiving
 from dlio.util.threads import Workers
@@ -45,9 +45,8 @@ ONE_NODE = {"OMPI_MCA_btl": "^ofi,tcp", "OMPI_MCA_mtl": "^ofi"}
 """Transports of Open MPI that one machine never uses. Those of libfabric take a second to look for
 networks; that of TCP listens at all interfaces."""
 SURVIVING = (
-    *("--with-ft", "ulfm", "--mca", "coll", "^han,adapt,sm,hcoll,portals4"),
-    *("--mca", "btl_tcp_flags", "send,inplace"),
-)
+    "--with-ft ulfm --mca coll ^han,adapt,sm,hcoll,portals4 --mca btl_tcp_flags send,inplace"
+).split()
 """Options of Open MPI's mpirun for ranks that survive others. Its collectives of several levels
 crash in a communicator that was made after a loss. A rank that was receiving a large message over
 TCP by pieces that it asks for (`put`) may spin for ever in MPI_Isend after the sender's death."""
@@ -83,20 +82,21 @@ def run_module(
     argv: Sequence[str],
     ranks: int,
     environment: Mapping[str, str] | None = None,
-    min_ranks: int | None = None,
-    spares: int = 0,
+    limits: RankLimits = RankLimits(),  # noqa: B008 - frozen
     live: LiveLine | None = None,
 ) -> int:
     """Run `python -m module argv...` on `ranks` ranks, as `run_ranks` does.
 
     Args:
-        live: draws the progress that ranks tell of.
-        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
-        spares: number of ranks beyond `ranks` that wait to take the place of others.
+        live: draws the progress that ranks report.
     """
-    command = module_command(module, *argv)
     return launch(
-        command, ranks, environment=environment, min_ranks=min_ranks, spares=spares, live=live
+        module_command(module, *argv),
+        ranks,
+        environment=environment,
+        min_ranks=limits.min_ranks,
+        spares=limits.spares,
+        live=live,
     ).returncode
 
 
@@ -126,7 +126,7 @@ def launch(
             without Open MPI's banners.
         timeout_s: seconds after which the ranks are ended; None for no limit.
         wrap: converts the mpirun command into the one to run, such as one in a network namespace.
-        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        min_ranks: fewest ranks that continue when others are lost; None to end with any rank.
         spares: number of ranks beyond `ranks` that wait to take the place of others.
         live: draws the progress that ranks tell of.
 
@@ -137,8 +137,7 @@ def launch(
     mpirun, done_file = find_mpirun(), None
     live = live or LiveLine("", shown=False)
     with ExitStack() as stack:
-        options, full = _prepared(mpirun, ranks + spares, environment or {}, stack)
-        full |= {PROGRESS: "1"} if live.shown else {}
+        options, full = _prepared(mpirun, ranks + spares, environment or {}, live, stack)
         if min_ranks is not None:
             folder = stack.enter_context(open_job_folder())
             done_file = os.path.join(folder, "done")
@@ -182,22 +181,16 @@ def code_of(done_file: str) -> int | None:
 
 
 def _prepared(
-    mpirun: str, ranks: int, environment: Mapping[str, str], stack: ExitStack
+    mpirun: str, ranks: int, environment: Mapping[str, str], live: LiveLine, stack: ExitStack
 ) -> tuple[list[str], dict[str, str]]:
     """Return mpirun's options and the ranks' environment; `stack` removes temporary folders."""
-    full = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
-    full.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
-    if sys.stdout.isatty():
-        size = shutil.get_terminal_size()
-        full.update(**{TERMINAL: "1"}, COLUMNS=str(size.columns), LINES=str(size.lines))
+    full = {**rank_environment(ranks, live), LAUNCHER: str(os.getpid())}
     options = []
     if is_open_mpi(mpirun):
         options = ["--bind-to", "none"]
         if ranks > available_cores():
             options.append("--oversubscribe")
-        if os.geteuid() == 0:
-            full.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-        full = {**ONE_NODE, **full}
+        full = {**ONE_NODE, **full, **root_permission()}
         if "OMPI_MCA_btl_sm_backing_directory" not in {**full, **environment}:
             # Files in Open MPI's default folder would stay behind if ranks were killed.
             segments = stack.enter_context(SharedFolder(f"mpi-{secrets.token_hex(8)}"))

@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any, Final
 
+from dlio.launch.rank_environment import rank_environment
 from dlio.util.child_processes import end_groups
 
 _LOOK_S: Final = 0.1
@@ -30,12 +31,12 @@ def main() -> int:
     if order is None:
         return 1
     os.chdir(order["folder"])
-    common = {**os.environ, **order["environment"], "PYTHONUNBUFFERED": "1"}
-    cores = len(os.sched_getaffinity(0))
-    common.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(order["count"]))))
+    given = {**os.environ, **order["environment"]}
+    count, cores = int(order["count"]), len(os.sched_getaffinity(0))
+    common = rank_environment(count, given=given, cores=cores, terminal=False)
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for local in range(int(order["count"])):
+        for local in range(count):
             own = {"RANK": str(int(order["first"]) + local), "LOCAL_RANK": str(local)}
             ranks.append(
                 subprocess.Popen(

@@ -56,7 +56,7 @@ def change_between(
         after: nodes that it is asked to have. One that was lost may be among them.
         ranks: nodes with their numbers of ranks.
         per_node: number of ranks of a node that joins.
-        min_ranks: fewest ranks that go on.
+        min_ranks: fewest ranks that continue.
     """
     joined = tuple(node for node in after if node not in before)
     left = tuple(node for node in before if node not in after)

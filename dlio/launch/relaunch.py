@@ -12,7 +12,6 @@ leave a file at their end.
 import contextlib
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import time
@@ -26,20 +25,21 @@ import dlio.launch.node.shim
 from dlio.launch import mpi_launch
 from dlio.launch.agent_links import Agents, remote_shell
 from dlio.launch.growth import Growth
-from dlio.launch.job_folder import PREFIX, open_job_folder
+from dlio.launch.job_folder import name_of_job, open_job_folder
 from dlio.launch.mpirun import Mpirun
 from dlio.launch.node.agent_protocol import job_folder
 from dlio.launch.node.job_starts import Incident, JobStart, Patience, living, spread
 from dlio.launch.node_requests import NodeRequests
+from dlio.launch.rank_environment import rank_environment, root_permission
 from dlio.util.child_processes import module_command
 from dlio.util.cores import available_cores
 from dlio.util.live_line import LiveLine
-from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, PROGRESS, START, TERMINAL
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START
 from dlio.util.whole_files import remove_file
 
 _KILLED: Final = 1
 _FEW: Final = 2
-_MODULES: Final = (
+ZYGOTE_MODULES: Final = (
     "numpy",
     "torch",
     "torch._dynamo",  # Optimizers import it.
@@ -49,7 +49,6 @@ _MODULES: Final = (
     "rich.table",
     "dlio.launch.command_ranks",
     "dlio.cli.train_command",
-    "dlio.comm.stopped",
     "dlio.storage.shard_file",
     "dlio.train.callbacks.early_stopping",
     "dlio.train.callbacks.nan_guard",
@@ -101,13 +100,13 @@ def run(job: RestartableJob) -> int:
         environment = _environment(job)
         if job.nodes:
             readers = {entry.module for entry in entry_points(group="dlio.readers")}
-            modules = [*_MODULES, *sorted(readers)]
+            modules = [*ZYGOTE_MODULES, *sorted(readers)]
             agents = stack.enter_context(Agents(job.nodes, token, environment, modules))
             requests = None
             if job.survives:
                 folder = stack.enter_context(open_job_folder())
                 requests = NodeRequests(folder, job.nodes)
-                name = os.path.basename(folder).removeprefix(PREFIX)
+                name = name_of_job(folder)
                 said = f"job {name}: `dlio join {name} --nodes d` takes in a node d\n"
                 job.live.write(sys.stdout, [said])
             code = _JobStarts(job, mpirun, token, environment, agents, "", requests).run()
@@ -302,16 +301,8 @@ class _JobStarts:
 
 def _environment(job: RestartableJob) -> dict[str, str]:
     """Return the environment of mpirun and of ranks."""
-    full = {**os.environ, "PYTHONUNBUFFERED": "1"}
     per_node = -(-job.ranks // max(1, len(job.nodes)))
-    full.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // per_node)))
-    if sys.stdout.isatty():
-        size = shutil.get_terminal_size()
-        full.update(**{TERMINAL: "1"}, COLUMNS=str(size.columns), LINES=str(size.lines))
-    if job.live.shown:
-        full[PROGRESS] = "1"
-    if os.geteuid() == 0:
-        full.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    full = {**rank_environment(per_node, job.live), **root_permission()}
     if not job.nodes:
         full = {**mpi_launch.ONE_NODE, **full}
     if job.survives:

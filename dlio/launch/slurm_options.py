@@ -98,8 +98,13 @@ _DIRECTIVES: Final[Mapping[str, tuple[str, Callable[[str, str], str]]]] = {
 }
 """The option of sbatch that a key stands for, and the parser of its value."""
 KEYS: Final = (
-    *("nodes", "ranks-per-node", *_DIRECTIVES),
-    *("name", "signal", "requeue", "sbatch"),
+    "nodes",
+    "ranks-per-node",
+    *_DIRECTIVES,
+    "name",
+    "signal",
+    "requeue",
+    "sbatch",
 )
 """All keys."""
 _OWN: Final = {

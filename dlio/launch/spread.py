@@ -16,15 +16,15 @@ from typing import Final
 
 from dlio.comm.launch_detection import meeting_port
 from dlio.launch import mpi_launch
+from dlio.launch.rank_environment import rank_environment, root_permission
 from dlio.util.child_processes import module_command
-from dlio.util.cores import available_cores
 from dlio.util.live_line import LiveLine
 from dlio.util.settings import SECRET, settings
 
 _PASSED: Final = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHON", "VIRTUAL_ENV", "CONDA_", "LANG", "LC_", "TZ", "TMPDIR"),
-    *("DLIO_", "OMP_", "MKL_", "KMP_", "TORCH", "NCCL_", "GLOO_", "CUDA_HOME", "CUDA_LAUNCH"),
-    *("HF_", "WANDB_", "MLFLOW_", "AWS_", "UCX_", "FI_", "MPI4PY_", "XDG_CACHE_HOME"),
+    *"PATH LD_LIBRARY_PATH PYTHON VIRTUAL_ENV CONDA_ LANG LC_ TZ TMPDIR XDG_CACHE_HOME".split(),
+    *"DLIO_ OMP_ MKL_ KMP_ TORCH NCCL_ GLOO_ CUDA_HOME CUDA_LAUNCH HF_ WANDB_ MLFLOW_".split(),
+    *"AWS_ UCX_ FI_ MPI4PY_".split(),
 )
 """Beginnings of the variables that mpirun passes to other nodes: those of a node stay with it."""
 _NODE_LOST: Final = 1
@@ -66,11 +66,7 @@ def run_under_mpirun(argv: Sequence[str], counts: Mapping[str, int]) -> int:
     with ExitStack() as stack:
         machines = None
         if mpi_launch.is_open_mpi(mpirun):
-            if os.geteuid() == 0:
-                environment |= {
-                    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                }
+            environment |= root_permission()
             if (shell := settings().remote_shell) is not None:
                 environment.setdefault("PRTE_MCA_plm_ssh_agent", shell)
         else:
@@ -91,7 +87,7 @@ def srun_command(argv: Sequence[str], counts: Mapping[str, int]) -> list[str]:
     placed = [f"--ntasks-per-node={per_node}"] if equal else ["--distribution=arbitrary"]
     return [
         "srun",
-        *("--mpi=none", "--overlap", "--overcommit", "--cpu-bind=none", "--export=ALL"),
+        *"--mpi=none --overlap --overcommit --cpu-bind=none --export=ALL".split(),
         *(f"--nodes={len(counts)}", f"--ntasks={ranks}", *placed),
         f"--nodelist={','.join(counts) if equal else hosts}",
         # One that ends may wait for the others' last checkpoint.
@@ -134,11 +130,9 @@ def slurm_address(node: str) -> str:
 
 
 def _environment(counts: Mapping[str, int]) -> dict[str, str]:
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    text = environment.get("SLURM_CPUS_ON_NODE", "")
-    cores = int(text) if text.isascii() and text.isdigit() else available_cores()
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(counts.values()))))
-    return environment
+    text = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    cores = int(text) if text.isascii() and text.isdigit() else None
+    return rank_environment(max(counts.values()), cores=cores, terminal=False)
 
 
 def _relayed(command: Sequence[str], environment: Mapping[str, str]) -> int:

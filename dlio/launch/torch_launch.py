@@ -1,7 +1,7 @@
 """The launcher without MPI: starts ranks of torch.distributed on this machine.
 
 It serves the store by which ranks meet, and writes each death of a rank there. Unlike torchrun, it
-lets the others go on. It does not need torch itself.
+lets the others continue. It does not need torch itself.
 """
 
 import contextlib
@@ -22,17 +22,15 @@ from typing import IO, TYPE_CHECKING, Final
 
 from dlio.launch.job_folder import open_job_folder
 from dlio.launch.mpi_launch import ErrorFilter
+from dlio.launch.rank_environment import RankLimits, rank_environment
 from dlio.util.child_processes import end_groups, module_command
-from dlio.util.cores import available_cores
 from dlio.util.live_line import LiveLine
 from dlio.util.settings import (
     DONE,
     LAUNCHER,
     MIN_RANKS,
-    PROGRESS,
     SECRET,
     STORE,
-    TERMINAL,
     settings,
 )
 from dlio.util.signals import receiving
@@ -56,7 +54,7 @@ def run_module(
     argv: Sequence[str],
     ranks: int,
     environment: Mapping[str, str] | None = None,
-    min_ranks: int | None = None,
+    limits: RankLimits = RankLimits(),  # noqa: B008 - frozen
     live: LiveLine | None = None,
 ) -> int:
     """Run `python -m module argv...` on `ranks` ranks and return the exit code.
@@ -65,7 +63,7 @@ def run_module(
     """
     command = module_command(module, *argv)
     return launch(
-        command, ranks, environment=environment, min_ranks=min_ranks, live=live
+        command, ranks, environment=environment, min_ranks=limits.min_ranks, live=live
     ).returncode
 
 
@@ -87,7 +85,7 @@ def launch(
         environment: variables to set for the ranks, in addition to this process's own.
         capture: return standard output and standard error, instead of passing them on.
         timeout_s: seconds after which the ranks are ended; None for no limit.
-        min_ranks: fewest ranks that go on when others are lost; None to end with any rank.
+        min_ranks: fewest ranks that continue when others are lost; None to end with any rank.
         live: draws the progress that ranks tell of.
 
     Returns the exit code of the first rank that failed (128 + N if signal N ended it), and the
@@ -105,7 +103,8 @@ def launch(
         stack.enter_context(StoreServer(folder))
         stack.enter_context(_ScriptStore(listener))
         port = int(listener.getsockname()[1])
-        full = _environment(ranks, folder, port, environment or {})
+        live = live or LiveLine("", shown=False)
+        full = _environment(ranks, folder, port, live, environment or {})
         done_file = None
         if min_ranks is not None:
             done_file = os.path.join(folder, "done")
@@ -116,8 +115,6 @@ def launch(
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
             }
             full |= own
-        live = live or LiveLine("", shown=False)
-        full |= {PROGRESS: "1", TERMINAL: "1"} if live.shown else {}
         output = stack.enter_context(_RankOutput(ranks, capture, live))
         job = stack.enter_context(_TorchJob(argv, ranks, full, output, done_file))
         store = stack.enter_context(contextlib.closing(PrivateStore(folder)))
@@ -128,10 +125,11 @@ def launch(
         return subprocess.CompletedProcess(list(argv), code, output.text, output.errors)
 
 
-def _environment(ranks: int, store: str, port: int, more: Mapping[str, str]) -> dict[str, str]:
+def _environment(
+    ranks: int, store: str, port: int, live: LiveLine, more: Mapping[str, str]
+) -> dict[str, str]:
     """Return the variables that all ranks have in common."""
-    full = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
-    full.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+    full = {**rank_environment(ranks, live), LAUNCHER: str(os.getpid())}
     # Its warnings of sockets that a lost rank has closed.
     full.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     count = str(ranks)

@@ -1,28 +1,23 @@
-"""The batches of a pass as every engine yields them, their counts, and the user's iterator."""
+"""The batches of a pass as every engine yields them, and the user's iterator."""
 
 import atexit
 import inspect
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.data.mixture_reader import MixtureReader
 from dlio.errors import DlioError
 from dlio.loader.contract import BatchData, Index
-from dlio.loader.passes import Pass
-from dlio.loader.stats import STAGES, PassStats
+from dlio.loader.passes import Pass, PassCounters
 from dlio.loader.trace import Spans
 from dlio.plan.epoch import EpochPlan
-from dlio.storage.hierarchy import Hierarchy
 
 
 @dataclass(slots=True)
@@ -54,133 +49,6 @@ BatchStream = Generator[BatchResult | None, None, None]
 """Batches in order. An engine takes the first item, None, which comes when its work has begun."""
 
 
-class StageTimes:
-    """Seconds that threads spent, by stage. Thread-safe.
-
-    `source`, `disk`, `ram` and `peer` are reads from that place; `fetch` is a user's data set.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seconds = dict.fromkeys(STAGES, 0.0)
-
-    def add(self, stage: str, seconds: float) -> None:
-        with self._lock:
-            self._seconds[stage] += seconds
-
-    def add_all(self, seconds: dict[str, float]) -> None:
-        with self._lock:
-            for stage, spent in seconds.items():
-                self._seconds[stage] += spent
-
-    def snapshot(self) -> dict[str, float]:
-        with self._lock:
-            return dict(self._seconds)
-
-
-@dataclass(slots=True)
-class PassCounters:
-    """Counts of one pass: the hierarchy's counters since it began, the threads' time, the
-    consumer's waiting.
-
-    Args:
-        threads: that make batches.
-        engine: `planned`, `threads` or `torch`.
-        images: True if samples have images to decode; None if that is unknown.
-    """
-
-    hierarchy: Hierarchy | None = None
-    threads: int = 0
-    engine: str = ""
-    images: bool | None = None
-    clock: StageTimes = field(default_factory=StageTimes)
-    stall_s: float = 0.0
-    samples: int = 0
-    batches: int = 0
-    first_batch_s: float | None = None
-    skipped: list[str] = field(default_factory=list)
-    sources: dict[str, int] = field(default_factory=dict)
-    """Samples of each source of a mixture."""
-    _before: dict[str, Any] = field(default_factory=dict)
-    _after: dict[str, Any] | None = None
-    _started: float = field(default_factory=time.perf_counter)
-    _ended: float | None = None
-    _waiting_since: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._waiting_since = self._started
-        if self.hierarchy is not None:
-            self._before = self.hierarchy.counters.snapshot()
-
-    def restart(self) -> None:
-        """Begin now: work that was done ahead counts as the pass before."""
-        self._started = self._waiting_since = time.perf_counter()
-        if self.hierarchy is not None:
-            self._before = self.hierarchy.counters.snapshot()
-
-    def wait_begins(self) -> None:
-        self._waiting_since = time.perf_counter()
-
-    def wait_ends(self, samples: int) -> None:
-        now = time.perf_counter()
-        waited_s = now - self._waiting_since
-        self.stall_s += waited_s
-        self.samples += samples
-        if self.hierarchy is not None:
-            self.hierarchy.counters.hand_over(samples, waited_s)
-        self.batches += 1
-        if self.first_batch_s is None:
-            self.first_batch_s = now - self._started
-
-    def count_sources(self, fed: BatchResult) -> None:
-        """Count a batch's samples by their sources, of a mixture."""
-        reader = None if self.hierarchy is None else self.hierarchy.reader
-        if isinstance(reader, MixtureReader):
-            counts = np.bincount(reader.sources_of(fed.numbers()), minlength=len(reader.names))
-            for name, count in zip(reader.names, counts.tolist(), strict=True):
-                self.sources[name] = self.sources.get(name, 0) + count
-
-    def end(self) -> None:
-        if self._ended is None:
-            self._ended = time.perf_counter()
-            if self.hierarchy is not None:
-                self._after = self.hierarchy.counters.snapshot()
-
-    @property
-    def seconds(self) -> float:
-        return (self._ended or time.perf_counter()) - self._started
-
-    def as_dict(self) -> PassStats:
-        """Return the counts so far."""
-        counted: dict[str, Any] = {}
-        if self.hierarchy is not None:
-            now = self._after or self.hierarchy.counters.snapshot()
-            for key, value in now.items():
-                before = self._before[key]
-                if isinstance(value, dict):
-                    counted[key] = {place: value[place] - before[place] for place in value}
-                else:
-                    counted[key] = value - before
-        counts = {
-            "engine": self.engine,
-            "samples": self.samples,
-            "batches": self.batches,
-            "seconds": self.seconds,
-            "stall_s": self.stall_s,
-            "first_batch_s": self.first_batch_s,
-            "threads": self.threads,
-            "thread_s": self.clock.snapshot(),
-            "skipped": list(self.skipped),
-            "notes": self.hierarchy.notes() if self.hierarchy is not None else [],
-            **counted,
-        }
-        if self.sources:
-            counts["source_samples"] = dict(self.sources)
-        if self.images is not None:
-            counts["images"] = self.images
-        return cast(PassStats, counts)
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RunningPass:
     """A pass whose batches an engine makes. Closed at exit, if a script leaves it open."""
@@ -201,6 +69,8 @@ class RunningPass:
         _open.add(self)
 
 
+# Weak: a loader that is dropped in the middle of a pass shall not live until the interpreter's
+# exit.
 _open: weakref.WeakSet[RunningPass] = weakref.WeakSet()
 
 
@@ -213,6 +83,7 @@ def _close_all() -> None:
 
 
 atexit.register(_close_all)
+# The threads of these passes are the parent's: closing them in a child would wait for ever.
 os.register_at_fork(after_in_child=_open.clear)
 
 
@@ -271,7 +142,7 @@ class LoaderIterator:
             if fed.in_place:
                 self._handed(fed)
             self._stats.wait_ends(fed.samples)
-            self._stats.count_sources(fed)
+            self._stats.count_sources(fed.numbers)
         if fed.error is not None:
             error, fed.error = fed.error, None
             try:

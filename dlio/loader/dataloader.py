@@ -17,7 +17,8 @@ from dlio.comm.survival.recovery import recovery_of
 from dlio.comm.world import membership, world
 from dlio.errors import UsageError
 from dlio.loader.assignment.assigner import BatchAssigner, ElasticIterator
-from dlio.loader.batch_stream import BatchResult, LoaderIterator, PassCounters, RunningPass
+from dlio.loader.assignment.history import AssignmentSpan, SpanRecord
+from dlio.loader.batch_stream import BatchResult, LoaderIterator, RunningPass
 from dlio.loader.contract import (
     BatchData,
     CollateFn,
@@ -31,7 +32,6 @@ from dlio.loader.contract import (
 )
 from dlio.loader.dataset import Dataset
 from dlio.loader.diagnosis import diagnose, report
-from dlio.loader.elastic import ElasticLoader
 from dlio.loader.engine_choice import Engines, described
 from dlio.loader.loader_options import (
     SAME_NAMES,
@@ -45,19 +45,23 @@ from dlio.loader.passes import (
     FormulaOrder,
     LoaderPosition,
     Pass,
+    PassCounters,
     PlannedPass,
     SamplerOrder,
     check_state,
 )
+from dlio.loader.planned_engine.engine import epoch_plan
 from dlio.loader.stats import PassStats
+from dlio.loader.survivors import InterruptedEpoch, Survivors
 from dlio.loader.third_party import accelerate
 from dlio.loader.third_party.adapters import read_by_dlio
 from dlio.loader.torchdata_state.iteration_state import IterationState
 from dlio.loader.torchdata_state.state_format import StatefulObject
 from dlio.loader.trace import Spans, path_of
-from dlio.plan.epoch import EpochPlan
+from dlio.plan.epoch import EpochPlan, is_exact
+from dlio.plan.rank_shares import RankShares
 from dlio.plan.sample_mask import SampleMask
-from dlio.plan.schedule import steps_in_epoch
+from dlio.plan.schedule import RankNodes, steps_in_epoch
 from dlio.storage.tier_spec import Tiers
 from dlio.util.arguments import PathText, whole_number
 from dlio.util.cores import available_cores
@@ -65,12 +69,13 @@ from dlio.util.cores import available_cores
 if TYPE_CHECKING:
     from dlio.comm.data_ranks import AnyMesh, Group
 
+
 _T_co = TypeVar("_T_co", covariant=True, default=Sample)
 _AHEAD_BATCHES = 3
 """Batches before the end of a pass at which persistent workers begin the next pass."""
 
 
-class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
+class DataLoader(torch.utils.data.DataLoader[_T_co]):
     """torch's DataLoader with tiers, exact shuffling across ranks and resumable state.
 
     It takes torch's arguments and behaves as torch's loader does. In addition:
@@ -117,7 +122,7 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
             data-parallel dimension or a process group; ranks of one model-parallel group, and those
             that share samples, get the same samples.
         shares: samples per step for each rank, for ranks of different speed; the same list on all
-            ranks, with the sum `batch_size` x ranks. The last, smaller step is dealt in
+            ranks, with the sum `batch_size` x ranks. The last, smaller step is shared in
             proportion. The attribute can be assigned between passes. Even for None.
         trace: file for a trace of each pass, for chrome://tracing or Perfetto.
         writer: TensorBoard's SummaryWriter, for scalars after each pass.
@@ -186,7 +191,7 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        # Public, under their own names: frameworks that make a loader anew from this one read them.
+        # Public, under their own names: frameworks that copy this loader read them.
         self.shuffle, self.device, self.decode = shuffle, device, decode
         self.tiers, self.mode, self.source_order = tiers, mode, source_order
         self.seed, self.workers, self.on_error = seed, workers, on_error
@@ -206,9 +211,13 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
         self._stats = PassCounters()
         self.plan: EpochPlan | None = None
         """Plan of the current pass; None where dlio does not make it."""
-        self.deals = True  # False if someone else deals anew when ranks are lost.
-        self._dealing: BatchAssigner | None = None
-        self._dealt = self._torn = None
+        self.assigns_batches = True
+        """False if someone else assigns batches to the survivors when ranks are lost."""
+        self._assigner: BatchAssigner | None = None
+        self._survivors: Survivors | None = None
+        """Once ranks have been lost."""
+        self._interrupted: InterruptedEpoch | None = None
+        """If the next pass continues such an epoch."""
         self._current: weakref.ref[LoaderIterator] | None = None
         self._kept: IterationState | None = None
         options = self._options()  # Raises now for options that cannot work.
@@ -244,6 +253,7 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
             if not self.follows_formula():
                 raise UsageError("keep= is for orders of dlio's own: give seed=, and no sampler")
             mask = SampleMask.of(keep, self._count())
+        # As Lightning does: a sampler of the user's learns of the epoch, too.
         for sampler in (self.sampler, getattr(self.batch_sampler, "sampler", None)):
             choose = getattr(sampler, "set_epoch", None)
             if choose is not None:
@@ -317,9 +327,9 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
         self._iterator = None
         if self._kept is not None:
             self._kept.close()
-        if self._dealing is not None:
-            self._dealing.close()
-            self._dealing = None
+        if self._assigner is not None:
+            self._assigner.close()
+            self._assigner = None
 
     def _end_pass(self) -> None:
         current = self._current() if self._current is not None else None
@@ -339,7 +349,7 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where the next pass of the original would.
         copy = self.__dict__.copy()
-        for name in ("_data", "_current", "_iterator", "_dealing", "plan", "writer"):
+        for name in ("_data", "_current", "_iterator", "_assigner", "plan", "writer"):
             copy[name] = None
         for name in ("_engines", "_stats"):
             del copy[name]
@@ -361,8 +371,8 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
             begun = keeper.begun(options, length, self._place.next_epoch)
             self._place = LoaderPosition(begun.batches)
             return self._iterator_of(options, begun)
-        dealing = self._own_dealing()
-        return self.begin() if dealing is None else ElasticIterator(dealing, len(self))
+        assigner = self._own_assigner()
+        return self.begin() if assigner is None else ElasticIterator(assigner, len(self))
 
     def _keeper(self) -> IterationState | None:
         """Return what keeps the states of the data set and the sampler; None if nothing needs it,
@@ -379,21 +389,23 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
         self._kept = IterationState(self._options(), 1 if every is None else every)
         return self._kept
 
-    def _own_dealing(self) -> BatchAssigner | None:
-        """Return the dealing of a loop whose ranks may be lost; None if they end together."""
-        wanted = membership() is not None or self._place.has_again
-        if not (wanted and self.deals and self.follows_formula()):
+    def _own_assigner(self) -> BatchAssigner | None:
+        """Return the assigner of a loop whose ranks may be lost; None if they end together."""
+        wanted = membership() is not None or self._place.has_requeued
+        if not (wanted and self.assigns_batches and self.follows_formula()):
             return None
-        if self._dealing is None:
+        if self._assigner is None:
             recovery = recovery_of(world())
-            self._dealing = BatchAssigner((self,), recovery, self._global_batch(), keeps_steps=True)
-        return self._dealing
+            self._assigner = BatchAssigner(
+                (self,), recovery, self._global_batch(), keeps_steps=True
+            )
+        return self._assigner
 
     def begin(self) -> LoaderIterator:
-        """Begin a pass that is dealt to the same ranks until its end."""
+        """Begin a pass that is assigned to the same ranks until its end."""
         options = self._options()
         batches, self._place = self._place.open(self._order(options))
-        self._torn = None
+        self._interrupted = None
         ahead = self._engines.take_ahead(batches) if self._engines.ahead else None
         if ahead is not None:
             self._place = self._place.handed_out(ahead.batches)
@@ -426,6 +438,8 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
                 rank, ranks = place(options.group, options.mesh)
                 begun.spans.write(path_of(options.trace, rank, ranks), rank)
             return
+        # Before the batch is in the user's hands: a state that is saved in the loop's body counts
+        # it.
         batches.consumed()
         self._place = self._place.handed_out(batches)
         if fed.indices is not None:
@@ -476,9 +490,9 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
             fresh = not (options.persistent_workers and kept)
             return SamplerOrder(self.sampler, self.batch_sampler, options.generator, fresh)
         data = self._planned_data()
-        if self._torn is not None and self._dealt is not None:
-            return self._torn.shared(self._dealt)
-        return options.formula(self._order_seed(), self._count(), data, self._dealt)
+        if self._interrupted is not None and self._survivors is not None:
+            return self._interrupted.shared(self._survivors)
+        return options.formula(self._order_seed(), self._count(), data, self._survivors)
 
     def _planned_data(self) -> Dataset | None:
         """The data set as dlio reads it; None if torch's way is taken."""
@@ -496,17 +510,79 @@ class DataLoader(ElasticLoader, torch.utils.data.DataLoader[_T_co]):
 
     def _global_batch(self) -> int:
         """Samples of a step over all ranks."""
-        if self._dealing is not None:
-            return self._dealing.usual_batch
-        if self._dealt is not None:
-            return self._dealt.shares.global_batch
+        if self._assigner is not None:
+            return self._assigner.usual_batch
+        if self._survivors is not None:
+            return self._survivors.shares.global_batch
         assert self.batch_size is not None
         return self.batch_size * place(self.group, self.mesh)[1]
 
     def _order_seed(self) -> int:
         if self.seed is not None:
             return int(self.seed)
+        # A user who passes a generator expects its seed to decide the order, though dlio draws
+        # nothing from it.
         if self.generator is not None:
             return int(self.generator.initial_seed()) % (1 << 63)
         data = self._planned_data()
         return 0 if data is None else int(data.seed)
+
+    # Assignment to the survivors when ranks are lost, or join, in the middle of an epoch. Called by
+    # `BatchAssigner`, which decides; the loader ends passes and begins others.
+
+    def regroup(self, members: Sequence[int], me: int, global_batch: int) -> None:
+        """End the current pass; each of the survivors gets an even part of later ones.
+
+        Ranks have the numbers that they had when the data set was mounted.
+        """
+        self._end_pass()
+        self._survivors = Survivors(tuple(members), me, RankShares.of(global_batch, len(members)))
+        self.shares = None  # They were those of other ranks.
+        data = self._planned_data()
+        if data is not None and data.mounted is not None:
+            data.mounted.regroup(members)
+
+    def resume_at(self, position: int, again: Sequence[int], began: Sequence[int] = ()) -> None:
+        """Have the next pass continue the current epoch, or the chosen one, from a position on.
+
+        Args:
+            again: samples that are requeued to its end.
+            began: numbers of the ranks that began it.
+        """
+        before = self._place.current
+        self._end_pass()
+        if not isinstance(before, PlannedPass):  # This rank has joined the others.
+            before = PlannedPass(self.state_dict(), self.formula, self._place.mask)
+        self._place = self._place.loaded(before.state_at(position, again))
+        if self._survivors is not None and not is_exact(self.mode) and position < before.whole:
+            # Which samples a rank gets depends on the ranks that began the epoch: the survivors
+            # keep their parts, and the lost ones' are requeued.
+            self._interrupted = InterruptedEpoch(before.formula, tuple(began))
+
+    def prepare(self, generation: int | None = None) -> int:
+        """Open the tiers; returns the number of passes so far, or what it is set to. Collective."""
+        planned = self._engines.planned
+        planned.mount(self._options(), self.data)
+        if generation is not None:
+            planned.generation = generation
+        return planned.generation
+
+    @property
+    def formula(self) -> FormulaOrder:
+        """The order of the next pass, which is dlio's own."""
+        return cast(FormulaOrder, self._order(self._options()))
+
+    @property
+    def planned(self) -> PlannedPass:
+        """The pass that began last, in an order of dlio's own."""
+        return cast(PlannedPass, self._place.current)
+
+    def recall_span(self, record: SpanRecord) -> AssignmentSpan:
+        """Return batches that were assigned to other ranks before this one joined them."""
+        batches, plan = record.planned(self.formula, self._place.mask), None
+        if record.node_of is not None:
+            mounted = self.data.mounted
+            assert mounted is not None
+            ranks = RankNodes(np.array(record.node_of, np.int32))
+            plan = epoch_plan(batches, mounted, self.mode, ranks)
+        return AssignmentSpan(batches, plan, tuple(record.members))

@@ -126,6 +126,7 @@ def field_values(reader: Reader, field: str) -> Sequence[Any] | npt.NDArray[Any]
     if field == label_field(schema) and len(reader.classes):
         return np.asarray(reader.labels, np.int64)
     values: list[Any] = [None] * len(reader)
+    # Block by block, as sources are read fastest; samples of a block are in memory together.
     for block in range(reader.layout.blocks):
         samples = reader.layout.samples_of(block)
         for first in range(0, len(samples), _STRETCH):
@@ -200,6 +201,7 @@ def _digests(
     for sample, key in enumerate(keys):
         text = _key_text(key)
         if text not in known:
+            # Not `hash`, which differs from process to process; 53 bits, as a float64 has.
             bits = xxhash.xxh3_64_intdigest(f"{seed}/{text}".encode("utf-8", "surrogateescape"))
             known[text] = (bits >> 11) * 2.0**-53
         digests[sample] = known[text]

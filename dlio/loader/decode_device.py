@@ -4,7 +4,7 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.image.device_decode.nvimagecodec import REMEDY, is_installed
-from dlio.loader.recipe import Recipe
+from dlio.loader.recipe import CropRecipe, Recipe
 
 
 def check_device(device: torch.device | str | int | None) -> None:
@@ -26,10 +26,10 @@ def check_device(device: torch.device | str | int | None) -> None:
         raise UsageError(f"decode='device' needs nvImageCodec: {REMEDY}, or leave decode= out")
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Raise UsageError for samples that a device cannot make."""
+def check_recipe(recipe: Recipe) -> CropRecipe:
+    """Return the recipe of a device's crops. Raises UsageError for samples that it cannot make."""
     path, instead = recipe.reader.path, "or leave decode='device' out"
-    if not recipe.crops:
+    if not isinstance(recipe, CropRecipe):
         raise UsageError(
             f"decode='device': samples of {path} are not crops of images: give image_size= or a "
             f"transform that begins with RandomResizedCrop, {instead}"
@@ -44,3 +44,4 @@ def check_recipe(recipe: Recipe) -> None:
             f"decode='device': a tier of decoded images keeps what the CPU decodes: leave "
             f"':decoded' out of tiers= of {path}, {instead}"
         )
+    return recipe

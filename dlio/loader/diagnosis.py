@@ -58,19 +58,25 @@ def diagnose(stats: PassStats, cores: int) -> str:
     later = max(0.0, stats["stall_s"] - first)
     waited = stats["stall_s"] / seconds
     head = f"{rate}, the consumer waited {waited:.0%} of {seconds:.1f} s"
+    # The first question is whether there is a problem: without waiting, busy threads are no
+    # bottleneck.
     if waited <= _SMALL_STALL or stats["stall_s"] <= _SHORT_STALL_S:
         return f"{head}; bottleneck: consumer (the training step); the loader keeps up"
+    # A slow first batch has other remedies than a slow pass, and hides the rest in a short one.
     if later / seconds <= _SMALL_STALL:
         head += f"; all but {later:.1f} s of it for the first batch, which took {first:.1f} s"
         return head + _first_batch_remedy(stats)
     spent: dict[str, float] = stats["thread_s"]
     threads = max(1, stats["threads"])
     total = sum(spent.values())
+    # torch's worker processes count nothing that this process could read.
     if not total:
         return f"{head}; bottleneck: the workers' processes, whose time is not seen from here"
     busy = total / (threads * seconds)
     moved = stats.get("bytes", {})
     from_peers = moved.get("peer", 0)
+    # Threads that are not busy wait: for peers, if these send late or much. Otherwise the stage
+    # with the most time is named, since its waiting counts as time.
     if busy < _BUSY and (stats.get("late", 0) or from_peers > _FROM_PEERS * sum(moved.values())):
         return (
             f"{head}; bottleneck: network (threads busy {busy:.0%}, {format_bytes(from_peers)} "
@@ -101,6 +107,7 @@ def _remedy(stage: str, stats: PassStats, cores: int) -> str:
     threads = stats["threads"]
     fewer = threads < cores
     size = _sample_bytes(stats)
+    # For tiny samples the cost is that of each call, so faster storage would not help.
     if stage in _MOVING and size is not None and size < _SMALL_SAMPLE and not stats.get("images"):
         return (
             f"a larger batch_size: samples of {format_bytes(size)} take longer to handle than to "

@@ -1,19 +1,21 @@
 """The engines of one loader."""
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import BatchSampler
 
 from dlio.errors import UsageError
-from dlio.loader.batch_stream import PassCounters, RunningPass
+from dlio.loader.batch_stream import RunningPass
+from dlio.loader.contract import BatchData, CollateFn, Sample, UserDataset
 from dlio.loader.dataset import Dataset
 from dlio.loader.delivery import DeviceDelivery
-from dlio.loader.empty_batches import EmptyBatchCollate
 from dlio.loader.listed_sampler import ListedPass, is_listable, listed_samples, raising_at_end
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.mixture_dataset import Mixture
-from dlio.loader.passes import Pass, PlannedPass
+from dlio.loader.nested_batches import emptied
+from dlio.loader.passes import Pass, PassCounters, PlannedPass
 from dlio.loader.planned_engine.engine import PlannedEngine, decode_threads
 from dlio.loader.sampler_pass import SamplerPass
 from dlio.loader.third_party.adapters import holds_own
@@ -89,7 +91,7 @@ class Engines:
 
         Args:
             data: the data set as dlio reads it; None if it is asked for samples.
-            iterator: torch's own, whose worker processes go on.
+            iterator: torch's own, whose worker processes are used again.
 
         Raises UsageError for options that the engine lacks.
         """
@@ -104,10 +106,15 @@ class Engines:
                 f"decode='device' is for batches that dlio makes itself, and "
                 f"{choose_engine(options, data)[1]}: leave decode= out"
             )
+        # Crops are drawn by epoch: without this each pass over a sampler would have those of epoch
+        # 0.
         if data is not None and not isinstance(batches, PlannedPass) and data.epoch == self._crops:
             # Unless the user has chosen the epoch whose crops are taken.
             self._crops = batches.epoch
             data.set_epoch(batches.epoch)
+        # A sampler whose order is known in advance is read as a planned pass: blocks come in the
+        # order of their use, and crops are decoded into the batch, which asking sample by sample
+        # cannot do.
         drawn = None
         if in_threads and data is not None and isinstance(batches, SamplerPass):
             drawn = self._drawn(options, batches)
@@ -117,6 +124,8 @@ class Engines:
                 begun = self.planned.begin_listed(options, data, batches, order, spans)
                 if drawn.error is not None:
                     begun.feed = raising_at_end(begun.feed, drawn.error)
+                    # Generators run up to their first `yield None` when they are made, so that work
+                    # begins now and not with the first batch.
                     next(begun.feed)
                 return begun
         spec = None if data is None else device_spec(data.tiers)
@@ -133,6 +142,8 @@ class Engines:
         mounted = None if data is None else self.planned.fill(options, data)
         collate = options.collate_fn
         dataset = options.dataset if data is None else data
+        # An epoch's last batch may be smaller than the number of ranks; those without a sample
+        # still have to take part in the step.
         if isinstance(batches, PlannedPass):
             collate = EmptyBatchCollate(collate, dataset)
         if in_threads and (options.num_workers or mounted is not None):
@@ -171,6 +182,7 @@ class Engines:
         if ahead is None:
             return None
         assert isinstance(ahead.batches, PlannedPass)
+        # set_epoch, load_state_dict or another option may have changed what the next pass is.
         if not ahead.batches.begins_like(batches):
             self.drop_ahead()
             return None
@@ -182,4 +194,22 @@ class Engines:
         """End the pass that was begun ahead."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
+            # Before others read: it holds threads, and messages of the shuffle that would be taken
+            # for the next pass's.
             ahead.feed.close()
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyBatchCollate:
+    """A collate_fn that also collates an empty list: it collates sample 0 and drops it again.
+
+    For ranks that an epoch's last, small global batch does not reach.
+    """
+
+    collate: CollateFn
+    dataset: UserDataset
+
+    def __call__(self, samples: list[Sample]) -> BatchData:
+        if len(samples):
+            return self.collate(samples)
+        return emptied(self.collate([self.dataset[0]]))

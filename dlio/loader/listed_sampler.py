@@ -4,7 +4,7 @@ torch's samplers and users' own, if they have a length, are asked for the whole 
 in the order and with the random numbers that torch's loader would take. The samples then come
 through the planned engine: blocks are brought in the order of their use, and crops are decoded into
 the batch. Samplers without a length, and batch samplers that are neither torch's own nor a list,
-may depend on the batches that have been used: they are asked as the loader goes on.
+may depend on the batches that have been used: they are asked batch by batch.
 """
 
 import itertools
@@ -28,12 +28,17 @@ _MOST_BATCHES: Final = 1 << 26
 
 def is_listable(options: LoaderOptions) -> bool:
     """True if a pass that follows the options' sampler can be listed when it begins."""
+    # A `worker_init_fn` may change the data set that the sampler draws from, so listing would see
+    # another one.
     if not options.batched or options.worker_init_fn is not None:
         return False
+    # Both are about batches that come late or early, which the planned engine has no notion of.
     if options.timeout or not options.in_order:
         return False
     batches: Any = options.batch_sampler
     own = type(batches) is BatchSampler
+    # A batch sampler of the user's may look at the loss of the last batch before it chooses the
+    # next one.
     if batches is not None and not own and not isinstance(batches, list | tuple):
         return False
     sampler: Any = batches.sampler if own else batches
@@ -66,11 +71,15 @@ class ListedPass:
         steps = batches.steps or 0
         try:
             self.drawn.extend(itertools.islice(iterator, steps))
+            # Some samplers yield more than `len` says. torch's loader hands all of it out, so one
+            # more is asked for.
             more = list(itertools.islice(iterator, 1))
             if more:
                 self.drawn += more
                 self.is_whole, self._rest = False, iterator
         except Exception as error:
+            # Kept for later: torch's loader would raise it after the batches that were drawn before
+            # it.
             self.error, self._rest = error, _raising(error)
 
     def __iter__(self) -> Iterator[Index]:
@@ -101,6 +110,7 @@ def listed_samples(batches: ListedPass | None, samples: int) -> list[_I64] | Non
             return None
         if int(numbers.min()) < -samples or int(numbers.max()) >= samples:
             return None
+        # Negative indices count from the end, as those of lists do.
         listed.append(numbers % samples)
     return listed
 
@@ -122,6 +132,7 @@ def _numbers(batch: Sequence[Any]) -> _I64 | None:
         except OverflowError:
             return None
     for each in batch:
+        # A bool has `__index__`, too, but a data set may mean something else by `data[True]`.
         if isinstance(each, bool) or not (type(each) is int or hasattr(each, "__index__")):
             return None
     try:

@@ -3,9 +3,9 @@
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
@@ -26,6 +26,7 @@ from dlio.loader.decode_device import check_device, check_recipe
 from dlio.loader.mixture_dataset import Mixture
 from dlio.loader.passes import FormulaOrder
 from dlio.loader.survivors import Survivors
+from dlio.loader.torch_private import pin_memory
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.plan.rank_shares import checked_shares
@@ -45,6 +46,7 @@ from dlio.util.cores import available_cores
 if TYPE_CHECKING:
     from dlio.comm.data_ranks import AnyMesh, Group
 
+
 _MOST_WORKERS: Final = 4096
 _MOST_SEED: Final = 2**63 - 1
 _MANY_THREADS: Final = 64
@@ -60,12 +62,14 @@ def check_arguments(
     timeout: float,
 ) -> None:
     """Raise UsageError for arguments of a loader that torch would fail on without naming them."""
+    # torch would iterate over the characters of a path.
     if isinstance(dataset, str | os.PathLike):
         raise UsageError(f"{str(dataset)!r} is a path: open it with dlio.open first")
     if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         raise UsageError(
             f"{named('dataset', dataset)}: give the result of dlio.open, or a data set of torch"
         )
+    # torch's own words, which scripts and its tests look for.
     for name, given in (("num_workers", num_workers), ("timeout", timeout)):
         if isinstance(given, int | float) and given < 0:
             raise UsageError(f"{name} option should be non-negative, not {given}")
@@ -92,7 +96,7 @@ def _check_device(device: torch.device | str | int) -> None:
 class LoaderOptions:
     """The options of one pass. Engines take this record and know nothing else of the loader.
 
-    Made anew when a pass begins, since torch lets some attributes of a loader be assigned between
+    Made again when a pass begins, since torch lets some attributes of a loader be assigned between
     passes: `num_workers`, `collate_fn`, `worker_init_fn` and `timeout`. The meaning of each option
     is in the documentation of `DataLoader`.
 
@@ -138,26 +142,18 @@ class LoaderOptions:
     writer: ScalarWriter | None
     pretend_nodes: int | None
     snapshot_every_n_steps: int | None
-    iterable: bool = field(init=False)
-    """True for an IterableDataset, which has no indices."""
-    collates_by_default: bool = field(init=False)
-    """True if `collate_fn` is torch's default_collate."""
-
-    in_threads: bool | None = field(init=False)
-    """True if threads of this process make batches, False for torch's own engines; None for
-    threads if dlio itself reads the data set, and torch's worker processes otherwise."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "iterable", isinstance(self.dataset, IterableDataset))
-        object.__setattr__(self, "collates_by_default", self.collate_fn is default_collate)
-        object.__setattr__(self, "in_threads", self._engine_choice())
         check_mode(self.mode)
         check_shares(self.mode, self.shares is not None)
         self._check_values()
         if self.tiers is not None and self.iterable:
             raise UsageError("tiers= keeps samples by their index; an iterable data set has none")
+        # A sampler has already given each rank its part.
         if self.shares is not None and self.follows_sampler:
             raise UsageError("shares= deals the loader's own order: leave the sampler out")
+        # Blocks in windows are an order of the whole job; modes that are not exact have an order
+        # for each node.
         if window_of(self.source_order) is not None and not is_exact(self.mode):
             raise UsageError(
                 f"source_order={self.source_order!r} is for mode batch or global, and this "
@@ -198,11 +194,26 @@ class LoaderOptions:
         if self.tiers is not None:
             parse_tiers(self.tiers)
 
-    def _engine_choice(self) -> bool | None:
+    @property
+    def iterable(self) -> bool:
+        """True for an IterableDataset, which has no indices."""
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def collates_by_default(self) -> bool:
+        """True if `collate_fn` is torch's default_collate."""
+        return self.collate_fn is default_collate
+
+    @property
+    def in_threads(self) -> bool | None:
+        """True if threads of this process make batches, False for torch's own engines; None for
+        threads if dlio itself reads the data set, and torch's worker processes otherwise."""
         if self.iterable:
             return False
         if self.workers is not None:
             return self.workers == "thread"
+        # Who gives one of these expects processes: functions that seed global generators would
+        # disturb the training from a thread.
         for_processes = self.worker_init_fn is not None or self.multiprocessing_context is not None
         return None if for_processes else True
 
@@ -210,10 +221,12 @@ class LoaderOptions:
     def has_too_many_workers(self) -> bool:
         """True for more processes than cores, or more threads than waiting for storage explains."""
         cores = available_cores()
+        # Threads that wait for storage need no core: sixteen for each are not too many.
         if self.in_threads:
             return self.num_workers > max(_MANY_THREADS, _THREADS_A_CORE * cores)
         return self.num_workers > cores
 
+    # Warnings word for word as torch's: scripts filter them by their text.
     def pins(self) -> bool:
         """True if batches are pinned; warns, as torch's loader does, if they cannot be."""
         if self.pin_memory and self.pin_memory_device:
@@ -231,22 +244,22 @@ class LoaderOptions:
         return self.pin_memory and torch.accelerator.is_available()
 
     def formula(
-        self, seed: int, samples: int, data: Dataset | None, dealt: Survivors | None
+        self, seed: int, samples: int, data: Dataset | None, survivors: Survivors | None
     ) -> FormulaOrder:
         """Return the order of a pass that is dlio's own, and this rank's part of it.
 
         Args:
             samples: number of samples in the data set.
             data: the data set as dlio reads it; None if it is asked for samples.
-            dealt: the ranks that are left; None if none was lost.
+            survivors: None if no rank was lost.
 
         Raises UsageError if chosen shares do not fit the ranks.
         """
         assert self.batch_size is not None
         (rank, ranks), shares = place(self.group, self.mesh), None
         global_batch = self.batch_size * ranks
-        if dealt is not None:
-            rank, ranks, shares = dealt.rank, len(dealt.members), dealt.shares
+        if survivors is not None:
+            rank, ranks, shares = survivors.rank, len(survivors.members), survivors.shares
             global_batch = shares.global_batch
         if self.shares is not None:
             shares = checked_shares(self.shares, global_batch, ranks)
@@ -267,9 +280,7 @@ class LoaderOptions:
 
 
 SAME_NAMES: Final = tuple(
-    each.name
-    for each in fields(LoaderOptions)
-    if each.init and each.name not in ("batched", "length_was_read")
+    each.name for each in fields(LoaderOptions) if each.name not in ("batched", "length_was_read")
 )
 """Options that are public attributes of a loader, under the same names."""
 
@@ -280,5 +291,4 @@ def pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
         return None
     accelerator = torch.accelerator.current_accelerator()
     device = None if accelerator is None else accelerator.type
-    pin_memory: Any = torch.utils.data._utils.pin_memory.pin_memory
     return lambda data: pin_memory(data, device)

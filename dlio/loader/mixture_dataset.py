@@ -199,6 +199,7 @@ def mix(
     choose_tiers(tiers, 0)
     if not {"patch", "window"}.isdisjoint(options):
         raise UsageError("patches and windows are not mixed: dlio.open([a, b], patch=...) cuts all")
+    # Readers that were opened here are closed if a later source fails; given data sets are not.
     with ExitStack() as undo:
         readers: list[Reader] = []
         for _, each, _ in given:

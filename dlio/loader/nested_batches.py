@@ -1,6 +1,6 @@
 """Batches of any structure: tuples, lists, dictionaries and named tuples, nested, of tensors.
 
-`torch.utils._pytree` walks the types that are registered with it. Subclasses of dict, list and
+torch walks the types that are registered with it. Subclasses of dict, list and
 tuple that are not registered are walked here, as torch's own loader walks them.
 """
 
@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from dlio.loader.contract import BatchData
 from dlio.loader.picture_targets import Target
+from dlio.loader.torch_private import tree_leaves, tree_map
 
 
 def map_leaves(act: Callable[[BatchData], BatchData], data: BatchData) -> BatchData:

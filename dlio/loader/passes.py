@@ -1,20 +1,26 @@
-"""Passes over the data as batches of indices, and a loader's place in them: its state.
+"""Passes over the data as batches of indices, a loader's position in them (its state), and the
+counts of a pass.
 
-A pass is planned (positions of an order that is a formula), follows a sampler (`sampled.py`), or
-counts the batches of an iterable data set. The state counts batches that were handed out, not
-those that are prefetched.
+A pass is planned (positions of an order that is a formula), follows a sampler, or counts the
+batches of an iterable data set (`dlio.loader.sampler_pass`). The state counts batches that were
+handed out, not those that are prefetched.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from dlio.data.mixture_reader import MixtureReader
 from dlio.errors import UsageError
 from dlio.loader.contract import IndexBatches, Indices, State
 from dlio.loader.sampler_pass import SAMPLER_KIND, BatchesPass, SamplerPass, sampler_state
+from dlio.loader.stats import STAGES, PassStats
 from dlio.plan.block_order import BlockOrder, window_of
 from dlio.plan.layout import Layout
 from dlio.plan.mixture import MixtureEpoch, MixtureRule
@@ -23,10 +29,8 @@ from dlio.plan.rank_shares import RankShares
 from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
 from dlio.plan.schedule import steps_in_epoch
 from dlio.plan.tail_order import TailOrder
+from dlio.storage.hierarchy import Hierarchy
 from dlio.util.arguments import named
-
-_BINDING: Final = ("mode", "ranks", "homes")
-"""Keys of a state in the middle of an epoch that only the same ranks and tiers can continue."""
 
 
 class Pass(Protocol):
@@ -84,6 +88,71 @@ class FormulaOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderBinding:
+    """Facts that an inexact mode's order follows from: only the same mode, on as many ranks, whose
+    tiers hold the same blocks, can continue its epoch in the middle."""
+
+    mode: str | None = None
+    ranks: int | None = None
+    homes: str | None = None
+    """Digest of the home node of each block."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderState:
+    """The state of a loader whose order is a formula, which `state_dict` gives users as a dict.
+
+    The saved keys are older than these names, and stay: states are saved in checkpoints.
+    """
+
+    cursor: Cursor
+    mixture: str | None = None
+    """Position of each source of a mixture, as `MixtureEpoch.text` gives it."""
+    binding: OrderBinding | None = None
+    """In the middle of an epoch of an inexact mode."""
+    requeued: tuple[int, ...] = ()
+    """Samples that come again at the epoch's end: lost ranks had been assigned them."""
+    source_order: str = "sample"
+    kept: str | None = None
+    """Digest of the samples that the epoch uses; None for all."""
+
+    def to_dict(self) -> State:
+        """Return the state as whole numbers and text; without what is as usual."""
+        # States of before these keys existed lack them, and so do new ones of which they say
+        # nothing.
+        state: State = self.cursor.as_dict()
+        if self.mixture is not None:
+            state["mixture"] = self.mixture
+        if self.binding is not None:
+            state |= asdict(self.binding)
+        if self.requeued:
+            state["again"] = list(self.requeued)
+        if self.source_order != "sample":
+            state["source_order"] = self.source_order
+        if self.kept is not None:
+            state["kept"] = self.kept
+        return state
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> "LoaderState":
+        """Read the result of `to_dict`.
+
+        Raises UsageError that names a value which is missing or out of range.
+        """
+        binding = None
+        if not state.keys().isdisjoint(("mode", "ranks", "homes")):
+            binding = OrderBinding(state.get("mode"), state.get("ranks"), state.get("homes"))
+        return cls(
+            Cursor.from_dict(state),
+            state.get("mixture"),
+            binding,
+            again_of(state),
+            state.get("source_order", "sample"),
+            state.get("kept"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplerOrder:
     """An order that a sampler of torch or of the user gives."""
 
@@ -99,7 +168,7 @@ class SamplerOrder:
 
 @dataclass(frozen=True, slots=True)
 class LoaderPosition:
-    """A loader's place: in a pass, or between two. Immutable; each event gives another place."""
+    """A loader's position: in a pass, or between two. Immutable; each event gives another one."""
 
     current: Pass | None = None
     """The pass that began last, or that the last batch is from."""
@@ -113,28 +182,28 @@ class LoaderPosition:
     """An epoch, and the samples that it uses."""
 
     def loaded(self, state: State) -> "LoaderPosition":
-        """The place after `load_state_dict`."""
+        """The position after `load_state_dict`."""
         return replace(self, resumed=state, epoch=None)
 
     def chosen(self, epoch: int, mask: SampleMask | None) -> "LoaderPosition":
-        """The place after `set_epoch`: a loaded state of the same epoch stays."""
+        """The position after `set_epoch`: a loaded state of the same epoch stays."""
         masked = replace(self, mask=None if mask is None else (epoch, mask))
         if self.resumed is not None and self.resumed["epoch"] == epoch:
             return masked
         return replace(masked, resumed=None, epoch=epoch)
 
     def handed_out(self, batches: Pass) -> "LoaderPosition":
-        """The place after a batch of `batches`, which may not be the newest pass."""
+        """The position after a batch of `batches`, which may not be the newest pass."""
         if self.current is batches and not self.ended:
             return self
         return replace(self, current=batches, ended=False)
 
     def over(self, batches: Pass) -> "LoaderPosition":
-        """The place after the last batch of `batches`."""
+        """The position after the last batch of `batches`."""
         return replace(self, ended=True) if self.current is batches else self
 
     def copied(self) -> "LoaderPosition":
-        """The place of a loader's copy, which begins where the next pass of the original would."""
+        """The position of a loader's copy, which begins where the original's next pass would."""
         return LoaderPosition(None, False, self.next_state(), self.epoch, self.mask)
 
     @property
@@ -145,8 +214,8 @@ class LoaderPosition:
         return 0 if self.current is None else self.current.epoch + 1
 
     @property
-    def has_again(self) -> bool:
-        """True if the next pass goes on with an epoch of which samples come again."""
+    def has_requeued(self) -> bool:
+        """True if the next pass continues an epoch that samples have been requeued in."""
         return self.resumed is not None and "again" in self.resumed
 
     def state(self) -> State | None:
@@ -163,16 +232,16 @@ class LoaderPosition:
             return self.resumed
         return self.current.next_state()
 
-    def _ledger(self, epoch: int) -> State:
-        """Return the part of a state that says where a mixture is at the beginning of an epoch, if
-        it is the epoch that began last or the next one; nothing for others."""
+    def _mixture(self, epoch: int) -> str | None:
+        """Return where a mixture's sources are at the beginning of an epoch, if it is the epoch
+        that began last or the next one; None for others."""
         current = self.current
         if not isinstance(current, PlannedPass) or current.mixed is None:
-            return {}
+            return None
         if current.epoch == epoch:
-            return {"mixture": current.mixed.text(0)}
-        following = current.next_state()
-        return {"mixture": following["mixture"]} if following["epoch"] == epoch else {}
+            return current.mixed.text(0)
+        following = current.following()
+        return following.mixture if following.cursor.epoch == epoch else None
 
     def positions(self, samples: int, order: FormulaOrder) -> int:
         """Return the number of positions of the current epoch, or of the next one.
@@ -203,8 +272,8 @@ class LoaderPosition:
         batches: Pass
         if isinstance(order, FormulaOrder):
             if self.epoch is not None or state is None:
-                ledger = self._ledger(self.epoch or 0)
-                state = Cursor(order.seed, self.epoch or 0, 0, order.samples).as_dict() | ledger
+                cursor = Cursor(order.seed, self.epoch or 0, 0, order.samples)
+                state = LoaderState(cursor, self._mixture(self.epoch or 0)).to_dict()
             batches = PlannedPass(state, order, self.mask)
         else:
             epoch = int((state or {}).get("epoch", 0)) if self.epoch is None else self.epoch
@@ -245,32 +314,31 @@ class PlannedPass:
         order: FormulaOrder,
         mask: tuple[int, SampleMask] | None = None,
     ) -> None:
-        cursor = Cursor.from_dict(begun)
-        self.cursor = cursor
+        self.begun = LoaderState.from_dict(begun)
+        """The state that the pass begins with."""
+        cursor = self.cursor = self.begun.cursor
         self.formula = order
         self.epoch = cursor.epoch
         self.mask = mask[1] if mask is not None and mask[0] == cursor.epoch else None
-        self.again = again_of(begun)
-        """Samples that come again at the end: lost ranks had been dealt them."""
-        self.mixed = None if order.mixing is None else self._mixed_epoch(order.mixing, begun)
+        self.requeued = self.begun.requeued
+        self.mixed = None if order.mixing is None else self._mixed_epoch(order.mixing)
         """The epoch of a mixture."""
         self.whole = cursor.samples if self.mask is None else self.mask.count
+        """Number of positions in the whole epoch, without requeued samples."""
         if self.mixed is not None:
             self.whole = self.mixed.n
-        """Number of positions in the whole epoch, without those that come again."""
-        self.is_tail = bool(self.again) and cursor.position >= self.whole
-        """True if only samples that come again are left."""
+        self.is_tail = bool(self.requeued) and cursor.position >= self.whole
+        """True if only requeued samples are left."""
         self.samples = self.whole
         """Number of positions up to the end of the pass."""
-        self._bound: dict[str, Any] = {}
-        self._begun = {key: begun[key] for key in _BINDING if key in begun}
+        self._binding: OrderBinding | None = None
         self.digest = None if self.mask is None else self.mask.digest
-        self._check_middle(begun)
+        self._check_middle()
         self.order = self._make_order()
-        # In an inexact mode these are dealt in a pass of their own: the others' steps are fixed.
-        if self.again and (order.exact or self.is_tail):
-            self.order = TailOrder.of(self.order, self.again)
-            self.samples += len(self.again)
+        # In an inexact mode these get a pass of their own: the steps of the others are fixed.
+        if self.requeued and (order.exact or self.is_tail):
+            self.order = TailOrder.of(self.order, self.requeued)
+            self.samples += len(self.requeued)
         self.batch_size = order.batch_size
         self.shares = order.shares
         self.dealt = order.shares or RankShares.even(order.batch_size, order.ranks)
@@ -293,6 +361,7 @@ class PlannedPass:
         formula = self.formula
         if formula.exact:
             return self.batch_size if self.shares is None else self.shares.counts[formula.rank]
+        # Survivors of an inexact epoch get the parts of the lost ranks on top of their own.
         lost = 0 if formula.left is None else formula.ranks - len(formula.left)
         return min(self.global_batch, max(self.dealt.counts) * (1 + lost))
 
@@ -326,9 +395,10 @@ class PlannedPass:
 
         Raises UsageError when the pass continues one of another mode, or with other homes.
         """
-        then = self._begun.get("mode", "batch or global")
+        before = self.begun.binding
+        then = "batch or global" if before is None else before.mode
         if homes is None:
-            if self.cursor.position and self._begun:
+            if self.cursor.position and before is not None:
                 raise UsageError(
                     f"loader state in the middle of an epoch of mode {then}, this loader's mode is "
                     f"{mode}: continue with the mode that was saved, or at the start of an epoch"
@@ -336,8 +406,8 @@ class PlannedPass:
             return
         if self.is_tail:
             return
-        self._bound = {"mode": mode, "ranks": self.formula.ranks, "homes": homes}
-        if self.cursor.position and self._begun != self._bound:
+        self._binding = OrderBinding(mode, self.formula.ranks, homes)
+        if self.cursor.position and before != self._binding:
             reason = "the nodes' tiers hold other blocks than they did then"
             if then != mode:
                 reason = f"it is of mode {then}, this loader's mode is {mode}"
@@ -350,35 +420,40 @@ class PlannedPass:
         self._step += 1
 
     def state(self) -> State:
+        # Batches that were handed out count, not those that are made ahead: a resumed run sees
+        # them.
         here, cursor = self.cursor.position + self._step * self.global_batch, self.cursor
         position = min(here, self._end) if self._step else cursor.position
-        return self.state_at(position, self.again)
+        return self.state_at(position, self.requeued)
 
-    def state_at(self, position: int, again: Sequence[int]) -> State:
+    def state_at(self, position: int, requeued: Sequence[int]) -> State:
         """Return the state at another position, with samples that come again at the end."""
-        state: State = replace(self.cursor, position=position).as_dict()
-        if self.mixed is not None:
-            state["mixture"] = self.mixed.text(position)
+        cursor = replace(self.cursor, position=position)
+        mixture = None if self.mixed is None else self.mixed.text(position)
+        # Nothing binds the beginning of an epoch: it continues on other ranks, tiers and modes.
         if not position:
-            return state
-        if position < self.whole:
-            state |= self._bound
-        if again:
-            state["again"] = list(again)
-        if self.formula.source_order != "sample":
-            state["source_order"] = self.formula.source_order
-        if self.digest is not None:
-            state["kept"] = self.digest
-        return state
+            return LoaderState(cursor, mixture).to_dict()
+        return LoaderState(
+            cursor,
+            mixture,
+            self._binding if position < self.whole else None,
+            tuple(requeued),
+            self.formula.source_order,
+            self.digest,
+        ).to_dict()
 
     def next_state(self) -> State:
-        state = Cursor(self.cursor.seed, self.epoch + 1, 0, self.cursor.samples).as_dict()
-        if self.mixed is None:
-            return state
-        return state | {"mixture": self.mixed.following(self.formula.drop_last)}
+        return self.following().to_dict()
 
-    def _mixed_epoch(self, mixing: MixtureRule, begun: Mapping[str, Any]) -> MixtureEpoch:
-        """Return the epoch of a mixture that a state begins, or goes on with."""
+    def following(self) -> LoaderState:
+        """Return the state at the beginning of the next epoch."""
+        cursor = Cursor(self.cursor.seed, self.epoch + 1, 0, self.cursor.samples)
+        mixed = self.mixed
+        mixture = None if mixed is None else mixed.following(self.formula.drop_last)
+        return LoaderState(cursor, mixture)
+
+    def _mixed_epoch(self, mixing: MixtureRule) -> MixtureEpoch:
+        """Return the epoch of a mixture that a state begins, or continues."""
         order = self.formula
         if self.mask is not None:
             raise UsageError("keep= with a mixture, whose weights choose the samples: leave it out")
@@ -392,28 +467,29 @@ class PlannedPass:
             self.cursor.position,
             order.global_batch,
             order.drop_last,
-            begun.get("mixture"),
-            len(again_of(begun)),
+            self.begun.mixture,
+            len(self.begun.requeued),
         )
 
-    def _check_middle(self, begun: Mapping[str, Any]) -> None:
+    def _check_middle(self) -> None:
         """Check a state in the middle of an epoch."""
         if not self.cursor.position:
             return
         where = "loader state in the middle of an epoch"
         ranks, source_order = self.formula.ranks, self.formula.source_order
-        if self._begun.get("ranks", ranks) != ranks:
+        before = self.begun.binding or OrderBinding()
+        if before.ranks is not None and before.ranks != ranks:
             raise UsageError(
-                f"{where} of mode {self._begun.get('mode')} on {self._begun['ranks']} ranks: "
+                f"{where} of mode {before.mode} on {before.ranks} ranks: "
                 "continue on as many, or at the start of an epoch"
             )
-        if begun.get("kept") != self.digest:
+        if self.begun.kept != self.digest:
             raise UsageError(
-                f"{where} that uses {begun.get('kept') or 'all'} samples, this loader uses "
+                f"{where} that uses {self.begun.kept or 'all'} samples, this loader uses "
                 f"{self.digest or 'all'}: give set_epoch the keep= that it was saved with, or "
                 "continue at the start of an epoch"
             )
-        then = begun.get("source_order", "sample")
+        then = self.begun.source_order
         if then != source_order:
             raise UsageError(
                 f"{where} of source order {then}, this loader's is {source_order}: continue with "
@@ -474,3 +550,134 @@ def check_state(given: object, formula: tuple[int, int] | None) -> State:
         if type(value) is not int or value < 0:
             raise UsageError(f"loader state with {name} {value!r}: was it written by state_dict()?")
     return state
+
+
+# The counts of a pass: what its threads did, and how long the consumer waited for them
+
+
+class StageTimes:
+    """Seconds that threads spent, by stage. Thread-safe.
+
+    `source`, `disk`, `ram` and `peer` are reads from that place; `fetch` is a user's data set.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+
+    def add(self, stage: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[stage] += seconds
+
+    def add_all(self, seconds: dict[str, float]) -> None:
+        with self._lock:
+            for stage, spent in seconds.items():
+                self._seconds[stage] += spent
+
+    def snapshot(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._seconds)
+
+
+@dataclass(slots=True)
+class PassCounters:
+    """Counts of one pass: the hierarchy's counters since it began, the threads' time, the
+    consumer's waiting.
+
+    Args:
+        threads: that make batches.
+        engine: `planned`, `threads` or `torch`.
+        images: True if samples have images to decode; None if that is unknown.
+    """
+
+    hierarchy: Hierarchy | None = None
+    threads: int = 0
+    engine: str = ""
+    images: bool | None = None
+    clock: StageTimes = field(default_factory=StageTimes)
+    stall_s: float = 0.0
+    samples: int = 0
+    batches: int = 0
+    first_batch_s: float | None = None
+    skipped: list[str] = field(default_factory=list)
+    sources: dict[str, int] = field(default_factory=dict)
+    """Samples of each source of a mixture."""
+    _before: dict[str, Any] = field(default_factory=dict)
+    _after: dict[str, Any] | None = None
+    _started: float = field(default_factory=time.perf_counter)
+    _ended: float | None = None
+    _waiting_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._waiting_since = self._started
+        if self.hierarchy is not None:
+            self._before = self.hierarchy.counters.snapshot()
+
+    def restart(self) -> None:
+        """Begin now: work that was done ahead counts as the pass before."""
+        self._started = self._waiting_since = time.perf_counter()
+        if self.hierarchy is not None:
+            self._before = self.hierarchy.counters.snapshot()
+
+    def wait_begins(self) -> None:
+        self._waiting_since = time.perf_counter()
+
+    def wait_ends(self, samples: int) -> None:
+        # From one `next` to the batch: the trainer's own time between two of them does not count.
+        now = time.perf_counter()
+        waited_s = now - self._waiting_since
+        self.stall_s += waited_s
+        self.samples += samples
+        if self.hierarchy is not None:
+            self.hierarchy.counters.hand_over(samples, waited_s)
+        self.batches += 1
+        if self.first_batch_s is None:
+            self.first_batch_s = now - self._started
+
+    def count_sources(self, numbers: Callable[[], npt.NDArray[np.int64]]) -> None:
+        """Count a batch's samples, whose indices `numbers` returns, by the sources of a mixture."""
+        reader = None if self.hierarchy is None else self.hierarchy.reader
+        if isinstance(reader, MixtureReader):
+            counts = np.bincount(reader.sources_of(numbers()), minlength=len(reader.names))
+            for name, count in zip(reader.names, counts.tolist(), strict=True):
+                self.sources[name] = self.sources.get(name, 0) + count
+
+    def end(self) -> None:
+        if self._ended is None:
+            self._ended = time.perf_counter()
+            if self.hierarchy is not None:
+                self._after = self.hierarchy.counters.snapshot()
+
+    @property
+    def seconds(self) -> float:
+        return (self._ended or time.perf_counter()) - self._started
+
+    def as_dict(self) -> PassStats:
+        """Return the counts so far."""
+        counted: dict[str, Any] = {}
+        if self.hierarchy is not None:
+            now = self._after or self.hierarchy.counters.snapshot()
+            for key, value in now.items():
+                before = self._before[key]
+                if isinstance(value, dict):
+                    counted[key] = {place: value[place] - before[place] for place in value}
+                else:
+                    counted[key] = value - before
+        counts = {
+            "engine": self.engine,
+            "samples": self.samples,
+            "batches": self.batches,
+            "seconds": self.seconds,
+            "stall_s": self.stall_s,
+            "first_batch_s": self.first_batch_s,
+            "threads": self.threads,
+            "thread_s": self.clock.snapshot(),
+            "skipped": list(self.skipped),
+            "notes": self.hierarchy.notes() if self.hierarchy is not None else [],
+            **counted,
+        }
+        if self.sources:
+            counts["source_samples"] = dict(self.sources)
+        if self.images is not None:
+            counts["images"] = self.images
+        return cast(PassStats, counts)

@@ -11,7 +11,7 @@ import torch
 from dlio.comm import Communicator
 from dlio.data.chunks import ChunkReader
 from dlio.data.patches import POSITION, VOLUME, PatchOptions, PatchReader, PatchSlice
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.replicas import replicated
 from dlio.data.schema import Buffer
 from dlio.errors import SourceError
@@ -104,6 +104,7 @@ class PatchSource:
         )
         touched = list(array.touched(cut.box))
         numbers = [cut.first + chunk for chunk, _ in touched]
+        # Several at a time over a network alone: elsewhere a chunk is there before a thread wakes.
         read = map if self._readers is None or len(numbers) == 1 else self._readers.map
         for (_, whole), data in zip(touched, read(self._chunk, numbers), strict=True):
             shape = tuple(side.stop - side.start for side in whole)
@@ -134,42 +135,27 @@ class PatchSource:
 
 
 class PatchRecipe(Recipe):
-    """A recipe whose samples are patches. Thread-safe."""
+    """Patches as samples: a dictionary of tensors and numbers. Thread-safe."""
 
     def __init__(
         self, reader: Reader, source: PatchSource, transform: Transform | None, seed: int
     ) -> None:
-        super().__init__(
-            reader,
-            image_size=None,
-            train=False,
-            transform=transform,
-            seed=seed,
-            through_decoded=False,
-            finish=None,
-        )
+        super().__init__(reader, None, transform, seed, [transform])
         self._source = source
-        self.transform = transform
 
     @property
     def is_random(self) -> bool:
-        drawn = self._seeded is not None and self._seeded.drew
-        return self._source.patches.is_random or drawn
-
-    @property
-    def is_plain(self) -> bool:
-        return False
+        """True if samples are known to differ from epoch to epoch."""
+        return self._source.patches.is_random or super().is_random
 
     @property
     def sample_bytes(self) -> int:
+        """Bytes of a patch."""
         return self._source.patches.patch_bytes
 
-    def one(self, epoch: int, sample: int, payload: Buffer) -> Sample:
-        return self.mapped(epoch, sample, payload)[0]
-
-    def mapped(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
-        """Return (sample, seconds in the user's transform): a dictionary of tensors and numbers."""
-        values = self._source.cut(PatchReader.number_of(payload), self._seed, epoch)
+    def make(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
+        """Return (sample, seconds in the user's transform)."""
+        values = self._source.cut(PatchReader.number_of(payload), self.seed, epoch)
         made: Sample = {
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             for name, value in values.items()
@@ -193,6 +179,6 @@ def open_patches(
     """
     chunks = [ChunkReader(readers) for readers in copies]
     files = given.get("samples") == "files" or all(
-        bool(getattr(reader, "files_are_samples", False)) for reader in copies[0]
+        abilities_of(reader).files_are_samples for reader in copies[0]
     )
     return PatchSource(PatchReader(chunks[0], options, files), replicated(chunks))

@@ -17,7 +17,6 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from dlio.data.schema import IMAGES, Schema
 from dlio.errors import CorruptBlock, DecodeError
@@ -26,6 +25,7 @@ from dlio.image.decoder import image_size
 from dlio.image.segmentation_masks import decode_mask, draw_instance
 from dlio.loader.contract import BatchData, Sample
 from dlio.loader.sample import decoded_field, image_and_label
+from dlio.loader.torch_private import collate_fn_map
 
 _BOXES, _LABELS, _KEYPOINTS, _PAIRS = "boxes", "box_labels", "keypoints", "keypoint_pairs"
 _SEGMENTS, _MASK = "segments", "mask"
@@ -46,7 +46,8 @@ def _listed(batch: list[Target], **_: object) -> list[Target]:
     return list(batch)
 
 
-default_collate_fn_map[Target] = _listed
+# torch would stack the boxes of pictures by key, and fail where their numbers differ.
+collate_fn_map[Target] = _listed
 
 
 class Companion(Protocol):
@@ -152,6 +153,7 @@ class _MaskTarget:
     def batch(self, images: BatchData, companions: Sequence[torch.Tensor]) -> BatchData:
         if not companions:
             sides = images.shape[-2:] if isinstance(images, torch.Tensor) else (0, 0)
+            # All samples were skipped; torch.stack takes no empty list.
             return images, torch.empty((0, *sides), dtype=torch.uint8)
         return images, torch.stack(list(companions))
 
@@ -179,6 +181,7 @@ class _BoxTargets:
         if move is not None:
             boxes, shares = move.boxes(boxes)
             sides = boxes[:, 2:] - boxes[:, :2]
+            # A box without any area left is dropped whatever the least share: detectors reject it.
             stay = np.flatnonzero((sides > 0).all(1) & (shares >= self._least))
         target = Target(boxes=torch.from_numpy(boxes[stay].astype(np.float32)))
         for field in self._per_box:

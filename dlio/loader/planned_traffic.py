@@ -8,16 +8,16 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader
 from dlio.data.schema import IMAGE_LABEL
 from dlio.loader.shuffle.sample_message import ENTRY_BYTES
-from dlio.loader.shuffle.windows import windows_of
+from dlio.loader.shuffle.sample_shuffle import windows_of
 from dlio.plan.epoch import WINDOW_BYTES, EpochPlan, is_exact, plan_epoch
 from dlio.plan.layout import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, MIN_BLOCKS, Layout
 from dlio.plan.order import Order
 from dlio.plan.placement import HomeNode, Placement, place
 from dlio.plan.schedule import RankNodes, StepAssignment, assign, steps_in_epoch
-from dlio.storage.block_format import aligned, block_sizes
+from dlio.storage.block import aligned, block_sizes
 from dlio.storage.mount import block_bytes_of
 
 _I64 = npt.NDArray[np.int64]

@@ -81,6 +81,9 @@ class SamplerPass:
         self._drawn: deque[tuple[int, Any]] = deque()
         self._sampler_state = self._state.get("sampler")
         self._rng = self._state.get("rng")
+        # Where the first pass has drawn a base seed, its resumption draws one as well, whatever the
+        # number of workers is by now: the samples that follow in the generator are the same only
+        # then.
         self._draws_seed = bool(self._state.get("seeded", draws_seed))
         if self._rng is not None:
             if self._generator is not None:
@@ -100,6 +103,8 @@ class SamplerPass:
     def __iter__(self) -> Iterator[Index]:
         for batch in self._indices():
             count = len(batch) if isinstance(batch, Sequence) else 1
+            # Taken when a batch is drawn and used when it is handed out: prefetched batches are not
+            # consumed.
             state = None if self._stateful is None else self._stateful.state_dict()
             self._drawn.append((count, state))
             yield batch
@@ -120,6 +125,7 @@ class SamplerPass:
         elif self._distributed is not None:
             before = int(self._state.get("ranks_consumed", 0))
             now = self._samples - int(self._state.get("consumed", 0))
+            # Counted over all ranks, so that a run can be resumed on another number of them.
             state["ranks_consumed"] = before + now * self._distributed.num_replicas
             state["sampler_epoch"] = self._distributed.epoch
         elif self._rng is not None:
@@ -163,6 +169,9 @@ class SamplerPass:
         if self._generator is not None or self._rng is None:
             yield from indices
             return
+        # The global generator belongs to the training: it is put back before the first batch is
+        # used. Only the first draw needs it, since torch's samplers draw a seed or a permutation at
+        # once.
         now = torch.get_rng_state()
         torch.set_rng_state(_decoded(self._rng))
         try:
@@ -189,6 +198,8 @@ class SamplerPass:
             rest = rest[: len(rest) - len(rest) % ranks]
         elif rest and len(rest) % ranks:
             missing = ranks - len(rest) % ranks
+            # As DistributedSampler fills up the last step: from the beginning of the order, several
+            # times if the data set has fewer samples than ranks.
             rest += (whole * -(-missing // count))[:missing]
         return rest[sampler.rank :: ranks]
 
@@ -213,6 +224,7 @@ class BatchesPass:
         self._batches = self.skip
 
     def __iter__(self) -> Iterator[None]:
+        # An iterable data set is asked for its next item, not for an index.
         return itertools.repeat(None)
 
     def consumed(self) -> None:

@@ -63,6 +63,7 @@ class PassStats(TypedDict):
 
 def joined(parts: Sequence[PassStats]) -> PassStats:
     """Return the counts of a pass that consists of several, one after another."""
+    # By key and not by field: a pass over another engine has fewer of them.
     result: dict[str, Any] = dict(parts[0])
     for part in parts[1:]:
         for key, value in part.items():

@@ -8,7 +8,7 @@ from dlio.plan.rank_shares import RankShares
 
 @dataclass(frozen=True, slots=True)
 class Survivors:
-    """The ranks that are left."""
+    """The ranks that share batches after others were lost."""
 
     members: tuple[int, ...]
     """Number of each when the data set was mounted."""
@@ -25,19 +25,19 @@ class Survivors:
 
 @dataclass(frozen=True, slots=True)
 class InterruptedEpoch:
-    """An epoch of an inexact mode in which ranks were lost: it goes on as it was planned."""
+    """An epoch of an inexact mode in which ranks were lost: it continues as it was planned."""
 
     order: FormulaOrder
     """Its order as it was before this loss."""
-    begun: tuple[int, ...]
+    began: tuple[int, ...]
     """Number of each rank that began it."""
 
-    def shared(self, dealt: Survivors) -> FormulaOrder:
-        """Return its order as the ranks share it that are left."""
-        numbers = {member: rank for rank, member in enumerate(self.begun)}
+    def shared(self, survivors: Survivors) -> FormulaOrder:
+        """Return its order as the survivors share it."""
+        numbers = {member: rank for rank, member in enumerate(self.began)}
         return replace(
             self.order,
-            rank=numbers.get(dealt.me, -1),
-            left=tuple(numbers[each] for each in dealt.members if each in numbers),
-            members=self.begun,
+            rank=numbers.get(survivors.me, -1),
+            left=tuple(numbers[each] for each in survivors.members if each in numbers),
+            members=self.began,
         )

@@ -4,12 +4,10 @@ A sample is the unit of work where the data set has no `__getitems__`, so one sl
 no other batch; batches come out in order. Exceptions, collate_fn, pinning and timeouts follow
 torch's contract. `get_worker_info()` is true in each thread.
 
-Whatever a user's function raises comes in its batch's place, SystemExit and CancelledError
-included: an exception that ended a thread would leave the loop waiting for its batch.
+Whatever a user's function raises comes in its batch's place; see `dataset_threads`.
 """
 
 import copy
-import queue
 import threading
 import time
 from collections import deque
@@ -18,19 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import torch
-from torch._utils import ExceptionWrapper
 
-from dlio.errors import DlioError
-from dlio.loader.batch_stream import BatchResult, BatchStream, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchResult, BatchStream, RunningPass
 from dlio.loader.contract import BatchData, CollateFn, UserDataset
+from dlio.loader.dataset_threads import DatasetThreads, timed_out, worker_error
 from dlio.loader.loader_options import LoaderOptions, pinning
-from dlio.loader.passes import Pass
+from dlio.loader.passes import Pass, PassCounters
 from dlio.loader.trace import Spans
-from dlio.loader.worker_info import clear_worker_info, set_worker_info
 from dlio.storage.mount import Mount
-from dlio.util.threads import Workers
 
-_POLL_S: Final = 0.2
 _PARTS: Final = 4
 """Tasks of a batch for each thread, so that they end together."""
 
@@ -63,6 +57,8 @@ class ThreadEngine:
             draws_seed: False if the base seed of this pass has been drawn.
         """
         factor = 2 if options.prefetch_factor is None else max(1, options.prefetch_factor)
+        # torch's persistent workers were given the data set once: attributes that a user assigns
+        # later do not reach them. A shallow copy has the same effect without a process.
         if options.persistent_workers and dataset is options.dataset:
             dataset = self._kept = _copied(dataset) if self._kept is None else self._kept
         work = _BatchWork(
@@ -161,8 +157,7 @@ def _feed(work: _BatchWork, batches: Pass, stats: PassCounters, spans: Spans | N
         while threads.under_way:
             batch = threads.take()
             if batch is None:
-                error = RuntimeError(f"DataLoader timed out after {work.timeout_s:g} seconds")
-                yield BatchResult(None, 0, None, error, in_place=False)
+                yield BatchResult(None, 0, None, timed_out(work.timeout_s), in_place=False)
                 continue
             if not exhausted:
                 exhausted = submit()
@@ -178,6 +173,7 @@ def _feed(work: _BatchWork, batches: Pass, stats: PassCounters, spans: Spans | N
 def _fed(batch: _ThreadBatch, work: _BatchWork) -> BatchResult | None:
     numbers = batch.numbers
     count = len(numbers)
+    # The first of its samples, not the first in time: the same error in each run.
     if batch.failed and (not work.skip or -1 in batch.failed):
         first = min(batch.failed)
         return BatchResult(None, count, numbers, batch.failed[first], in_place=batch.is_drawn)
@@ -190,28 +186,33 @@ def _fed(batch: _ThreadBatch, work: _BatchWork) -> BatchResult | None:
 
 
 class _ThreadPass:
-    """The threads of one pass and their batches. Owner: the feed, which closes it."""
+    """The batches of one pass, on their way through threads. Closed by the feed, its owner."""
 
     def __init__(self, work: _BatchWork, stats: PassCounters, spans: Spans | None) -> None:
         self._work, self._stats, self._spans = work, stats, spans
-        self._tasks: queue.SimpleQueue[tuple[_ThreadBatch, range] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._waiting: deque[_ThreadBatch] = deque()
         together = getattr(work.dataset, "__getitems__", None)
         self._together = together if work.batched and together else None
-        self._workers = Workers("dlio-fetch", self._run, work.threads, wake=self._wake)
-        self._workers.start()
-        work.running.extend(self._workers.threads)
+        self._threads = DatasetThreads[tuple[_ThreadBatch, range]](
+            "dlio-fetch",
+            work.threads,
+            work.init or (lambda _: None),
+            self._serve,
+            lambda _: work.dataset,
+            lambda: work.seed,
+            stopped=self._notify,
+        )
+        self._threads.start()
+        work.running.extend(self._threads.threads)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._workers.close()
+        self._threads.close()
 
-    def _wake(self) -> None:
-        for _ in range(len(self._workers)):
-            self._tasks.put(None)
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -232,6 +233,7 @@ class _ThreadPass:
                 indices = numbers  # An iterator, which is used up.
         count = len(numbers)
         batch = _ThreadBatch(indices, numbers, [None] * count, 0)
+        # Several tasks a thread, so that one slow sample holds up only its own task.
         size = max(1, count // (_PARTS * self._work.threads))
         if self._together is not None or not count:
             size = max(1, count)
@@ -240,7 +242,7 @@ class _ThreadPass:
         with self._changed:
             self._waiting.append(batch)
         for part in parts:
-            self._tasks.put((batch, part))
+            self._threads.put((batch, part))
 
     def submit_error(self, error: BaseException, is_drawn: bool = True) -> None:
         """Queue an error in place of a batch, or after the last one."""
@@ -251,73 +253,53 @@ class _ThreadPass:
     def take(self) -> _ThreadBatch | None:
         """Return the next batch that is done: the oldest one, unless any order will do.
 
-        None if it is not done after `timeout_s`; a later call goes on waiting for it. Raises
-        DlioError if the loader is closed meanwhile, or if no thread is left to finish it.
+        None if it is not done after `timeout_s`; a later call waits on. Raises
+        DlioError as `DatasetThreads.wait_for`.
         """
-        deadline = time.monotonic() + self._work.timeout_s
+        return self._threads.wait_for(self._take_done, self._work.timeout_s)
+
+    def _take_done(self, wait_s: float) -> _ThreadBatch | None:
         with self._changed:
-            while True:
+            ready = self._first_done()
+            if ready is None:
+                self._changed.wait(wait_s)
                 ready = self._first_done()
-                if ready is not None:
-                    self._waiting.remove(ready)
-                    return ready
-                self._changed.wait(_POLL_S)
-                if self._workers.stopping.is_set():
-                    raise DlioError("the loader was closed while a batch was awaited: keep it open")
-                if self._work.timeout_s and time.monotonic() > deadline:
-                    return None
-                if not self._workers.alive() and self._first_done() is None:
-                    raise DlioError(
-                        "the loader's threads have ended before this batch was made, as they do "
-                        "in a forked process: make a new iterator with iter(loader)"
-                    )
+            if ready is not None:
+                self._waiting.remove(ready)
+            return ready
 
     def _first_done(self) -> _ThreadBatch | None:
         if self._work.in_order:
             return self._waiting[0] if self._waiting[0].done else None
         return next((batch for batch in self._waiting if batch.done), None)
 
-    def _run(self, number: int) -> None:
-        work = self._work
-        set_worker_info(number, work.threads, work.seed + number, work.dataset)
-        try:
-            self._serve(number)
-        finally:
-            clear_worker_info()
-
-    def _serve(self, number: int) -> None:
-        refusal: Any = None
-        if self._work.init is not None:
-            try:
-                self._work.init(number)
-            except BaseException:
-                refusal = _wrapper(f"in DataLoader worker thread {number}")
-        while (task := self._tasks.get()) is not None and not self._workers.stopping.is_set():
-            batch, part = task
-            began = time.perf_counter()
-            if refusal is not None:
-                # A new one each time: once raised it holds the frames of who waited for it.
-                batch.failed[-1] = _error_of(refusal)
-            else:
-                self._fetch(number, batch, part)
-            self._stats.clock.add("fetch", time.perf_counter() - began)
-            if self._spans is not None:
-                self._spans.add("fetch", began, samples=len(part))
-            with self._changed:
-                batch.left -= 1
-                last = batch.left == 0
-            if last:
-                self._finish(number, batch)
-            del batch, task
+    def _serve(self, number: int, task: tuple[_ThreadBatch, range], refusal: Any) -> None:
+        batch, part = task
+        began = time.perf_counter()
+        if refusal is not None:
+            # A new one each time: once raised it holds the frames of who waited for it.
+            batch.failed[-1] = _error_of(refusal)
+        else:
+            self._fetch(number, batch, part)
+        self._stats.clock.add("fetch", time.perf_counter() - began)
+        if self._spans is not None:
+            self._spans.add("fetch", began, samples=len(part))
+        with self._changed:
+            batch.left -= 1
+            last = batch.left == 0
+        if last:
+            self._finish(number, batch)
 
     def _fetch(self, number: int, batch: _ThreadBatch, part: range) -> None:
         work = self._work
         if self._together is not None:
             try:
+                # The data set may answer with anything that the collate function takes, also with
+                # one object.
                 batch.samples = self._together(batch.indices)
             except BaseException:
-                batch.failed[-1 if work.skip else 0] = _wrapped(
-                    f"in DataLoader worker thread {number}, for samples {batch.indices}"
+                batch.failed[-1 if work.skip else 0] = _error_of(
+                    worker_error(number, f", for samples {batch.indices}")
                 )
             return
         for slot in part:
@@ -325,9 +307,7 @@ class _ThreadPass:
             try:
                 batch.samples[slot] = work.dataset[index]
             except BaseException:
-                batch.failed[slot] = _wrapped(
-                    f"in DataLoader worker thread {number}, for sample {index!r}"
-                )
+                batch.failed[slot] = _error_of(worker_error(number, f", for sample {index!r}"))
 
     def _finish(self, number: int, batch: _ThreadBatch) -> None:
         work = self._work
@@ -338,16 +318,19 @@ class _ThreadPass:
             samples = batch.samples
             if batch.failed:
                 samples = [s for slot, s in enumerate(samples) if slot not in batch.failed]
+            # By name for `stats()["skipped"]`: users look there for what to repair.
             for slot in sorted(batch.failed):
                 if slot >= 0:
                     name = f"{type(work.dataset).__name__}[{batch.numbers[slot]!r}]"
                     self._stats.skipped.append(name)
             if not batch.failed or samples:
                 batch.data = work.collate(samples if work.batched else samples[0])
+                # By the thread that made the batch. torch has a thread for it, since worker
+                # processes cannot pin memory for the loader's.
                 if work.pin is not None:
                     batch.data = work.pin(batch.data)
         except BaseException:
-            batch.failed[-1] = _wrapped(f"in DataLoader worker thread {number}, while collating")
+            batch.failed[-1] = _error_of(worker_error(number, ", while collating"))
         finally:
             batch.samples = []  # A batch that waits to be taken holds no second copy of them.
             self._stats.clock.add("collate", time.perf_counter() - began)
@@ -363,17 +346,6 @@ def _copied(dataset: UserDataset) -> UserDataset:
         return copy.copy(dataset)
     except Exception:
         return dataset
-
-
-def _wrapped(where: str) -> BaseException:
-    """The current exception, as torch's loader re-raises those of its workers: of the same type
-    where possible, with its traceback in its text."""
-    return _error_of(_wrapper(where))
-
-
-def _wrapper(where: str) -> Any:
-    wrapper: Any = ExceptionWrapper  # torch gives its methods no types.
-    return wrapper(where=where)
 
 
 def _error_of(wrapper: Any) -> BaseException:

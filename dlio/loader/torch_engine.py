@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any, Final
 
 import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dlio.loader.batch_stream import BatchResult, BatchStream
 from dlio.loader.contract import CollateFn, Index, UserDataset
@@ -13,12 +12,13 @@ from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.nested_batches import samples_in
 from dlio.loader.passes import Pass
 from dlio.loader.sampler_pass import BatchesPass
+from dlio.loader.torch_private import BaseDataLoaderIter
 
 _TIMED_OUT: Final = "DataLoader timed out"
 
 
 class _PlainLoader(torch.utils.data.DataLoader[Any]):
-    """torch's loader, made anew for each pass of a loader that has warned already."""
+    """torch's loader, made again for each pass of a loader that has warned already."""
 
     def check_worker_number_rationality(self) -> None:
         """Warn of nothing."""
@@ -35,8 +35,8 @@ class TorchEngine:
         options: LoaderOptions,
         collate: CollateFn,
         batches: Pass,
-        kept: _BaseDataLoaderIter | None,
-    ) -> _BaseDataLoaderIter:
+        kept: BaseDataLoaderIter | None,
+    ) -> BaseDataLoaderIter:
         """Begin a pass with torch's iterator.
 
         Args:
@@ -44,10 +44,13 @@ class TorchEngine:
         """
         self._indices.batches = batches
         loader = plain_loader(options, collate, self._indices)
+        # torch's iterator compares what it yields with the length that its loader was asked for.
         if options.length_was_read:
             len(loader)  # torch warns when an iterable yields more than it said.
         if kept is None:
             return loader._get_iterator()
+        # What torch does in `DataLoader.__iter__` with persistent workers; there is no public way
+        # to it.
         kept._reset(loader)
         return kept
 
@@ -134,6 +137,8 @@ def fed_by(iterator: Iterator[Any]) -> Iterator[BatchResult]:
             data = next(iterator)
         except StopIteration:
             return
+        # A worker's exception does not end torch's iterator: the next call returns the next
+        # batch.
         except Exception as error:
             # A batch that comes too late comes at the next call.
             is_late = str(error).startswith(_TIMED_OUT)

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data._utils import worker as _theirs
 
 from dlio.loader.contract import UserDataset
+from dlio.loader.torch_private import worker_module as _theirs
 from dlio.util.forks import new_lock
 
 _MOST_SEED: Final = 2**64
@@ -65,6 +65,8 @@ def clear_worker_info() -> None:
 def _install() -> None:
     """Replace the body of torch's `get_worker_info`, once."""
     names: Any = vars(_theirs)
+    # Replacing `__code__` keeps the function's identity, so names that users have bound early are
+    # changed, too.
     if _theirs.get_worker_info.__code__ is _get_worker_info.__code__:
         return
     with _lock:

@@ -8,7 +8,8 @@ ranks; but its batches are draws from k blocks, not from the whole data set.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -50,24 +51,26 @@ class BlockOrder(Order):
 
     layout: Layout | None = None
     window: int = DEFAULT_WINDOW
-    blocks: _I64 = field(init=False, repr=False, compare=False)
-    """Block numbers in the order in which the epoch reads them; shape (blocks,)."""
-    starts: _I64 = field(init=False, repr=False, compare=False)
-    """Samples before each of these blocks, then all samples; shape (blocks + 1,)."""
-    edges: _I64 = field(init=False, repr=False, compare=False)
-    """First position of each window, then n; shape (windows + 1,)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @cached_property
+    def blocks(self) -> _I64:
+        """Block numbers in the order in which the epoch reads them; shape (blocks,)."""
         assert self.layout is not None
         count = self.layout.blocks
         order = Order(count, self.seed, self.epoch, self.shuffled)
-        blocks = order.samples(np.arange(count, dtype=np.int64))
-        sizes = np.diff(self.layout.starts)[blocks]
-        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        object.__setattr__(self, "blocks", blocks)
-        object.__setattr__(self, "starts", starts)
-        object.__setattr__(self, "edges", np.append(starts[: -1 : self.window], self.n))
+        return order.samples(np.arange(count, dtype=np.int64))
+
+    @cached_property
+    def starts(self) -> _I64:
+        """Samples before each of these blocks, then all samples; shape (blocks + 1,)."""
+        assert self.layout is not None
+        sizes = np.diff(self.layout.starts)[self.blocks]
+        return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+    @cached_property
+    def edges(self) -> _I64:
+        """First position of each window, then n; shape (windows + 1,)."""
+        return np.append(self.starts[: -1 : self.window], self.n)
 
     def _map(self, values: _I64, inverse: bool) -> _I64:
         given = np.asarray(values, np.int64)

@@ -106,7 +106,7 @@ class EpochPlan:
     shares: RankShares | None = None
     """Samples per rank of a global batch; even for None."""
     left: tuple[int, ...] | None = None
-    """Those of `ranks` that are left, if an inexact mode goes on with an epoch after a loss; `rank`
+    """The survivors among `ranks`, if an inexact mode continues an epoch after a loss; `rank`
     is then -1 for a rank that did not begin it."""
     on_devices: bool = False
     """Ranks keep samples on their devices; in `batch` mode each gets those that it keeps."""
@@ -152,7 +152,7 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
     if is_exact(plan.mode):
         return _ExactPlan(plan)
     if isinstance(plan.order, TailOrder):
-        # Only the samples that come again are left: on the nodes that hold them, where possible.
+        # Only requeued samples remain: on the nodes that hold them, where possible.
         return _ExactPlan(replace(plan, mode="batch"))
     global_batch = plan.global_batch
     first, rest = divmod(plan.position, global_batch)

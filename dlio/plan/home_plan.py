@@ -1,9 +1,9 @@
 """The inexact modes: each rank trains on the samples of its node. Pure.
 
 In `local` mode only surplus samples move. In `partial(q)` a fraction q of each node's samples is
-exchanged with other nodes, drawn anew each epoch. In `ring`, the mode of GossipGraD, the samples
-that one rank consumed in an epoch go to its neighbour in the next, along a ring that is drawn anew
-each epoch: a rank sees every sample in turn, and has one partner at a time. Every sample is
+exchanged with other nodes, another one in each epoch. In `ring`, the mode of GossipGraD, the
+samples that one rank consumed in an epoch go to its neighbour in the next, along a ring that is
+redrawn each epoch: a rank sees every sample in turn, and has one partner at a time. Every sample is
 consumed exactly once an epoch, but a step's samples are not a uniformly random draw of the whole
 data set.
 
@@ -323,6 +323,6 @@ def _starts(counts: list[int]) -> _I64:
 
 
 def _order(count: int, epoch: Order, purpose: str) -> Order:
-    """An order of `count` items, drawn anew each epoch."""
+    """An order of `count` items, another one in each epoch."""
     seed = xxhash.xxh3_64_intdigest(f"{epoch.seed}/{purpose}".encode())
     return Order(max(1, count), seed, epoch.epoch, epoch.shuffled)

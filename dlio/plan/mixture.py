@@ -4,12 +4,12 @@ Each whole global batch has the largest-remainder share of every source (`dlio.p
 its
 samples are shuffled by a key of (seed, epoch, batch). The draws from a source are numbered since
 the run began: draw g is at position g % n of the source's own epoch g // n, whose order is a keyed
-permutation (`dlio.plan.order`). So a source goes round in epochs of its own, sees all its samples
-before it repeats one, and goes on where the last epoch of the mixture stopped.
+permutation (`dlio.plan.order`). So a source goes round in its own epochs, sees all its samples
+before it repeats one, and continues where the last epoch of the mixture stopped.
 
 An epoch consists of segments, in each of which weights and global batch are fixed. The state of a
 loader holds the segments of its epoch, with the draws before each, so that a run that is resumed
-goes on exactly: on other ranks, or with weights that have changed since. The promises on counts
+continues exactly: on other ranks, or with weights that have changed since. The promises on counts
 hold within each segment.
 """
 
@@ -76,12 +76,12 @@ class MixtureRule:
         state: object = None,
         again: int = 0,
     ) -> "MixtureEpoch":
-        """Return an epoch, as it goes on at a position with global batches of `batch` samples.
+        """Return an epoch, as it continues at a position with global batches of `batch` samples.
 
         Args:
             state: text of `MixtureEpoch.text` or `following`; None for an epoch of a run that has
                 used this schedule from its beginning.
-            again: number of samples that come again at the end.
+            again: number of samples that are requeued at the end.
 
         Raises UsageError for the state of another mixture.
         """
@@ -187,7 +187,7 @@ class MixtureEpoch:
         return tuple(a + b for a, b in zip(segment.drawn, had, strict=True))
 
     def resumed(self, position: int, batch: int) -> "MixtureEpoch":
-        """Return the epoch as it goes on at a position with other global batches.
+        """Return the epoch as it continues at a position with other global batches.
 
         Its length stays, and so do later changes of weights, but for the batch that they fall in.
         """

@@ -1,7 +1,7 @@
 """The end of an epoch of a mixture, by the policy on sources that are exhausted. Pure.
 
 `stop` ends before the first source would have to repeat a sample, as Hugging Face's
-`first_exhausted` does; `until_all` goes on until each source has been gone through, while the
+`first_exhausted` does; `until_all` continues until each source has been gone through, while the
 others repeat (`all_exhausted`, Grain's and torchdata's cycle); `repeat` has a number of samples
 that is given, as `epoch_size` of MosaicML's streaming, and repeats whatever is exhausted.
 """
@@ -26,7 +26,7 @@ def end_of(
     samples: int | None,
     position: int,
 ) -> int | None:
-    """Return the number of positions of an epoch if it ends with these weights; None if it goes on.
+    """Return the number of positions of an epoch if it ends with these weights, else None.
 
     Args:
         exhaustion: one of EXHAUSTION.

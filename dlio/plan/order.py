@@ -132,7 +132,7 @@ class Cursor:
             values[name] = value
         cursor = cls(**values)
         places = cursor.samples + len(again_of(state))
-        # An epoch of a mixture has a length of its own.
+        # An epoch of a mixture has its own length.
         if cursor.position > places and "mixture" not in state:
             raise UsageError(
                 f"loader state at position {cursor.position} of only {places} samples: "
@@ -142,7 +142,7 @@ class Cursor:
 
 
 def again_of(state: Mapping[str, object]) -> tuple[int, ...]:
-    """Return the samples that come again at the end of a state's epoch. Raises UsageError."""
+    """Return the samples that are requeued at the end of a state's epoch. Raises UsageError."""
     again = state.get("again", ())
     if not isinstance(again, list | tuple) or any(
         type(sample) is not int or not 0 <= sample < MAX_SAMPLES for sample in again

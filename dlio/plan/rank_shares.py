@@ -7,7 +7,8 @@ count·e[r + 1] // B of a step of `count` samples.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -20,22 +21,23 @@ _HALVINGS = 60
 """Bisections of the interval in which the slowest rank's time lies."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankShares:
     """The samples that each rank gets of a step's global batch."""
 
     counts: tuple[int, ...]
     """Samples of a whole step, by rank; at least 1 each."""
-    edges: _I64 = field(init=False, repr=False, compare=False)
-    """Samples of the ranks before each rank, then of all; shape (ranks + 1,)."""
 
     def __post_init__(self) -> None:
         if not self.counts or any(int(count) != count or count < 1 for count in self.counts):
             raise UsageError(
                 f"shares {list(self.counts)}: give each rank a whole number of samples from 1"
             )
-        edges = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
-        object.__setattr__(self, "edges", edges)
+
+    @cached_property
+    def edges(self) -> _I64:
+        """Samples of the ranks before each rank, then of all; shape (ranks + 1,)."""
+        return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
 
     @classmethod
     def even(cls, batch_size: int, ranks: int) -> "RankShares":

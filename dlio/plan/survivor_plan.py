@@ -1,9 +1,9 @@
 """The rest of an epoch in `local`, `partial(q)` or `ring` when ranks are lost. Pure.
 
 These modes deal an epoch to the ranks that begin it. When some are lost, the epoch's plan stays as
-it is, and the ranks that are left take over what the lost ones would have consumed: those of the
+it is, and the survivors take over what the lost ones would have consumed: those of the
 same node, so that a sample is still trained where the plan has it, or all if the node is lost. The
-next epoch is planned anew for the ranks that are left.
+next epoch is planned for the survivors.
 
 Nothing is sent: samples that a rank takes over, or that others would have sent, are read from the
 tiers of its node, or from the source.
@@ -23,18 +23,18 @@ def heirs(ranks: RankNodes, left: tuple[int, ...], lost: int) -> list[int]:
     """Return the ranks that take over the samples of a lost one: those of its node, or all.
 
     Args:
-        left: the ranks that are left; at least one.
+        left: the survivors; at least one.
     """
     near = [rank for rank in left if ranks.node_of[rank] == ranks.node_of[lost]]
     return near or list(left)
 
 
 class SurvivorPlan:
-    """A plan as one of the ranks that are left sees it.
+    """A plan as one of the survivors sees it.
 
     Args:
         plan: of all ranks that began the epoch.
-        left: those that are left.
+        left: the survivors.
         rank: this one; -1 if it did not begin the epoch, which then gives it nothing.
     """
 

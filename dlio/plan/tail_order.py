@@ -1,4 +1,4 @@
-"""The order of an epoch in which some samples come again: those that lost ranks had been dealt."""
+"""The order of an epoch that ends with requeued samples: those assigned to lost ranks."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ _I64 = npt.NDArray[np.int64]
 class TailOrder(Order):
     """An order, and more samples at its end: `n` is the number of positions of both.
 
-    A sample that comes again has two positions; `positions` returns the last one, as the first was
+    A requeued sample has two positions; `positions` returns the last one, as the first was
     dealt to a rank that did not train on it.
     """
 
@@ -45,7 +45,7 @@ class TailOrder(Order):
 
 
 def blocks_of(order: Order) -> BlockOrder | None:
-    """Return the order of blocks that an epoch follows, also if samples come again at its end.
+    """Return the order of blocks that an epoch follows, also if it ends with requeued samples.
 
     None if it does not go block by block.
     """

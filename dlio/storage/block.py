@@ -7,36 +7,205 @@ exist before memory is allocated for it, and every payload with its checksum.
 
 import errno
 import os
+import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import lz4.block
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock
-from dlio.storage.block_format import (
-    ALIGN,
-    ENTRY,
-    HEADER,
-    MAGIC,
-    MAX_SAMPLE_BYTES,
-    MAX_SAMPLES,
-    MAX_SCHEMA_BYTES,
-    VERSION,
-)
-from dlio.storage.scratch import (
-    LZ4_HEAD,
-    PayloadScratch,
-    decompress_packed,
-    own_scratch,
-    scatter,
-    with_head,
-)
 from dlio.util.memory import new_memory
 
+# Format of a block
+MAGIC: Final = b"DLIOBLK1"
+MAGIC_PART: Final = b"DLIOPCE2"
+"""Of a block that lacks samples, in a tier."""
+VERSION: Final = 1
+MAX_SAMPLE_BYTES: Final = 2**31 - 1
+"""Raw bytes of one sample: the limit of one LZ4 call."""
+MAX_SCHEMA_BYTES: Final = 1 << 16
+MAX_SAMPLES: Final = 1 << 24
+"""Samples in one block."""
+HEADER: Final = struct.Struct("<8sHHIQQ16sII Q")
+"""Magic, version, flags, samples, number, bytes, fingerprint, bytes of schema, 0, checksum."""
+ENTRY: Final = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("xxh3", "<u8")])
+"""Entry of the table of samples; `offset` is from the start of the block."""
+ALIGN: Final = 8
+"""Alignment of payloads in a block, in bytes."""
+
+
+def encode_block(
+    payloads: Sequence[Buffer],
+    *,
+    block: int,
+    fingerprint: str,
+    schema: Schema,
+    compress: bool = False,
+) -> list[Buffer]:
+    """Make a block, as pieces to be written one after another; payloads are not copied.
+
+    Args:
+        payloads: raw bytes of the samples.
+        block: number of the block.
+        fingerprint: of the data set, 32 hex digits.
+        compress: compress with LZ4 each sample for which that saves a sixteenth.
+
+    Raises ValueError when a payload is too large for the format.
+    """
+    table = np.zeros(len(payloads), ENTRY)
+    at = table_offset(len(schema.to_json().encode())) + table.nbytes
+    pieces: list[Buffer] = []
+    for place, payload in enumerate(payloads):
+        if len(payload) > MAX_SAMPLE_BYTES:
+            raise ValueError(f"sample {place} of block {block} has {len(payload)} bytes")
+        stored = payload
+        # Each sample on its own, not the block: one sample is read at random, and would need all of
+        # the block decompressed.
+        if compress:
+            packed = lz4.block.compress(payload, store_size=False)
+            if len(packed) <= len(payload) - len(payload) // 16 - 1:
+                stored = packed
+        # The checksum is that of the raw bytes: it outlives a change of compression, and travels
+        # with a payload from rank to rank without being computed again.
+        table[place] = (at, len(stored), len(payload), xxhash.xxh3_64_intdigest(payload))
+        gap = -len(stored) % ALIGN
+        pieces.append(stored)
+        if gap:
+            pieces.append(bytes(gap))
+        at += len(stored) + gap
+    head = complete_head(table, block=block, length=at, fingerprint=fingerprint, schema=schema)
+    return [head, *pieces]
+
+
+def table_offset(schema_bytes: int) -> int:
+    """Return the offset of the table in a block whose schema has `schema_bytes` bytes."""
+    head = HEADER.size + schema_bytes
+    return head + -head % ALIGN
+
+
+def complete_head(
+    table: npt.NDArray[np.void], *, block: int, length: int, fingerprint: str, schema: Schema
+) -> bytes:
+    """Return all that comes before the payloads of a block: header, schema and table.
+
+    Args:
+        table: of its samples; dtype ENTRY, shape (samples,).
+        block: number of the block.
+        length: bytes of the block.
+        fingerprint: of the data set, 32 hex digits.
+    """
+    text = schema.to_json().encode()
+    padding = table_offset(len(text)) - HEADER.size - len(text)
+    fields = (
+        MAGIC,
+        VERSION,
+        0,
+        len(table),
+        block,
+        length,
+        bytes.fromhex(fingerprint),
+        len(text),
+        0,
+    )
+    rest = text + bytes(padding) + table.tobytes()
+    digest = xxhash.xxh3_64_intdigest(HEADER.pack(*fields, 0) + rest)
+    return HEADER.pack(*fields, digest) + rest
+
+
+def aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Round sizes of payloads up to the bytes that they take in a block."""
+    return (sizes + ALIGN - 1) // ALIGN * ALIGN
+
+
+def block_sizes(
+    counts: npt.NDArray[np.int64], payloads: npt.NDArray[np.int64], schema: Schema
+) -> npt.NDArray[np.int64]:
+    """Return the bytes of uncompressed blocks, which compression only makes smaller.
+
+    Args:
+        counts: samples of each block; shape (blocks,).
+        payloads: sum of the aligned payload bytes of each block; shape (blocks,).
+    """
+    head = table_offset(len(schema.to_json().encode()))
+    return head + ENTRY.itemsize * counts + payloads
+
+
+# Memory that a thread reuses
+class PayloadScratch:
+    """Memory that one thread reads one payload after another into; it grows to the largest."""
+
+    __slots__ = ("_memory",)
+
+    def __init__(self) -> None:
+        self._memory = bytearray(1 << 16)
+
+    def view(self, count: int) -> memoryview:
+        """Return `count` bytes, which overwrite the contents of earlier views."""
+        if len(self._memory) < count:
+            # Not resized in place: earlier views keep the smaller memory alive.
+            self._memory = bytearray(count + count // 4)
+        return memoryview(self._memory)[:count]
+
+
+class _ThreadScratch(threading.local):
+    """Memory of one thread: touching fresh memory costs ten times as much as decompressing."""
+
+    def __init__(self) -> None:
+        self.packed = PayloadScratch()
+        self.raw = PayloadScratch()
+
+
+own_scratch: Final = _ThreadScratch()
+"""Memory of the calling thread: `packed` for compressed payloads, `raw` for decompressed ones."""
+LZ4_HEAD: Final = struct.Struct("<i")
+"""Head of LZ4 data as numcodecs expects it: the decompressed size."""
+
+
+def decompress_exactly(stored: memoryview, raw: memoryview) -> None:
+    """Decompress LZ4 data into `raw`, which it has to fill exactly. Raises CorruptBlock."""
+    decompress_packed(with_head(stored), raw)
+
+
+def with_head(stored: memoryview) -> memoryview:
+    """Return LZ4 data with room for a head before it, in memory that this thread reuses."""
+    # numcodecs wants the size before the data: room is left for it, so that nothing is copied.
+    packed = own_scratch.packed.view(LZ4_HEAD.size + len(stored))
+    packed[LZ4_HEAD.size :] = stored
+    return packed
+
+
+def decompress_packed(packed: memoryview, raw: memoryview) -> None:
+    """Decompress LZ4 data into `raw`, which it has to fill exactly. Raises CorruptBlock.
+
+    Args:
+        packed: room for a head, followed by the data; the head is filled in.
+        raw: writable memory of the decompressed size.
+    """
+    # Loaded at first use. The lz4 package cannot decompress into given memory.
+    from numcodecs.lz4 import decompress
+
+    LZ4_HEAD.pack_into(packed, 0, len(raw))
+    try:
+        decompress(packed, raw)
+    except (RuntimeError, ValueError) as error:
+        raise CorruptBlock("LZ4 data is damaged") from error
+
+
+def scatter(payload: Buffer, pieces: Sequence[memoryview]) -> None:
+    """Copy a payload into pieces of memory, which are together as long."""
+    view, at = memoryview(payload), 0
+    for piece in pieces:
+        piece[:] = view[at : at + len(piece)]
+        at += len(piece)
+
+
+# Reading blocks
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a used-up quota and full shared memory."""
 _LZ4_LIMIT: Final = 256
@@ -137,6 +306,7 @@ class BlockInfo:
             return
         hasher, at = xxhash.xxh3_64(), self.start + offset
         for piece in pieces:
+            # A pass over the whole payload after reading it would fetch it from memory once more.
             for begin in range(0, len(piece), _CHECKED_BYTES):
                 part = piece[begin : begin + _CHECKED_BYTES]
                 read_exactly(descriptor, part, at, lambda: self.where(place))
@@ -228,6 +398,7 @@ def read_info(
     """
     where = path if start == 0 else f"{path} at {start}"
     available = file_size(descriptor) - start
+    # A tier has one block a file, a shard has many and an index of them.
     if length is None:
         length = available
     if length > available or length < HEADER.size:

@@ -1,29 +1,387 @@
-"""Blocks on their way into a node's tiers, each read from the source once per node, if at all."""
+"""The block path: whole blocks are brought from the source into a node's tiers, each once a node.
 
+    BlockFiller       takes the node's missing blocks in the order of the epoch (background threads)
+    BlockFetcher      makes one thread of one process bring a block; the others wait for it. Of a
+                      first batch it reads the samples ahead of their blocks
+    SourceRequests    reads a block from the source, with many requests in flight at a time
+
+`dlio.storage` says when this path acts, and when `dlio.storage.sample_fetcher` does.
+"""
+
+import itertools
+import queue
 import threading
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Final, Self, TypeVar, cast
 
-from dlio.data.reader import Reader
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.open_files import ReadRange, open_ranges
+from dlio.data.reader_contract import RangedSamples, Reader, StoredBlocks
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
-from dlio.storage.block_format import encode_block
-from dlio.storage.counters import Counters
-from dlio.storage.early import EarlyPayloads
-from dlio.storage.health import TierHealth
-from dlio.storage.notes import RunNotes
+from dlio.plan.layout import Layout
+from dlio.plan.order import Order
+from dlio.storage.block import encode_block
+from dlio.storage.counters import Counters, RunNotes
+from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.partial_blocks import PartialBlocks
-from dlio.storage.source_requests import SourceRequests
-from dlio.storage.tier import Tier
-from dlio.storage.tier_targets import TierTargets
+from dlio.storage.tier import Tier, TierTargets
+from dlio.util.buffer_pool import BufferPool
 from dlio.util.forks import call_in_child, new_lock
+from dlio.util.memory import new_memory
 from dlio.util.settings import settings
+from dlio.util.threads import Workers
 
-_POLL_S: Final = 0.002
+# Constants
+
+_PIECE_BYTES: Final = 1 << 20
+"""Bytes of a range that is read in parallel with its neighbours."""
+_FILES_PER_TASK: Final = 4
+_SPARE_BLOCKS: Final = 8
+_REQUESTS_TIMEOUT_S: Final = 2.0
+_REQUEST_LOOK_S: Final = 0.5
+_CLAIM_POLL_S: Final = 0.002
+_FIRST_BATCH_TIMEOUT_S: Final = 5.0
+IN_FLIGHT_BYTES: Final = 64 << 20
+"""Approximate bytes of the blocks that are read at a time."""
+_CHUNK: Final = 1 << 14
+_BUSY_WAIT_S: Final = 0.05
+_FILLER_TIMEOUT_S: Final = 10.0
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
-class BlockFetcher:
+# Requests to the source
+
+
+def piece_bytes(stripe_bytes: int) -> int:
+    """Return the size of a request, chosen so that none touches two stripes of a Lustre file."""
+    if not stripe_bytes or stripe_bytes % _PIECE_BYTES == 0:
+        return _PIECE_BYTES
+    return stripe_bytes * max(1, _PIECE_BYTES // stripe_bytes)
+
+
+class SourceRequests:
+    """Reads blocks of a data set. Thread-safe. Owner: the hierarchy.
+
+    Args:
+        reader: of the source; not owned.
+        requests: in flight at a time; 1 reads in the caller's own thread.
+        rate: bytes per second at most; None for no limit.
+        timeout_s: seconds for a block until its source is taken to hang.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        requests: int = 1,
+        rate: float | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.reader = reader
+        self.requests = requests
+        # Parallel pieces pay off where a request takes long; a disk wants whole ranges.
+        place = file_system_of(reader.path)
+        self._piece = piece_bytes(place.stripe_bytes) if place.network else 0
+        self._timeout_s = timeout_s
+        # The first touch of new pages costs as much as reading into them.
+        self._pool = BufferPool(_SPARE_BLOCKS, waste=_PIECE_BYTES)
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._workers = Workers(
+            "dlio-intake",
+            self._run,
+            requests if requests > 1 else 0,
+            wake=self._wake,
+            stop_timeout_s=_REQUESTS_TIMEOUT_S,
+        )
+        self.stopping = self._workers.stopping
+        """Set when the requests are being closed: nobody should wait for blocks any more."""
+        self._rate = rate
+        self._free_at = time.monotonic()
+        """Time from which on more bytes may be read, by the rate."""
+        self._lock = new_lock()
+        self._workers.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def block(
+        self, block: int, known: Mapping[int, Buffer] | None = None
+    ) -> Iterator[tuple[list[Buffer], int]]:
+        """Read a block; its memory is used again when the context ends.
+
+        Args:
+            known: payloads by sample that need not be read, of a source of single objects.
+
+        Yields (the block's bytes, one buffer after another; payload bytes that were read for it).
+        Raises SourceError or CorruptBlock, naming the part that cannot be read.
+        """
+        if not isinstance(self.reader, StoredBlocks):
+            yield self._encoded(block, known or {})
+            return
+        size = int(self.reader.block_bytes[block])
+        lease = self._pool.take(size)
+        # After an error a request may still be under way: the lease is dropped, not released.
+        self._read_stored(self.reader, block, lease.array.data)
+        try:
+            yield [lease.array.data], size
+        finally:
+            lease.release()
+
+    def samples(self, samples: npt.NDArray[np.int64], block: int) -> list[Buffer]:
+        """Return payloads of the source, a large one read in parts by several threads.
+
+        Args:
+            block: named in errors.
+
+        Raises SourceError or CorruptBlock.
+        """
+        reader = self.reader
+        piece = self._piece if self._workers else 0
+        if not piece or len(samples) != 1 or not isinstance(reader, RangedSamples):
+            return list(reader.read(samples))
+        # Over a network a large file is as slow as its requests one after another: 25 MB/s at 5 ms.
+        # So a sample of several requests is read by several threads, through one opening of a file.
+        sample = int(samples[0])
+        ranges = reader.ranges_of(sample)
+        if sum(size for _, _, size in ranges) <= piece:
+            return list(reader.read(samples))
+        parts = [new_memory(size) for _, _, size in ranges]
+        requests: list[tuple[ReadRange, int, memoryview]] = []
+        with ExitStack() as stack:
+            for (file, offset, size), memory in zip(ranges, parts, strict=True):
+                read = stack.enter_context(open_ranges(file))
+                requests += [
+                    (read, offset + at, memory[at : at + piece]) for at in range(0, size, piece)
+                ]
+            self.map(lambda request: request[0](request[1], request[2]), requests, block)
+        return [reader.payload_of(sample, parts)]
+
+    def map(self, function: Callable[[T], R], items: Sequence[T], block: int) -> list[R]:
+        """Call `function` on each item in parallel, and return the results in order.
+
+        Without threads, as in a forked child, one after another.
+
+        Args:
+            block: named in errors.
+
+        Raises the first error when all are done, SourceError when they are not done in time.
+        """
+        if not self._workers:
+            return [function(item) for item in items]
+        results: list[R | None] = [None] * len(items)
+        errors: list[BaseException] = []
+        left = threading.Semaphore(0)
+
+        def task(k: int) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    if not errors:
+                        results[k] = function(items[k])
+                except BaseException as error:
+                    errors.append(error)
+                finally:
+                    left.release()
+
+            return run
+
+        for k in range(len(items)):
+            self._tasks.put(task(k))
+        self._wait(left, len(items), block)
+        if errors:
+            raise errors[0]
+        return cast("list[R]", results)
+
+    def stop(self) -> None:
+        """Give up the requests that wait; those under way end by themselves."""
+        self._workers.stop()
+
+    def close(self) -> None:
+        """Stop after the requests under way. A source that hangs is not waited for."""
+        self._workers.close()
+        self._pool.clear()
+
+    def _wait(self, done: threading.Semaphore, count: int, block: int) -> None:
+        """Wait until `done` was released `count` times."""
+        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        for _ in range(count):
+            while not done.acquire(timeout=_REQUEST_LOOK_S):
+                if self.stopping.is_set():
+                    raise SourceError(f"block {block} was given up: the tier is being closed")
+                if deadline is not None and time.monotonic() > deadline:
+                    raise SourceError(
+                        f"block {block} of {self.reader.path} was not read within "
+                        f"{self._timeout_s:.0f} s: the source hangs, or is slower than that"
+                    )
+
+    def _encoded(self, block: int, known: Mapping[int, Buffer]) -> tuple[list[Buffer], int]:
+        """Make a block of a source that stores samples; return its bytes, and those read."""
+        reader = self.reader
+        whole = reader.layout.samples_of(block)
+        here = {n: known[n] for n in whole.tolist() if n in known} if known else {}
+        samples = np.array([n for n in whole.tolist() if n not in here], np.int64)
+        self._throttle(int(reader.sizes[samples].sum()))
+        if reader.objects and self._workers and len(samples) > 1:
+            # Spread over up to 64 requests, 700 files/s come through a file system of 2 ms, where
+            # `cp -r` has 33.
+            step = _FILES_PER_TASK
+            parts = [samples[k : k + step] for k in range(0, len(samples), step)]
+            payloads: list[Buffer] = []
+            for part in self.map(reader.read, parts, block):
+                payloads += part
+        else:
+            payloads = self.samples(samples, block) if len(samples) else []
+        source_bytes = sum(len(payload) for payload in payloads)
+        if here:
+            fresh = iter(payloads)
+            payloads = [bytes(here[n]) if n in here else next(fresh) for n in whole.tolist()]
+        pieces = encode_block(
+            payloads, block=block, fingerprint=reader.fingerprint, schema=reader.schema
+        )
+        return pieces, source_bytes
+
+    def _read_stored(self, reader: StoredBlocks, block: int, memory: memoryview) -> None:
+        """Copy a block of a source that stores blocks, and check it."""
+        size = len(memory)
+        self._throttle(size)
+        # A file system over a network answers in small parts, 25 MB/s a request at 5 ms; 32
+        # requests of 1 MiB read 198 MiB/s.
+        if self._workers and self._piece and size > self._piece:
+            # Requests end at multiples of a piece in the file, where stripes may end.
+            start, piece = reader.stored_at(block), self._piece
+            ends = [*range(piece - start % piece, size, piece), size]
+            self.map(
+                lambda part: reader.read_stored(block, memory[part[0] : part[1]], part[0]),
+                list(itertools.pairwise([0, *ends])),
+                block,
+            )
+        else:
+            reader.read_stored(block, memory)
+        try:
+            reader.check_stored(block, memory)
+        except CorruptBlock:
+            # Retry once: the damage may have happened in transit.
+            reader.read_stored(block, memory)
+            reader.check_stored(block, memory)
+
+    def _throttle(self, count: int) -> None:
+        """Wait until `count` more bytes may be read by all threads together."""
+        if self._rate is None:
+            return
+        with self._lock:
+            begins = max(self._free_at, time.monotonic())
+            self._free_at = begins + count / self._rate
+        # The lock is free meanwhile: others reserve their bytes behind these.
+        self.stopping.wait(max(0.0, begins - time.monotonic()))
+
+    def _wake(self) -> None:
+        for _ in range(len(self._workers)):
+            self._tasks.put(None)
+
+    def _run(self, _: int) -> None:
+        while (task := self._tasks.get()) is not None and not self.stopping.is_set():
+            task()
+
+
+# Blocks on their way into tiers
+
+
+class EarlyPayloads:
+    """Payloads that are read before their blocks, by sample. Thread-safe.
+
+    Invariant, under the condition: a sample is expected, or here, or neither. A sample that is
+    expected is either put or given up, so nobody waits for it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._expected: set[int] = set()
+        self.payloads: dict[int, Buffer] = {}
+        """The payloads that are here."""
+        call_in_child(self._reset_in_child)
+
+    def expect(self, samples: Iterable[int]) -> None:
+        """Make readers of these samples wait for them."""
+        with self._changed:
+            self._expected.update(samples)
+
+    def put(self, sample: int, payload: Buffer) -> None:
+        """Hand over a payload to whoever waits for it."""
+        with self._changed:
+            self.payloads[sample] = payload
+            self._expected.discard(sample)
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Expect nothing any more."""
+        with self._changed:
+            self._expected.clear()
+            self._changed.notify_all()
+
+    def get(self, sample: int, timeout_s: float) -> Buffer | None:
+        """Return a payload that is here or comes within `timeout_s`; None for all others."""
+        if not (self._expected or self.payloads):
+            return None  # On the way of every sample of a run: no lock is taken.
+        if sample in self._expected:
+            with self._changed:
+                self._changed.wait_for(lambda: sample not in self._expected, timeout_s)
+        return self.payloads.get(sample)
+
+    def _reset_in_child(self) -> None:
+        """Expect nothing in a forked child: the threads that read are its parent's."""
+        self._changed = threading.Condition()
+        self._expected.clear()
+
+    def drop(self, samples: Sequence[int]) -> None:
+        """Forget samples whose block is in its tier."""
+        for sample in samples:
+            self.payloads.pop(sample, None)
+
+
+class Fetcher:
+    """A path from the source into a node's tiers; a base class. Thread-safe.
+
+    A hierarchy takes its samples by one of two: `BlockFetcher`, which brings whole blocks, or
+    `dlio.storage.sample_fetcher.SampleFetcher`, which reads the samples that are needed.
+    """
+
+    def take(self, sample: int, block: int, place: int) -> tuple[Buffer, str] | None:
+        """Return a sample's payload and where it came from, or None to read it from its tier.
+
+        Waits for a sample that is on its way. Raises SourceError or CorruptBlock.
+        """
+        raise NotImplementedError
+
+    def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
+        """Begin to read the samples of a first batch; see `Hierarchy.hurry`."""
+        raise NotImplementedError
+
+    def expect(self, samples: npt.NDArray[np.int64]) -> None:
+        """Begin to read samples that are going to be taken, in this order."""
+
+    def forget(self, samples: npt.NDArray[np.int64]) -> None:
+        """Let go of samples that were expected and are not going to be taken."""
+
+    def pace(self, lacking: int) -> None:
+        """Read few samples at a time while `lacking` of them are ready to be taken."""
+
+    def settle(self) -> None:
+        """End what `hurry` began; its `then` is not called after this."""
+
+    def close(self) -> None:
+        """Stop reading. A source that hangs is not waited for."""
+
+
+class BlockFetcher(Fetcher):
     """Brings blocks into their tiers and knows where they are. Thread-safe.
 
     A block that any tier of the node has is not read from the source: its own tier is filled from
@@ -34,7 +392,8 @@ class BlockFetcher:
 
     Invariant, under the lock: a block that a thread of this process is filling has an event in
     `_filling`, and no other thread starts to fill it. Among processes, the tier's own claim file
-    decides. A block in `_reserved` is claimed by this process and not being filled yet.
+    decides. A block in `_reserved` is claimed by this process and not being filled yet. `then` of
+    `hurry` is called by one thread at a time, under a lock of its own, and by none after `settle`.
 
     Args:
         check: read each block that is brought back from its tier, and compare.
@@ -46,18 +405,19 @@ class BlockFetcher:
         self,
         reader: Reader,
         targets: TierTargets,
-        intake: SourceRequests,
-        early: EarlyPayloads,
+        requests: SourceRequests,
         counters: Counters,
         notes: RunNotes,
-        health: TierHealth,
         *,
         check: bool,
         fill_timeout_s: float | None,
     ) -> None:
-        self._reader, self._targets, self._intake = reader, targets, intake
-        self._early, self._counters, self._notes = early, counters, notes
-        self._health = health
+        self._reader, self._targets, self._requests = reader, targets, requests
+        self._counters, self._notes = counters, notes
+        self._early = EarlyPayloads()
+        self._hurry: Workers | None = None
+        self._hurry_lock = threading.Lock()
+        self._is_settled = False
         self._check = check
         if fill_timeout_s is None:
             fill_timeout_s = settings().fill_timeout_s
@@ -70,10 +430,12 @@ class BlockFetcher:
         self._full = {n for n, tier in enumerate(targets.tiers) if not tier.writable}
         """Numbers of tiers that take no more blocks."""
         self._damaged: set[tuple[int, int]] = set()
-        """(block, tier) whose file is damaged: not used before it is written anew."""
+        """(block, tier) whose file is damaged: not used before it is rewritten."""
         self._broken: set[int] = set()
         """Blocks with a sample that cannot be read: each of their samples is read on its own."""
-        call_in_child(self._begin_anew)
+        call_in_child(self._reset_in_child)
+
+    # Where blocks are
 
     def place(self, block: int) -> int:
         """Return the number of the fastest tier that has a block, -1 for none."""
@@ -92,23 +454,27 @@ class BlockFetcher:
                 return number
         return -1
 
-    def forget(self, block: int) -> None:
-        """Have the block looked for, and filled if need be, at its next use."""
+    def forget_place(self, block: int) -> None:
+        """Look for the block at its next use, and fill it then if need be."""
         self._places.pop(block, None)
 
     def distrust(self, block: int, number: int) -> None:
         """Leave a damaged block in tier `number` unused, and remove it if possible."""
         self._damaged.add((block, number))
-        self.forget(block)
+        self.forget_place(block)
         tier = self._targets.tiers[number]
         try:
             tier.discard(block)
         except OSError as error:
-            self._health.failed(tier.path, "cleared", error, "what is damaged there is not used")
+            self._notes.tier_failed(
+                tier.path, "cleared", error, "what is damaged there is not used"
+            )
 
     def give_up(self, block: int) -> None:
-        """Have the samples of a block read from the source from now on."""
+        """Read the samples of a block from the source from now on."""
         self._broken.add(block)
+
+    # Filling
 
     def can_fill(self, block: int) -> bool:
         """True if the block belongs in a tier of this node that can take it."""
@@ -134,6 +500,8 @@ class BlockFetcher:
                 self._places[block] = number
                 return True
         except (SourceError, CorruptBlock) as error:
+            # A block is written whole or not at all. Its samples are read one by one, so that the
+            # error names the bad one.
             self._broken.add(block)
             self._notes.add(f"block {block} of {self._reader.path} stays in the source: {error}")
         except OSError as error:  # Of the tier; TierError is one.
@@ -169,9 +537,51 @@ class BlockFetcher:
         self._full.add(number)
         path = self._targets.tiers[number].path
         then = "the blocks it was to hold are read from the source"
-        self._health.failed(path, "written", error, then)
+        self._notes.tier_failed(path, "written", error, then)
 
-    def reserve(self, block: int) -> bool:
+    # A first batch
+
+    def take(self, sample: int, block: int, place: int) -> tuple[Buffer, str] | None:
+        """Return the payload of a sample of the first batch, until its block is in its tier."""
+        payload = self._early.get(sample, self.fill_timeout_s)
+        return None if payload is None else (payload, "source")
+
+    def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
+        """Begin to read the samples whose blocks have not arrived; see `Hierarchy.hurry`."""
+        # A first batch of 64 samples touches about 64 blocks. Waiting for all of these, of some MiB
+        # each, takes far longer than reading 64 files. So where samples are files of their own,
+        # those of a first batch are read first. Each payload is kept for its block, which this
+        # process has claimed, so that nothing is read twice.
+        late: list[int] = []
+        if self._reader.objects and self._requests.requests > 1 and self._hurry is None:
+            blocks = self._reader.layout.block_of(samples)
+            mine = [block for block in np.unique(blocks).tolist() if self._reserve(block)]
+            late = samples[np.isin(blocks, mine)].tolist()
+        if not late:
+            self._unless_settled(then)
+            return
+        self._early.expect(late)
+        self._hurry = Workers(
+            "dlio-hurry",
+            lambda _: self._read_early(late, then),
+            wake=self._requests.stop,
+            stop_timeout_s=_FIRST_BATCH_TIMEOUT_S,
+        )
+        self._hurry.start()
+
+    def settle(self) -> None:
+        """Stop reading ahead of blocks; `then` of `hurry` is not called afterwards."""
+        with self._hurry_lock:
+            self._is_settled = True
+        if self._hurry is not None and self._hurry.alive():
+            self._hurry.close()
+        with self._lock:
+            left = [block for block in self._reserved if block not in self._filling]
+            self._reserved.difference_update(left)
+        for block in left:
+            self._targets.tiers[self._targets.number(block)].release(block)
+
+    def _reserve(self, block: int) -> bool:
         """Claim a block that is yet to be filled, so that this process fills it later."""
         if not self.can_fill(block) or self.place(block) >= 0:
             return False
@@ -190,15 +600,29 @@ class BlockFetcher:
             self._reserved.add(block)
         return True
 
-    def release_reserved(self) -> None:
-        """Let others fill the blocks that were reserved and are not being filled."""
-        with self._lock:
-            left = [block for block in self._reserved if block not in self._filling]
-            self._reserved.difference_update(left)
-        for block in left:
-            self._targets.tiers[self._targets.number(block)].release(block)
+    def _read_early(self, late: list[int], then: Callable[[], object]) -> None:
+        def read(sample: int) -> None:
+            payload = self._reader.read(np.array([sample], np.int64))[0]
+            self._counters.add_bytes("source", len(payload))
+            self._counters.add("single_bytes", len(payload))
+            self._early.put(sample, payload)
 
-    def _begin_anew(self) -> None:
+        try:
+            self._requests.map(read, late, -1)
+        except (SourceError, CorruptBlock):
+            pass  # It occurs again, with the sample's name, where the sample is wanted.
+        finally:
+            self._early.give_up()
+        self._unless_settled(then)
+
+    def _unless_settled(self, then: Callable[[], object]) -> None:
+        with self._hurry_lock:
+            if not self._is_settled:
+                then()
+
+    # How a block is filled
+
+    def _reset_in_child(self) -> None:
         """Fill nothing yet, in a forked child: its parent does."""
         self._filling.clear()
         self._reserved.clear()
@@ -214,6 +638,8 @@ class BlockFetcher:
                 if under_way is None:
                     self._filling[block] = threading.Event()
                     return None
+            # An attempt that failed says nothing about the next: it may have had a deadline of
+            # zero. Giving up with it had samples read on their own, in addition to their block.
             under_way.wait(max(0.0, deadline - time.monotonic()))
             # Another thread may have had less patience with the process that fills it.
             if not self._is_home(block) and (
@@ -231,7 +657,7 @@ class BlockFetcher:
         try:
             return (block, number) not in self._damaged and tier.has(block)
         except OSError as error:
-            self._health.failed(tier.path, "read", error, "its blocks are read from elsewhere")
+            self._notes.tier_failed(tier.path, "read", error, "its blocks are read from elsewhere")
             return False
 
     def _fill_or_wait(self, block: int, number: int, timeout_s: float | None) -> bool:
@@ -250,7 +676,7 @@ class BlockFetcher:
                         "stopped; its samples are read from the source"
                     )
                 return False
-            if self._intake.stopping.wait(_POLL_S):
+            if self._requests.stopping.wait(_CLAIM_POLL_S):
                 return False
         try:
             if not self._has(block, number):
@@ -269,9 +695,9 @@ class BlockFetcher:
             self._counters.add("moved_bytes", len(here))
             self._publish(block, tier, [here])
         else:
-            with self._intake.block(block, self._early.payloads) as fresh:
-                self._counters.add_bytes("source", fresh.source_bytes)
-                self._publish(block, tier, fresh.pieces)
+            with self._requests.block(block, self._early.payloads) as (pieces, source_bytes):
+                self._counters.add_bytes("source", source_bytes)
+                self._publish(block, tier, pieces)
         self._damaged.discard((block, number))
         if self._early.payloads:
             self._early.drop(self._reader.layout.samples_of(block).tolist())
@@ -288,6 +714,7 @@ class BlockFetcher:
 
     def _from_tiers(self, block: int, but: int) -> memoryview | None:
         """Return a block that another tier has, checked; None if none has it intact."""
+        # A copy from the node costs a memory copy; the source may be a network away.
         for number in self._targets.by_speed:
             if number == but or not self._has(block, number):
                 continue
@@ -302,5 +729,110 @@ class BlockFetcher:
                 self.distrust(block, number)
             except OSError as error:
                 self._damaged.add((block, number))
-                self._health.failed(tier.path, "read", error, "its blocks are read from elsewhere")
+                self._notes.tier_failed(
+                    tier.path, "read", error, "its blocks are read from elsewhere"
+                )
         return None
+
+
+# Filling in the background
+
+
+def blocks_in_order(layout: Layout, order: Order, wanted: npt.NDArray[np.bool_]) -> Iterator[int]:
+    """Yield the wanted blocks in the order of their first use in an epoch, then the unused ones.
+
+    The order is evaluated only as far as blocks are consumed.
+
+    Args:
+        wanted: mask; shape (blocks,).
+    """
+    left = wanted.copy()
+    for start in range(0, len(order), _CHUNK):
+        if not left.any():
+            return
+        positions = np.arange(start, min(start + _CHUNK, len(order)), dtype=np.int64)
+        blocks = layout.block_of(order.samples(positions))
+        different, first = np.unique(blocks, return_index=True)
+        for block in different[np.argsort(first)]:
+            if left[block]:
+                left[block] = False
+                yield int(block)
+    yield from np.flatnonzero(left).tolist()
+
+
+def filler_threads(block_bytes: npt.NDArray[np.int64], requests: int) -> int:
+    """Return the number of blocks to bring at a time.
+
+    There are as many as requests, unless their bytes exceed those that may be in flight; 2 at
+    least.
+
+    Args:
+        block_bytes: file bytes of each block; shape (blocks,).
+    """
+    # Bytes bound the blocks in flight, not their number: memory is what they take.
+    largest = int(block_bytes.max(initial=1))
+    return max(2, min(requests, IN_FLIGHT_BYTES // largest))
+
+
+class BlockFiller:
+    """Threads that bring blocks into their tiers until all are there, or it is closed.
+
+    Each rank of a node has one, and all go through the same list. A block that another rank is
+    filling is skipped and looked at again at the end, so that nobody waits while there is work.
+
+    Args:
+        blocks: makes the iterator of blocks to bring; called by the first thread.
+        threads: number of blocks that are brought at a time.
+    """
+
+    def __init__(
+        self, fetcher: BlockFetcher, blocks: Callable[[], Iterator[int]], threads: int = 2
+    ) -> None:
+        self._fetcher = fetcher
+        self._blocks = blocks
+        self._lock = threading.Lock()
+        self._work: Iterator[int] | None = None
+        self._workers = Workers("dlio-fill", self._run, threads, stop_timeout_s=_FILLER_TIMEOUT_S)
+        self._closing = self._workers.stopping
+        self._workers.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until all blocks that can be brought are there; False after `timeout_s`."""
+        return self._workers.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop after the blocks that are being filled. A source that hangs is not waited for."""
+        self._workers.close()
+
+    def _next(self) -> int | None:
+        with self._lock:
+            if self._work is None:
+                self._work = self._blocks()
+            return next(self._work, None)
+
+    def _run(self, _: int) -> None:
+        try:
+            self._fill()
+        except Exception:
+            # A source that hung and answers at last finds its tier closed.
+            if not self._closing.is_set():
+                raise
+
+    def _fill(self) -> None:
+        fill = self._fetcher.fill
+        busy: list[int] = []
+        while not self._closing.is_set() and (block := self._next()) is not None:
+            if not fill(block, timeout_s=0):
+                busy.append(block)
+        while busy and not self._closing.wait(_BUSY_WAIT_S):
+            busy = [
+                block
+                for block in busy
+                if not fill(block, timeout_s=0) and self._fetcher.can_fill(block)
+            ]

@@ -33,6 +33,9 @@ class StreamProgress:
     """
 
     def __init__(self, folder: int, ranks: int, rank: int) -> None:
+        # A file of the tier, not a message: ranks of a node are at different steps, and none may
+        # wait for another to learn how far it is. Discarding at a fixed distance behind the own
+        # position made ranks read blocks again, 2.4 times on average.
         descriptor = open_file(folder, "progress", os.O_RDWR | os.O_CREAT)
         with os.fdopen(descriptor, "r+b") as file:
             file.truncate(16 * ranks)
@@ -59,6 +62,7 @@ class StreamProgress:
     def span(self, generation: int) -> tuple[int, int] | None:
         """Return (least, greatest) position of the ranks, None if they are in different passes."""
         everyone = self._all[self._living]
+        # Positions of different passes cannot be compared: nothing is removed meanwhile.
         if (everyone[:, 0] != generation).any():
             return None
         return int(everyone[:, 1].min()), int(everyone[:, 1].max())

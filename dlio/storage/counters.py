@@ -1,10 +1,20 @@
-"""Counts of reads by their place, which reports and tests are based on."""
+"""The account of a run: counts of reads by their place, and sentences about what went wrong.
 
+A tier is a cache. Whatever its disk answers - a stale handle, an input/output error, a file system
+that has become read-only or is full - costs time and not the job: a block that cannot be read or
+written there comes from the next place that has it, last from the source. The user is told once for
+each tier and kind of error, and every error is counted.
+"""
+
+import errno
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
+from dlio.errors import TierError
 from dlio.util.forks import new_lock
+from dlio.util.printable import printable
 
 PLACES = ("source", "peer", "ram", "disk")
 """Places that a sample can be read from."""
@@ -57,6 +67,8 @@ class Counters:
 
     def add(self, event: str, count: float = 1) -> None:
         """Add to the counter named `event`."""
+        # Under a lock: `+=` on an attribute is several steps of the interpreter, and counts of
+        # other threads would be lost.
         with self._lock:
             setattr(self, event, getattr(self, event) + count)
 
@@ -86,3 +98,97 @@ class Counters:
                 "device_bytes": self.device_bytes,
                 "fallbacks": self.fallbacks,
             }
+
+
+# Sentences for users, and faults of tiers
+
+_MOST: Final = 1000
+"""Notes that are kept; a failing disk would otherwise fill the memory with them."""
+_FAULTS: Final = frozenset(
+    {
+        errno.EDQUOT,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EIO,
+        errno.EMEDIUMTYPE,
+        errno.ENODEV,
+        errno.ENOLCK,
+        errno.ENOMEDIUM,
+        errno.ENOSPC,
+        errno.ENOTCONN,
+        errno.ENXIO,
+        errno.EREMOTEIO,
+        errno.EROFS,
+        errno.ESHUTDOWN,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EUCLEAN,
+    }
+)
+"""Error numbers of disks and servers that fail; others, as of a missing folder, are mistakes of
+users."""
+_REMEDIES: Final = {
+    errno.EROFS: "mount it writable, or leave it out of --tiers",
+    errno.ESTALE: "mount it again, or leave it out of --tiers",
+    errno.ENOSPC: "free space there, or lower its capacity in --tiers",
+    errno.EDQUOT: "free space there, or lower its capacity in --tiers",
+}
+
+
+def is_fault(error: BaseException) -> bool:
+    """True for an error of a disk or a server, rather than of whoever has named the tier."""
+    return _number(error) in _FAULTS
+
+
+def _number(error: BaseException) -> int | None:
+    """Return the error number of an error, or of the one that caused it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        number = getattr(seen, "errno", None)
+        if number is not None:
+            return int(number)
+        seen = seen.__cause__
+    return None
+
+
+class RunNotes:
+    """Sentences that users should read once: failures that were handled, decisions. Thread-safe."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._lock = new_lock()
+        self._events: list[str] = []
+        self._faults: set[tuple[str, str, int | None]] = set()
+        """(path, verb, error number) of the faults of tiers that were told."""
+
+    def add(self, event: str) -> None:
+        """Remember a sentence."""
+        with self._lock:
+            if len(self._events) < _MOST:
+                self._events.append(event)
+
+    def tier_failed(self, path: str, doing: str, error: BaseException, then: str) -> None:
+        """Count an error of a tier, and tell it once for each tier and kind of error.
+
+        Args:
+            path: of the tier.
+            doing: `read`, `written`, `cleared` or `opened`.
+            then: consequence, as the end of a sentence.
+        """
+        number = _number(error)
+        self._counters.add("tier_errors")
+        with self._lock:
+            if (path, doing, number) in self._faults:
+                return
+            self._faults.add((path, doing, number))
+        if isinstance(error, TierError):
+            self.add(f"{error}; {then}")
+            return
+        reason = printable(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+        remedy = _REMEDIES.get(number or 0, "check the disk, or leave it out of --tiers")
+        self.add(f"tier {path} cannot be {doing} ({reason}): {remedy}; {then}")
+
+    def all(self) -> list[str]:
+        """Return the sentences in order, without duplicates."""
+        with self._lock:
+            return list(dict.fromkeys(self._events))

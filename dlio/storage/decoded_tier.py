@@ -27,8 +27,7 @@ import xxhash
 
 from dlio.errors import CorruptBlock
 from dlio.launch.node.lock_keeper import keep
-from dlio.storage.block import NO_ROOM
-from dlio.storage.scratch import decompress_exactly
+from dlio.storage.block import NO_ROOM, decompress_exactly
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 from dlio.util.shared_folders import SharedFolder
@@ -85,6 +84,8 @@ class DecodedTier:
             table = mmap.mmap(descriptor, 8 * _FIELDS * samples)
         finally:
             os.close(descriptor)
+        # Mapped, unlike blocks: the folder is this user's alone, nobody cuts its files off, and an
+        # image is used where it lies.
         self._index = np.frombuffer(table, np.uint64).reshape(samples, _FIELDS)
         self._slabs: dict[int, mmap.mmap] = {}
         self._mine = 0
@@ -110,6 +111,8 @@ class DecodedTier:
         if memory is None or not 0 < stored <= size or offset + stored > len(memory):
             return None
         view = memoryview(memory)[offset : offset + stored]
+        # The checksum is what makes the index work without a lock: an entry may be read while it is
+        # written, or before its pixels are.
         if xxhash.xxh3_64_intdigest(view) != digest:
             return None
         raw = view
@@ -147,6 +150,7 @@ class DecodedTier:
         memoryview(memory)[offset : offset + len(stored)] = stored.data
         entry = self._index[sample]
         shape = (pixels.shape[0] << 32) | pixels.shape[1]
+        # The slab's number comes last: an entry without it is empty for all readers.
         entry[1:] = offset, len(stored), shape, label, xxhash.xxh3_64_intdigest(stored.data)
         entry[0] = slab
 
@@ -162,6 +166,8 @@ class DecodedTier:
         """Measure one of the first images; decide after the last of them."""
         packed = lz4.block.compress(raw.data, store_size=False)
         into = new_memory(len(raw))
+        # Time of this thread alone: others compute on the same cores, and waiting says nothing
+        # about the cost of decompressing.
         began = time.thread_time()
         xxhash.xxh3_64_intdigest(raw.data)
         hashed = time.thread_time()
@@ -189,6 +195,7 @@ class DecodedTier:
             ("raw", tried.raw_s, tried.raw_bytes),
             ("lz4", tried.packed_s, tried.packed_bytes),
         ):
+            # LZ4 may win although it is slower: more images fit, and each saves its decoding.
             kept = min(self._samples, self.capacity / (size * each))
             worth = seconds <= _WORTH * tried.decode_s
             saved[form] = kept * (self._decode_s - seconds * each) if worth else 0.0
@@ -217,6 +224,7 @@ class DecodedTier:
 
     def _take_room(self) -> bool:
         """Make a new slab of this process; False when the node has no room for one."""
+        # For a slab at a time, not for each image.
         fcntl.flock(self._room, fcntl.LOCK_EX)
         try:
             taken = int.from_bytes(os.pread(self._room, 8, 0), "little")
@@ -255,6 +263,7 @@ class DecodedTier:
                 slab = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
             finally:
                 os.close(descriptor)
+            # Two threads may map a slab at the same time; one of the mappings is dropped.
             with self._lock:
                 slab = self._slabs.setdefault(number, slab)
         return slab

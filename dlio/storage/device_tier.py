@@ -2,7 +2,7 @@
 
 Images lie in one flat tensor, one behind another in the order in which their batches are handed
 over: the first ones of the rank's order that fit, whatever its threads did first. Nothing is ever
-evicted. The tensor belongs to one process, as ranks have devices of their own.
+evicted. The tensor belongs to one process, as each rank has its own device.
 
 Copies into the tensor and kernels that read it may be on several streams, one per loader: each use
 waits on the device for the one before.
@@ -48,7 +48,7 @@ class DeviceCopies(Protocol):
         """Return an event that completes with the stream's work so far."""
 
     def wait(self, event: CopyEvent) -> None:
-        """Have the stream wait for an event."""
+        """Make the stream wait for an event."""
 
 
 class DeviceTier:
@@ -112,6 +112,8 @@ class DeviceTier:
                 )
             if self._last is not None:
                 copies.wait(self._last)
+            # At the first use, not when mounting: the model and its optimizer have got their memory
+            # by then, and the error says what is really missing.
             if self._pixels is None:
                 self._pixels = self._allocate()
             try:
@@ -127,6 +129,7 @@ class DeviceTier:
         size = rows * columns * 3
         if self.is_full or self._table[sample, _FIRST] >= 0:
             return None
+        # Not even a smaller one later: the tier keeps the first images of the rank's order.
         if self._used + size > self.capacity:
             self.is_full = True
             self._note(
@@ -146,6 +149,7 @@ class DeviceTier:
             self.is_full = self._is_closed = True
             self._table[:, _FIRST] = -1
             if self._last is not None:
+                # Freed earlier, the memory could be given out while a kernel still reads it.
                 self._last.synchronize()
             self._pixels = self._last = None
 
@@ -163,5 +167,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the bytes of a device that torch can still allocate; None if that is not known."""
     if device.type != "cuda":
         return None
+    # Memory that torch has reserved and not given out is free to the tier, though not to the
+    # driver.
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

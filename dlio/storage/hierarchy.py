@@ -1,44 +1,41 @@
-"""A node's tiers, fastest first, with the source last.
+"""A node's tiers, fastest first, with the source last: where a sample is read from.
 
 A sample is read from the tier that its block is in. Until the block has arrived there, whoever
 reads the sample brings the block, or waits for whoever is filling it, so that the job reads each
-pinned block from the source once.
+pinned block from the source once. `dlio.storage` says which of two paths brings it.
 
 `Hierarchy` is a thin front. Each of its parts has one idea, its own lock, and its invariant:
 
-    Targets        the tier that each block belongs in: pinned or streamed
-    Arrivals       blocks on their way into tiers, each read once per node
+    TierTargets    the tier that each block belongs in: pinned or streamed
+    Fetcher        blocks and samples on their way into tiers, each read once per node
     TierReads      a sample out of its tier; the repair of damaged blocks
-    FirstBatch     the samples of a first batch, read before their blocks (EarlyPayloads)
-    Gather         instead of these two for a source with a latency: samples that are read as they
-                   are needed, many at a time, and complete their blocks as they go by
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Self
+from typing import Final, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.data.abilities import flow_of
 from dlio.data.flow import Flow
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader, abilities_of, data_bytes
 from dlio.data.schema import Buffer
-from dlio.errors import SourceError
-from dlio.storage.block_fetcher import BlockFetcher
-from dlio.storage.counters import Counters
-from dlio.storage.early import EarlyPayloads
-from dlio.storage.first_batch import FirstBatch
-from dlio.storage.health import TierHealth
-from dlio.storage.notes import RunNotes
-from dlio.storage.sample_fetcher import SampleFetcher, locate
-from dlio.storage.scratch import PayloadScratch, scatter
-from dlio.storage.source_requests import SourceRequests
-from dlio.storage.tier import Tier
-from dlio.storage.tier_reads import TierReads
-from dlio.storage.tier_targets import PinnedTiers, TierTargets
+from dlio.errors import CorruptBlock, SourceError
+from dlio.storage.block import PayloadScratch, scatter
+from dlio.storage.block_fetcher import BlockFetcher, Fetcher, SourceRequests
+from dlio.storage.counters import Counters, RunNotes
+from dlio.storage.sample_fetcher import SampleFetcher
+from dlio.storage.tier import PinnedTiers, Tier, TierTargets
+from dlio.util.forks import new_lock
+
+T = TypeVar("T")
+
+_ON_THEIR_OWN_SHARE: Final = 0.005
+"""Share of the data set that all ranks together may read sample by sample."""
+_SMALL_BLOCK: Final = 8
+"""Samples of a block that is brought for one of them without counting the cost."""
 
 
 class Hierarchy:
@@ -51,7 +48,7 @@ class Hierarchy:
         tiers: fastest first.
         pins: the tier that each block is kept in.
         ranks: number of ranks in the job, which share the budget of samples read on their own.
-        intake: reads whole blocks of the source; owned. Default: one request at a time.
+        requests: reads whole blocks of the source; owned. Default: one request at a time.
         check: read each block that is brought back from its tier, and compare.
         fill_timeout_s: how long to wait for another process that fills a block, before its
             sample is read from the source instead. Default: the setting DLIO_FILL_TIMEOUT.
@@ -66,59 +63,47 @@ class Hierarchy:
         pins: PinnedTiers,
         *,
         ranks: int = 1,
-        intake: SourceRequests | None = None,
+        requests: SourceRequests | None = None,
         check: bool = False,
         fill_timeout_s: float | None = None,
         flow: Flow | None = None,
     ) -> None:
         self.reader = reader
-        self.counters = Counters(by_source=getattr(reader, "bytes_by_source", None))
+        self.counters = Counters(by_source=abilities_of(reader).bytes_by_source)
         self.targets = TierTargets(tiers, pins)
-        self._notes = RunNotes()
-        self.health = TierHealth(self.counters, self._notes)
-        self._intake = intake or SourceRequests(reader)
-        self._early = EarlyPayloads()
-        self._arrivals = BlockFetcher(
+        self.run_notes = RunNotes(self.counters)
+        self._requests = requests or SourceRequests(reader)
+        self.block_fetcher = BlockFetcher(
             reader,
             self.targets,
-            self._intake,
-            self._early,
+            self._requests,
             self.counters,
-            self._notes,
-            self.health,
+            self.run_notes,
             check=check,
             fill_timeout_s=fill_timeout_s,
         )
         self._reads = TierReads(
-            reader,
-            self.targets,
-            self._arrivals,
-            self.counters,
-            self._notes,
-            self.health,
-            ranks,
+            reader, self.targets, self.block_fetcher, self.counters, self.run_notes, ranks
         )
-        self._first_batch = FirstBatch(
-            reader, self._intake, self._early, self._arrivals, self.counters
-        )
-        flow = flow_of(reader) if flow is None else flow
-        self.gather: SampleFetcher | None = None
-        """Reads the samples of a source with a latency; None for other sources."""
+        flow = abilities_of(reader).flow if flow is None else flow
+        self.sample_fetcher: SampleFetcher | None = None
+        """Reads the samples of a source with a latency; None where whole blocks are read."""
         if flow is not None:
-            self.gather = SampleFetcher(
-                self._intake, flow, self.targets, self._arrivals, self.counters, self._notes
+            self.sample_fetcher = SampleFetcher(
+                self._requests,
+                flow,
+                self.targets,
+                self.block_fetcher,
+                self.counters,
+                self.run_notes,
             )
+        self._fetcher: Fetcher = self.sample_fetcher or self.block_fetcher
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def pace(self, lacking: int) -> None:
-        """Have few samples read at a time while `lacking` of them are ready to be taken."""
-        if self.gather is not None:
-            self.gather.pace(lacking)
 
     @property
     def tiers(self) -> list[Tier]:
@@ -129,6 +114,8 @@ class Hierarchy:
     def pins(self) -> PinnedTiers:
         """The tier that each block is kept in."""
         return self.targets.pins
+
+    # Samples
 
     def read(
         self, sample: int, block: int, place: int, scratch: PayloadScratch | None = None
@@ -141,15 +128,13 @@ class Hierarchy:
 
         Raises SourceError when the last place, the source, fails too.
         """
-        early = self._early.get(sample, self._arrivals.fill_timeout_s)
-        if early is not None:
-            return early, "source"
-        if self.gather is not None:
-            gathered = self.gather.take(sample, block, place)
-            if gathered is not None:
-                return gathered
-        result = self._reads.read(sample, block, lambda tier: tier.read(block, place, scratch))
-        return (self.read_source(sample), "source") if result is None else result
+        return self._read(
+            sample,
+            block,
+            place,
+            lambda tier: tier.read(block, place, scratch),
+            lambda payload: payload,
+        )
 
     def read_one(self, sample: int) -> tuple[Buffer, str]:
         """Return `read` of a sample, wherever it is stored; for single samples."""
@@ -164,20 +149,14 @@ class Hierarchy:
 
         Other arguments and errors as for `read`.
         """
-        early = self._early.get(sample, self._arrivals.fill_timeout_s)
-        if early is None and self.gather is not None:
-            gathered = self.gather.take(sample, block, place)
-            if gathered is not None:
-                self._scatter(sample, gathered[0], pieces)
-                return gathered[1]
-        if early is None:
-            result = self._reads.read(
-                sample, block, lambda tier: tier.read_into(block, place, pieces)
-            )
-            if result is not None:
-                return result[1]
-        self._scatter(sample, early, pieces)
-        return "source"
+        _, origin = self._read(
+            sample,
+            block,
+            place,
+            lambda tier: tier.read_into(block, place, pieces),
+            lambda payload: self._scatter(sample, payload, pieces),
+        )
+        return origin
 
     def read_stored(self, sample: int, block: int, place: int, into: memoryview) -> tuple[int, int]:
         """Read a sample's payload as its tier stores it, compressed or not.
@@ -187,20 +166,36 @@ class Hierarchy:
 
         Returns (bytes stored, xxh3_64 of the payload). Errors as for `read`.
         """
-        early = self._early.get(sample, self._arrivals.fill_timeout_s)
-        if early is None and self.gather is not None:
-            gathered = self.gather.take(sample, block, place)
-            if gathered is not None:
-                self._scatter(sample, gathered[0], [into])
-                return len(into), xxhash.xxh3_64_intdigest(into)
+
+        def store(payload: Buffer) -> tuple[int, int]:
+            self._scatter(sample, payload, [into])
+            return len(into), xxhash.xxh3_64_intdigest(into)
+
+        stored, _ = self._read(
+            sample, block, place, lambda tier: tier.read_stored(block, place, into), store
+        )
+        return stored
+
+    def _read(
+        self,
+        sample: int,
+        block: int,
+        place: int,
+        from_tier: Callable[[Tier], T],
+        from_payload: Callable[[Buffer], T],
+    ) -> tuple[T, str]:
+        """Read a sample from the first place that has it, and return that place, too.
+
+        Samples read ahead of their blocks come first, then the tiers, then the source. Reading is
+        a part of the search: a block may be removed, or prove damaged, after it was found.
+        """
+        early = self._fetcher.take(sample, block, place)
         if early is None:
-            result = self._reads.read(
-                sample, block, lambda tier: tier.read_stored(block, place, into)
-            )
+            result = self._reads.read(sample, block, from_tier)
             if result is not None:
-                return result[0]
-        self._scatter(sample, early, [into])
-        return len(into), xxhash.xxh3_64_intdigest(into)
+                return result
+            early = self.read_source(sample), "source"
+        return from_payload(early[0]), early[1]
 
     def read_source(self, sample: int) -> Buffer:
         """Return the payload as the source has it now; counted."""
@@ -209,17 +204,61 @@ class Hierarchy:
         self.counters.add("single_bytes", len(payload))
         return payload
 
+    def _scatter(self, sample: int, payload: Buffer, pieces: Sequence[memoryview]) -> None:
+        """Put a payload of the source into `pieces`."""
+        wanted = sum(len(piece) for piece in pieces)
+        if len(payload) != wanted:
+            raise SourceError(
+                f"{self.reader.path}: sample {self.reader.name(sample)!r} has {len(payload)} "
+                f"bytes instead of the {wanted} that its fields need: the source has changed "
+                "since it was opened; open it again"
+            )
+        scatter(payload, pieces)
+
+    # Samples ahead of their use
+
+    def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
+        """Begin to read the samples of a first batch, many at a time, ahead of their blocks.
+
+        Does so for a source whose samples are single files or objects. Each payload is kept for its
+        block, which other processes leave to this one; so nothing is read twice.
+
+        Args:
+            samples: indices; shape (batch,).
+            then: called when they are read, in a thread of this hierarchy's, or now. Never called
+                by two threads at once, nor after `settle`.
+        """
+        self._fetcher.hurry(samples, then)
+
+    def expect(self, samples: npt.NDArray[np.int64]) -> None:
+        """Begin to read samples that are about to be read, where that takes a while each.
+
+        Args:
+            samples: indices, in the order of their use; shape (n,).
+        """
+        self._fetcher.expect(samples)
+
+    def forget(self, samples: npt.NDArray[np.int64]) -> None:
+        """Let go of samples that were expected and are not going to be read now."""
+        self._fetcher.forget(samples)
+
+    def pace(self, lacking: int) -> None:
+        """Throttle reading ahead while `lacking` samples are ready to be taken."""
+        self._fetcher.pace(lacking)
+
+    def settle(self) -> None:
+        """End the work that `hurry` began; its `then` is not called after this."""
+        self._fetcher.settle()
+
+    # Blocks
+
     def fill(self, block: int, timeout_s: float | None = None) -> bool:
         """Bring a block into its tier unless it is there; True when it is there now.
 
-        False when it cannot be kept (`can_fill`), or when another process that fills it did not
-        finish within `timeout_s`.
+        False when it cannot be kept (`BlockFetcher.can_fill`), or when another process that fills
+        it did not finish within `timeout_s`.
         """
-        return self._arrivals.fill(block, timeout_s)
-
-    def can_fill(self, block: int) -> bool:
-        """True if the block belongs in a tier of this node that can take it."""
-        return self._arrivals.can_fill(block)
+        return self.block_fetcher.fill(block, timeout_s)
 
     def missing(self) -> int:
         """Count the blocks pinned here that are not in their tier."""
@@ -229,77 +268,131 @@ class Hierarchy:
                 here.append(tier.blocks())
             except OSError as error:
                 here.append(set())
-                self.health.failed(tier.path, "read", error, "its blocks are read from elsewhere")
+                then = "its blocks are read from elsewhere"
+                self.run_notes.tier_failed(tier.path, "read", error, then)
         pinned = np.flatnonzero(self.pins.tier >= 0)
         return sum(int(block) not in here[self.pins.tier[block]] for block in pinned)
 
     def drop_streamed(self, block: int) -> None:
         """Remove a streamed block from its tier."""
-        self._arrivals.forget(block)
+        self.block_fetcher.forget_place(block)
         with suppress(OSError):  # The folder is of memory, and goes with the job.
             self.tiers[-1].discard(block)
 
-    def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
-        """Begin to read the samples of a first batch, many at a time, ahead of their blocks.
-
-        Does so for a source whose samples are objects of their own. Each payload is kept for its
-        block, which other processes leave to this one; so nothing is read twice.
-
-        Args:
-            samples: indices; shape (batch,).
-            then: called when they are read, in a thread of this hierarchy's, or now. Never called
-                by two threads at once, nor after `settle`.
-        """
-        if self.gather is None:
-            self._first_batch.hurry(samples, then)
-            return
-        # Samples of streamed blocks come with these.
-        self.expect(samples[self.pins.tier[self.reader.layout.block_of(samples)] >= 0])
-        then()
-
-    def expect(self, samples: npt.NDArray[np.int64]) -> None:
-        """Begin to read samples that are about to be read, where that takes a while each.
-
-        Args:
-            samples: indices, in the order of their use; shape (n,).
-        """
-        if self.gather is not None and len(samples):
-            self.gather.expect(*locate(self.reader, samples))
-
-    def forget(self, samples: npt.NDArray[np.int64]) -> None:
-        """Let go of samples that were expected and are not going to be read now."""
-        if self.gather is not None:
-            self.gather.forget(samples.tolist())
+    # Notes, and the end
 
     def notes(self) -> list[str]:
         """Return sentences about handled failures and decisions, without duplicates."""
-        replicas: Callable[[], str] | None = getattr(self.reader, "summary", None)
-        return self._notes.all() if replicas is None else [*self._notes.all(), replicas()]
+        replicas = abilities_of(self.reader).summary
+        return self.run_notes.all() if replicas is None else [*self.run_notes.all(), replicas()]
 
     def note(self, event: str) -> None:
         """Remember a sentence that users should read; see `notes`."""
-        self._notes.add(event)
-
-    def settle(self) -> None:
-        """End the work that `hurry` began; its `then` is not called after this."""
-        self._first_batch.settle()
+        self.run_notes.add(event)
 
     def close(self) -> None:
         """Stop reading ahead and close the tiers."""
         self.settle()
-        if self.gather is not None:
-            self.gather.close()
-        self._intake.close()
+        self._fetcher.close()
+        self._requests.close()
         self.targets.close()
 
-    def _scatter(self, sample: int, early: Buffer | None, pieces: Sequence[memoryview]) -> None:
-        """Put a payload that was read early, or is read from the source now, into `pieces`."""
-        payload = self.read_source(sample) if early is None else early
-        wanted = sum(len(piece) for piece in pieces)
-        if len(payload) != wanted:
-            raise SourceError(
-                f"{self.reader.path}: sample {self.reader.name(sample)!r} has {len(payload)} "
-                f"bytes instead of the {wanted} that its fields need: the source has changed "
-                "since it was opened; open it again"
-            )
-        scatter(payload, pieces)
+
+class TierReads:
+    """Reads samples from the fastest tier that has their block; fetches it if its own has not.
+
+    While a small budget lasts, a sample of a missing block is read from the source alone, so that
+    the first batch does not wait for as many whole blocks as it has samples. A damaged block is
+    fetched again, but only once, because the disk may be defective. Thread-safe.
+
+    Invariant, under the lock: `budget_bytes` is never negative, and no block is renewed twice.
+
+    Args:
+        ranks: number of ranks in the job, which share the budget.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        targets: TierTargets,
+        blocks: BlockFetcher,
+        counters: Counters,
+        notes: RunNotes,
+        ranks: int,
+    ) -> None:
+        self._reader, self._targets, self._blocks = reader, targets, blocks
+        self._counters, self._notes = counters, notes
+        self._lock = new_lock()
+        self._renewed: set[int] = set()
+        self.budget_bytes = int(_ON_THEIR_OWN_SHARE * data_bytes(reader) / ranks)
+        """Bytes that may still be read sample by sample."""
+
+    def read(self, sample: int, block: int, read: Callable[[Tier], T]) -> tuple[T, str] | None:
+        """Return the result of `read` on a tier that has the block, and the tier's kind.
+
+        None where the sample has to be read from the source.
+        """
+        blocks = self._blocks
+        # A block may have been removed since it was seen: by another rank, by hand, or as damaged.
+        for _ in range(len(self._targets.tiers) + 1):
+            number = self._bring(sample, block)
+            if number < 0:
+                return None
+            tier = self._targets.tiers[number]
+            try:
+                return read(tier), tier.kind
+            except FileNotFoundError:
+                blocks.forget_place(block)  # Removed by hand, or by a job's epilog.
+                if self._targets.is_pinned(block):
+                    return None
+            except CorruptBlock as error:
+                self._notes.add(f"{error}; read from the source instead")
+                self._renew(block, number)
+                return None
+            except OSError as error:
+                then = "its blocks are read from elsewhere"
+                self._notes.tier_failed(tier.path, "read", error, then)
+                self._renew(block, number)
+                return None
+        return None
+
+    def _bring(self, sample: int, block: int) -> int:
+        """Bring the block to its tier if need be; return the number of the tier to read from.
+
+        -1 if the sample is to be read from the source, on its own.
+        """
+        targets, blocks = self._targets, self._blocks
+        place, home = blocks.place(block), targets.number(block)
+        if place == home >= 0:
+            return place
+        order = targets.by_speed
+        # A faster tier than its own has it: nothing is moved.
+        if place >= 0 and (home < 0 or order.index(place) <= order.index(home)):
+            return place
+        if not blocks.can_fill(block):
+            return place
+        # The other samples of a streamed block are needed soon.
+        if targets.is_pinned(block) and self._may_read_alone(sample, block):
+            return place
+        return home if blocks.fill(block) else place
+
+    def _may_read_alone(self, sample: int, block: int) -> bool:
+        size = int(self._reader.sizes[sample])
+        starts = self._reader.layout.starts
+        # Without a budget, the first batch of 64 samples waits for about 64 blocks of some MiB
+        # each.
+        with self._lock:
+            if self.budget_bytes < size or starts[block + 1] - starts[block] <= _SMALL_BLOCK:
+                return False
+            self.budget_bytes -= size
+            return True
+
+    def _renew(self, block: int, number: int) -> None:
+        """Let a damaged block be fetched again at its next use, unless it was before."""
+        self._counters.add("healed")
+        self._blocks.distrust(block, number)
+        with self._lock:
+            # Damaged once more after it was rewritten: the disk is defective.
+            if block in self._renewed:
+                self._blocks.give_up(block)
+            self._renewed.add(block)

@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
 import stat
@@ -25,6 +26,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import xxhash
+
+from dlio.data.index import open_cache
 from dlio.errors import TierError
 from dlio.launch.node.lock_keeper import keep
 from dlio.util.folders import (
@@ -39,6 +43,35 @@ from dlio.util.shared_folders import user_folder
 from dlio.util.trusted_files import UntrustedFile, closing_descriptor, open_file, read_small
 from dlio.util.user_folders import open_folder
 from dlio.util.whole_files import take_lock, write_whole_at
+
+_NAME: Final = re.compile(r"tier-[0-9a-f]{16}\.json")
+_MOST_BYTES: Final = 1 << 14
+_MOST: Final = 1000
+
+
+def remember_root(root: str) -> None:
+    """Note the folder of a disk tier. Nothing happens if the cache cannot be written."""
+    name = f"tier-{xxhash.xxh3_64_hexdigest(os.fsencode(root))}.json"
+    text = json.dumps({"root": root}).encode()
+    with contextlib.suppress(OSError), open_cache() as cache:
+        if name not in os.listdir(cache):
+            write_whole_at(cache, name, lambda file: file.write(text))
+
+
+def known_roots() -> list[str]:
+    """Return the folders that were noted, sorted; those that are gone too."""
+    roots = []
+    # A list of our own: looking for folders on all file systems would wait for network mounts.
+    with contextlib.suppress(OSError), open_cache() as cache:
+        names = [name for name in os.listdir(cache) if _NAME.fullmatch(name)]
+        for name in sorted(names)[:_MOST]:
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                row = json.loads(read_small(cache, name, _MOST_BYTES))
+                root = row.get("root") if isinstance(row, dict) else None
+                if isinstance(root, str) and os.path.isabs(root):
+                    roots.append(root)
+    return sorted(roots)
+
 
 _JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID")
 _LEASE: Final = "lease."
@@ -104,6 +137,8 @@ class DatasetUse:
             except OSError as error:
                 os.close(self._folder)
                 raise TierError(f"{root} cannot be written: {error.strerror}") from error
+            # A lock, not a process id: it ends with its process, however that ends, and ids are
+            # used again.
             with contextlib.suppress(OSError):  # A file system without locks.
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 keep(self._lock)
@@ -128,6 +163,7 @@ class DatasetUse:
         if self._folder < 0:
             return
         with contextlib.suppress(OSError):
+            # The time of the last use decides which data set is evicted first.
             os.utime(self._lock)
         os.close(self._lock)
         os.close(self._folder)
@@ -137,6 +173,7 @@ class DatasetUse:
         """Remove all but one lease file of each finished job; `evict --job` needs that one."""
         newest: dict[str, tuple[float, str]] = {}
         for name in os.listdir(self._folder):
+            # The files of finished jobs would add up, and each is looked at by `dlio status`.
             if not name.startswith(_LEASE) or _is_held(self._folder, name):
                 continue
             with contextlib.suppress(FileNotFoundError):  # Another process removed it.
@@ -208,6 +245,7 @@ def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
             raise TierError(
                 f"{entry.source or fingerprint} in {root} is pinned: `dlio pin --remove` unpins it"
             )
+        # Renamed first: a job that begins now finds no data set, rather than one that is vanishing.
         gone = f"{_EVICTED}{secrets.token_hex(4)}"
         rename(fingerprint, gone, base, base)
         remove_marked(base, gone)
@@ -252,7 +290,7 @@ def set_pinned(root: str, fingerprint: str, pinned: bool) -> None:
 
 
 def _look(root: str, base: int, name: str) -> StoredDataset:
-    """Describe a data set. Raises OSError, Refused if it is not this user's dlio's."""
+    """Describe a data set. Raises OSError, UntrustedFile if it is not this user's dlio's."""
     with closing_descriptor(open_below(base, name)) as folder:
         if not is_marked(folder):
             raise UntrustedFile(f"{name} was not made by dlio")

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal, Self
 
 import numpy as np
@@ -15,31 +15,38 @@ import torch
 from dlio.comm import Communicator
 from dlio.comm.job_nodes import JobNodes, find_nodes
 from dlio.comm.survival.recovery import uniform
-from dlio.data.abilities import agree, reads_alone
 from dlio.data.agreement import check_same_data
 from dlio.data.flow import Flow
-from dlio.data.reader import Reader, StoredBlocks, data_bytes
+from dlio.data.reader_contract import (
+    Reader,
+    StoredBlocks,
+    abilities_of,
+    data_bytes,
+    reads_alone,
+)
 from dlio.data.source import is_remote
-from dlio.errors import UsageError
+from dlio.errors import TierFull, UsageError
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.order import Order
 from dlio.plan.placement import HomeNode, Placement, place
 from dlio.plan.schedule import RankNodes
-from dlio.storage.block_filler import IN_FLIGHT_BYTES, BlockFiller, blocks_in_order, filler_threads
-from dlio.storage.block_format import aligned, block_sizes
+from dlio.storage.block import aligned, block_sizes
+from dlio.storage.block_fetcher import (
+    IN_FLIGHT_BYTES,
+    BlockFiller,
+    SourceRequests,
+    blocks_in_order,
+    filler_threads,
+)
 from dlio.storage.block_stream import StreamProgress
-from dlio.storage.checks import check_room, check_size
+from dlio.storage.counters import is_fault
 from dlio.storage.decoded_tier import DecodedTier
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.file_system_kind import FileSystemKind, file_system_of
-from dlio.storage.health import LostTier, is_fault
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.inventory import DatasetUse, make_room, stored_data
-from dlio.storage.known_folders import remember_root
-from dlio.storage.mount_figures import MountFigures
-from dlio.storage.sample_fill import SampleFiller
-from dlio.storage.source_requests import SourceRequests
-from dlio.storage.tier import Tier
+from dlio.storage.inventory import DatasetUse, make_room, remember_root, stored_data
+from dlio.storage.sample_fetcher import SampleFiller
+from dlio.storage.tier import LostTier, PinnedTiers, Tier
 from dlio.storage.tier_spec import (
     Tiers,
     TierSpec,
@@ -48,7 +55,7 @@ from dlio.storage.tier_spec import (
     device_spec,
     is_parsed,
 )
-from dlio.storage.tier_targets import PinnedTiers
+from dlio.util.live_figures import PublishedFigures, publish
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
 
@@ -78,51 +85,59 @@ class MountOptions:
     """Raise an error for a tier whose disk fails or is read-only, instead of going on without."""
 
 
-@dataclass(slots=True)
 class Mount:
-    """A data set mounted on the nodes of a job, as one rank sees it. Owns the hierarchy."""
+    """A data set mounted on the nodes of a job, as one rank sees it. Owns the hierarchy.
 
-    comm: Communicator
-    nodes: JobNodes
-    ranks: RankNodes
-    tiers: tuple[TierSpec, ...]
-    placement: Placement
-    block_bytes: npt.NDArray[np.int64]
-    """File bytes of each block in a tier; shape (blocks,)."""
-    hierarchy: Hierarchy
-    requests: int = 1
-    """Requests that this rank may have in flight to the source."""
-    uses: list[DatasetUse | None] = field(default_factory=list)
-    """This process's lease on each disk tier, None on one that cannot be written."""
-    notes: list[str] = field(default_factory=list)
-    _filler: BlockFiller | SampleFiller | None = None
-    decoded_spec: TierSpec | None = None
-    """The tier of decoded images in RAM, None if none is specified."""
-    device_spec: TierSpec | None = None
-    """The tier of decoded images on this rank's device, None if none is specified."""
-    on_devices: bool = False
-    """True if all ranks have such a tier."""
-    _device_tier: DeviceTier | None = None
-    _progress: StreamProgress | None = None
-    _decoded: DecodedTier | None = None
-    _process: int = field(default_factory=os.getpid, init=False)
-    _live: MountFigures = field(init=False)
-    _mounted_on: npt.NDArray[np.int32] = field(init=False)
-    """Node number of each rank that mounted the data set."""
+    Args:
+        uses: this process's lease on each disk tier, None on one that cannot be written; owned.
+        notes: data sets that were evicted, in sentences.
+        on_devices: True if all ranks have a tier on their device.
+    """
 
-    _members: tuple[int, ...] = field(init=False)
-    """Numbers of the present ranks among those that mounted the data set."""
-
-    def __post_init__(self) -> None:
-        self._mounted_on = self.ranks.node_of
-        self._members = tuple(range(self.ranks.size))
-        self._live = MountFigures(self.comm, self.hierarchy, self.tiers, self.block_bytes)
+    def __init__(
+        self,
+        comm: Communicator,
+        nodes: JobNodes,
+        ranks: RankNodes,
+        tiers: tuple[TierSpec, ...],
+        placement: Placement,
+        block_bytes: npt.NDArray[np.int64],
+        hierarchy: Hierarchy,
+        *,
+        requests: int,
+        uses: Sequence[DatasetUse | None],
+        notes: Sequence[str],
+        decoded_spec: TierSpec | None,
+        device_spec: TierSpec | None,
+        on_devices: bool,
+    ) -> None:
+        self.comm, self.nodes, self.ranks = comm, nodes, ranks
+        self.tiers, self.placement, self.hierarchy = tiers, placement, hierarchy
+        self.block_bytes = block_bytes
+        """File bytes of each block in a tier; shape (blocks,)."""
+        self.requests = requests
+        """Requests that this rank may have in flight to the source."""
+        self.notes = list(notes)
+        self._uses = uses
+        self._filler: BlockFiller | SampleFiller | None = None
+        self._progress: StreamProgress | None = None
+        self._mounted_on = ranks.node_of
+        """Node number of each rank that mounted the data set."""
+        self._members = tuple(range(ranks.size))
+        """Numbers of the present ranks among those that mounted the data set."""
+        self.decoded_spec, self.device_spec, self.on_devices = decoded_spec, device_spec, on_devices
+        self._decoded: DecodedTier | None = None
+        self._device_tier: DeviceTier | None = None
+        self._process = os.getpid()
+        self._live: PublishedFigures | None = publish("data", self._figures)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # Blocks
 
     def fill(self, order: Order) -> BlockFiller | SampleFiller | None:
         """Start to bring this node's blocks in the background, in the order of their first use.
@@ -132,11 +147,11 @@ class Mount:
         if self._filler is None and self.hierarchy.missing():
             reader = self.hierarchy.reader
             wanted = self.hierarchy.pins.tier >= 0
-            if self.hierarchy.gather is not None:
-                self._filler = SampleFiller(self.hierarchy.gather, reader, order, wanted)
+            if self.hierarchy.sample_fetcher is not None:
+                self._filler = SampleFiller(self.hierarchy.sample_fetcher, reader, order, wanted)
                 return self._filler
             self._filler = BlockFiller(
-                self.hierarchy,
+                self.hierarchy.block_fetcher,
                 lambda: blocks_in_order(reader.layout, order, wanted),
                 filler_threads(self.block_bytes, self.requests),
             )
@@ -149,6 +164,8 @@ class Mount:
         """
         if self.hierarchy.targets.can_stream:
             return
+        # A token of rank 0: a folder of an earlier job with the same data set, left by a kill, must
+        # not be taken for this one's.
         (token, *_) = uniform(self.comm, lambda: self.comm.allgather(secrets.token_hex(4)))
         reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
         spec = TierSpec("ram", SHARED_MEMORY, int(self.block_bytes.sum()))
@@ -174,6 +191,8 @@ class Mount:
         blocks = order.blocks[home[order.blocks] < 0]
         home[blocks] = self.ranks.node_of[np.arange(len(blocks)) % self.ranks.size]
         return home
+
+    # Decoded images
 
     def decoded(self, recipe: str) -> DecodedTier | None:
         """Return the node's tier of decoded images, opened once; None if none is specified.
@@ -201,11 +220,13 @@ class Mount:
             self._device_tier = DeviceTier(count, capacity, device, self.hierarchy.note)
         return self._device_tier
 
+    # The ranks of the job
+
     def regroup(self, members: Sequence[int]) -> None:
-        """Go on with the ranks that are left; nodes keep their numbers.
+        """Continue with the survivors of lost ranks; nodes keep their numbers.
 
         Args:
-            members: number of each rank that is left, when the data set was mounted.
+            members: the number of each survivor when the data set was mounted.
         """
         self.ranks = self.ranks_of(members)
         self.nodes = replace(self.nodes, node_of=self.ranks.node_of)
@@ -230,21 +251,24 @@ class Mount:
     def count_with(self, chunks: "Mount") -> None:
         """Count reads and batches in the mount of the chunks that samples are cut from."""
         self.hierarchy.counters = chunks.hierarchy.counters
-        self._live.close()  # Its figures are those of the other mount.
+        self._publish_no_more()  # The figures are those of the other mount.
+
+    # The end
 
     def close(self) -> None:
         """Stop filling and close the tiers; those in shared memory are removed.
 
-        A forked child's are its parent's, which goes on with them: nothing is closed there.
+        In a forked child nothing is closed: tiers and leases are its parent's, which still uses
+        them.
         """
         if os.getpid() != self._process:
             return
-        self._live.close()
+        self._publish_no_more()
         self.hierarchy.settle()
         if self._filler is not None:
             self._filler.close()
         disks = [tier for tier in self.hierarchy.tiers if tier.kind == "disk"]
-        for tier, use in zip(disks, self.uses, strict=True):
+        for tier, use in zip(disks, self._uses, strict=True):
             if use is not None:
                 use.add_hits(tier.hits)
         self.hierarchy.close()
@@ -252,7 +276,7 @@ class Mount:
             self._decoded.close()
         if self._device_tier is not None:
             self._device_tier.close()
-        for use in self.uses:
+        for use in self._uses:
             if use is not None:
                 use.close()
 
@@ -262,16 +286,48 @@ class Mount:
         return numbers
 
     def _keep_progress(self) -> None:
-        """Have no streamed block wait for a rank that is lost."""
+        """Keep streamed blocks for the survivors only, and no longer for lost ranks."""
         if self._progress is not None:
             here = enumerate(self._mounted_here())
             self._progress.keep([row for row, member in here if member in self._members])
+
+    def _figures(self) -> dict[str, object]:
+        """Return the figures that `dlio top` shows: tiers of the node; bytes of this rank."""
+        counters = self.hierarchy.counters
+        return {
+            "path": self.hierarchy.reader.path,
+            "rank": self.comm.rank,
+            "ranks": self.comm.size,
+            "tiers": [
+                {
+                    "kind": spec.kind,
+                    "root": spec.root,
+                    "capacity": spec.capacity,
+                    "used": int(self.block_bytes[list(tier.blocks())].sum()),
+                    "wanted": int(self.block_bytes[self.hierarchy.pins.tier == number].sum()),
+                }
+                for number, (spec, tier) in enumerate(
+                    zip(self.tiers, self.hierarchy.tiers, strict=False)
+                )
+            ],
+            "bytes": dict(counters.bytes),
+            "samples": counters.samples,
+            "waited_s": counters.waited_s,
+        }
+
+    def _publish_no_more(self) -> None:
+        published, self._live = self._live, None
+        if published is not None:
+            published.close()
 
     def _pinned(self, node: int, tier: int) -> npt.NDArray[np.bool_]:
         pinned: npt.NDArray[np.bool_] = (self.placement.home == node) & (
             self.placement.tier == tier
         )
         return pinned
+
+
+# Mounting
 
 
 def mount(
@@ -293,7 +349,9 @@ def mount(
     if the data sets of the ranks differ.
     """
     options = options or MountOptions()
-    agree(reader, comm)
+    agree = abilities_of(reader).agree
+    if agree is not None and comm.size > 1:
+        agree(comm)
     check_same_data(reader, comm)
     nodes = find_nodes(comm, pretend_nodes)
     ranks = RankNodes(nodes.node_of)
@@ -313,8 +371,11 @@ def mount(
                 if use is not None:
                     undo.enter_context(closing(use))
         notes = []
+        # One rank of a node evicts: several would each make room for the whole data set.
         if ranks.local(nodes.here)[0] == comm.rank:
             notes = _make_room(specs, int(block_bytes.sum()), reader.fingerprint)
+        # Leases are taken before anything is evicted, by all ranks: a job never evicts what it
+        # uses.
         comm.barrier()
         opened = [
             undo.enter_context(closing(_open_tier(spec, reader.fingerprint, folder, faults)))
@@ -328,11 +389,12 @@ def mount(
         placed = _gather_capacities(comm, nodes, ranks, opened, reader.fingerprint)
         placement = place(block_bytes, placed, reader.fingerprint)
         if not is_parsed(tiers):
-            check_size(specs, block_bytes)
+            _check_size(specs, block_bytes)
         pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
-        check_room(opened, pins.tier, block_bytes)
+        _check_room(opened, pins.tier, block_bytes)
+        # Ranks do not tell each other what they read: each gets an equal share of the rate.
         rate = None if options.rate is None else options.rate / comm.size
-        intake = undo.enter_context(
+        source_requests = undo.enter_context(
             closing(SourceRequests(reader, requests, rate, options.timeout_s))
         )
         hierarchy = Hierarchy(
@@ -340,13 +402,13 @@ def mount(
             opened,
             pins,
             ranks=comm.size,
-            intake=intake,
+            requests=source_requests,
             check=options.check,
             flow=_flow(reader, source, requests) if options.by_sample else None,
         )
         for spec, fault in faults:
             then = "what it holds is used, and nothing is added"
-            hierarchy.health.failed(str(spec), "opened", fault, then)
+            hierarchy.run_notes.tier_failed(str(spec), "opened", fault, then)
         undo.pop_all()  # From here on, the mount closes them.
     return Mount(
         comm,
@@ -365,14 +427,46 @@ def mount(
     )
 
 
+def _check_size(specs: Sequence[TierSpec], block_bytes: npt.NDArray[np.int64]) -> None:
+    """Raise UsageError for a tier that has no room for a single block."""
+    smallest = int(block_bytes.min(initial=1 << 62))
+    for spec in specs:
+        if spec.capacity < smallest:
+            raise UsageError(
+                f"tier {spec} is too small for a single block of {format_bytes(smallest)}: give "
+                "it more capacity, or leave it out"
+            )
+
+
+def _check_room(
+    tiers: Sequence[Tier], pinned_in: npt.NDArray[np.int8], block_bytes: npt.NDArray[np.int64]
+) -> None:
+    """Raise TierFull now, not after an hour of filling, if a tier has too little room."""
+    for number, tier in enumerate(tiers):
+        if not tier.writable:
+            continue
+        pinned = np.flatnonzero(pinned_in == number)
+        here = np.fromiter(tier.blocks(), np.int64)
+        wanted = int(block_bytes[np.setdiff1d(pinned, here)].sum())
+        if wanted > tier.free_bytes():
+            place = "shared memory" if tier.kind == "ram" else tier.spec.root
+            raise TierFull(
+                f"tier {tier.spec} needs {format_bytes(wanted)} more, but {place} has only "
+                f"{format_bytes(tier.free_bytes())} free: lower its capacity in --tiers, or "
+                "free space"
+            )
+
+
 def _flow(reader: Reader, source: FileSystemKind, requests: int) -> Flow | None:
     """Return the limit of samples that are read at a time, of a source behind a network.
 
     In an epoch's random order a first batch touches about as many blocks as it has samples. Where
-    the bandwidth is the limit, training waits for all of these while it could go on with samples.
+    the bandwidth is the limit, training waits for all of these while samples alone would do.
     """
     if not source.network or not reads_alone(reader) or not len(reader):
         return None
+    # Small records of a container come with their block: a request for 1 KiB over a network costs
+    # as much as one for 64.
     mean = data_bytes(reader) / len(reader)
     if mean < _ALONE_BYTES and not reader.objects:
         return None

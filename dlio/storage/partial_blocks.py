@@ -8,7 +8,7 @@ A part is laid out as its block is going to be (FORMAT.md): room for a header an
 payloads, each in its place. With its last sample it becomes the block: it gets its header and its
 name, and no payload is copied. Until then its header counts the samples, and a sample is there if
 its entry in the table is not zero. Where sizes are estimates, places are not known: payloads follow
-one another as they come, and the block is written anew from them.
+one another as they come, and the block is rewritten from them.
 
 Payloads are written first, then the header, then the entries, under the block's lock. Of a process
 that is killed in between remain bytes that no entry refers to, or a header that counts samples
@@ -30,12 +30,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dlio.data.abilities import estimates_sizes
-from dlio.data.reader import Reader
+from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierError
-from dlio.storage.block import read_exactly, write_all
-from dlio.storage.block_format import (
+from dlio.storage.block import (
     ALIGN,
     ENTRY,
     HEADER,
@@ -45,10 +43,11 @@ from dlio.storage.block_format import (
     VERSION,
     aligned,
     complete_head,
+    read_exactly,
     table_offset,
+    write_all,
 )
-from dlio.storage.byte_locks import lock_byte
-from dlio.storage.tier import Tier
+from dlio.storage.tier import Tier, lock_byte
 from dlio.util.folders import unlink
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
@@ -65,7 +64,7 @@ _Table = npt.NDArray[np.void]
 
 
 class PartialBlocks:
-    """Samples of a tier's incomplete blocks. Thread-safe. Owner: the gathering, which closes it.
+    """Samples of a tier's incomplete blocks. Thread-safe. Owner: the fetcher, which closes it.
 
     Args:
         tier: writable; not owned.
@@ -76,7 +75,7 @@ class PartialBlocks:
         self.tier = tier
         self._layout, self._schema, self._sizes = reader.layout, reader.schema, reader.sizes
         self._hex = reader.fingerprint
-        self._is_exact = not estimates_sizes(reader)
+        self._is_exact = not abilities_of(reader).sizes_are_estimates
         self._plans: OrderedDict[int, _PartialLayout] = OrderedDict()
         self._schema_bytes = len(reader.schema.to_json().encode())
         self._table_at = table_offset(self._schema_bytes)
@@ -92,6 +91,8 @@ class PartialBlocks:
         a sample.
         """
         first, count = samples[0], len(samples)
+        # One system call for a run: after each one a thread waits for the interpreter's lock,
+        # behind as many others as read.
         follow = count > 1 and list(samples) == list(range(first, first + count))
         if follow and lock_byte(self._locks, first, count=count):
             return list(samples)
@@ -156,7 +157,7 @@ class PartialBlocks:
         The caller has claimed the block in the tier.
 
         Args:
-            put: publishes a block of payloads, where it has to be written anew.
+            put: publishes a block of payloads, where it has to be rewritten.
 
         Raises OSError.
         """
@@ -179,6 +180,8 @@ class PartialBlocks:
                 put(sound)
                 self._remove(block)
                 return True
+            # The block becomes whole where it is. As records of their own, copied into a block at
+            # the end, samples took a fifth more processor time in the first epoch.
             head = complete_head(
                 table, block=block, length=plan.length, fingerprint=self._hex, schema=self._schema
             )
@@ -313,6 +316,8 @@ class PartialBlocks:
             behind = begin + len(payload) + gap
             end = max(end, behind)
             here += 1
+        # Payloads first: an entry that a killed process left behind must not refer to bytes that
+        # were never written.
         for begin, buffers in runs:
             write_all(descriptor, buffers, begin)
         if runs:
@@ -329,6 +334,8 @@ class PartialBlocks:
 
     def _plan(self, block: int) -> "_PartialLayout | None":
         """Return where the samples of a block go; None if their sizes are not known."""
+        # Estimated sizes, as of images that are encoded when they are read: payloads lie in the
+        # order in which they came, and the block is written again from them.
         if not self._is_exact:
             return None
         with self._lock:
@@ -336,6 +343,7 @@ class PartialBlocks:
             if plan is None:
                 sizes = np.asarray(self._sizes[self._layout.samples_of(block)], np.int64)
                 plan = self._plans[block] = _PartialLayout.of(sizes, self._table_at)
+                # A plan has 16 bytes a sample: for a data set of millions they would add up.
                 if len(self._plans) > _PLANS:
                     self._plans.popitem(last=False)
             return plan

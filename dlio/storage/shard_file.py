@@ -170,6 +170,7 @@ class ShardWriter:
         trailer = _TRAILER.pack(
             self.offsets[-1], len(text), xxhash.xxh3_64_intdigest(text), TRAILER_MAGIC
         )
+        # The trailer is the last thing written: without it a reader rejects the file.
         write_all(self._descriptor, [text, trailer])
         os.fsync(self._descriptor)
 
@@ -204,6 +205,8 @@ class _FooterBytes:
     def digest(self) -> int:
         """Return the xxh3_64 of it all."""
         digest = xxhash.xxh3_64()
+        # In parts: the footer of ten million samples is not held in memory, 164 MiB in place of
+        # 330.
         for done in range(0, self.length, _CHUNK):
             digest.update(self.read(done, min(_CHUNK, self.length - done)))
         return digest.intdigest()

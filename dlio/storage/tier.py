@@ -13,32 +13,59 @@ next process that opens the tier removes: the locks on claims belong to the kern
 their process. Every payload that is read from a tier is compared with its checksum.
 """
 
+import ctypes
 import errno
 import fcntl
 import os
 import re
 import secrets
+import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull
 from dlio.launch.node.lock_keeper import keep
-from dlio.storage.block import NO_ROOM, BlockInfo, check_block, read_exactly, read_info, write_all
-from dlio.storage.byte_locks import lock_byte
-from dlio.storage.scratch import PayloadScratch
+from dlio.storage.block import (
+    NO_ROOM,
+    BlockInfo,
+    PayloadScratch,
+    check_block,
+    read_exactly,
+    read_info,
+    write_all,
+)
 from dlio.storage.tier_spec import TierSpec
 from dlio.util.folders import open_private, remove_entry, unlink
 from dlio.util.forks import new_lock
-from dlio.util.gil_calls import close_held, open_held
 from dlio.util.limits import open_regular
 from dlio.util.memory import new_memory
 from dlio.util.settings import settings
 from dlio.util.shared_folders import SharedFolder, user_folder
 from dlio.util.trusted_files import open_file, publish_file
 from dlio.util.units import format_bytes
+
+
+def lock_byte(descriptor: int, at: int, kind: int = fcntl.F_WRLCK, count: int = 1) -> bool:
+    """Lock or unlock a byte of an open file, or `count` of them from there on.
+
+    False, and nothing is locked, when another process holds the lock of one.
+    """
+    # Locks of the open file (OFD), not of the process: the latter end as soon as any descriptor of
+    # the file is closed, such as that of another tier object for the same folder.
+    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, at, count, 0)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
 
 _BLOCK: Final = re.compile(r"([0-9]{8,12})\.blk")
 _TEMPORARY: Final = re.compile(r"tmp\.([0-9]{8,12})\..*")
@@ -105,7 +132,7 @@ class Tier:
         self.close()
 
     def keep(self) -> None:
-        """Have the node's agent keep a RAM tier until the job ends, if there is an agent."""
+        """Let the node's agent, if there is one, keep a RAM tier until the job ends."""
         if self._shared is not None:
             keep(self._shared.alive)
 
@@ -173,7 +200,9 @@ class Tier:
     def _opened(self, block: int) -> Iterator[tuple[int, BlockInfo, bool]]:
         """Yield (descriptor, header and table, True if this read is to be checked)."""
         in_memory = self._shared is not None
-        descriptor = open_held(_name(block), self._folder) if in_memory else self._open(block)
+        # Keeping descriptors open was tried: with random reads of 512 blocks every second one
+        # opened its file anyway. Keeping the tables, and opening for each read, is twice as fast.
+        descriptor = _open_held(_name(block), self._folder) if in_memory else self._open(block)
         try:
             with self._lock:
                 self.hits += 1
@@ -184,7 +213,7 @@ class Tier:
                 info = self._read_table(block, descriptor)
             yield descriptor, info, checked
         finally:
-            (close_held if in_memory else os.close)(descriptor)
+            (_close_held if in_memory else os.close)(descriptor)
 
     def check(self, block: int) -> BlockInfo:
         """Read and check all of a published block. Raises CorruptBlock, FileNotFoundError."""
@@ -214,6 +243,8 @@ class Tier:
         """Return a published block, checked. Raises CorruptBlock, FileNotFoundError."""
         descriptor = self._open(block)
         try:
+            # Read, not mapped: mapped pages count as the process's own, and a file that is cut off
+            # meanwhile kills by SIGBUS.
             memory = new_memory(os.fstat(descriptor).st_size)
             read_exactly(descriptor, memory, 0, self.path)
             info = check_block(memory, os.path.join(self.path, _name(block)), 0)
@@ -232,11 +263,14 @@ class Tier:
         written for another reason. No file is left behind then.
         """
         size = sum(len(piece) for piece in pieces)
+        # A name that nobody can guess, and that says which claim protects it.
         temporary = f"tmp.{block:08d}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             descriptor = open_file(self._folder, temporary, flags)
             try:
+                # Touching shared memory that is full kills the process by SIGBUS; reserving it is
+                # an error.
                 _reserve(descriptor, size)
                 write_all(descriptor, pieces)
                 if self.kind != "ram":
@@ -296,6 +330,7 @@ class Tier:
         """
         with self._lock:
             self._own_claims()
+            # The lock is of the open file, so it does not hold between threads: they need the set.
             if block in self._claimed or not lock_byte(self._claims, block):
                 return False
             self._claimed.add(block)
@@ -303,6 +338,8 @@ class Tier:
 
     def _own_claims(self) -> None:
         """Open the file of claims once more in a forked child: its locks are its parent's."""
+        # A forked child shares the open file, and with it the locks: claims of its parent would be
+        # its own.
         if self._claims_of == os.getpid() or self._claims < 0:
             return
         inherited, self._claims = self._claims, open_file(self._folder, "claims", os.O_RDWR)
@@ -393,3 +430,182 @@ def _reserve(descriptor: int, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
+
+
+class LostTier(Tier):
+    """A tier that could not be opened: it holds nothing, and takes nothing.
+
+    Args:
+        spec: its folder and capacity.
+        path: of the folder.
+    """
+
+    def __init__(self, spec: TierSpec, path: str) -> None:
+        self.spec, self.kind, self.path = spec, spec.kind, path
+        self.writable = False
+        self.hits = 0
+
+    def keep(self) -> None:
+        """Do nothing."""
+
+    def free_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def blocks(self) -> set[int]:
+        """Return no blocks."""
+        return set()
+
+    def has(self, block: int) -> bool:
+        """Return False."""
+        return False
+
+    def discard(self, block: int) -> None:
+        """Do nothing."""
+
+    def release(self, block: int) -> None:
+        """Do nothing."""
+
+    def claim(self, block: int) -> bool:
+        """Return False."""
+        return False
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+# The tiers of a node
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedTiers:
+    """The tier of this node that keeps each block for the whole job."""
+
+    tier: npt.NDArray[np.int8]
+    """Number of the tier, -1 for blocks that this node does not keep; shape (blocks,)."""
+
+
+def _never(_: int) -> bool:
+    return False
+
+
+class TierTargets:
+    """A node's tiers, and which of them each block belongs in.
+
+    A block is *pinned* to one tier for the whole job, or it is *streamed*: it is in the last tier
+    for as long as a pass uses its samples, or it belongs in no tier. Owns the tiers.
+
+    Thread-safe: the mask of streamed blocks only ever grows.
+
+    Args:
+        tiers: fastest first.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], pins: PinnedTiers) -> None:
+        self.tiers = list(tiers)
+        self.pins = pins
+        self._streamed: npt.NDArray[np.bool_] | None = None
+        self._is_over: Callable[[int], bool] = _never
+
+    @property
+    def can_stream(self) -> bool:
+        """True if there is a tier for streamed blocks."""
+        return self._streamed is not None
+
+    def add_stream_tier(self, tier: Tier) -> None:
+        """Append the tier that streamed blocks go through."""
+        self.tiers.append(tier)
+        self._streamed = np.zeros(len(self.pins.tier), np.bool_)
+
+    def stream(self, blocks: npt.NDArray[np.bool_], is_over: Callable[[int], bool]) -> None:
+        """Stream these blocks too, except for those that are pinned.
+
+        Args:
+            blocks: mask; shape (blocks,).
+            is_over: True for a block that every rank of the node is done with, so that it is not
+                read again.
+        """
+        assert self._streamed is not None
+        self._streamed |= blocks & (self.pins.tier < 0)
+        self._is_over = is_over
+
+    def number(self, block: int) -> int:
+        """Return the number of the tier that a block belongs in, -1 for none."""
+        number = int(self.pins.tier[block])
+        if number < 0 and self._streamed is not None and self._streamed[block]:
+            return len(self.tiers) - 1
+        return number
+
+    def is_pinned(self, block: int) -> bool:
+        """True for a block that a tier keeps, False for one that is streamed or in no tier."""
+        return bool(self.pins.tier[block] >= 0)
+
+    def is_over(self, block: int) -> bool:
+        """True for a streamed block that is not needed any more in this pass."""
+        return not self.is_pinned(block) and self._is_over(block)
+
+    @property
+    def by_speed(self) -> list[int]:
+        """Numbers of the tiers, fastest first: streamed blocks are in memory."""
+        # Streamed blocks come last in the list, so that the numbers of the others stay, but they
+        # are in memory.
+        numbers = list(range(len(self.tiers)))
+        return [numbers[-1], *numbers[:-1]] if self.can_stream else numbers
+
+    def streamed_blocks(self) -> set[int]:
+        """Return the streamed blocks that are in their tier now."""
+        return self.tiers[-1].blocks() if self.can_stream else set()
+
+    def close(self) -> None:
+        """Close the tiers."""
+        for tier in self.tiers:
+            tier.close()
+
+
+# Calls that keep the interpreter's lock
+#
+# Opening a file in shared memory takes two microseconds and never waits. With many threads, taking
+# the lock again after it takes ten times as long: all others that wait for the lock come first.
+
+_OPEN_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
+_Openat = Callable[[int, bytes, int], int]
+_Close = Callable[[int], int]
+
+
+def _libc_calls() -> tuple[_Openat, _Close] | None:
+    try:
+        library = ctypes.PyDLL(None, use_errno=True)
+        openat, close = library.openat, library.close
+    except (OSError, AttributeError):  # A C library that cannot be found in this process.
+        return None
+    openat.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_int
+    close.argtypes = (ctypes.c_int,)
+    return openat, close
+
+
+_LIBC: Final = _libc_calls()
+
+
+def _open_held(name: str, folder: int) -> int:
+    """Open a file for reading, in a folder of shared memory that nobody else can write to.
+
+    Close it with `_close_held`. Raises OSError.
+
+    Args:
+        folder: its descriptor.
+    """
+    if _LIBC is None:
+        return open_regular(name, os.O_NOFOLLOW, dir_fd=folder)
+    while (descriptor := _LIBC[0](folder, os.fsencode(name), _OPEN_FLAGS)) < 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number), name)
+    return descriptor
+
+
+def _close_held(descriptor: int) -> None:
+    """Close a descriptor of `_open_held`."""
+    if _LIBC is None:
+        os.close(descriptor)
+    else:
+        _LIBC[1](descriptor)

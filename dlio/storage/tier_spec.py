@@ -137,8 +137,11 @@ def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
     """
     available = _available_memory()
     shared = os.statvfs(SHARED_MEMORY)
+    # A quarter: the page cache, which the source is read through, and the trainer need the rest.
     room = min(available // 4, shared.f_bavail * shared.f_frsize // 2) // nodes_here
     wanted = data_bytes + data_bytes // 16 + (1 << 20)
+    # Docker gives containers 64 MiB of shared memory: a tier there would serve nobody, and torch's
+    # workers need the room.
     if room < min(wanted, _LEAST):
         return []
     return [TierSpec("ram", SHARED_MEMORY, min(room, wanted))]

@@ -12,11 +12,11 @@
 
 | suite                | checks                                    | module         |
 |----------------------|-------------------------------------------|----------------|
-| `ReaderTests`        | `dlio.data.reader.Reader`                 | `reader`       |
-| `TierTests`          | `dlio.storage.tier.Tier`                  | `tier`         |
+| `ReaderTests`        | `dlio.data.reader_contract.Reader`        | `reader_suite` |
+| `TierTests`          | `dlio.storage.tier.Tier`                  | `tier_suite`   |
 | `CommunicatorTests`  | `dlio.comm.Communicator`                  | `communicator` |
-| `ExchangeTests`      | `dlio.exchange.RunningExchange`     | `exchange`     |
-| `CompressorTests`    | `dlio.exchange.compress.Compressor` | `compressor`   |
+| `ExchangeTests`      | `dlio.exchange.RunningExchange`           | `exchange_suite` |
+| `CompressorTests`    | `dlio.exchange.compress.Compressor`       | `compressor`   |
 | `LoaderStateTests`   | `state_dict` of a loader                  | `loader_state` |
 
 Each test method is named for the promise that it checks. Communicators and exchanges need ranks:
@@ -72,23 +72,23 @@ __all__ = [
 _WHERE = {
     "CommunicatorTests": "communicator",
     "CompressorTests": "compressor",
-    "ExchangeTests": "exchange",
+    "ExchangeTests": "exchange_suite",
     "FailingReader": "wrappers",
     "FailingTier": "wrappers",
     "LoaderStateTests": "loader_state",
-    "MemoryReader": "memory",
-    "ReaderTests": "reader",
+    "MemoryReader": "memory_reader",
+    "ReaderTests": "reader_suite",
     "SlowReader": "wrappers",
     "SlowTier": "wrappers",
-    "ThreadCommunicator": "ranks",
-    "TierTests": "tier",
+    "ThreadCommunicator": "thread_ranks",
+    "TierTests": "tier_suite",
     "promises_of": "promises",
-    "run_ranks": "ranks",
+    "run_ranks": "thread_ranks",
 }
 
 # A failed assert of an inherited test shows its values, as one of the plug-in's own tests does.
-_SUITES = ("communicator", "compressor", "exchange", "loader_state", "reader", "tier")
-pytest.register_assert_rewrite(*(f"dlio.testing.{suite}" for suite in _SUITES))
+_SUITES = "communicator compressor exchange_suite loader_state reader_suite tier_suite"
+pytest.register_assert_rewrite(*(f"dlio.testing.{suite}" for suite in _SUITES.split()))
 
 
 def __getattr__(name: str) -> object:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd import backward
 
 from dlio.comm import Communicator, world
-from dlio.exchange import NAMES, ExchangeCalls, parse_exchange, start_exchange
+from dlio.exchange import NAMES, Exchange, parse_exchange, start_exchange
 from dlio.exchange.buckets import averaged_state, consensus_distance, trainable
 from dlio.exchange.cut import TensorCut
 from dlio.plan.order import share
@@ -45,8 +45,8 @@ class ExchangeTests:
     approaches = 1.0
     """Distance between ranks, at most, after steps on different samples; without exchange: 1."""
 
-    def make(self, model: nn.Module, comm: Communicator) -> ExchangeCalls:
-        """Start the exchange of a model; of one of your own, `ExchangeCalls(...)`. Collective."""
+    def make(self, model: nn.Module, comm: Communicator) -> Exchange:
+        """Start the exchange of a model; your own is a subclass of `Exchange`. Collective."""
         return start_exchange(parse_exchange(self.name), trainable(model), model.modules(), comm)
 
     @pytest.fixture
@@ -313,7 +313,7 @@ def _loss(net: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 def _step(
     net: nn.Module,
-    exchange: ExchangeCalls,
+    exchange: Exchange,
     optimizer: torch.optim.Optimizer,
     inputs: torch.Tensor,
     labels: torch.Tensor,
@@ -331,7 +331,7 @@ def _step(
 
 
 def _train_apart(
-    net: nn.Module, exchange: ExchangeCalls | None, comm: Communicator, steps: int, first: int = 0
+    net: nn.Module, exchange: Exchange | None, comm: Communicator, steps: int, first: int = 0
 ) -> None:
     """Train on samples of this rank's own."""
     optimizer = _sgd(net)

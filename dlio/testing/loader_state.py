@@ -27,7 +27,7 @@ class StatefulLoader(Protocol):
     """A loader whose place in an epoch can be saved and restored."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Start, or go on with, an epoch."""
+        """Start, or continue, an epoch."""
 
     def __len__(self) -> int:
         """Steps of an epoch."""
@@ -40,7 +40,7 @@ class StatefulLoader(Protocol):
 
 
 class LoaderStateTests(ABC):
-    """Tests that a loader can stop at any step and go on as if it had not."""
+    """Tests that a loader can stop at any step and continue as if it had not."""
 
     follows = True
     """True if the epoch after a resumed one is that of a loader that never stopped."""

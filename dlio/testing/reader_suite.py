@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from dlio.data.reader import Reader, StoredBlocks
+from dlio.data.reader_contract import Reader, StoredBlocks, path_rules_of
 from dlio.data.schema import Value
 from dlio.errors import CorruptBlock, SourceError
 from dlio.storage.block import check_block
@@ -217,7 +217,7 @@ class ReaderTests(ABC):
         assert recognises is not None, f"{type(reader).__name__} has no recognises()"
         stranger = tmp_path / "stranger.unknown"
         stranger.write_bytes(b"of no format\n")
-        if getattr(type(reader), "objects_only", False):
+        if path_rules_of(type(reader)).takes_objects:
             reason = recognises(iter(()))
         else:
             assert recognises(reader.path) is None

@@ -20,7 +20,7 @@ import pytest
 
 from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import CorruptBlock, TierFull
-from dlio.storage.block_format import encode_block
+from dlio.storage.block import encode_block
 from dlio.storage.tier import Tier
 
 FINGERPRINT: Final = "00" * 16

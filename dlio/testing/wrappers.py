@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dlio.data.reader import Reader
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierFull
-from dlio.storage.scratch import PayloadScratch
+from dlio.storage.block import PayloadScratch
 from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
 

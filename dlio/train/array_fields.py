@@ -38,6 +38,8 @@ class ArrayFields:
     """True if the target has a class for each element."""
     is_real: bool
     """True if the target is a real number."""
+    path: str
+    """Of the data set, for errors."""
 
 
 def is_arrays(schema: Schema) -> bool:
@@ -106,6 +108,7 @@ def array_fields(path: str, schema: Schema, target: str | None) -> ArrayFields:
         has_channels,
         not is_number,
         kind.dtype.kind == "f",
+        path,
     )
 
 

@@ -5,8 +5,10 @@ import os
 from contextlib import suppress
 from typing import Final
 
+from dlio.errors import UsageError
 from dlio.train.names import ARRAY_MODELS, DEFAULT_MODEL, USUAL_MODELS, USUAL_OPTIMIZERS
 from dlio.train.train_options import TrainOptions
+from dlio.util.options import as_mapping
 
 FIXED: Final = ("model", "optimizer", "image_size", "seed")
 """Options that cannot change when a run is resumed."""
@@ -18,15 +20,19 @@ def finished_epochs(folder: str, config: TrainOptions) -> int:
     0 if there is none, if it is within a later epoch, of another run, or cannot be read: a run that
     resumes says why.
     """
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    with suppress(
+        UsageError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+    ):
         newest = max(name for name in os.listdir(folder) if name.startswith("step-"))
         with open(os.path.join(folder, newest, "about.json"), encoding="utf-8") as file:
             about = json.load(file)
-        is_of_run = all(_is_same(name, about[name], getattr(config, name)) for name in FIXED)
-        is_of_run &= not about.get("pruning") or config.prune != "off"
+        options = as_mapping(config)
+        is_of_run = all(_is_same(name, about[name], options[name]) for name in FIXED)
         of_task = about.get("of_task", {})
         for name in ("task", "target", "layerwise"):
-            is_of_run &= getattr(config, name) in (None, of_task.get(name))
+            is_of_run &= options.get(name) in (None, of_task.get(name))
+        for feature, own in config.each_feature():
+            feature.check_saved(about, folder, feature.label(own) is not None)
         if is_of_run and about["loader"]["position"] == 0:
             return len(about["epochs"])
     return 0

@@ -1,15 +1,15 @@
-"""The configuration of a training run: options that go together."""
+"""The configuration of a training run: records of options that go together."""
 
 from dataclasses import dataclass
 from typing import Final
 
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio.plan.epoch import check_mode, check_shares
 from dlio.train.config_rules import check_together
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.train_options import TrainOptions
-from dlio.util.options import check
+from dlio.util.arguments import nearest
+from dlio.util.options import from_mapping, options_of
 from dlio.util.whole_files import check_writable
 
 _LOCAL: Final = 0.75
@@ -19,13 +19,12 @@ usual one, for the same progress."""
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig(TrainOptions):
-    """A training run. Raises UsageError for options that do not fit, or not together."""
+    """A training run. Raises UsageError for options that do not fit together."""
 
     def __post_init__(self) -> None:
-        check(self)
-        check_mode(self.shuffle)
-        check_shares(self.shuffle, self.balance)
         check_together(self)
+        for feature, options in self.each_feature():
+            feature.check(options, self)
 
     def peak_lr(self, ranks: int) -> float:
         """Return the peak learning rate on a number of ranks.
@@ -34,11 +33,11 @@ class TrainConfig(TrainOptions):
         """
         from dlio.train.optimizers import usual_lr  # It loads torch.
 
-        if self.lr is not None:
-            return self.lr
-        batch = self.batch_size * self.accumulate * ranks
-        usual = usual_lr(self.optimizer or DEFAULT_OPTIMIZER, batch)
-        exchange = parse_exchange(self.exchange)
+        if self.optimizer.lr is not None:
+            return self.optimizer.lr
+        batch = self.batches.batch_size * self.optimizer.accumulate * ranks
+        usual = usual_lr(self.optimizer.optimizer or DEFAULT_OPTIMIZER, batch)
+        exchange = parse_exchange(self.ranks.exchange)
         if ranks > 1 and exchange.has_outer:
             local = _LOCAL if exchange.momentum else 1.0
             usual *= local * (1 - exchange.momentum) / exchange.rate
@@ -51,14 +50,26 @@ class TrainConfig(TrainOptions):
         The latter is not checked when the record is made: `dlio train` finds held-out data next to
         the training data.
         """
-        if self.early_stopping is not None and self.val is None:
+        if self.callbacks.early_stopping is not None and self.data.val is None:
             raise UsageError("--early-stopping needs --val, too")
         outputs = {
-            "--report": self.report,
-            "--trace": self.trace,
-            "--trace-out": self.trace_out,
-            "--save": self.save,
+            "--report": self.results.report,
+            "--trace": self.results.trace,
+            "--trace-out": self.batches.trace_out,
+            "--save": self.checkpoints.save,
         }
         for option, path in outputs.items():
             if path is not None:
                 check_writable(option, path)
+
+
+def train_config(source: object, **options: object) -> TrainConfig:
+    """Return the configuration of a run, from options by the names of their fields.
+
+    Raises UsageError for an unknown option, and as `TrainConfig`.
+    """
+    values = {"source": source, **options}
+    known = {each.name for each in options_of(TrainConfig)}
+    if unknown := [name for name in values if name not in known]:
+        raise UsageError(f"{unknown[0]}=: no such option{nearest(unknown[0], known)}")
+    return from_mapping(TrainConfig, values)

@@ -15,6 +15,7 @@ from dlio.train.precision import Precision
 from dlio.train.sample_sharing import SampleSharing
 from dlio.train.tasks.metrics import label, show_metric
 from dlio.train.tasks.registry import make_task, resolve_config
+from dlio.train.train_options import ModelOptions
 from dlio.train.training_data import is_table, make_loader, open_data
 from dlio.train.weights import read_weights
 from dlio.util.cores import available_cores
@@ -51,42 +52,52 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
 
     Raises UsageError for weights that are not those of the model.
     """
-    weights = config.weights
+    weights = config.model.weights
     assert weights is not None
     state = read_weights(weights)
     comm = world()
     with ExitStack() as stack:
         sharing = stack.enter_context(SampleSharing(config, comm))
         data = stack.enter_context(
-            open_data(comm, config.source, config, config.tiers, False, sharing)
+            open_data(
+                comm,
+                config.data.source,
+                config.data,
+                config.model.image_size,
+                config.data.tiers,
+                False,
+                sharing,
+            )
         )
         config = resolve_config(config, data, sharing.schema(data))
-        if config.task == "regress" and not is_table(data.reader.schema):
+        if config.model.task == "regress" and not is_table(data.reader.schema):
             raise UsageError(
                 "dlio eval does not know the units of a network that predicts numbers of images "
                 "or arrays: give `dlio train` the data as --val"
             )
-        device = choose_device(config.device, comm)
-        loader = stack.enter_context(make_loader(data, config, False, sharing.mesh, device))
-        data.mount(sharing.data, config.pretend_nodes)
+        device = choose_device(config.model.device, comm)
+        loader = stack.enter_context(
+            make_loader(data, config.batches, None, False, sharing.mesh, device)
+        )
+        data.mount(sharing.data, config.ranks.pretend_nodes)
         torch.set_num_threads(max(1, available_cores() // comm.size))
         keep_freed_memory()
         task = make_task(config, data, comm, sharing.schema(data))
         model = channels_last(task.make_model()).to(device)
-        _check_state(config, state, model.state_dict())
+        _check_state(config.model, state, model.state_dict())
         sharing.parts.cut(model)
         state = sharing.parts.part_state(state)
-        precision = Precision(config.precision, device)
+        precision = Precision(config.model.precision, device)
         convert = sharing.converter(task.converter(data), data, task.is_dense)
         evaluator = Evaluator(model, task, loader, precision, sharing.data, convert)
         began = time.perf_counter()
-        metrics = evaluator.metrics(state, device, config.epochs)
+        metrics = evaluator.metrics(state, device, config.optimizer.epochs)
         comm.barrier()
         return EvaluationReport(
-            config.source,
+            config.data.source,
             weights,
             task.name,
-            config.model,
+            config.model.model,
             len(data),
             comm.size,
             time.perf_counter() - began,
@@ -96,23 +107,24 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
 
 
 def _check_state(
-    config: TrainConfig, given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]
+    options: ModelOptions, given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]
 ) -> None:
     """Raise UsageError if the weights are not those of the model."""
     for name, value in own.items():
         if name not in given:
             raise UsageError(
-                f"--weights {config.weights}: lacks {name}: give the --model that it was saved with"
+                f"--weights {options.weights}: lacks {name}: give the --model that it was saved "
+                "with"
             )
         if given[name].shape != value.shape:
             raise UsageError(
-                f"--weights {config.weights}: {name} has shape {tuple(given[name].shape)}, and "
-                f"--model {config.model} on these data {tuple(value.shape)}: give the --model and "
+                f"--weights {options.weights}: {name} has shape {tuple(given[name].shape)}, and "
+                f"--model {options.model} on these data {tuple(value.shape)}: give the --model and "
                 "the classes that it was saved with"
             )
     extra = [name for name in given if name not in own]
     if extra:
         raise UsageError(
-            f"--weights {config.weights}: has {extra[0]}, which --model {config.model} lacks: give "
-            "the --model that it was saved with"
+            f"--weights {options.weights}: has {extra[0]}, which --model {options.model} lacks: "
+            "give the --model that it was saved with"
         )

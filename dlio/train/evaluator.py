@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
-from dlio.features.mesh import gather
+from dlio.features.mesh.split_tensor import gather
 from dlio.loader.dataloader import DataLoader
 from dlio.train.model_copies import bare_copy
 from dlio.train.precision import Precision

@@ -6,7 +6,7 @@ its weights are those of the run, bit for bit, then the run's losses have change
 trained on what.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -17,12 +17,10 @@ import torch
 from dlio.comm.planned_membership import PlannedMembership
 from dlio.comm.survival.recovery import Recovery
 from dlio.errors import UsageError
-from dlio.loader.assignment.assigner import BatchAssigner
 from dlio.loader.contract import BatchData
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.loader.stats import PassStats
-from dlio.train.config import TrainConfig
 from dlio.train.ledger_file import LedgerLine, read_lines
 
 _NEEDED: Final = ("update", "ranks")
@@ -195,30 +193,11 @@ class Replay:
         """Let all other ranks leave. Raises RankLeft on them, at the end."""
         if members != self._membership.members:
             self._membership.plan(members)
-            self._recovery.run()
+            self._recovery.recover()
 
     def _empty(self) -> BatchData:
         side = self._data.crop.size
         return torch.empty((0, 3, side, side), dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
-
-
-def make_dealing(
-    config: TrainConfig,
-    loaders: Sequence[DataLoader],
-    recovery: Recovery | None,
-    global_batch: int,
-    updates: Callable[[], int],
-) -> "BatchAssigner | Replay":
-    """Return the batches of a run: dealt by formula, or those of `--replay`.
-
-    Args:
-        updates: returns the number of optimizer steps so far.
-    """
-    if config.replay is None:
-        per_rank = config.batch_size if config.on_loss == "shrink" else None
-        return BatchAssigner(loaders, recovery, global_batch, per_rank=per_rank, updates=updates)
-    assert recovery is not None
-    return Replay(config.replay, loaders, recovery, global_batch, config.workers)
 
 
 def _as_trained(batch: BatchData) -> BatchData:

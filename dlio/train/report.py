@@ -2,44 +2,23 @@
 
 import json
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypedDict
+
+import numpy as np
 
 from dlio.comm.launch_environment import shows_terminal
 from dlio.comm.survival.recovery import MeasuredLoss
-from dlio.features.pruning.rounds import RoundRecord
 from dlio.loader.stats import PassStats
 from dlio.storage.counters import PLACES
 from dlio.train.config import TrainConfig
+from dlio.train.feature_spec import find_features
 from dlio.train.tasks.metrics import label, show_metric
 from dlio.util.cores import available_cores
+from dlio.util.options import as_mapping
 from dlio.util.printable import printable
 from dlio.util.units import format_bytes
-
-
-class PruningReport(TypedDict):
-    """The pruning of one epoch, from rank 0."""
-
-    parameters: int
-    """Number of parameters now."""
-    parameters_at_first: int
-    layers: dict[str, int]
-    """Number of parameters of each module, by name."""
-    flops_per_sample: int
-    """FLOPs of a forward pass now."""
-    flops_at_first: int
-    rounds: list[RoundRecord]
-    """The epoch's rounds."""
-    undone: int
-    """Number of rounds in which removals were rejected."""
-    statistics: dict[str, float]
-    """Cost: `steps` sampled; `share` and `rounds_share`, the fractions of the time since the start
-    spent on sampling and on rounds."""
-    stopped: str
-    """Reason why there are no more rounds; empty while there may be."""
-    left_alone: list[str]
-    """Layers that cannot be pruned, with reasons."""
 
 
 class RankSpeed(TypedDict):
@@ -96,6 +75,45 @@ class RankEpoch(RankSpeed, LoaderCounts, total=False):
     skip_share: float
     skipped: list[str]
     notes: list[str]
+
+
+def measured_epoch(
+    speed: RankSpeed,
+    stats: PassStats,
+    *,
+    sums: list[float],
+    seconds: float,
+    exchanged: Mapping[str, float],
+    updates_s: Sequence[float],
+    left_out: int,
+    skip_share: float,
+) -> RankEpoch:
+    """Return the measurements as other ranks get them.
+
+    Args:
+        stats: counts of the loader.
+        sums: of losses, correct answers and samples.
+        exchanged: differences of the exchange's statistics.
+        updates_s: seconds of each optimizer step.
+        left_out: optimizer steps left out.
+        skip_share: share of the data set's samples that the epoch skips.
+    """
+    steps_ms = np.array(updates_s) * 1000 if updates_s else np.zeros(1)
+    return {
+        **speed,
+        "sums": sums,
+        "seconds": seconds,
+        "stall_s": stats["stall_s"],
+        "first_batch_s": stats["first_batch_s"],
+        "exchange_wait_s": exchanged["wait_s"],
+        "exchange_bytes": exchanged["bytes"],
+        "step_ms": [float(np.median(steps_ms)), float(np.quantile(steps_ms, 0.95))],
+        "left_out": left_out,
+        "skip_share": skip_share,
+        **loader_counts(stats),
+        "skipped": stats["skipped"],
+        "notes": stats["notes"],
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +205,8 @@ class EpochReport:
     rank_samples_per_s: list[float | None]
     """Samples per second that each rank computes, without waiting times; None if it had no samples,
     and on a GPU without --balance."""
-    pruning: PruningReport | None = None
-    """Results of --prune."""
     skip_share: float = 0.0
-    """Fraction of the data set that --skip-samples left out of this epoch."""
+    """Fraction of the data set that this epoch left out."""
     task: str = "classify"
     """Kind of the task: classify, regress, autoencode, segment or table."""
     metrics: dict[str, float | None] = field(default_factory=dict)
@@ -200,11 +216,26 @@ class EpochReport:
     """Name of the metric that --early-stopping watches, and that tables show."""
     layer: int | None = None
     """Number, from 1, of the layer that was trained alone (--layerwise)."""
+    features: dict[str, Any] = field(default_factory=dict)
+    """Fields of features, such as `pruning`; in JSON they stand among the others."""
 
     @property
     def watched(self) -> float | None:
         """Value of the watched metric; None without held-out data."""
         return self.metrics.get(self.watch, self.val_accuracy if self.watch == "accuracy" else None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types, those of features among them."""
+        values = asdict(self)
+        features = values.pop("features")
+        return {**values, **features}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "EpochReport":
+        """Return the report of a result of `to_dict`."""
+        own = {each.name for each in fields(cls)}
+        features = {name: value for name, value in values.items() if name not in own}
+        return cls(**{name: values[name] for name in values if name in own}, features=features)
 
     @classmethod
     def of_ranks(
@@ -214,7 +245,6 @@ class EpochReport:
         val_accuracy: float | None,
         consensus: float,
         peak_lr: float,
-        pruning: PruningReport | None = None,
         samples: int = 0,
     ) -> "EpochReport":
         """Combine the measurements of all ranks.
@@ -259,7 +289,6 @@ class EpochReport:
             notes=list(dict.fromkeys(note for rank in ranks for note in rank["notes"])),
             shares=[rank["share"] for rank in ranks],
             rank_samples_per_s=[rank["computed_per_s"] for rank in ranks],
-            pruning=pruning,
             skip_share=ranks[0].get("skip_share", 0.0),
         )
 
@@ -297,7 +326,13 @@ class RunReport:
 
         return json.dumps(
             {
-                **asdict(self),
+                **{each.name: getattr(self, each.name) for each in fields(self)},
+                "config": as_mapping(self.config),
+                "epochs": [epoch.to_dict() for epoch in self.epochs],
+                **{
+                    name: [asdict(each) for each in getattr(self, name)]
+                    for name in ("losses", "changes", "restored")
+                },
                 "versions": {
                     "dlio": version("dlio"),
                     "torch": version("torch"),
@@ -322,9 +357,9 @@ class RunReport:
         data_bytes = self.dataset["bytes"]
         watch = self.epochs[0].watch if self.epochs else "accuracy"
         table = Table(
-            title=f"{printable(self.config.source)}: {self.dataset['samples']:,} samples, "
+            title=f"{printable(self.config.data.source)}: {self.dataset['samples']:,} samples, "
             f"{format_bytes(data_bytes)}; {self.ranks} rank(s) on {self.nodes} node(s), "
-            f"{self.config.exchange}, shuffle {self.config.shuffle}",
+            f"{self.config.ranks.exchange}, shuffle {self.config.batches.shuffle}",
             title_justify="left",
             caption=f"train: accuracy, held out: {label(watch)}. source, peer, ram, disk: share\n"
             "of the data read from there (a block that fills a tier counts as source first,\n"
@@ -375,23 +410,17 @@ class RunReport:
                 f"Between nodes {moved:.1%} of the bytes moved in the last epoch"
                 + (
                     f"; a shuffle that ignores where samples live moves {1 - 1 / self.nodes:.0%}."
-                    if self.config.shuffle == "batch"
+                    if self.config.batches.shuffle == "batch"
                     else "."
                 )
             )
         if len(set(last.shares)) > 1:
             counts = ", ".join(map(str, last.shares[:8])) + (", ..." if self.ranks > 8 else "")
             said.append(f"Ranks took {counts} samples of a step in the last epoch.")
-        shares = [epoch.skip_share for epoch in self.epochs]
-        if max(shares):
-            said.append(
-                f"{sum(shares) / len(shares):.0%} of the samples were skipped because their "
-                f"losses had stayed low: up to {max(shares):.0%} of an epoch."
-            )
         if last.watched is not None:
             said.append(f"Held-out {label(last.watch)} is {_metrics(last)}.")
-        if last.pruning is not None:
-            said.append(_pruning([epoch.pruning for epoch in self.epochs if epoch.pruning]))
+        for feature in find_features():
+            said += feature.sentences(self.epochs)
         if self.stopped is not None:
             said.append(f"Stopped after {len(self.epochs)} epoch(s): {self.stopped}.")
         left_out = sum(epoch.left_out for epoch in self.epochs)
@@ -426,16 +455,6 @@ class RunReport:
         return said
 
 
-def removed_by_kind(epochs: Sequence[PruningReport]) -> dict[str, int]:
-    """Number of neurons removed in these epochs, by kind."""
-    kinds: dict[str, int] = {}
-    for epoch in epochs:
-        for each in epoch["rounds"]:
-            for kind, count in each["removed"].items():
-                kinds[kind] = kinds.get(kind, 0) + count
-    return kinds
-
-
 def _losses(losses: Sequence[MeasuredLoss]) -> str:
     lost = sorted(rank for loss in losses for rank in loss.ranks)
     longest = max(loss.seconds for loss in losses)
@@ -447,19 +466,6 @@ def _losses(losses: Sequence[MeasuredLoss]) -> str:
     return (
         f"{who}; {losses[-1].left} went on, after {longest:.2f} s at most. {again} samples came "
         "again at the end of their epoch."
-    )
-
-
-def _pruning(epochs: Sequence[PruningReport]) -> str:
-    last = epochs[-1]
-    kinds = removed_by_kind(epochs)
-    gone = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items()) or "none"
-    rounds = sum(len(epoch["rounds"]) for epoch in epochs)
-    undone = sum(epoch["undone"] for epoch in epochs)
-    return (
-        f"{last['parameters']:,} of {last['parameters_at_first']:,} parameters are left, after "
-        f"{rounds} round(s), {undone} of them undone in part or whole; neurons removed: "
-        f"{gone}. Statistics took {last['statistics']['share']:.2%} of the time."
     )
 
 

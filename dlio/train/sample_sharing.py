@@ -1,11 +1,10 @@
 """The ranks of a run that share samples or layers (`--mesh data=2,space=2`)."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 import torch
 import xxhash
-from torch import nn
 
 from dlio.comm import Communicator
 from dlio.comm.job_nodes import find_nodes
@@ -13,14 +12,14 @@ from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import Reader
 from dlio.data.schema import Schema
 from dlio.errors import UsageError
-from dlio.features.mesh import Mesh, Slab, parse_axes
 from dlio.features.mesh.layer_parts import LayerParts
-from dlio.features.mesh.slab import longest_dimension
+from dlio.features.mesh.mesh_axes import parse_axes
+from dlio.features.mesh.rank_mesh import Mesh
+from dlio.features.mesh.slab import Slab, longest_dimension
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.storage.mount import Mount
 from dlio.train.array_fields import array_fields
-from dlio.train.batch_norm import mean_state
 from dlio.train.config import TrainConfig
 
 Convert = Callable[[BatchData, torch.device], tuple[torch.Tensor, torch.Tensor]]
@@ -54,14 +53,17 @@ class SampleSharing:
         self.parts = LayerParts(self._sharers)
         """The parts of layers that this rank has: none without an axis `model`."""
         self._slabs: dict[Dataset, tuple[Slab, Schema]] = {}
-        if config.mesh is None:
+        self.axes = config.ranks.mesh
+        """As `--mesh` names them."""
+        if self.axes is None:
             return
-        axes = parse_axes(config.mesh, comm.size)
+        axes = parse_axes(self.axes, comm.size)
         if axes.size("space") * axes.size("model") == 1:
             return
-        # Averages of running statistics follow in each evaluation, see `mean_state`.
-        norm = "sync" if config.batch_norm == "sync" else "local"
-        self.mesh = Mesh(config.mesh, batch_norm=norm, comm=comm)
+        # Averages of running statistics follow in each evaluation, see `Worker.mean_state`.
+        is_sync = config.labels().get("batch_norm") == "--batch-norm sync"
+        norm: Literal["sync", "local"] = "sync" if is_sync else "local"
+        self.mesh = Mesh(self.axes, batch_norm=norm, comm=comm)
         self.data = self.mesh.along("data")
         self.cuts_samples = axes.size("space") > 1
         self._sharers = self.mesh.along("space" if self.cuts_samples else "model")
@@ -95,7 +97,7 @@ class SampleSharing:
         given: dict[str, Any] = dict(options)
         schema = reader.schema
         reader.close()
-        fields = array_fields(path, schema, self._config.target)
+        fields = array_fields(path, schema, self._config.model.target)
         cut = [fields.input, *([fields.target] if fields.is_map else [])]
         dimension = longest_dimension(fields.sides)
         data, slab = self.mesh.open(path, dimension=dimension, fields=cut, **given)
@@ -122,13 +124,13 @@ class SampleSharing:
 
         The mode `batch` follows the places where tiers hold samples.
         """
-        if self.mesh is None or self._config.shuffle == "global":
+        if self.mesh is None or self._config.batches.shuffle == "global":
             return
         nodes = mounted.nodes.node_of.tobytes() + mounted.placement.home.tobytes()
         digests = self._sharers.allgather(xxhash.xxh3_64_hexdigest(nodes))
         if len(set(digests)) > 1:
             raise UsageError(
-                f"--shuffle {self._config.shuffle}: ranks that share samples have tiers on "
+                f"--shuffle {self._config.batches.shuffle}: ranks that share samples have tiers on "
                 "different nodes: give --shuffle global, or start these ranks on one node"
             )
 
@@ -152,11 +154,6 @@ class SampleSharing:
             return part(inputs), part(targets) if is_dense else targets
 
         return parts
-
-    def mean_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the mean of a model's state dict over the ranks that have the same parameters.
-        Collective."""
-        return mean_state(model, self.replicas, self._config.batch_norm)
 
     def close(self) -> None:
         """Release the mesh. Collective; after the last pass of the model."""

@@ -11,7 +11,8 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.comm.survival.membership import messages_of
-from dlio.comm.survival.recovery import MeasuredLoss, Recovery, Report
+from dlio.comm.survival.recovery import MeasuredLoss, Recovery, RecoveryPart
+from dlio.comm.survival.reports import Report
 from dlio.train.checkpoint.state import OWED, about, restore, tensors_of
 from dlio.train.sample_ledger import SampleLedger
 from dlio.train.worker import Worker
@@ -19,7 +20,7 @@ from dlio.train.worker import Worker
 _TAG: Final = 7001
 
 
-class StateTransfer:
+class StateTransfer(RecoveryPart[Report]):
     """The part of a recovery that passes the state of a run to ranks that join it.
 
     Each of these gets all of it from one of the ranks that have it; several of them at a time if
@@ -28,16 +29,16 @@ class StateTransfer:
 
     def __init__(self, run: Worker, recovery: Recovery, ledger: SampleLedger | None) -> None:
         self._run, self._recovery, self._ledger = run, recovery, ledger
-        self._part = recovery.add("run", self)
+        recovery.register(self)
 
     def close(self) -> None:
         """Take no part in later recoveries."""
-        self._recovery.remove(self._part)
+        self._recovery.unregister(self)
 
-    def tell(self) -> Report:
-        return {}
+    def report(self) -> Report:
+        return Report()
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+    def reconcile(self, reports: Sequence[Report], comm: Communicator) -> None:
         newcomers = self._recovery.newcomers
         givers = [rank for rank in range(comm.size) if rank not in newcomers]
         pairs = [(givers[k % len(givers)], rank) for k, rank in enumerate(newcomers)]

@@ -1,11 +1,13 @@
-"""The options of a training run."""
+"""The options of a training run that belong to no feature, in records by subject."""
 
-from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Final, Literal, Self, TypeVar
 
+from dlio.train.feature_spec import FeatureSpec, find_features, option_records
 from dlio.train.learning_rate import SCHEDULES
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
-from dlio.util.options import Option
+from dlio.util.options import RECORDS, Option, as_mapping, check, from_mapping
 
 MIN_IMAGE_SIZE: Final = 32
 """Pixels: of a smaller image too little is left after the strides of the model."""
@@ -14,11 +16,12 @@ MODEL_NAMES: Final = (
     *("mlp", "autoencoder", "unet", "convnet"),
 )
 """Models of `dlio.train.model` that --model takes, besides `module:factory`."""
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """The options of `dlio train`; `dlio.train.config.TrainConfig` has them checked."""
+class DataOptions:
+    """The data sets of a run, and the images that are made of them."""
 
     source: Annotated[
         str,
@@ -33,14 +36,104 @@ class TrainOptions:
         str | None,
         Option("Held-out data set, evaluated after each epoch.", metavar="PATH"),
     ] = None
-    epochs: Annotated[int, Option("Number of passes over the training data.", least=1)] = 3
+    replica: Annotated[
+        tuple[str, ...],
+        Option(
+            "Another place that holds SRC; reads go to the fastest. Repeatable.", metavar="PATH"
+        ),
+    ] = ()
+    tiers: Annotated[
+        str | None,
+        Option(
+            "Tiers of each node, fastest first, such as ram:2GiB,/local/scratch:20GiB, or none. "
+            "gpu:40GiB:decoded keeps decoded images on each rank's GPU.",
+            metavar="TIERS",
+            default_text="DLIO_TIERS, or RAM",
+        ),
+    ] = None
+    on_error: Annotated[
+        Literal["stop", "skip"],
+        Option("Action when a sample cannot be decoded: stop the run, or skip the sample."),
+    ] = "stop"
+    crop_scale: Annotated[
+        float,
+        Option(
+            "Smallest share of an image's area that a training crop covers; 0.08 is usual for "
+            "ImageNet, more for small images.",
+            above=0,
+            most=1,
+        ),
+    ] = 0.08
+    mixup: Annotated[
+        float | None,
+        Option(
+            "Blend each image and its class with another of the batch, by a share of Beta(A, A).",
+            metavar="A",
+            above=0,
+        ),
+    ] = None
+    cutmix: Annotated[
+        float | None,
+        Option(
+            "Paste a part of another image into each one, of a share of Beta(A, A); with --mixup, "
+            "each image gets one of the two.",
+            metavar="A",
+            above=0,
+        ),
+    ] = None
+    seed: Annotated[
+        int,
+        Option("Seed for sample order, crops and initial weights.", least=0, most=2**64 - 1),
+    ] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """The batches that a rank's loader makes."""
+
     batch_size: Annotated[
         int, Option("Samples of each rank in one batch.", unit="samples", least=1)
     ] = 32
-    accumulate: Annotated[
-        int,
-        Option("Batches whose gradients are added up before each step of the optimizer.", least=1),
-    ] = 1
+    shuffle: Annotated[
+        str,
+        Option(
+            "batch: train each sample on a node that holds it. global: anywhere. local: on the "
+            "node that holds it, in all epochs. partial(0.1): as local, with a tenth of the "
+            "samples exchanged in each epoch. ring: each rank's samples go to the next rank for "
+            "the next epoch.",
+            metavar="MODE",
+        ),
+    ] = "batch"
+    source_order: Annotated[
+        str,
+        Option(
+            "How data that no tier holds is read. sample: one sample at a time, in the order of "
+            "training. block(16): whole blocks, once in an epoch, shuffled among 16 blocks; for "
+            "small samples.",
+            metavar="ORDER",
+        ),
+    ] = "sample"
+    workers: Annotated[int, Option("Decode threads of each rank.", unit="threads", least=1)] = 2
+    decode: Annotated[
+        Literal["cpu", "device"],
+        Option("Decode JPEGs by the CPU, or on the device by nvImageCodec (extra gpu)."),
+    ] = "cpu"
+    trace_out: Annotated[
+        str | None,
+        Option("Write the loader's trace, for Perfetto, to this file.", metavar="FILE"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """The task, and the network that is trained for it."""
+
     task: Annotated[
         str | None,
         Option(
@@ -92,32 +185,32 @@ class TrainOptions:
     image_size: Annotated[
         int, Option("Side of the square crops.", unit="pixels", least=MIN_IMAGE_SIZE)
     ] = 64
-    crop_scale: Annotated[
-        float,
+    precision: Annotated[
+        str,
         Option(
-            "Smallest share of an image's area that a training crop covers; 0.08 is usual for "
-            "ImageNet, more for small images.",
-            above=0,
-            most=1,
+            "Number format of forward and backward passes. bf16 and fp16 are mixed: weights stay "
+            "float32.",
+            choices=("fp32", "bf16", "fp16"),
         ),
-    ] = 0.08
-    mixup: Annotated[
-        float | None,
-        Option(
-            "Blend each image and its class with another of the batch, by a share of Beta(A, A).",
-            metavar="A",
-            above=0,
-        ),
-    ] = None
-    cutmix: Annotated[
-        float | None,
-        Option(
-            "Paste a part of another image into each one, of a share of Beta(A, A); with --mixup, "
-            "each image gets one of the two.",
-            metavar="A",
-            above=0,
-        ),
-    ] = None
+    ] = "fp32"
+    device: Annotated[
+        str,
+        Option("Device to train on: auto, cpu, cuda or cuda:N.", metavar="DEVICE"),
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """The steps of the optimizer."""
+
+    epochs: Annotated[int, Option("Number of passes over the training data.", least=1)] = 3
+    accumulate: Annotated[
+        int,
+        Option("Batches whose gradients are added up before each step of the optimizer.", least=1),
+    ] = 1
     optimizer: Annotated[
         str | None,
         Option(
@@ -141,60 +234,31 @@ class TrainOptions:
         float | None,
         Option("Largest L2 norm of a step's gradient; a longer gradient is scaled down.", above=0),
     ] = None
-    precision: Annotated[
-        str,
-        Option(
-            "Number format of forward and backward passes. bf16 and fp16 are mixed: weights stay "
-            "float32.",
-            choices=("fp32", "bf16", "fp16"),
-        ),
-    ] = "fp32"
-    batch_norm: Annotated[
-        str,
-        Option(
-            "Statistics of batch normalisation. average: each rank normalises by its own samples, "
-            "and the ranks' running statistics are averaged. sync: ranks normalise by the whole "
-            "batch, so that results do not depend on the number of ranks and on which sample "
-            "comes to which; ranks wait for each other in each such layer. ghost(16): groups of "
-            "16 samples are run one by one, and their gradients are summed exactly: with "
-            "--shuffle global the weights are the same, bit for bit, on any number of ranks and "
-            "nodes. local: rank 0's running statistics are taken.",
-            metavar="MODE",
-        ),
-    ] = "average"
-    compile: Annotated[
-        bool,
-        Option(
-            "Compile the model by torch.compile, in the first steps; on a CPU that needs a C++ "
-            "compiler."
-        ),
-    ] = False
-    prune: Annotated[
-        str,
-        Option(
-            "apoptosis: remove neurons that the network can do without, while it trains.",
-            choices=("off", "apoptosis"),
-        ),
-    ] = "off"
-    prune_tolerance: Annotated[
+    lr: Annotated[
         float | None,
         Option(
-            "Held-out accuracy that pruning may cost.",
-            unit="percentage points",
-            least=0,
-            most=100,
-            default_text="0.5",
-        ),
-    ] = None
-    prune_target: Annotated[
-        float | None,
-        Option(
-            "Fraction of the parameters to keep; the others are removed after 12 steps.",
+            "Peak learning rate.",
             above=0,
-            most=1,
-            default_text="as many as the loss needs",
+            default_text="usual for the optimizer, proportional to the root of the global batch",
         ),
     ] = None
+    lr_schedule: Annotated[
+        str,
+        Option(
+            "Course of the learning rate after its warm-up: half a cosine or linear to 0; step: a "
+            "tenth after half of the training, and again after three quarters; constant.",
+            choices=SCHEDULES,
+        ),
+    ] = "cosine"
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOptions:
+    """How the ranks of a run share its work."""
+
     exchange: Annotated[
         str,
         Option(
@@ -204,6 +268,14 @@ class TrainOptions:
             metavar="EXCHANGE",
         ),
     ] = "allreduce"
+    nodes: Annotated[
+        str | None,
+        Option(
+            "Start ranks on these nodes, by ssh: names with commas between them.",
+            metavar="NODES",
+            default_text="this machine",
+        ),
+    ] = None
     mesh: Annotated[
         str | None,
         Option(
@@ -213,6 +285,31 @@ class TrainOptions:
             default_text="each rank has samples of its own",
         ),
     ] = None
+    balance: Annotated[
+        bool,
+        Option(
+            "Give ranks that compute faster more of each global batch; with --shuffle batch or "
+            "global."
+        ),
+    ] = False
+    pretend_nodes: Annotated[
+        int | None,
+        Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """The nodes of --nodes; none for this machine alone."""
+        return () if self.nodes is None else tuple(self.nodes.split(","))
+
+
+@dataclass(frozen=True, slots=True)
+class SurvivalOptions:
+    """What a run does when ranks are lost, hang, or leave."""
+
     fault_tolerance: Annotated[
         str,
         Option(
@@ -227,14 +324,6 @@ class TrainOptions:
     min_ranks: Annotated[
         int, Option("Fewest ranks that go on with --fault-tolerance.", least=1)
     ] = 1
-    nodes: Annotated[
-        str | None,
-        Option(
-            "Start ranks on these nodes, by ssh: names with commas between them.",
-            metavar="NODES",
-            default_text="this machine",
-        ),
-    ] = None
     spares: Annotated[
         int,
         Option(
@@ -276,145 +365,15 @@ class TrainOptions:
             "--fault-tolerance shrink."
         ),
     ] = False
-    check_weights: Annotated[
-        int | None,
-        Option(
-            "Steps of the optimizer between two comparisons of the ranks' weights. A rank that "
-            "differs from most gets theirs.",
-            unit="steps",
-            least=1,
-            default_text="never",
-        ),
-    ] = None
-    balance: Annotated[
-        bool,
-        Option(
-            "Give ranks that compute faster more of each global batch; with --shuffle batch or "
-            "global."
-        ),
-    ] = False
-    skip_samples: Annotated[
-        bool,
-        Option(
-            "Leave samples whose loss has stayed low out of epochs; the others are weighted so "
-            "that the gradient stays unbiased."
-        ),
-    ] = False
-    skip_share: Annotated[
-        float | None,
-        Option(
-            "Share of each epoch's samples to leave out, easy or not.",
-            above=0,
-            default_text="the easy samples, up to 0.6",
-            needs="skip_samples",
-        ),
-    ] = None
-    shuffle: Annotated[
-        str,
-        Option(
-            "batch: train each sample on a node that holds it. global: anywhere. local: on the "
-            "node that holds it, in all epochs. partial(0.1): as local, with a tenth of the "
-            "samples exchanged in each epoch. ring: each rank's samples go to the next rank for "
-            "the next epoch.",
-            metavar="MODE",
-        ),
-    ] = "batch"
-    source_order: Annotated[
-        str,
-        Option(
-            "How data that no tier holds is read. sample: one sample at a time, in the order of "
-            "training. block(16): whole blocks, once in an epoch, shuffled among 16 blocks; for "
-            "small samples.",
-            metavar="ORDER",
-        ),
-    ] = "sample"
-    pretend_nodes: Annotated[
-        int | None,
-        Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),
-    ] = None
-    tiers: Annotated[
-        str | None,
-        Option(
-            "Tiers of each node, fastest first, such as ram:2GiB,/local/scratch:20GiB, or none. "
-            "gpu:40GiB:decoded keeps decoded images on each rank's GPU.",
-            metavar="TIERS",
-            default_text="DLIO_TIERS, or RAM",
-        ),
-    ] = None
-    replica: Annotated[
-        tuple[str, ...],
-        Option(
-            "Another place that holds SRC; reads go to the fastest. Repeatable.", metavar="PATH"
-        ),
-    ] = ()
-    seed: Annotated[
-        int,
-        Option("Seed for sample order, crops and initial weights.", least=0, most=2**64 - 1),
-    ] = 0
-    lr: Annotated[
-        float | None,
-        Option(
-            "Peak learning rate.",
-            above=0,
-            default_text="usual for the optimizer, proportional to the root of the global batch",
-        ),
-    ] = None
-    lr_schedule: Annotated[
-        str,
-        Option(
-            "Course of the learning rate after its warm-up: half a cosine or linear to 0; step: a "
-            "tenth after half of the training, and again after three quarters; constant.",
-            choices=SCHEDULES,
-        ),
-    ] = "cosine"
-    ema: Annotated[
-        float | None,
-        Option(
-            "Evaluate and save an exponential moving average of the weights, with this decay in "
-            "each step, such as 0.999.",
-            above=0,
-            below=1,
-            default_text="the weights themselves",
-        ),
-    ] = None
-    workers: Annotated[int, Option("Decode threads of each rank.", unit="threads", least=1)] = 2
-    on_error: Annotated[
-        Literal["stop", "skip"],
-        Option("Action when a sample cannot be decoded: stop the run, or skip the sample."),
-    ] = "stop"
-    decode: Annotated[
-        Literal["cpu", "device"],
-        Option("Decode JPEGs by the CPU, or on the device by nvImageCodec (extra gpu)."),
-    ] = "cpu"
-    device: Annotated[
-        str,
-        Option("Device to train on: auto, cpu, cuda or cuda:N.", metavar="DEVICE"),
-    ] = "auto"
-    report: Annotated[
-        str | None, Option("Write a report of the run as JSON to this file.", metavar="FILE")
-    ] = None
-    trace_out: Annotated[
-        str | None,
-        Option("Write the loader's trace, for Perfetto, to this file.", metavar="FILE"),
-    ] = None
-    trace: Annotated[
-        str | None,
-        Option(
-            "Write the sample numbers of each step to this file, as JSON lines.", metavar="FILE"
-        ),
-    ] = None
-    replay: Annotated[
-        str | None,
-        Option(
-            "Train on the batches of the run that has written this file by --trace, on as many "
-            "ranks and with the same options: ranks leave where that run lost them, and the "
-            "weights become the same, bit for bit.",
-            metavar="FILE",
-        ),
-    ] = None
-    save: Annotated[
-        str | None, Option("Write the trained weights to this file.", metavar="FILE")
-    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """Checkpoints, and the weights at the end."""
+
     checkpoint: Annotated[
         str | None,
         Option("Write checkpoints to this folder while training goes on.", metavar="FOLDER"),
@@ -447,6 +406,45 @@ class TrainOptions:
             needs="checkpoint",
         ),
     ] = False
+    save: Annotated[
+        str | None, Option("Write the trained weights to this file.", metavar="FILE")
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultOptions:
+    """Reports of a run, and the trace of its samples."""
+
+    report: Annotated[
+        str | None, Option("Write a report of the run as JSON to this file.", metavar="FILE")
+    ] = None
+    trace: Annotated[
+        str | None,
+        Option(
+            "Write the sample numbers of each step to this file, as JSON lines.", metavar="FILE"
+        ),
+    ] = None
+    replay: Annotated[
+        str | None,
+        Option(
+            "Train on the batches of the run that has written this file by --trace, on as many "
+            "ranks and with the same options: ranks leave where that run lost them, and the "
+            "weights become the same, bit for bit.",
+            metavar="FILE",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CallbackOptions:
+    """Callbacks that watch a run."""
+
     nan: Annotated[
         str,
         Option(
@@ -455,6 +453,16 @@ class TrainOptions:
             choices=("stop", "skip", "off"),
         ),
     ] = "stop"
+    check_weights: Annotated[
+        int | None,
+        Option(
+            "Steps of the optimizer between two comparisons of the ranks' weights. A rank that "
+            "differs from most gets theirs.",
+            unit="steps",
+            least=1,
+            default_text="never",
+        ),
+    ] = None
     early_stopping: Annotated[
         int | None,
         Option(
@@ -492,7 +500,47 @@ class TrainOptions:
         ),
     ] = ()
 
-    @property
-    def node_names(self) -> tuple[str, ...]:
-        """The nodes of --nodes; none for this machine alone."""
-        return () if self.nodes is None else tuple(self.nodes.split(","))
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """The options of `dlio train`, by subject; `TrainConfig` checks them against each other."""
+
+    data: DataOptions
+    batches: BatchOptions
+    model: ModelOptions
+    optimizer: OptimizerOptions
+    ranks: ExchangeOptions
+    survival: SurvivalOptions
+    checkpoints: CheckpointOptions
+    results: ResultOptions
+    callbacks: CallbackOptions
+    features: tuple[object, ...] = field(metadata={RECORDS: option_records})
+    """One record for each feature that is installed."""
+
+    def of(self, record: type[_Record]) -> _Record:
+        """Return the options of a feature, by the type of its record."""
+        return next(each for each in self.features if isinstance(each, record))
+
+    def replaced(self, **options: object) -> Self:
+        """Return the same with other values of some options, by the names of their fields."""
+        return from_mapping(type(self), {**as_mapping(self), **options})
+
+    def each_feature(self) -> Iterator[tuple[FeatureSpec, object]]:
+        """Yield the features that are installed, with their options, in their order."""
+        return zip(find_features(), self.features, strict=True)
+
+    def active(self) -> Iterator[tuple[FeatureSpec, object]]:
+        """Yield the features that are on, with their options, in their order."""
+        for feature, options in self.each_feature():
+            if feature.label(options) is not None:
+                yield feature, options
+
+    def labels(self) -> Mapping[str, str]:
+        """Return the words that turn on each feature that is on, by its name."""
+        labels = {each.name: each.label(options) for each, options in self.each_feature()}
+        labels["balance"] = "--balance" if self.ranks.balance else None
+        labels["layerwise"] = None if self.model.layerwise is None else "--layerwise"
+        return {name: label for name, label in labels.items() if label is not None}

@@ -17,21 +17,19 @@ from dlio.comm.survival.node_watch import watch_policy
 from dlio.comm.survival.recovery import check_survival, recovery_of, uniform
 from dlio.errors import DlioError, UsageError
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio.exchange.nccl.default_group import devices_connected
-from dlio.features.pruning.pruned_file import save_layout
+from dlio.exchange.nccl import devices_connected
 from dlio.launch.node.job_starts import start_of
 from dlio.loader.dataloader import DataLoader
-from dlio.storage.mount import Mount
+from dlio.loader.dataset import Dataset
+from dlio.storage.tier_spec import Tiers
 from dlio.train.callbacks import make_callbacks
-from dlio.train.callbacks.weight_guard import WeightGuard
 from dlio.train.checkpoint import Checkpoints
 from dlio.train.checkpoint.checkpoint_callback import CheckpointCallback
 from dlio.train.checkpoint.state import restore
 from dlio.train.compute_device import choose_device
 from dlio.train.config import TrainConfig
 from dlio.train.departure import RESUME_CODE, EndRequests, departure_at
-from dlio.train.ghost_spec import group_size
-from dlio.train.memory_snapshot.job_restart import JobRestart
+from dlio.train.memory_snapshot.job_restart import FirstStart, JobRestart
 from dlio.train.report import RunReport
 from dlio.train.run_requests import RunRequest, make_request_channel
 from dlio.train.sample_ledger import SampleLedger
@@ -54,205 +52,250 @@ def train(config: TrainConfig) -> RunReport:
     caller ends them with `dlio.comm.abort`.
     """
     config.check_run()
-    began = time.time()
-    planned = None if config.replay is None else plan_world()
-    comm = world()
-    start = start_of()
-    resuming = None if start is None else JobRestart(start, began)
-    is_again = resuming is not None and resuming.is_again
-    if planned is None:
-        check_survival(comm, config.fault_tolerance, config.min_ranks)
     with ExitStack() as stack:
-        checkpoints = saving = requests = None
-        if config.checkpoint is not None:
-            if recovery_of(comm) is None:  # Otherwise a rank leaves alone; see `departure_at`.
-                requests = stack.enter_context(EndRequests())
-            checkpoints = stack.enter_context(Checkpoints(config.checkpoint, comm, config.keep))
-            if comm.rank == 0 and not (config.resume or is_again) and checkpoints.paths():
-                raise UsageError(
-                    f"--checkpoint {config.checkpoint}: holds checkpoints of another run; add "
-                    "--resume to continue it, or name another folder"
-                )
-        sharing = stack.enter_context(SampleSharing(config, comm))
-        data = stack.enter_context(
-            open_data(comm, config.source, config, config.tiers, True, sharing)
+        run = TrainingRun(config, stack)
+        run.open()
+        run.build()
+        run.restore()
+        run.train()
+        run.finish()
+    return run.report
+
+
+class TrainingRun:
+    """One rank's part in a run, phase by phase: `open`, `build`, `restore`, `train`, `finish`.
+
+    Each phase is collective, and uses what the ones before have made.
+
+    Args:
+        config: as given; `open` settles what depends on the data.
+        stack: closes what the phases open, the last first.
+    """
+
+    def __init__(self, config: TrainConfig, stack: ExitStack) -> None:
+        began = time.time()
+        self._config, self._stack = config, stack
+        self._planned = None if config.results.replay is None else plan_world()
+        self._comm = world()
+        start = start_of()
+        self._restart = FirstStart() if start is None else JobRestart(start, began)
+        if self._planned is None:
+            survival = config.survival
+            check_survival(self._comm, survival.fault_tolerance, survival.min_ranks)
+
+    def open(self) -> None:
+        """Open the folder of checkpoints and the data, and settle what depends on the latter."""
+        config, comm, stack = self._config, self._comm, self._stack
+        self._end_requests: EndRequests | None = None
+        self._checkpoints = self._open_checkpoints()
+        self._sharing = sharing = stack.enter_context(SampleSharing(config, comm))
+        self._data = data = stack.enter_context(
+            self._open_data(config.data.source, config.data.tiers, True)
         )
-        config = resolve_config(config, data, sharing.schema(data))
-        device = choose_device(config.device, comm)
+        self._config = config = resolve_config(config, data, sharing.schema(data))
+        device = choose_device(config.model.device, comm)
         stack.enter_context(devices_connected(comm, device))
-        loader = stack.enter_context(make_loader(data, config, True, sharing.mesh, device))
-        mounted = data.mount(sharing.data, config.pretend_nodes)
-        sharing.check_order(mounted)
-        held_out = _open_held_out(stack, config, comm, mounted, sharing)
-        task = make_task(config, data, comm, sharing.schema(data))
-        cores = available_cores()
-        threads = max(1, cores * sharing.machines(mounted) // comm.size)
-        # The rounding of a gradient depends on the number of threads.
-        torch.set_num_threads(threads if group_size(config.batch_norm) is None else 1)
+        self._loader = stack.enter_context(self._make_loader(data, True, device))
+        self._mounted = data.mount(sharing.data, config.ranks.pretend_nodes)
+        sharing.check_order(self._mounted)
+        self._held_out: DataLoader | None = None
+        if config.data.val is not None:
+            spare = self._mounted.spare_tiers()
+            val = stack.enter_context(self._open_data(config.data.val, spare, False))
+            self._held_out = stack.enter_context(self._make_loader(val, False, device))
+
+    def _open_data(self, path: str, tiers: Tiers | None, training: bool) -> Dataset:
+        options, size = self._config.data, self._config.model.image_size
+        return open_data(self._comm, path, options, size, tiers, training, self._sharing)
+
+    def _make_loader(self, data: Dataset, training: bool, device: torch.device) -> DataLoader:
+        options, nodes = self._config.batches, self._config.ranks.pretend_nodes
+        return make_loader(data, options, nodes, training, self._sharing.mesh, device)
+
+    def _open_checkpoints(self) -> Checkpoints | None:
+        options, comm = self._config.checkpoints, self._comm
+        if options.checkpoint is None:
+            return None
+        if recovery_of(comm) is None:  # Otherwise a rank leaves alone; see `departure_at`.
+            self._end_requests = self._stack.enter_context(EndRequests())
+        checkpoints = self._stack.enter_context(Checkpoints(options.checkpoint, comm, options.keep))
+        if comm.rank == 0 and not self._resumes and checkpoints.paths():
+            raise UsageError(
+                f"--checkpoint {options.checkpoint}: holds checkpoints of another run; add "
+                "--resume to continue it, or name another folder"
+            )
+        return checkpoints
+
+    @property
+    def _resumes(self) -> bool:
+        """True if the run continues from a checkpoint, if there is one."""
+        return self._config.checkpoints.resume or self._restart.is_again
+
+    def build(self) -> None:
+        """Make the task, the model and all that trains it."""
+        config, comm, mounted, sharing = self._config, self._comm, self._mounted, self._sharing
+        task = make_task(config, self._data, comm, sharing.schema(self._data))
+        machines = sharing.machines(mounted)
+        torch.set_num_threads(max(1, available_cores() * machines // comm.size))
+        for feature, options in config.active():
+            feature.begin_process(options)
         keep_freed_memory()
-        is_found = False
-        if resuming is not None:
-            resuming.end_phase("open")
-            is_found = resuming.find(comm)
-            resuming.end_phase("read")
-        begun = None if start is None else start.begun
-        run = Worker(config, comm, loader, held_out, task, begun, is_found, sharing)
-        stack.callback(run.close)
+        self._restart.end_phase("open")
+        self._is_found = self._restart.find(comm)
+        self._restart.end_phase("read")
+        begun = self._restart.begun
+        self._run = run = Worker(
+            config, comm, self._loader, self._held_out, task, sharing, begun, self._is_found
+        )
+        self._stack.callback(run.close)
         if run.recovery is not None:
             nodes = [mounted.nodes.names[node] for node in mounted.nodes.node_of]
             run.recovery.describe(nodes, lambda: (run.epoch_number, run.updates))
-            if start is not None:
-                run.recovery.numbers = start.ranks
-        report = RunReport(
-            dataset={"samples": len(data), "bytes": sharing.payload_bytes(data)},
-            ranks=comm.size if start is None else start.begun,
+            self._restart.describe(run.recovery)
+        self.report = RunReport(
+            dataset={"samples": len(self._data), "bytes": sharing.payload_bytes(self._data)},
+            ranks=comm.size if begun is None else begun,
             nodes=len(mounted.nodes.names),
             tiers=[str(s) for s in mounted.all_tiers],
             config=config,
             notes=list(task.notes),
         )
-        if config.prune != "off" and held_out is None and comm.rank == 0:
-            print(
-                "without --val, pruning cannot check held-out accuracy: it relies on the loss of "
-                "the last batches",
-                flush=True,
-            )
-        policy = watch_policy()
-        policy.hang_after_s = math.inf if config.hang_after == 0 else config.hang_after
-        policy.evicts_slow = config.evict_slow
-        callbacks = make_callbacks(config, comm.rank)
-        if resuming is not None:
-            resuming.end_phase("model")
-            if is_found:
-                resuming.restore(run)
-            resuming.end_phase("restore")
-        if checkpoints is not None:
-            if (config.resume or is_again) and not is_found:
-                report.resumed = _resume(run, checkpoints)
-            wishes = None
-            if requests is not None:
-                wishes = make_request_channel(comm, parse_exchange(config.exchange))
-                stack.callback(wishes.close)
-                requests.ask = partial(wishes.wish, RunRequest.END)
-            saving = CheckpointCallback(
-                run, checkpoints, config.checkpoint_every, config.checkpoint_minutes, wishes
-            )
-            callbacks.append(saving)
-        ledger = None
-        if config.trace is not None:
-            if resuming is None:
-                ledger = SampleLedger(config.trace, comm)
-            else:
-                ledger = resuming.open_ledger(run, config.trace)
-            stack.enter_context(ledger)
-        copies = None
-        if resuming is not None:
-            resuming.note_losses(run)
-            if (copies := resuming.snapshots(run)) is not None:
-                copies.ledger = ledger
-                callbacks.append(copies)
-        run.callbacks = [stack.enter_context(callback) for callback in callbacks]
+        policy, hang_after = watch_policy(), config.survival.hang_after
+        policy.hang_after_s = math.inf if hang_after == 0 else hang_after
+        policy.evicts_slow = config.survival.evict_slow
+        self._callbacks = make_callbacks(config.callbacks, config.survival, comm.rank)
+        self._restart.end_phase("model")
+
+    def restore(self) -> None:
+        """Continue from a copy in memory or a checkpoint, if there is one, and begin to save."""
+        run, restart, stack = self._run, self._restart, self._stack
+        if self._is_found:
+            restart.restore(run)
+        restart.end_phase("restore")
+        self._saving: CheckpointCallback | None = None
+        if self._checkpoints is not None:
+            if self._resumes and not self._is_found:
+                self.report.resumed = _resume(run, self._checkpoints)
+            self._saving = self._save_regularly(self._checkpoints)
+            self._callbacks.append(self._saving)
+        self._ledger: SampleLedger | None = None
+        if (trace := self._config.results.trace) is not None:
+            self._ledger = stack.enter_context(restart.open_ledger(run, trace))
+        restart.note_losses(run)
+        self._snapshots = restart.snapshots(run, self._ledger)
+        if self._snapshots is not None:
+            self._callbacks.append(self._snapshots)
+        run.callbacks = [stack.enter_context(callback) for callback in self._callbacks]
+
+    def _save_regularly(self, checkpoints: Checkpoints) -> CheckpointCallback:
+        options, requests = self._config.checkpoints, None
+        if self._end_requests is not None:
+            requests = make_request_channel(self._comm, parse_exchange(self._config.ranks.exchange))
+            self._stack.callback(requests.close)
+            self._end_requests.ask = partial(requests.wish, RunRequest.END)
+        return CheckpointCallback(
+            self._run, checkpoints, options.checkpoint_every, options.checkpoint_minutes, requests
+        )
+
+    def train(self) -> None:
+        """Train the remaining epochs, or until the ranks are told to pause or to leave."""
         try:
-            _epochs(stack, config, comm, run, ledger)
+            self._epochs()
         except AllPause:
-            assert resuming is not None
-            assert copies is not None
-            resuming.pause(run, copies)
+            assert self._snapshots is not None
+            self._restart.pause(self._run, self._snapshots)
         except AllLeave:
-            _end_early(run, checkpoints, saving)
+            self._end_early()
         except Exception as error:
-            _die_of_bug(run, error)
+            _die_of_bug(self._run, error)
             raise
-        report.epochs, report.stopped = run.history, run.stopped
-        report.notes += sharing.parts.notes
-        report.losses = list(run.losses)
-        report.changes = list(run.changes)
-        report.restored = [
-            each for guard in callbacks if isinstance(guard, WeightGuard) for each in guard.restored
-        ]
-        if checkpoints is not None:
+
+    def _epochs(self) -> None:
+        run, comm, stack, epochs = self._run, self._comm, self._stack, self._config.optimizer.epochs
+        survival = self._config.survival
+        progress = stack.enter_context(TrainingProgress(epochs, run.steps, comm.rank))
+        for callback in run.callbacks:
+            callback.begins(run)
+        elastic = None if run.recovery is None else run.recovery.elastic
+        stack.enter_context(departure_at(elastic, survival.leave_at))
+        if run.recovery is not None and survival.spares:
+            transfer = StateTransfer(run, run.recovery, self._ledger)
+            stack.callback(transfer.close)
+            run.rest(comm.size - survival.spares)
+        for epoch in range(len(run.history), epochs):
+            progress.epoch_ends(run.epoch(epoch, progress, self._ledger))
+            if run.stopped is not None:
+                break
+        if self._ledger is not None:
+            self._ledger.finish()
+        uniform(comm, comm.barrier)  # Nobody leaves while others need it.
+        if run.recovery is not None:
+            run.recovery.end()
+
+    def _end_early(self) -> NoReturn:
+        """Write a last checkpoint, as all ranks have been told to leave. Collective."""
+        run, checkpoints = self._run, self._checkpoints
+        said, failed = "no checkpoint is written without --checkpoint", 0
+        if checkpoints is not None and self._saving is not None:
+            failed = len(checkpoints.failures)
+            self._saving.save(run)
             checkpoints.wait()
-            report.checkpoints = checkpoints.statistics()
-        _write(config, comm, run, report)
-        if planned is not None:
-            planned.end()
-    return report
+            failed = len(checkpoints.failures) - failed
+            said = f"go on with --resume from {checkpoints.folder}"
+            if failed:
+                said = "the last checkpoint was not written; --resume goes on from an older one"
+        if run.comm.rank == 0:
+            where = f"epoch {run.epoch_number + 1}, step {run.updates}"
+            print(f"told to end at {where}: {said}", flush=True)
+        raise SystemExit(1 if failed else RESUME_CODE)
+
+    def finish(self) -> None:
+        """Complete the report, and write the weights (--save) and the report (--report)."""
+        run, report = self._run, self.report
+        report.epochs, report.stopped = run.history, run.stopped
+        report.notes += self._sharing.parts.notes
+        report.losses, report.changes = list(run.losses), list(run.changes)
+        for callback in self._callbacks:
+            callback.add_results(report)
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+            report.checkpoints = self._checkpoints.statistics()
+        if (path := self._config.checkpoints.save) is not None:
+            self._save_weights(path)
+        _write_report(self._config.results.report, self._comm, report)
+        if self._planned is not None:
+            self._planned.end()
+
+    def _save_weights(self, path: str) -> None:
+        state = uniform(self._comm, self._run.mean_state)
+        if self._comm.rank:
+            return
+        # Serialise to memory first: torch's own writer hides errors of a full disk.
+        packed = io.BytesIO()
+        torch.save(state, packed)
+        write_whole(path, lambda file: file.write(packed.getbuffer()))
+        self._run.features.save(path)
+
+
+def _write_report(path: str | None, comm: Communicator, report: RunReport) -> None:
+    """Write the report on rank 0. Collective."""
+
+    def write() -> None:
+        if path is not None and comm.rank == 0:
+            text = report.to_json().encode()
+            write_whole(path, lambda file: file.write(text))
+        comm.barrier()  # If rank 0 is lost before it has written, the next one writes.
+
+    uniform(comm, write)
 
 
 def _die_of_bug(run: Worker, error: Exception) -> None:
     """End a rank that has a bug before it closes anything, which may wait for the other ranks: if
     these can go on without it, they shall not wait for it."""
-    if (
-        run.recovery is not None
-        and run.comm.size > 1
-        and not isinstance(error, DlioError | RankLeft)
-    ):
+    survives = run.recovery is not None and run.comm.size > 1
+    if survives and not isinstance(error, DlioError | RankLeft):
         traceback.print_exception(error)
         die()
-
-
-def _open_held_out(
-    stack: ExitStack,
-    config: TrainConfig,
-    comm: Communicator,
-    mounted: Mount,
-    sharing: SampleSharing,
-) -> DataLoader | None:
-    """Open the loader of --val in the tiers' spare room."""
-    if config.val is None:
-        return None
-    val = stack.enter_context(
-        open_data(comm, config.val, config, mounted.spare_tiers(), False, sharing)
-    )
-    device = choose_device(config.device, comm)
-    return stack.enter_context(make_loader(val, config, False, sharing.mesh, device))
-
-
-def _epochs(
-    stack: ExitStack,
-    config: TrainConfig,
-    comm: Communicator,
-    run: Worker,
-    ledger: SampleLedger | None,
-) -> None:
-    """Train the remaining epochs, until the last one or until a callback stops the run."""
-    progress = stack.enter_context(TrainingProgress(config.epochs, run.steps, comm.rank))
-    for callback in run.callbacks:
-        callback.begins(run)
-    elastic = None if run.recovery is None else run.recovery.elastic
-    stack.enter_context(departure_at(elastic, config.leave_at))
-    if run.recovery is not None and config.spares:
-        joining = StateTransfer(run, run.recovery, ledger)
-        stack.callback(joining.close)
-        run.rest(comm.size - config.spares)
-    for epoch in range(len(run.history), config.epochs):
-        progress.epoch_ends(run.epoch(epoch, progress, ledger))
-        if run.stopped is not None:
-            break
-    if ledger is not None:
-        ledger.finish()
-    uniform(comm, comm.barrier)  # Nobody leaves while others need it.
-    if run.recovery is not None:
-        run.recovery.end()
-
-
-def _end_early(
-    run: Worker, checkpoints: Checkpoints | None, saving: CheckpointCallback | None
-) -> NoReturn:
-    """Write a last checkpoint, as all ranks have been told to leave. Collective."""
-    said, failed = "no checkpoint is written without --checkpoint", 0
-    if checkpoints is not None and saving is not None:
-        failed = len(checkpoints.failures)
-        saving.save(run)
-        checkpoints.wait()
-        failed = len(checkpoints.failures) - failed
-        said = f"go on with --resume from {checkpoints.folder}"
-        if failed:
-            said = "the last checkpoint was not written; --resume goes on from an older one"
-    if run.comm.rank == 0:
-        where = f"epoch {run.epoch_number + 1}, step {run.updates}"
-        print(f"told to end at {where}: {said}", flush=True)
-    raise SystemExit(1 if failed else RESUME_CODE)
 
 
 def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:
@@ -272,23 +315,3 @@ def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:
                 flush=True,
             )
     return checkpoint.path
-
-
-def _write(config: TrainConfig, comm: Communicator, run: Worker, report: RunReport) -> None:
-    """Write the weights (--save) and the report (--report) on rank 0. Collective."""
-    if config.save is not None:
-        state = uniform(comm, run.mean_state)
-        if comm.rank == 0:
-            # Serialise to memory first: torch's own writer hides errors of a full disk.
-            packed = io.BytesIO()
-            torch.save(state, packed)
-            write_whole(config.save, lambda file: file.write(packed.getbuffer()))
-            save_layout(config.save, run.pruner.apoptosis.layout if run.pruner else None)
-
-    def write() -> None:
-        if config.report is not None and comm.rank == 0:
-            text = report.to_json().encode()
-            write_whole(config.report, lambda file: file.write(text))
-        comm.barrier()  # If rank 0 is lost before it has written, the next one writes.
-
-    uniform(comm, write)

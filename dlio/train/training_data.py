@@ -8,21 +8,21 @@ import torch
 from dlio.comm import Communicator
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import IMAGES, Schema
-from dlio.features.mesh import Mesh
+from dlio.features.mesh.rank_mesh import Mesh
 from dlio.image import crop_transforms
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dataset import Dataset
-from dlio.loader.opened import open_dataset
+from dlio.loader.dataset import Dataset, open_dataset
 from dlio.storage.tier_spec import Tiers, device_spec
 from dlio.train.array_fields import is_arrays
-from dlio.train.config import TrainConfig
 from dlio.train.sample_sharing import SampleSharing
+from dlio.train.train_options import BatchOptions, DataOptions
 
 
 def open_data(
     comm: Communicator,
     path: str,
-    config: TrainConfig,
+    options: DataOptions,
+    image_size: int,
     tiers: Tiers | None,
     training: bool,
     sharing: SampleSharing | None = None,
@@ -34,7 +34,7 @@ def open_data(
         tiers: specification of the tiers to cache it in; None for the default.
         training: apply random crops and flips to images, and read from the replicas too.
     """
-    size, scale = config.image_size, (config.crop_scale, 1.0)
+    size, scale = image_size, (options.crop_scale, 1.0)
 
     def open_it() -> Dataset:
         reader = open_reader(path)
@@ -45,21 +45,21 @@ def open_data(
                 [
                     crop_transforms.RandomResizedCrop(size, scale),
                     crop_transforms.RandomHorizontalFlip(),
-                    *_mixtures(config, reader),
+                    *_mixtures(options, reader),
                 ]
             )
-        options: dict[str, Any] = {
+        given: dict[str, Any] = {
             "tiers": tiers,
             "image_size": size,
             "train": training,
             "transform": drawn,
-            "seed": config.seed,
-            "on_error": config.on_error,
-            "replicas": config.replica if training else (),
+            "seed": options.seed,
+            "on_error": options.on_error,
+            "replicas": options.replica if training else (),
         }
         if sharing is not None and sharing.cuts_samples and is_arrays(reader.schema):
-            return sharing.open(path, reader, options)
-        return open_dataset(reader, **options)
+            return sharing.open(path, reader, given)
+        return open_dataset(reader, **given)
 
     if comm.rank == 0:
         data = open_it()
@@ -69,10 +69,10 @@ def open_data(
     return open_it()
 
 
-def _mixtures(config: TrainConfig, reader: Reader) -> list[Callable[..., Any]]:
+def _mixtures(options: DataOptions, reader: Reader) -> list[Callable[..., Any]]:
     """Return the transforms of --mixup and --cutmix: of each step's global batch, so that images
     do not depend on the number of ranks and threads."""
-    kinds = (crop_transforms.MixUp, config.mixup), (crop_transforms.CutMix, config.cutmix)
+    kinds = (crop_transforms.MixUp, options.mixup), (crop_transforms.CutMix, options.cutmix)
     wanted = [(kind, alpha) for kind, alpha in kinds if alpha is not None]
     if not wanted:
         return []
@@ -96,7 +96,8 @@ def is_table(schema: Schema) -> bool:
 
 def make_loader(
     data: Dataset,
-    config: TrainConfig,
+    options: BatchOptions,
+    pretend_nodes: int | None,
     training: bool,
     mesh: Mesh | None = None,
     device: torch.device | None = None,
@@ -109,27 +110,27 @@ def make_loader(
     """
     loader = DataLoader(
         data,
-        config.batch_size,
+        options.batch_size,
         training,
-        num_workers=config.workers,
-        mode=config.shuffle,
-        source_order=config.source_order if training else "sample",
-        pretend_nodes=config.pretend_nodes,
+        num_workers=options.workers,
+        mode=options.shuffle,
+        source_order=options.source_order if training else "sample",
+        pretend_nodes=pretend_nodes,
         pin_memory=torch.cuda.is_available(),
-        trace=config.trace_out if training else None,
-        device=device if _hands_over(data, config, device) else None,
-        decode=config.decode,
+        trace=options.trace_out if training else None,
+        device=device if _hands_over(data, options.decode, device) else None,
+        decode=options.decode,
         mesh=mesh,
     )
-    loader.deals = False  # The worker does, for all of its loaders.
+    loader.assigns_batches = False  # The worker does, for all of its loaders.
     return loader
 
 
-def _hands_over(data: Dataset, config: TrainConfig, device: torch.device | None) -> bool:
+def _hands_over(data: Dataset, decode: str, device: torch.device | None) -> bool:
     """True if the loader hands out batches on the model's device: where the device decodes or keeps
     images, and where a GPU can have crops ahead of their use, without boxes or masks whose
     values the host checks."""
-    if config.decode == "device" or device_spec(data.tiers) is not None:
+    if decode == "device" or device_spec(data.tiers) is not None:
         return True
     on_gpu = device is not None and device.type == "cuda"
     return on_gpu and data.crops and not data.recipe.moves

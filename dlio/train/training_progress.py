@@ -6,6 +6,7 @@ from typing import Self
 
 from dlio.comm.launch_environment import shows_terminal
 from dlio.comm.survival.recovery import MeasuredLoss
+from dlio.train.feature_spec import find_features
 from dlio.train.report import EpochReport
 from dlio.train.tasks.metrics import show_metric
 from dlio.util.live_figures import publish
@@ -117,12 +118,9 @@ class TrainingProgress:
             held_out = f", held out {show_metric(report.watch, report.watched)}"
         if report.layer is not None:
             held_out += f", layer {report.layer} alone"
-        if report.pruning is not None:
-            held_out += f", {report.pruning['parameters']:,} parameters"
         loss = "-" if report.loss is None else f"{report.loss:.3f}"
         said = f"loss {loss}{held_out}, {report.samples_per_s:,.0f} samples/s"
-        if report.skip_share:
-            said += f", {report.skip_share:.0%} of the samples skipped"
+        said += "".join(feature.progress(report) for feature in find_features())
         if self._tells:
             tell_launcher(f"epoch {report.epoch + 1}/{self._epochs}", self.steps, self.steps)
         elif self._bar is not None:

@@ -5,39 +5,36 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from dlio.comm import Communicator
+from dlio.comm.single import SingleCommunicator
 from dlio.comm.survival.recovery import MeasuredLoss, recovery_of, uniform
-from dlio.exchange.buckets import consensus_distance
+from dlio.exchange.buckets import averaged_state, consensus_distance
 from dlio.exchange.cut import TensorCut
-from dlio.features.pruning.pruner import make_pruner
-from dlio.features.skipping.skipping_feature import make_skipper
-from dlio.loader.assignment.assigner import BatchAssigner
+from dlio.exchange.distribute import connect
+from dlio.loader.assignment.assigner import BatchAssigner, EpochWire
 from dlio.loader.contract import BatchData
 from dlio.loader.dataloader import DataLoader
 from dlio.plan.epoch import is_exact
 from dlio.train.balance import Balancer, StepClock, timed_pass
-from dlio.train.batch_norm import synchronise_batch_norm
 from dlio.train.callbacks.callback_base import Callback
-from dlio.train.compilation import compile_model
 from dlio.train.compute_device import channels_last, choose_device
 from dlio.train.config import TrainConfig
-from dlio.train.ema import WeightAverage
 from dlio.train.evaluator import make_evaluator
-from dlio.train.ghost import connect_exchange
+from dlio.train.feature_hooks import ActiveFeatures
 from dlio.train.learning_rate import learning_rate
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
-from dlio.train.rank_epoch import rank_measurements
-from dlio.train.replay import make_dealing
-from dlio.train.report import EpochReport, RankEpoch
-from dlio.train.run_position import RunPosition
+from dlio.train.replay import Replay
+from dlio.train.report import EpochReport, RankEpoch, measured_epoch
 from dlio.train.sample_ledger import SampleLedger
 from dlio.train.sample_sharing import SampleSharing
 from dlio.train.tasks.task_base import TrainingTask, batch_size
@@ -45,8 +42,17 @@ from dlio.train.training_progress import TrainingProgress
 from dlio.train.weights import load_weights
 
 
+class RunPosition(TypedDict):
+    """Where a run is, between two batches, for a rank that joins; as JSON types."""
+
+    step: tuple[int, int, int | None, int]
+    said: tuple[int, int]
+    """Numbers of losses and of changes that have been shown."""
+    dealing: EpochWire
+
+
 class Worker:
-    """One rank of a run, which callbacks see as `Run`.
+    """One rank of a run, which callbacks see as `Run`, and features as `FeatureRun`.
 
     All ranks construct it together; `close` is collective too. Samples are weighted so that the
     mean over ranks of the gradients is the gradient of the global batch's mean loss.
@@ -59,72 +65,93 @@ class Worker:
         loader: DataLoader,
         held_out: DataLoader | None,
         task: TrainingTask,
+        sharing: SampleSharing,
         begun: int | None = None,
         is_found: bool = False,
-        sharing: SampleSharing | None = None,
     ) -> None:
         """
         Args:
+            sharing: the ranks that share samples.
             begun: ranks when the job began, if they were started again: the global batch stays.
             is_found: a state is restored next, so that the ranks' models need not be alike.
-            sharing: the ranks that share samples; none for None.
         """
-        self.config, self.comm = config, comm
-        self.loader = loader
-        self.device = choose_device(config.device, comm)
-        torch.manual_seed(config.seed)
-        self.sharing = sharing = sharing or SampleSharing(config, comm)
-        self.task = task
+        self.config, self.comm, self.loader = config, comm, loader
+        self.task, self.sharing, self.is_found = task, sharing, is_found
+        self.has_held_out = held_out is not None
+        self.device = choose_device(config.model.device, comm)
+        seed = config.data.seed
+        torch.manual_seed(seed)
         self._convert = sharing.converter(task.converter(loader.data), loader.data, task.is_dense)
         self.model = channels_last(task.make_model()).to(self.device)
-        if config.weights is not None and not is_found:
-            load_weights(config.weights, self.model, comm.rank)
+        if config.model.weights is not None and not is_found:
+            load_weights(config.model.weights, self.model, comm.rank)
         sharing.parts.cut(self.model)
-        self.precision = Precision(config.precision, self.device)
+        self.precision = Precision(config.model.precision, self.device)
         self._evaluator = make_evaluator(self.model, task, held_out, self.precision, sharing)
-        copy_to_time = copy.deepcopy(self.model) if config.balance else None
-        self.average = None if config.ema is None else WeightAverage(self.model, config.ema)
-        """The average of the weights, which is evaluated and saved in their place."""
-        agree = config.batch_norm == "sync" and not sharing.cuts_samples
-        self._norms = synchronise_batch_norm(self.model, sharing.data) if agree else None
-        """Ranks that normalise their batches together, if there are such layers."""
+        copy_to_time = copy.deepcopy(self.model) if config.ranks.balance else None
+        self.features = ActiveFeatures(config, self)
+        steps = config.optimizer
         self.optimizer = make_optimizer(
-            config.optimizer or DEFAULT_OPTIMIZER, self.model, config.momentum, config.weight_decay
+            steps.optimizer or DEFAULT_OPTIMIZER, self.model, steps.momentum, steps.weight_decay
         )
-        self.exchange, self._ghosts = connect_exchange(
-            config, self.model, self.optimizer, sharing.replicas, are_alike=is_found
+        # Features that sum gradients leave the exchange one rank alone.
+        summing = self.features.summing
+        self._replicas = sharing.replicas if summing is None else SingleCommunicator()
+        self.exchange = connect(
+            self.model,
+            self.optimizer,
+            config.ranks.exchange,
+            seed=seed,
+            pretend_nodes=config.ranks.pretend_nodes if summing is None else None,
+            are_alike=is_found,
+            follow_steps=False,  # Gradients are clipped when they are final.
+            comm=self._replicas,
         )
-        self._summing = self._ghosts or self.exchange
-        self.pruner = make_pruner(
-            config, self.model, self.optimizer, self.exchange, self.precision, task, len(loader)
-        )
-        self._called = compile_model(self.model, self.device) if config.compile else self.model
+        self._statistics = (summing or self.exchange).statistics
+        for each in self.features.hooks:
+            each.connected(self, len(loader))
+        self._together = self.features.together or sharing.mesh is not None
+        """True if ranks compute each pass together, also on empty batches."""
+        self._called = self.features.wrapped(self.model)
         """The model, or its compiled form."""
-        clock = StepClock(lambda: self._summing.statistics()["wait_s"], self.device)
+        clock = StepClock(lambda: self._statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
-        self._balancer = Balancer(comm, loaders, config.batch_size, clock, config.balance)
-        self.skipper = make_skipper(config, loader)
+        per_rank = config.batches.batch_size
+        self._balancer = Balancer(comm, loaders, per_rank, clock, config.ranks.balance)
         # Dropout masks have to differ between ranks.
-        torch.manual_seed((config.seed + sharing.data.rank) % 2**63)
+        torch.manual_seed((seed + sharing.data.rank) % 2**63)
         self.callbacks: Sequence[Callback] = ()
         self.before_update: Callable[[], object] = lambda: None
         """Called before parameters and the optimizer's state change."""
+        self._accumulate = config.optimizer.accumulate
         self.samples = len(loader.data)
         """Samples of this epoch, over all ranks."""
+        spares = config.survival.spares
         self._ranks = sharing.replicas.size
         """Ranks at the beginning, with spares, that average their gradients."""
         self.recovery = recovery_of(comm)
-        if begun is None or config.on_loss == "shrink" or not is_exact(config.shuffle):
-            begun = sharing.data.size - config.spares
-        global_batch = config.batch_size * begun
-        if begun != sharing.data.size - config.spares:
-            for each in loaders:
-                each.regroup(range(comm.size), comm.rank, global_batch)
+        shrinks = config.survival.on_loss == "shrink"
+        if begun is None or shrinks or not is_exact(config.batches.shuffle):
+            begun = sharing.data.size - spares
+        global_batch = per_rank * begun
+        if begun != sharing.data.size - spares:
+            for each_loader in loaders:
+                each_loader.regroup(range(comm.size), comm.rank, global_batch)
         self.steps = math.ceil(self.samples / global_batch)
         """Batches per rank in an epoch of all samples."""
-        self._dealing = make_dealing(
-            config, loaders, self.recovery, global_batch, lambda: self.updates
-        )
+        self._dealing: BatchAssigner | Replay
+        if config.results.replay is None:
+            self._dealing = BatchAssigner(
+                loaders,
+                self.recovery,
+                global_batch,
+                per_rank=per_rank if shrinks else None,
+                updates=lambda: self.updates,
+            )
+        else:
+            assert self.recovery is not None
+            trace, workers = config.results.replay, config.batches.workers
+            self._dealing = Replay(trace, loaders, self.recovery, global_batch, workers)
         self._losses_told = self._changes_told = 0
         self.earlier_losses: list[MeasuredLoss] = []
         """Losses before the ranks were started again."""
@@ -133,7 +160,7 @@ class Worker:
         """Number of the epoch, from 0."""
         self.position = 0
         """Samples of the epoch's order that all ranks have trained on."""
-        self.updates = 0
+        self.updates: int = 0
         """Optimizer steps since the run began."""
         self.left_out = 0
         """Optimizer steps left out in this epoch."""
@@ -158,8 +185,9 @@ class Worker:
         """True on a rank that has joined an epoch, until it begins."""
         self._update_s: list[float] = []
         if copy_to_time is not None:
-            compute = timed_pass(copy_to_time, self.precision, task, self.device)
-            self._balancer.calibrate(compute)
+            self._balancer.calibrate(timed_pass(copy_to_time, self.precision, task, self.device))
+        for each in self.features.hooks:
+            each.begin(self)
 
     @property
     def global_batch(self) -> int:
@@ -169,7 +197,7 @@ class Worker:
     @property
     def peak_lr(self) -> float:
         """Peak learning rate: that of as many ranks as the global batch is for."""
-        return self.config.peak_lr(self.global_batch // self.config.batch_size)
+        return self.config.peak_lr(self.global_batch // self.config.batches.batch_size)
 
     @property
     def losses(self) -> Sequence[MeasuredLoss]:
@@ -192,25 +220,25 @@ class Worker:
         self.stopped = reason
 
     def close(self) -> None:
-        """Close the exchange, and pruner and skipper if there are any. Collective."""
-        parts = (self.pruner, self.skipper, self._dealing, self.exchange, self._ghosts, self._norms)
-        for part in parts:
-            if part is not None:
-                part.close()
+        """Close the features, the batches and the exchange. Collective."""
+        for each in self.features.hooks:
+            each.close()
+        self._dealing.close()
+        self.exchange.close()
 
     def epoch(
         self, epoch: int, progress: TrainingProgress, ledger: SampleLedger | None
     ) -> EpochReport:
         """Train an epoch, or the rest of it after resuming, and evaluate. Collective."""
         self._begin_epoch(epoch, progress)
-        before = self._summing.statistics()
+        before = self._statistics()
         started = time.perf_counter()
         uniform(self.comm, lambda: self._train(progress, ledger))
         self._dealing.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
         self.sharing.parts.align(self.model)
-        after = self._summing.statistics()
+        after = self._statistics()
         if ledger is not None:
             ledger.end_epoch(self._dealing.of_lost, len(self.loader.data) - self.samples)
         exchanged = {key: after[key] - before[key] for key in before}
@@ -226,7 +254,7 @@ class Worker:
         """Have only the first ranks train. Collective; see `Recovery.rest`."""
         assert self.recovery is not None
         self.dealing.prepare()
-        self.recovery.rest(ranks)
+        self.recovery.stand_by(ranks)
 
     def tell_place(self) -> RunPosition:
         """Return where the run is, between two batches."""
@@ -258,7 +286,8 @@ class Worker:
                     samples = self.loader.last_samples.tolist()
                     ledger.step(epoch, done, samples, self.updates, ranks, self.finished)
                 before_batch = self.position
-                with self._balancer.step(count := batch_size(batch)):
+                count = batch_size(batch)
+                with self._balancer.step(count), self.features.around_step(count):
                     self._batch(batch, count)
                 self._tell_losses(progress)
                 self._step += 1
@@ -275,19 +304,16 @@ class Worker:
         self.model.train()
         self.task.begin_epoch(self.model, epoch)
         self._dealing.begin_epoch(epoch)
-        if self.skipper is None:
+        chosen = self.features.choose_samples(epoch)
+        if chosen is None:
             self.loader.set_epoch(epoch)
         else:
-            self.skipper.begin(epoch)
-            self.samples, progress.steps = self.skipper.samples, len(self.loader)
+            self.samples, progress.steps = chosen, len(self.loader)
         if self.epoch_number != epoch or not self.position:
             self.epoch_number, self.position, self.left_out = epoch, 0, 0
             self.sums.zero_()
-        if self.pruner is not None:
-            per_step = self.global_batch * self.config.accumulate
-            later = self.config.epochs - epoch - 1
-            left = math.ceil((self.samples - self.position) / per_step)
-            self.pruner.apoptosis.expect(left + later * math.ceil(self.samples / per_step))
+        for each in self.features.hooks:
+            each.begin_epoch(self, epoch)
         self._update_s = []
         if not self._joins:
             self._step, self.finished, self._first = 0, 0, None
@@ -299,7 +325,7 @@ class Worker:
         more = self._pending_batches(self._step + 1)
         if self._first is None:
             self._first = self.position
-            planned = min(self.config.accumulate * self.global_batch, self.samples - self._first)
+            planned = min(self._accumulate * self.global_batch, self.samples - self._first)
             # Samples that come again: their number does not matter.
             self._planned = planned if planned > 0 else self.global_batch
         first, planned = self._first, self._planned
@@ -307,7 +333,7 @@ class Worker:
         self.exchange.before_backward(self._pending, planned)
         self.exchange.hold(more > 0)
         self.last_loss = torch.zeros_like(self.last_loss)
-        if count or self._norms is not None or self.sharing.mesh is not None:
+        if count or self._together:
             self._backward(*self._convert(batch, self.device), planned)
         self.position = self._dealing.position
         if not more:
@@ -323,34 +349,33 @@ class Worker:
             planned: samples of the optimizer step, over all ranks.
         """
         ids = self.loader.last_samples
-        if self._ghosts is None:
+        summing = self.features.summing
+        if summing is None:
             # Where ranks step on their own samples, those that share them now have more of them.
             alone = self.recovery is not None and not self.exchange.alike
             ranks = len(self._dealing.members) if alone else self._ranks
             self._pass(inputs, targets, ids, planned / ranks)
             return
         of_batch = min(self.global_batch, self.samples - self.position)
-        for part in self._ghosts.parts(len(inputs), of_batch):
-            self._ghosts.begin_group(self.epoch_number, self.position, part, of_batch)
+        for part in summing.groups(len(inputs), of_batch):
+            summing.begin_group(self, part, of_batch)
             self._pass(inputs[part], targets[part], ids[part], planned)
-            self._ghosts.end_group(part.stop - part.start)
+            summing.end_group(part.stop - part.start)
 
     def _pass(
         self, inputs: torch.Tensor, targets: torch.Tensor, ids: npt.NDArray[np.int64], over: float
     ) -> None:
         """Run forward and backward on samples: on the sum of their losses, divided by `over`."""
-        if self.pruner is not None:
-            self.pruner.add_batch(inputs, targets)
+        for each in self.features.hooks:
+            each.before_forward(inputs, targets)
         with self.precision.casting():
             outputs = self._called(inputs)
             losses = self.task.losses(outputs, targets)
         with torch.no_grad():
             correct = self.task.correct(outputs, targets)
-        if self.skipper is not None:
-            # Samples that are often skipped count more when they are not.
-            weights = self.skipper.weights(ids).to(self.device, non_blocking=True)
-            self.skipper.record(losses, ids)
-            losses, correct = losses * weights, correct * weights
+        for each in self.features.hooks:
+            if (weights := each.weigh(losses, ids)) is not None:
+                losses, correct = losses * weights, correct * weights
         total = losses.sum()
         torch.autograd.backward(self.precision.scaler.scale(total.div(over)))
         with torch.no_grad():
@@ -362,30 +387,30 @@ class Worker:
 
     def _pending_batches(self, done: int) -> int:
         """Number of batches to accumulate before the next optimizer step, after `done` batches."""
-        return min(-done % self.config.accumulate, self._dealing.left())
+        return min(-done % self._accumulate, self._dealing.left())
 
     @torch.no_grad()
     def _update(self, first: int, planned: int) -> None:
         """Step the optimizer with gradients of `planned` samples from position `first` on."""
-        config, precision = self.config, self.precision
+        precision, clip = self.precision, self.config.optimizer.clip
         self.exchange.before_step()
-        if self._ghosts is not None:
-            self._ghosts.finish_step(planned)
+        for each in self.features.hooks:
+            each.before_step(planned)
         for parameter in self.model.parameters():
             if not parameter.requires_grad:
                 parameter.grad = None  # Layers that are left as they are get no decay, either.
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if self._ranks == 1 and self._ghosts is None and self._pending not in (0, planned):
+        if self._ranks == 1 and self.features.summing is None and self._pending not in (0, planned):
             # Unreadable samples do not count; with several ranks the exchange corrects for them.
             torch._foreach_mul_(gradients, planned / self._pending)
         if precision.scales and gradients:
             precision.scaler.unscale_(self.optimizer)
-        if self.pruner is not None:
-            self.pruner.apoptosis.look()
-        if gradients and (config.clip is not None or config.nan != "off"):
+        for each in self.features.hooks:
+            each.gradients_final()
+        if gradients and (clip is not None or self.config.callbacks.nan != "off"):
             self.gradient_norm = self.sharing.parts.gradient_norm(self.model)
-            if config.clip is not None:
-                clip_grads_with_norm_(self.model.parameters(), config.clip, self.gradient_norm)
+            if clip is not None:
+                clip_grads_with_norm_(self.model.parameters(), clip, self.gradient_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(first)
         self.before_update()
@@ -398,11 +423,11 @@ class Worker:
             precision.step(self.optimizer)
         self.exchange.after_step()
         self.updates += 1
-        if self.average is not None:
-            self.average.update(self.updates)
+        for each in self.features.hooks:
+            each.after_update(self.updates)
         self._pending = 0
-        if self.pruner is not None and (cuts := self.pruner.step()):
-            self.reshaped(cuts)
+        for each in self.features.hooks:
+            each.after_step(self)
         for callback in self.callbacks:
             callback.after_step(self)
         self.optimizer.zero_grad(set_to_none=True)
@@ -430,18 +455,18 @@ class Worker:
         """
         samples = len(self.loader.data)
         each = samples / self.samples
-        span = self.task.span(self.epoch_number) or range(self.config.epochs)
+        span = self.task.span(self.epoch_number) or range(self.config.optimizer.epochs)
         return learning_rate(
             peak=each * self.peak_lr,
             done=(self.epoch_number - span.start) * samples + first * each,
-            batch=self.config.accumulate * self.global_batch * each,
+            batch=self._accumulate * self.global_batch * each,
             total=samples * len(span),
-            schedule=self.config.lr_schedule,
+            schedule=self.config.optimizer.lr_schedule,
         )
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
-        mine = rank_measurements(
+        mine = measured_epoch(
             self._balancer.measured(),
             self._dealing.stats(),
             sums=self.sums.tolist(),
@@ -454,16 +479,14 @@ class Worker:
         everyone, metrics, distance = uniform(self.comm, lambda: self._compared(mine))
         accuracy = metrics.get("accuracy")
         self._balancer.agree(everyone, self._dealing.usual_batch)
-        if self.pruner is not None and accuracy is not None:
-            _, correct, samples = np.sum([rank["sums"] for rank in everyone], axis=0).tolist()
-            self.pruner.apoptosis.held_out(accuracy, correct / max(1.0, samples))
+        for each in self.features.hooks:
+            each.compared(self, everyone, accuracy)
         report = EpochReport.of_ranks(
             self.epoch_number,
             everyone,
             accuracy,
             distance,
             self.peak_lr,
-            None if self.pruner is None else self.pruner.report(),
             self.samples if self.recovery or self.earlier_losses else 0,
         )
         return replace(
@@ -473,6 +496,7 @@ class Worker:
             metrics=metrics,
             watch=self.task.watch,
             layer=self.task.layer(self.epoch_number),
+            features=self.features.report(),
         )
 
     def _compared(self, mine: RankEpoch) -> tuple[list[RankEpoch], dict[str, float | None], float]:
@@ -481,17 +505,26 @@ class Worker:
         Collective; changes nothing.
         """
         self._dealing.regroup()
-        mean = self.sharing.mean_state(self.model)
+        mean = self._mean_of(self.model)
         everyone = self.comm.allgather(mine)
         metrics: dict[str, float | None] = {}
         if self._evaluator is not None:
-            average = self.average
-            state = mean if average is None else self.sharing.mean_state(average.model())
+            evaluated = self.features.evaluated(self.model)
+            state = mean if evaluated is self.model else self._mean_of(evaluated)
             metrics = self._evaluator.metrics(state, self.device, self.epoch_number)
         return everyone, metrics, consensus_distance(self.model, mean, self.comm)
 
     def mean_state(self) -> dict[str, torch.Tensor]:
         """Return the state dict to save: the mean over ranks of the weights, or of their average
         over steps. Collective."""
-        model = self.model if self.average is None else self.average.model()
-        return self.sharing.parts.whole_state(self.sharing.mean_state(model))
+        mean = self._mean_of(self.features.evaluated(self.model))
+        return self.sharing.parts.whole_state(mean)
+
+    def _mean_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the mean over ranks of a model's state dict, on the host. Collective."""
+        # Running statistics are averages over batches, so the mean over ranks of the last ones is
+        # the running average of the ranks' means: nothing has to be sent in the steps between.
+        mean = averaged_state(model, self._replicas)
+        for each in self.features.hooks:
+            each.averaged(model, mean, self._replicas)
+        return mean

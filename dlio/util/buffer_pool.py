@@ -77,7 +77,7 @@ class BufferPool:
         waste: or of at most this many bytes less than its size.
         headroom: share by which a new buffer exceeds the requested size, so that it can later
             serve slightly larger requests.
-        allocate: returns a new buffer of so many bytes; ordinary memory by default.
+        allocate: returns a new buffer of that many bytes; ordinary memory by default.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ def module_command(module: str, *argv: str) -> list[str]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, or now if that is dead already."""
+    """Ask the kernel to kill this process when its parent dies, or now if that is dead already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -83,7 +83,7 @@ def open_working(parent: int, name: str, *, text: str = "dlio\n", marked: bool =
         text: of the mark of a new folder.
         marked: mark a new folder, and refuse one that holds anything but has no mark.
 
-    Raises OSError; Refused if the folder belongs to another user, is accessible to others,
+    Raises OSError; UntrustedFile if the folder belongs to another user, is accessible to others,
     or is not dlio's.
     """
     descriptor = _make_and_open(name, parent)
@@ -141,7 +141,7 @@ def open_below(parent: int, name: str, *, private: bool = True) -> int:
     Args:
         private: refuse a folder that others can enter, or that others own.
 
-    Raises OSError; Refused if the folder is not private.
+    Raises OSError; UntrustedFile if the folder is not private.
     """
     descriptor = os.open(name, _FOLDER, dir_fd=parent)
     try:
@@ -307,7 +307,9 @@ def remove_marked(parent: int, name: str) -> bool:
             return False
         if not is_marked(folder) and os.listdir(folder):
             return False
-        empty_folder(folder)  # The mark goes last, so that a removal that is killed can go on.
+        empty_folder(
+            folder
+        )  # The mark goes last, so that a removal that was killed can be continued.
         if same_folder(parent, name, folder):
             with suppress(OSError):
                 if os.listdir(folder) == [MARK]:

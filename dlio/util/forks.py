@@ -1,4 +1,4 @@
-"""Locks and objects that go on in a forked child, such as a worker process of torch's loader.
+"""Locks and objects that work in a forked child, such as a worker process of torch's loader.
 
 A child has a copy of its parent's memory, but of its threads only the one that forked it. A lock
 that another thread held then stays locked in the child for ever, and what another thread was about

@@ -1,6 +1,6 @@
 """The C library's heap, for programs that allocate the same large pieces again and again.
 
-A training step on a CPU frees tens of MiB and allocates them anew. glibc returns the free end of
+A training step on a CPU frees tens of MiB and allocates them again. glibc returns the free end of
 its heap to the system whenever it exceeds 64 MiB, and at the next step the system clears each page
 at its first use: with a LeNet and batches of 256 these page faults took a third of a step, in some
 processes and not in others, by the order of the heap.
@@ -21,7 +21,7 @@ _SETTINGS: Final = {
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep memory that it frees, in pieces of up to 32 MiB, for later use.
+    """Make this process keep memory that it frees, in pieces of up to 32 MiB, for later use.
 
     Environment variables such as MALLOC_TRIM_THRESHOLD_ are overridden; another allocator, such as
     jemalloc by LD_PRELOAD, is not concerned.

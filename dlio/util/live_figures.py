@@ -219,7 +219,7 @@ class _FigureBoard:
             server.close()
 
     def forget(self) -> None:
-        """Begin anew in a forked child, which has none of its parent's threads."""
+        """Start afresh in a forked child, which has none of its parent's threads."""
         server, self._server = self._server, None
         self._lock, self._published = threading.Lock(), []
         if server is not None:

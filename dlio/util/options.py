@@ -8,7 +8,8 @@
             check(self)
 
 The command line, configuration files, the options passed to ranks and the reference in the
-documentation are all derived from such records. Fields without an `Option` are ignored.
+documentation are all derived from such records. A field whose type is such a record brings that
+record's options along; other fields without an `Option` are ignored.
 """
 
 import dataclasses
@@ -36,8 +37,13 @@ _KINDS: Final[dict[type, str]] = {
 }
 
 
+RECORDS: Final = "records"
+"""Key in the metadata of a field that is a tuple of records: a function that returns their types,
+such as those of plug-ins."""
 _KNOWN: Final[dict[type, tuple["OptionField", ...]]] = {}
 """Cache of `options_of`."""
+_INNER: Final[dict[type, dict[str, tuple[type, ...]]]] = {}
+"""Cache of `inner_records`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +73,9 @@ class Option:
     positional: bool = False
     """True if the value is given by its position on the command line, without a name."""
     rest: bool = False
-    after_dashes: bool = False
-    """Of a field that takes the rest: it is what follows `--`, wherever options stand before."""
     """True if the field takes all arguments after the last positional one, including options."""
+    after_dashes: bool = False
+    """True if a field with `rest` takes those after `--` only, wherever options stand before."""
     needs: str | None = None
     """Field that must be set for this option to be allowed."""
     parse: Callable[[str], Value] | None = None
@@ -239,7 +245,10 @@ def options_of(record: type) -> tuple[OptionField, ...]:
 
 def _fields_of(record: type) -> Iterator[OptionField]:
     hints = typing.get_type_hints(record, include_extras=True)
+    inner = inner_records(record)
     for each in dataclasses.fields(record):
+        for part in inner.get(each.name, ()):
+            yield from options_of(part)
         hint = hints[each.name]
         annotations = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
         option = next((a for a in annotations if isinstance(a, Option)), None)
@@ -274,8 +283,11 @@ def check(record: object) -> None:
     an option is set without the one that it needs.
     """
     for field in options_of(type(record)):
+        if field.record is not type(record):
+            continue  # A record within this one has checked itself.
         value = field.normal(getattr(record, field.name))
         if value is not getattr(record, field.name):
+            # Options are frozen for their users; their own __post_init__ calls this function.
             object.__setattr__(record, field.name, value)
         field.check(value)
         needs = field.option.needs
@@ -295,19 +307,54 @@ def _as_text(value: object) -> Value:
     return cast(Value, value)
 
 
+def inner_records(record: type) -> dict[str, tuple[type, ...]]:
+    """Return the records of options within a record, by the name of the field that holds them.
+
+    A field of several records is a tuple; its metadata has their types as `RECORDS`.
+    """
+    inner = _INNER.get(record)
+    if inner is not None:
+        return inner
+    hints, inner = typing.get_type_hints(record), {}
+    for each in dataclasses.fields(record):
+        if RECORDS in each.metadata:
+            inner[each.name] = tuple(each.metadata[RECORDS]())
+        elif dataclasses.is_dataclass(hints[each.name]):
+            inner[each.name] = (hints[each.name],)
+    _INNER[record] = inner
+    return inner
+
+
 def as_mapping(record: object) -> dict[str, Value]:
     """Return a record's options by field name, for `from_mapping`."""
-    return {field.name: getattr(record, field.name) for field in options_of(type(record))}
+    values: dict[str, Value] = {}
+    inner = inner_records(type(record))
+    for each in dataclasses.fields(cast("Any", record)):
+        value = getattr(record, each.name)
+        if each.name in inner:
+            for part in value if RECORDS in each.metadata else (value,):
+                values |= as_mapping(part)
+        else:
+            values[each.name] = value
+    return {field.name: values[field.name] for field in options_of(type(record))}
 
 
 def from_mapping(record: type[_Record], values: Mapping[str, object]) -> _Record:
-    """Create a record from the result of `as_mapping`, which may have been converted to JSON."""
-    return record(
-        **{
-            name: _frozen(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-    )
+    """Create a record, and those within it, from values by field name.
+
+    Fields without a value have their defaults. The values may be the result of `as_mapping`, also
+    if it has been converted to JSON.
+    """
+    arguments: dict[str, Any] = {
+        each.name: _frozen(value) if isinstance(value := values[each.name], list) else value
+        for each in dataclasses.fields(cast("Any", record))
+        if each.name in values
+    }
+    fields = {each.name: each for each in dataclasses.fields(cast("Any", record))}
+    for name, parts in inner_records(record).items():
+        made: tuple[object, ...] = tuple(from_mapping(part, values) for part in parts)
+        arguments[name] = made if RECORDS in fields[name].metadata else made[0]
+    return record(**arguments)
 
 
 def _frozen(value: object) -> object:

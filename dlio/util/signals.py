@@ -42,7 +42,7 @@ def _raise_interrupt(*_: object) -> None:
 
 
 def work_is_done() -> None:
-    """Have SIGTERM and SIGUSR1 change nothing about a command that has only to report its results.
+    """Let SIGTERM and SIGUSR1 change nothing about a command that has only to report its results.
 
     Without this a signal that asks a run to end makes a finished run look failed. It has no effect
     outside of `as_command`: a program that calls dlio's functions has more work to do.
@@ -57,7 +57,7 @@ def _ignore(*_: object) -> None:
 
 
 def end_with(code: int, at_once: bool) -> None:
-    """Have SIGTERM and SIGUSR1 change nothing about the exit code of a process that ends now.
+    """Let SIGTERM and SIGUSR1 change nothing about the exit code of a process that ends now.
 
     They are ignored rather than handled, as Python gives up its handlers before MPI ends.
 

@@ -67,7 +67,7 @@ def open_file(
         mode: of a new file; the umask takes its part from it.
         owners: users that may own the file besides this one.
 
-    Raises OSError; Refused if the file is a link, is not regular, has other names (hard
+    Raises OSError; UntrustedFile if the file is a link, is not regular, has other names (hard
     links), or belongs to another user.
     """
     assert "/" not in name, name

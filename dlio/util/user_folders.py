@@ -29,7 +29,7 @@ def open_folder(path: str, *, to_list: bool = True) -> int:
         to_list: False if the folder is not to be listed or synchronised; it need not be readable
             then.
 
-    Raises OSError, Refused if another user has planted a part of the path.
+    Raises OSError, UntrustedFile if another user has planted a part of the path.
     """
     at = _open_path(path)
     if not to_list:

@@ -75,7 +75,7 @@ def open_own(path: str, flags: int, mode: int = 0o600) -> int:
         flags: as for os.open, without O_TRUNC.
         mode: of a new file; the umask takes its part from it.
 
-    Raises OSError; Refused if it is not a regular file of this user's.
+    Raises OSError; UntrustedFile if it is not a regular file of this user's.
     """
     with parent_of(path) as (folder, name):
         return open_file(folder, name, flags, mode)
@@ -87,7 +87,7 @@ def open_partial(path: str, *, new: bool) -> IO[str]:
     Args:
         new: begin with an empty file; otherwise it must exist.
 
-    Raises OSError; Refused if it is not this user's own file.
+    Raises OSError; UntrustedFile if it is not this user's own file.
     """
     flags = os.O_RDWR | (os.O_CREAT if new else 0)
     file = os.fdopen(open_own(path, flags, _MODE), "r+")

@@ -13,24 +13,18 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from dlio.data.index import Arrays, Names, fingerprint_of, kept_index
-from dlio.data.links import links_followed
+from dlio.data.index import Arrays, Names
+from dlio.data.reader_contract import Abilities
 from dlio.data.schema import Schema
 from dlio.data.source import File, Source
 from dlio.errors import DecodeError, SourceError
 from dlio.image.decoder import image_size
-from dlio.plan.layout import cut_blocks
-from dlio.plan.order import Order
-from dlio_readers.fileset import FileSet
+from dlio_readers.fileset import STORAGE_SEED, FileSet, ListedReader
+from dlio_readers.path_reader import PathReader
 
 MAX_BOXES: Final = 1 << 16
 """Boxes of one picture, at most."""
-_STORAGE_SEED: Final = 0xD110
-"""Seed of the storage order, along which blocks are cut so that each block mixes classes."""
-_SETTLED_S: Final = 2.0
-"""A folder changed this recently may change again without a new modification time."""
 _BEYOND: Final = 0.01
 """Share of a picture's side by which a box may reach beyond it: it is cut off without an error."""
 _BEYOND_PIXELS: Final = 2.0
@@ -73,31 +67,22 @@ class Annotations:
     """Files of annotations of single pictures, below the source's root."""
 
 
-class AnnotatedReader:
+class AnnotatedReader(ListedReader, PathReader):
     """Samples of pictures and their boxes.
 
     Args:
-        path: as the user wrote it.
         source: root of all names.
         kind: name of the index, with the options that it depends on.
         build: lists the annotations.
     """
 
-    format = ""
-    objects = True
     version = 1
+    prefixes = ("", "note_")
 
-    def __init__(
-        self, path: str, source: Source, kind: str, build: Callable[[], Annotations]
-    ) -> None:
-        self.path = path
-        self._source, self._kind, self._build = source, kind, build
-        index = kept_index(kind, self.version, source.root, self._holds, self._list)
-        head = json.loads(index["head"].tobytes())
-        self.classes: Sequence[str] = head["classes"]
-        self.fingerprint: str = head["fingerprint"]
+    def __init__(self, source: Source, kind: str, build: Callable[[], Annotations]) -> None:
+        self._build = build
+        index, head = self._open(source, kind)
         self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
-        self._files = FileSet(source, index)
         self._index, self._relative = index, bool(head["relative"])
         self._pairs: list[int] | None = head["pairs"]
         self._segments = None
@@ -106,27 +91,16 @@ class AnnotatedReader:
         self._ends = np.concatenate([[0], index["box_ends"]]).astype(np.int64)
         self.labels = np.zeros(len(self._files), np.int64)
         self.sizes = self._payload_sizes()
-        order = Order(len(self._files), _STORAGE_SEED, shuffled=True)
-        self.layout = cut_blocks(self.sizes, order)
+        self._cut()
 
     @property
-    def box_counts(self) -> dict[str, int]:
-        """Number of boxes of each class that has some, by name."""
+    def abilities(self) -> Abilities:
+        return Abilities(box_counts=self._box_counts)
+
+    def _box_counts(self) -> dict[str, int]:
         labels = self._index["box_labels"]
         counts = np.bincount(labels, minlength=len(self.classes)).tolist()
         return {name: count for name, count in zip(self.classes, counts, strict=True) if count}
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def name(self, sample: int) -> str:
-        return self._files.names[sample]
-
-    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-        return [self._read(int(sample)) for sample in samples]
-
-    def close(self) -> None:
-        pass
 
     def _read(self, sample: int) -> bytes | memoryview:
         picture = self._files.read(sample)
@@ -184,22 +158,10 @@ class AnnotatedReader:
             bodies["box_iscrowd"] = counts
         return self.schema.payload_sizes(len(counts), bodies)
 
-    def _holds(self, index: Arrays) -> bool:
-        """True if a kept index is valid: pictures and annotations are those that were listed."""
-        if not self._source.local:
-            return False
-        try:
-            head = json.loads(index["head"].tobytes())
-            folders, states = head["folders"], head["states"]
-            return (
-                all(self._source.modified_ns(name) == when for name, when in folders.items())
-                and all(File(url).state == state for url, state in states.items())
-                and FileSet(self._source, index).is_unchanged()
-                and FileSet(self._source, index, "note_").is_unchanged()
-                and len(index["box_ends"]) == len(index["name_ends"])
-            )
-        except (SourceError, KeyError, ValueError, TypeError, AttributeError, RecursionError):
-            return False
+    def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:
+        return len(index["box_ends"]) == len(index["name_ends"]) and all(
+            File(url).state == state for url, state in head["states"].items()
+        )
 
     def _list(self) -> tuple[Arrays, bool]:
         started, source = time.time(), self._source
@@ -238,24 +200,16 @@ class AnnotatedReader:
             "relative": made.relative,
             "folders": {name: source.modified_ns(name) for name in made.folders},
         }
-        head["fingerprint"] = fingerprint_of(
-            self.format,
-            self.version,
-            json.dumps([fields, made.classes, made.pairs, _STORAGE_SEED]),
+        head["states"] = {file.url: file.state for file in files}
+        return self._listed(
+            started,
+            index,
+            head,
+            json.dumps([fields, made.classes, made.pairs, STORAGE_SEED]),
             *[file.stamp for file in files],
             *[array for name, array in sorted(index.items()) if not name.endswith("changed")],
             *FileSet(source, index).content_samples(),
         )
-        head["states"] = {file.url: file.state for file in files}
-        index["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
-        settled_ns = int((started - _SETTLED_S) * 1e9)
-        return index, source.local and all(w < settled_ns for w in head["folders"].values())
-
-
-def index_kind(format_: str, *options: object) -> str:
-    """Return the name of an index that depends on options; links are followed or not."""
-    text = repr((options, links_followed())).encode("utf-8", "surrogateescape")
-    return f"{format_}-{xxhash.xxh3_64_hexdigest(text)}"
 
 
 def check_boxes(

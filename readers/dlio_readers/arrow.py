@@ -4,11 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dlio.data.reader import reopening
-from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
-from dlio.data.urls import inside
+from dlio.data.source import File, Source, expand, files_below, inside, own_name
 from dlio.errors import SourceError, UsageError
 from dlio_readers.arrowstream import ArrowStream
+from dlio_readers.path_reader import split_paths
 from dlio_readers.rowgroups import RowGroupReader, lie_at
 
 _SUFFIXES: Final = (".arrow", ".arrows", ".feather", ".ipc")
@@ -34,18 +33,12 @@ class ArrowReader(RowGroupReader):
     format = "arrow"
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        self._again = reopening(ArrowReader, path)
-        self.path = path if isinstance(path, str) else " ".join(path)
-        paths = [path] if isinstance(path, str) else list(path)
         files: list[str] = []
-        for url in expand([split_fields(each)[0] for each in paths]):
+        for url in expand(split_paths(path)[0]):
             files += _saved(url) or _listed(url)
         if not files:
             raise SourceError(f"{self.path} holds no Arrow files")
         self._setup(path, files)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:

@@ -7,14 +7,14 @@ coco/train2017/*.jpg                                  or images/train2017, image
 
 import os
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from dlio.data.reader import reopening
-from dlio.data.source import File, Source, own_name
+from dlio.data.reader_contract import PathRules
+from dlio.data.source import File, Source, inside, own_name
 from dlio.errors import SourceError, UsageError
-from dlio_readers.annotations import AnnotatedReader, Annotations, index_kind
+from dlio_readers.annotations import AnnotatedReader, Annotations
 from dlio_readers.cocofile import CocoFile, joined
-from dlio_readers.fileset import url_below
+from dlio_readers.fileset import index_kind
 
 _PREFIXES: Final = ("instances_", "person_keypoints_", "_annotations.coco", "annotations")
 _MAIN, _KEYPOINTS = "instances_", "person_keypoints_"
@@ -43,7 +43,7 @@ class CocoReader(AnnotatedReader):
     """
 
     format = "coco"
-    single = True
+    path_rules = PathRules(one_path=True)
 
     def __init__(
         self,
@@ -56,21 +56,18 @@ class CocoReader(AnnotatedReader):
         labels: Literal["file", "contiguous"] = "file",
         outside: Literal["error", "clip"] = "error",
     ) -> None:
-        self._again = reopening(
-            CocoReader, path, split, pictures, masks, keypoints, crowds, labels, outside
-        )
         root, file = _annotation_file(path, split)
         source = Source(root)
         options = (masks, keypoints, crowds, labels, outside, pictures)
 
         def build() -> Annotations:
-            main = CocoFile(File(url_below(root, file)))
+            main = CocoFile(File(inside(root, file)))
             others = []
             name = os.path.basename(file)
             if keypoints is not False and name.startswith(_MAIN):
                 other = f"{os.path.dirname(file)}/{name.replace(_MAIN, _KEYPOINTS, 1)}".lstrip("/")
                 if source.exists(other):
-                    others.append(CocoFile(File(url_below(root, other))))
+                    others.append(CocoFile(File(inside(root, other))))
             made = joined(main, others, masks, keypoints, crowds, labels, outside)
             folder = _pictures_folder(source, file, pictures, made.names[0], main.name)
             made.names = [f"{folder}/{each}" if folder else each for each in made.names]
@@ -78,10 +75,7 @@ class CocoReader(AnnotatedReader):
             made.folders = [os.path.dirname(file)]
             return made
 
-        super().__init__(path, source, index_kind("coco", file, options), build)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
+        super().__init__(source, index_kind("coco", file, options), build)
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -103,9 +97,9 @@ def _files(source: Source) -> list[str]:
     rows = source.names()
     here = [name for name, folder in rows if not folder and name == "_annotations.coco.json"]
     if (_FOLDER, True) in rows:
-        inside = [name for name, folder in source.names(_FOLDER) if not folder]
+        below = [name for name, folder in source.names(_FOLDER) if not folder]
         for prefix in (_MAIN, _KEYPOINTS, ""):
-            chosen = [name for name in inside if name.startswith(prefix)]
+            chosen = [name for name in below if name.startswith(prefix)]
             chosen = [name for name in chosen if name.endswith(".json") and _has_boxes(name)]
             if chosen:
                 return here + [f"{_FOLDER}/{name}" for name in chosen]
@@ -148,11 +142,20 @@ def _split_of(file: str) -> str:
 
 def _pictures_folder(source: Source, file: str, wanted: str | None, first: str, shown: str) -> str:
     """Return the folder, below the root, in which the first picture lies."""
-    inside, split = os.path.dirname(file), _split_of(file)
-    candidates: Sequence[str] = [
-        *(split, f"images/{split}", "images", "", inside, f"{inside}/{split}", f"{inside}/images"),
-        *("data", "train", "val", "test"),
-    ]
+    folder, split = os.path.dirname(file), _split_of(file)
+    candidates: Sequence[str] = (
+        split,
+        f"images/{split}",
+        "images",
+        "",
+        folder,
+        f"{folder}/{split}",
+        f"{folder}/images",
+        "data",
+        "train",
+        "val",
+        "test",
+    )
     if wanted is not None:
         candidates = [wanted.strip("/")]
     for folder in candidates:

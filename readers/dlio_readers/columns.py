@@ -16,16 +16,19 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.chunked_array import ChunkedArray
 from dlio.data.index import fingerprint_of
 from dlio.data.labels import LABEL_NAMES
+from dlio.data.reader_contract import Abilities
 from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind
 from dlio.data.source import redact
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio.plan.layout import Layout, cut_blocks
+from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.arguments import nearest
 from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
+from dlio_readers.path_reader import PathReader, neighbours
 from dlio_readers.slabs import Part, Select, check_select, slab_shape
 
 ENDS: Final = "__ends"
@@ -120,17 +123,59 @@ class RaggedColumn:
         return values
 
 
-class ColumnReader:
+class ConcatColumn:
+    """A column of several files, concatenated.
+
+    Args:
+        parts: columns of the same kind, one of each file.
+        counts: rows of each file.
+    """
+
+    def __init__(self, parts: Sequence[Column], counts: Sequence[int]) -> None:
+        self._parts = parts
+        self._firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.kind = parts[0].kind
+        self.unit = parts[0].unit
+        self.dimensions = getattr(parts[0], "dimensions", None)
+
+    def bodies(self) -> npt.NDArray[np.int64] | None:
+        bodies = [part.bodies() for part in self._parts]
+        known = [body for body in bodies if body is not None]
+        return np.concatenate(known) if known else None
+
+    def rows(self, start: int, stop: int) -> Sequence[Value] | npt.NDArray[np.generic]:
+        parts: list[Sequence[Value] | npt.NDArray[np.generic]] = []
+        first = int(np.searchsorted(self._firsts, start, side="right")) - 1
+        for k in range(first, len(self._parts)):
+            low, high = int(self._firsts[k]), int(self._firsts[k + 1])
+            if low >= stop:
+                break
+            parts.append(self._parts[k].rows(max(start, low) - low, min(stop, high) - low))
+        arrays = [part for part in parts if isinstance(part, np.ndarray)]
+        if len(arrays) == len(parts):
+            joined: npt.NDArray[np.generic] = np.concatenate(arrays)
+            return joined
+        return [value for part in parts for value in part]
+
+
+class ColumnReader(PathReader):
     """Base class of readers of columns. A subclass opens the columns and calls `_setup`."""
 
-    objects = False
-    path: str
-    schema: Schema
-    classes: Sequence[str]
-    sizes: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     fingerprint: str
-    layout: Layout
+    _files_are_samples = _random_access = False
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(
+            chunked=self._chunked,
+            files_are_samples=self._files_are_samples,
+            random_access=self._random_access,
+        )
+
+    def _chunked(self) -> Mapping[str, Sequence[ChunkedArray]]:
+        """Return the arrays by field, one a file, for patches; see `dlio.data.chunks`."""
+        return {}
 
     def _setup(
         self,
@@ -182,27 +227,15 @@ class ColumnReader:
             type(self).__name__, 1, self.schema.to_json(), *stamps, self.layout.starts
         )
 
-    def __len__(self) -> int:
-        return self._count
-
-    def name(self, sample: int) -> str:
-        return f"{sample:09d}"
-
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)
         if len(samples) == 1 and self._unit > 1:
             return [self._kept_row(int(samples[0]))]
-        order = np.argsort(samples, kind="stable")
         payloads: list[bytes | memoryview] = [b""] * len(samples)
-        start = 0
-        for k in range(1, len(order) + 1):
-            if k < len(order) and samples[order[k]] <= samples[order[k - 1]] + 1:
-                continue
-            low, high = int(samples[order[start]]), int(samples[order[k - 1]]) + 1
+        for low, high, slots in neighbours(samples):
             run = self._payloads(low, high)
-            for slot in order[start:k].tolist():
+            for slot in slots:
                 payloads[slot] = run[int(samples[slot]) - low]
-            start = k
         return payloads
 
     def _kept_row(self, sample: int) -> bytes | memoryview:

@@ -17,13 +17,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.chunks import Box, ChunkedArray
-from dlio.data.file_ranges import InMemoryFile
+from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.index import Arrays, cached_index, fingerprint_of
-from dlio.data.reader import reopening
+from dlio.data.open_files import InMemoryFile
+from dlio.data.reader_contract import Abilities
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, Schema, array_kind
-from dlio.data.source import File, Source, expand, own_name
-from dlio.data.urls import inside
+from dlio.data.source import File, Source, expand, inside, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
@@ -33,6 +32,7 @@ from dlio.util.memory import new_memory
 from dlio_readers.concurrency import concurrently
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.npyfile import chunked_array, numpy_arrays
+from dlio_readers.path_reader import PathReader
 from dlio_readers.rehearsal import rehearse
 from dlio_readers.scans import DICOM_SUFFIXES, NIFTI_SUFFIXES, dicom_array, nifti_array
 
@@ -71,7 +71,7 @@ class _ArrayFacts:
     chunks: tuple[int, ...]
 
 
-class FilesReader:
+class FilesReader(PathReader):
     """Read a folder whose files are one sample each: `.npy`, `.npz`, `.h5`, `.nii`, `.nii.gz`,
     `.dcm`.
 
@@ -89,11 +89,8 @@ class FilesReader:
 
     format = "files"
     objects = True
-    files_are_samples = True
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        self._again = reopening(FilesReader, path)
-        self.path = path if isinstance(path, str) else " ".join(path)
         self._rows, self.classes, self._paired = _find(path)
         self._urls = [url for row in self._rows for url in row.urls]
         self._sides = len(self._rows[0].urls)
@@ -137,9 +134,6 @@ class FilesReader:
             "files", _VERSION, self.schema.to_json(), *self.classes, *stamps, index["dims"]
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
-
     @staticmethod
     def recognises(path: str) -> str | None:
         url = expand(path)[0]
@@ -161,17 +155,17 @@ class FilesReader:
                 return None
         return "its folders hold no arrays or scans"
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def name(self, sample: int) -> str:
         return self._rows[sample].name
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         return [self._payload(int(sample)) for sample in samples]
 
-    def chunked(self) -> dict[str, list[ChunkedArray]]:
-        """Return the arrays by field, one a file, for patches; see `dlio.data.chunks`."""
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(chunked=self._chunked, files_are_samples=True)
+
+    def _chunked(self) -> dict[str, list[ChunkedArray]]:
         return {
             name: [self._lazy(sample, name, facts) for sample, facts in enumerate(each)]
             for name, each in self._facts.items()

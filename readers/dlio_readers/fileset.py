@@ -3,20 +3,25 @@
 For readers whose samples are files of their own.
 """
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dlio.data.identity import content_sample, sampled_of, spread
-from dlio.data.index import Arrays, Names, forget_index
+from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_index
+from dlio.data.links import links_followed
 from dlio.data.requests import request
 from dlio.data.source import Source, failed
 from dlio.errors import SourceError
-from dlio.storage.block_format import MAX_SAMPLE_BYTES
+from dlio.plan.layout import Layout, cut_blocks
+from dlio.plan.order import Order
+from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular, open_unchecked
 
 _THREADS: Final = 32
@@ -25,6 +30,16 @@ _LOOKED_AT: Final = 64
 _CHECKED: Final = 2048
 """Files whose attributes are compared with a listing."""
 _DEEPEST: Final = 32
+_SETTLED_S: Final = 2.0
+"""A folder changed this recently may change again without a new modification time."""
+# fmt: off
+PICTURES: Final = (
+    ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"
+)
+# fmt: on
+"""Suffixes of image files."""
+STORAGE_SEED: Final = 0xD110
+"""Seed of the storage order, along which blocks are cut so that each block mixes classes."""
 
 
 class FileSet:
@@ -187,10 +202,106 @@ class FileSet:
         return memoryview(memory) if unchanged else None
 
 
-def url_below(folder: str, name: str) -> str:
-    """Return the path or URL of a file below a folder; of a chained URL, its first part goes on."""
-    head, chain, rest = folder.partition("::")
-    return f"{head.rstrip('/')}/{name}{chain}{rest}"
+class ListedReader:
+    """Base class of readers whose samples are files of their own, listed once and kept in an index.
+
+    A subclass sets the class attributes, calls `_open`, and lists and reads.
+    """
+
+    objects = True
+    format: str
+    version: int
+    """Of the index; one of another version is built again."""
+    prefixes: Sequence[str] = ("",)
+    """Of the names of the sets of files in the index; see `FileSet`."""
+    classes: Sequence[str]
+    fingerprint: str
+    sizes: npt.NDArray[np.int64]
+    layout: Layout
+
+    def _list(self) -> tuple[Arrays, bool]:
+        """List the files; see `_listed`."""
+        raise NotImplementedError
+
+    def _read(self, sample: int) -> bytes | memoryview:
+        """Return the payload of a sample. Raises SourceError."""
+        raise NotImplementedError
+
+    def _open(self, source: Source, kind: str) -> tuple[Arrays, dict[str, Any]]:
+        """Return the index, from the cache if it is still valid, and its head.
+
+        Args:
+            source: root of all names.
+            kind: name of the index, with the options that it depends on.
+        """
+        self._source, self._kind = source, kind
+        index = kept_index(kind, self.version, source.root, self._holds, self._list)
+        head = json.loads(index["head"].tobytes())
+        self.classes, self.fingerprint = head["classes"], head["fingerprint"]
+        self._sets = [FileSet(source, index, prefix) for prefix in self.prefixes]
+        self._files = self._sets[0]
+        return index, head
+
+    def _cut(self) -> None:
+        """Set the layout, once `sizes` are known."""
+        order = Order(len(self.sizes), STORAGE_SEED, shuffled=True)
+        self.layout = cut_blocks(self.sizes, order)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def name(self, sample: int) -> str:
+        return self._files.names[sample]
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        return [self._read(int(sample)) for sample in samples]
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+    def _holds(self, index: Arrays) -> bool:
+        """True if a kept index is valid: folders and files are those that were listed."""
+        if not self._source.local:
+            return False
+        try:
+            head = json.loads(index["head"].tobytes())
+            return (
+                self._fits(index, head)
+                and all(FileSet(self._source, index, each).is_unchanged() for each in self.prefixes)
+                and self._times_of(list(head["folders"])) == list(head["folders"].values())
+            )
+        except (SourceError, KeyError, ValueError, TypeError, AttributeError, RecursionError):
+            return False
+
+    def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:
+        """True if the arrays of an index are of one data set."""
+        return True
+
+    def _times_of(self, folders: Sequence[str]) -> list[int]:
+        # In parallel, because each is a request to a remote file system.
+        with ThreadPoolExecutor(min(len(folders), _THREADS) or 1) as pool:
+            return list(pool.map(self._source.modified_ns, folders))
+
+    def _listed(
+        self, started: float, index: Arrays, head: dict[str, Any], *parts: Any
+    ) -> tuple[Arrays, bool]:
+        """Return an index, and True if it may be kept.
+
+        Args:
+            started: time before the first folder was listed.
+            head: `classes`, and `folders` with their times of change.
+            parts: of the fingerprint.
+        """
+        head["fingerprint"] = fingerprint_of(self.format, self.version, *parts)
+        index["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
+        settled_ns = int((started - _SETTLED_S) * 1e9)
+        return index, self._source.local and all(w < settled_ns for w in head["folders"].values())
+
+
+def index_kind(format_: str, *options: object) -> str:
+    """Return the name of an index that depends on options; links are followed or not."""
+    text = repr((options, links_followed())).encode("utf-8", "surrogateescape")
+    return f"{format_}-{xxhash.xxh3_64_hexdigest(text)}"
 
 
 def files_in(source: Source, folder: str, extensions: tuple[str, ...]) -> Iterator[str]:

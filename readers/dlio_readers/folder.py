@@ -18,32 +18,28 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_index
+from dlio.data.index import Arrays, Names, forget_index
 from dlio.data.labels import TABLE_LABEL_NAMES
 from dlio.data.links import FolderLinks, links_followed
+from dlio.data.reader_contract import PathRules
 from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source
 from dlio.data.splits import is_split
 from dlio.errors import SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.block_format import MAX_SAMPLE_BYTES
+from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
-from dlio_readers.fileset import FileSet
+from dlio_readers.fileset import PICTURES, STORAGE_SEED, FileSet, ListedReader
 
-EXTENSIONS: Final = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),)
-_STORAGE_SEED: Final = 0xD110
-"""Seed of the storage order, along which blocks are cut so that each block mixes classes."""
-_VERSION: Final = 4
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
 """Files per task of reading file sizes."""
-_SETTLED_S: Final = 2.0
-"""A folder changed this recently may change again without a new modification time."""
+# fmt: off
 _TABLES: Final = (
-    *("labels.csv", "labels.tsv", "labels.json", "labels.jsonl"),
-    *("metadata.csv", "metadata.jsonl"),
+    "labels.csv", "labels.tsv", "labels.json", "labels.jsonl", "metadata.csv", "metadata.jsonl"
 )
+# fmt: on
 _FILE_COLUMNS: Final = ("file_name", "filename", "file", "image", "path", "name")
 _MAX_TABLE: Final = 128 << 20
 _IMAGE: Final = Schema((("image", "image"),))
@@ -67,7 +63,7 @@ class _FolderFiles:
     """Name of the first image, by which the parts of a folder are sorted."""
 
 
-class FolderReader:
+class FolderReader(ListedReader):
     """Read `<class>/**/*.jpg` and other image formats, or `*.jpg` with `labels.csv`.
 
     A sample is the bytes of an image file and its label, or the image alone without labels.
@@ -79,28 +75,22 @@ class FolderReader:
     """
 
     format = "folder"
-    objects = True
-    fallback = True
-    single = True
+    path_rules = PathRules(one_path=True, is_fallback=True)
+    version = 4
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._source = Source(path)
         # A listing that followed links elsewhere is not used by those who do not.
-        self._kind = "folder-links" if links_followed() else "folder"
-        index = kept_index(self._kind, _VERSION, self._source.root, self._holds, self._list)
-        head = json.loads(index["head"].tobytes())
+        kind = "folder-links" if links_followed() else "folder"
+        index, head = self._open(Source(path), kind)
         self.schema = IMAGE_LABEL if head["labelled"] else _IMAGE
-        self.classes: Sequence[str] = head["classes"]
-        self.fingerprint: str = head["fingerprint"]
         self.labels = index["labels"]
         self.sizes = index["sizes"]
         """Bytes of each payload: the file's, and eight for the label."""
         self._files = FileSet(
             self._source, {**index, "sizes": index["sizes"] - self.schema.overhead}
         )
-        count = len(self.sizes)
-        self.layout = cut_blocks(self.sizes, Order(count, _STORAGE_SEED, shuffled=True))
+        self._cut()
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -110,21 +100,9 @@ class FolderReader:
         rows = source.names()
         if any(name.endswith(SUFFIX) for name, _ in rows):
             return "holds native shards"
-        if any(folder or name.lower().endswith(EXTENSIONS) for name, folder in rows):
+        if any(folder or name.lower().endswith(PICTURES) for name, folder in rows):
             return None
         return "holds neither images nor class folders: sort images into one folder per class"
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def name(self, sample: int) -> str:
-        return self._files.names[sample]
-
-    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-        return [self._read(int(sample)) for sample in samples]
-
-    def close(self) -> None:
-        pass
 
     def _read(self, sample: int) -> bytes | memoryview:
         label = b""
@@ -134,56 +112,37 @@ class FolderReader:
         if payload is not None:
             return payload
         if self._source.local:
-            forget_index(self._kind, _VERSION, self._source.root)
+            forget_index(self._kind, self.version, self._source.root)
         raise SourceError(
             f"{self._files.path(sample)} is no longer the {self._files.sizes[sample]} bytes that "
             "were listed: the data set has changed; run again to list it anew"
         )
 
-    def _holds(self, index: Arrays) -> bool:
-        """True if a cached listing is valid: neither folders nor the label table have changed."""
-        if not self._source.local:
-            return False
-        try:
-            head = json.loads(index["head"].tobytes())
-            if not _fits(index):
-                return False
-            folders: dict[str, Any] = head["folders"]
-            if not FileSet(self._source, index).is_unchanged():
-                return False
-            if len(folders) <= _LISTING_THREADS:
-                return all(self._source.modified_ns(n) == when for n, when in folders.items())
-            # In parallel, because each is a request to a remote file system.
-            with ThreadPoolExecutor(_LISTING_THREADS) as pool:
-                return list(pool.map(self._source.modified_ns, folders)) == list(folders.values())
-        except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
-            return False
+    def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:
+        return _fits(index)
 
     def _list(self) -> tuple[Arrays, bool]:
         source, started = self._source, time.time()
         rows = source.names()
         classes = [name for name, folder in rows if folder]
-        if any(not folder and name.lower().endswith(EXTENSIONS) for name, folder in rows):
+        if any(not folder and name.lower().endswith(PICTURES) for name, folder in rows):
             index, head = _flat(source, rows)
         elif classes:
             index, head = _classes(source, classes)
         else:
-            raise SourceError(f"{source.path()} holds no images ({', '.join(EXTENSIONS)})")
+            raise SourceError(f"{source.path()} holds no images ({', '.join(PICTURES)})")
         starts = cut_blocks(
-            index["sizes"], Order(len(index["sizes"]), _STORAGE_SEED, shuffled=True)
+            index["sizes"], Order(len(index["sizes"]), STORAGE_SEED, shuffled=True)
         ).starts
-        head["fingerprint"] = fingerprint_of(
-            "folder",
-            _VERSION,
-            json.dumps([head["classes"], _STORAGE_SEED]),
+        return self._listed(
+            started,
+            index,
+            head,
+            json.dumps([head["classes"], STORAGE_SEED]),
             *[array for name, array in index.items() if name != "changed"],
             *FileSet(source, index).content_samples(),
             starts,
         )
-        index["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
-        settled_ns = int((started - _SETTLED_S) * 1e9)
-        keep = source.local and all(when < settled_ns for when in head["folders"].values())
-        return index, keep
 
 
 def _fits(index: Arrays) -> bool:
@@ -214,7 +173,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
         if not count:
             raise SourceError(
                 f"{source.path(name)} is a class folder without images "
-                f"({', '.join(EXTENSIONS)}): "
+                f"({', '.join(PICTURES)}): "
                 + ("open it by itself" if is_split(name) else "fill it, or remove it")
             )
         parts += own
@@ -240,11 +199,11 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
         top: (name, True if it is a folder) of its entries.
     """
     if source.local:
-        here = [name for name, folder in top if not folder and name.lower().endswith(EXTENSIONS)]
+        here = [name for name, folder in top if not folder and name.lower().endswith(PICTURES)]
         images = [entry for name in here if (entry := source.entry("", name)) is not None]
     else:
         listed = source.listing()
-        images = [e for e in listed if not e.folder and e.name.lower().endswith(EXTENSIONS)]
+        images = [e for e in listed if not e.folder and e.name.lower().endswith(PICTURES)]
     _check_sizes(images)
     table = next((name for name in _TABLES if any(name == each for each, _ in top)), None)
     folders = {"": source.modified_ns()}
@@ -401,11 +360,11 @@ class _Walk:
         modified_ns = source.modified_ns(folder)
         if not source.local:
             entries = source.listing(folder)
-            images = [e for e in entries if not e.folder and e.name.lower().endswith(EXTENSIONS)]
+            images = [e for e in entries if not e.folder and e.name.lower().endswith(PICTURES)]
             inner = [(f"{folder}/{entry.name}", came_by) for entry in entries if entry.folder]
             return _ListingStep([_listed(folder, modified_ns, images)], inner)
         rows = source.names(folder)
-        names = [n for n, inside in rows if not inside and n.lower().endswith(EXTENSIONS)]
+        names = [n for n, inside in rows if not inside and n.lower().endswith(PICTURES)]
         below = [(f"{folder}/{name}", came_by) for name, inside in rows if inside]
         parts = [names[k : k + _LOOKED_AT] for k in range(0, len(names), _LOOKED_AT)] or [[]]
         return _ListingStep([], below, [(folder, modified_ns, part) for part in parts])

@@ -4,19 +4,19 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-from dlio.data.chunks import ChunkedArray
+from dlio.data.chunked_array import ChunkedArray
 from dlio.data.open_files import PersistentFile
-from dlio.data.reader import reopening
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import SourceError
 from dlio_readers.columns import (
     Column,
     ColumnReader,
+    ConcatColumn,
 )
-from dlio_readers.concat_column import ConcatColumn
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
+from dlio_readers.path_reader import split_paths
 from dlio_readers.rehearsal import rehearse
 from dlio_readers.slabs import Select
 from dlio_readers.volumes import Samples, volumes_of
@@ -46,17 +46,15 @@ class Hdf5Reader(ColumnReader):
         select: Select = None,
         samples: Samples | None = None,
     ) -> None:
-        self._again = reopening(Hdf5Reader, path, select, samples)
-        urls, names = _split(path)
-        self.path = path if isinstance(path, str) else " ".join(path)
-        files = [PersistentFile(url) for url in urls]
+        urls, names = split_paths(path)
+        files = [PersistentFile(url) for url in files_below(urls, HDF5_SUFFIXES)]
         rehearse("hdf5", "h5py", path, files)
         self._files = [Hdf5File(file) for file in files]
         tables = [file.columns(names, select) for file in self._files]
         first = tables[0]
         packed = self._files[0].packed_schema
         volumes = volumes_of(self.path, tables, "rows" if packed is not None else samples)
-        self._has_volumes = self.files_are_samples = volumes is not None
+        self._files_are_samples = volumes is not None
         for file, table in zip(self._files, tables, strict=True):
             kinds = {name: column.kind for name, column in table.items()}
             if not volumes and kinds != {name: column.kind for name, column in first.items()}:
@@ -79,12 +77,9 @@ class Hdf5Reader(ColumnReader):
         )
 
     def name(self, sample: int) -> str:
-        if self._has_volumes:
+        if self._files_are_samples:
             return self._files[sample].file.name.rsplit("/", 1)[-1]
         return super().name(sample)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -105,15 +100,6 @@ class Hdf5Reader(ColumnReader):
         for file in self._files:
             file.close()
 
-    def chunked(self) -> dict[str, list[ChunkedArray]]:
-        """Return the arrays by field, one a file, for patches; see `dlio.data.chunks`."""
+    def _chunked(self) -> dict[str, list[ChunkedArray]]:
         names = [name for name in self._columns if name in self._files[0].chunked]
         return {name: [f.chunked[name] for f in self._files] for name in names}
-
-
-def _split(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return (files, names of data sets); the names after the last path apply to all."""
-    paths = [path] if isinstance(path, str) else list(path)
-    parts = [split_fields(each) for each in paths]
-    names = next((names for _, names in reversed(parts) if names), ())
-    return files_below([url for url, _ in parts], HDF5_SUFFIXES), names

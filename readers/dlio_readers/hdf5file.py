@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.chunks import ChunkedArray, plain_chunks
+from dlio.data.chunked_array import ChunkedArray, plain_chunks
 from dlio.data.schema import Schema
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError

@@ -21,6 +21,7 @@ from dlio.comm.data_ranks import place
 from dlio.data.flow import MOST_REQUESTS, Flow
 from dlio.data.index import fingerprint_of
 from dlio.data.labels import LABEL_NAMES
+from dlio.data.reader_contract import Abilities, PathRules
 from dlio.data.schema import Buffer, Schema, array_kind
 from dlio.errors import DlioError, SourceError, UsageError
 from dlio.plan.layout import Layout, cut_blocks
@@ -83,7 +84,7 @@ class MapStyleReader:
 
     format = "torch"
     objects = True
-    objects_only = True
+    path_rules = PathRules(takes_objects=True)
 
     def __init__(self, path: MapStyleData, key: str = "", requests: int | None = None) -> None:
         if requests is not None:
@@ -102,16 +103,16 @@ class MapStyleReader:
             self._known()
 
     def _prepare(self) -> None:
-        self.flow = Flow(MOST_REQUESTS if self._requests is None else self._requests)
+        self._flow = Flow(MOST_REQUESTS if self._requests is None else self._requests)
         """Limits the samples that are asked for at a time."""
-        self._turns = threading.Semaphore(self.flow.most)
+        self._turns = threading.Semaphore(self._flow.most)
         """Whoever reads, the data set is not asked for more at a time."""
         self._lock = new_lock()
         self._kept: dict[int, bytes | memoryview] = {}
         """Payloads of inspected samples that have not been used."""
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("flow", "_turns", "_lock", "_kept")
+        left_out = ("_flow", "_turns", "_lock", "_kept")
         return {name: each for name, each in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -127,14 +128,19 @@ class MapStyleReader:
         return "lacks len() or [i]: an iterable does not allow random access"
 
     @property
-    def inspected(self) -> bool:
-        """True once the fields are known; asking for them reads samples."""
-        return self._facts is not None
-
-    @property
-    def together(self) -> bool:
-        """True if the data set takes several indices at a time."""
-        return _takes_several(self._data)
+    def abilities(self) -> Abilities:
+        facts = self._facts
+        several, agree = _takes_several(self._data), self._agree
+        if facts is None:
+            # Whoever asks for more asks for `schema` first, which reads samples.
+            return Abilities(is_inspected=False, flow=self._flow, multi_get=several, agree=agree)
+        return Abilities(
+            flow=self._flow,
+            multi_get=several,
+            sizes_are_estimates=facts.estimated,
+            data_bytes=facts.size * self._count,
+            agree=agree,
+        )
 
     @property
     def schema(self) -> Schema:
@@ -144,16 +150,6 @@ class MapStyleReader:
     def sizes(self) -> npt.NDArray[np.int64]:
         """Payload bytes of each sample; shape (samples,)."""
         return np.broadcast_to(np.int64(self._known().size), self._count)
-
-    @property
-    def data_bytes(self) -> int:
-        """Payload bytes of the data set."""
-        return self._known().size * self._count
-
-    @property
-    def sizes_are_estimates(self) -> bool:
-        """True if samples differ in size."""
-        return self._known().estimated
 
     @property
     def layout(self) -> Layout:
@@ -186,7 +182,7 @@ class MapStyleReader:
         fresh = {n: self._join(schema, n, item) for n, item in zip(missing, items, strict=True)}
         return [here[n] if n in here else fresh[n] for n in numbers]
 
-    def agree(self, comm: Communicator) -> None:
+    def _agree(self, comm: Communicator) -> None:
         """Have rank 0 inspect the data set for all ranks. Collective.
 
         Raises the same error on all ranks.
@@ -276,8 +272,8 @@ class MapStyleReader:
     def _probe(self, probes: list[int]) -> list[Any]:
         """Ask for samples, at a time if that is allowed; begin the flow with as many if they wait
         rather than compute."""
-        threads = min(self.flow.most, len(probes))
-        if threads == 1 or self.together:
+        threads = min(self._flow.most, len(probes))
+        if threads == 1 or _takes_several(self._data):
             return list(self._items(probes))
         spent: list[tuple[float, float]] = []
 
@@ -293,7 +289,7 @@ class MapStyleReader:
         whole = time.perf_counter() - began
         waited, computed = np.array(spent).T
         if np.median(waited) >= _WAITS_S and computed.sum() < whole / 2:
-            self.flow.raise_to(threads)
+            self._flow.raise_to(threads)
         return items
 
     def _check_again(self, schema: Schema, probes: list[int], first: Sequence[Buffer]) -> None:
@@ -306,7 +302,7 @@ class MapStyleReader:
                 )
 
     def _items(self, numbers: list[int]) -> list[Any]:
-        if not self.together:
+        if not _takes_several(self._data):
             return [self._get(number) for number in numbers]
         try:
             with self._turns:

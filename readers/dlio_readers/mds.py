@@ -22,7 +22,7 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, cached_index, fingerprint_of
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.open_files import PersistentFile
-from dlio.data.reader import reopening
+from dlio.data.reader_contract import PathRules
 from dlio.data.schema import Schema, array_kind
 from dlio.data.source import Source, expand
 from dlio.errors import SourceError
@@ -30,6 +30,7 @@ from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
+from dlio_readers.path_reader import PathReader
 
 _VERSION: Final = 1
 _INDEX: Final = "index.json"
@@ -52,10 +53,12 @@ _PLAIN: Final = {
     "list[jpeg]": "bytes",
     "list[png]": "bytes",
 }
+# fmt: off
 _NUMBERS: Final = (
-    *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-    *("float16", "float32", "float64"),
+    "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "float32", "float64",
 )
+# fmt: on
 _CODES: Final = {
     8: "uint8",
     9: "int8",
@@ -88,19 +91,16 @@ class _MdsColumn:
         return self.encoding.split(":")[0] == "ndarray"
 
 
-class MdsReader:
+class MdsReader(PathReader):
     """Read a folder with an `index.json`. Samples are numbered in the order of shards in the index.
 
     Raises SourceError for damaged files, and for columns that need pickle.
     """
 
     format = "mds"
-    single = True
-    objects = False
+    path_rules = PathRules(one_path=True)
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self._again = reopening(MdsReader, path)
         self._source = Source(path)
         shards = _shards(self._source)
         self._fields = _fields(shards[0], self._source)
@@ -140,9 +140,6 @@ class MdsReader:
             "mds", _VERSION, self.schema.to_json(), *stamps, self.layout.starts
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
-
     @staticmethod
     def recognises(path: str) -> str | None:
         source = Source(expand(path)[0])
@@ -167,12 +164,6 @@ class MdsReader:
                 values = [self.schema.split(payload)[name] for payload in payloads]
                 self._labels = np.array(values, np.int64)
         return self._labels
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def name(self, sample: int) -> str:
-        return f"{sample:09d}"
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)

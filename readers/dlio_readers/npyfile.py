@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.chunks import ChunkedArray, plain_chunks
+from dlio.data.chunked_array import ChunkedArray, plain_chunks
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.source import File, own_name
 from dlio.errors import CorruptBlock, SourceError

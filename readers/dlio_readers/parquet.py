@@ -5,10 +5,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from dlio.data.reader import reopening
-from dlio.data.source import File, files_below, split_fields
+from dlio.data.source import File, files_below
 from dlio.errors import SourceError
 from dlio.util.limits import check_claim, is_plausible, parsing
+from dlio_readers.path_reader import split_paths
 from dlio_readers.rowgroups import RowGroupReader, lie_at
 
 _SUFFIXES: Final = (".parquet", ".parq")
@@ -29,13 +29,7 @@ class ParquetReader(RowGroupReader):
     format = "parquet"
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        self._again = reopening(ParquetReader, path)
-        self.path = path if isinstance(path, str) else " ".join(path)
-        paths = [path] if isinstance(path, str) else list(path)
-        self._setup(path, files_below([split_fields(each)[0] for each in paths], _SUFFIXES))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
+        self._setup(path, files_below(split_paths(path)[0], _SUFFIXES))
 
     @staticmethod
     def recognises(path: str) -> str | None:

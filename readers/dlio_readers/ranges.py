@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.chunks import Box, ChunkedArray, plain_chunks
+from dlio.data.chunked_array import Box, ChunkedArray, plain_chunks
 from dlio.data.source import File
 from dlio.util.memory import new_memory
 

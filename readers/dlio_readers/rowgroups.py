@@ -23,6 +23,7 @@ from dlio.util.arguments import nearest
 from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.arrowcolumns import ColumnFacts, class_names, decoded, take
+from dlio_readers.path_reader import PathReader, split_paths
 from dlio_readers.rehearsal import note_opening, rehearse
 
 _VERSION: Final = 1
@@ -43,18 +44,13 @@ def lie_at(path: str, suffixes: tuple[str, ...], marker: str = "") -> bool:
     return marker in names or any(name.lower().endswith(suffixes) for name in names)
 
 
-class RowGroupReader(ABC):
+class RowGroupReader(PathReader, ABC):
     """Base class: samples are numbered in the order of files, groups and rows.
 
     A subclass opens files, counts and reads groups, and calls `_setup`.
     """
 
     format: str
-    objects = False
-    path: str
-    schema: Schema
-    classes: Sequence[str]
-    sizes: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     fingerprint: str
 
@@ -85,8 +81,7 @@ class RowGroupReader(ABC):
             path: as the user gave it, with the names of columns after `::`.
             files: that it stands for.
         """
-        paths = [path] if isinstance(path, str) else list(path)
-        names = next((n for _, n in reversed([split_fields(each) for each in paths]) if n), ())
+        names = split_paths(path)[1]
         self._files = [File(url) for url in files]
         rehearse(self.format, "pyarrow", path, self._files)
         self._opened: dict[int, Any] = {}
@@ -110,12 +105,6 @@ class RowGroupReader(ABC):
         self.fingerprint = fingerprint_of(
             self.format, _VERSION, self.schema.to_json(), *stamps, self.layout.starts
         )
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def name(self, sample: int) -> str:
-        return f"{sample:09d}"
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)

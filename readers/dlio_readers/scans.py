@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.chunks import Box, ChunkedArray
+from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.schema import MAX_PAYLOAD
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError

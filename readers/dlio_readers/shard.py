@@ -6,13 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dlio.data.open_files import PersistentFile
-from dlio.data.reader import reopening
+from dlio.data.reader_contract import Abilities
 from dlio.data.source import File, Source, expand, failed, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.plan.layout import Layout
@@ -27,6 +26,7 @@ from dlio.storage.block import (
 from dlio.storage.shard_file import SUFFIX, ShardIndex, read_footer
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
+from dlio_readers.path_reader import PathReader
 
 _OPENED_AT_A_TIME = 16
 _NAMES = 1024
@@ -35,7 +35,7 @@ _KEPT_TABLES = 1024
 """Block tables kept in memory, each about 24 bytes per sample."""
 
 
-class ShardReader:
+class ShardReader(PathReader):
     """Read native shards. Samples are numbered in storage order.
 
     Indexes of samples stay in local files, and are read from there when they are needed, such that
@@ -49,11 +49,8 @@ class ShardReader:
     """
 
     format = "shard"
-    objects = False
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        self.path = path if isinstance(path, str) else " ".join(path)
-        self._again = reopening(ShardReader, path)
         with ThreadPoolExecutor(_OPENED_AT_A_TIME) as pool:
             self._files = list(pool.map(PersistentFile, files_below(path, SUFFIX)))
             footers = list(pool.map(_footer, self._files))
@@ -72,14 +69,11 @@ class ShardReader:
         self._first_blocks = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
         self.block_bytes = np.concatenate([np.diff(offsets) for offsets in self._offsets])
         """Stored bytes of each block, which tiers copy unchanged; shape (blocks,)."""
-        self.data_bytes = sum(footer.payload_bytes for footer in footers)
+        self.abilities = Abilities(data_bytes=sum(each.payload_bytes for each in footers))
         self._tables: OrderedDict[int, BlockInfo] = OrderedDict()
         self._names: tuple[int, int, list[bytes]] = (-1, 0, [])
         """Shard, first sample and names of those that were asked for last."""
         self._lock = new_lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -91,9 +85,6 @@ class ShardReader:
             return f"is a file that does not end in {SUFFIX}"
         names = [name for name, _ in source.names()]
         return None if any(name.endswith(SUFFIX) for name in names) else f"holds no *{SUFFIX} file"
-
-    def __len__(self) -> int:
-        return int(self.layout.starts[-1])
 
     @cached_property
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -116,9 +107,6 @@ class ShardReader:
             except (SourceError, CorruptBlock):  # The shard was truncated, or removed.
                 return f"sample {sample} of {self._files[shard].name}"
         return str(known[2][place - chunk], "utf-8", "replace")
-
-    def stored_bytes(self, block: int) -> int:
-        return int(self.block_bytes[block])
 
     def stored_at(self, block: int) -> int:
         return self.file_of(block)[1]

@@ -14,7 +14,6 @@ from typing import Final
 from dlio.data.source import Source
 from dlio.errors import SourceError
 
-PICTURES: Final = (*(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),)
 _IMAGES: Final = "images"
 _SPLITS: Final = ("train", "training", "val", "valid", "validation", "dev", "test", "testing")
 """Folders that are looked into for the two."""

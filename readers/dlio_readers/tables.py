@@ -1,16 +1,15 @@
 """The reader of NumPy files and text tables: `.npy`, `.npz`, `.csv`, `.tsv`; without pickle."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-from dlio.data.chunks import ChunkedArray
-from dlio.data.reader import reopening
+from dlio.data.chunked_array import ChunkedArray
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import UsageError
-from dlio_readers.columns import Arrays, Column, ColumnReader, PlainColumn, choose
-from dlio_readers.concat_column import ConcatColumn
+from dlio_readers.columns import Arrays, Column, ColumnReader, ConcatColumn, PlainColumn, choose
 from dlio_readers.concurrency import concurrently
 from dlio_readers.npyfile import NpyArray, chunked_array, numpy_arrays
+from dlio_readers.path_reader import split_paths
 from dlio_readers.slabs import Select, slab
 from dlio_readers.texttable import open_text_tables
 from dlio_readers.volumes import Samples, volumes_of
@@ -43,7 +42,6 @@ class TablesReader(ColumnReader):
     """
 
     format = "tables"
-    alone = False
 
     def __init__(
         self,
@@ -53,15 +51,11 @@ class TablesReader(ColumnReader):
         separator: str | None = None,
         samples: Samples | None = None,
     ) -> None:
-        self._again = reopening(TablesReader, path, select, columns, separator, samples)
-        self.path = path if isinstance(path, str) else " ".join(path)
         self._names: list[str] = []
         self._stored: list[dict[str, NpyArray]] = []
-        self._chunked: dict[str, list[ChunkedArray]] = {}
-        paths = [path] if isinstance(path, str) else list(path)
-        parts = [split_fields(each) for each in paths]
-        names = next((names for _, names in reversed(parts) if names), ())
-        urls = _files_of([url for url, _ in parts])
+        self._arrays: dict[str, list[ChunkedArray]] = {}
+        paths, names = split_paths(path)
+        urls = _files_of(paths)
         files = concurrently(File, urls, urls[0])
         concurrently(lambda file: file.stamp, files, urls[0])  # Kept by the files.
         stamps = [f"{file.url} {file.stamp}" for file in files]
@@ -77,15 +71,15 @@ class TablesReader(ColumnReader):
             raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")
         opened = concurrently(numpy_arrays, files, urls[0])
         arrays, count, volumes = _array_columns(self.path, files, opened, names, select, samples)
-        self.files_are_samples = volumes
+        self._files_are_samples = volumes
         if volumes and select is None:
             self._stored = [
                 {n: a for n in arrays if isinstance(a := each[n], NpyArray)} for each in opened
             ]
             # Not those that are compressed, which are in memory already.
-            self.alone = all(len(each) == len(arrays) for each in self._stored)
+            self._random_access = all(len(each) == len(arrays) for each in self._stored)
         if select is None:
-            self._chunked = {
+            self._arrays = {
                 name: [
                     chunked_array(each[name], f"{file.name}::{name}")
                     for file, each in zip(files, opened, strict=True)
@@ -98,9 +92,6 @@ class TablesReader(ColumnReader):
 
     def name(self, sample: int) -> str:
         return self._names[sample] if self._names else super().name(sample)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -116,7 +107,7 @@ class TablesReader(ColumnReader):
 
     def ranges_of(self, sample: int) -> list[tuple[File, int, int]]:
         """Return the ranges of a sample that is a file; none of samples that are rows."""
-        return [each.range for each in self._stored[sample].values()] if self.alone else []
+        return [each.range for each in self._stored[sample].values()] if self._random_access else []
 
     def payload_of(self, sample: int, parts: Sequence[memoryview]) -> bytes | memoryview:
         """Return the payload out of the bytes of the sample's ranges. Raises SourceError."""
@@ -125,12 +116,8 @@ class TablesReader(ColumnReader):
             {name: each.rows_of(data) for (name, each), data in zip(arrays, parts, strict=True)}
         )
 
-    def close(self) -> None:
-        pass
-
-    def chunked(self) -> dict[str, list[ChunkedArray]]:
-        """Return the arrays by field, one a file, for patches; see `dlio.data.chunks`."""
-        return self._chunked
+    def _chunked(self) -> dict[str, list[ChunkedArray]]:
+        return self._arrays
 
 
 def _files_of(urls: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ from dlio.data.index import Arrays, Names, cached_index, fingerprint_of
 from dlio.data.labels import TAR_LABEL_NAMES
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.open_files import PersistentFile
-from dlio.data.reader import reopening
+from dlio.data.reader_contract import Abilities
 from dlio.data.schema import LABEL, Schema, array_kind
 from dlio.data.source import File, Source, expand, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
@@ -31,6 +31,7 @@ from dlio.plan.order import Order
 from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
 from dlio_readers.lz4frame import Lz4Frame, frame_index
+from dlio_readers.path_reader import PathReader
 from dlio_readers.tarmembers import TarMembers
 
 SUFFIXES: Final = (".tar", ".tar.lz4")
@@ -63,7 +64,7 @@ _KINDS: Final = {
 _NUMBERS: Final = ("cls", "cls2", "index", "inx", "id", "label")
 
 
-class TarReader:
+class TarReader(PathReader):
     """Read one or several WebDataset tars. Samples are numbered in the order of the files.
 
     Args:
@@ -74,12 +75,9 @@ class TarReader:
     """
 
     format = "tar"
-    objects = False
-    alone = True
+    abilities = Abilities(random_access=True)
 
     def __init__(self, path: str | Sequence[str], fields: Sequence[str] | None = None) -> None:
-        self._again = reopening(TarReader, path, fields)
-        self.path = path if isinstance(path, str) else " ".join(path)
         self._files = [PersistentFile(url) for url in files_below(path, SUFFIXES)]
         if not self._files:
             raise SourceError(f"{self.path} holds no tar")
@@ -127,9 +125,6 @@ class TarReader:
             for file, part in zip(self._files, parts, strict=True)
         ]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
-
     @staticmethod
     def recognises(path: str) -> str | None:
         first = expand(path)[0]
@@ -141,9 +136,6 @@ class TarReader:
         ):
             return None
         return "is neither a .tar nor a folder of them"
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
 
     def name(self, sample: int) -> str:
         file = int(np.searchsorted(self._firsts, sample, side="right")) - 1

@@ -18,8 +18,7 @@ from dlio.data.labels import LABEL_NAMES
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import nearest
-from dlio_readers.columns import Column
-from dlio_readers.concat_column import ConcatColumn
+from dlio_readers.columns import Column, ConcatColumn
 
 FEATURES: Final = "features"
 """Field that holds the columns of `columns=` as one array."""
@@ -31,12 +30,12 @@ _MAX_CLASSES: Final = 1 << 16
 _MOST_KEPT: Final = 1 << 13
 """Parsed rows that a thread keeps for the other columns, at most."""
 _SEPARATORS: Final = (",", ";", "\t", "|")
-_MISSING: Final = frozenset(
-    (
-        *("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"),
-        *("1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
-    )
-)
+# fmt: off
+_MISSING: Final = frozenset((
+    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND",
+    "1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null",
+))
+# fmt: on
 """Texts that stand for a missing value in a column of numbers, as in pandas."""
 _WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 

@@ -13,15 +13,15 @@ import numpy.typing as npt
 
 from dlio.data.index import cached_index, fingerprint_of
 from dlio.data.open_files import PersistentFile
-from dlio.data.reader import reopening
+from dlio.data.reader_contract import Abilities
 from dlio.data.schema import Schema
-from dlio.data.source import File, Source, expand, own_name, split_fields
-from dlio.data.urls import inside
+from dlio.data.source import File, Source, expand, inside, own_name, split_fields
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.memory import new_memory
 from dlio_readers.concurrency import concurrently
+from dlio_readers.path_reader import PathReader, split_paths
 from dlio_readers.tfexample import (
     Feature,
     RecordBytes,
@@ -50,7 +50,7 @@ _CHANGED: Final = "has changed since it was indexed: open it again"
 _log = logging.getLogger("dlio")
 
 
-class TfRecordReader:
+class TfRecordReader(PathReader):
     """Read TFRecord files whose records are tf.train.Example: `train-*`, `x.tfrecord::image,label`.
 
     Features are fields: whole numbers int64, floats float32, single values as numbers, lists as
@@ -67,16 +67,11 @@ class TfRecordReader:
     """
 
     format = "tfrecord"
-    objects = False
-    alone = True
+    abilities = Abilities(random_access=True)
 
     def __init__(self, path: str | Sequence[str]) -> None:
-        self._again = reopening(TfRecordReader, path)
-        self.path = path if isinstance(path, str) else " ".join(path)
-        paths = [path] if isinstance(path, str) else list(path)
-        parts = [split_fields(each) for each in paths]
-        names = next((names for _, names in reversed(parts) if names), ())
-        urls = _files_of([url for url, _ in parts])
+        paths, names = split_paths(path)
+        urls = _files_of(paths)
         self._files = concurrently(PersistentFile, urls, urls[0])
         concurrently(lambda file: file.stamp, self._files, urls[0])  # Kept by the files.
         kind = "tfrecord-" + ("-".join(names)[:64].replace("/", "_") or "all")
@@ -103,9 +98,6 @@ class TfRecordReader:
         full = [file.name for file in self._files]
         self._names = bases if len(set(bases)) == len(bases) else full
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
-
     @staticmethod
     def recognises(path: str) -> str | None:
         url = split_fields(expand(path)[0])[0]
@@ -126,9 +118,6 @@ class TfRecordReader:
             return None if is_framed(File(url)) else "does not begin like a TFRecord file"
         except SourceError:
             return "is not a file"
-
-    def __len__(self) -> int:
-        return len(self._at)
 
     def name(self, sample: int) -> str:
         file, number = self._locate(sample)

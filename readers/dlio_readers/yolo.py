@@ -9,24 +9,23 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import yaml
 
-from dlio.data.reader import reopening
-from dlio.data.source import Source, own_name
+from dlio.data.reader_contract import PathRules
+from dlio.data.source import Source, inside, own_name
 from dlio.errors import SourceError
 from dlio_readers.annotations import (
     MAX_BOXES,
     AnnotatedReader,
     Annotations,
     check_boxes,
-    index_kind,
 )
-from dlio_readers.fileset import files_in, url_below
-from dlio_readers.sidefolders import PICTURES, SideFolders, find_sides, side_folders
+from dlio_readers.fileset import PICTURES, files_in, index_kind
+from dlio_readers.sidefolders import SideFolders, find_sides, side_folders
 
 _LABELS: Final = ("labels",)
 _YAML: Final = (".yaml", ".yml")
@@ -49,7 +48,7 @@ class YoloReader(AnnotatedReader):
     """
 
     format = "yolo"
-    single = True
+    path_rules = PathRules(one_path=True)
 
     def __init__(
         self,
@@ -58,7 +57,6 @@ class YoloReader(AnnotatedReader):
         masks: bool = False,
         outside: Literal["error", "clip"] = "error",
     ) -> None:
-        self._again = reopening(YoloReader, path, split, masks, outside)
         sides = side_folders(_folder_of(path), _LABELS, split)
         source = Source(sides.root)
 
@@ -66,10 +64,7 @@ class YoloReader(AnnotatedReader):
             return _annotations(source, sides, masks, outside)
 
         kind = index_kind("yolo", sides.images, masks, outside)
-        super().__init__(path, source, kind, build)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
+        super().__init__(source, kind, build)
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -238,20 +233,20 @@ def _corners(box: list[float]) -> list[float]:
 
 def _described(source: Source, sides: SideFolders) -> _DataDescription:
     """Read data.yaml or classes.txt, at the root or next to the folders of a split."""
-    inside = os.path.dirname(sides.images)
-    for folder in dict.fromkeys(["", inside]):
+    beside = os.path.dirname(sides.images)
+    for folder in dict.fromkeys(["", beside]):
         names = [name for name, is_folder in source.names(folder) if not is_folder]
         yamls = sorted((name for name in names if name.endswith(_YAML)), key=_data_first)
         for name in yamls:
             path = f"{folder}/{name}" if folder else name
-            made = _read_yaml(source, path, url_below(sides.root, path))
+            made = _read_yaml(source, path, inside(sides.root, path))
             if made is not None:
                 return made
         if "classes.txt" in names:
             path = f"{folder}/classes.txt" if folder else "classes.txt"
             lines = source.read(path, 0, _MOST_YAML).decode("utf-8", "replace").splitlines()
             named = [line.strip() for line in lines if line.strip()]
-            return _DataDescription(named, files=[url_below(sides.root, path)])
+            return _DataDescription(named, files=[inside(sides.root, path)])
     return _DataDescription()
 
 

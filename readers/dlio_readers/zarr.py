@@ -6,9 +6,9 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from dlio.data.chunks import Box, ChunkedArray
+from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.identity import store_sample
-from dlio.data.reader import reopening
+from dlio.data.reader_contract import PathRules
 from dlio.data.source import Source, failed, own_name, redact, split_fields
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
@@ -27,10 +27,12 @@ from dlio_readers.columns import (
 )
 from dlio_readers.slabs import Select, slab
 
+# fmt: off
 _OBJECT_CODECS: Final = (
-    *("pickle", "json", "json2", "msgpack", "msgpack2", "categorize"),
-    *("vlen-utf8", "vlen-bytes", "vlen-array"),
+    "pickle", "json", "json2", "msgpack", "msgpack2", "categorize", "vlen-utf8", "vlen-bytes",
+    "vlen-array",
 )
+# fmt: on
 _MAX_CHUNKS: Final = 1 << 22
 _MAX_CHUNK: Final = 256 << 20
 _MARKS: Final = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
@@ -51,7 +53,7 @@ class ZarrReader(ColumnReader):
     """
 
     format = "zarr"
-    single = True
+    path_rules = PathRules(one_path=True)
 
     def __init__(
         self,
@@ -59,8 +61,6 @@ class ZarrReader(ColumnReader):
         select: Select = None,
         missing: Literal["error", "fill"] | None = None,
     ) -> None:
-        self._again = reopening(ZarrReader, path, select, missing)
-        self.path = path
         url, names = split_fields(path)
         root = self._open(url)
         arrays = self._arrays(root)
@@ -93,7 +93,7 @@ class ZarrReader(ColumnReader):
                 raise UsageError(f"{where} is {array.dtype}, which samples cannot have")
             part = slab(select, name, tuple(array.shape[1:]))
             columns[name] = PlainColumn(array, _unit(array), part)
-        self._chunked = {
+        self._by_field = {
             name: [_chunked(arrays[name], f"{redact(url)}::{name}")]
             for name, column in columns.items()
             if isinstance(column, PlainColumn) and select is None
@@ -108,9 +108,6 @@ class ZarrReader(ColumnReader):
             select,
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again
-
     @staticmethod
     def recognises(path: str) -> str | None:
         url = split_fields(path)[0]
@@ -121,12 +118,8 @@ class ZarrReader(ColumnReader):
             return None
         return "holds no zarr.json, .zgroup or .zarray"
 
-    def close(self) -> None:
-        pass
-
-    def chunked(self) -> dict[str, list[ChunkedArray]]:
-        """Return the arrays by field, for patches; see `dlio.data.chunks`."""
-        return self._chunked
+    def _chunked(self) -> dict[str, list[ChunkedArray]]:
+        return self._by_field
 
     def _open(self, url: str) -> Any:
         import zarr

@@ -9,8 +9,14 @@ from typing import Annotated, Any, Final
 
 from dlio.errors import TierError, UsageError
 from dlio.storage.file_system_kind import file_system_of, scratch_folders
-from dlio.storage.inventory import StoredDataset, evict, holds_data, set_pinned, stored_data
-from dlio.storage.known_folders import known_roots
+from dlio.storage.inventory import (
+    StoredDataset,
+    evict,
+    holds_data,
+    known_roots,
+    set_pinned,
+    stored_data,
+)
 from dlio.storage.tier_spec import parse_tiers
 from dlio.util.options import Option, check
 from dlio.util.printable import print_line, printable

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import ConfigFile, OutputOptions, RankOptions
-from dlio.data.reader import Reader, data_bytes
+from dlio.data.reader_contract import Reader, data_bytes
 from dlio.errors import SourceError, TierError, UsageError
 from dlio.launch.command_ranks import on_ranks
 from dlio.storage.mount import Mount, MountOptions, mount
@@ -26,14 +26,12 @@ from dlio.util.whole_files import write_json
 from dlio_staging.byte_progress import ByteProgress, show_progress
 from dlio_staging.stage_plan import (
     StageOptions,
+    StageResult,
     blocks_to_read,
     bytes_to_read,
     chosen_blocks,
     is_present,
     plan_tiers,
-)
-from dlio_staging.stage_report import (
-    StageResult,
     print_plan,
     print_result,
     shortfall,
@@ -230,12 +228,12 @@ def _read_blocks(
 
     Raises SourceError when the source delivers nothing for the time of DLIO_TIMEOUT.
     """
-    from dlio.storage.block_filler import BlockFiller, filler_threads
+    from dlio.storage.block_fetcher import BlockFiller, filler_threads
 
     hierarchy = mounted.hierarchy
     threads = filler_threads(mounted.block_bytes, mounted.requests)
     moved, moved_at = -1, time.monotonic()
-    with BlockFiller(hierarchy, lambda: iter(own.tolist()), threads) as filler:
+    with BlockFiller(hierarchy.block_fetcher, lambda: iter(own.tolist()), threads) as filler:
         while not filler.join(_POLL_S):
             now = time.monotonic()
             read = hierarchy.counters.bytes["source"]

@@ -99,8 +99,7 @@ def _damage(
     result: FolderVerification,
 ) -> str | None:
     """Describe the damage of a block; None if it is intact."""
-    from dlio.storage.block import read_info
-    from dlio.storage.scratch import PayloadScratch
+    from dlio.storage.block import PayloadScratch, read_info
 
     if name is None:
         return f"block {block} is missing from {folder}"
@@ -133,8 +132,8 @@ def _heal(folder: str, broken: list[int], manifest: Manifest | None, source: str
     Raises SourceError when the source is unknown or another data set than the one staged.
     """
     from dlio.data.reader import open_reader
+    from dlio.storage.block_fetcher import SourceRequests
     from dlio.storage.file_system_kind import file_system_of
-    from dlio.storage.source_requests import SourceRequests
     from dlio.storage.tier import Tier
     from dlio.storage.tier_spec import TierSpec
 
@@ -154,15 +153,15 @@ def _heal(folder: str, broken: list[int], manifest: Manifest | None, source: str
     spec = TierSpec("disk", root, 0)
     with (
         Tier(spec, fingerprint, node, fingerprint=fingerprint) as tier,
-        SourceRequests(reader, file_system_of(str(path)).requests(reader.objects)) as intake,
+        SourceRequests(reader, file_system_of(str(path)).requests(reader.objects)) as requests,
     ):
         for block in broken:
             if block >= reader.layout.blocks:
                 tier.discard(block)
                 continue
-            with intake.block(block) as fresh:
+            with requests.block(block) as (pieces, _):
                 tier.discard(block)
-                tier.publish(block, fresh.pieces)
+                tier.publish(block, pieces)
             tier.check(block)
             healed += 1
     reader.close()

@@ -10,8 +10,8 @@ from dlio.cli import main
 from dlio.comm.survival.recovery import Recovery
 from dlio.exchange.peer_steps import PeerSteps
 from dlio.exchange.round_commit import RoundCommit
-from dlio.loader.assignment.assigner import BatchAssigner
-from dlio.loader.assignment.rank_groups import RankGroups
+from dlio.loader.assignment.epoch_schedule import EpochSchedule
+from dlio.loader.assignment.rank_groups import BatchReport, RankGroups
 from dlio_bench.chaos.simulated_jobs.memory_network import MemoryCommunicator
 from dlio_bench.chaos.simulated_jobs.outcome_check import ScheduleOutcome, run_schedule
 from dlio_bench.chaos.simulated_jobs.schedule_draws import COHORTS, draw_schedule
@@ -60,24 +60,24 @@ def test_a_schedule_has_the_same_outcome_again(turns: Turns) -> None:
     assert draw_schedule(3, 0) != draw_schedule(4, 0)
 
 
-def _least_settles(self: Any, reports: Any) -> None:
+def _least_reconciles(self: Any, reports: Any) -> None:
     """Let ranks that are left share what some of them have taken already."""
-    turned = [{"taken": [-each["taken"][0]]} for each in reports]
-    settle(self, turned)
+    turned = [BatchReport(-each.taken, each.steps) for each in reports]
+    reconcile(self, turned)
     self._switches[-1] = self._switches[-1]._replace(taken=-self._switches[-1].taken)
 
 
-settle = RankGroups.settle
+reconcile = RankGroups.reconcile
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (RankGroups, "settle", _least_settles),
+        (RankGroups, "reconcile", _least_reconciles),
         (MemoryCommunicator, "bcast", lambda self, array, root=0: self.barrier()),
-        (BatchAssigner, "_has_counted", lambda self, member, step, counted: True),
-        (BatchAssigner, "_has_counted", lambda self, member, step, counted: False),
-        (PeerSteps, "settle", lambda self, reports: None),
+        (EpochSchedule, "has_contributed", lambda self, member, batch, survivors: True),
+        (EpochSchedule, "has_contributed", lambda self, member, batch, survivors: False),
+        (PeerSteps, "reconcile", lambda self, reports: None),
         (RoundCommit, "take", lambda self: None),
         (Recovery, "uniform", lambda self, act: act()),
     ],

@@ -27,7 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "train")
 
 
-def _bench(folder: Path, *argv: str, timeout_s: float = 240) -> dict[str, Any]:
+def _bench(folder: Path, *argv: str, timeout_s: float = 400) -> dict[str, Any]:
     report = folder / "report.json"
     done = subprocess.run(
         [

@@ -31,7 +31,7 @@ def dlio(tmp_path: Path) -> Dlio:
             },
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             check=False,
         )
 

@@ -30,7 +30,7 @@ def dlio(tmp_path: Path) -> Dlio:
             env={**os.environ, "DLIO_CACHE": str(tmp_path / "cache"), "COLUMNS": "80", **env},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             check=False,
         )
 

@@ -36,7 +36,7 @@ def test_it_does_not_change_the_exit_code(number: int, code: int, rank: bool) ->
         env={**os.environ, **({"OMPI_COMM_WORLD_SIZE": "1"} if rank else {})},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
         check=False,
     )
     assert done.returncode == code, done.stderr

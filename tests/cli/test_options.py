@@ -19,7 +19,7 @@ from dlio.cli.cli_command import Command
 from dlio.cli.reference import commands
 from dlio.errors import UsageError
 from dlio.launch import mpi_launch
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from dlio.util.options import OptionField, as_mapping, from_mapping, options_of
 from dlio.util.settings import SETTINGS
 
@@ -234,13 +234,13 @@ def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: P
     """The launcher checks options, model, data and tiers; a stub takes the record."""
     text = (
         "import json, os, sys\n"
-        "from dlio.cli import launch, main\n"
-        "def start(module, argv, ranks, environment, min_ranks, spares, live):\n"
+        "from dlio.cli import main\nfrom dlio.launch import mpi_launch\n"
+        "def start(module, argv, ranks, environment, limits, live):\n"
         "    task = json.loads(environment['DLIO_RECORD'])\n"
         "    loaded = [m for m in ('torch', 'mpi4py') if m in sys.modules]\n"
         "    print(json.dumps([ranks, task['records'][0][1]['epochs'], loaded]))\n"
         "    return 0\n"
-        "launch.run_module = start\n"
+        "mpi_launch.run_module = start\n"
         f"main(['train', {str(pictures)!r}, '-n', '4', '--epochs', '9', '--skip-samples',"
         " '--exchange', 'gossip+int8', '--model', 'resnet(width=8)'])"
     )
@@ -257,7 +257,7 @@ def test_a_record_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(mpi_launch, "run_module", lambda *_: 0)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS"):
         monkeypatch.delenv(name, raising=False)
-    config = TrainConfig("x", replica=tuple(f"/replica/{number:05d}" for number in range(9000)))
+    config = train_config("x", replica=tuple(f"/replica/{number:05d}" for number in range(9000)))
     with pytest.raises(UsageError, match="characters long"):
         on_ranks(2, train_rank, config)
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.resize import ResizeOptions, begin_job, join, leave
+from dlio.cli.resize import ResizeOptions, join, leave
 from dlio.comm.survival.active_ranks import RankRequest
 from dlio.comm.survival.rank_requests import RankRequests, read_wanted
 from dlio.errors import UsageError
+from dlio.launch.job_folder import begin_job
 from dlio.util.settings import DONE
 
 

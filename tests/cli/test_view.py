@@ -41,7 +41,7 @@ def test_the_command_writes_a_page_and_says_where(coco: Path, tmp_path: Path) ->
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

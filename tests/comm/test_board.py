@@ -31,19 +31,19 @@ def _read(own: Board) -> RankRow:
 
 
 def test_a_row_tells_steps_and_phases(own: Board) -> None:
-    assert _read(own).phase is RankPhase.ELSEWHERE
+    assert _read(own).phase is RankPhase.UNWATCHED
     phases = []
     with board.computing():
         phases.append(_read(own).phase)
-        with board.waiting():
+        with board.blocked():
             phases.append(_read(own).phase)
-            with board.waiting():
+            with board.blocked():
                 pass
             phases.append(_read(own).phase)
         phases.append(_read(own).phase)
-        with board.elsewhere():
+        with board.off_the_record():
             phases.append(_read(own).phase)
-    computes, waits, elsewhere = RankPhase.COMPUTES, RankPhase.WAITS, RankPhase.ELSEWHERE
+    computes, waits, elsewhere = RankPhase.COMPUTING, RankPhase.BLOCKED, RankPhase.UNWATCHED
     assert phases == [computes, waits, waits, computes, elsewhere]
     row = _read(own)
     assert (row.phase, row.step, len(row.seconds)) == (elsewhere, 1, 1)
@@ -61,9 +61,9 @@ def test_a_row_keeps_the_last_steps(own: Board) -> None:
 def test_something_else_in_the_midst_of_a_step_lasts_until_the_next(own: Board) -> None:
     with board.computing():
         board.end_step()
-        assert _read(own).phase is RankPhase.ELSEWHERE
+        assert _read(own).phase is RankPhase.UNWATCHED
     with board.computing():
-        assert _read(own).phase is RankPhase.COMPUTES
+        assert _read(own).phase is RankPhase.COMPUTING
     assert len(_read(own).seconds) == 2
 
 
@@ -92,8 +92,8 @@ def test_a_rank_waits_while_its_main_thread_does(own: Board) -> None:
         thread = threading.Thread(target=wait, args=(of_other,))
         thread.start()
         thread.join()
-    assert of_main.phases == [RankPhase.COMPUTES, RankPhase.WAITS, RankPhase.WAITS]
-    assert of_other.phases == [RankPhase.COMPUTES] * 3
+    assert of_main.phases == [RankPhase.COMPUTING, RankPhase.BLOCKED, RankPhase.BLOCKED]
+    assert of_other.phases == [RankPhase.COMPUTING] * 3
 
 
 def test_beats_come_from_the_thread_that_beats(own: Board) -> None:
@@ -114,6 +114,6 @@ def test_a_rank_that_has_ended_has_no_row() -> None:
 
 def test_without_a_row_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "_board", None)
-    with board.computing(), board.waiting(), board.elsewhere():
+    with board.computing(), board.blocked(), board.off_the_record():
         board.end_step()
     assert board._board is None

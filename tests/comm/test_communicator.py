@@ -21,6 +21,7 @@ class TestOneProcess(CommunicatorTests):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.daily("3")
 def test_mpi_keeps_the_contract(mpirun: MpiRun, ranks: int) -> None:
     done = mpirun(ranks, *SUITE)
     assert done.returncode == 0, done.stderr
@@ -53,6 +54,7 @@ def test_a_broken_communicator_ends_the_program(mpirun: MpiRun) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.daily("3")
 def test_torch_distributed_keeps_the_contract(torchrun: TorchRun, ranks: int) -> None:
     assert all(KEPT in text for text in torchrun(ranks, *SUITE))
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from dlio.comm import funnel
-from dlio.comm.funnel import Funnel, waiting
+from dlio.comm.funnel import Funnel, wait_serving
 
 
 def _still_running(thread: threading.Thread, limit_s: float) -> bool:
@@ -30,10 +30,10 @@ def test_calls_are_made_by_the_owner_while_it_waits(monkeypatch: pytest.MonkeyPa
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert waiting(lambda limit_s: not _still_running(thread, limit_s), 10)
+    assert wait_serving(lambda limit_s: not _still_running(thread, limit_s), 10)
     assert results == list(range(1, 21))
     assert set(callers) == {threading.get_ident()}
-    assert not waiting(threading.Event().wait, 0.01)
+    assert not wait_serving(threading.Event().wait, 0.01)
 
 
 def test_calls_that_are_handed_over_wait_for_the_owner() -> None:

@@ -131,7 +131,7 @@ def test_a_loop_among_tasks_that_do_not_find_each_other_is_refused() -> None:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode
@@ -167,7 +167,7 @@ def test_commands_that_write_are_refused_before_they_write(
         env={**os.environ, **dict(item.split("=") for item in variables.split())},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 2, done.stderr

@@ -127,7 +127,7 @@ def test_a_rank_that_hangs_writes_its_stacks_and_is_killed(
         processes = {0: os.getpid(), 1: hangs.pid}
         watch = NodeWatch(processes, 0, lambda: (0, 1), own, files)
         try:
-            with board.computing(), board.waiting():
+            with board.computing(), board.blocked():
                 assert hangs.wait(120) == -signal.SIGKILL
         finally:
             watch.close()

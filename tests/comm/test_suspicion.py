@@ -27,8 +27,8 @@ def _hung(
     return [each.member for each in hung_ranks(seen, NOW, watching_since, hang_after_s)]
 
 
-WAITS = _row(RankPhase.WAITS, 40)
-STUCK = _row(RankPhase.COMPUTES, 41)
+WAITS = _row(RankPhase.BLOCKED, 40)
+STUCK = _row(RankPhase.COMPUTING, 41)
 
 
 def test_the_one_rank_that_all_others_wait_for_hangs() -> None:
@@ -38,17 +38,17 @@ def test_the_one_rank_that_all_others_wait_for_hangs() -> None:
 
 
 def test_nobody_is_suspected_before_the_others_have_waited_long_enough() -> None:
-    for row in (_row(RankPhase.WAITS, 29), _row(RankPhase.COMPUTES, 29)):
+    for row in (_row(RankPhase.BLOCKED, 29), _row(RankPhase.COMPUTING, 29)):
         assert _hung(WAITS, STUCK, replace(WAITS, since=row.since)) == []
-    assert _hung(WAITS, _row(RankPhase.COMPUTES, 29), WAITS) == []
+    assert _hung(WAITS, _row(RankPhase.COMPUTING, 29), WAITS) == []
 
 
-@pytest.mark.parametrize("phase", [RankPhase.COMPUTES, RankPhase.ELSEWHERE])
+@pytest.mark.parametrize("phase", [RankPhase.COMPUTING, RankPhase.UNWATCHED])
 def test_nobody_is_suspected_while_another_rank_does_not_wait(phase: RankPhase) -> None:
     assert _hung(WAITS, STUCK, replace(WAITS, phase=phase)) == []
 
 
-@pytest.mark.parametrize("phase", [RankPhase.WAITS, RankPhase.ELSEWHERE])
+@pytest.mark.parametrize("phase", [RankPhase.BLOCKED, RankPhase.UNWATCHED])
 @pytest.mark.parametrize("state", "SDR")
 @pytest.mark.parametrize("silent_s", [0.1, 3600])
 def test_a_rank_that_waits_for_a_source_or_for_others_is_never_suspected(
@@ -59,8 +59,8 @@ def test_a_rank_that_waits_for_a_source_or_for_others_is_never_suspected(
 
 
 def test_long_steps_take_long() -> None:
-    long = _row(RankPhase.COMPUTES, 199, seconds=10)
-    waits = _row(RankPhase.WAITS, 300)
+    long = _row(RankPhase.COMPUTING, 199, seconds=10)
+    waits = _row(RankPhase.BLOCKED, 300)
     assert _hung(waits, long, waits) == []
     assert _hung(waits, replace(long, since=NOW - 201), waits) == [1]
 
@@ -79,7 +79,7 @@ def test_a_time_of_the_users_counts_as_it_is() -> None:
 
 def test_pythons_lock_may_be_held_longer() -> None:
     def held(silent_s: float) -> RankRow:
-        return _row(RankPhase.COMPUTES, silent_s, silent_s=silent_s)
+        return _row(RankPhase.COMPUTING, silent_s, silent_s=silent_s)
 
     assert _hung(WAITS, held(34), WAITS) == []
     assert _hung(WAITS, held(36), WAITS) == [1]
@@ -90,12 +90,12 @@ def test_pythons_lock_may_be_held_longer() -> None:
 
 def test_a_pause_of_the_whole_machine_counts_for_nobody() -> None:
     assert _hung(WAITS, STUCK, WAITS, watching_since=NOW - 10) == []
-    held = _row(RankPhase.COMPUTES, 50, silent_s=50)
+    held = _row(RankPhase.COMPUTING, 50, silent_s=50)
     assert _hung(WAITS, held, WAITS, watching_since=NOW - 34) == []
 
 
 def test_dead_and_stopped_ranks_are_not_waited_for() -> None:
-    busy = _row(RankPhase.COMPUTES, 1)
+    busy = _row(RankPhase.COMPUTING, 1)
     for state in "ZXT":
         assert _hung(WAITS, STUCK, busy, states=f"SS{state}") == [1]
         assert _hung(WAITS, STUCK, None, states=f"SS{state}") == [1]
@@ -107,7 +107,7 @@ def test_without_the_row_of_a_living_rank_nobody_is_suspected() -> None:
 
 
 def test_the_reason_tells_what_the_rank_does() -> None:
-    held = _row(RankPhase.COMPUTES, 50, silent_s=50)
+    held = _row(RankPhase.COMPUTING, 50, silent_s=50)
     for row, state, word in ((STUCK, "S", "runs"), (STUCK, "D", "device"), (held, "S", "lock")):
         seen = {0: RankView("S", WAITS), 1: RankView(state, row)}
         (suspicion,) = hung_ranks(seen, NOW, 0.0, None)

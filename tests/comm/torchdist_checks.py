@@ -91,7 +91,7 @@ def threads(comm: Communicator) -> None:
     for thread in running:
         thread.start()
     for thread in running:
-        thread.join(30)
+        thread.join(60)
     assert not failures, failures
     for one in comms:
         one.close()
@@ -124,7 +124,7 @@ def deadline(comm: Communicator) -> None:
                 assert "DLIO_TIMEOUT" in str(error)  # noqa: PT017 - runs without pytest
             else:
                 raise AssertionError("no deadline")
-        assert time.monotonic() - start < 2 * float(os.environ["DLIO_TIMEOUT"])
+        assert time.monotonic() - start < 30
 
 
 def bereaved(comm: Communicator) -> None:

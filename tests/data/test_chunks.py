@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from dlio.data.chunks import ChunkedArray, ChunkReader, plain_chunks
+from dlio.data.chunked_array import ChunkedArray, plain_chunks
+from dlio.data.chunks import ChunkReader
 from dlio.data.patches import PatchOptions, PatchReader
 from dlio.data.reader import Reader, open_parts
 from dlio.testing import ReaderTests

@@ -64,7 +64,7 @@ def run(tmp_path: Path) -> Run:
             command,
             cwd=tmp_path,
             env=environment,
-            timeout=120,
+            timeout=400,
             capture_output=True,
             text=True,
             check=False,
@@ -133,6 +133,7 @@ def test_ranks_share_volumes(run: Run) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("model=2",), ("data=2", "fsdp")])
+@pytest.mark.daily("arguments1")
 def test_ranks_share_layers(
     torchrun: TorchRun, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

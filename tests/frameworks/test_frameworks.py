@@ -22,7 +22,7 @@ def _run(framework: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
     argv = [sys.executable, *(launcher if ranks > 1 else []), BODY, framework, str(folder)]
     # Without a network, and without looking for one.
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     # Ranks share one output with messages of frameworks: a line may begin in another.
     parts = done.stdout.split('{"seen"')[1:]

@@ -19,8 +19,7 @@ from dlio.data.schema import IMAGE_LABEL, Schema
 from dlio.errors import DlioError
 from dlio.image.decoder import decode_whole
 from dlio.image.jpeg import IntervalRange, cut, interval_starts, parse_frame
-from dlio.storage.block import check_block, read_info
-from dlio.storage.block_format import ALIGN, ENTRY, HEADER, encode_block
+from dlio.storage.block import ALIGN, ENTRY, HEADER, check_block, encode_block, read_info
 from dlio.storage.manifest import Manifest
 from dlio.storage.shard_file import ShardFooter, ShardWriter, read_footer
 from dlio.storage.tier_spec import parse_tiers

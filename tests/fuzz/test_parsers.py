@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.errors import SourceError
+from tests.conftest import examples
 from tests.fuzz.datasets import remove
 from tests.fuzz.parsers import OF_BYTES, PARSERS, sound, survives
 
@@ -49,7 +50,7 @@ def test_a_library_that_aborts_is_an_error_that_names_the_file() -> None:
 
 
 @pytest.mark.parametrize("name", OF_BYTES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_damaged_input_is_an_error_of_ours(name: str, data: st.DataObject) -> None:
     damaged = bytearray(SOUND[name])
@@ -73,7 +74,7 @@ def test_damaged_input_is_an_error_of_ours(name: str, data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("name", OF_BYTES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.binary(max_size=400))
 def test_any_bytes_are_an_error_of_ours(name: str, data: bytes) -> None:
     survives(PARSERS[name], data)

@@ -13,7 +13,7 @@ import torch
 from dlio.comm import world
 from dlio.exchange import parse_exchange
 from dlio.exchange.buffer_placement import find_path
-from tests.train.exchange.training import (
+from tests.exchange.training import (
     BATCH,
     make_net,
     make_optimizer,

@@ -48,7 +48,7 @@ def test_checkpoints_hold_the_values_of_their_step() -> None:
         weights.fill_(step)
         copies.begin({"weights": weights, "strange": strange}, later={"weights", "strange"})
         copies.finish()
-        assert copies.wait(10)
+        assert copies.wait(60)
         weights.fill_(-1)
         assert torch.equal(copies.held["weights"], torch.full((1 << 20,), float(step)))
         assert torch.equal(copies.held["strange"], strange.cpu())

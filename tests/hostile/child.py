@@ -27,7 +27,8 @@ def reader(path: Any, options: dict[str, Any]) -> str:
     """Open a data set, and read its first samples and its last."""
     import numpy as np
 
-    from dlio.data.reader import data_bytes, open_reader
+    from dlio.data.reader import open_reader
+    from dlio.data.reader_contract import data_bytes
 
     if "cache" in options:
         os.environ["DLIO_CACHE"] = options.pop("cache")

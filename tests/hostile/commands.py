@@ -13,7 +13,7 @@ import torch
 from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
 from dlio.data.schema import IMAGE_LABEL
-from dlio.storage.block_format import encode_block
+from dlio.storage.block import encode_block
 from dlio.storage.inventory import DatasetUse
 from dlio.storage.manifest import Manifest, write_manifest
 from dlio.storage.tier import Tier

@@ -13,7 +13,7 @@ from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
 from dlio.data.schema import IMAGE_LABEL
 from dlio.launch.job_folder import PREFIX
-from dlio.storage.block_format import encode_block
+from dlio.storage.block import encode_block
 from dlio.storage.inventory import evict, stored_data
 from dlio.storage.manifest import NAME, Manifest, write_manifest
 from dlio.storage.tier import Tier

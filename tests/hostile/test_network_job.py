@@ -86,7 +86,7 @@ def test_ranks_that_meet_at_loopback_listen_nowhere_else() -> None:
                 text=True,
             )
         )
-    said = [process.communicate(timeout=120)[0] for process in started]
+    said = [process.communicate(timeout=400)[0] for process in started]
     assert said == [f"[0, 1] 2 {LOOPBACK}\n"] * 2
 
 

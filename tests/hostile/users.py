@@ -16,7 +16,7 @@ from typing import Any
 
 SHARED_GROUP = 54321
 """Number of a group that both users are in."""
-_DEADLINE_S = 30
+_DEADLINE_S = 60
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def two_users(pictures: Path) -> Iterator[Machine]:
 
 def _run(*argv: str) -> str:
     for _ in range(50):
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=400, check=False)
         if not done.returncode:
             return done.stdout.strip()
         time.sleep(0.1)  # Another process has locked the list of users.

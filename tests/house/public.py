@@ -8,6 +8,7 @@ leading underscore is for other modules of the project; it needs a docstring, to
 """
 
 import ast
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,10 @@ ANY_ALLOWED = {
     "dlio/integrations": "Lightning's and torch's hooks, which are typed so",
     "dlio/comm/process_group/mpi_work": "torch's Work and Future: the values that they hold",
     "dlio/features/skipping": "a user's loss function and samples, as torch has them",
+    "dlio/features/pruning/pruning_feature": "a saved state, as JSON types",
+    "dlio/train/feature_spec": "records of options, each of a feature's own type",
+    "dlio/train/feature_hooks": "records of options, and saved states as JSON types",
+    "dlio/train/report": "reports of epochs as JSON types",
 }
 """Files or folders whose public signatures may have `Any`, with the reason."""
 _ASSIGNED = re.compile(r"[A-Za-z]\w*$")
@@ -84,6 +89,7 @@ def complaints(path: Path) -> Iterator[str]:
                 yield f"{path}: __all__ has {name!r}, which is not there"
         if not (public or lazy or (path.name == "__init__.py" and imported & set(names))):
             yield f"{path}: has an __all__, but is internal: the underscore says what is private"
+    yield from _misplaced(path, tree)
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -95,6 +101,21 @@ def complaints(path: Path) -> Iterator[str]:
             yield f"{path}:{node.lineno}: {node.name} has no docstring"
         if not any(str(path).startswith(place) for place in ANY_ALLOWED):
             yield from _any_in(path, node)
+
+
+def _misplaced(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Yield complaints about strings that describe no attribute: none stands above them."""
+    for scope in ast.walk(tree):
+        if not isinstance(scope, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        for above, node in itertools.pairwise(scope.body):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+                and not isinstance(above, ast.Assign | ast.AnnAssign)
+            ):
+                yield f"{path}:{node.lineno}: a docstring without an attribute above it"
 
 
 def _any_in(path: Path, node: ast.AST) -> Iterator[str]:

@@ -71,6 +71,10 @@ def test_public_names_are_declared_and_all_names_described(
         ),
         ("def f() -> None: ...\n", "1: f has no docstring"),
         ('def f(a: list[Any]) -> None:\n    "Do."\n', "1: f has list[Any]"),
+        (
+            'class C:\n    "It."\n    x = 1\n    "An x."\n    "Of what?"\n',
+            "5: a docstring without an attribute above it",
+        ),
         ('class C:\n    "It."\n    def m(self) -> Any: ...\n', "3: m has Any"),
     ],
 )

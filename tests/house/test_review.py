@@ -1,6 +1,7 @@
 """Names say of what, and stand once; the counts of the review can be made."""
 
 import importlib.util
+import re
 import sys
 from types import ModuleType
 
@@ -44,3 +45,32 @@ def test_all_counts_are_printed(review: ModuleType, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     for word in ("lines of the product", "a sample's path", "the configuration", "comments in"):
         assert word in printed
+
+
+def test_the_types_to_know_first_exist(review: ModuleType) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = page.split("## Twenty types to know first")[1].split("##")[0]
+    named = re.findall(r"^\| `(dlio\.[\w.]+)`", table, re.MULTILINE)
+    assert len(named) == 20
+    assert [name for name in named if name not in review.definitions()] == []
+
+
+def test_files_that_a_first_change_starts_from_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.split("## Your first change")[1].split("##")[0]
+    files = re.findall(r"`((?:dlio|readers|tests)/[\w/.]+)`", section)
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_tables_of_modules_name_modules_that_exist(review: ModuleType) -> None:
+    wrong = []
+    for module in review.modules().values():
+        if module.path.name == "__init__.py":
+            folder = module.path.parent
+            tables = re.findall(r"^\| (?:module|file) *\|(?:.+\n)+", module.text, re.MULTILINE)
+            for cell in re.findall(r"^\|([^|]+)\|", "".join(tables), re.MULTILINE):
+                for name in re.findall(r"`([a-z_0-9]+)(?:\.py)?`", cell):
+                    places = (folder / f"{name}.py", folder / name)
+                    if not any(place.exists() for place in places):
+                        wrong.append(f"{module.label}: {name}")
+    assert wrong == [], wrong

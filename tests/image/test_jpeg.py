@@ -23,6 +23,7 @@ from dlio.image.jpeg import (
     with_restarts,
 )
 from dlio.image.jpeg_encoder import encode_with_restarts, resized
+from tests.conftest import examples
 
 
 def _jpeg(
@@ -45,7 +46,7 @@ def _jpeg(
     return memory.getvalue()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.integers(1, 150),
     st.integers(1, 250),
@@ -83,6 +84,7 @@ def test_what_is_cut_has_the_pixels_of_the_whole(
 
 @pytest.mark.parametrize("sampling", ["4:4:4", "4:2:0"])
 @pytest.mark.parametrize("intervals", [1, 2, 7])
+@pytest.mark.daily("1-4:2:0", "7-4:4:4")
 def test_a_crop_is_the_same_with_and_without_restarts(sampling: str, intervals: int) -> None:
     width = 504 if sampling == "4:4:4" else 448
     for size in (32, 224):

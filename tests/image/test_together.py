@@ -9,10 +9,9 @@ import pytest
 from dlio.errors import DecodeError
 from dlio.image import native
 from dlio.image.crop import Crop
-from dlio.image.decoder import Decoder
+from dlio.image.decoder import Decoder, decode_all, finish_all
 from dlio.image.device_decode import encoded_image as encoded_module
 from dlio.image.jpeg import parse_frame
-from dlio.image.together import decode_all, finish_all
 from tests.image.jpegs import KINDS, drawn
 
 CROPS = [

@@ -31,7 +31,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -73,11 +73,12 @@ def _check(alone: dict[str, Any], results: list[dict[str, Any]], folder: Path) -
 def test_ranks_of_mpi_train_as_one_process(
     mpirun: MpiRun, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    done = mpirun(2, BODY, str(tmp_path), timeout_s=240)
+    done = mpirun(2, BODY, str(tmp_path), timeout_s=400)
     assert done.returncode == 0, done.stderr[-4000:]
     _check(alone, _results(tmp_path, 2), tmp_path)
 
 
+@pytest.mark.nightly  # By day, ranks of MPI do.
 def test_ranks_of_torchrun_train_as_one_process(
     torchrun: TorchRun, alone: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -37,11 +37,11 @@ def _fit(
     by_mpirun: bool = False,
 ) -> tuple[list[dict[str, Any]], str]:
     """Return what each rank that is left has seen, and the errors of all."""
-    own = {"ENDS": json.dumps(ends), "OMP_NUM_THREADS": "1", "DLIO_TIMEOUT": "60"}
+    own = {"ENDS": json.dumps(ends), "OMP_NUM_THREADS": "1", "DLIO_TIMEOUT": "180"}
     argv = [str(FIT), str(folder), json.dumps(options)]
     if by_mpirun:
         python = [sys.executable, *argv]
-        done = launch(python, ranks, environment=own, capture=True, timeout_s=240, min_ranks=1)
+        done = launch(python, ranks, environment=own, capture=True, timeout_s=400, min_ranks=1)
     else:
         command = ["-m", "dlio.cli", "run", "-n", str(ranks), "--fault-tolerance", "shrink", *more]
         done = subprocess.run(
@@ -49,7 +49,7 @@ def _fit(
             env={**os.environ, **own},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=400,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]

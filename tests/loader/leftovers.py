@@ -24,5 +24,5 @@ def nothing_is_left() -> Iterator[None]:
 
     yield
     gc.collect()
-    in_time(lambda: not left(), 10)
+    in_time(lambda: not left(), 60)
     assert left() == []

@@ -61,7 +61,7 @@ def test_a_resumed_epoch_has_the_same_pixels(pictures: Path, make: Any) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.daily("4")
+@pytest.mark.daily("2")
 def test_ranks_do_not_matter(
     pictures: Path, ranks: int, mpirun: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import threading
-import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -229,23 +228,24 @@ def test_an_exception_of_collate_fn_comes_in_its_batchs_place() -> None:
     assert next(iterator) == [4, 5]
 
 
-class Slow(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(5 if index == 0 else 0)
-        return index
-
-
 def test_a_timeout_is_torchs() -> None:
+    class Slow(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            assert index or release.wait(60)
+            return index
+
+    release = threading.Event()
     loader = Ours(Slow(4), 1, num_workers=2, timeout=0.3, in_order=True)
     with pytest.raises(RuntimeError, match=r"timed out after 0\.3 seconds"):
         next(iter(loader))
+    release.set()
 
 
 def test_out_of_order_a_slow_sample_delays_no_other() -> None:
     class One(Numbers):
         def __getitem__(self, index: int) -> Any:
             if index == 0:
-                assert release.wait(20)
+                assert release.wait(60)
             return index
 
     release = threading.Event()

@@ -76,7 +76,7 @@ def until_raised(loader: Any) -> tuple[int, str]:
             count += 1
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("make", "wanted"),
     [
@@ -111,7 +111,7 @@ def _collated(samples: list[int]) -> Any:
     return collate([torch.tensor(sample) for sample in samples])
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("tiers", ["none", "ram:16MiB"])
 @pytest.mark.parametrize("batch_size", [2, None])
 def test_whatever_a_transform_raises_comes_in_its_batchs_place(
@@ -124,7 +124,7 @@ def test_whatever_a_transform_raises_comes_in_its_batchs_place(
     assert until_raised(Ours(data, batch_size, num_workers=2)) == (0, "CancelledError")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_a_data_set_behind_tiers_that_ends_its_thread_is_a_source_that_failed() -> None:
     class Late(Ending):
         def __getitem__(self, index: int) -> Any:
@@ -159,7 +159,7 @@ def test_tiers_refuse_a_batch_in_place_of_samples() -> None:
         dlio.open(Odd(), tiers="ram:8MiB")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "batches",
     [
@@ -200,13 +200,13 @@ def test_the_error_of_a_sampler_comes_after_the_batches_that_it_chose(workers: i
     assert ours.count("LookupError") == 2
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_a_batch_that_was_late_comes_at_the_next_call_and_is_counted_once() -> None:
     release = threading.Event()
 
     class Slow(Numbers):
         def __getitem__(self, index: int) -> Any:
-            assert index or release.wait(30)
+            assert index or release.wait(60)
             return index
 
     loader = Ours(Slow(6), 2, num_workers=1, timeout=0.1)

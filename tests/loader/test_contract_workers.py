@@ -32,7 +32,8 @@ from tests.loader.leftovers import nothing_is_left
 threads = partial(dlio.DataLoader, workers="thread")
 processes = partial(dlio.DataLoader, workers="process")
 KINDS = [
-    pytest.param(DataLoader, id="torch"),
+    # Shows that the cases are torch's contract.
+    pytest.param(DataLoader, id="torch", marks=pytest.mark.nightly),
     pytest.param(threads, id="threads"),
     pytest.param(processes, id="processes"),
 ]
@@ -163,7 +164,7 @@ def test_the_iterators_workers_can_be_seen_and_ended(kind: Any) -> None:
     assert all(worker.is_alive() for worker in workers)
     iterator._shutdown_workers()
     for worker in workers:
-        worker.join(20)
+        worker.join(60)
         assert not worker.is_alive()
     with pytest.raises(NotImplementedError):
         iterator.__getstate__()

@@ -1,5 +1,6 @@
 """A loader's several crops of each picture are those of one crop at a time, from one decoding."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from PIL import Image
 
 import dlio
 from dlio import transforms as T  # noqa: N812 - as everybody calls them
-from dlio.data.reader import SampleName
+from dlio.data.reader_contract import SampleName
 from dlio.errors import UsageError
 from dlio.image import decoder
 from dlio.image.crop import DRAWS, Box, Crop
 from dlio.image.decoder import Decoder
+from dlio.image.native import NativeCrop, NativeLibrary
 from dlio.image.random_source import KeyedRandom, stream_of
 from tests.loader.augmented_checks import MEAN, STD, users_own
 from tests.loader.test_gallery import parsed, pixels_of
@@ -126,7 +128,13 @@ def test_each_picture_is_decoded_once(
         calls.append(args[1])
         return before(*args)
 
+    def counting_crops(library: NativeLibrary, crops: Sequence[NativeCrop]) -> list[bool]:
+        calls.extend((each.top, each.left, each.height, each.width, 1) for each in crops)
+        return crops_before(library, crops)
+
+    crops_before = NativeLibrary.crops
     monkeypatch.setattr(decoder, "_decode_jpeg", counting)
+    monkeypatch.setattr(NativeLibrary, "crops", counting_crops)
     large = T.RandomResizedCrop(200, (0.3, 1.0), crops=N)
     with _open(pictures, large, tiers) as data, dlio.DataLoader(data, 4) as loader:
         assert [images.shape for images, _ in loader] == [(4, N, 3, 200, 200)] * 3
@@ -146,7 +154,13 @@ def test_evaluation_decodes_the_part_that_is_shown_in_one_call(
         calls.append((box.top, box.left, box.height, box.width, factor))
         return before(image, name, size, box, factor)
 
+    def counting_crops(library: NativeLibrary, crops: Sequence[NativeCrop]) -> list[bool]:
+        calls.extend((each.top, each.left, each.height, each.width, 1) for each in crops)
+        return crops_before(library, crops)
+
+    crops_before = NativeLibrary.crops
     monkeypatch.setattr(decoder, "_decode_jpeg", counting)
+    monkeypatch.setattr(NativeLibrary, "crops", counting_crops)
     steps: list[Any] = [T.Resize(256), T.CenterCrop(224), T.ToTensor(), T.Normalize(MEAN, STD)]
     with _open(tmp_path, T.Compose(steps)) as data, dlio.DataLoader(data, 1) as loader:
         [(images, _)] = list(loader)

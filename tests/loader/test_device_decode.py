@@ -222,7 +222,7 @@ def test_a_script_that_leaves_its_loader_open_ends_well_and_quietly(jpegs: Path)
         [sys.executable, "-c", script, str(jpegs)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -35,6 +35,7 @@ def _drawn(data: dlio.Dataset, **options: Any) -> list[tuple[list[int], Any]]:
 
 
 @pytest.mark.parametrize("tiers", ["ram:8MiB", "ram:8MiB:decoded,ram:8MiB", "none"])
+@pytest.mark.daily("ram:8MiB:decoded,ram:8MiB", "none")
 def test_processes_draw_what_threads_drew_before_them(packed: str, tiers: str) -> None:
     with dlio.open(packed, image_size=16, tiers=tiers, train=False) as data:
         for _ in range(2):  # The second time from tiers that are mounted anew.

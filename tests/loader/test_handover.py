@@ -12,7 +12,7 @@ import torch
 
 import dlio
 from dlio.loader.batch_stream import BatchResult, BatchStream
-from dlio.loader.handover import StagingBuffers, handed_over
+from dlio.loader.delivery import StagingBuffers, handed_over
 from dlio.storage.device_tier import DeviceCopies
 from dlio.util.buffer_pool import BufferPool
 from tests.loader.recorded_streams import RecordedStreams
@@ -222,6 +222,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("workers", [None, "process"])
+@pytest.mark.daily("process")
 def test_a_loader_hands_over_the_same_batches_and_takes_no_more_memory_each_epoch(
     folder: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

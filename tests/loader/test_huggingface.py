@@ -10,11 +10,15 @@ from torch.utils.data import ConcatDataset, Subset
 
 import dlio
 
-datasets = pytest.importorskip("datasets")
+
+@pytest.fixture(scope="module")
+def datasets() -> Any:
+    """Hugging Face's library, which takes as long to import as torch."""
+    return pytest.importorskip("datasets")
 
 
 @pytest.fixture(scope="module")
-def images(pictures: Path) -> Any:
+def images(pictures: Path, datasets: Any) -> Any:
     """Twelve drawn pictures: half in the data set, half in files that it names."""
     files = sorted(pictures.glob("*/*"))
     rows = [
@@ -105,7 +109,7 @@ def test_others_are_left_to_threads_and_give_the_same(images: Any, kind: str) ->
         assert loader.stats()["engine"] == "threads"
 
 
-def test_a_picture_that_cannot_be_decoded_is_named(images: Any) -> None:
+def test_a_picture_that_cannot_be_decoded_is_named(images: Any, datasets: Any) -> None:
     broken = images.cast_column("image", datasets.Image(decode=False)).to_list()
     broken[5]["image"] = {"bytes": b"\xff\xd8 no picture", "path": None}
     data = datasets.Dataset.from_list(broken, features=images.features).with_transform(_transform)

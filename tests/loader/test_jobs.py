@@ -30,6 +30,7 @@ with (
 
 
 @pytest.mark.parametrize("place", ["ram", "disk"])
+@pytest.mark.daily("ram")
 def test_two_jobs_read_once_and_share_one_copy(pictures: Path, tmp_path: Path, place: str) -> None:
     tiers = "ram:64MiB" if place == "ram" else f"{tmp_path}:64MiB"
     reader = open_reader(str(pictures))

@@ -14,8 +14,8 @@ import torch
 
 import dlio
 from dlio.errors import DecodeError, DlioError, SourceError, UsageError
-from dlio.loader.planned_engine.batch_builders import BatchMemory
-from dlio.loader.streams import HostMemoryKind
+from dlio.loader.delivery import HostMemoryKind
+from dlio.loader.planned_engine.sample_builders import BatchMemory
 from dlio.util.shared_folders import SharedFolder
 
 N = 90
@@ -386,6 +386,7 @@ def test_a_disk_too_full_is_found_before_the_first_block(
 
 
 @pytest.mark.parametrize("mode", ["local", "ring", "partial(0.2)"])
+@pytest.mark.daily("local", "partial(0.2)")
 def test_an_inexact_epoch_is_resumed_as_it_was_saved_or_not_at_all(
     pictures: Path, mode: str
 ) -> None:

@@ -17,6 +17,7 @@ BODY = str(Path(__file__).with_name("mapstyle_checks.py"))
 @pytest.mark.parametrize(
     ("ranks", "nodes", "leave"), [(2, 1, ""), (2, 2, ""), (4, 2, "leave"), (3, 3, "")]
 )
+@pytest.mark.daily("4-2-leave-varying", "3-3--fixed", "2-1--varying")
 def test_each_sample_is_asked_for_once_by_the_whole_job(
     mpirun: Callable[..., subprocess.CompletedProcess[str]],
     tmp_path: Path,

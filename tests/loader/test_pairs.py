@@ -28,5 +28,5 @@ def test_a_partner_is_the_one_before_in_the_step(
         parts: list[list[int]] = [batch[::2], batch[1::2], batch[:1], []]
         for part in parts:
             if len(set(batch)) == len(batch):
-                pairs = pairing.pairs(step, np.array(part, np.int64))
+                pairs = pairing.of_step(step, np.array(part, np.int64))
                 assert pairs.partners.tolist() == [wanted[sample] for sample in part]

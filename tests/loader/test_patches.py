@@ -17,7 +17,8 @@ import zarr
 
 import dlio
 from dlio.comm import world
-from dlio.data.chunks import ChunkReader, plain_chunks
+from dlio.data.chunked_array import plain_chunks
+from dlio.data.chunks import ChunkReader
 from dlio.data.patches import PatchReader
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.daily("4")
+@pytest.mark.daily("2")
 def test_every_mode_gives_each_kept_sample_once_and_reads_no_other(
     mpirun: Callable[..., subprocess.CompletedProcess[str]], folder: Path, ranks: int
 ) -> None:

@@ -21,6 +21,7 @@ SHARES = ([5, 1, 6], [10, 1, 1], [4, 4, 4], [2, 9, 1], [1, 2, 9])
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("mode", ["batch", "global"])
+@pytest.mark.daily("global")
 def test_shares_may_change_between_passes_and_on_resume(
     mpirun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, mode: str
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_peer_that_stops_delays_a_batch_by_its_deadline(
     reports = {each["rank"]: each for each in lines}
     assert sorted(chain(*reports[0]["steps"], *reports[1]["steps"])) == list(range(N))
     assert reports[0]["late"] > 0
-    assert DEADLINE_S <= reports[0]["longest_s"] <= DEADLINE_S + 2.0
+    # Without a deadline, it would wait for as long as the peer is stopped: 60 seconds.
+    assert DEADLINE_S <= reports[0]["longest_s"] < DEADLINE_S + 30
     # Once given up, the peer is not waited for again: its samples came from the source.
     assert reports[1]["late"] == 0

@@ -2,12 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 import dlio
-from dlio.features.search.search_display import TrialTable
 from dlio.train.training_progress import TrainingProgress
 from dlio.util.live_figures import ask_all
 from dlio_staging.byte_progress import show_progress
@@ -64,19 +63,3 @@ def test_staging_tells_bytes_even_if_it_shows_nothing() -> None:
         shown(20)
         assert parts("work") == [{"kind": "work", "title": "packing", "done": 20, "total": 50}]
     assert parts("work") == []
-
-
-def test_a_search_tells_its_trials() -> None:
-    class Study:
-        folder = "found"
-        records = ()
-        objectives = ()
-
-        def best(self) -> list[object]:
-            return []
-
-    with TrialTable(cast("Any", Study()), 24) as shown:
-        shown.update({3: False, 4: True})
-        (part,) = parts("search")
-    counts = {"trials": 24, "ended": 0, "running": [3], "waiting": [4], "best": None}
-    assert part == {"kind": "search", "study": "found", **counts}

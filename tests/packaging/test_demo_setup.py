@@ -35,7 +35,12 @@ def test_the_demo_installs_little(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     done = subprocess.run(
-        ["make", "-n", "demo"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+        ["make", "-n", "demo"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=400,
     )
     (extras,) = re.findall(r"-e '\.\[([a-z,]+)\]'", done.stdout)
     names = _closure("dlio", tuple(extras.split(",")), set())

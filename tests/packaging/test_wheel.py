@@ -176,6 +176,7 @@ def test_folders_next_to_a_script_do_not_shadow_packages(
     assert "12 samples" in _run(installed, "dlio", "ls", str(pictures), cwd=tmp_path).stdout
 
 
+@pytest.mark.nightly
 def test_the_installed_command_packs_stages_and_trains(
     installed: Path, tmp_path: Path, pictures: Path
 ) -> None:

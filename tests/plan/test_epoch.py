@@ -16,6 +16,7 @@ from dlio.plan.order import Order, share
 from dlio.plan.rank_shares import RankShares
 from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
 from dlio.plan.schedule import RankNodes, RankWindow, assign, steps_in_epoch
+from tests.conftest import examples
 
 MODES = ("batch", "global", "ring", "local", "partial(0.1)", "partial(0.5)", "partial(1)")
 
@@ -83,7 +84,7 @@ def _check(plan: EpochPlan, windows: list[RankWindow]) -> None:
         assert np.array_equal(~moved, np.isin(homes, [-1, ranks.node_of[rank]]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(epochs(), st.sampled_from(MODES))
 def test_plans_of_all_ranks_agree_and_give_each_sample_once(plan: EpochPlan, mode: str) -> None:
     windows = _windows(plan, mode)
@@ -95,7 +96,7 @@ def test_plans_of_all_ranks_agree_and_give_each_sample_once(plan: EpochPlan, mod
     assert len(consumed) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(epochs(), st.sampled_from(["local", "ring", "partial(0.3)"]), st.data())
 def test_inexact_modes_give_each_sample_once_by_uneven_shares(
     plan: EpochPlan, mode: str, data: st.DataObject
@@ -117,7 +118,7 @@ def test_inexact_modes_give_each_sample_once_by_uneven_shares(
             assert (np.diff(window.starts)[: plan.order.n // whole] == shares.counts[rank]).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(epochs(), st.sampled_from(["local", "ring", "partial(0.3)"]), st.data())
 def test_ranks_that_are_left_take_over_what_their_neighbours_would_have_consumed(
     plan: EpochPlan, mode: str, data: st.DataObject
@@ -150,7 +151,7 @@ def test_ranks_that_are_left_take_over_what_their_neighbours_would_have_consumed
                 assert ranks.node_of[by[0]] == ranks.node_of[rank]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(epochs(), st.sampled_from(["local", "ring", "partial(0.3)"]), st.integers(1, 4))
 def test_an_inexact_epoch_is_the_same_in_parts(plan: EpochPlan, mode: str, length: int) -> None:
     """Windows make no difference, nor does going on at a step."""
@@ -168,7 +169,7 @@ def test_an_inexact_epoch_is_the_same_in_parts(plan: EpochPlan, mode: str, lengt
             assert all(np.array_equal(a.sends[k], b.sends[k]) for k in a.sends)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(epochs())
 def test_the_plan_for_many_nodes_is_that_of_the_whole_batch(plan: EpochPlan) -> None:
     for rank in range(plan.ranks.size):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dlio.errors import UsageError
 from dlio.plan.fair_counts import FairCounts, largest_remainder
 from dlio.plan.mixture import MixtureEpoch, MixtureOrder, MixtureRule
+from tests.conftest import examples
 
 _I64 = npt.NDArray[np.int64]
 _parts = st.lists(st.integers(0, 10**6), min_size=1, max_size=7).filter(any)
@@ -46,7 +47,7 @@ def _counts(order: MixtureOrder, batch: int, sources: int) -> _I64:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(parts=_parts, batch=st.integers(1, 300))
 def test_each_batch_and_all_totals_are_within_one_of_the_weights(
     parts: list[int], batch: int
@@ -63,7 +64,7 @@ def test_each_batch_and_all_totals_are_within_one_of_the_weights(
             assert abs(int(totals[step, source]) - exact * step) < 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     parts=st.lists(st.floats(0, 1e300, allow_subnormal=True), min_size=1, max_size=4).filter(any),
     batch=st.integers(1, 50),
@@ -97,7 +98,7 @@ def test_counts_far_on_are_those_of_going_there_batch_by_batch() -> None:
     assert (again.totals(np.array([12], np.int64)) >= 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(parts=_parts, batches=st.integers(0, 50), more=st.integers(1, 30))
 def test_a_smaller_last_batch_brings_totals_close_to_the_weights(
     parts: list[int], batches: int, more: int
@@ -187,7 +188,7 @@ def test_until_all_ends_when_each_source_was_gone_through() -> None:
     assert unused.epoch(0, 0, 16, False).drawn(310)[1] == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     parts=st.lists(st.integers(1, 50), min_size=1, max_size=5),
     batch=st.integers(1, 40),
@@ -231,7 +232,7 @@ def test_weights_change_at_a_step_of_the_run_and_counts_stay_exact() -> None:
             step += steps
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     stop=st.integers(1, 31),
     batch=st.integers(1, 40),

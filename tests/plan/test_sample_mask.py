@@ -10,7 +10,7 @@ from dlio.plan.block_order import BlockOrder
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.plan.sample_mask import MaskedOrder, SampleMask, masked_layout
-from dlio.storage.block_filler import blocks_in_order
+from dlio.storage.block_fetcher import blocks_in_order
 
 
 @st.composite

@@ -20,6 +20,7 @@ from dlio.plan.schedule import (
     steps_in_epoch,
     window_steps,
 )
+from tests.conftest import examples
 
 Job = tuple[Order, int, int, RankNodes, npt.NDArray[np.int32]]
 """(order, position, batch size, ranks, home of each sample)."""
@@ -41,7 +42,7 @@ def jobs(draw: st.DrawFn) -> Job:
     return order, position, draw(st.integers(1, 9)), RankNodes(node_of), np.array(homes, np.int32)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(jobs(), modes)
 def test_plans_of_all_ranks_fit_together(job: Job, mode: Mode) -> None:
     order, position, batch, ranks, homes = job
@@ -67,7 +68,7 @@ def test_plans_of_all_ranks_fit_together(job: Job, mode: Mode) -> None:
         assert np.array_equal(stays, ~moved)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(jobs())
 def test_batch_mode_keeps_at_home_what_the_shares_allow(job: Job) -> None:
     order, position, batch, ranks, homes = job
@@ -163,7 +164,7 @@ def test_batch_mode_moves_only_the_overflow(nodes: int, ranks_a_node: int, batch
     assert moved["global"] == pytest.approx(1 - 1 / nodes, rel=0.02)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(jobs())
 def test_a_rank_gets_the_samples_that_it_keeps_as_far_as_its_share_allows(job: Job) -> None:
     order, position, batch, ranks, homes = job

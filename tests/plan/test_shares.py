@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.errors import UsageError
-from dlio.loader.shuffle.windows import windows_of
+from dlio.loader.shuffle.sample_shuffle import windows_of
 from dlio.plan.epoch import EpochPlan, GlobalPlan, check_shares, plan_epoch
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order, share
 from dlio.plan.rank_shares import RankShares, checked_shares, fastest_shares
 from dlio.plan.schedule import RankNodes, RankWindow, steps_in_epoch
+from tests.conftest import examples
 
 counts = st.lists(st.integers(1, 50), min_size=1, max_size=8).map(tuple)
 seconds = st.floats(1e-5, 10.0)
@@ -68,7 +69,7 @@ def _of(plan: EpochPlan, mode: str, rank: int) -> EpochPlan:
     return EpochPlan(**{**values, "mode": mode, "rank": rank})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(epochs(), st.sampled_from(["batch", "global", "many nodes"]))
 def test_plans_with_shares_agree_and_give_each_sample_once(plan: EpochPlan, mode: str) -> None:
     def window(rank: int) -> RankWindow:
@@ -98,7 +99,7 @@ def test_plans_with_shares_agree_and_give_each_sample_once(plan: EpochPlan, mode
         assert all(len(w) == 1 or len(w) * plan.largest_batch * 100 <= 1 << 10 for w in lengths[0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(epochs())
 def test_the_plan_for_many_nodes_is_that_of_the_whole_batch(plan: EpochPlan) -> None:
     for rank in range(plan.ranks.size):

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -103,6 +102,8 @@ def test_a_batch_is_read_once_for_its_rows(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_folders_of_hugging_face_data_sets(tmp_path: Path) -> None:
+    import datasets  # Slow, and needed here alone.
+
     rows: dict[str, Any] = {
         "image": [{"bytes": _picture(k), "path": None} for k in range(12)],
         "label": [k % 2 for k in range(12)],

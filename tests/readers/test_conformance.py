@@ -19,6 +19,7 @@ import zarr
 from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import Value
 from dlio.testing import ReaderTests
+from dlio.util.settings import REHEARSAL
 from dlio_staging.pack_folder import pack
 from tests.readers import tfrecords
 
@@ -27,8 +28,15 @@ Rows = Sequence[Mapping[str, Value]]
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cache(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path_factory.mktemp("cache")))
+    # A rehearsal takes longer than most of these tests: one test of each format has it.
+    if request.node.name != "test_payloads_are_the_samples_that_were_written":
+        monkeypatch.setenv(REHEARSAL, "1")
 
 
 def image(k: int) -> bytes:

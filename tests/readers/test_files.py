@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import nibabel
 import numpy as np
 import numpy.typing as npt
-import pydicom
-import pydicom.uid
 import pytest
-from pydicom.dataset import FileDataset, FileMetaDataset
 
 import dlio
 from dlio.data.source import File
@@ -43,10 +39,15 @@ def _h5(path: Path, volume: Volume) -> None:
 
 
 def _nii(path: Path, volume: Volume) -> None:
+    import nibabel  # It and pydicom are slow to import, and needed here alone.
+
     nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), path)
 
 
 def _dcm(path: Path, volume: Volume, **tags: object) -> None:
+    import pydicom.uid
+    from pydicom.dataset import FileDataset, FileMetaDataset
+
     meta = FileMetaDataset()
     meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
     meta.MediaStorageSOPClassUID = pydicom.uid.MRImageStorage
@@ -168,6 +169,8 @@ def test_a_patch_does_not_read_the_whole_file(
 
 
 def test_intensities_are_scaled_as_headers_say(tmp_path: Path) -> None:
+    import nibabel
+
     volume = _volumes(1)[0]
     image = nibabel.Nifti1Image(volume, np.eye(4))
     image.header.set_slope_inter(0.5, -3)

@@ -264,7 +264,7 @@ def test_many_threads_read_at_once(case: tuple[Reader, dict[str, str]]) -> None:
     gate = threading.Barrier(4)
 
     def work(part: int) -> None:
-        gate.wait(20)
+        gate.wait(60)
         for block in range(part, reader.layout.blocks, 4):
             samples = reader.layout.samples_of(block)
             for i, payload in zip(samples.tolist(), reader.read(samples), strict=True):

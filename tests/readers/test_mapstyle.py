@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 import dlio
-from dlio.data.abilities import estimates_sizes
 from dlio.data.reader import open_reader
+from dlio.data.reader_contract import abilities_of
 from dlio.errors import SourceError, UsageError
 
 SALT = random.SystemRandom().random()
@@ -65,7 +65,7 @@ def test_samples_are_restored_unchanged(make: Callable[[int], Any]) -> None:
     with dlio.open(Made(make), tiers="none") as data:
         assert [plain(data[i]) for i in range(50)] == [plain(make(i)) for i in range(50)]
         payloads = data.reader.read(np.arange(50))
-        if not estimates_sizes(data.reader):
+        if not abilities_of(data.reader).sizes_are_estimates:
             assert [len(payload) for payload in payloads] == data.reader.sizes.tolist()
 
 
@@ -113,7 +113,7 @@ def test_parts_of_data_sets_are_asked_for_once_and_many_at_a_time(
     tiers, chosen = f"{tmp_path}:16MiB", list(range(0, 300, 3))
     if outside:
         data: Any = torch.utils.data.Subset(made, chosen)
-        assert not open_reader(data).together  # type: ignore[attr-defined]
+        assert not abilities_of(open_reader(data)).multi_get
         made.asked[:] = 0
     else:
         data = dlio.open(made, tiers=tiers)[0:300:3]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import fsspec
@@ -20,8 +21,9 @@ from dlio_staging.stage import stage
 from dlio_staging.stage_plan import StageOptions
 from dlio_staging.verify import verify
 
-pytest.importorskip("s3fs", reason="S3 is read through s3fs: pip install 'dlio[s3]'")
-pytest.importorskip("moto", reason="the tests' S3 server is moto's")
+for needed in ("s3fs", "moto"):  # Slow to import: the server and fsspec do that.
+    if find_spec(needed) is None:
+        pytest.skip(f"no {needed}: pip install 'dlio[s3]' moto", allow_module_level=True)
 SECRET = "wJalrXUtnFEMIsecret"
 
 

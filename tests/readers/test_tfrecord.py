@@ -22,6 +22,7 @@ from dlio_readers.tfexample import count_of, features_of, floats_of, ints_of
 from dlio_readers.tfframes import WholeRecord, masked
 from dlio_readers.tfrecord import TfRecordReader
 from dlio_staging.pack_folder import pack
+from tests.conftest import examples
 from tests.readers.tfrecords import Values, example, sequence_example, write
 
 
@@ -134,6 +135,14 @@ def test_a_scan_skips_large_values_and_happens_once(
     assert not clock.reads
 
 
+@pytest.fixture(scope="module")
+def long_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """400 records of 100 kB. TensorBoard's writer takes seconds for their checksums."""
+    path = tmp_path_factory.mktemp("records") / "x.tfrecord"
+    write(path, (example({"a": [bytes(100_000)], "z": [k]}) for k in range(400)))
+    return path
+
+
 @pytest.mark.parametrize(
     ("latency_s", "bandwidth", "reads_through"),
     [
@@ -144,17 +153,15 @@ def test_a_scan_skips_large_values_and_happens_once(
     ],
 )
 def test_a_scan_reads_through_where_requests_are_slow_and_bytes_are_not(
-    tmp_path: Path,
+    long_records: Path,
     monkeypatch: pytest.MonkeyPatch,
     latency_s: float,
     bandwidth: float,
     reads_through: bool,
 ) -> None:
     count, size = 400, 100_000
-    path = tmp_path / "x.tfrecord"
-    write(path, (example({"a": [bytes(size)], "z": [k]}) for k in range(count)))
     clock = Clock(monkeypatch, latency_s, bandwidth)
-    reader = TfRecordReader(str(path))
+    reader = TfRecordReader(str(long_records))
     assert reader.labels.tolist() == list(range(count))
     if reads_through:
         assert len(clock.reads) < 30
@@ -180,7 +187,9 @@ def test_files_of_a_network_are_scanned_side_by_side_and_agree(
     monkeypatch.setattr(File, "read", seen)
     with monkeypatch.context() as patch:
         place = file_system_of(str(tmp_path))
-        patch.setattr("dlio_readers.concurrency.find_place", lambda _: replace(place, kind="nfs"))
+        patch.setattr(
+            "dlio_readers.concurrency.file_system_of", lambda _: replace(place, kind="nfs")
+        )
         networked = TfRecordReader(str(tmp_path))
     assert any(name.startswith("dlio-ask") for name in threads)
     monkeypatch.setenv("DLIO_CACHE", str(tmp_path / "other"))
@@ -271,7 +280,7 @@ _bytes = st.lists(st.binary(max_size=200), min_size=1, max_size=3)
 
 
 @given(st.dictionaries(st.text(max_size=20), st.one_of(_numbers, _floats, _bytes), max_size=8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_parser_agrees_with_protobuf(values: dict[str, list[object]]) -> None:
     record = WholeRecord(memoryview(example(values)))
     features = features_of(record)
@@ -298,7 +307,7 @@ def test_numbers_may_be_written_one_by_one() -> None:
 
 
 @given(st.binary(max_size=120), st.integers(0, 200))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_no_record_ends_in_anything_but_a_result_or_an_error(noise: bytes, at: int) -> None:
     plain = example(_records(1)[0])
     data = plain[:at] + noise + plain[at + len(noise) :]

@@ -14,7 +14,7 @@ from dlio.cli.cache_command import CacheCleanOptions, CacheListOptions, clean, l
 from dlio.cli.ls import ListOptions
 from dlio.cli.ls import command as ls
 from dlio.data.index import open_cache
-from dlio.storage.known_folders import known_roots, remember_root
+from dlio.storage.inventory import known_roots, remember_root
 from dlio_staging.manage import StatusOptions, describe_status, status
 from dlio_staging.stage import stage
 from dlio_staging.stage_plan import StageOptions

@@ -67,7 +67,7 @@ def test_a_full_disk_is_one_line(
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 2, done

@@ -49,7 +49,7 @@ sys.path[:0] = {[str(ROOT), str(ROOT / "readers"), str(ROOT / "staging")]!r}
 from dlio_staging.pack import pack
 def slowly(done, of):
     print(done, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 pack({str(pictures)!r}, {str(tmp_path / "out")!r}, progress=slowly, workers=2, shard_bytes=1 << 16)
 """
     with subprocess.Popen(

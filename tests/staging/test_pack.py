@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import dlio
-from dlio.data.reader import Reader, open_reader
+from dlio.data.reader import open_reader
+from dlio.data.reader_contract import Reader
 from dlio.data.schema import DTYPES, ENCODED, TEXTS, Schema, array_kind
 from dlio.errors import TierFull, UsageError
 from dlio.image.decoder import decode_whole
@@ -138,6 +139,7 @@ def test_samples_survive_every_pair_of_formats(
 
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.daily("3-native", "1-tar", "3-hdf5", "1-zarr")
 def test_every_sample_is_packed_once_by_any_number_of_workers(
     pictures: Path, tmp_path: Path, format_: str, workers: int
 ) -> None:
@@ -215,7 +217,7 @@ def test_a_killed_packing_is_continued(pictures: Path, tmp_path: Path) -> None:
         "seen = []\n"
         "def slowly(done, total):\n"
         "    seen.append(done)\n"
-        "    if len(os.listdir(sys.argv[3])) >= 2: print('two', flush=True); time.sleep(60)\n"
+        "    if len(os.listdir(sys.argv[3])) >= 2: print('two', flush=True); time.sleep(600)\n"
         "pack(sys.argv[1], sys.argv[2], shard_bytes=1 << 16, progress=slowly)\n"
     )
     staging = tmp_path / ".out.packing"
@@ -293,6 +295,6 @@ def test_the_command_prints_its_result(pictures: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["samples"] == 12
     with dlio.open(str(out), image_size=32, tiers="none") as data:
         assert data[0][0].shape == (3, 32, 32)
-    again = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    again = subprocess.run(argv, capture_output=True, text=True, timeout=400, check=False)
     assert again.returncode == 2
     assert "exists" in again.stderr

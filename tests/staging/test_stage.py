@@ -243,7 +243,7 @@ def test_a_dead_jobs_lease_expires_and_its_data_is_evicted_by_its_number(
         "import sys, time, dlio\n"
         f"data = dlio.open({str(pictures)!r}, tiers={f'{scratch}:1GiB'!r}, image_size=32)\n"
         "loader = dlio.DataLoader(data, 4)\n"
-        "next(iter(loader)); print('up', flush=True); time.sleep(60)\n"
+        "next(iter(loader)); print('up', flush=True); time.sleep(600)\n"
     )
     job = subprocess.Popen(
         [sys.executable, "-c", body],
@@ -263,7 +263,7 @@ def test_a_dead_jobs_lease_expires_and_its_data_is_evicted_by_its_number(
         assert stored_data(str(scratch))
     finally:
         job.kill()
-        job.communicate(timeout=60)
+        job.communicate(timeout=400)
     (entry,) = stored_data(str(scratch))
     assert not entry.in_use
     assert _dlio("evict", "--job", "1", "--tiers", scratch).stdout.startswith("evicted 0")
@@ -319,7 +319,7 @@ def test_a_reader_that_hangs_is_abandoned(pictures: Path, scratch: Path, tmp_pat
     os.mkfifo(victim)
     command = [*CLI, "stage", str(folder), "--tiers", f"{scratch}:1GiB"]
     done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=120, check=False
+        command, env=env, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 2
 
@@ -334,7 +334,7 @@ def test_an_interrupted_run_leaves_whole_blocks_and_no_process(
         assert in_time(lambda: len(list(scratch.rglob("*.blk"))) > 3)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=400)
     if number != signal.SIGKILL:
         assert process.returncode == 130
         assert said.strip() == "dlio: interrupted"
@@ -381,6 +381,6 @@ def test_a_killed_staging_process_ends_its_command_with_the_same_status() -> Non
     body = "import os; from dlio_staging.hung_source import abandonable; abandonable(); "
     body += "os.kill(os.getpid(), 9)"
     done = subprocess.run(
-        [sys.executable, "-c", body], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", body], capture_output=True, text=True, timeout=400, check=False
     )
     assert (done.returncode, done.stderr) == (-9, "")

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from dlio.data.schema import IMAGE_LABEL, Schema
 from dlio.errors import CorruptBlock
-from dlio.storage.block import read_info
-from dlio.storage.block_format import aligned, block_sizes, encode_block
-from dlio.storage.scratch import PayloadScratch
+from dlio.storage.block import PayloadScratch, aligned, block_sizes, encode_block, read_info
+from tests.conftest import examples
 
 FINGERPRINT = "0123456789abcdef" * 2
 
@@ -93,7 +92,7 @@ def test_a_block_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
             _read(tmp_path / "b", data[:length])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(300))
 @given(st.data())
 def test_arbitrary_bytes_are_a_block_or_a_clear_error(tmp_path: Path, data: st.DataObject) -> None:
     good = bytearray(_encode([b"first", bytes(500)], compress=True))

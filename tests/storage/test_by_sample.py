@@ -9,12 +9,12 @@ import pytest
 
 import dlio
 from dlio.comm import world
-from dlio.data.file_ranges import open_ranges
 from dlio.data.flow import Flow
+from dlio.data.open_files import open_ranges
 from dlio.data.reader import open_reader
-from dlio.storage import large, mount
+from dlio.storage import block_fetcher, mount
+from dlio.storage.block_fetcher import SourceRequests
 from dlio.storage.file_system_kind import FileSystemKind
-from dlio.storage.source_requests import SourceRequests
 
 NETWORK = FileSystemKind("", "fuse", "fuse", "/")
 DISK = FileSystemKind("", "disk", "ext4", "/")
@@ -23,11 +23,11 @@ DISK = FileSystemKind("", "disk", "ext4", "/")
 @pytest.fixture
 def networked(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
-        "dlio.storage.source_requests",
+        "dlio.storage.block_fetcher",
         "dlio.storage.mount",
         "dlio_readers.concurrency",
     ):
-        monkeypatch.setattr(f"{module}.find_place", lambda _: NETWORK)
+        monkeypatch.setattr(f"{module}.file_system_of", lambda _: NETWORK)
 
 
 def _volumes(folder: Path, files: int, kib: int) -> Path:
@@ -58,16 +58,16 @@ def test_a_large_sample_is_read_in_parts_through_one_opening(
         opened.append(file.url)
         return open_ranges(file)
 
-    monkeypatch.setattr(large, "open_ranges", counted)
-    with SourceRequests(reader, 8) as intake:
-        original = intake.map
+    monkeypatch.setattr(block_fetcher, "open_ranges", counted)
+    with SourceRequests(reader, 8) as requests:
+        original = requests.map
 
         def seen(function: Any, items: Any, block: int) -> Any:
             asked.append([len(memory) for _, _, memory in items])
             return original(function, items, block)
 
-        monkeypatch.setattr(intake, "map", seen)
-        (payload,) = intake.samples(np.array([1]), 0)
+        monkeypatch.setattr(requests, "map", seen)
+        (payload,) = requests.samples(np.array([1]), 0)
     assert bytes(payload) == bytes(reader.read(np.array([1]))[0])
     assert len(opened) == 1
     assert len(asked) == 1
@@ -75,13 +75,16 @@ def test_a_large_sample_is_read_in_parts_through_one_opening(
     assert len(asked[0]) == 4
 
 
-def test_small_samples_and_local_disks_are_read_whole(tmp_path: Path) -> None:
+def test_small_samples_and_local_disks_are_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader = open_reader(f"{_volumes(tmp_path / 'a', 2, 1500)}::x", samples="files")
     calls: list[object] = []
     for piece in (0, 4 << 20):
-        (payload,) = large.read_samples(
-            reader, np.array([0]), piece, lambda *given: calls.append(given)
-        )
+        with SourceRequests(reader, 8) as requests:
+            monkeypatch.setattr(requests, "_piece", piece)
+            monkeypatch.setattr(requests, "map", lambda *given: calls.append(given))
+            (payload,) = requests.samples(np.array([0]), 0)
         assert bytes(payload) == bytes(reader.read(np.array([0]))[0])
     assert calls == []
 
@@ -114,7 +117,7 @@ def test_a_run_reads_each_sample_once(
 
         monkeypatch.setattr(data.reader, "read", counted)
         mounted = data.mount(world())
-        assert mounted.hierarchy.gather is not None
+        assert mounted.hierarchy.sample_fetcher is not None
         with dlio.DataLoader(data, 4, shuffle=True, num_workers=2) as loader:
             for epoch in range(2):
                 loader.set_epoch(epoch)

@@ -16,13 +16,10 @@ from dlio.data.schema import IMAGE_LABEL
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
-from dlio.storage.block_fetcher import BlockFetcher
-from dlio.storage.block_filler import BlockFiller, blocks_in_order
+from dlio.storage.block_fetcher import BlockFetcher, BlockFiller, SourceRequests, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.source_requests import SourceRequests
-from dlio.storage.tier import Tier
+from dlio.storage.tier import PinnedTiers, Tier
 from dlio.storage.tier_spec import TierSpec
-from dlio.storage.tier_targets import PinnedTiers
 from tests.conftest import in_time
 
 N = 400
@@ -122,7 +119,10 @@ def test_processes_of_a_node_share_blocks_and_work(make: Make) -> None:
         def blocks() -> Iterator[int]:
             return blocks_in_order(reader.layout, order, wanted)
 
-        with BlockFiller(one, blocks) as first, BlockFiller(two, blocks) as second:
+        with (
+            BlockFiller(one.block_fetcher, blocks) as first,
+            BlockFiller(two.block_fetcher, blocks) as second,
+        ):
             assert first.join(60)
             assert second.join(60)
         assert one.missing() == two.missing() == 0
@@ -210,7 +210,7 @@ def test_a_tier_that_fills_up_degrades_to_the_source(
 def test_waiting_for_a_slow_filler_ends(make: Make) -> None:
     reader = MemoryReader()
     with make(reader) as one, make(reader) as two:
-        two._arrivals.fill_timeout_s = 0.1
+        two.block_fetcher.fill_timeout_s = 0.1
         block = int(np.flatnonzero(one.pins.tier == 0)[0])
         assert one.tiers[0].claim(block)  # And never fills it.
         two._reads.budget_bytes = 0
@@ -239,7 +239,7 @@ def _two_jobs(reader: MemoryReader, folder: Path) -> list[Hierarchy]:
     for _ in range(2):
         tier = Tier(TierSpec("disk", str(folder), 1 << 30), "x", fingerprint=reader.fingerprint)
         pins = PinnedTiers(np.zeros(reader.layout.blocks, np.int8))
-        jobs.append(Hierarchy(reader, [tier], pins, intake=SourceRequests(reader, 4)))
+        jobs.append(Hierarchy(reader, [tier], pins, requests=SourceRequests(reader, 4)))
     return jobs
 
 
@@ -253,7 +253,9 @@ def test_a_first_batch_is_read_before_its_blocks_and_nothing_twice(tmp_path: Pat
 
     def fill(job: Hierarchy, seed: int) -> None:
         order = Order(N, seed)
-        fillers.append(BlockFiller(job, lambda: blocks_in_order(reader.layout, order, blocks)))
+        fillers.append(
+            BlockFiller(job.block_fetcher, lambda: blocks_in_order(reader.layout, order, blocks))
+        )
 
     for seed, job in enumerate(jobs):
         job.hurry(batches[seed], functools.partial(fill, job, seed))

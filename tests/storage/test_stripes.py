@@ -6,9 +6,14 @@ from pathlib import Path
 import pytest
 
 from dlio.cli.doctor.path_checks import check_place
-from dlio.storage import file_system_kind, stripes
-from dlio.storage.file_system_kind import file_system_of
-from dlio.storage.stripes import Stripes, parse_beegfs, parse_lustre, parse_nfs
+from dlio.storage import file_system_kind
+from dlio.storage.file_system_kind import (
+    Stripes,
+    file_system_of,
+    parse_beegfs,
+    parse_lustre,
+    parse_nfs,
+)
 from dlio.util.mount_points import parse_mounts
 
 MIB = 1 << 20
@@ -99,11 +104,11 @@ def test_a_command_that_hangs_or_fails_is_given_up(
 ) -> None:
     program = tmp_path / "lfs"
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(stripes, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(file_system_kind, "_TIMEOUT_S", 0.2)
     for body in ("exec sleep 60", "echo lost connection >&2; exit 5"):
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
-        assert stripes.find_stripes("lustre", str(tmp_path), "") == Stripes()
+        assert file_system_kind.find_stripes("lustre", str(tmp_path), "") == Stripes()
 
 
 def test_beeond_is_known_by_its_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from dlio.data.schema import IMAGE_LABEL, Buffer
 from dlio.errors import CorruptBlock, TierError, TierFull, UsageError
-from dlio.storage.block_format import encode_block
+from dlio.storage.block import encode_block
 from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
 from dlio.util import shared_folders
@@ -199,13 +199,13 @@ import sys, time
 sys.path.insert(0, {root!r})
 from dlio.storage import tier as t
 from dlio.storage.tier_spec import TierSpec
-from dlio.util import shared
+from dlio.util import shared_folders
 if {unreaped!r}:
-    shared.SHARED_MEMORY = {unreaped!r}
-    shared._start_reaper = lambda *_: None
-tier = t.Tier(TierSpec("ram", shared.SHARED_MEMORY, 1 << 20), {job!r})
+    shared_folders.SHARED_MEMORY = {unreaped!r}
+    shared_folders._start_reaper = lambda *_: None
+tier = t.Tier(TierSpec("ram", shared_folders.SHARED_MEMORY, 1 << 20), {job!r})
 print(tier.path, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -12,9 +12,8 @@ import pytest
 import dlio
 from dlio.errors import TierError
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.tier import Tier
+from dlio.storage.tier import PinnedTiers, Tier
 from dlio.storage.tier_spec import TierSpec
-from dlio.storage.tier_targets import PinnedTiers
 from dlio_staging.stage import stage
 from dlio_staging.stage_plan import StageOptions
 from tests.storage.test_hierarchy import MemoryReader, N

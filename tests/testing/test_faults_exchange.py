@@ -9,7 +9,7 @@ from torch import nn
 
 from dlio.comm import Communicator
 from dlio.comm.single import SingleCommunicator
-from dlio.exchange import NAMES, ExchangeCalls
+from dlio.exchange import NAMES, Exchange
 from dlio.exchange.cut import TensorCut
 from dlio.testing import ExchangeTests, promises_of, run_ranks
 from dlio.testing.exchange_suite import named
@@ -25,6 +25,7 @@ def _one_thread() -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
+@pytest.mark.daily("allreduce", "gossip", "tree", "local-sgd", "parameter-server", "noloco")
 def test_exchanges_keep_their_promises(name: str) -> None:
     name = {"local-sgd": "local-sgd(2)", "diloco": "diloco(2)"}.get(name, name)
     for ranks in (1, RANKS):
@@ -151,8 +152,8 @@ def _on_ranks(kind: type[Broken], ranks: int = RANKS) -> Callable[[], object]:
     class Tests(ExchangeTests):
         averages_gradients = kind.name == "allreduce"
 
-        def make(self, model: nn.Module, comm: Communicator) -> ExchangeCalls:
-            return cast(ExchangeCalls, kind(model, comm))
+        def make(self, model: nn.Module, comm: Communicator) -> Exchange:
+            return cast(Exchange, kind(model, comm))
 
         def __getattribute__(self, name: str) -> object:
             test = super().__getattribute__(name)

@@ -9,8 +9,7 @@ import pytest
 
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, TierFull
-from dlio.storage.block import BlockInfo
-from dlio.storage.scratch import PayloadScratch
+from dlio.storage.block import BlockInfo, PayloadScratch
 from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
 from dlio.testing import TierTests

@@ -11,7 +11,7 @@ import dlio.testing
 def test_without_pytest_the_remedy_is_named() -> None:
     text = "import sys; sys.modules['pytest'] = None; import dlio.testing"
     done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 1
     assert "pip install 'hypothesis" in done.stderr.splitlines()[-1]

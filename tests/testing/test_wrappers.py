@@ -9,7 +9,7 @@ import pytest
 from dlio.data.reader import Reader
 from dlio.data.schema import IMAGE_LABEL
 from dlio.errors import CorruptBlock, SourceError, TierFull
-from dlio.storage.block_format import encode_block
+from dlio.storage.block import encode_block
 from dlio.storage.tier_spec import TierSpec
 from dlio.testing import FailingReader, FailingTier, MemoryReader, SlowReader, SlowTier
 from dlio.testing.wrappers import Gate

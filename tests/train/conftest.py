@@ -37,11 +37,11 @@ def dlio(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(paths),
                 "DLIO_CACHE": str(tmp_path / "cache"),
-                "DLIO_TIMEOUT": "60",
+                "DLIO_TIMEOUT": "180",
             },
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             check=False,
         )
 

@@ -66,7 +66,7 @@ class _Message:
 
     def done(self) -> bool:
         if self._into is not None:
-            memoryview(self._into)[:] = self._mail.get(timeout=30)
+            memoryview(self._into)[:] = self._mail.get(timeout=400)
             self._into = None
         return True
 

@@ -203,7 +203,7 @@ def _kill(run: "subprocess.Popen[str]") -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    run.communicate(timeout=60)
+    run.communicate(timeout=400)
     assert in_time(lambda: not any(is_running(pid) for pid in family), _START_TIMEOUT_S)
 
 

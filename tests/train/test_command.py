@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from dlio.cli.train_command import find_parts
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
-from dlio.loader.opened import open_dataset
-from dlio.train.config import TrainConfig
+from dlio.launch.rank_environment import RankLimits
+from dlio.loader.dataset import open_dataset
+from dlio.train.config import TrainConfig, train_config
 from dlio.train.model import make_model
 from dlio.train.training_data import open_data
+from dlio.util.options import options_of
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
 SAMPLES, CLASSES = 101, 4
@@ -167,7 +169,7 @@ def test_a_folder_with_train_and_val_names_both_parts(tmp_path: Path) -> None:
 
 
 def test_ranks_get_the_record_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrainConfig(
+    config = train_config(
         source="pictures",
         val="held out",
         epochs=5,
@@ -192,7 +194,7 @@ def test_ranks_get_the_record_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -
         callback=("m:f",),
     )
     assert _handed(monkeypatch, config) == config
-    assert _handed(monkeypatch, TrainConfig("pictures")) == TrainConfig("pictures")
+    assert _handed(monkeypatch, train_config("pictures")) == train_config("pictures")
 
 
 def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig:
@@ -208,13 +210,12 @@ def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig
         argv: list[str],
         count: int,
         environment: dict[str, str],
-        min_ranks: int | None,
-        spares: int,
+        limits: RankLimits,
         live: LiveLine,
     ) -> int:
         assert not live.shown
-        assert (module, argv, count) == ("dlio.cli.rank_main", ["train"], 2)
-        assert (min_ranks, spares) == (None, 0)
+        assert (module, argv, count) == ("dlio.cli.rank_main", ["train_command"], 2)
+        assert limits == RankLimits(min_ranks=None, spares=0)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         command_ranks.run_as_rank()
@@ -252,15 +253,16 @@ def _recorder(seen: list[TrainConfig]) -> Callable[[TrainConfig], None]:
 )
 def test_a_configuration_that_cannot_work_names_its_option(wrong: dict[str, Any]) -> None:
     (name,) = wrong
-    assert name in {field.name for field in fields(TrainConfig)}
+    assert name in {field.name for field in options_of(TrainConfig)}
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} "):
-        TrainConfig("pictures", **wrong)
+        train_config("pictures", **wrong)
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_training_crops_have_at_least_the_requested_area(pictures: Path, training: bool) -> None:
-    config = TrainConfig("x", image_size=48, crop_scale=0.5)
-    crop = open_data(SingleCommunicator(), str(pictures / "train"), config, "none", training).crop
+    config = train_config("x", image_size=48, crop_scale=0.5)
+    source, size = str(pictures / "train"), config.model.image_size
+    crop = open_data(SingleCommunicator(), source, config.data, size, "none", training).crop
     same = Crop(48, training, (0.5, 1.0), across=48) if training else Crop(48, training)
     assert crop == same
     if training:
@@ -269,7 +271,7 @@ def test_training_crops_have_at_least_the_requested_area(pictures: Path, trainin
 
 
 def test_the_default_rate_grows_with_the_global_batch() -> None:
-    config = TrainConfig("pictures", batch_size=32)
+    config = train_config("pictures", batch_size=32)
     assert config.peak_lr(2) == pytest.approx(0.1)
     assert config.peak_lr(1) < config.peak_lr(2) < config.peak_lr(8)
-    assert TrainConfig("pictures", lr=0.3).peak_lr(8) == 0.3
+    assert train_config("pictures", lr=0.3).peak_lr(8) == 0.3

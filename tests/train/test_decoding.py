@@ -9,19 +9,26 @@ import torch
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.image.device_decode.nvimagecodec import is_installed
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from dlio.train.training_data import make_loader, open_data
 
 
 def _batches(folder: Path, training: bool, **options: Any) -> list[tuple[Any, Any]]:
-    config = TrainConfig(str(folder), image_size=64, batch_size=5, **options)
+    config = train_config(str(folder), image_size=64, batch_size=5, **options)
     with (
-        open_data(SingleCommunicator(), config.source, config, "none", training) as data,
-        make_loader(data, config, training, device=torch.device("cpu")) as loader,
+        open_data(
+            SingleCommunicator(),
+            config.data.source,
+            config.data,
+            config.model.image_size,
+            "none",
+            training,
+        ) as data,
+        make_loader(data, config.batches, None, training, device=torch.device("cpu")) as loader,
     ):
         made = [(images.clone(), labels.clone()) for images, labels in loader]
         counts = loader.stats()
-        assert (counts["device_images"] > 0) == (config.decode == "device")
+        assert (counts["device_images"] > 0) == (config.batches.decode == "device")
         return made
 
 
@@ -45,4 +52,4 @@ def test_batches_are_those_of_the_cpu(pictures: Path, training: bool) -> None:
 )
 def test_what_the_cpu_decodes_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"--decode device does not go with {message}"):
-        TrainConfig("pictures", decode="device", **options)
+        train_config("pictures", decode="device", **options)

@@ -15,7 +15,7 @@ import torch
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from dlio.train.departure import RESUME_CODE
 from dlio.train.run_requests import AsynchronousRequests, RunRequest, SynchronousRequests
 from tests.conftest import MpiRun, in_time
@@ -162,7 +162,9 @@ def test_checkpoints_by_time(dlio: Dlio, pictures: Path, here: Path) -> None:
 
 def test_time_between_checkpoints_needs_ranks_that_end_together() -> None:
     with pytest.raises(UsageError, match="give --checkpoint-every"):
-        TrainConfig(source="data", checkpoint="c", checkpoint_minutes=1.0, fault_tolerance="shrink")
+        train_config(
+            source="data", checkpoint="c", checkpoint_minutes=1.0, fault_tolerance="shrink"
+        )
 
 
 def test_one_rank_acts_on_its_own_wish() -> None:
@@ -184,18 +186,22 @@ WISHES = """
 import sys, time
 import numpy as np
 from dlio.comm import world
-from dlio.train.run_requests import Wish, WishesInTurn, WishesToAll
+from dlio.train.run_requests import AsynchronousRequests, RunRequest, SynchronousRequests
 comm = world()
 draws = np.random.default_rng(int(sys.argv[1]))
 for kind in ("turn", "all"):
     for trial in range(20):
-        wishes = WishesInTurn(comm, 1 + trial % 3) if kind == "turn" else WishesToAll(comm)
+        wishes = (
+            SynchronousRequests(comm, 1 + trial % 3)
+            if kind == "turn"
+            else AsynchronousRequests(comm)
+        )
         asks = {int(draws.integers(comm.size)): int(draws.integers(1, 15)) for _ in range(2)}
         slow = int(draws.integers(comm.size))
         acted = []
         for step in range(1, 31):
             if asks.get(comm.rank) == step:
-                wishes.wish(Wish.END)
+                wishes.wish(RunRequest.END)
             if comm.rank == slow and step < 10:
                 time.sleep(0.002)
             did = wishes.after_step(step, ends_epoch=step % 10 == 0)
@@ -212,6 +218,7 @@ print("kept", flush=True)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.daily("4")
 def test_all_ranks_act_after_the_same_step(mpirun: MpiRun, ranks: int, tmp_path: Path) -> None:
     body = tmp_path / "wishes.py"
     body.write_text(WISHES)

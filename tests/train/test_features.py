@@ -18,7 +18,7 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.callbacks.early_stopping import EarlyStopping
 from dlio.train.callbacks.nan_guard import NanGuard
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from dlio.train.factory import call_with, split_options
 from dlio.train.model import make_model
 from dlio.train.optimizers import OPTIMIZERS, make_optimizer
@@ -45,7 +45,7 @@ def test_each_optimizer_learns_and_decays_weights_only(name: str) -> None:
     losses = []
     for _ in range(60):
         for group in optimizer.param_groups:
-            group["lr"] = TrainConfig("x", optimizer=name).peak_lr(2)
+            group["lr"] = train_config("x", optimizer=name).peak_lr(2)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(net(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -56,6 +56,7 @@ def test_each_optimizer_learns_and_decays_weights_only(name: str) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.daily("2")
 def test_accumulated_batches_are_one_large_batch(
     dlio: Dlio, pictures: Path, here: Path, ranks: int
 ) -> None:
@@ -164,7 +165,9 @@ def test_epochs_with_pruning_do_not_count_towards_early_stopping() -> None:
         assert not ended
         run.history.append(
             SimpleNamespace(
-                watch="accuracy", watched=accuracy, pruning={"rounds": [{"removed": removed}]}
+                watch="accuracy",
+                watched=accuracy,
+                features={"pruning": {"rounds": [{"removed": removed}]}},
             )
         )
         EarlyStopping(2).epoch_ends(run, run.history[-1])

@@ -48,7 +48,7 @@ def test_a_network_of_another_task_is_refused(pictures: Path, tmp_path: Path) ->
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 2, done.stderr

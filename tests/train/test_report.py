@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from dlio.train.report import EpochReport, RankEpoch, RunReport
 
 DATA_BYTES = 1000
@@ -49,7 +49,7 @@ def _run(*epochs: EpochReport, nodes: int = 1, **config: Any) -> RunReport:
         ranks=2,
         nodes=nodes,
         tiers=["ram:1MiB"],
-        config=TrainConfig("pictures", **config),
+        config=train_config("pictures", **config),
         epochs=list(epochs),
     )
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import fsspec
 import pytest
 
-from dlio.data.remote import FsspecHandle
+from dlio.data.source import FsspecHandle
 from dlio.util.forks import call_in_child, new_lock, new_rlock
 from dlio.util.threads import Workers
 
-_DEADLINE_S = 30.0
+_DEADLINE_S = 60.0
 
 
 def in_child(check: Callable[[], object]) -> bool:

@@ -31,7 +31,7 @@ def test_memory_that_steps_free_is_used_by_the_next_ones() -> None:
     faults = {
         name: int(
             subprocess.run(
-                [sys.executable, "-c", _STEPS, name], check=True, capture_output=True, timeout=120
+                [sys.executable, "-c", _STEPS, name], check=True, capture_output=True, timeout=400
             ).stdout
         )
         for name in ("keep", "return")

@@ -15,7 +15,7 @@ from dlio.util.threads import Workers, join_with
 def until_stopped(entered: threading.Semaphore, workers: list[Workers]) -> Callable[[int], None]:
     def run(_: int) -> None:
         entered.release()
-        workers[0].stopping.wait(20)
+        workers[0].stopping.wait(60)
 
     return run
 
@@ -25,7 +25,7 @@ def test_all_threads_run_under_their_names_and_end_with_the_block() -> None:
     group.append(Workers("dlio-test", until_stopped(entered, group), 3))
     with group[0] as workers:
         for _ in range(3):
-            assert entered.acquire(timeout=20)
+            assert entered.acquire(timeout=400)
         assert workers.alive() == ["dlio-test-0", "dlio-test-1", "dlio-test-2"]
         assert not workers.wait(0.01)
     assert workers.alive() == []
@@ -34,13 +34,13 @@ def test_all_threads_run_under_their_names_and_end_with_the_block() -> None:
 def test_a_thread_is_given_its_number() -> None:
     numbers: list[int] = []
     with Workers("dlio-test", numbers.append, 4) as workers:
-        assert workers.wait(20)
+        assert workers.wait(60)
     assert sorted(numbers) == [0, 1, 2, 3]
 
 
 def test_a_single_thread_has_no_number_in_its_name() -> None:
     done = threading.Event()
-    with Workers("dlio-test", lambda _: done.wait(20), wake=done.set) as workers:
+    with Workers("dlio-test", lambda _: done.wait(60), wake=done.set) as workers:
         assert workers.alive() == ["dlio-test"]
 
 
@@ -58,7 +58,7 @@ def test_wake_is_called_once_after_the_flag_is_set() -> None:
         seen.append(workers.stopping.is_set())
         ready.set()
 
-    workers = Workers("dlio-test", lambda _: ready.wait(20), wake=wake).start()
+    workers = Workers("dlio-test", lambda _: ready.wait(60), wake=wake).start()
     workers.stop()
     workers.stop()
     assert workers.close() == []
@@ -69,21 +69,21 @@ def test_who_does_not_end_is_returned_each_time_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     release = threading.Event()
-    workers = Workers("dlio-hung", lambda _: release.wait(20), 2, stop_timeout_s=0.01).start()
+    workers = Workers("dlio-hung", lambda _: release.wait(60), 2, stop_timeout_s=0.01).start()
     with caplog.at_level(logging.WARNING, "dlio"):
         assert workers.close() == ["dlio-hung-0", "dlio-hung-1"]
         assert workers.close() == ["dlio-hung-0", "dlio-hung-1"]
     assert len(caplog.messages) == 1
     assert "dlio-hung-0, dlio-hung-1 did not end" in caplog.messages[0]
     release.set()
-    assert workers.wait(20)
+    assert workers.wait(60)
 
 
 def test_a_thread_may_close_its_own_group() -> None:
     closed: list[list[str]] = []
     group: list[Workers] = []
     group.append(Workers("dlio-test", lambda _: closed.append(group[0].close())))
-    assert group[0].start().wait(20)
+    assert group[0].start().wait(60)
     assert closed == [[]]
 
 
@@ -98,8 +98,8 @@ def test_joining_does_the_work_that_the_threads_need_done_here(
         return wait(timeout_s)
 
     join_with(waiting)
-    with Workers("dlio-test", lambda _: done.wait(20)) as workers:
-        assert workers.wait(20)
+    with Workers("dlio-test", lambda _: done.wait(60)) as workers:
+        assert workers.wait(60)
 
 
 def run_script(body: str) -> "subprocess.CompletedProcess[str]":
@@ -107,7 +107,7 @@ def run_script(body: str) -> "subprocess.CompletedProcess[str]":
         f"import atexit, os, sys, threading, time\nfrom dlio.util.threads import Workers\n{body}"
     )
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=400, check=False
     )
 
 
@@ -155,12 +155,12 @@ def test_groups_that_serve_others_are_stopped_after_them() -> None:
     ended = run_script(
         """
 def serve(_):
-    server.stopping.wait(30)
+    server.stopping.wait(60)
     os.write(1, b"server\\n")
 server = Workers("dlio-server", serve, serves_others=True)
 server.start()
 def work(number):
-    worker.stopping.wait(30)
+    worker.stopping.wait(60)
     time.sleep(0.1)
     assert not server.stopping.is_set()
     os.write(1, b"worker\\n")
@@ -197,7 +197,7 @@ atexit.register(late)
 from dlio.util.threads import Workers
 """
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=400, check=False
     )
     assert ended.stdout == "dlio cannot start threads: the interpreter is ending\n"
 
@@ -206,13 +206,13 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads() -> None:
     ended = run_script(
         """
 release = threading.Event()
-workers = Workers("dlio-test", lambda _: release.wait(30), wake=release.set).start()
+workers = Workers("dlio-test", lambda _: release.wait(60), wake=release.set).start()
 child = os.fork()
 if child:
     print("child ended", os.waitpid(child, 0)[1], flush=True)
 else:
     with Workers("dlio-child", lambda _: None) as own:
-        own.wait(30)
+        own.wait(60)
 """
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "child ended 0\n", "")

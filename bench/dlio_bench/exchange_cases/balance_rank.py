@@ -22,7 +22,7 @@ _WIDTH: Final = 64
 def _rank(task: dict[str, Any]) -> None:
     """One rank's trainings, one after another: options of `TrainConfig` in `runs`."""
     from dlio.comm import world
-    from dlio.train.config import TrainConfig
+    from dlio.train.config import train_config
     from dlio.train.model import MODELS
     from dlio.train.trainer import train
 
@@ -32,7 +32,7 @@ def _rank(task: dict[str, Any]) -> None:
     runs = []
     for options in task["runs"]:
         report = train(
-            TrainConfig(
+            train_config(
                 epochs=task["epochs"],
                 batch_size=_BATCH,
                 model=_MODEL,

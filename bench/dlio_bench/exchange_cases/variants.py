@@ -73,8 +73,8 @@ class OneBatchTraining:
             exchange.after_step()
             exchange.finish()
             for each in exchange.exchanges:
-                if isinstance(each.exchange, Asgd):
-                    _have_left(each.exchange, world())
+                if isinstance(each, Asgd):
+                    _have_left(each, world())
 
 
 def timed(work: Callable[[], None], times: int, comm: Communicator) -> float:

@@ -60,7 +60,8 @@ def decode(place: GpuRunSettings, measured: GpuMeasurements) -> None:
 
 def payload_bytes(path: str) -> int:
     """Bytes of all samples of a data set."""
-    from dlio.data.reader import data_bytes, open_reader
+    from dlio.data.reader import open_reader
+    from dlio.data.reader_contract import data_bytes
 
     reader = open_reader(path)
     try:

@@ -14,7 +14,7 @@ import torch
 import dlio
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.model_size import count_parameters
-from dlio.features.pruning.rounds import RoundRecord
+from dlio.features.pruning.pruning_report import RoundRecord
 from dlio.train.model import make_model, normalised
 from dlio.util.whole_files import write_json
 from dlio_bench.prune import removal_case

@@ -7,15 +7,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlio.features.pruning import (
-    NeuronGroup,
-    RemovalPlan,
-    TensorCut,
-    apply,
-    find_groups,
-    weights_of,
-)
-from dlio.features.pruning.neuron_groups import ModelInput
+from dlio.exchange.cut import TensorCut
+from dlio.features.pruning.group_search import find_groups
+from dlio.features.pruning.model_surgery import apply
+from dlio.features.pruning.neuron_groups import ModelInput, NeuronGroup
+from dlio.features.pruning.removal_plan import RemovalPlan, weights_of
 from dlio.features.pruning.rounds import Round
 from dlio.train.callbacks.callback_base import Callback, Run
 
@@ -108,7 +104,7 @@ class Chance(Callback):
         self._removal: ByChance | None = None
 
     def begins(self, run: Run) -> None:
-        size = run.config.image_size
+        size = run.config.model.image_size
         self._removal = ByChance(
             run.model, torch.zeros(2, 3, size, size), self._rounds, self._seed, run.exchange.reshape
         )

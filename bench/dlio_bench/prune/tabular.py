@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dlio
-from dlio.features.pruning import NeuronGroup
+from dlio.features.pruning.neuron_groups import NeuronGroup
 from dlio_bench.prune import removal_case
 from dlio_bench.prune.curves import TrainingCurve, summary
 from dlio_bench.prune.prune_options import PruneBenchOptions

@@ -8,5 +8,5 @@
 | `scaling_measurements` | rounds of measurements on 1, 2, 4 ... ranks |
 | `forecast_check` | steps on more ranks, from those of one and two |
 | `scaling_tables` | tables, figures, curves and waterfalls |
-| `scaling`, `ettr` | the cases |
+| `scaling_case`, `checkpoint_case`, `ettr` | the cases |
 """

@@ -34,6 +34,7 @@ def own_place() -> str:
     except OSError:
         machine = socket.gethostname()
     try:
+        # Containers on one machine have loopback interfaces of their own.
         return f"{machine} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return f"{machine} {socket.gethostname()}"
@@ -66,6 +67,8 @@ def candidates(places: Sequence[str], master: str | None = None) -> list[str]:
     if names := os.environ.get(INTERFACE):
         return [_of_interfaces(names)]
     addresses = [_facing(master)] if master else []
+    # The name of a node often stands for 127.0.1.1 in its own /etc/hosts: such addresses are left
+    # out below.
     addresses += [*_of_host(socket.gethostname()), *_of_all_interfaces()]
     outside = [address for address in addresses if address and not address.startswith("127.")]
     if not outside:
@@ -120,6 +123,7 @@ def _facing(host: str) -> str | None:
     """Return the own address from which packets go to a host; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
+            # Connecting a datagram socket sends nothing; it asks the kernel for the route.
             probe.connect((socket.gethostbyname(host), _DISCARD))
             return str(probe.getsockname()[0])
         except OSError:

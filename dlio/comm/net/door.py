@@ -96,6 +96,7 @@ class Door:
         if len(self._strangers) < self._most:
             return True
         oldest = next(iter(self._strangers))
+        # Otherwise a flood of strangers would push out each rank before its greeting is over.
         if self._clock() - self._strangers[oldest] < _TURN_S:
             return False
         self._turn_away(oldest)

@@ -41,9 +41,11 @@ class GlooGate:
         with making_listeners:
             before = _listeners(address)
             self.device = gloo.create_device(hostname=address)
+            # gloo tells nobody which socket it listens at: it is the one that was not there before.
             new = _listeners(address).items() - before.items()
         self._lock = threading.Lock()
         self._open = 0
+        # With lazy connections, ranks call at any time, and the gate has to stay open.
         self._inodes = [] if os.environ.get(_LAZY, "0") not in ("", "0") else [i for i, _ in new]
         self._set_filter()
 
@@ -102,5 +104,6 @@ def _sockets() -> list[tuple[int, int]]:
 @contextlib.contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
     """A socket of a descriptor, which stays open."""
+    # A duplicate: closing Python's object must not close gloo's listener.
     with socket.socket(fileno=os.dup(number)) as own:
         yield own

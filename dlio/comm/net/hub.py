@@ -39,7 +39,7 @@ class Handler(Protocol[_T]):
     """Kinds of frames that have a body."""
 
     def take(self, link: PeerLink[_T], frame: FrameHead) -> memoryview | None:
-        """Return the memory for a frame's body, None to skip it. Raises Refused."""
+        """Return the memory for a frame's body, None to skip it. Raises RefusedConnection."""
 
     def taken(self, link: PeerLink[_T], frame: FrameHead) -> object:
         """Note that a frame and its body are complete."""
@@ -124,6 +124,7 @@ class Hub(Generic[_T]):
 
     def wake(self) -> None:
         """Have the thread look for something to send. Thread-safe."""
+        # A full buffer means that the thread is to wake already.
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_in.send(b"x")
 
@@ -183,10 +184,14 @@ class Hub(Generic[_T]):
         host = self._addresses[peer][0]
         connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         connection.setblocking(False)
+        # Not `create_connection`: the thread moves the bytes of all ranks and must not wait for
+        # one.
         connection.connect_ex(self._addresses[peer])
         self._called[peer] = self._open(connection, greeting)
 
     def _open(self, connection: socket.socket, greeting: Caller | Answerer) -> PeerLink[_T]:
+        # Heads of frames are small, and Nagle's algorithm would hold them back until an
+        # acknowledgement that the other side may delay by 40 ms.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         handler = self._handler
         link = PeerLink(
@@ -245,6 +250,8 @@ class Hub(Generic[_T]):
     ) -> None:
         peer, now = link.peer, time.monotonic()
         call = self._calls.get(peer) or _EndedCalls(now, _FIRST_PAUSE_S, now)
+        # A listener with a full queue resets connections: a thousand ranks that start at once see
+        # it, and succeed a moment later. Random pauses keep them from coming back together.
         if not link.ready and isinstance(error, ConnectionResetError):
             if now - call.since < _CALL_TIMEOUT_S:
                 # The listener had no place, or this rank was too slow.

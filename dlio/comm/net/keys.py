@@ -77,17 +77,20 @@ class Keys:
         """Take the published values of all ranks. Raises CommError for an invalid one."""
         for rank, text in enumerate(values):
             value = int(text, 16) if _DIGITS.fullmatch(text) else 0
+            # 0, 1 and p - 1 would make the shared value known to everybody.
             if not 1 < value < _PRIME - 1:
                 raise CommError(f"rank {rank} published an invalid key: is it a rank of this job?")
             self._values.append(value)
 
     def key(self, peer: int) -> bytes:
-        """Return the key with a rank. Raises Refused for an unknown rank."""
+        """Return the key with a rank. Raises RefusedConnection for an unknown rank."""
         if not 0 <= peer < len(self._values):
             raise RefusedConnection(
                 f"this job has {len(self._values)} ranks, and none is number {peer}"
             )
         if peer not in self._keys:
+            # Both sides mix in the same words in the same order, and the numbers of both ranks: a
+            # key of one pair is of no use with another.
             low, high = sorted((peer, self.rank))
             shared = pow(self._values[peer], self._exponent, _PRIME)
             pair = b"".join(
@@ -113,6 +116,7 @@ class _Greeting:
     def session(self) -> tuple[bytes, bytes]:
         """Return the keys of the caller's and of the answerer's frames."""
         base = hmac.digest(self._key, b"session" + self._hello + self._nonce, _HASH)
+        # Two keys: with one, a frame could be sent back to its own sender.
         caller, answerer = (hmac.digest(base, end, _HASH) for end in (b"caller", b"answerer"))
         return caller, answerer
 
@@ -121,6 +125,7 @@ class _Greeting:
         return hmac.digest(self._key, text, _HASH)[:_PROOF_BYTES]
 
     def _check(self, what: bytes, proof: bytes) -> None:
+        # Not `==`, whose duration would tell how many bytes were right.
         if not hmac.compare_digest(proof, self._proof(what)):
             raise RefusedConnection("it does not know the job's key")
 
@@ -145,7 +150,7 @@ class Caller(_Greeting):
         return self._hello + self._proof(b"hello")
 
     def feed(self, message: bytes) -> bytes:
-        """Take the answer, and return what confirms it. Raises Refused."""
+        """Take the answer, and return what confirms it. Raises RefusedConnection."""
         self._nonce = message[:_NONCE_BYTES]
         self._check(b"answer", message[_NONCE_BYTES:])
         self.wants = 0
@@ -160,7 +165,7 @@ class Answerer(_Greeting):
         self.wants = _HELLO_BYTES + _PROOF_BYTES
 
     def feed(self, message: bytes) -> bytes:
-        """Take a message, and return the answer, which may be empty. Raises Refused."""
+        """Take a message, and return the answer, which may be empty. Raises RefusedConnection."""
         if self._hello:
             self._check(b"confirm", message)
             self.wants = 0

@@ -66,7 +66,7 @@ class Seal:
         return head + self._mac(head)
 
     def open(self, sealed: bytes) -> FrameHead:
-        """Return the next frame of the stream. Raises Refused."""
+        """Return the next frame of the stream. Raises RefusedConnection."""
         head = sealed[: _HEAD.size]
         if not hmac.compare_digest(self._mac(head), sealed[_HEAD.size :]):
             raise RefusedConnection("a frame was changed, repeated or left out on its way")
@@ -74,6 +74,8 @@ class Seal:
 
     def _mac(self, head: bytes) -> bytes:
         text = _PLACE.pack(self._place) + head
+        # The place is part of the MAC, and is not sent: a frame that was repeated, left out or
+        # moved does not verify.
         self._place += 1
         return hashlib.blake2b(text, key=self._key, digest_size=_MAC_BYTES).digest()
 
@@ -211,6 +213,8 @@ class PeerLink(Generic[_T]):
     def _begin(self, piece: _Piece[_T]) -> None:
         digest = 0
         if len(piece.body):
+            # Not a MAC of the whole body, which would cost more than the copy: the digest stands in
+            # the head, which has one, and its seed is secret.
             digest = xxhash.xxh3_64_intdigest(piece.body, self._seal.seed)
         piece.head = self._seal.close(piece.frame._replace(digest=digest))
 
@@ -235,6 +239,7 @@ class PeerLink(Generic[_T]):
     def _read_body(self, frame: FrameHead) -> None:
         body = self._body
         if body is None:
+            # A body that nobody wants any more is read all the same: the next frame comes after it.
             body = memoryview(bytearray(min(_SINK_BYTES, frame.size - self._at)))
             self._at += self._received(body)
         else:

@@ -59,6 +59,7 @@ def next_members(standings: Sequence[MembershipReport]) -> tuple[int, ...]:
         # Somebody has to have the model when the others have left: these leave at the next meeting.
         staying = sorted(each.member for each in active)
         return tuple(sorted((*staying, *spares[:wanted])))
+    # The lowest numbers stay, so that all ranks choose alike without a message.
     missing = max(0, wanted - len(staying))
     return tuple(sorted((*staying[:wanted], *spares[:missing])))
 

@@ -2,10 +2,10 @@
 
 A generation is a set of ranks and all communicators between them. It is over when one of its ranks
 is lost: any wait on any of its communicators, on any rank and in any thread, then ends by PeerLost.
-`Membership.renew` makes the next generation of the ranks that are left, and rebuilds every
+`Membership.renew` makes the next generation of the survivors, and rebuilds every
 communicator of the last one in place, with new ranks and sizes.
 
-    RUNNING -- PeerLost in any thread --> OVER -- renew, on all that are left --> RUNNING
+    RUNNING -- PeerLost in any thread --> OVER -- renew, on all survivors ----> RUNNING
                                            ^                    |
                                            +-- another is lost -+
 
@@ -62,11 +62,13 @@ def messages_of(comm: Communicator) -> RankMessages:
     When one of them is lost all calls raise PeerLost, also after the communicator was rebuilt, in
     which a rank's number is another one's.
     """
+    # By generation: after a loss the same number is another rank, which would get the wrong
+    # message.
     return comm.bound() if isinstance(comm, _RebuiltCommunicator) else comm
 
 
 class Membership(Protocol):
-    """The ranks that are left of a job, as one rank sees them."""
+    """The surviving ranks of a job, as one rank sees them."""
 
     me: int
     """Number of this rank when the job began; it stays the same in all generations."""
@@ -82,7 +84,7 @@ class Membership(Protocol):
     """Members that left on purpose when this generation was made."""
 
     def renew(self, report: Json, meets: bool = False) -> list[Json]:
-        """End this generation, and make the next one of the ranks that are left.
+        """End this generation, and make the next one of the survivors.
 
         Collective over these; it waits for those that have not noticed. All communicators of the
         last generation must be at rest: the caller drops its requests.
@@ -94,7 +96,7 @@ class Membership(Protocol):
 
         Returns the reports of the new generation, by rank; the same on all of them.
 
-        Raises CommError when too few ranks are left.
+        Raises CommError when too few ranks survive.
         """
 
     def agree(self, well: bool) -> bool:
@@ -127,7 +129,7 @@ class Elastic(Protocol):
         """Set the number of members that the job begins with; the rest are spares after the next
         meeting."""
 
-    def doze(self) -> list[Json]:
+    def wait_for_call(self) -> list[Json]:
         """Wait, as a spare, until the others renew, and take part in it; as `renew`."""
 
     def dismiss(self) -> None:

@@ -112,6 +112,7 @@ class NodeWatch:
             now = time.monotonic()
             if self._board is not None:
                 self._board.beat()
+            # The clock goes on while a process is stopped: times of others would look long.
             if now - last > STOPPED_S:
                 # This rank was stopped itself, perhaps with all others.
                 self._since.clear()
@@ -128,8 +129,10 @@ class NodeWatch:
 
     def _is_on_duty(self, here: list[int], now: float) -> bool:
         """True if no lower rank watches."""
+        # One watcher per node, so that a line about a hung rank appears once; the next takes over
+        # where the lowest rank is the one that hangs.
         lower = here[: here.index(self._me)] if self._me in here else here
-        # A generation lasts until all that are left have met: some of it may be dead.
+        # A generation lasts until all survivors have met: some of it may be dead.
         return not any(
             process_state(self._processes[member]) not in "TZX" and not self._is_silent(member, now)
             for member in lower
@@ -148,6 +151,7 @@ class NodeWatch:
 
     def _look_for_a_stop(self, member: int, now: float) -> None:
         process = self._processes[member]
+        # State T, and not t: a rank that a debugger holds is in the latter.
         if not is_stopped(process):
             self._since.pop(member, None)
         elif now - self._since.setdefault(member, now) >= STOPPED_S:
@@ -185,6 +189,7 @@ class NodeWatch:
         if row is not None:
             # To the thread that beats: the main one may be unable to take a signal.
             _signal_thread(self._processes[member], row.thread)
+            # SIGKILL cannot wait for the stacks, which are all that a user gets to find the fault.
             time.sleep(_DUMP_S)
         _kill(self._processes[member])
 

@@ -53,6 +53,8 @@ class RankRequests:
     def newest(self) -> RankRequest:
         """Return the newest request; one with number -1 if there is none."""
         now = time.monotonic()
+        # Each batch asks: a look at the file system each time would cost more than the answer is
+        # worth.
         if self._folder is not None and now >= self._next:
             self._next = now + _EVERY_S
             read = read_wanted(self._folder)

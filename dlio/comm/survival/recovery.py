@@ -1,65 +1,59 @@
-"""Going on after a rank is lost: the torn step is repaired in place, and not computed again.
+"""Recovery from a lost rank: the interrupted step is repaired in place, and not computed again.
 
-A rank learns of a loss wherever it waits for another: in a step's sums, at the end of an epoch. It
-then calls `Recovery.run`, and so do all others. The next generation is made, every part of the
-training tells where it is, and those that are behind get from the others what they lack.
-
-What is promised: docs/guides/fault-tolerance.md.
+A rank learns of a loss wherever it waits for another one: in the sums of a step, at the end of an
+epoch. It then calls `Recovery.recover`, and so do all survivors. They make the next generation,
+every part of the training reports where it stands, and parts that are behind get from other ranks
+what they lack. `dlio.comm.survival` tells the whole story in order; the promises are in
+docs/guides/fault-tolerance.md.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from dlio.comm import Communicator
+from dlio.comm.comm_protocol import Communicator
 from dlio.comm.survival.membership import AllLeave, AllPause, Elastic, Membership, RankLeft
+from dlio.comm.survival.reports import Report, report_from_json
 from dlio.errors import CommError, PeerLost, UsageError
 
 _log = logging.getLogger("dlio")
 _T = TypeVar("_T")
+_R = TypeVar("_R", bound=Report)
 
 
-Report: TypeAlias = dict[str, list[int]]
-"""Numbers that say where a part is on one rank."""
+class RecoveryPart(Generic[_R]):
+    """A part of the training that a recovery brings to the same place on all ranks.
 
+    Its methods are called by `Recovery` alone, in this order: `report` on survivors, `adopt` on
+    ranks that join, `reconcile` on both.
+    """
 
-class RecoveryPart(Protocol):
-    """A part of the training that is brought to the same place on all ranks."""
+    def report(self) -> _R:
+        """Return where this part stands on this rank."""
+        raise NotImplementedError
 
-    def tell(self) -> Report:
-        """Return where this rank is."""
+    def adopt(self, report: _R) -> None:
+        """Start from where a survivor stands, on a rank that joins."""
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        """Catch up with the rank that is furthest, or help others to. Collective.
+    def reconcile(self, reports: Sequence[_R], comm: Communicator) -> None:
+        """Catch up with the rank that is furthest ahead, or help others to. Collective.
 
-        May be called again after PeerLost.
-
-        Args:
-            reports: of each rank that is left, by rank.
-        """
-
-
-@runtime_checkable
-class AssigningPart(Protocol):
-    """A part that deals samples to the ranks."""
-
-    def count(self, counted: Sequence[int]) -> None:
-        """Note whose samples are used of the batches since the last call.
+        Called again with new reports if another rank is lost meanwhile.
 
         Args:
-            counted: members whose gradients the model has got.
+            reports: one per rank of the new generation, by rank; those of ranks that join are
+                copies of a survivor's.
         """
 
+    def commit_step(self, contributors: Sequence[int]) -> None:
+        """Note that the batches since the last call are in the model.
 
-@runtime_checkable
-class JoinablePart(Protocol):
-    """A part that a rank can begin with where the other ranks are."""
-
-    def follow(self, report: Report) -> None:
-        """Be where another rank is, as its report tells. `settle` is called next."""
+        Args:
+            contributors: members whose gradients the step has used.
+        """
 
 
 _WORDS: Final = {"lost": "lost", "joined": "joined", "left": "has left"}
@@ -67,10 +61,10 @@ _WORDS: Final = {"lost": "lost", "joined": "joined", "left": "has left"}
 
 @dataclass(slots=True)
 class MeasuredLoss:
-    """The ranks that one recovery went on without, or with, as one of the others measured it."""
+    """A change of the ranks by one recovery, as one of the survivors measured it."""
 
     ranks: tuple[int, ...]
-    """Numbers of these ranks when the job began."""
+    """Numbers, when the job began, of the ranks that were lost, joined or left."""
     nodes: tuple[str, ...]
     """Name of the node of each of these ranks."""
     epoch: int
@@ -78,23 +72,23 @@ class MeasuredLoss:
     step: int
     """Optimizer steps since the run began that were finished at the loss; -1 if unknown."""
     generation: int
-    """Number of the generation of ranks that goes on; 0 is that of the job's beginning."""
+    """Number of the new generation of ranks; 0 is that of the job's beginning."""
     left: int
-    """Number of ranks that go on."""
+    """Number of ranks of the new generation."""
     seconds: float
-    """Time from the moment when this rank learned of the loss until it went on."""
+    """Time from the moment when this rank learned of the loss until it continued."""
     renew_s: float
-    """Part of `seconds` until the ranks that are left had met and made new communicators."""
+    """Part of `seconds` until the survivors had met and made new communicators."""
     settle_s: float
-    """Part of `seconds` until all of these had the same state."""
+    """Part of `seconds` in which the survivors reconciled their states."""
     samples_again: int = 0
-    """Samples dealt to the lost ranks that came again at the end of the epoch."""
+    """Samples of the lost ranks that were requeued at the end of the epoch."""
     kind: str = "lost"
     """`lost`; `joined`: spares that train from then on; `left`: ranks that ended on purpose;
-    `restart`: all ended, as when a whole node is lost, and those that are left began again. Where
-    nodes joined or left, all paused and began again, and there are `phases`."""
+    `restart`: all ranks ended, as when a whole node is lost, and the survivors were started again.
+    Where nodes joined or left, all ranks paused and were started again, and there are `phases`."""
     steps_again: int = 0
-    """Optimizer steps that were made twice, as far as the ranks that are left know."""
+    """Optimizer steps that were made twice, as far as the survivors know."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase where all ranks were started again: `stop` until the old ones were gone,
     `start` until the new ones ran, `meet` until MPI had connected them, `open` until data and
@@ -142,30 +136,30 @@ class Recovery:
         self.elastic = membership if isinstance(membership, Elastic) else None
         """The membership if ranks may join it and leave."""
         self._comm = comm
-        self._parts: WeakValueDictionary[str, RecoveryPart] = WeakValueDictionary()
-        """Weak: a loop may make a loader for each epoch, and close none."""
-        self._made = 0
+        # Weak: a loop may make a loader for each epoch, and close none.
+        self._parts: WeakValueDictionary[str, RecoveryPart[Any]] = WeakValueDictionary()
+        self._registered = 0
         self.number = 0
-        """Number of recoveries and meetings so far."""
+        """Number of recoveries and rendezvous so far."""
         self.losses: list[MeasuredLoss] = []
         """Losses of ranks; see `changes` for others."""
         self.changes: list[MeasuredLoss] = []
         """Ranks that joined, and that left on purpose."""
         self.newcomers: tuple[int, ...] = ()
-        """Ranks of this generation that have just joined, while parts are settled."""
-        self.meets = False
-        """True while parts are settled between two batches, where all members have met."""
+        """Ranks of this generation that have just joined, while parts reconcile."""
+        self.at_rendezvous = False
+        """True while parts reconcile between two batches, where all members have met."""
         self.last_counted: dict[int, int] = {}
-        """By lost member, the number of its last optimizer step that a rank that is left has taken
-        in, from 1, since its exchange was created; 0 if there is none. For exchanges that take in
-        the steps of other ranks one by one; see `ExchangeCalls.counted` for others."""
+        """By lost member, the number of its last optimizer step that any survivor has merged, from
+        1, since its exchange was created; 0 if there is none. Only for exchanges that merge the
+        steps of other ranks one by one; the others name the `contributors` of each step."""
         self._nodes: Sequence[str] = [""] * (max(membership.members) + 1)
         self._place: Callable[[], tuple[int, int]] = lambda: (0, -1)
         self._is_described = False
         self.numbers: Sequence[int] = range(max(membership.members) + 1)
         """Of each member, the number in reports: ranks may have been started again."""
         self._seconds = [0.0, 0.0]
-        """Seconds of this recovery: to renew, to settle."""
+        """Seconds of this recovery: to renew, to reconcile."""
 
     def describe(self, nodes: Sequence[str], place: Callable[[], tuple[int, int]]) -> None:
         """Set what later losses are described by. The caller shows them; else they are logged.
@@ -184,28 +178,31 @@ class Recovery:
         """
         return self._nodes[member] if member < len(self._nodes) else ""
 
-    def add(self, kind: str, part: RecoveryPart) -> str:
-        """Add a part, in the same order on all ranks; returns its name."""
-        name = f"{kind}/{self._made}"
-        self._made += 1
-        self._parts[name] = part
-        return name
+    def register(self, part: RecoveryPart[_R]) -> None:
+        """Add a part, in the same order on all ranks; it is held weakly."""
+        # The order of registration is the only name that all ranks share without communication.
+        self._parts[f"{type(part).__name__}/{self._registered}"] = part
+        self._registered += 1
 
-    def remove(self, name: str) -> None:
-        """Remove a part."""
-        self._parts.pop(name, None)
+    def unregister(self, part: RecoveryPart[_R]) -> None:
+        """Remove a part, which takes part in no later recovery."""
+        for name in [name for name, each in self._parts.items() if each is part]:
+            del self._parts[name]
 
-    def run(self) -> None:
+    # Losses, spares and ranks that leave
+
+    def recover(self) -> None:
         """Make the next generation and bring all parts to one place. Collective.
 
-        Raises CommError when too few ranks are left.
+        Raises CommError when too few ranks survive.
         """
         self._renew(meets=False)
 
-    def rest(self, ranks: int) -> None:
-        """Have only the first ranks train. Collective, before training begins.
+    def stand_by(self, ranks: int) -> None:
+        """Let only the first ranks train. Collective, before training begins.
 
-        The others return when they are called, and are then where those are that have trained.
+        The others return once they are called, and have then adopted the state of those that have
+        trained.
 
         Raises RankLeft on a rank that is not called before the job ends.
         """
@@ -213,10 +210,10 @@ class Recovery:
         self.elastic.want(ranks)
         self._renew(meets=True, begins=True)
         if self.membership.me not in self.membership.members:
-            self._doze(self.elastic)
+            self._wait_for_call(self.elastic)
 
-    def meet(self, is_due: Callable[[], bool]) -> None:
-        """Have spares join and ranks leave, as was asked. Collective, between two batches.
+    def rendezvous(self, is_due: Callable[[], bool]) -> None:
+        """Let spares join and ranks leave, as requested. Collective, between two batches.
 
         Args:
             is_due: returns whether all ranks meet here, after the last recovery.
@@ -230,7 +227,7 @@ class Recovery:
             except PeerLost:
                 well = False
             if not self.membership.agree(well):
-                self.run()
+                self.recover()
                 continue
             if self.elastic is not None and self.elastic.ends:
                 raise AllPause if self.elastic.pauses else AllLeave
@@ -243,16 +240,50 @@ class Recovery:
         if self.elastic is not None and self.elastic.spares:
             self.elastic.dismiss()
 
-    def _doze(self, elastic: Elastic) -> None:
+    def commit_step(self, contributors: Sequence[int]) -> None:
+        """Tell all parts that the batches since the last call are in the model.
+
+        Args:
+            contributors: members whose gradients the step has used.
+        """
+        for part in list(self._parts.values()):
+            part.commit_step(contributors)
+
+    def count_requeued(self, member: int, samples: int) -> None:
+        """Note that samples of a lost rank have been requeued."""
+        for loss in self.losses:
+            if self.numbers[member] in loss.ranks:
+                loss.samples_again += samples
+
+    def uniform(self, act: Callable[[], _T]) -> _T:
+        """Return `act()` when it has succeeded on all ranks of one generation. Collective.
+
+        A collective operation that a loss interrupts succeeds on some ranks and fails on others.
+        Then all recover and do it again, so `act` must not change what it starts from, or else
+        continue from where it was. It may itself call `recover`.
+        """
+        while True:
+            try:
+                result = act()
+                well = True
+            except PeerLost:
+                well = False
+            if self.membership.agree(well):
+                return result
+            self.recover()
+
+    # One recovery
+
+    def _wait_for_call(self, elastic: Elastic) -> None:
         while self.membership.me not in self.membership.members:
-            reports: Any = elastic.doze()
+            reports: Any = elastic.wait_for_call()
             if not self.membership.members or self.membership.me in self.membership.left:
                 raise RankLeft
-        began, self.meets = time.perf_counter(), True
-        if not self._settle(reports):
+        began, self.at_rendezvous = time.perf_counter(), True
+        if not self._reconcile(reports):
             while not self._attempt(meets=True, joins=True):
                 pass
-        self.meets = False
+        self.at_rendezvous = False
         self.number += 1
         self._note("joined", {self.membership.members[rank] for rank in self.newcomers}, began)
 
@@ -260,13 +291,13 @@ class Recovery:
         began, before = time.perf_counter(), set(self.membership.members)
         self._seconds = [0.0, 0.0]
         left: set[int] = set()
-        self.meets = meets
+        self.at_rendezvous = meets
         while True:
             done = self._attempt(meets)
             left |= set(self.membership.left)
             if done:
                 break
-        self.meets = False
+        self.at_rendezvous = False
         self.number += 1
         after = set(self.membership.members)
         if not begins:
@@ -294,71 +325,46 @@ class Recovery:
         if not self._is_described and self._comm.rank == 0:
             _log.warning(change.sentence())
 
-    def count_again(self, member: int, samples: int) -> None:
-        """Note that samples dealt to a lost rank come again."""
-        for loss in self.losses:
-            if self.numbers[member] in loss.ranks:
-                loss.samples_again += samples
-
-    def count(self, counted: Sequence[int]) -> None:
-        """Tell whose samples are used of the batches since the last call.
-
-        Args:
-            counted: members whose gradients the model has got.
-        """
-        for part in list(self._parts.values()):
-            if isinstance(part, AssigningPart):
-                part.count(counted)
-
-    def uniform(self, act: Callable[[], _T]) -> _T:
-        """Return `act()` when it has succeeded on all ranks of one generation. Collective.
-
-        A collective operation that a loss interrupts succeeds on some ranks and fails on others.
-        Then all recover and do it again, so `act` must not change what it starts from, or else
-        go on from where it was. It may itself call `run`.
-        """
-        while True:
-            try:
-                result = act()
-                well = True
-            except PeerLost:
-                well = False
-            if self.membership.agree(well):
-                return result
-            self.run()
-
     def _attempt(self, meets: bool, joins: bool = False) -> bool:
         """Make the next generation; False if a rank was lost before all were at one place.
 
         Args:
-            joins: this rank has not followed the others yet.
+            joins: this rank has not adopted the others' place yet.
         """
         began = time.perf_counter()
-        mine = None if joins else {name: part.tell() for name, part in self._parts.items()}
+        # A rank that joins votes with None: it has no state that others could need.
+        mine = (
+            None if joins else {name: each.report().to_json() for name, each in self._parts.items()}
+        )
         reports: Any = self.membership.renew(mine, meets)
         self._seconds[0] += time.perf_counter() - began
-        return self._settle(reports)
+        return self._reconcile(reports)
 
-    def _settle(self, reports: Sequence[dict[str, Report] | None]) -> bool:
+    def _reconcile(self, reports: Sequence[Mapping[str, Any] | None]) -> bool:
+        """Bring all parts to one place; False if another rank was lost meanwhile."""
         began = time.perf_counter()
         if self.membership.me not in self.membership.members:
             return True
         self.newcomers = tuple(rank for rank, each in enumerate(reports) if each is None)
-        others = [each for each in reports if each is not None]
-        if not others:
+        survivors = [each for each in reports if each is not None]
+        if not survivors:
             raise CommError("all ranks that had the model are lost: this job ends")
         joins = self._comm.rank in self.newcomers
         well = True
         try:
             for name, part in dict(self._parts).items():
-                # A part that nobody holds any more may be gone on some ranks only.
-                if not all(name in each for each in others):
+                # A part that nobody holds any more may be garbage on some ranks and not on others:
+                # only parts that all have reported are reconciled, so that all do the same.
+                if not all(name in each for each in survivors):
                     continue
-                if joins and isinstance(part, JoinablePart):
-                    part.follow(others[0][name])
-                part.settle([(each or others[0])[name] for each in reports], self._comm)
+                if joins:
+                    part.adopt(report_from_json(survivors[0][name]))
+                everyone = [report_from_json((each or survivors[0])[name]) for each in reports]
+                part.reconcile(everyone, self._comm)
         except PeerLost:
             well = False
+        # Ranks whose part raised nothing may still be short of what a lost rank had to give: one
+        # vote decides for all, and after a No everything is reconciled again from new reports.
         well = self.membership.agree(well)
         self._seconds[1] += time.perf_counter() - began
         return well
@@ -382,7 +388,7 @@ def recovery_of(comm: Communicator) -> Recovery | None:
 
 
 def uniform(comm: Communicator, act: Callable[[], _T]) -> _T:
-    """Return `act()` when it has succeeded on all ranks that are left. Collective.
+    """Return `act()` when it has succeeded on all survivors. Collective.
 
     See `Recovery.uniform`. Where the job ends with any rank, `act` is just called.
     """
@@ -395,7 +401,7 @@ def check_survival(comm: Communicator, choice: str, min_ranks: int) -> None:
 
     Args:
         choice: `shrink`, `restart` or `off`.
-        min_ranks: fewest ranks that go on.
+        min_ranks: fewest ranks that continue.
     """
     survives = recovery_of(comm) is not None
     if choice != "shrink":

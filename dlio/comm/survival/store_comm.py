@@ -71,7 +71,7 @@ class Generation:
     def suspect(self) -> None:
         """Note a broken connection: the launcher tells soon of the rank that is lost.
 
-        If it does not, all ranks meet again and connect anew.
+        If it does not, all ranks meet and connect again.
         """
         with self._lock:
             now = time.monotonic()
@@ -105,6 +105,8 @@ class GenerationRanks:
             raise PeerLost(_GONE)
         try:
             work = post(self.group)
+        # gloo names no rank, and reports a broken connection at the neighbours of a lost rank only.
+        # The launcher knows who died; until it says so, this operation is simply not done.
         except RuntimeError:
             self.generation.suspect()
             return None
@@ -233,6 +235,7 @@ class StoreCommunicator:
 
     def replace(self, part: GenerationRanks | None) -> None:
         """Go on with other ranks; None if there are none in this generation."""
+        # In place: objects that hold this communicator need not learn of the loss.
         self.over = part is None
         if part is not None:
             self._go_on_with(part)
@@ -268,6 +271,8 @@ class StoreCommunicator:
 
     def iallreduce(self, array: Array, op: Op = "sum") -> Request:
         options = sum_options(array, op)
+        # A copy: after a loss gloo may go on writing to it, while the caller's array, which the
+        # sums are made from again, stays as it is.
         own = torch.from_numpy(array.copy())
         part = self._part
         work = part.begin(lambda group: group.allreduce([own], options))

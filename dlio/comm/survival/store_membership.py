@@ -7,8 +7,7 @@ groups of its own, under names of its own in the store; messages carry its numbe
 """
 
 import atexit
-import os
-import socket
+import itertools
 import threading
 import time
 import weakref
@@ -26,6 +25,7 @@ from dlio.comm.net.address import meeting_address
 from dlio.comm.net.gloo_gate import GlooGate
 from dlio.comm.survival.job_store import EventLog, JobStore
 from dlio.comm.survival.node_watch import NodeWatch
+from dlio.comm.survival.rank_survivors import RankSurvivors, processes_here, this_process
 from dlio.comm.survival.rendezvous import Rendezvous
 from dlio.comm.survival.store_comm import Generation, GenerationRanks, StoreCommunicator
 from dlio.comm.torch_mail import Mail
@@ -34,8 +34,6 @@ from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
 _Gloo: Final[Any] = dist.ProcessGroupGloo
-_MOST_ROUNDS: Final = 20
-"""Losses within one recovery after which a job is given up."""
 _LONGEST_SLEEP_S: Final = 4e-3
 _GROUP_TIMEOUT_S: Final = 10.0
 """Deadline for gloo to connect ranks that have just met."""
@@ -45,34 +43,28 @@ _Wanted: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Number of a communicator, its colours and its ranks, by member number."""
 
 
-class StoreMembership:
-    """The ranks that are left of those that dlio's launcher started. Collective over all of them.
+class StoreMembership(RankSurvivors[StoreCommunicator]):
+    """The survivors of the ranks that dlio's launcher started. Collective over all of them.
 
     Args:
         store: the launcher's.
         me: number of this rank.
         ranks: how many there are.
-        least: fewest ranks that go on.
+        least: fewest ranks that continue.
     """
 
     def __init__(self, store: JobStore, me: int, ranks: int, least: int = 1) -> None:
         """Raises CommError if a rank is lost already."""
-        self.me = me
-        self.members: tuple[int, ...] = tuple(range(ranks))
-        self.number = 0
-        self.lost = self.due = False
-        self.left: tuple[int, ...] = ()
-        self._least = least
+        super().__init__(me, ranks, least)
         self._timeout_s = settings().timeout_s
         self._store = store
         self._events = EventLog(self._store)
+        # A second connection: waiting for an event holds up all other calls of a connection.
         self._watched = self._store.another()
         self._lock = threading.Lock()
         self._dead: set[int] = set()
         self._ended: set[int] = set()
         """Numbers of generations that a rank has ended."""
-        self._handles: dict[int, weakref.ref[StoreCommunicator]] = {}
-        self._made = 0
         self._agreements = 0
         self._spent: list[GenerationRanks] = []
         """Parts of closed communicators and of earlier generations."""
@@ -86,9 +78,7 @@ class StoreMembership:
         except PeerLost as error:
             raise CommError("another rank was lost before all had met: this job ends") from error
         self.world = StoreCommunicator(self, part)
-        here = {
-            rank: pid for rank, (name, pid) in enumerate(everyone) if name == everyone[self.me][0]
-        }
+        here = processes_here(everyone, self.me)
         board = open_board()
         files = dict(enumerate(self.world.allgather(board.file)))
         self._hangs = NodeWatch(here, self.me, lambda: self.members, board, files)
@@ -98,10 +88,8 @@ class StoreMembership:
         """Listen for the others; return host and process id of each rank."""
         address = meeting_address(lambda place: self._gathered("place", place))
         self._gate = GlooGate(address)
-        # Numbers of processes mean nothing in another container of the same name.
-        host = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
         self.mail = Mail(self.me, lambda value: self._gathered("mail", value), address)
-        everyone = self._gathered("process", (host, os.getpid()))
+        everyone = self._gathered("process", this_process())
         return [(name, pid) for name, pid in everyone]
 
     def _gathered(self, name: str, value: Json) -> list[Any]:
@@ -168,6 +156,8 @@ class StoreMembership:
 
         All get the same answer: that of the first that knows it.
         """
+        # `put` writes once and returns what stands there: the first to know the outcome decides,
+        # and a rank that dies between its vote and its reading changes nothing.
         if not well:
             return bool(self._store.put(name, False))
         if self._store.count(f"{name}/votes") == len(members):
@@ -237,6 +227,8 @@ class StoreMembership:
             except (RuntimeError, CommError) as error:
                 errors.append(error)
 
+        # Left alone if it does not end: gloo offers no way to interrupt it, and at the latest its
+        # own timeout of 10 s does. Its groups belong to a generation that nobody uses any more.
         builder = Workers("dlio-groups", build).start()
         self._await(lambda: not builder.alive(), "gloo to connect all ranks", generation)
         if errors:
@@ -267,18 +259,12 @@ class StoreMembership:
     def renew(self, report: Json, meets: bool = False) -> list[Json]:
         self.lost = True
         old = self._generation
+        # Tells ranks that wait for this one, which lives and has left their operation.
         if not old.over:
             old.over = True
             self._report_end(old.number)
-        number = old.number
-        for _ in range(_MOST_ROUNDS):
-            number += 1
-            everyone = self._next_generation(number, report)
-            if everyone is not None:
-                return everyone
-        raise CommError(
-            f"{_MOST_ROUNDS} ranks were lost while the others regrouped: this job is given up"
-        )
+        numbers = itertools.count(old.number + 1)
+        return self._renew_over_losses(lambda: self._next_generation(next(numbers), report))
 
     def _next_generation(self, number: int, report: Json) -> list[Json] | None:
         """Make the next generation; None if a rank is lost meanwhile."""
@@ -286,10 +272,7 @@ class StoreMembership:
         mine = {str(channel): list(handle.colours) for channel, handle in handles.items()}
         self._store.put(f"here/{number}/{self.me}", [mine, report])
         members = self._met(number)
-        if len(members) < self._least:
-            raise CommError(
-                f"{len(members)} ranks are left, and --min-ranks is {self._least}: this job ends"
-            )
+        self._check_enough(len(members))
         everyone: list[Any] = list(
             self._store.get([f"here/{number}/{member}" for member in members])
         )
@@ -303,6 +286,8 @@ class StoreMembership:
             generation.over = generation.replaced = True
             return None
         assert parts is not None
+        # Messages carry their generation: numbers of ranks have changed, and a late one would go to
+        # another rank's receive of the same tag.
         self.mail.retire(number)
         made = {part.channel: part for part in parts}
         old = [handle.part for handle in handles.values()]
@@ -316,7 +301,7 @@ class StoreMembership:
         return [each[1] for each in everyone]
 
     def _met(self, number: int) -> tuple[int, ...]:
-        """Return the ranks of the next generation when all that are left have come here."""
+        """Return the ranks of the next generation when all survivors have come here."""
 
         def left() -> list[int]:
             return [member for member in self.members if member not in self._dead]
@@ -326,12 +311,6 @@ class StoreMembership:
 
         self._await(have_met, "all that are left to regroup", None)
         return tuple(self._store.put(f"members/{number}", left()))
-
-    def _living(self) -> dict[int, StoreCommunicator]:
-        living = {channel: ref() for channel, ref in self._handles.items()}
-        kept = {c: handle for c, handle in living.items() if handle is not None and not handle.over}
-        self._handles = {channel: self._handles[channel] for channel in kept}
-        return kept
 
     # Old groups
 
@@ -354,6 +333,7 @@ class StoreMembership:
                 ready = [part for part in self._spent if part.is_idle()]
                 self._spent = [part for part in self._spent if part not in ready]
                 left = len(self._spent)
+            # Outside the lock: the destructor of a group joins its threads.
             for part in ready:
                 part.group, part.works = None, []
             ready.clear()
@@ -379,7 +359,7 @@ class StoreMembership:
 def _wanted(
     me: int, members: Sequence[int], colours: Sequence[dict[str, list[int]]]
 ) -> list[_Wanted]:
-    """Return the communicators that this rank makes anew, in one order on all ranks. Pure.
+    """Return the communicators that this rank rebuilds, in one order on all ranks. Pure.
 
     A rank may have closed one that others have not closed yet: it is gone.
 

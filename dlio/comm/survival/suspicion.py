@@ -2,7 +2,7 @@
 
 A rank is suspected only while it computes a step and all other ranks of its node wait for others:
 in vain, as it is the one that does not come. A rank that waits for the source, evaluates or writes
-a checkpoint is elsewhere, and never suspected; nor is one of two that both compute.
+a checkpoint is unwatched, and never suspected; nor is one of two that both compute.
 """
 
 import math
@@ -58,14 +58,16 @@ def hung_ranks(
     """
     living = {member: each for member, each in seen.items() if each.state not in "ZXT"}
     rows = {member: each.row for member, each in living.items() if each.row is not None}
+    # A rank without a row may be the one that the others wait for: better to wait than to guess.
     if len(rows) < len(living):
         return []
-    working = [member for member, row in rows.items() if row.phase is not RankPhase.WAITS]
+    working = [member for member, row in rows.items() if row.phase is not RankPhase.BLOCKED]
+    # With two that compute, neither has made the other wait; it may simply be a long step.
     if len(working) != 1 or len(rows) < 2:
         return []
     (member,) = working
     row = rows[member]
-    if row.phase is not RankPhase.COMPUTES or row.step <= _FIRST_STEPS:
+    if row.phase is not RankPhase.COMPUTING or row.step <= _FIRST_STEPS:
         return []
     limit_s = hang_after_s
     if limit_s is None:
@@ -79,6 +81,8 @@ def hung_ranks(
         why = "no thread of it has run: a call into C holds Python's lock"
     elif vain_s < limit_s:
         return []
+    # Not a reason by itself: a rank that writes a large file to a slow disk is in D for as long.
+    # Only what is logged differs.
     elif living[member].state == "D":
         why = "it waits for a device or a file system that does not answer"
     else:

@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import sys
 import time
 import weakref
@@ -37,14 +36,13 @@ from dlio.comm.survival.active_ranks import (
 )
 from dlio.comm.survival.node_watch import NodeWatch
 from dlio.comm.survival.rank_requests import RankRequests
-from dlio.errors import CommError, PeerLost, UsageError
+from dlio.comm.survival.rank_survivors import RankSurvivors, processes_here, this_process
+from dlio.errors import PeerLost, UsageError
 from dlio.util.settings import settings
 
 _ENABLED: Final = "OMPI_MCA_mpi_ft_enable"
 """Variable that mpirun sets for ranks with fault tolerance."""
 _LOSSES: Final = (MPI.Exception, PeerLost)
-_MOST_ROUNDS: Final = 20
-"""Losses within one recovery after which a job is given up."""
 _WELL: Final = 1
 _RENEWS: Final = 2
 """Bits in which ranks agree: that all went well, and that they are making a generation."""
@@ -54,13 +52,13 @@ _NAP_S: Final = 0.005
 """Time between two looks of a spare at whether it is called."""
 
 
-class UlfmMembership:
-    """The ranks that are left of MPI's world. One per process.
+class UlfmMembership(RankSurvivors[MpiCommunicator]):
+    """The surviving ranks of MPI's world. One per process.
 
     All ranks are active at first; `rest` makes some of them spares.
 
     Args:
-        least: fewest ranks that go on.
+        least: fewest ranks that continue.
         spares: ranks beyond those that train at first.
     """
 
@@ -81,23 +79,16 @@ class UlfmMembership:
             raise UsageError(
                 f"{spares} spares of {size} ranks: start more ranks, or give fewer spares"
             )
-        self.number = 0
-        self.lost = False
-        self.me = MPI.COMM_WORLD.rank
-        self.members: tuple[int, ...] = tuple(range(size))
+        super().__init__(MPI.COMM_WORLD.rank, size, least)
         self.spares = spares
         self._alive = self.members
         """Active ranks and spares."""
-        self.leaves = self.due = self.ends = self.pauses = False
+        self.leaves = self.ends = self.pauses = False
         self.leave_at = math.inf
         self._has_told = False
         """True once the others know that this rank leaves."""
-        self.left: tuple[int, ...] = ()
-        self._least = least
         self._wanted = RankRequest(0, size)
         self._requests = RankRequests()
-        self._handles: dict[int, weakref.ref[MpiCommunicator]] = {}
-        self._made = 0
         self._spent: list[MPI.Intracomm] = []
         with one_at_a_time:
             self._root = MPI.COMM_WORLD.Dup()
@@ -108,12 +99,10 @@ class UlfmMembership:
             """That from which the last generation was made. Those of generations that a loss
             interrupted may be half made, and are never freed."""
         self.world = MpiCommunicator(self._active.Dup(), membership=self)
-        # Numbers of processes mean nothing in another container of the same name.
-        host = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
         board = open_board()
-        mine = (host, os.getpid(), board.file)
+        mine = (*this_process(), board.file)
         everyone: list[tuple[str, int, int]] = self.world.allgather(mine)
-        here = {member: pid for member, (name, pid, _) in enumerate(everyone) if name == host}
+        here = processes_here([(name, pid) for name, pid, _ in everyone], self.me)
         files = {member: everyone[member][2] for member in here}
         self._watch = NodeWatch(
             here, self.me, lambda: self._alive, board, files, lambda: self.members
@@ -131,6 +120,8 @@ class UlfmMembership:
         handle.over = True
 
     def agree(self, well: bool) -> bool:
+        # Agreement, and no allreduce: it alone gives all survivors the same answer if a rank is
+        # lost in its midst. A bitwise AND, so a single No makes it a No.
         flag = np.array([_WELL if well else 0], np.int32)
         try:
             self._poll(lambda: self._active.Iagree(flag), "all ranks to agree")
@@ -152,11 +143,13 @@ class UlfmMembership:
         """Ask for a number of active ranks, as of the job's beginning."""
         self._wanted = RankRequest(0, ranks)
 
-    def doze(self) -> list[Json]:
+    def wait_for_call(self) -> list[Json]:
         """Wait, as a spare, until the others make a generation, and take part in it.
 
         Returns the result of `renew`; nothing when the job is over.
         """
+        # Polled, although MPI could block here: a blocked rank spins on a core, and a spare must
+        # cost next to nothing for hours.
         while not (self.asked or self._are_all_lost()):
             self.world.poke()
             time.sleep(_NAP_S)
@@ -178,19 +171,20 @@ class UlfmMembership:
     def renew(self, report: Json, meets: bool = False) -> list[Json]:
         self.lost = True
         old = [handle for handle in self._living().values() if not handle.rests]
+        # Revoking ends all waits, also of ranks that wait for a rank that lives: that one will come
+        # here, and never send what they wait for.
         with one_at_a_time:
             for comm in (*(handle.raw for handle in old), self._active, self._root):
                 if comm != MPI.COMM_NULL and not comm.Is_revoked():
                     comm.Revoke()
+        # Shrink would block in MPI until the last survivor comes, which may compute for seconds.
         self._await_survivors()
-        for _ in range(_MOST_ROUNDS):
+
+        def attempt() -> list[Json] | None:
             with one_at_a_time:
-                everyone = self._next_generation(report, meets)
-            if everyone is not None:
-                return everyone
-        raise CommError(
-            f"{_MOST_ROUNDS} ranks were lost while the others regrouped: this job is given up"
-        )
+                return self._next_generation(report, meets)
+
+        return self._renew_over_losses(attempt)
 
     def _end(self) -> None:
         """End MPI at the end of a script of the user's: in the ordinary way if no rank was lost."""
@@ -202,6 +196,7 @@ class UlfmMembership:
             sys.stdout.flush()
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)
+        # After a loss MPI_Finalize waits for the lost rank for ever.
         if not self.lost:
             MPI.Finalize()
         elif mpi4py.rc.finalize is not False:
@@ -210,13 +205,8 @@ class UlfmMembership:
             sys.stderr.flush()
             os._exit(int(failed))
 
-    def _living(self) -> dict[int, MpiCommunicator]:
-        living = {number: ref() for number, ref in self._handles.items()}
-        self._handles = {n: ref for n, ref in self._handles.items() if living[n] is not None}
-        return {n: each for n, each in living.items() if each is not None and not each.over}
-
     def _await_survivors(self) -> None:
-        """Return when all that are left have come here. Raises CommTimeout after DLIO_TIMEOUT."""
+        """Return when all survivors have come here. Raises CommTimeout after DLIO_TIMEOUT."""
         if self._active != MPI.COMM_NULL:
             # Members that wait in `agree` meet this call there, and come here next.
             while self._regrouped(self._active) != _RENEWS:
@@ -227,6 +217,8 @@ class UlfmMembership:
     def _regrouped(self, comm: MPI.Intracomm) -> int | None:
         """Return `_RENEWS` if all ranks regroup, other bits if one agrees instead, None at a loss
         that was not known."""
+        # Other bits come from ranks that are still in `agree`: the AND of both is 0, so these get a
+        # No there, and all know that they have to meet once more.
         flag = np.array([_RENEWS], np.int32)
         try:
             self._poll(lambda: comm.Iagree(flag), "all that are left to regroup")
@@ -250,6 +242,8 @@ class UlfmMembership:
 
         Returns the reports of its active ranks.
         """
+        # From the communicator of all that are alive, spares included: members are split off it
+        # below.
         root = cast(MPI.Intracomm, self._root.Shrink())
         self._root = root
         if not agreed(root, True):
@@ -269,11 +263,8 @@ class UlfmMembership:
             reported = MpiCommunicator(root).allgather([mine, colours, self._made, report])
             standings = [MembershipReport.from_list(each[0]) for each in reported]
             members = next_members(standings)
-            if members and len(standings) < self._least:
-                raise CommError(
-                    f"{len(standings)} ranks are left, and --min-ranks is {self._least}: this job "
-                    "ends"
-                )
+            if members:
+                self._check_enough(len(standings))
             is_mine = self.me in members
             colour = 0 if is_mine else MPI.UNDEFINED
             active = cast(MPI.Intracomm, root.Split(colour, root.rank))
@@ -332,7 +323,7 @@ class UlfmMembership:
         return self.leaves or time.monotonic() >= self.leave_at
 
     def _remade(self, root: MPI.Intracomm, number: str, colours: list[Any]) -> MPI.Intracomm:
-        """Make a communicator anew: of all ranks, or of those of the same colours."""
+        """Rebuild a communicator: of all ranks, or of those of the same colours."""
         of_each = [tuple(each[number]) for each in colours]
         if not any(of_each):
             return root.Dup()

@@ -25,93 +25,32 @@ the rounding error of a float32 addition.
 or infinite entry a compressor raises DlioError with the tensor's name, because a residual would
 carry it into all later steps. The residual is undefined after such an error.
 
+To add a compressor, subclass `Compressor`, add a line to `COMPRESSORS` of `exchange_spec`,
+and subclass `dlio.testing.CompressorTests` with it. A package of its own names its factory, called
+with (pieces, scratch), by an entry point of the group `dlio.compressors`.
+
 Tensors too small for useful means and thresholds, mainly biases and norms, travel as `int8` in the
 messages of `onebit`, `ternary`, `threshold` and `adaptive` (see `layout.is_small`); the bits above
 include them. Of the next larger tensors, `threshold` and `adaptive` send a larger share (see
 `sparse`).
 """
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from importlib import import_module
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from dlio.exchange.compress.message_layout import ChunkScratch, Piece
-from dlio.exchange.exchange_spec import COMPRESSORS
+from dlio.exchange.compress.compressor_base import Compressor as Compressor
+from dlio.exchange.compress.message_layout import ChunkScratch, Pieces
+from dlio.exchange.exchange_spec import COMPRESSORS, compressor_entry
 from dlio.util.arguments import unknown_word
 
-NAMES: Final = COMPRESSORS
+NAMES: Final = tuple(COMPRESSORS)
 
 
-class Compressor(Protocol):
-    """Encodes a region of float32 gradients into short messages, and decodes messages.
-
-    State may influence which message is encoded, but decoding needs none: any compressor created
-    with the same name and pieces can decode it. Not thread-safe. The caller owns all arrays.
-    `dlio.testing.CompressorTests` checks these promises.
-    """
-
-    entries: int
-    """Length of the region."""
-    max_bytes: int
-    """Maximum length of a message; known in advance, so that receives can be posted."""
-
-    def encode(
-        self,
-        values: npt.NDArray[np.float32],
-        residual: npt.NDArray[np.float32],
-        message: npt.NDArray[np.uint8],
-    ) -> int:
-        """Encode values + residual; the residual becomes the part that the message leaves out.
-
-        Args:
-            values: shape (entries,); only read.
-            residual: shape (entries,), contiguous; overwritten.
-            message: at least max_bytes long, contiguous.
-
-        Returns:
-            Length of the message in bytes.
-
-        Raises DlioError, naming the tensor, if an entry is NaN or infinite.
-        """
-
-    def state(self) -> npt.NDArray[np.int64]:
-        """State on which later messages depend besides residuals, for a checkpoint."""
-
-    def load_state(self, state: npt.NDArray[np.int64]) -> None:
-        """Restore the `state` of a compressor with the same name and pieces."""
-
-    def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
-        """Add the decoded message to `into`, shape (entries,), contiguous.
-
-        Raises CommError if the message is recognisably not one for this region; a part of it may
-        have been added by then.
-        """
-
-
-def make_compressor(name: str, pieces: Sequence[Piece], scratch: ChunkScratch) -> Compressor:
-    """Create a compressor. Raises UsageError for a name that is not in NAMES."""
-    from dlio.exchange.compress.adaptive import AdaptiveLevel
-    from dlio.exchange.compress.half import Bfloat16, Float16
-    from dlio.exchange.compress.int8 import Int8
-    from dlio.exchange.compress.onebit import OneBit
-    from dlio.exchange.compress.sparse import SparseCompressor
-    from dlio.exchange.compress.threshold import ThresholdLevel
-
-    match name:
-        case "onebit":
-            return OneBit(pieces, scratch)
-        case "ternary":
-            return SparseCompressor(pieces, scratch, AdaptiveLevel(), dense=True)
-        case "threshold":
-            return SparseCompressor(pieces, scratch, ThresholdLevel())
-        case "adaptive":
-            return SparseCompressor(pieces, scratch, AdaptiveLevel())
-        case "int8":
-            return Int8(pieces, scratch)
-        case "bf16":
-            return Bfloat16(pieces, scratch)
-        case "fp16":
-            return Float16(pieces, scratch)
-    raise unknown_word("compressor (behind a +)", name, NAMES)
+def make_compressor(name: str, pieces: Pieces, scratch: ChunkScratch) -> Compressor:
+    """Create a compressor. Raises UsageError for a name that is in no table."""
+    entry = compressor_entry(name)
+    if entry is None:
+        raise unknown_word("compressor (behind a +)", name, NAMES)
+    module, _, factory = entry.factory.partition(":")
+    compressor: Compressor = getattr(import_module(module), factory)(pieces, scratch)
+    return compressor

@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from dlio.errors import DlioError
 
+F32 = npt.NDArray[np.float32]
+
 CHUNK: Final = 1 << 16
 """Number of entries processed at a time: a chunk and its scratch memory fit into a core's cache.
 
@@ -44,6 +46,9 @@ class Piece:
         return self.start + self.size
 
 
+Pieces = Sequence[Piece]
+
+
 def is_small(shape: Sequence[int]) -> bool:
     """True for biases, norms and tensors too small to gain from stronger compression."""
     count = math.prod(shape)
@@ -63,7 +68,7 @@ def pieces_of(tensors: Sequence[tuple[str, Sequence[int]]]) -> list[Piece]:
     return pieces
 
 
-def split(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
+def split(pieces: Pieces, parts: int) -> list[list[Piece]]:
     """Cut a region into `parts` of about the same size, at the end of a row if one is near.
 
     `start` of the returned pieces counts from the beginning of their part. Parts may be empty.
@@ -80,7 +85,7 @@ def split(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
     ]
 
 
-def _cut(pieces: Sequence[Piece], wanted: int, part: int) -> int:
+def _cut(pieces: Pieces, wanted: int, part: int) -> int:
     """Return the row's end nearest to `wanted`, or `wanted` itself if that is too far away."""
     piece = next((p for p in pieces if p.start <= wanted < p.stop), None)
     if piece is None:
@@ -107,16 +112,6 @@ def _between(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
         yield replace(piece, start=last, rows=1, width=stop - last)
 
 
-class StatelessCompressor:
-    """A compressor whose messages do not depend on earlier ones."""
-
-    def state(self) -> npt.NDArray[np.int64]:
-        return np.empty(0, np.int64)
-
-    def load_state(self, state: npt.NDArray[np.int64]) -> None:
-        pass
-
-
 class ChunkScratch:
     """Working memory for one chunk. Not thread-safe."""
 
@@ -126,18 +121,18 @@ class ChunkScratch:
         self.mask = np.empty(CHUNK, np.bool_)
 
 
-def chunks(size: int) -> Iterator[tuple[int, int]]:
+def chunks(size: int, chunk: int = CHUNK) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of each chunk of a region."""
-    for start in range(0, size, CHUNK):
-        yield start, min(start + CHUNK, size)
+    for start in range(0, size, chunk):
+        yield start, min(start + chunk, size)
 
 
-def all_finite(numbers: npt.NDArray[np.float32]) -> bool:
+def all_finite(numbers: F32) -> bool:
     """True if all numbers, shape (n,), and their sum are finite. Four times as fast as np.sum."""
     return math.isfinite(np.einsum("i->", numbers))
 
 
-def refuse_not_finite(values: npt.NDArray[np.float32], start: int, pieces: Sequence[Piece]) -> None:
+def refuse_not_finite(values: F32, start: int, pieces: Pieces) -> None:
     """Raise DlioError, naming the tensor, if an entry is NaN or infinite.
 
     Args:

@@ -19,7 +19,7 @@ Otherwise it may be rounded, by at most 2^-24 (|v| + |q|); `compress` explains w
 unavoidable.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -27,19 +27,21 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dlio.exchange.compress.compressor_base import Bytes, Compressor
 from dlio.exchange.compress.int8 import SmallTensors
 from dlio.exchange.compress.message_layout import (
     CHUNK,
+    F32,
     ChunkScratch,
     Piece,
-    StatelessCompressor,
+    Pieces,
     all_finite,
     refuse_not_finite,
 )
 from dlio.plan.order import mix
 
-_F32 = npt.NDArray[np.float32]
-_U8 = npt.NDArray[np.uint8]
+_F32 = F32
+_U8 = Bytes
 _BLOCK: Final = 1 << 10
 _LEAST: Final = 1 << 6
 """Number of entries of the smallest block that is rotated."""
@@ -68,13 +70,13 @@ class _Tile:
         return -(-(self.blocks * self.width) // 8)
 
 
-class OneBit(StatelessCompressor):
+class OneBit(Compressor):
     """A compressor to signs.
 
     A message has each block's s as bfloat16, the small tensors as int8, and one bit per sign.
     """
 
-    def __init__(self, pieces: Sequence[Piece], scratch: ChunkScratch) -> None:
+    def __init__(self, pieces: Pieces, scratch: ChunkScratch) -> None:
         self._pieces = pieces
         self._scratch = scratch
         self.entries = pieces[-1].stop if pieces else 0

@@ -25,7 +25,7 @@ largest entries if one is far beyond the others. The residual of an unsent entry
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -33,11 +33,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.errors import CommError
+from dlio.exchange.compress.compressor_base import Bytes, Compressor
 from dlio.exchange.compress.int8 import SmallTensors
 from dlio.exchange.compress.message_layout import (
     CHUNK,
+    F32,
     ChunkScratch,
     Piece,
+    Pieces,
     all_finite,
     refuse_not_finite,
 )
@@ -78,7 +81,7 @@ class LevelRule(Protocol):
     steps: dict[int, int]
     """State per tensor, by number."""
 
-    def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
+    def level(self, tensor: int, sample: F32, ratio: float) -> float:
         """Return the magnitude from which entries are sent, so that about one in `ratio` is.
 
         Args:
@@ -87,7 +90,7 @@ class LevelRule(Protocol):
         Returns 0 if the sample is all zeros and the rule has no other level.
         """
 
-    def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
+    def cut(self, sizes: F32, level: float) -> tuple[float, float]:
         """Return (least, q) for the entries of one sign.
 
         Entries smaller than `least` are not sent. The others are sent as q, which the caller
@@ -99,7 +102,7 @@ class LevelRule(Protocol):
         """
 
 
-def order_statistic(sample: npt.NDArray[np.float32], ratio: float) -> float:
+def order_statistic(sample: F32, ratio: float) -> float:
     """Return the magnitude that one entry in `ratio` reaches. Overwrites the sample.
 
     If that is zero, return the smallest magnitude above zero; 0 if there is none.
@@ -113,7 +116,7 @@ def order_statistic(sample: npt.NDArray[np.float32], ratio: float) -> float:
     return level
 
 
-def mean_beyond(sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
+def mean_beyond(sizes: F32, level: float) -> tuple[float, float]:
     """Return (least, q) for `LevelRule.cut`, with q the mean of the sent entries.
 
     For v - q to be exact for the smallest entries, too: if the mean exceeds twice the level, only
@@ -145,7 +148,25 @@ class TensorPlan:
     """Entry at which the search for entries to send begins."""
 
 
-def tensors_of(pieces: Sequence[Piece], dense: bool) -> list[TensorPlan]:
+class AdaptiveLevel:
+    """Sends the largest entries, one in 32, as the mean of those with the same sign (Dryden et al.,
+    "Communication quantization for data-parallel training of deep neural networks", MLHPC 2016).
+
+    The level is an order statistic of a tensor's entries, estimated from a new random sample at
+    each step.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[int, int] = {}
+
+    def level(self, tensor: int, sample: F32, ratio: float) -> float:
+        return order_statistic(sample, ratio)
+
+    def cut(self, sizes: F32, level: float) -> tuple[float, float]:
+        return mean_beyond(sizes, level)
+
+
+def tensors_of(pieces: Pieces, dense: bool) -> list[TensorPlan]:
     """Return the pieces that are not small, with their shares of a message.
 
     Args:
@@ -165,7 +186,7 @@ def tensors_of(pieces: Sequence[Piece], dense: bool) -> list[TensorPlan]:
     ]
 
 
-class SparseCompressor:
+class SparseCompressor(Compressor):
     """A compressor that sends the entries selected by a rule.
 
     A message has three parts: the head, which holds three uint32 per large tensor; the small
@@ -179,7 +200,7 @@ class SparseCompressor:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Pieces,
         scratch: ChunkScratch,
         rule: LevelRule,
         seed: int = 0,
@@ -199,12 +220,7 @@ class SparseCompressor:
             for tensor in self._tensors
         )
 
-    def encode(
-        self,
-        values: npt.NDArray[np.float32],
-        residual: npt.NDArray[np.float32],
-        message: npt.NDArray[np.uint8],
-    ) -> int:
+    def encode(self, values: F32, residual: F32, message: Bytes) -> int:
         head = message[: self._small_at].view(np.uint32).reshape(-1, HEAD)
         at = self._steps_at
         self._messages += 1
@@ -228,7 +244,7 @@ class SparseCompressor:
                 head[number] = bits, begin, len(steps)
         return at
 
-    def add(self, message: npt.NDArray[np.uint8], into: npt.NDArray[np.float32]) -> None:
+    def add(self, message: Bytes, into: F32) -> None:
         if len(message) < self._steps_at:
             raise CommError(f"a message of {len(message)} bytes is damaged: its head is incomplete")
         head = message[: self._small_at].view(np.uint32).reshape(-1, HEAD)
@@ -263,9 +279,7 @@ class SparseCompressor:
             tensor.begin = begin
         self._rule.steps = {k: step for k, step in enumerate(each[count:]) if step != NONE}
 
-    def _level(
-        self, number: int, v: npt.NDArray[np.float32], values: npt.NDArray[np.float32]
-    ) -> float:
+    def _level(self, number: int, v: F32, values: F32) -> float:
         """Return the smallest magnitude to send; infinity if all entries are zero."""
         if len(v) > SAMPLE:
             one = np.array([number], np.int64)
@@ -291,8 +305,8 @@ class SparseCompressor:
     def _candidates(
         self,
         tensor: TensorPlan,
-        v: npt.NDArray[np.float32],
-        values: npt.NDArray[np.float32],
+        v: F32,
+        values: F32,
         level: float,
     ) -> npt.NDArray[np.int64]:
         """Add values to v and select entries to send.
@@ -331,10 +345,10 @@ class SparseCompressor:
 
 
 def _send(
-    v: npt.NDArray[np.float32],
+    v: F32,
     places: npt.NDArray[np.int64],
     level: float,
-    cut: Callable[[npt.NDArray[np.float32], float], tuple[float, float]],
+    cut: Callable[[F32, float], tuple[float, float]],
 ) -> tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Subtract from v the values sent for the entries at `places`.
 
@@ -411,7 +425,7 @@ def _escapes(ahead: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return escapes
 
 
-def _steps(ahead: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
+def _steps(ahead: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_]) -> Bytes:
     """Encode distances and signs: escape bytes, then a byte with the number of skipped entries and
     the sign in its highest bit, for each entry."""
     escapes = _escapes(ahead)
@@ -422,7 +436,7 @@ def _steps(ahead: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_]) -> npt
 
 
 def _entries(
-    steps: npt.NDArray[np.uint8],
+    steps: Bytes,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Decode `_steps`: (distances, signs)."""
     over = steps & np.uint8(SIGN - 1)
@@ -431,9 +445,7 @@ def _entries(
     return ahead[is_entry], steps[is_entry] >= SIGN
 
 
-def _trits(
-    places: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_], size: int
-) -> npt.NDArray[np.uint8]:
+def _trits(places: npt.NDArray[np.int64], negative: npt.NDArray[np.bool_], size: int) -> Bytes:
     """Encode all entries of a tensor as ternary digits, five per byte: 0 for entries that are not
     sent, 1 for positive and 2 for negative ones."""
     digits = np.zeros(-(-size // TRITS) * TRITS, np.uint8)
@@ -442,7 +454,7 @@ def _trits(
 
 
 def _entries_of_trits(
-    trits: npt.NDArray[np.uint8], size: int
+    trits: Bytes, size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Decode `_trits`: (places, signs)."""
     if len(trits) != -(-size // TRITS) or (size and int(trits.max()) >= len(_READ)):
@@ -454,3 +466,13 @@ def _entries_of_trits(
 
 def _from_bfloat16(bits: int) -> np.float32:
     return np.uint32(bits << 16).view(np.float32)
+
+
+def adaptive(pieces: Pieces, scratch: ChunkScratch) -> SparseCompressor:
+    """The largest entries."""
+    return SparseCompressor(pieces, scratch, AdaptiveLevel())
+
+
+def ternary(pieces: Pieces, scratch: ChunkScratch) -> SparseCompressor:
+    """Signs of the largest two fifths."""
+    return SparseCompressor(pieces, scratch, AdaptiveLevel(), dense=True)

@@ -8,11 +8,9 @@ times the threshold is sent, about the mean of the entries, most of which have j
 import math
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from dlio.errors import UsageError
-from dlio.exchange.compress.sparse import order_statistic
+from dlio.exchange.compress.message_layout import F32, ChunkScratch, Pieces
+from dlio.exchange.compress.sparse import SparseCompressor, order_statistic
 
 SENT: Final = 1.25
 """Value sent for an entry, in multiples of the threshold."""
@@ -44,7 +42,7 @@ class ThresholdLevel:
         self._fixed = None if threshold is None else _number(_step(threshold))
         self.steps: dict[int, int] = {}
 
-    def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
+    def level(self, tensor: int, sample: F32, ratio: float) -> float:
         if self._fixed is not None:
             return self._fixed
         level = order_statistic(sample, ratio)
@@ -54,7 +52,7 @@ class ThresholdLevel:
             self.steps[tensor] = last + min(max(wanted - last, -1), 1)
         return _number(self.steps[tensor]) if tensor in self.steps else 0.0
 
-    def cut(self, sizes: npt.NDArray[np.float32], level: float) -> tuple[float, float]:
+    def cut(self, sizes: F32, level: float) -> tuple[float, float]:
         largest = float(sizes.max())
         while largest > level * REACH:
             level *= 2
@@ -70,3 +68,8 @@ def _step(value: float) -> int:
 
 def _number(step: int) -> float:
     return math.ldexp(1 + step % STEPS / STEPS, step // STEPS)
+
+
+def threshold(pieces: Pieces, scratch: ChunkScratch) -> SparseCompressor:
+    """Entries beyond an adapted threshold."""
+    return SparseCompressor(pieces, scratch, ThresholdLevel())

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from dlio.errors import UsageError
-from dlio.loader.opened import open_dataset
+from dlio.loader.dataset import open_dataset
 
 
 @dataclass(frozen=True, slots=True, eq=False)

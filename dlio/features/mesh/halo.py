@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import leave
-from dlio.comm.funnel import elsewhere
+from dlio.comm.funnel import is_foreign_thread
 from dlio.errors import CommError
 from dlio.features.mesh.slab import Interval, Slab
 
@@ -89,7 +89,7 @@ class RankGroup:
 
 
 def _check_thread() -> None:
-    if elsewhere():
+    if is_foreign_thread():
         raise CommError(
             "this MPI library lets one thread call it, and backward runs in another: use an MPI "
             "with thread support (Open MPI 5), or start ranks by torchrun"

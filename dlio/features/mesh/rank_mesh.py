@@ -12,6 +12,7 @@ from dlio.comm import Communicator, world
 from dlio.comm.survival.recovery import recovery_of
 from dlio.data.chunks import chunked_of
 from dlio.data.reader import Reader
+from dlio.data.reader_contract import abilities_of
 from dlio.errors import UsageError
 from dlio.exchange.distribute import ExchangeHandle, connect
 from dlio.exchange.exchange_spec import parse_exchange
@@ -20,8 +21,7 @@ from dlio.features.mesh.mesh_axes import AXES, parse_axes
 from dlio.features.mesh.slab import Slab, longest_dimension
 from dlio.features.mesh.split_tensor import SplitTensor, join
 from dlio.features.mesh.tensor_sharing import TensorSharing
-from dlio.loader.dataset import Dataset
-from dlio.loader.opened import open_dataset
+from dlio.loader.dataset import Dataset, open_dataset
 from dlio.util.arguments import PathText, one_of
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Mesh:
         """
         given: dict[str, Any] = options
         with open_dataset(path, **{**given, "tiers": "none"}) as whole:
-            are_files = bool(getattr(whole.reader, "files_are_samples", False))
+            are_files = abilities_of(whole.reader).files_are_samples
             shapes = _shapes_of_files(whole.reader) if are_files else _shapes(whole.reader)
         if not shapes:
             raise UsageError(

@@ -25,8 +25,9 @@ from dlio.features.pruning.neuron_groups import ModelInput, NeuronGroup, Prunabl
 from dlio.features.pruning.plan_trials import PlanTrials, Probe, TrialResult
 from dlio.features.pruning.pruned_layout import LayoutRecord, PrunedLayout, shrink_to
 from dlio.features.pruning.pruning_pace import TOLERANCE, PruningPace, Schedule
+from dlio.features.pruning.pruning_report import RoundRecord
 from dlio.features.pruning.removal_plan import Limits
-from dlio.features.pruning.rounds import Round, RoundRecord, kinds_and_bounds
+from dlio.features.pruning.rounds import Round, kinds_and_bounds
 from dlio.features.pruning.statistics_window import StatisticsWindow
 from dlio.features.pruning.target_widths import widths_for
 

@@ -8,23 +8,20 @@ from torch import nn
 
 from dlio.errors import DlioError, SourceError, UsageError
 from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
+from dlio.features.pruning.pruning_feature import LAYOUT_SUFFIX
 from dlio.train.weights import stored_state
 from dlio.util.arguments import PathText, named, path_in
 from dlio.util.limits import open_regular
-from dlio.util.whole_files import remove_file, write_json
+from dlio.util.whole_files import write_json
 
-_SUFFIX: Final = ".layout.json"
 _MOST: Final = 256 << 20
 """Characters of a layout file."""
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def save_layout(path: str, layout: PrunedLayout | None) -> None:
-    """Write PATH.layout.json for the weights at `path`; None removes a stale one."""
-    if layout is not None:
-        write_json(path + _SUFFIX, layout.to_json())
-    else:
-        remove_file(path + _SUFFIX)
+def save_layout(path: str, layout: PrunedLayout) -> None:
+    """Write PATH.layout.json for the weights at `path`."""
+    write_json(path + LAYOUT_SUFFIX, layout.to_json())
 
 
 def load_pruned(model: Module, path: PathText) -> Module:
@@ -47,12 +44,12 @@ def load_pruned(model: Module, path: PathText) -> Module:
         state = stored_state(path)
     except (OSError, ValueError) as error:
         raise SourceError(f"{path}: not weights that `--save` wrote: {error}") from error
-    shrink_to(model, _layout(path + _SUFFIX))
+    shrink_to(model, _layout(path + LAYOUT_SUFFIX))
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise UsageError(
-            f"{path} holds weights of another model, or its layout {path}{_SUFFIX} was lost: "
+            f"{path} holds weights of another model, or its layout {path}{LAYOUT_SUFFIX} was lost: "
             f"{str(error).splitlines()[-1].strip()}"
         ) from error
     return model

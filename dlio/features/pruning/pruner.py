@@ -5,19 +5,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import nn
 
 from dlio.exchange.cut import TensorCut
-from dlio.exchange.distribute import ExchangeHandle
 from dlio.features.pruning.apoptosis import Apoptosis, ApoptosisState
 from dlio.features.pruning.model_size import count_parameters, flops_per_sample, parameters_by_layer
+from dlio.features.pruning.pruned_file import save_layout
 from dlio.features.pruning.pruned_layout import PrunedLayout
+from dlio.features.pruning.pruning_feature import PruningOptions
 from dlio.features.pruning.pruning_pace import TOLERANCE, Schedule
-from dlio.train.config import TrainConfig
-from dlio.train.precision import Precision
-from dlio.train.report import PruningReport
-from dlio.train.tasks.task_base import TrainingTask
+from dlio.features.pruning.pruning_report import PruningReport
+from dlio.train.feature_hooks import FeatureHooks, FeatureRun, SavedFeature
+from dlio.train.report import RankEpoch
 
 _BATCHES: Final = 4
 """Number of batches in a probe: the last ones before a round."""
@@ -38,68 +39,77 @@ class PrunerState(ApoptosisState):
     """Number of batches in the probe."""
 
 
-class Pruner:
-    """The pruning of one rank. Owns the Apoptosis; `close` is collective.
+class PruningHooks(FeatureHooks):
+    """The pruning of one rank. Owns the Apoptosis."""
 
-    Args:
-        steps: optimizer steps in the whole run.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        exchange: ExchangeHandle,
-        precision: Precision,
-        task: TrainingTask,
-        steps: int,
-    ) -> None:
-        self._precision, self._task = precision, task
+    def __init__(self, options: PruningOptions, run: FeatureRun) -> None:
+        self._options, self._precision, self._task = options, run.precision, run.task
         self._batches: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_BATCHES)
         self._cuts: Sequence[TensorCut] = []
         self._reported = 0
         """Number of rounds reported so far."""
-        generator = torch.Generator().manual_seed(0)
+
+    def connected(self, run: FeatureRun, batches: int) -> None:
+        config, generator = run.config.optimizer, torch.Generator().manual_seed(0)
+        model = run.model
         self.apoptosis = Apoptosis(
             model,
-            optimizer,
-            example=task.example(_EXAMPLES, generator)[0],
+            run.optimizer,
+            example=run.task.example(_EXAMPLES, generator)[0],
             probe=self._probe,
-            exchange=exchange,
-            steps=steps,
-            schedule=_schedule(config),
+            exchange=run.exchange,
+            steps=config.epochs * math.ceil(batches / config.accumulate),
+            schedule=_schedule(self._options),
             on_cut=(self._keep_cuts,),
         )
         self._flops_at_first = flops_per_sample(model, self.apoptosis.example)
         self._flops = 0, self._flops_at_first
         """(version of the layout, FLOPs per sample)."""
 
-    def close(self) -> None:
-        """Close the Apoptosis. Collective."""
-        self.apoptosis.close()
+    def begin(self, run: FeatureRun) -> None:
+        if not run.has_held_out and run.comm.rank == 0:
+            print(
+                "without --val, pruning cannot check held-out accuracy: it relies on the loss of "
+                "the last batches",
+                flush=True,
+            )
 
-    def add_batch(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """Keep a batch for the probe if a round is near.
+    def begin_epoch(self, run: FeatureRun, epoch: int) -> None:
+        options = run.config.optimizer
+        per_step = run.global_batch * options.accumulate
+        later = options.epochs - epoch - 1
+        left = math.ceil((run.samples - run.position) / per_step)
+        self.apoptosis.expect(left + later * math.ceil(run.samples / per_step))
 
-        Args:
-            images: input of the model; shape (n, ...).
-            labels: targets of the task; shape (n, ...).
-        """
-        if len(images) and self.apoptosis.due(_BATCHES):
-            self._batches.append((images, labels))
+    def before_forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        # Kept for the probe if a round is near.
+        if len(inputs) and self.apoptosis.due(_BATCHES):
+            self._batches.append((inputs, targets))
 
-    def step(self) -> Sequence[TensorCut]:
-        """Return the cuts of this step; call it after each optimizer step. Collective."""
+    def gradients_final(self) -> None:
+        self.apoptosis.look()
+
+    def after_step(self, run: FeatureRun) -> None:
         self._cuts = []
-        if self.apoptosis.due():
-            self.apoptosis.step()
+        is_due = self.apoptosis.due()
+        self.apoptosis.step()
+        if is_due:
             self._batches.clear()
-        else:
-            self.apoptosis.step()
-        return self._cuts
+        if self._cuts:
+            run.reshaped(self._cuts)
 
-    def report(self) -> PruningReport:
+    def compared(
+        self, run: FeatureRun, everyone: Sequence[RankEpoch], accuracy: float | None
+    ) -> None:
+        if accuracy is not None:
+            _, correct, samples = np.sum([rank["sums"] for rank in everyone], axis=0).tolist()
+            # With --skip-samples, right answers are weighted, and may be more than the samples.
+            self.apoptosis.held_out(accuracy, min(1.0, correct / max(1.0, samples)))
+
+    def report(self) -> Mapping[str, object]:
+        return {"pruning": self._report()}
+
+    def _report(self) -> PruningReport:
         """Size of the model now, and the rounds since the last report."""
         apoptosis, model = self.apoptosis, self.apoptosis.model
         rounds, self._reported = apoptosis.rounds[self._reported :], len(apoptosis.rounds)
@@ -119,28 +129,27 @@ class Pruner:
             "left_alone": [str(each) for each in apoptosis.found.left_alone],
         }
 
-    def state_dict(self) -> PrunerState:
-        """State as JSON types; equal on all ranks."""
+    def facts(self) -> PrunerState:
         state = self.apoptosis.state_dict()
         return {**state, "told": self._reported, "batches": len(self._batches)}
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's window of statistics and probe batches, to save with `state_dict`."""
+    def own_tensors(self) -> Mapping[str, torch.Tensor]:
+        # The window of statistics, and the batches of the probe.
         tensors = {f"window/{name}": each for name, each in self.apoptosis.tensors().items()}
         for number, (images, labels) in enumerate(self._batches):
             tensors[f"images/{number}"], tensors[f"labels/{number}"] = images, labels
         return tensors
 
-    def take_layout(self, state: PrunerState) -> None:
-        """Cut the model to the saved layout; call it before loading weights. Collective."""
-        self.apoptosis.take_layout(PrunedLayout.from_json(state["layout"]))
+    def restore_shape(self, run: FeatureRun, facts: PrunerState | None) -> None:
+        if facts is not None:
+            self.apoptosis.take_layout(PrunedLayout.from_json(facts["layout"]))
+            run.reshaped()
 
-    def load_state_dict(self, state: PrunerState, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Continue from a saved state; call it after loading weights.
-
-        Args:
-            tensors: this rank's tensors; empty if the number of ranks has changed.
-        """
+    def restore(self, saved: SavedFeature) -> None:
+        state: PrunerState | None = saved.facts
+        if state is None:
+            return
+        tensors = saved.tensors
         window = {
             name.removeprefix("window/"): each
             for name, each in tensors.items()
@@ -158,6 +167,12 @@ class Pruner:
             self._batches.append((images, tensors[f"labels/{number}"].to(device)))
             number += 1
 
+    def save(self, path: str) -> None:
+        save_layout(path, self.apoptosis.layout)
+
+    def close(self) -> None:
+        self.apoptosis.close()
+
     def _keep_cuts(self, cuts: Sequence[TensorCut]) -> None:
         self._cuts = cuts
 
@@ -174,27 +189,7 @@ class Pruner:
         return float(losses), float(len(images))
 
 
-def _schedule(config: TrainConfig) -> Schedule:
-    if config.prune_target is not None:
-        return Schedule(target=config.prune_target, begin=0.0, every=_EVERY)
-    return Schedule(TOLERANCE if config.prune_tolerance is None else config.prune_tolerance)
-
-
-def make_pruner(
-    config: TrainConfig,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    exchange: ExchangeHandle,
-    precision: Precision,
-    task: TrainingTask,
-    batches: int,
-) -> Pruner | None:
-    """Make the pruner of `--prune`; None without it. Collective.
-
-    Args:
-        batches: batches of this rank in an epoch.
-    """
-    if config.prune != "apoptosis":
-        return None
-    steps = config.epochs * math.ceil(batches / config.accumulate)
-    return Pruner(config, model, optimizer, exchange, precision, task, steps)
+def _schedule(options: PruningOptions) -> Schedule:
+    if options.prune_target is not None:
+        return Schedule(target=options.prune_target, begin=0.0, every=_EVERY)
+    return Schedule(TOLERANCE if options.prune_tolerance is None else options.prune_tolerance)

@@ -3,24 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TypedDict, cast
+from typing import cast
 
+from dlio.features.pruning.pruning_report import RoundRecord
 from dlio.features.pruning.removal_plan import Removal
-
-
-class RoundRecord(TypedDict):
-    """A Round as JSON types."""
-
-    step: int
-    parameters: int
-    removed: dict[str, int]
-    bounds: dict[str, float]
-    widths: dict[str, int]
-    undone: list[str]
-    loss_before: float | None
-    loss_after: float | None
-    allowed: float | None
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,8 @@ def metrics_of(report: "EpochReport") -> dict[str, float | None]:
         name: getattr(report, name)
         for name in ("loss", "accuracy", "seconds", "samples_per_s", "exchange_bytes")
     }
-    if report.pruning is not None:
-        metrics["parameters"] = report.pruning["parameters"]
+    if (pruning := report.features.get("pruning")) is not None:
+        metrics["parameters"] = pruning["parameters"]
     held_out = {f"val_{name}": value for name, value in report.metrics.items()}
     if report.val_accuracy is not None:
         held_out["val_accuracy"] = report.val_accuracy

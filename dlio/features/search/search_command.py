@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from typing import Final
 
 from dlio.cli.option_groups import with_help
@@ -71,7 +70,7 @@ _CALLBACK: Final = "dlio.features.search.trial:make_callback"
         ),
         "Ranks": ("ranks", "ranks_per_trial", "cores_per_rank"),
         "Options of all trials, as for `dlio train`": tuple(
-            field.name for field in fields(TrainOptions)
+            field.name for field in options_of(TrainOptions)
         ),
     },
 )
@@ -90,10 +89,11 @@ def command(
     """
     if under_mpi() or under_torch():
         raise UsageError("dlio search starts ranks by itself: run it once, without mpirun, with -n")
+    options = as_mapping(run)
     for name, reason in _OWN.items():
-        if getattr(run, name):
+        if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} does not go with a search: {reason}")
-    if run.fault_tolerance != "off":
+    if run.survival.fault_tolerance != "off":
         raise UsageError(
             "--fault-tolerance: trials that lose a rank go on from their checkpoints: leave it out"
         )
@@ -103,23 +103,23 @@ def command(
         check_plots()
         check_writable("--html", search.html)
     words = script.script[1:] if script.script[:1] == ("--",) else script.script
-    if not run.source and not words:
+    if not run.data.source and not words:
         raise UsageError("SRC is missing: name the data, or a script after --")
     if words and not os.path.isfile(words[0]):
         raise UsageError(f"{words[0]}: no such script")
     for field in options_of(SearchedRun) if words else ():
-        if field.name not in _OF_SCRIPTS and getattr(run, field.name) != field.default:
+        if field.name not in _OF_SCRIPTS and options[field.name] != field.default:
             raise UsageError(
                 f"{field.flag} is an option of `dlio train`, not of a script: give it to the script"
             )
     if words and not search.objective:
         raise UsageError("--objective is missing: name the metric that the script prints")
-    if run.source:
-        source, val = find_parts(run.source, run.val)
-        run = replace(run, source=source, val=val)
+    if run.data.source:
+        source, val = find_parts(run.data.source, run.data.val)
+        run = run.replaced(source=source, val=val)
     quiet_optuna()
     axes = parse_words(search.space, words) if words else parse_space(search.space, run)
-    objectives = parse_objectives(search.objective, run.val is not None)
+    objectives = parse_objectives(search.objective, run.data.val is not None)
     _search(run, search, axes, objectives, words)
 
 
@@ -134,13 +134,19 @@ def _search(
     from dlio.features.search.searcher import STOPPED, Searcher, SearchSetup
 
     lag = search.lag or 2 * search.at_a_time
-    ParameterSampler(search.sampler, axes, run.seed, lag, [each.direction for each in objectives])
-    shared = checked_tiers(run.tiers) if run.tiers is not None else None
+    ParameterSampler(
+        search.sampler, axes, run.data.seed, lag, [each.direction for each in objectives]
+    )
+    shared = checked_tiers(run.data.tiers) if run.data.tiers is not None else None
     cores = search.cores_per_rank or max(1, available_cores() // search.ranks)
     first = {"--lag": lag, "--cores-per-rank": cores}
     with Study(search.study, axes, objectives, _fixed(run, search, words), first) as study:
         sampling = ParameterSampler(
-            search.sampler, axes, run.seed, study.first["--lag"], [o.direction for o in objectives]
+            search.sampler,
+            axes,
+            run.data.seed,
+            study.first["--lag"],
+            [o.direction for o in objectives],
         )
         for name, given in (("--lag", search.lag), ("--cores-per-rank", search.cores_per_rank)):
             if given not in (None, study.first[name]):
@@ -148,7 +154,7 @@ def _search(
                     f"{name} {given}: the search in {search.study} has begun with "
                     f"{study.first[name]}: leave it out"
                 )
-        paths = [path for path in (run.source, run.val) if path]
+        paths = [path for path in (run.data.source, run.data.val) if path]
         tiers = shared or (own_tiers(search.study, paths) if paths else None)
         trials = min(search.trials or sampling.most or _TRIALS, sampling.most or 1 << 62)
         if tiers is not None and any(not r.has_ended for r in study.records) | (
@@ -157,7 +163,7 @@ def _search(
             for path in paths:
                 print_line(f"staging {path} into {tiers}")
                 study.add_staged(stage(path, tiers))
-        run = replace(run, tiers=tiers)
+        run = run.replaced(tiers=tiers)
 
         def work(point: Point, folder: str) -> TrialProgram:
             if words:
@@ -182,7 +188,7 @@ def _search(
                     cores_per_rank=study.first["--cores-per-rank"],
                     is_script=bool(words),
                     work=work,
-                    halving=_halving(search, run.epochs),
+                    halving=_halving(search, run.optimizer.epochs),
                 ),
                 open_job_folder,
                 lambda teams: shown.update({t.record.number: t.waits for t in teams}),
@@ -216,14 +222,13 @@ def _train_work(
     run: SearchedRun, point: Point, folder: str, objectives: Sequence[Objective]
 ) -> TrialProgram:
     config = with_point(run, point)
-    config = replace(
-        config,
+    config = config.replaced(
         checkpoint=os.path.join(folder, "checkpoint"),
         resume=True,
         keep=1,
         save=os.path.join(folder, "weights.pt"),
         # The search's own last: it has the final word on the epoch.
-        callback=(*config.callback, _CALLBACK),
+        callback=(*config.callbacks.callback, _CALLBACK),
     )
     return TrialProgram(
         "dlio.features.search.trial:run_training",
@@ -234,7 +239,7 @@ def _train_work(
 def _script_work(
     words: Sequence[str], run: SearchedRun, objectives: Sequence[Objective]
 ) -> TrialProgram:
-    options = RunOptions(exchange=run.exchange, tiers=run.tiers, seed=run.seed)
+    options = RunOptions(exchange=run.ranks.exchange, tiers=run.data.tiers, seed=run.data.seed)
     return TrialProgram(
         "dlio.features.search.trial:run_script_trial",
         [
@@ -253,8 +258,9 @@ def _task(objectives: Sequence[Objective]) -> tuple[str, dict[str, object]]:
 
 def _fixed(run: SearchedRun, search: SearchOptions, words: Sequence[str]) -> dict[str, object]:
     """Return the options that a search goes on with, by their names for users."""
+    options = as_mapping(run)
     fixed: dict[str, object] = {
-        field.flag: getattr(run, field.name)
+        field.flag: options[field.name]
         for field in options_of(SearchedRun)
         if field.name not in _FREE
     }
@@ -264,16 +270,17 @@ def _fixed(run: SearchedRun, search: SearchOptions, words: Sequence[str]) -> dic
         for field in options_of(SearchOptions)
         if field.name in (*names, "objective")
     }
-    paths = {"SRC": run.source, "--val": run.val}
+    paths = {"SRC": run.data.source, "--val": run.data.val}
     fixed |= {name: os.path.abspath(path) if path else path for name, path in paths.items()}
     return {**fixed, "script": shlex.join(words)}
 
 
 def _given_words(run: SearchedRun) -> list[str]:
     """Return the arguments of `dlio train` for options that differ from their defaults."""
-    words = [run.source]
+    words = [run.data.source]
+    options = as_mapping(run)
     for field in options_of(TrainOptions):
-        value = getattr(run, field.name)
+        value = options[field.name]
         if field.option.positional or field.name == "tiers" or value == field.default:
             continue
         if field.name == "model" and value == DEFAULT_MODEL:

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from dlio.errors import UsageError
-from dlio.train.train_options import TrainOptions
+from dlio.train.train_options import DataOptions, TrainOptions
 from dlio.util.options import Option, check
 
 
 @dataclass(frozen=True, slots=True)
-class SearchedRun(TrainOptions):
-    """The options of `dlio train` that all trials have in common; the source may be left out for a
-    script."""
+class SearchedData(DataOptions):
+    """The data of a search; the source may be left out for a script."""
 
     source: Annotated[
         str,
@@ -21,6 +20,13 @@ class SearchedRun(TrainOptions):
             metavar="SRC",
         ),
     ] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchedRun(TrainOptions):
+    """The options of `dlio train` that all trials have in common."""
+
+    data: SearchedData
 
 
 @dataclass(frozen=True, slots=True)

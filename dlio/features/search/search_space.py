@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from dlio.errors import UsageError
@@ -12,7 +12,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.factory import split_options
 from dlio.train.train_options import TrainOptions
 from dlio.util.arguments import nearest
-from dlio.util.options import OptionField, Scalar, options_of
+from dlio.util.options import OptionField, Scalar, as_mapping, from_mapping, options_of
 
 Point = Mapping[str, Scalar]
 """Values of the parameters by name, such as {"lr": 0.01, "model.depth": 3}."""
@@ -98,17 +98,17 @@ def filled_in(words: Sequence[str], point: Point) -> list[str]:
 def with_point(run: TrainOptions, point: Point) -> TrainConfig:
     """Return the configuration of a trial. Raises UsageError for values that do not fit."""
     keys = {each.flag[2:]: each.name for each in options_of(TrainOptions)}
-    values = {each.name: getattr(run, each.name) for each in options_of(TrainOptions)}
+    values: dict[str, object] = {**as_mapping(run)}
     values |= {keys[name]: value for name, value in point.items() if name in keys}
     of_model = {
         name.removeprefix(_OF_MODEL): value for name, value in point.items() if name not in keys
     }
-    config = TrainConfig(**values)
+    config = from_mapping(TrainConfig, values)
     if not of_model:
         return config
-    model, options = split_options("--model", config.model)
+    model, options = split_options("--model", config.model.model)
     inside = ",".join(f"{name}={value!r}" for name, value in {**options, **of_model}.items())
-    return replace(config, model=f"{model}({inside})")
+    return config.replaced(model=f"{model}({inside})")
 
 
 def train_words(point: Point, run: TrainOptions) -> list[str]:
@@ -116,7 +116,7 @@ def train_words(point: Point, run: TrainOptions) -> list[str]:
     config = with_point(run, point)
     plain = {name: value for name, value in point.items() if not name.startswith(_OF_MODEL)}
     if len(plain) < len(point):
-        plain["model"] = config.model
+        plain["model"] = config.model.model
     return [word for name, value in plain.items() for word in _words(name, value)]
 
 

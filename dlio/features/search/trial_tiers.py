@@ -35,7 +35,8 @@ def own_tiers(folder: str, paths: Sequence[str]) -> str:
         folder: of the search.
         paths: the data sets.
     """
-    from dlio.data.reader import data_bytes, open_reader
+    from dlio.data.reader import open_reader
+    from dlio.data.reader_contract import data_bytes
 
     total = 0
     for path in paths:

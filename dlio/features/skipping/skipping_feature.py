@@ -1,17 +1,94 @@
-"""The skipping of samples in a run of `dlio train`."""
+"""The skipping of samples whose loss has stayed low: its options, and what it goes with."""
 
-import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
-from dlio.features.skipping.skip_rule import EASY, SHARE
-from dlio.features.skipping.skipper import SampleSkipper
-from dlio.loader.dataloader import DataLoader
-from dlio.train.train_options import TrainOptions
+from dlio.errors import UsageError
+from dlio.features.skipping.skip_rule import SHARE
+from dlio.train.config import TrainConfig
+from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES
+from dlio.train.feature_spec import FeatureSpec, refuse
+from dlio.util.options import Option, check
+
+if TYPE_CHECKING:
+    from dlio.train.report import EpochReport
 
 
-def make_skipper(config: TrainOptions, loader: DataLoader) -> SampleSkipper | None:
-    """Make the skipper of `--skip-samples`; None without it. Collective."""
-    if not config.skip_samples:
-        return None
-    share = config.skip_share or SHARE
-    easy = EASY if config.skip_share is None else math.inf
-    return SampleSkipper(loader, config.epochs, share, seed=config.seed, easy=easy)
+@dataclass(frozen=True, slots=True)
+class SkippingOptions:
+    """The samples that an epoch leaves out."""
+
+    skip_samples: Annotated[
+        bool,
+        Option(
+            "Leave samples whose loss has stayed low out of epochs; the others are weighted so "
+            "that the gradient stays unbiased."
+        ),
+    ] = False
+    skip_share: Annotated[
+        float | None,
+        Option(
+            "Share of each epoch's samples to leave out, easy or not.",
+            above=0,
+            default_text="the easy samples, up to 0.6",
+            needs="skip_samples",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class SkippingFeature(FeatureSpec):
+    """`--skip-samples`."""
+
+    name, order, prefix = "skipping", 70, "skip"
+    options = SkippingOptions
+    hooks = "dlio.features.skipping.skipping_hooks:SkippingHooks"
+
+    def label(self, options: SkippingOptions) -> str | None:
+        return "--skip-samples" if options.skip_samples else None
+
+    def check(self, options: SkippingOptions, config: TrainConfig) -> None:
+        if options.skip_share is not None and options.skip_share > SHARE:
+            raise UsageError(
+                f"--skip-share {options.skip_share}: give a share above 0, up to {SHARE}"
+            )
+        if not options.skip_samples:
+            return
+        epochs, chosen = config.optimizer.epochs, {"--skip-samples": True}
+        for option, alpha in (("--mixup", config.data.mixup), ("--cutmix", config.data.cutmix)):
+            if alpha is not None:
+                refuse(
+                    chosen,
+                    f"{option} does not go with {{option}}: an image is mixed with the one before "
+                    "it in the batch; leave one of them out",
+                )
+        if epochs < 3:
+            raise UsageError(
+                f"--skip-samples with --epochs {epochs}: the first epoch and the last see all "
+                "samples; give 3 or more, and 8 to save time"
+            )
+        if config.survival.spares:
+            refuse(chosen, NOT_WITH_SPARES)
+        if config.results.replay is not None:
+            refuse(chosen, NOT_REPLAYED)
+
+    def check_saved(self, about: Mapping[str, Any], path: str, is_on: bool) -> None:
+        if "kept" in about["loader"] and not is_on:
+            raise UsageError(
+                f"--resume: {path} was written in an epoch that skips samples; add --skip-samples"
+            )
+
+    def sentences(self, epochs: "Sequence[EpochReport]") -> list[str]:
+        shares = [epoch.skip_share for epoch in epochs]
+        if not max(shares):
+            return []
+        return [
+            f"{sum(shares) / len(shares):.0%} of the samples were skipped because their "
+            f"losses had stayed low: up to {max(shares):.0%} of an epoch."
+        ]
+
+    def progress(self, epoch: "EpochReport") -> str:
+        return f", {epoch.skip_share:.0%} of the samples skipped" if epoch.skip_share else ""

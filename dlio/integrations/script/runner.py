@@ -21,7 +21,7 @@ from dlio.comm import Communicator, world
 from dlio.comm.job_nodes import find_nodes
 from dlio.comm.survival.recovery import check_survival, recovery_of, uniform
 from dlio.errors import UsageError
-from dlio.exchange import ExchangeCalls, parse_exchange
+from dlio.exchange import Exchange, parse_exchange
 from dlio.exchange.buckets import broadcast_tensors
 from dlio.exchange.distribute import ExchangeHandle, parameters_of
 from dlio.exchange.script_takeover import on_takeover
@@ -79,8 +79,8 @@ class _ScriptTakeover:
         self._comm, self._context = comm, context
         spec = parse_exchange(options.exchange)
         self._ranks = ExchangeHandle(spec, comm, options.seed, options.pretend_nodes)
-        self._modules: dict[nn.Module, tuple[ExchangeCalls, ...]] = {}
-        self._of_parameter: dict[torch.Tensor, ExchangeCalls] = {}
+        self._modules: dict[nn.Module, tuple[Exchange, ...]] = {}
+        self._of_parameter: dict[torch.Tensor, Exchange] = {}
         self._made = 0
         """Number of parameters registered so far; each keeps its number as an attribute.
 
@@ -89,7 +89,7 @@ class _ScriptTakeover:
         """
         self._buffers: dict[int, torch.Tensor] = {}
         """Buffers that were broadcast from rank 0, by `id`. Keeping them keeps their ids unique."""
-        self._watched: set[tuple[nn.Module, ExchangeCalls]] = set()
+        self._watched: set[tuple[nn.Module, Exchange]] = set()
         self._steps = 0
         """Number of optimizer steps so far."""
         self._losses_told = 0
@@ -259,7 +259,7 @@ class _ScriptTakeover:
             if not self._context.training:
                 exchange.finish()
 
-    def _look_at(self, module: nn.Module) -> tuple[ExchangeCalls, ...]:
+    def _look_at(self, module: nn.Module) -> tuple[Exchange, ...]:
         buffers = [b for b in module.buffers(recurse=False) if id(b) not in self._buffers]
         if buffers:
             uniform(self._comm, lambda: broadcast_tensors(buffers, self._comm))

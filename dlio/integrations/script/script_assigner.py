@@ -1,6 +1,6 @@
 """Deals a script's batches to the ranks, and again when ranks are lost: each sample exactly once.
 
-A batch that any rank has taken stays dealt as it was; the next one is dealt to those that are left.
+A batch that any rank has taken stays assigned as it was; the next one is assigned to the survivors.
 The samples of lost ranks that are in no gradient join the batches that are left of the pass; where
 none is left, they are a batch of their own.
 """
@@ -12,8 +12,8 @@ from itertools import pairwise
 from operator import add
 
 from dlio.comm import Communicator
-from dlio.comm.survival.recovery import Recovery, Report, recovery_of
-from dlio.loader.assignment.rank_groups import RankGroups
+from dlio.comm.survival.recovery import Recovery, RecoveryPart, recovery_of
+from dlio.loader.assignment.rank_groups import BatchReport, RankGroups
 from dlio.plan.rank_shares import RankShares
 
 
@@ -48,7 +48,7 @@ class ScriptBatch:
         return self.samples[part.start : part.stop]
 
 
-class ScriptAssigner:
+class ScriptAssigner(RecoveryPart[BatchReport]):
     """The batches of this rank in all passes of a script. Closed by its owner.
 
     Args:
@@ -64,7 +64,7 @@ class ScriptAssigner:
         self.missed = 0
         """Samples of lost ranks that no pass could repeat, as it had ended."""
         if self._recovery is not None:
-            self._part = self._recovery.add("script", self)
+            self._recovery.register(self)
 
     def deals(self, batches: list[list[int]], shares: RankShares) -> "Iterator[ScriptAssignment]":
         """Yield the runs of a pass that are dealt to the same ranks: one if none is lost.
@@ -107,27 +107,27 @@ class ScriptAssigner:
             batch.used = True
             self._open.append(batch)
 
-    def tell(self) -> Report:
-        return self._groups.tell()
+    def report(self) -> BatchReport:
+        return self._groups.report()
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self._groups.settle(reports)
+    def reconcile(self, reports: Sequence[BatchReport], comm: Communicator) -> None:
+        self._groups.reconcile(reports)
 
-    def count(self, counted: Sequence[int]) -> None:
+    def commit_step(self, contributors: Sequence[int]) -> None:
         for batch in self._open:
             for rank, member in enumerate(batch.members):
-                if member not in counted:
+                if member not in contributors:
                     lost = batch.part(rank)
                     batch.of.again += lost
                     self.missed += len(lost) if batch.of.over else 0
                     if self._recovery is not None:
-                        self._recovery.count_again(member, len(lost))
+                        self._recovery.count_requeued(member, len(lost))
         self._open = []
 
     def close(self) -> None:
         """Take no part in later recoveries."""
         if self._recovery is not None:
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
 
 
 class ScriptAssignment:

@@ -12,6 +12,8 @@
 | `zygote` | a process that forks ranks out of what it has imported |
 | `shim` | the stand-in of a rank under mpirun |
 | `snapshot_slots` | the state of a training in shared memory, whole or not at all |
+| `lock_keeper` | locks of a rank that its agent holds until the job is over |
+| `job_starts` | which ranks run where in each start, and whether another makes sense (pure) |
 | `agent_protocol` | names of files and sockets that these share |
 
 Nothing here knows of training: the zygote imports modules by name.

@@ -1,150 +1,173 @@
-"""The batches of an epoch that its ranks have taken, and who trained on them.
+"""The batches of an epoch that its ranks were issued, and whose samples entered the model.
 
-A rank that joins in the middle of an epoch is told, so that it knows, as the others do, which
-samples a rank had been dealt that is lost later.
+A rank that joins in the middle of an epoch receives this history: when another rank is lost later,
+it has to know, as the others do, which samples that rank had been assigned.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
-from dlio.loader.dataset import Dataset
 from dlio.loader.passes import FormulaOrder, PlannedPass
-from dlio.loader.planned_engine.engine import epoch_plan
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
 from dlio.plan.rank_shares import RankShares
 from dlio.plan.sample_mask import SampleMask
-from dlio.plan.schedule import RankNodes
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssignmentSpan:
-    """A run of batches that is dealt to the same ranks."""
+    """A run of batches that are assigned to the same ranks."""
 
     batches: PlannedPass
     plan: EpochPlan | None
-    """None if positions of the order alone decide who gets which sample."""
+    """None if positions of the order alone decide which rank gets which sample."""
     members: tuple[int, ...]
     """Number of each of its ranks when the job began."""
     planners: dict[int, WindowPlan] = field(default_factory=dict)
-    """By member; filled as they are wanted."""
+    """By member; filled on demand: only the shares of lost ranks are ever asked for."""
 
     def samples(self, batch: int, member: int) -> list[int]:
-        """Return a member's samples of one of its batches."""
+        """Return a member's samples of one of the span's batches."""
         rank = self.members.index(member) if self.members else member
         if self.plan is None:
             return self.batches.part(batch, rank)
         if member not in self.planners:
             if self.plan.left is not None:
-                begun = self.batches.formula.members
-                rank = begun.index(member) if member in begun else -1
+                began = self.batches.formula.members
+                rank = began.index(member) if member in began else -1
             self.planners[member] = plan_epoch(replace(self.plan, rank=rank))
         window = self.planners[member].window(range(batch, batch + 1))
-        dealt: list[int] = window.samples.tolist()
-        return dealt
+        samples: list[int] = window.samples.tolist()
+        return samples
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IssuedBatch:
-    """A batch that was taken."""
+    """A batch that the training loop has received."""
 
-    deal: AssignmentSpan
+    span: AssignmentSpan
     number: int
-    """Within its deal."""
+    """Within its span."""
     step: int
     """Within its epoch."""
     update: int
     """Number of the optimizer step that uses it, since the run began."""
 
 
-CommittedBatch = tuple[IssuedBatch, int, frozenset[int]]
-"""A batch, the exchange of gradients or weights that brought it into the model, and the members
-that counted in it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class CommittedBatch:
+    """A batch whose gradients, or the weights trained on it, entered the model."""
+
+    batch: IssuedBatch
+    exchange: int
+    """Number of the exchange of gradients or weights that brought it into the model."""
+    contributors: frozenset[int]
+    """Members whose part entered."""
 
 
-class _PlannedLoader(Protocol):
-    """A loader whose passes are planned."""
+@dataclass(frozen=True, slots=True)
+class SpanRecord:
+    """An `AssignmentSpan` as JSON types; the names are those of the wire format."""
 
-    mode: str
+    members: Sequence[int]
+    state: dict[str, Any]
+    """State that the pass began with."""
+    shares: Sequence[int]
+    batch_size: int
+    ranks: int
+    left: Sequence[int] | None
+    began: Sequence[int]
+    node_of: Sequence[int] | None
+    """Node of each rank; None for a span without a plan."""
 
-    @property
-    def data(self) -> Dataset:
-        """The data set."""
+    @classmethod
+    def of(cls, span: AssignmentSpan) -> "SpanRecord":
+        batches, formula = span.batches, span.batches.formula
+        return cls(
+            members=span.members,
+            state=batches.state_at(batches.cursor.position, batches.requeued),
+            shares=batches.dealt.counts,
+            batch_size=formula.batch_size,
+            ranks=formula.ranks,
+            left=formula.left,
+            began=formula.members,
+            node_of=None if span.plan is None else span.plan.ranks.node_of.tolist(),
+        )
 
-    @property
-    def formula(self) -> FormulaOrder:
-        """The order of the next pass."""
+    def planned(self, formula: FormulaOrder, mask: tuple[int, SampleMask] | None) -> PlannedPass:
+        """Return the pass.
 
-    @property
-    def mask(self) -> tuple[int, SampleMask] | None:
-        """An epoch, and the samples that it uses; None for all."""
+        Args:
+            formula: this rank's order, of which all but the ranks' shares is the same.
+            mask: an epoch, and the samples that it uses; None for all.
+        """
+        order = replace(
+            formula,
+            batch_size=self.batch_size,
+            rank=0,
+            ranks=self.ranks,
+            shares=RankShares(tuple(self.shares)),
+            left=None if self.left is None else tuple(self.left),
+            members=tuple(self.began),
+        )
+        return PlannedPass(self.state, order, mask)
 
 
-def described(closed: Sequence[CommittedBatch]) -> dict[str, Any]:
-    """Return the batches of an epoch as JSON types."""
-    deals = _numbered(batch.deal for batch, _, _ in closed)
-    counted = _numbered(members for *_, members in closed)
+class SpanSource(Protocol):
+    """A loader that can make a span which other ranks began."""
+
+    def recall_span(self, record: SpanRecord) -> AssignmentSpan: ...
+
+
+def history_to_json(committed: Sequence[CommittedBatch]) -> dict[str, Any]:
+    """Return the batches of an epoch as JSON types, each span and set of members once."""
+    # An epoch has thousands of batches, and a handful of spans and sets of contributors.
+    spans = _numbered(each.batch.span for each in committed)
+    contributors = _numbered(each.contributors for each in committed)
     return {
-        "deals": [
-            {
-                "members": deal.members,
-                "state": _begun(deal.batches),
-                "shares": deal.batches.dealt.counts,
-                "batch_size": deal.batches.formula.batch_size,
-                "ranks": deal.batches.formula.ranks,
-                "left": deal.batches.formula.left,
-                "began": deal.batches.formula.members,
-                "node_of": None if deal.plan is None else deal.plan.ranks.node_of.tolist(),
-            }
-            for deal in deals
-        ],
-        "counted": [sorted(members) for members in counted],
+        "deals": [asdict(SpanRecord.of(span)) for span in spans],
+        "counted": [sorted(members) for members in contributors],
         "batches": [
-            [deals[batch.deal], batch.number, batch.step, batch.update, step, counted[members]]
-            for batch, step, members in closed
+            [
+                spans[each.batch.span],
+                each.batch.number,
+                each.batch.step,
+                each.batch.update,
+                each.exchange,
+                contributors[each.contributors],
+            ]
+            for each in committed
         ],
     }
 
 
-def recalled(history: dict[str, Any], loader: _PlannedLoader) -> list[CommittedBatch]:
-    """Return the batches that another rank has `described`."""
-    deals = [_recalled(each, loader) for each in history["deals"]]
-    counted = [frozenset(members) for members in history["counted"]]
+def history_from_json(history: dict[str, Any], loader: SpanSource) -> list[CommittedBatch]:
+    """Return the batches that another rank has described by `history_to_json`."""
+    spans = [loader.recall_span(SpanRecord(**each)) for each in history["deals"]]
+    contributors = [frozenset(members) for members in history["counted"]]
     return [
-        (IssuedBatch(deals[deal], number, step, update), counting, counted[members])
-        for deal, number, step, update, counting, members in history["batches"]
+        CommittedBatch(
+            IssuedBatch(spans[span], number, step, update), exchange, contributors[members]
+        )
+        for span, number, step, update, exchange, members in history["batches"]
     ]
 
 
-def _recalled(deal: dict[str, Any], loader: _PlannedLoader) -> AssignmentSpan:
-    shares = RankShares(tuple(deal["shares"]))
-    left = deal["left"]
-    formula = replace(
-        loader.formula,
-        batch_size=deal["batch_size"],
-        rank=0,
-        ranks=deal["ranks"],
-        shares=shares,
-        left=None if left is None else tuple(left),
-        members=tuple(deal["began"]),
-    )
-    batches = PlannedPass(deal["state"], formula, loader.mask)
-    plan = None
-    if deal["node_of"] is not None:
-        mounted = loader.data.mounted
-        assert mounted is not None
-        ranks = RankNodes(np.array(deal["node_of"], np.int32))
-        plan = epoch_plan(batches, mounted, loader.mode, ranks)
-    return AssignmentSpan(batches, plan, tuple(deal["members"]))
-
-
-def _begun(batches: PlannedPass) -> dict[str, Any]:
-    """Return the state that a pass began with."""
-    return batches.state_at(batches.cursor.position, batches.again)
+def parts_of_lost(
+    survivors: Iterable[int], batches: Iterable[CommittedBatch]
+) -> Iterator[tuple[CommittedBatch, int]]:
+    """Yield each batch with each member that it was assigned to and that has been lost since."""
+    living = frozenset(survivors)
+    # By span: an epoch has thousands of batches and a handful of spans.
+    lost: dict[AssignmentSpan, list[int]] = {}
+    for each in batches:
+        span = each.batch.span
+        if span not in lost:
+            lost[span] = [member for member in span.members if member not in living]
+        for member in lost[span]:
+            yield each, member
 
 
 def _numbered(values: Iterable[_T]) -> dict[_T, int]:

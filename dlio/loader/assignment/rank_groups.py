@@ -1,18 +1,30 @@
 """The ranks that share each batch of a job whose ranks may be lost.
 
-A batch that any rank has taken stays shared as it was; the next one is shared by those that are
-left. Ranks may be at different places when one is lost: all go on as before up to the furthest.
-Batches are counted since the job began, over all passes; all ranks take them in one order.
+A batch that any rank has taken stays shared as it was; the survivors share the next one. Ranks may
+be at different batches when one is lost: all continue as before up to the one that is furthest
+ahead. Batches are counted since the job began, over all passes; all ranks take them in one order.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from dlio.comm.survival.recovery import Recovery, Report
+from dlio.comm.survival.recovery import Recovery
+from dlio.comm.survival.reports import Report
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport(Report):
+    """How far a rank is with the batches of all passes."""
+
+    taken: int
+    """Batches that it has taken."""
+    steps: int
+    """Optimizer steps that it has made with them."""
 
 
 class _GroupChange(NamedTuple):
-    """The place from which on other ranks share batches than before."""
+    """The batch from which on other ranks share batches than before."""
 
     recovery: int
     """Number of the recovery, from 0; -1 for the job's beginning."""
@@ -63,37 +75,40 @@ class RankGroups:
         """Number of this rank when the job began; 0 if the job ends with any rank."""
         return 0 if self._recovery is None else self._recovery.membership.me
 
-    def tell(self) -> Report:
+    def report(self) -> BatchReport:
         """Return how far this rank is."""
-        return {"taken": [self.taken], "steps": [self.steps]}
+        return BatchReport(self.taken, self.steps)
 
-    def follow(self, report: Report) -> None:
+    def adopt(self, report: BatchReport) -> None:
         """Be as far as another rank."""
-        self.taken, self.steps = report["taken"][0], report["steps"][0]
+        self.taken, self.steps = report.taken, report.steps
 
-    def settle(self, reports: Sequence[Report]) -> None:
-        """Have the ranks that are left share what none of them has taken.
+    def reconcile(self, reports: Sequence[BatchReport]) -> None:
+        """Have the survivors share what none of them has taken.
 
         Args:
-            reports: of each rank that is left.
+            reports: of each survivor.
         """
         assert self._recovery is not None
-        if self._recovery.meets:
+        if self._recovery.at_rendezvous:
             self.meet()
             return
+        # All changes ahead are kept, not the last one alone: when a second rank is lost within a
+        # step of the first, a rank that is behind still has to take the batches between both as the
+        # others took them.
         switch = _GroupChange(
             self._recovery.number,
-            max(each["taken"][0] for each in reports),
+            max(each.taken for each in reports),
             max(self._recovery.last_counted.values(), default=0),
             self._recovery.membership.members,
             self._recovery.membership.due,
         )
-        # A recovery that another loss interrupts settles twice.
+        # A recovery that another loss interrupts reconciles twice.
         self._switches = [each for each in self._switches if each.recovery != switch.recovery]
         self._switches.append(switch)
 
     def meet(self) -> None:
-        """Note that all ranks that are left have taken the same batches: they share the next."""
+        """Note that all survivors have taken the same batches: they share the next one."""
         assert self._recovery is not None
         membership = self._recovery.membership
         self._switches = [_GroupChange(-1, 0, 0, membership.members, membership.due)]
@@ -101,4 +116,6 @@ class RankGroups:
     def _is_passed(self, switch: _GroupChange) -> bool:
         if switch.taken > self.taken:
             return False
+        # Where ranks do not wait for each other, a lost rank may have counted in steps that this
+        # rank has not made yet.
         return self.evaluates or switch.steps <= self.steps

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.identity import spread
-from dlio.data.reader import Reader, SampleName
+from dlio.data.reader_contract import Reader, SampleName, abilities_of
 from dlio.data.schema import IMAGES
 from dlio.errors import CorruptBlock, DecodeError, SourceError
 from dlio.image.decoder import image_size
@@ -96,7 +96,8 @@ def _picture_sides(reader: Reader) -> npt.NDArray[np.int64]:
 
 def _of_classes(reader: Reader) -> Histogram | None:
     """Count samples of each class, or boxes where there are some; None without classes."""
-    boxes: dict[str, int] | None = getattr(reader, "box_counts", None)
+    box_counts = abilities_of(reader).box_counts
+    boxes = None if box_counts is None else box_counts()
     if boxes is not None:
         return _most("boxes of a class", list(boxes), list(boxes.values())) if boxes else None
     labels = np.asarray(reader.labels)

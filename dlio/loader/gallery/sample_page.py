@@ -13,14 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.data.reader import SampleName, data_bytes
+from dlio.data.reader_contract import SampleName, data_bytes
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.decoder import Decoder, decode_whole
 from dlio.loader.gallery.style import HEAD
 from dlio.loader.gallery.value_html import figure, rows_of, shortened, value_html
 from dlio.loader.picture_targets import Companion
-from dlio.loader.recipe import MappedRecipe, Recipe
+from dlio.loader.recipe import CropRecipe, Recipe
+from dlio.loader.sample_recipes import MappedRecipe
 from dlio.util.units import format_bytes
 from dlio.util.whole_files import write_whole
 
@@ -158,7 +159,7 @@ def _card(recipe: Recipe, sample: int, epochs: Sequence[int], payload: Buffer) -
 
 def _parts(recipe: Recipe, epoch: int, sample: int, values: dict[str, Any]) -> list[_Part]:
     """Return the parts of a picture that its crops show; none if samples are not crops."""
-    if not recipe.crops or recipe.companion is None or recipe.decoder.kept:
+    if not isinstance(recipe, CropRecipe) or recipe.decoder.kept:
         return []
     crop, seed = replace(recipe.crop, crops=1), recipe.decoder.seed
     out, name = np.empty(crop.shape, np.uint8), SampleName(recipe.reader, sample)

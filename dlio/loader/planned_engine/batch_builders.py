@@ -1,54 +1,113 @@
-"""Batches of images, as crops that the loader's threads decode, and the memory of batches."""
+"""Batches in the making: payloads become samples in the slots of a batch.
 
-import math
-from collections.abc import Sequence
-from typing import Any, Final
+A `BatchFactory` is made once for a loader and keeps the memory of its batches from pass to pass. It
+begins a `BatchBuilder` for each batch, which the pipeline drives:
+
+    factory.begin(epoch, samples, partners)     the user's thread, in the order of steps
+    builder.take_decoded(slots)                 decode threads, for parts of the batch
+    builder.make_many(slots, payloads)          decode threads, for what was not decoded yet
+    builder.finish(slots)                       the thread that made the last sample
+
+Here is the builder of crops of images. `sample_builders` has the others of the host, and chooses
+among them; `device_builders` has those that decode, or keep decoded images, on a device.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from dlio.data.schema import Buffer
-from dlio.image.together import finish_all
+from dlio.image.decoder import finish_all
 from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.planned_engine.mixup_partners import BatchPartners, decode_partners
-from dlio.loader.planned_engine.slots import Slots
-from dlio.loader.recipe import Recipe
-from dlio.loader.streams import HostMemoryKind, pinned_memory
+from dlio.loader.recipe import CropRecipe
+from dlio.plan.epoch import EpochPlan
 from dlio.storage.decoded_tier import DecodedTier
-from dlio.util.buffer_pool import BufferPool
 
-_MOST_SPARE: Final = 64
-"""Spare batches that are kept, more than are ever under way together."""
+# The contract between the pipeline and the kinds of batches
 
 
-class BatchMemory:
-    """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
+class BatchBuilder(ABC):
+    """One batch in the making. Each slot is made once, from any thread; then `finish` is called.
+
+    The batch is described by arrays with a row for each slot, and an error takes a sample's place
+    in `failed` instead of ending the call: whoever makes a whole batch by one call, in Python or
+    not, needs nothing else.
 
     Args:
-        shape: of one batch.
-        pinned: page-locked or not, and whose copies to a GPU they wait for.
+        samples: index of each slot's sample; shape (n,).
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: npt.DTypeLike, pinned: HostMemoryKind
-    ) -> None:
-        self._shape = shape
-        self._dtype = np.dtype(dtype)
-        self._bytes = math.prod(shape) * self._dtype.itemsize
-        self._pinned = pinned
-        in_pool = pinned is HostMemoryKind.IN_POOL
-        self._pool = BufferPool(_MOST_SPARE, allocate=pinned_memory if in_pool else None)
+    makes_together = False
+    """True if small samples are made several at a time, so that a thread gives the interpreter's
+    lock away, and waits for it, once for all of them. Otherwise each sample is read just before it
+    is made, while its payload is in the processor's cache."""
+    may_be_decoded = False
+    """True if a tier keeps samples decoded, so that their payloads may not be needed."""
+    finds_whole = False
+    """True if `find` looks up a whole batch, in the time of looking up one sample."""
+    reads_directly = False
+    """True if payloads are read into the batch itself, by `read_directly`."""
+    decodes_whole = False
+    """True if `make_many` only gathers bytes, which `decode_whole` decodes together."""
 
-    def take(self) -> npt.NDArray[Any]:
-        """Return an uninitialised array; its memory comes back with its last tensor or view."""
-        if self._pinned is HostMemoryKind.BY_TORCH:
-            kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
-            return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
-        return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
+    def __init__(self, samples: npt.NDArray[np.int64]) -> None:
+        self.samples = samples
+        self.failed: dict[int, BaseException] = {}
+        """Error of each slot that failed."""
+
+    def find(self, slots: list[int]) -> tuple[list[int], float]:
+        """Take samples that a device has; return (the other slots, seconds of decoding saved)."""
+        return slots, 0.0
+
+    def take_decoded(self, slots: list[int]) -> tuple[list[int], float]:
+        """Make the samples that a tier of the host keeps decoded; return as `find`."""
+        return slots, 0.0
+
+    @abstractmethod
+    def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
+        """Make samples in their slots; return the seconds spent in the user's transform."""
+
+    def read_directly(
+        self, slot: int, read: Callable[[Sequence[memoryview]], str]
+    ) -> tuple[str, int]:
+        """Call `read` with the memory for a slot's payload; return (its result, bytes)."""
+        raise NotImplementedError
+
+    def decode_whole(self, slots: Sequence[int]) -> None:
+        """Decode the slots that `make_many` has gathered; called once, before `finish`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        """Return the batch of the slots given; of all slots for None."""
 
 
-class CropBatchBuilder:
+@dataclass(frozen=True, slots=True)
+class BatchFactory:
+    """Begins the batches of one loader. Owner: the engine, which closes it."""
+
+    begin: Callable[[int, npt.NDArray[np.int64], BatchPartners | None], BatchBuilder]
+    """Called with the epoch of the crops, the batch's samples and their partners, if they are
+    mixed."""
+    batch_bytes: int
+    """Approximate bytes of a batch."""
+    keeps_payloads: bool = False
+    """True if samples share the memory of their payloads, which is not used again then."""
+    close: Callable[[], None] | None = None
+    follow_plan: Callable[[EpochPlan], None] | None = None
+    """Told the plan of a pass, before its first batch."""
+
+
+# Crops of images
+
+
+class CropBatchBuilder(BatchBuilder):
     """Images as crops in the batch's own memory.
 
     A batch is (uint8 tensor of shape (n, 3, size, size) in channels-last memory, int64 tensor of
@@ -59,178 +118,135 @@ class CropBatchBuilder:
 
     Args:
         collate: a collate function of the user; None for torch's own.
+        decoded: tier of decoded images, which is offered the images that are decoded here.
+        images: uninitialised memory of the batch.
+        partners: of the samples, if batches are mixed.
     """
 
-    owns_payloads = False
-
     def __init__(
         self,
-        recipe: Recipe,
-        batch_size: int,
+        recipe: CropRecipe,
         collate: CollateFn | None,
-        pinned: HostMemoryKind,
         decoded: DecodedTier | None,
-    ) -> None:
-        self.recipe = recipe
-        self.decoded = decoded
-        self.collate = collate
-        shape = (batch_size, *recipe.crop.shape)
-        self.batch_bytes = math.prod(shape)
-        if recipe.pairs:  # With room for a partner of each.
-            shape = (2 * batch_size, *shape[1:])
-        self.memory = BatchMemory(shape, np.uint8, pinned)
-
-    def begin(
-        self, epoch: int, samples: npt.NDArray[np.int64], pairs: BatchPartners | None = None
-    ) -> Slots:
-        if self.decoded is not None:
-            kind = _CachedCrops if self.recipe.transforms else _ManyCachedCrops
-            return kind(self, self.decoded, epoch, samples, pairs)
-        return _ManyCrops(self, epoch, samples, pairs)
-
-
-class _Crops:
-    def __init__(
-        self,
-        maker: CropBatchBuilder,
+        images: npt.NDArray[np.uint8],
         epoch: int,
         samples: npt.NDArray[np.int64],
-        pairs: BatchPartners | None,
+        partners: BatchPartners | None,
     ) -> None:
-        self._maker = maker
-        self._pairs = pairs
-        self._recipe = maker.recipe
-        self._tier: DecodedTier | None = None
-        self._images = maker.memory.take()
+        super().__init__(samples)
+        self.may_be_decoded = decoded is not None
+        self.makes_together = decoded is None
+        self._recipe, self._collate, self._decoded = recipe, collate, decoded
+        self._images, self._partners, self._epoch = images, partners, epoch
         self._companions: list[Any] = [0] * len(samples)
-        self._epoch, self._samples = epoch, samples
-        self._uniforms = maker.recipe.decoder.draw(epoch, samples)
-        self._transformed: list[Sample] = []
-        if maker.recipe.transforms:
-            self._transformed = [None] * len(samples)
+        # Drawn for the whole batch: numpy's calls take as long for one sample as for many.
+        self._uniforms = recipe.decoder.draw(epoch, samples)
+        self._transformed: list[Sample] = [None] * len(samples) if recipe.transforms else []
 
-    def make(self, slot: int, sample: int, payload: Buffer) -> float:
-        image = self._images[slot]
-        self._companions[slot] = self._recipe.into(
-            image, sample, payload, self._uniforms[slot], self._tier
-        )
-        return self._transform(slot, sample) if self._transformed else 0.0
+    def take_decoded(self, slots: list[int]) -> tuple[list[int], float]:
+        if self._decoded is None:
+            return slots, 0.0
+        rest, there, pixels = [], [], []
+        for slot in slots:
+            kept = self._decoded.get(int(self.samples[slot]))
+            if kept is None:
+                rest.append(slot)
+                continue
+            there.append(slot)
+            pixels.append(kept[0])
+            self._companions[slot] = kept[1]
+        uniforms = [self._uniforms[slot] for slot in there]
+        finish_all(self._recipe.decoder, pixels, uniforms, [self._images[slot] for slot in there])
+        self._transform(there)
+        return rest, len(there) * self._decoded.saves_s
 
-    def _transform(self, slot: int, sample: int) -> float:
-        self._transformed[slot], seconds = self._recipe.transformed(
-            self._images[slot], self._epoch, sample
+    def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
+        if self._decoded is not None:
+            return self._transform(self._decode_and_keep(self._decoded, slots, payloads))
+        # One call for all: a thread that gives up the interpreter's lock waits for it afterwards.
+        made = self._recipe.decode_many(
+            [self._images[slot] for slot in slots],
+            self.samples[list(slots)].tolist(),
+            payloads,
+            [self._uniforms[slot] for slot in slots],
         )
+        decoded = []
+        for slot, companion in zip(slots, made, strict=True):
+            if isinstance(companion, Exception):
+                self.failed[slot] = companion
+                continue
+            self._companions[slot] = companion
+            decoded.append(slot)
+        return self._transform(decoded)
+
+    def _decode_and_keep(
+        self, tier: DecodedTier, slots: Sequence[int], payloads: Sequence[Buffer]
+    ) -> list[int]:
+        """Decode images, offer them to the tier, and crop them; return the slots that are made."""
+        made = []
+        for slot, payload in zip(slots, payloads, strict=True):
+            sample = int(self.samples[slot])
+            try:
+                pixels, label, seconds = self._recipe.prepare(sample, payload)
+                tier.put(sample, pixels, label, seconds)
+                self._recipe.decoder.finish(pixels, self._uniforms[slot], self._images[slot])
+                self._companions[slot] = label
+                made.append(slot)
+            except Exception as error:
+                self.failed[slot] = error
+        return made
+
+    def _transform(self, slots: Sequence[int]) -> float:
+        """Apply the user's transform to crops; return the seconds that it took."""
+        seconds = 0.0
+        if not self._transformed:
+            return seconds
+        for slot in slots:
+            try:
+                self._transformed[slot], more = self._recipe.transformed(
+                    self._images[slot], self._epoch, int(self.samples[slot])
+                )
+                seconds += more
+            except BaseException as error:  # SystemExit too: it must not end the thread.
+                self.failed[slot] = error
         return seconds
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
         images, companions, transformed = self._images, self._companions, self._transformed
-        count, samples = len(companions), self._samples
+        count, samples = len(companions), self.samples
         if slots is not None:
+            # Moved up over samples that failed, so that the tensor stays a view of the memory.
             for k, slot in enumerate(slots):
                 if k != slot:
                     images[k] = images[slot]
             companions, count = [companions[slot] for slot in slots], len(slots)
             samples = samples[list(slots)]
             transformed = [transformed[slot] for slot in slots] if transformed else []
-        recipe, collate, companion = self._recipe, self._maker.collate, self._recipe.companion
-        assert companion is not None
+        recipe, companion = self._recipe, self._recipe.companion
         mixed: tuple[npt.NDArray[np.int64], ...] = ()  # Samples behind the others, and partners.
-        if self._pairs is not None:
-            pairs = self._pairs if slots is None else self._pairs.of(slots)
+        if self._partners is not None:
+            partners = self._partners if slots is None else self._partners.of(slots)
             labels = np.array(companions, np.int64)
 
             def partner(row: int, sample: int, uniforms: npt.NDArray[np.float64]) -> int:
-                label: int = recipe.into(images[row], sample, pairs.fetch(sample), uniforms)
+                label: int = recipe.decode(images[row], sample, partners.fetch(sample), uniforms)
                 recipe.transformed(images[row], self._epoch, sample)
                 return label
 
-            labels, *rest = decode_partners(pairs, recipe, self._epoch, samples, partner, labels)
+            labels, *rest = decode_partners(partners, recipe, self._epoch, samples, partner, labels)
             companions, mixed, count = labels.tolist(), tuple(rest), len(labels)
+        # Channels-last memory, which convolutions prefer; another layout would cost a copy here.
         crops = torch.from_numpy(images[:count]).movedim(-1, -3)
-        if collate is not None:
+        if self._collate is not None:
             firsts: BatchData = transformed
             if recipe.transform is None:
                 firsts, batchwise = crops, recipe.batch_transform
                 if batchwise is not None:
                     targets = torch.tensor(companions) if batchwise.mixes else companions
                     firsts, companions = batchwise(crops, targets, self._epoch, samples, *mixed)
-            return collate(list(map(companion.sample, firsts, companions)))
+            return self._collate(list(map(companion.sample, firsts, companions)))
         if recipe.transform is None:
             made = companion.batch(crops, companions)
             return (*made, *mixed) if mixed else made
         whole = torch.utils.data.default_collate(transformed) if transformed else torch.empty(0)
         return companion.batch(whole, companions)
-
-
-class _ManyCrops(_Crops):
-    """Crops of images that no tier keeps decoded."""
-
-    def make_many(
-        self, slots: Sequence[int], samples: Sequence[int], payloads: Sequence[Buffer]
-    ) -> tuple[dict[int, Exception], float]:
-        companions = self._recipe.into_all(
-            [self._images[slot] for slot in slots],
-            samples,
-            payloads,
-            [self._uniforms[slot] for slot in slots],
-        )
-        failed, seconds = {}, 0.0
-        for slot, sample, companion in zip(slots, samples, companions, strict=True):
-            try:
-                if isinstance(companion, Exception):
-                    raise companion
-                self._companions[slot] = companion
-                seconds += self._transform(slot, sample) if self._transformed else 0.0
-            except Exception as error:
-                failed[slot] = error
-        return failed, seconds
-
-
-class _CachedCrops(_Crops):
-    """Crops of images that a tier keeps decoded."""
-
-    def __init__(
-        self,
-        maker: CropBatchBuilder,
-        tier: DecodedTier,
-        epoch: int,
-        samples: npt.NDArray[np.int64],
-        pairs: BatchPartners | None,
-    ) -> None:
-        super().__init__(maker, epoch, samples, pairs)
-        self._tier = self._cache = tier
-
-    def take_cached(self, slot: int, sample: int) -> float | None:
-        decoded = self._cache.get(sample)
-        if decoded is None:
-            return None
-        pixels, label = decoded
-        self._recipe.decoder.finish(pixels, self._uniforms[slot], self._images[slot])
-        self._companions[slot] = label
-        if self._transformed:
-            self._transform(slot, sample)
-        return self._cache.saves_s
-
-
-class _ManyCachedCrops(_CachedCrops):
-    """Crops of images that a tier keeps decoded, and that no function of the user's changes."""
-
-    whole = False
-
-    def take_cached_many(self, slots: list[int]) -> tuple[list[int], float]:
-        rest, there, images = [], [], []
-        for slot in slots:
-            decoded = self._cache.get(int(self._samples[slot]))
-            if decoded is None:
-                rest.append(slot)
-                continue
-            there.append(slot)
-            images.append(decoded[0])
-            self._companions[slot] = decoded[1]
-        finish_all(
-            self._recipe.decoder,
-            images,
-            [self._uniforms[slot] for slot in there],
-            [self._images[slot] for slot in there],
-        )
-        return rest, len(there) * self._cache.saves_s

@@ -4,7 +4,7 @@ decode."""
 import functools
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,38 +16,32 @@ from dlio.comm.data_ranks import communicator
 from dlio.comm.deadlines import default_timeout_s, peer_timeout_s
 from dlio.comm.world import membership
 from dlio.data.agreement import check_same_order
-from dlio.data.schema import IMAGES, Buffer
+from dlio.data.schema import IMAGES
 from dlio.errors import UsageError
-from dlio.loader.batch_stream import BatchStream, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchStream, RunningPass
 from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
-from dlio.loader.decode_device import check_recipe
-from dlio.loader.delivery import target_of
+from dlio.loader.delivery import HostMemoryKind, target_of
 from dlio.loader.loader_options import LoaderOptions
-from dlio.loader.passes import Pass, PlannedPass
-from dlio.loader.planned_engine.batch_builders import CropBatchBuilder
-from dlio.loader.planned_engine.device_builders import DeviceDecodeBuilder
-from dlio.loader.planned_engine.makers import maker_for
+from dlio.loader.passes import Pass, PassCounters, PlannedPass
+from dlio.loader.planned_engine.batch_builders import BatchFactory
+from dlio.loader.planned_engine.device_builders import device_decoded_batches, device_tier_batches
 from dlio.loader.planned_engine.mixup_partners import EpochPartners
-from dlio.loader.planned_engine.pass_context import (
-    PassContext,
-    fed_of,
-    order_facts,
-    streamed_blocks,
-)
-from dlio.loader.planned_engine.pipeline import Pipeline, PipelineWork
-from dlio.loader.planned_engine.slots import BatchBuilder
-from dlio.loader.planned_engine.tier_maker import DeviceTierBuilder
+from dlio.loader.planned_engine.pipeline import PassContext, Pipeline
+from dlio.loader.planned_engine.sample_builders import host_batches
+from dlio.loader.recipe import CropRecipe
 from dlio.loader.shuffle.sample_message import MessageMemory
-from dlio.loader.shuffle.sample_shuffle import Shuffle
-from dlio.loader.streams import HostMemoryKind
+from dlio.loader.shuffle.sample_shuffle import Shuffle, windows_of
 from dlio.loader.trace import Spans
+from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
 from dlio.plan.listed_order import ListedOrder
 from dlio.plan.order import Order
 from dlio.plan.sample_mask import masked_layout
 from dlio.plan.schedule import RankNodes
 from dlio.plan.tail_order import blocks_of
+from dlio.storage.block_fetcher import filler_threads
+from dlio.storage.block_stream import BlockStream
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.mount import Mount
 from dlio.util.cores import available_cores
@@ -55,87 +49,10 @@ from dlio.util.settings import DEVICE_TIER
 from dlio.util.units import format_bytes
 
 _MOST_THREADS: Final = 16
+# For each thread, not in all: 64 MiB of batches left threads without work where there are 16
+# (docs/LOG.md, #gpu-26).
 _AHEAD_BYTES: Final = 64 << 20
 _AHEAD_BYTES_A_THREAD: Final = 16 << 20
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _KeptBuilder:
-    """A maker, and the choices that it was made for."""
-
-    data: Dataset
-    collate: CollateFn
-    pinned: HostMemoryKind
-    decodes_on: torch.device | None
-    batch_size: int
-    maker: BatchBuilder
-
-    def serves(self, data: Dataset, options: LoaderOptions, batch_size: int) -> bool:
-        """True if batches of these options can be made by it."""
-        return (
-            self.data is data
-            and self.collate is options.collate_fn
-            and self.pinned is _pinned(options)
-            and self.decodes_on == _decodes_on(options)
-            and batch_size <= self.batch_size
-        )
-
-
-class _Makers:
-    """The maker of a loader's passes, made anew when its options change. Owner: the engine."""
-
-    def __init__(self) -> None:
-        self._made: _KeptBuilder | None = None
-        self._on_devices: list[DeviceDecodeBuilder] = []
-        """Makers to close; a pass that was begun ahead may use an earlier one."""
-
-    def get(
-        self,
-        options: LoaderOptions,
-        data: Dataset,
-        mounted: Mount,
-        batch_size: int,
-        threads: int,
-    ) -> BatchBuilder:
-        """Return the maker.
-
-        Args:
-            batch_size: samples of the largest batch.
-            threads: of the loader.
-
-        Raises UsageError for options that do not go together with the data set or its tiers.
-        """
-        if self._made is None or not self._made.serves(data, options, batch_size):
-            pinned, device = _pinned(options), _decodes_on(options)
-            if device is not None:
-                maker = self._decoding(options, data, mounted, batch_size, (device, threads))
-            else:
-                maker = _on_host(options, data, mounted, batch_size, pinned)
-            self._made = _KeptBuilder(data, options.collate_fn, pinned, device, batch_size, maker)
-        return self._made.maker
-
-    def close(self) -> None:
-        """End the decoders of devices."""
-        for maker in self._on_devices:
-            maker.close()
-            self._made = None
-        self._on_devices.clear()
-
-    def _decoding(
-        self,
-        options: LoaderOptions,
-        data: Dataset,
-        mounted: Mount,
-        batch_size: int,
-        place: tuple[torch.device, int],
-    ) -> BatchBuilder:
-        """Return a maker that decodes on a device, with so many threads."""
-        check_recipe(data.recipe)
-        collate = None if options.collates_by_default else options.collate_fn
-        counters = mounted.hierarchy.counters
-        made = DeviceDecodeBuilder(data.recipe, batch_size, collate, *place, counters)
-        self._on_devices.append(made)
-        return made
 
 
 class PlannedEngine:
@@ -149,7 +66,9 @@ class PlannedEngine:
         self._other_comm: Communicator | None = None
         self.generation = 0
         """Number of passes; the same on all ranks."""
-        self._makers = _Makers()
+        self._factories = _FactoryCache()
+        # Kept from pass to pass: the kernel clears the pages of fresh memory, which costs as much
+        # as receiving into it.
         self._memory = MessageMemory()
 
     def mount(self, options: LoaderOptions, data: Dataset) -> Mount:
@@ -180,25 +99,17 @@ class PlannedEngine:
         self._check_order(batches, options.mode)
         if blocks_of(batches.order) is not None:
             mounted.open_stream()
+        # Inexact modes deal by where blocks lie. A digest of it in the state tells whether a
+        # resumed epoch would be dealt as it was; the homes themselves would be a number for each
+        # block.
         homes = None
         if not is_exact(options.mode):
             homes = xxhash.xxh3_64_hexdigest(mounted.placement.home.tobytes())
         batches.bind(options.mode, homes)
-        planned = self._pass(
-            options,
-            data,
-            mounted,
-            (batches.order, batches.steps, batches.epoch, batches.own_batch),
-            spans,
-        )
-        if data.recipe.pairs and is_exact(options.mode):
-            planned = replace(planned, pairing=_pairing(planned, batches))
         formula = batches.formula
         ranks = mounted.ranks if formula.left is None else mounted.ranks_of(formula.members)
-        epoch = epoch_plan(batches, mounted, options.mode, ranks)
-        if isinstance(planned.maker, DeviceTierBuilder):
-            planned.maker.keeps = epoch.keeps
-        return _begun(batches, planned, epoch, epoch)
+        plan = epoch_plan(batches, mounted, options.mode, ranks)
+        return self._begin(options, data, mounted, batches, plan, batches.own_batch, spans)
 
     def begin_listed(
         self,
@@ -211,16 +122,22 @@ class PlannedEngine:
         """Begin a pass whose samples a sampler has listed for this rank alone. Collective."""
         mounted = self.mount(options, data)
         sizes = np.diff(listed.starts)
-        steps, largest = len(sizes), int(sizes.max())
         self._check_order(None, options.mode)
-        planned = self._pass(options, data, mounted, (listed, steps, data.epoch, largest), spans)
-        alone = RankNodes(np.zeros(1, np.int32))
-        placement, layout = mounted.placement, data.reader.layout
-        epoch = EpochPlan(listed, 0, largest, steps, "batch", alone, 0, placement.home, layout)
-        return _begun(batches, planned, epoch, None)
+        this_rank = RankNodes(np.zeros(1, np.int32))
+        home, layout, largest = mounted.placement.home, data.reader.layout, int(sizes.max())
+        plan = EpochPlan(listed, 0, largest, len(sizes), "batch", this_rank, 0, home, layout)
+        return self._begin(options, data, mounted, batches, plan, largest, spans)
+
+    def close(self) -> None:
+        """Give the communicators back, and end what decodes on devices."""
+        self._factories.close()
+        for comm in (self._comm, self._other_comm):
+            if comm is not None:
+                comm.close()
+        self._comm = self._other_comm = None
 
     def _check_order(self, batches: PlannedPass | None, mode: str) -> None:
-        """Have the ranks compare their orders before the first pass. Collective.
+        """Compare the ranks' orders before the first pass. Collective.
 
         Later passes follow from it, unless a rank alone chooses another epoch. Ranks that may be
         lost, and spares, which take no part yet, are not waited for here.
@@ -235,53 +152,92 @@ class PlannedEngine:
         if batches is None:
             check_same_order({"order": "a sampler's"}, comm)
         elif not batches.formula.members and batches.formula.ranks == comm.size:
-            check_same_order({"order": "dlio's"} | order_facts(batches, mode), comm)
+            check_same_order({"order": "dlio's"} | _order_facts(batches, mode), comm)
 
-    def _pass(
+    def _begin(
         self,
         options: LoaderOptions,
         data: Dataset,
         mounted: Mount,
-        about: tuple[Order, int, int, int],
+        batches: Pass,
+        plan: EpochPlan,
+        largest: int,
         spans: Spans | None,
-    ) -> PassContext:
-        """Return all that the work of a pass needs.
+    ) -> RunningPass:
+        """Begin the work of a pass along a plan.
 
         Args:
-            about: (order, steps, epoch, samples of the largest batch).
+            largest: samples of this rank's largest batch.
         """
-        order, steps, number, largest = about
+        is_shared = isinstance(batches, PlannedPass)
         threads = options.num_workers or decode_threads(mounted)
-        maker = self._makers.get(options, data, mounted, largest, threads)
-        on_error = data.on_error if options.on_error is None else options.on_error
+        factory = self._factories.get(options, data, mounted, largest, threads)
+        if factory.follow_plan is not None:
+            factory.follow_plan(plan)
         # Made before the first block is brought, so that filling the tiers counts as this pass's.
         images = any(kind in IMAGES for _, kind in data.reader.schema.fields)
-        stats = PassCounters(mounted.hierarchy, threads, "planned", images)
-        return PassContext(
-            order=order,
-            steps=steps,
-            epoch=number,
-            data=data,
-            mounted=mounted,
-            comm=self._next_comm(options),
-            maker=maker,
-            mode=options.mode,
-            threads=threads,
-            ahead=_ahead(options.prefetch_factor, threads, maker.batch_bytes),
-            generation=self.generation,
-            skip=on_error == "skip",
+        counters = PassCounters(mounted.hierarchy, threads, "planned", images)
+        skip = (data.on_error if options.on_error is None else options.on_error) == "skip"
+        comm = self._next_comm(options)
+        partners_of = None
+        if data.recipe.pairs and isinstance(batches, PlannedPass) and is_exact(options.mode):
+            partners_of = _partners(batches, mounted, skip).of_step
+        context = PassContext(
+            hierarchy=mounted.hierarchy,
+            factory=factory,
+            counters=counters,
             spans=spans,
-            memory=self._memory,
-            stats=stats,
+            # A sampler's pass has the crops of the data set's epoch, which its user may choose.
+            epoch=batches.epoch if is_shared else data.epoch,
+            steps=plan.steps,
+            threads=threads,
+            ahead=_ahead(options.prefetch_factor, threads, factory.batch_bytes),
+            skip=skip,
+            timeout_s=default_timeout_s(),
+            peer_timeout_s=peer_timeout_s(),
+            partners_of=partners_of,
         )
+        # Alone, too, once a rank was lost, before this epoch or in it.
+        alone = not is_shared or plan.ranks.size != comm.size or plan.left is not None
+        stream = self._run(context, plan, mounted, comm, alone)
+        next(stream)
+        return RunningPass(batches, counters, stream, spans, plan if is_shared else None)
 
-    def close(self) -> None:
-        """Give the communicators back, and end what decodes on devices."""
-        self._makers.close()
-        for comm in (self._comm, self._other_comm):
-            if comm is not None:
-                comm.close()
-        self._comm = self._other_comm = None
+    def _run(
+        self,
+        context: PassContext,
+        plan: EpochPlan,
+        mounted: Mount,
+        comm: Communicator,
+        alone: bool,
+    ) -> BatchStream:
+        """Yield None when the work of a pass has begun, then its batches.
+
+        Args:
+            comm: for this loader's messages alone.
+            alone: this rank exchanges no samples with others.
+        """
+        hierarchy, generation = mounted.hierarchy, self.generation
+        with ExitStack() as stack:
+            planner = _hurry_first_batch(mounted, plan)
+            streamed = None
+            if (blocks := blocks_of(plan.order)) is not None:
+                # Before the shuffle starts, so that samples of these blocks are not read one by
+                # one.
+                streamed = _streamed_blocks(mounted, plan, blocks, context.ahead, generation)
+                stack.callback(streamed.close)
+            shuffle = Shuffle(comm, hierarchy, plan, generation, self._memory, planner, alone=alone)
+
+            def taken(step: int) -> None:
+                if streamed is not None:
+                    done = min(step + 1, shuffle.sent)
+                    streamed.done(plan.position + done * plan.global_batch)
+
+            pipeline = Pipeline(shuffle, context)
+            stack.callback(pipeline.close)
+            pipeline.start()
+            yield None
+            yield from pipeline.batches(taken)
 
     def _next_comm(self, options: LoaderOptions) -> Communicator:
         """The communicator of this pass: passes take turns with two where the last one's messages
@@ -295,35 +251,213 @@ class PlannedEngine:
         return self._comm
 
 
-def _begun(
-    batches: Pass, planned: PassContext, epoch: EpochPlan, shared: EpochPlan | None
-) -> RunningPass:
-    """Begin the work of a pass.
+def epoch_plan(batches: PlannedPass, mounted: Mount, mode: str, ranks: RankNodes) -> EpochPlan:
+    """Return the facts of a pass that all its ranks agree on.
 
     Args:
-        shared: the plan, if all ranks have the same.
+        ranks: those that share the pass; those that began it, of an inexact one that survivors
+            continue.
     """
-    feed = _feed(planned, epoch, alone=shared is None)
-    next(feed)
-    return RunningPass(batches, planned.stats, feed, planned.spans, shared)
+    formula = batches.formula
+    home = mounted.placement.home
+    if (blocks := blocks_of(batches.order)) is not None:
+        home = mounted.streamed_home(blocks)
+    layout = mounted.hierarchy.reader.layout
+    if batches.mask is not None:
+        layout = masked_layout(layout, batches.mask)
+    return EpochPlan(
+        order=batches.order,
+        position=batches.cursor.position,
+        batch_size=batches.batch_size,
+        steps=batches.steps,
+        mode=mode,
+        ranks=ranks,
+        rank=formula.rank,
+        home=home,
+        layout=layout,
+        shares=batches.shares,
+        left=formula.left,
+        on_devices=mounted.on_devices,
+    )
+
+
+def decode_threads(mounted: Mount) -> int:
+    """Return the number of decode threads for one rank: its part of its node's cores."""
+    here = len(mounted.ranks.local(mounted.nodes.here)) * mounted.nodes.per_machine
+    return max(1, min(_MOST_THREADS, available_cores() // max(1, here)))
+
+
+def _hurry_first_batch(mounted: Mount, plan: EpochPlan) -> WindowPlan | None:
+    """Start filling the tiers, the first batch's samples first; return the planner used for it."""
+    if not mounted.hierarchy.missing():
+        return None
+    planner = plan_epoch(plan)
+    first = planner.window(range(min(1, plan.steps)))
+    wanted = np.concatenate([first.samples[first.senders < 0], *first.sends.values()])
+    # A sample of a mixture may occur twice, and is read once.
+    _, firsts = np.unique(wanted, return_index=True)
+    wanted = wanted[np.sort(firsts)]
+    mounted.hierarchy.hurry(wanted, functools.partial(mounted.fill, plan.order))
+    return planner
+
+
+def _streamed_blocks(
+    mounted: Mount, plan: EpochPlan, order: BlockOrder, batches_ahead: int, generation: int
+) -> BlockStream:
+    """Bring the blocks of this pass that no tier pins, ahead of their use."""
+    steps = batches_ahead
+    if mounted.ranks.nodes > 1:
+        # Messages of two windows are under way.
+        sample_bytes = float(mounted.hierarchy.reader.sizes.mean())
+        steps += 2 * max(map(len, windows_of(plan, sample_bytes)))
+    window = int(np.diff(order.edges).max(initial=1))
+    here = (plan.home == mounted.nodes.here) & (mounted.placement.home < 0)
+    return BlockStream(
+        mounted.hierarchy,
+        order,
+        here,
+        plan.position,
+        ahead=steps * plan.global_batch + window,
+        progress=mounted.stream_progress,
+        generation=generation,
+        threads=filler_threads(mounted.block_bytes, mounted.requests),
+    )
+
+
+def _ahead(factor: int | None, threads: int, batch_bytes: int) -> int:
+    """Batches under way at a time.
+
+    As many as torch's loader has, within a budget of bytes unless the user asked for a number:
+    batches beyond the processor's caches cost memory bandwidth and gain nothing.
+    """
+    if factor is not None:
+        return max(2, factor) * threads
+    budget = max(_AHEAD_BYTES, threads * _AHEAD_BYTES_A_THREAD)
+    return max(2, min(2 * threads, budget // max(1, batch_bytes)))
+
+
+def _order_facts(batches: PlannedPass, mode: str) -> dict[str, object]:
+    """Return the facts that all ranks' parts of a pass follow from, by the names of options."""
+    formula, cursor = batches.formula, batches.cursor
+    return {
+        "mode": mode,
+        "seed": cursor.seed,
+        "batch_size": formula.batch_size,
+        "shuffle": formula.shuffled,
+        "drop_last": formula.drop_last,
+        "shares": None if formula.shares is None else formula.shares.counts,
+        "source_order": formula.source_order,
+        "epoch": cursor.epoch,
+        "position in the epoch": cursor.position,
+        "samples that come again": batches.requeued,
+        "keep": batches.digest,
+    }
+
+
+def _partners(batches: PlannedPass, mounted: Mount, skip: bool) -> EpochPartners:
+    """Return the partners of samples in a pass whose batches are mixed."""
+    return EpochPartners(
+        order=batches.order,
+        position=batches.cursor.position,
+        end=batches.samples,
+        global_batch=batches.global_batch,
+        fetch=lambda sample: mounted.hierarchy.read_one(sample)[0],
+        skip=skip,
+    )
+
+
+# The kind of batches that a loader's options ask for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CachedFactory:
+    """A factory, and the choices that it was made for."""
+
+    data: Dataset
+    collate: CollateFn
+    kind: HostMemoryKind
+    decodes_on: torch.device | None
+    batch_size: int
+    factory: BatchFactory
+
+    def serves(self, data: Dataset, options: LoaderOptions, batch_size: int) -> bool:
+        """True if it can make batches of these options."""
+        return (
+            self.data is data
+            and self.collate is options.collate_fn
+            and self.kind is _memory_kind(options)
+            and self.decodes_on == _decodes_on(options)
+            and batch_size <= self.batch_size
+        )
+
+
+class _FactoryCache:
+    """The factory of a loader's batches, made again when its options change. Owner: the engine."""
+
+    def __init__(self) -> None:
+        self._cached: _CachedFactory | None = None
+        self._to_close: list[BatchFactory] = []
+        """A pass that was begun ahead may use an earlier one."""
+
+    def get(
+        self,
+        options: LoaderOptions,
+        data: Dataset,
+        mounted: Mount,
+        batch_size: int,
+        threads: int,
+    ) -> BatchFactory:
+        """Return the factory.
+
+        Args:
+            batch_size: samples of the largest batch.
+            threads: of the loader.
+
+        Raises UsageError for options that do not go together with the data set or its tiers.
+        """
+        # Torch lets `collate_fn` and others be assigned between passes, so the options are compared
+        # each time.
+        if self._cached is None or not self._cached.serves(data, options, batch_size):
+            kind, device = _memory_kind(options), _decodes_on(options)
+            collate = None if options.collates_by_default else options.collate_fn
+            if device is not None:
+                counters = mounted.hierarchy.counters
+                factory = device_decoded_batches(
+                    data.recipe, batch_size, collate, device, threads, counters
+                )
+                self._to_close.append(factory)
+            else:
+                factory = _on_host(options, data, mounted, batch_size, kind)
+            self._cached = _CachedFactory(
+                data, options.collate_fn, kind, device, batch_size, factory
+            )
+        return self._cached.factory
+
+    def close(self) -> None:
+        """End the decoders of devices."""
+        for factory in self._to_close:
+            assert factory.close is not None
+            factory.close()
+            self._cached = None
+        self._to_close.clear()
 
 
 def _on_host(
-    options: LoaderOptions, data: Dataset, mounted: Mount, batch_size: int, pinned: HostMemoryKind
-) -> BatchBuilder:
-    """Return a maker that decodes in the loader's threads."""
-    recipe, collate = data.recipe, options.collate_fn
-    decoded = mounted.decoded(recipe.decoder.recipe)
+    options: LoaderOptions, data: Dataset, mounted: Mount, batch_size: int, kind: HostMemoryKind
+) -> BatchFactory:
+    """Return the factory of batches that the loader's threads decode."""
+    recipe = data.recipe
+    decoded = None
+    if isinstance(recipe, CropRecipe):
+        decoded = mounted.decoded(recipe.decoder.recipe)
     tier = _device_tier(options, mounted)
     if tier is not None:
-        return DeviceTierBuilder(recipe, batch_size, pinned, tier, decoded)
-    default = options.collates_by_default
-    if recipe.crops:
-        return CropBatchBuilder(recipe, batch_size, None if default else collate, pinned, decoded)
-    return maker_for(recipe, batch_size, collate, default, pinned)
+        return device_tier_batches(recipe, batch_size, kind, tier, decoded)
+    collate = None if options.collates_by_default else options.collate_fn
+    return host_batches(recipe, batch_size, collate, kind, decoded)
 
 
-def _pinned(options: LoaderOptions) -> HostMemoryKind:
+def _memory_kind(options: LoaderOptions) -> HostMemoryKind:
     """Kind of memory that batches are made in."""
     if options.device is not None and torch.device(options.device).type == "cuda":
         return HostMemoryKind.IN_POOL
@@ -362,136 +496,3 @@ def _device_tier(options: LoaderOptions, mounted: Mount) -> DeviceTier | None:
             "samples: leave collate_fn out, or write ram:SIZE:decoded"
         )
     return mounted.on_device(device)
-
-
-def decode_threads(mounted: Mount) -> int:
-    """Return the number of decode threads for one rank: its part of its node's cores."""
-    here = len(mounted.ranks.local(mounted.nodes.here)) * mounted.nodes.per_machine
-    return max(1, min(_MOST_THREADS, available_cores() // max(1, here)))
-
-
-def _ahead(factor: int | None, threads: int, batch_bytes: int) -> int:
-    """Batches under way at a time.
-
-    As many as torch's loader has, within a budget of bytes unless the user asked for a number:
-    batches beyond the processor's caches cost memory bandwidth and gain nothing.
-    """
-    if factor is not None:
-        return max(2, factor) * threads
-    budget = max(_AHEAD_BYTES, threads * _AHEAD_BYTES_A_THREAD)
-    return max(2, min(2 * threads, budget // max(1, batch_bytes)))
-
-
-def _feed(planned: PassContext, epoch: EpochPlan, alone: bool) -> BatchStream:
-    """Yield the batches of a pass.
-
-    Args:
-        alone: this rank exchanges no samples with others.
-    """
-    with ExitStack() as stack:
-        planner = _hurry_first_batch(planned, epoch)
-        streamed = None
-        if (blocks := blocks_of(planned.order)) is not None:
-            # Before the shuffle starts, so that samples of these blocks are not read one by one.
-            streamed = stack.enter_context(streamed_blocks(planned, epoch, blocks))
-        hierarchy = planned.mounted.hierarchy
-        shuffle = Shuffle(
-            planned.comm,
-            hierarchy,
-            epoch,
-            planned.generation,
-            planned.memory,
-            planner,
-            # A rank was lost since, or in this epoch.
-            alone=alone or epoch.ranks.size != planned.comm.size or epoch.left is not None,
-        )
-        pipeline = Pipeline(shuffle, range(planned.steps), _work(planned))
-        stack.callback(pipeline.close)
-        pipeline.start()
-        yield None
-        while (batch := pipeline.take()) is not None:
-            if streamed is not None:
-                done = min(batch.step.number + 1, shuffle.sent)
-                streamed.done(epoch.position + done * epoch.global_batch)
-            fed = fed_of(batch, planned)
-            del batch
-            yield fed
-            del fed
-
-
-def epoch_plan(batches: PlannedPass, mounted: Mount, mode: str, ranks: RankNodes) -> EpochPlan:
-    """Return the facts of a pass that all its ranks agree on.
-
-    Args:
-        ranks: those that share the pass; those that began it, of an inexact one that others go on
-            with.
-    """
-    formula = batches.formula
-    home = mounted.placement.home
-    if (blocks := blocks_of(batches.order)) is not None:
-        home = mounted.streamed_home(blocks)
-    layout = mounted.hierarchy.reader.layout
-    if batches.mask is not None:
-        layout = masked_layout(layout, batches.mask)
-    return EpochPlan(
-        order=batches.order,
-        position=batches.cursor.position,
-        batch_size=batches.batch_size,
-        steps=batches.steps,
-        mode=mode,
-        ranks=ranks,
-        rank=formula.rank,
-        home=home,
-        layout=layout,
-        shares=batches.shares,
-        left=formula.left,
-        on_devices=mounted.on_devices,
-    )
-
-
-def _hurry_first_batch(planned: PassContext, epoch: EpochPlan) -> WindowPlan | None:
-    """Start filling the tiers, the first batch's samples first; return the planner used for it."""
-    mounted = planned.mounted
-    if not mounted.hierarchy.missing():
-        return None
-    planner = plan_epoch(epoch)
-    first = planner.window(range(min(1, epoch.steps)))
-    wanted = np.concatenate([first.samples[first.senders < 0], *first.sends.values()])
-    # A sample of a mixture may occur twice, and is read once.
-    _, firsts = np.unique(wanted, return_index=True)
-    wanted = wanted[np.sort(firsts)]
-    mounted.hierarchy.hurry(wanted, functools.partial(mounted.fill, epoch.order))
-    return planner
-
-
-def _work(planned: PassContext) -> PipelineWork:
-    return PipelineWork(
-        hierarchy=planned.mounted.hierarchy,
-        maker=planned.maker,
-        clock=planned.stats.clock,
-        epoch=planned.epoch,
-        threads=planned.threads,
-        ahead=planned.ahead,
-        timeout_s=default_timeout_s(),
-        peer_timeout_s=peer_timeout_s(),
-        skip=planned.skip,
-        trace=planned.spans,
-        pairing=planned.pairing,
-    )
-
-
-def _pairing(planned: PassContext, batches: PlannedPass) -> EpochPartners:
-    """Return the partners of samples in a pass whose batches are mixed."""
-    hierarchy = planned.mounted.hierarchy
-
-    def fetch(sample: int) -> Buffer:
-        return hierarchy.read_one(sample)[0]
-
-    return EpochPartners(
-        order=batches.order,
-        position=batches.cursor.position,
-        end=batches.samples,
-        global_batch=batches.global_batch,
-        fetch=fetch,
-        skip=planned.skip,
-    )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
-from dlio.loader.recipe import Recipe
+from dlio.loader.recipe import CropRecipe
 from dlio.plan.order import Order
 
 _I64 = npt.NDArray[np.int64]
@@ -53,7 +53,7 @@ class EpochPartners:
     fetch: Callable[[int], Buffer]
     skip: bool
 
-    def pairs(self, step: int, samples: _I64) -> BatchPartners:
+    def of_step(self, step: int, samples: _I64) -> BatchPartners:
         """Return the partners of a rank's samples in a step.
 
         Cost O(n) for an order that is a formula alone, otherwise O(global batch).
@@ -64,7 +64,8 @@ class EpochPartners:
             before = self.order.positions(samples) - 1
             before[before < first] = last - 1
             return BatchPartners(self.order.samples(before), self.fetch, self.skip)
-        # Others may be longer than their formula, or have a sample twice.
+        # Others may be longer than their formula, or have a sample twice, so that a sample does not
+        # tell its position: the whole global batch is looked up.
         everyone = self.order.samples(np.arange(first, last, dtype=np.int64))
         by_sample = np.argsort(everyone, kind="stable")
         places = by_sample[np.searchsorted(everyone, samples, sorter=by_sample)]
@@ -72,8 +73,8 @@ class EpochPartners:
 
 
 def decode_partners(
-    pairs: BatchPartners,
-    recipe: Recipe,
+    partners: BatchPartners,
+    recipe: CropRecipe,
     epoch: int,
     samples: _I64,
     make: Callable[[int, int, npt.NDArray[np.float64]], int],
@@ -82,7 +83,7 @@ def decode_partners(
     """Decode the partners that are not among a batch's samples into the rows behind them.
 
     Args:
-        pairs: of the samples.
+        partners: of the samples.
         samples: shape (n,).
         make: makes an image, called with (row, sample, the sample's row of `Decoder.draw`), and
             returns its label; its errors leave the row as it is.
@@ -91,9 +92,9 @@ def decode_partners(
     Returns: (labels of the samples and of m partners, the m partners, the image of each sample's
     partner).
 
-    Raises as `Recipe.one`.
+    Raises as `Recipe.make`.
     """
-    count, wanted = len(samples), pairs.partners.tolist()
+    count, wanted = len(samples), partners.partners.tolist()
     row = {sample: k for k, sample in reversed(list(enumerate(samples.tolist())))}
     missing = [sample for sample in dict.fromkeys(wanted) if sample not in row]
     uniforms = recipe.decoder.draw(epoch, np.array(missing, np.int64))
@@ -104,10 +105,10 @@ def decode_partners(
         try:
             more.append(make(at, sample, own))
         except (SourceError, CorruptBlock):
-            if not pairs.skip:
+            if not partners.skip:
                 raise
             continue
-        row[sample] = at
+        row[sample] = at  # A sample whose partner failed is mixed with itself.
         extra.append(sample)
     rows = [row.get(sample, k) for k, sample in enumerate(wanted)]
     labels = np.concatenate([labels, np.array(more, np.int64)])

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -22,25 +23,47 @@ import numpy.typing as npt
 
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import leave
-from dlio.comm.funnel import waiting
+from dlio.comm.funnel import wait_serving
 from dlio.comm.survival.membership import messages_of
-from dlio.data.abilities import estimates_sizes
+from dlio.data.reader_contract import abilities_of
 from dlio.errors import DlioError, PeerLost
 from dlio.loader.shuffle.sample_message import (
     ENTRY_BYTES,
     MessageMemory,
+    SizedReceive,
     UncheckedPayload,
+    announce,
     message_bytes,
+    message_of,
     pack_message,
     pack_payloads,
     unpack_message,
 )
-from dlio.loader.shuffle.sized_receive import SizedReceive, announce, message_of
-from dlio.loader.shuffle.windows import windows_of
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
-from dlio.plan.schedule import RankWindow
+from dlio.plan.schedule import RankWindow, window_steps
 from dlio.storage.hierarchy import Hierarchy
 from dlio.util.threads import Workers
+
+_FIRST_WINDOW_STEPS = 2
+"""Short, so that the first batch does not wait for a long window's messages."""
+_MOST_WINDOW_STEPS = 32
+
+
+def windows_of(plan: EpochPlan, mean_bytes: float) -> list[range]:
+    """Return the steps of each window, the same on all ranks.
+
+    On one node a window needs no memory but its plan, so windows are as long as possible there.
+
+    Args:
+        mean_bytes: mean payload bytes of a sample.
+    """
+    length = _MOST_WINDOW_STEPS
+    if plan.ranks.nodes > 1:
+        length = min(length, window_steps(mean_bytes, plan.largest_batch, plan.window_bytes))
+    first = min(length, _FIRST_WINDOW_STEPS, plan.steps)
+    edges = sorted({0, *range(first, plan.steps, length), plan.steps})
+    return [range(start, stop) for start, stop in pairwise(edges)]
+
 
 _T = TypeVar("_T")
 
@@ -105,10 +128,12 @@ class Shuffle:
         self._hierarchy = hierarchy
         self._plan = plan
         self._planner = planner
+        # A message of an earlier pass that is late must not be taken for one of this pass.
         self._tag_base = (generation % _GENERATIONS) * (_WINDOW_TAGS + 1)
         self._windows = windows_of(plan, float(hierarchy.reader.sizes.mean()))
-        self._announced = estimates_sizes(hierarchy.reader)
+        self._announced = abilities_of(hierarchy.reader).sizes_are_estimates
         """Sizes of samples are not known before they are read: messages are announced."""
+        # Ranks of a node read the same tiers: samples travel between nodes only.
         self._moves = plan.ranks.nodes > 1
         self._condition = threading.Condition()
         self._steps: dict[int, StepSamples] = {}
@@ -154,7 +179,7 @@ class Shuffle:
         Raises the error that ended the shuffle's thread, if any; DlioError after `timeout_s`.
         """
         with self._condition:
-            planned = waiting(
+            planned = wait_serving(
                 lambda limit_s: self._condition.wait_for(
                     lambda: number in self._steps or self._error is not None, limit_s
                 ),
@@ -210,6 +235,8 @@ class Shuffle:
                 with self._condition:
                     self._planned += 1
                     self._condition.notify_all()
+            # MPI moves a long message only inside of calls to it: this thread calls until the last
+            # one is done.
             while not self._closing.is_set() and (self._busy or not self._consumed_all):
                 self._progress()
                 self._pause()
@@ -245,6 +272,8 @@ class Shuffle:
                 if self._closing.is_set():
                     return False
                 previous = self._windows[max(0, self._planned - 1)]
+                # No message says that there is room: a peer plans window w before it consumes w -
+                # 1, so both ranks have at most two windows in memory.
                 if self._consumed_step >= previous.start or self._planned == 0:
                     return True
             self._progress()
@@ -253,6 +282,8 @@ class Shuffle:
     def _pause(self) -> None:
         with self._condition:
             if not self._closing.is_set():
+                # MPI has no call that waits for one of several messages or for a condition of this
+                # process.
                 self._condition.wait(_IDLE_S if self._busy else 0.1)
 
     @property
@@ -268,6 +299,7 @@ class Shuffle:
         window = self._window(number)
         tag = self._tag_base + number % _WINDOW_TAGS
         incoming = [] if self._alone else self._receive_window(window, tag)
+        # A peer that was late once is not waited for: each of its steps would cost a deadline.
         late = np.isin(window.senders, list(self._late))
         self._hierarchy.counters.add("late", int(late.sum()))
         here = late | self._alone
@@ -288,6 +320,8 @@ class Shuffle:
                     ready=np.flatnonzero(senders < 0).tolist(),
                 )
             )
+        # A late peer's message is received all the same, for it may match none that is posted
+        # later.
         for sender, buffer, request in incoming:
             wanting = [] if sender in self._late else made
             self._receives.append(_WindowReceive(request, buffer, number, sender, wanting))
@@ -334,12 +368,15 @@ class Shuffle:
         return buffer, self._messages.irecv(buffer, sender, tag)
 
     def _window(self, number: int) -> RankWindow:
+        # In this thread: planning an epoch of a mixture takes a while, and the user's thread does
+        # not wait for it.
         if self._planner is None:
             self._planner = plan_epoch(self._plan)
         return self._planner.window(self._windows[number])
 
     def _pack(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         hierarchy = self._hierarchy
+        # All at once: of a source with a latency, samples would come one after another otherwise.
         hierarchy.expect(samples)
         blocks, places = hierarchy.reader.layout.locate(samples)
         sizes = np.asarray(hierarchy.reader.sizes[samples], np.int64)
@@ -428,11 +465,15 @@ class Shuffle:
         if not self._moves or self._alone:
             return
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        # After a whole epoch both sides know all messages; nobody has to be asked.
         if not self._consumed_all:
             self._agree_on_end(deadline)
         while self._busy and time.monotonic() < deadline:
             self._progress()
             time.sleep(_IDLE_S)
+        # Messages of a peer that was given up stay posted, in memory that is never freed: a
+        # cancelled one could match a later message, and MPI_Finalize wrote into memory that Python
+        # had freed.
         for receive in self._receives:
             if receive.steps:
                 self._cancel(receive)

@@ -36,6 +36,8 @@ class Registration:
     def step(self, ended: bool) -> None:
         """Count a batch, or the end of the pass."""
         self._step += 1
+        # Accelerate synchronises gradients at the last batch, so it has to know before that batch
+        # is used.
         if self._length is not None and self._step >= self._length:
             self._loader.end_of_dataloader = True
         if ended and self._state is not None:
@@ -57,4 +59,5 @@ def _module_in_use(loader: PreparedLoader) -> Any:
     module = sys.modules.get("accelerate.state")
     if module is None or not loader._is_accelerate_prepared:
         return None
+    # Scripts import Accelerate without using it.
     return module if module.AcceleratorState._shared_state else None

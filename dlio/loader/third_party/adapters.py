@@ -18,8 +18,7 @@ from dlio.data.schema import Buffer
 from dlio.data.selection import SelectionReader
 from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
-from dlio.loader.dataset import Dataset
-from dlio.loader.opened import open_dataset
+from dlio.loader.dataset import Dataset, open_dataset
 from dlio.loader.third_party.huggingface import ImageSet, is_image_set
 from dlio.storage.tier_spec import Tiers
 
@@ -63,6 +62,7 @@ def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> 
         return None
     wholes: list[UserDataset] = []
     for whole, _ in parts:
+        # By identity: comparing data sets may compare their samples.
         if all(whole is not each for each in wholes):
             wholes.append(whole)
     if isinstance(wholes[0], Dataset):
@@ -124,6 +124,7 @@ def _part_of_own(
     """
     own = [each for each in wholes if isinstance(each, Dataset)]
     first = own[0]
+    # One data set of dlio has one way of decoding and one set of tiers.
     if len(own) < len(wholes) or not all(first.reads_like(each) for each in own):
         return None
     owners, indices = [], []
@@ -145,6 +146,8 @@ def _all_understood(wholes: list[UserDataset]) -> list[AdaptedDataset] | None:
         understood = _understood(whole)
         if understood is not None:
             known.append(understood)
+        # Payloads of a tier have one schema. Otherwise torch's way is taken, which takes any
+        # samples.
         if understood is None or understood.reader.schema != known[0].reader.schema:
             for opened in known:
                 opened.reader.close()
@@ -210,6 +213,7 @@ def _is_folder(data: UserDataset) -> bool:
     if ours not in kinds:
         return False
     loader = getattr(data, "loader", None)
+    # A subclass that makes its samples itself may do anything with a file; dlio would ignore it.
     plain = type(data).__getitem__.__qualname__ == "DatasetFolder.__getitem__"
     return plain and getattr(loader, "__name__", "") in ("default_loader", "pil_loader")
 
@@ -222,6 +226,8 @@ def _reader_of(folder: Any) -> Reader | None:
         return None
     names = [reader.name(sample) for sample in range(len(reader))]
     labels = [int(label) for label in reader.labels]
+    # Files may have been added since, `is_valid_file` may leave some out, and `find_classes` may
+    # number classes in another way.
     same = len(names) == len(folder.samples) and all(
         path.endswith(name) and label == number
         for (path, number), name, label in zip(folder.samples, names, labels, strict=True)

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
-from torch.utils.data._utils import pin_memory as pinning
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_sharding
 
 from dlio.loader.contract import State
+from dlio.loader.torch_private import BaseDataLoaderIter, pin_memory
 from dlio.loader.torchdata_state.state_format import (
     DATASET_ITER_STATE,
     DATASET_STATE,
@@ -32,13 +31,13 @@ from dlio.loader.torchdata_state.stateful_samplers import resumed
 from dlio.loader.torchdata_state.worker_server import FetchOptions, fetcher_of
 
 
-class InlineIterator(_BaseDataLoaderIter):
+class InlineIterator(BaseDataLoaderIter):
     """torch's iterator without workers, with a state.
 
     Args:
         plain: a loader of torch.
         sampler: of the items, in place of the plain loader's; None for that.
-        state: to go on with; None to begin anew.
+        state: to continue from; None to start from the beginning.
         numbers: that the sampler shares with the base seed, which is drawn after its pass; None if
             it does not.
         forward: says that batches are read again, for a data set without a state.
@@ -62,9 +61,12 @@ class InlineIterator(_BaseDataLoaderIter):
         self.finished = False
         self._drawn = 0
         super().__init__(plain)
+        # torch's iterator would make the iterator of an iterable's constant sampler, which is not
+        # the user's.
         if sampler is not None:
             self._index_sampler = sampler
             self._sampler_iter = iter(sampler)
+        # torch's own iterator asserts the same, without a remedy.
         if self._timeout:
             raise AssertionError("timeout is for loaders with workers: set num_workers")
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
@@ -73,14 +75,15 @@ class InlineIterator(_BaseDataLoaderIter):
             self._fetcher = fetcher_of(self._recipe, self._dataset)
         else:
             self._load(state, forward)
+            # A new pass draws the base seed before its sampler draws; a resumed one must leave the
+            # generator where that pass left it.
             if numbers is not None:
                 torch.empty((), dtype=torch.int64).random_(generator=numbers)
 
     def _next_data(self) -> Any:
         data = self._fetcher.fetch(self._next_index())
         if self._pin_memory:
-            pin: Any = pinning.pin_memory
-            data = pin(data, self._pin_memory_device)
+            data = pin_memory(data, self._pin_memory_device)
         return data
 
     def _next_index(self) -> Any:
@@ -105,8 +108,10 @@ class InlineIterator(_BaseDataLoaderIter):
                 DATASET_ITER_STATE: state_of(iterator),
                 FETCHER_ENDED: self._fetcher.ended,
             }
+            # A data set that is its own iterator would be saved, and restored, twice.
             if iterator is dataset:
                 dataset = None
+        # Data sets give their own dictionaries away, and change them with the next batch.
         return copy.deepcopy(
             {
                 INDEX_SAMPLER_STATE: state_of(self._index_sampler),
@@ -137,6 +142,7 @@ class InlineIterator(_BaseDataLoaderIter):
         )
         self._IterableDataset_len_called = state[LEN_CALLED]
         self._shared_seed = state[SHARED_SEED]
+        # The data set first: `iter(dataset)`, which the fetcher calls, may begin from its state.
         restore(self._dataset, state[DATASET_STATE])
         self._fetcher = fetcher_of(self._recipe, self._dataset)
         yielded = state[NUM_YIELDED]
@@ -146,6 +152,8 @@ class InlineIterator(_BaseDataLoaderIter):
                 if fetched is not None:
                     restore(iterator, fetched[DATASET_ITER_STATE])
                     self._fetcher.ended = fetched[FETCHER_ENDED]
+            # Nothing here has a state, so the batches are read again and dropped, as torchdata
+            # does.
             elif yielded:
                 forward(yielded)
                 for _ in range(yielded):

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe, RandomSampler
-from torch.utils.data.dataloader import _get_distributed_settings, _share_dist_seed
 
-from dlio.loader.batch_stream import BatchStream, PassCounters, RunningPass
+from dlio.loader.batch_stream import BatchStream, RunningPass
 from dlio.loader.contract import State
-from dlio.loader.loader_options import LoaderOptions, pinning
+from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.nested_batches import map_leaves
+from dlio.loader.passes import PassCounters
 from dlio.loader.sampler_pass import BatchesPass
 from dlio.loader.torch_engine import fed_by, plain_loader
+from dlio.loader.torch_private import distributed_settings, share_seed
 from dlio.loader.torchdata_state.inline_iterator import InlineIterator
 from dlio.loader.torchdata_state.parallel_iterator import ParallelIterator, ResumeState, warn_beyond
 from dlio.loader.torchdata_state.state_format import StatefulObject
@@ -31,9 +32,6 @@ from dlio.loader.torchdata_state.transports import (
 from dlio.loader.torchdata_state.worker_server import FetchOptions, WorkerServer, start
 
 _log = logging.getLogger("dlio")
-# torch gives these no types.
-_shared_seed: Any = _share_dist_seed
-_ranks: Any = _get_distributed_settings
 
 
 class IterationState:
@@ -51,6 +49,9 @@ class IterationState:
         self._is_ahead = False
         """True if the iterator was made for its state, before the pass began."""
         self._loaded: State | None = None
+        # torch's RandomSampler draws from a generator that the loader shares with it: its order can
+        # be resumed only by a sampler that notes the generator's state before it draws. A subclass
+        # may draw in another way, and is left alone.
         random: StatefulRandom | None = None
         if options.shuffle and not options.iterable and type(options.sampler) is RandomSampler:
             random = StatefulRandom(options.sampler, options.generator)
@@ -67,6 +68,8 @@ class IterationState:
         Raises MismatchedState for a loaded state of another number of workers.
         """
         keeps = options.persistent_workers and options.num_workers > 0
+        # `state_dict` before the first batch needs the workers' states, so it has made the iterator
+        # already.
         if self._is_ahead and self.iterator is not None:
             self._is_ahead = False
         elif keeps and isinstance(self.iterator, ParallelIterator):
@@ -108,7 +111,7 @@ class IterationState:
         return self.iterator.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Have the next pass go on from a state; an empty one changes nothing."""
+        """Have the next pass continue from a state; an empty one changes nothing."""
         self.close()
         if state:
             self._loaded = dict(state)
@@ -146,7 +149,7 @@ class IterationState:
 
     def _again(self, options: LoaderOptions, iterator: ParallelIterator) -> None:
         if isinstance(options.dataset, IterDataPipe):
-            iterator.reseed(_shared_seed(options.generator, None))
+            iterator.reseed(share_seed(options.generator, None))
         iterator.again()
 
     def _parallel(
@@ -154,6 +157,7 @@ class IterationState:
     ) -> ParallelIterator:
         workers = options.num_workers
         loaded = None if state is None else ResumeState(state, workers, options.iterable)
+        # As torch counts: snapshots are due by what may be under way.
         ahead = (options.prefetch_factor or 2) * workers
         draws = TaskSampler(
             sampler,
@@ -163,10 +167,11 @@ class IterationState:
             options.iterable,
             None if loaded is None else loaded.main,
         )
+        # A loaded state brings the length that the user had asked for.
         if loaded is None:
             draws.len_called = length
         if isinstance(options.dataset, IterDataPipe):
-            seed = _shared_seed(options.generator, None)
+            seed = share_seed(options.generator, None)
             if draws.shared_seed is None:
                 draws.shared_seed = seed
         recipe = FetchOptions(
@@ -178,28 +183,18 @@ class IterationState:
             options.worker_init_fn,
             {} if loaded is None else loaded.workers,
             draws.shared_seed,
-            _ranks(),
+            distributed_settings(),
         )
 
         def make(first: int) -> Transport:
             if _in_threads(options):
-                return ThreadTransport(
-                    server,
-                    draws,
-                    first,
-                    workers,
-                    ahead,
-                    options.in_order,
-                    options.timeout,
-                    options.generator,
-                    options.iterable or isinstance(options.dataset, StatefulObject),
-                    pinning(options),
-                    loaded is not None,
-                )
+                copies = options.iterable or isinstance(options.dataset, StatefulObject)
+                is_loaded = loaded is not None
+                return ThreadTransport(server, draws, options, first, ahead, copies, is_loaded)
             plain = plain_loader(options, same, draws, server, start)
             return ProcessTransport(plain, draws, first, loaded is not None)
 
-        warn: Callable[[int], None] = _never
+        warn: Callable[[int], None] | None = None
         if options.iterable and draws.len_called is not None:
             warn = partial(warn_beyond, options.dataset, draws.len_called)
         return ParallelIterator(make, draws, workers, self._every, loaded, warn, _rereads)
@@ -209,6 +204,7 @@ def feed_of(iterator: InlineIterator | ParallelIterator, options: LoaderOptions)
     """Return the batches of an iterator with a state, on the loader's device. None is ahead of
     the user, so that the state is that of the batches handed out."""
     feed = _feed(iterator, options.device, options.persistent_workers)
+    # Up to its first `yield None`.
     next(feed)
     return feed
 
@@ -246,7 +242,3 @@ def _rereads(batches: int) -> None:
         "read again and dropped; define them for a resumption without reading",
         batches,
     )
-
-
-def _never(yielded: int) -> None:
-    """Warn of nothing."""

@@ -6,9 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
-from torch._utils import ExceptionWrapper
-
 from dlio.loader.contract import BatchData, State
+from dlio.loader.torch_private import ExceptionWrapper
 from dlio.loader.torchdata_state.state_format import (
     DATASET_ITER_STATE,
     DATASET_STATE,
@@ -30,7 +29,7 @@ from dlio.loader.torchdata_state.worker_server import WorkerReply
 
 
 class ResumeState:
-    """A state to go on with, taken apart.
+    """A state to continue from, taken apart.
 
     Raises MismatchedState for the state of a loader with another number of workers.
     """
@@ -62,7 +61,7 @@ class ResumeState:
             each[DATASET_STATE] is None and each[FETCHER_STATE][DATASET_ITER_STATE] is None
             for each in self.workers.values()
         )
-        """True if workers begin anew, since nothing in them has a state."""
+        """True if workers start from the beginning, since nothing in them has a state."""
 
     def first(self, workers: int) -> int:
         """Return the worker whose turn it is."""
@@ -75,8 +74,9 @@ class ParallelIterator:
     Args:
         make: makes the transport, for a worker to begin with, with the workers' states.
         interval: batches from one snapshot to the next; 0 for none after the first.
-        loaded: state to go on with; None to begin anew.
-        length: batches of the pass that the loader has said; None if it was not asked.
+        loaded: state to continue from; None to start from the beginning.
+        warn_beyond: warns if there are more batches than the loader has said; None if it was not
+            asked.
         forward: says that batches are read again, for a data set without a state.
     """
 
@@ -87,7 +87,7 @@ class ParallelIterator:
         workers: int,
         interval: int,
         loaded: ResumeState | None,
-        warn_beyond: Callable[[int], None],
+        warn_beyond: Callable[[int], None] | None,
         forward: Callable[[int], None],
     ) -> None:
         self._draws, self._interval = draws, interval
@@ -97,6 +97,7 @@ class ParallelIterator:
         self._yielded = 0
         self._states: dict[int, State] = {} if loaded is None else dict(loaded.workers)
         self._last = workers - 1
+        # Answers that came while the workers began, where order does not matter.
         self._waiting: list[tuple[int, WorkerReply | ExceptionWrapper]] = []
         self.transport = make(0 if loaded is None else loaded.first(workers))
         # Threads keep their transport alive, so its end follows from that of this object.
@@ -104,7 +105,7 @@ class ParallelIterator:
         try:
             self._begin()
             if loaded is not None:
-                self._go_on(loaded, forward)
+                self._resume(loaded, forward)
         except BaseException:
             self.transport._shutdown_workers()
             raise
@@ -113,6 +114,7 @@ class ParallelIterator:
         return self
 
     def __getattr__(self, name: str) -> Any:
+        # People who look into torch's iterator, such as Lightning, find its attributes here.
         transport = self.__dict__.get("transport")
         if transport is None or not name.startswith("_") or name.startswith("__"):
             raise AttributeError(name)
@@ -155,6 +157,7 @@ class ParallelIterator:
             STEPS_SINCE: self._yielded - self._snapshot[SNAPSHOT_STEP],
             FINISHED: self.finished,
         }
+        # The states below are those of the last snapshot, which the next one replaces in place.
         return copy.deepcopy(state)
 
     def close(self) -> None:
@@ -166,12 +169,15 @@ class ParallelIterator:
         self._draws.yielded = self._yielded
         self._last = worker
         if self._interval and self._yielded % self._interval == 0:
+            # The sampler is ahead of the batches handed out. Its state of the right moment was kept
+            # when the batch was drawn.
             due, main = self._draws.snapshots, None
             while due and due[0][0] <= answer.number:
                 main = due.popleft()[1]
             if main is not None:
                 self._take_snapshot(main)
-        self._warn_beyond(self._yielded)
+        if self._warn_beyond is not None:
+            self._warn_beyond(self._yielded)
         data, answer.data = answer.data, None
         return data
 
@@ -202,11 +208,12 @@ class ParallelIterator:
             },
         }
 
-    def _go_on(self, loaded: ResumeState, forward: Callable[[int], None]) -> None:
+    def _resume(self, loaded: ResumeState, forward: Callable[[int], None]) -> None:
         """Skip the batches that have been handed out since the snapshot."""
         if loaded.rereads:
             if loaded.step:
                 forward(loaded.step)
+            # No worker has a state: all batches up to the snapshot are read again.
             for _ in range(loaded.step):
                 next(self)
         else:

@@ -34,6 +34,7 @@ class MismatchedState(UsageError, AssertionError):
     """
 
 
+# By methods and not by torchdata's class, which need not be installed; torchdata does the same.
 @runtime_checkable
 class StatefulObject(Protocol):
     """A data set, an iterator or a sampler that saves and restores its own state."""

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
-from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from dlio.loader.contract import Index, IndexBatches, Indices, State
+from dlio.loader.contract import IndexBatches, Indices, State
+from dlio.loader.torch_private import InfiniteConstantSampler
 from dlio.loader.torchdata_state.state_format import StatefulObject, restore, state_of
 
 _CHUNK: Final = 32
@@ -37,20 +37,16 @@ def with_state(
     return StatefulBatches(indices, batch_sampler.batch_size, batch_sampler.drop_last)
 
 
-def begun(index_sampler: Any) -> Iterator[Index]:
-    """Return the iterator of a new pass."""
-    return iter(index_sampler)
-
-
 def resumed(index_sampler: Any, sampler_state: Any, iter_state: Any, yielded: int) -> Any:
-    """Return the iterator of a pass that goes on.
+    """Return the iterator of a pass that is resumed.
 
     Args:
         yielded: items that it had yielded; skipped where nothing else is known.
     """
     restore(index_sampler, sampler_state)
     iterator: Any = iter(index_sampler)
-    if isinstance(index_sampler, _InfiniteConstantSampler):
+    # It yields None for ever: there is nothing to skip.
+    if isinstance(index_sampler, InfiniteConstantSampler):
         return iterator
     if isinstance(iterator, StatefulObject) or sampler_state is not None:
         restore(iterator, iter_state)
@@ -66,6 +62,8 @@ class StatefulRandom(RandomSampler):
     """
 
     def __init__(self, source: RandomSampler, generator: torch.Generator | None) -> None:
+        # As torch does in `RandomSampler.__iter__`, but once: later passes draw from the same
+        # generator, whose state can be saved.
         if generator is None:
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
             generator = torch.Generator().manual_seed(seed)
@@ -83,6 +81,8 @@ class _RandomPass:
 
     def __init__(self, sampler: StatefulRandom) -> None:
         self._sampler = sampler
+        # A state says where the generator was before the pass and how far the pass is: to resume,
+        # the permutation is drawn again and skipped, which is cheaper than saving it.
         self._before = sampler.numbers.get_state()
         self._yielded = 0
         self._drawn: Iterator[int] = iter(self._draw())
@@ -103,6 +103,7 @@ class _RandomPass:
     def _draw(self) -> list[int]:
         count, numbers = len(self._sampler.data_source), self._sampler.numbers
         if self._sampler.replacement:
+            # In the chunks in which torch's sampler draws, or the numbers would differ.
             drawn = torch.randint(count, (_CHUNK,), dtype=torch.int64, generator=numbers)
         else:
             drawn = torch.randperm(count, generator=numbers)
@@ -159,7 +160,8 @@ class _BatchSamplerPass:
         restore(sampler, state.get("sampler_state"))
         indices: Any = iter(sampler)
         restore(indices, state.get("sampler_iter_state"))
+        # Otherwise the samples that were yielded are skipped one by one.
         knows = isinstance(sampler, StatefulObject) or isinstance(indices, StatefulObject)
-        if not knows and not isinstance(sampler, _InfiniteConstantSampler):
+        if not knows and not isinstance(sampler, InfiniteConstantSampler):
             indices = islice(indices, self._yielded, None)
         self._indices = indices

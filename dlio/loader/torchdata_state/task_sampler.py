@@ -17,7 +17,7 @@ from dlio.loader.torchdata_state.state_format import (
     SHARED_SEED,
     state_of,
 )
-from dlio.loader.torchdata_state.stateful_samplers import begun, resumed
+from dlio.loader.torchdata_state.stateful_samplers import resumed
 from dlio.loader.torchdata_state.worker_server import FETCH, RESUME, START, WorkerTask
 
 
@@ -28,7 +28,7 @@ class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
         index_sampler: of the user's loader.
         ahead: batches under way at a time.
         interval: batches from one snapshot to the next; 0 for none after the first.
-        loaded: the state to go on with, of the part that does not belong to workers.
+        loaded: the state to continue from, of the part that does not belong to workers.
     """
 
     def __init__(
@@ -61,8 +61,11 @@ class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
         """State of this part after the draw for a batch, with the batch's number."""
 
     def __iter__(self) -> Iterator[WorkerTask]:
-        self._indices = begun(self._index_sampler)
+        self._indices = iter(self._index_sampler)
         self._drawn = self._number = 0
+        # torch asks for an iterator in its constructor, before `_reset` asks for the one that it
+        # uses. The sampler below has to draw for both, as it would in torch's own loader, or its
+        # random numbers differ.
         if not self.primes:
             return iter(())
         self.snapshots.clear()
@@ -75,6 +78,7 @@ class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
                 loaded[SAMPLER_ITER_STATE],
                 self._drawn,
             )
+        # Before any draw: a state that is asked for before the first batch begins the pass again.
         self.state_at_beginning = self.state()
         verb, self._verb = self._verb, RESUME
         return self._tasks(verb)
@@ -97,6 +101,8 @@ class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
         for index in self._indices:
             self._drawn += 1
             main, worker = self._due()
+            # A copy for each batch would cost as much as the sampler's state is large: a
+            # permutation, perhaps.
             if main:
                 self.snapshots.append((self._number, self.state()))
             self._number += 1
@@ -111,4 +117,6 @@ class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
         if self._iterable:  # Which worker ends first, and so which batch comes when, is unknown.
             reach = self.yielded % every + 1 + self._ahead
             return reach >= every, reach + workers >= every
+        # Batches come from workers in turn, so the last batch of each worker before the snapshot is
+        # known.
         return self._drawn % every == 0, (self._drawn - 1) % every + workers >= every

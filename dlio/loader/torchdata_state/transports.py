@@ -2,22 +2,18 @@
 
 import copy
 import queue
-import time
-from collections.abc import Callable
-from typing import Any, Final, Protocol
+from contextlib import suppress
+from typing import Any, Protocol
 
 import torch
-from torch._utils import ExceptionWrapper
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from dlio.errors import DlioError, UsageError
+from dlio.errors import UsageError
 from dlio.loader.contract import BatchData
+from dlio.loader.dataset_threads import DatasetThreads, timed_out, worker_error
+from dlio.loader.loader_options import LoaderOptions, pinning
+from dlio.loader.torch_private import MultiProcessingDataLoaderIter
 from dlio.loader.torchdata_state.task_sampler import TaskSampler
 from dlio.loader.torchdata_state.worker_server import WorkerReply, WorkerServer, WorkerTask
-from dlio.loader.worker_info import clear_worker_info, set_worker_info
-from dlio.util.threads import Workers
-
-_POLL_S: Final = 0.2
 
 
 def same(reply: BatchData) -> BatchData:
@@ -29,7 +25,7 @@ class Transport(Protocol):
     """Brings tasks to workers, each to the next worker in turn, and answers back in order."""
 
     def take(self) -> tuple[int, Any]:
-        """Return (worker, answer): a Reply, or torch's wrapper of an exception.
+        """Return (worker, answer): a WorkerReply, or torch's wrapper of an exception.
 
         Raises StopIteration after the last one.
         """
@@ -56,6 +52,7 @@ class _Turns:
         """
         for _ in range(self._workers):
             worker, self._next = self._next, (self._next + 1) % self._workers
+            # As torch shares out what may be under way among the workers that are left.
             left = self._workers - len(self.ended)
             if worker not in self.ended and (
                 self._most is None or under_way[worker] < self._most // left
@@ -64,11 +61,11 @@ class _Turns:
         return None
 
 
-class ProcessTransport(_MultiProcessingDataLoaderIter):
+class ProcessTransport(MultiProcessingDataLoaderIter):
     """torch's worker processes.
 
     Args:
-        plain: a loader of torch with a Server as its data set and Draws as its sampler.
+        plain: a loader of torch: a WorkerServer is its data set, a TaskSampler its sampler.
         first: the worker that gets the first batch.
         loads: True if the base seed is one that was saved.
     """
@@ -91,6 +88,7 @@ class ProcessTransport(_MultiProcessingDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         most = None if loader.in_order else self._prefetch_factor * self._num_workers
         self._turns = _Turns(self._num_workers, self._first if first_iter else 0, most)
+        # See `TaskSampler.__iter__`: the next iterator is the one that counts.
         self._draws.primes = True
         super()._reset(loader, first_iter)
 
@@ -126,45 +124,51 @@ class ProcessTransport(_MultiProcessingDataLoaderIter):
 
 
 class ThreadTransport:
-    """Threads of this process, each with a Server of its own.
+    """Threads of this process, each with a WorkerServer of its own.
 
     Args:
         server: as for a process; the data set is copied for each thread if `copies`, which it must
             be if it has a state, or is an iterator.
-        pin: copies a batch into page-locked memory; None to leave it.
+        ahead: batches under way at a time.
+        loads: True if the base seed is one that was saved.
     """
 
     def __init__(
         self,
         server: WorkerServer,
         draws: TaskSampler,
+        options: LoaderOptions,
         first: int,
-        workers: int,
         ahead: int,
-        in_order: bool,
-        timeout_s: float,
-        generator: torch.Generator | None,
         copies: bool,
-        pin: Callable[[BatchData], BatchData] | None,
         loads: bool,
     ) -> None:
-        self._draws, self._ahead, self._in_order = draws, ahead, in_order
-        self._timeout_s, self._pin = timeout_s, pin
+        self._draws, self._ahead, self._in_order = draws, ahead, options.in_order
+        self._timeout_s, self._pin = options.timeout, pinning(options)
+        workers = options.num_workers
+        # In the order in which torch draws: the sampler, then the base seed.
         iter(draws)
-        drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=options.generator)
         if not loads:
             draws.base_seed = int(drawn.item())
         self._num_workers = workers
         server.seed_pipe(server.shared_seed)
         self._servers = [_copied(server) if copies else copy.copy(server) for _ in range(workers)]
-        self._queues: list[queue.SimpleQueue[tuple[int, WorkerTask] | None]] = [
-            queue.SimpleQueue() for _ in range(workers)
-        ]
         self._answers: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
-        self._group = Workers("dlio-stateful", self._run, workers, wake=self._wake)
-        self._workers = self._group.threads
+        self._has_refused: set[int] = set()
+        """Workers whose `prepare` has failed, and that have said so."""
+        self._threads = DatasetThreads[tuple[int, WorkerTask]](
+            "dlio-stateful",
+            workers,
+            lambda number: self._servers[number].prepare(number),
+            self._serve,
+            lambda number: self._servers[number].dataset,
+            lambda: self._draws.base_seed,
+            own_queues=True,
+        )
+        self._workers = self._threads.threads
         self._begin(first)
-        self._group.start()
+        self._threads.start()
 
     def _begin(self, first: int) -> None:
         self._turns = _Turns(self._num_workers, first, None if self._in_order else self._ahead)
@@ -210,48 +214,28 @@ class ThreadTransport:
             worker = self._turns.take(self._under_way)
         if worker is None:
             return
-        self._queues[worker].put((self._sent, task))
+        self._threads.put((self._sent, task), worker)
         self._under_way[worker] += 1
         self._sent += 1
 
     def _answer(self) -> tuple[int, int, Any]:
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                return self._answers.get(timeout=_POLL_S)
-            except queue.Empty:
-                if self._group.stopping.is_set():
-                    raise DlioError(
-                        "the loader was closed while a batch was awaited: keep it open"
-                    ) from None
-                if not self._group.alive() and self._answers.empty():
-                    raise DlioError(
-                        "the loader's threads have ended, as they do in a forked process: make a "
-                        "new iterator with iter(loader)"
-                    ) from None
-                if self._timeout_s and time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"DataLoader timed out after {self._timeout_s:g} seconds"
-                    ) from None
+        answer = self._threads.wait_for(self._next_answer, self._timeout_s)
+        if answer is None:
+            raise timed_out(self._timeout_s)
+        return answer
 
-    def _run(self, number: int) -> None:
-        server, seed = self._servers[number], self._draws.base_seed
-        set_worker_info(number, self._num_workers, seed + number, server.dataset)
-        failed: Any = None
-        try:
-            server.prepare(number)
-        except BaseException:  # One that ended the thread would leave the loop waiting.
-            failed = _wrapped(number)
-        try:
-            while (sent := self._queues[number].get()) is not None:
-                if self._group.stopping.is_set():
-                    break
-                at, task = sent
-                self._answers.put((at, number, failed or self._served(server, task)))
-                failed = None
-                del sent, task
-        finally:
-            clear_worker_info()
+    def _next_answer(self, wait_s: float) -> tuple[int, int, Any] | None:
+        with suppress(queue.Empty):
+            return self._answers.get(block=wait_s > 0, timeout=wait_s)
+        return None
+
+    def _serve(self, number: int, sent: tuple[int, WorkerTask], refusal: Any) -> None:
+        at, task = sent
+        if refusal is not None and number not in self._has_refused:
+            self._has_refused.add(number)
+            self._answers.put((at, number, refusal))
+        else:
+            self._answers.put((at, number, self._served(self._servers[number], task)))
 
     def _served(self, server: WorkerServer, task: WorkerTask) -> Any:
         try:
@@ -261,20 +245,11 @@ class ThreadTransport:
             if self._pin is not None:
                 reply.data = self._pin(reply.data)
         except BaseException:
-            return _wrapped(server.worker)
+            return worker_error(server.worker)
         return reply
 
-    def _wake(self) -> None:
-        for each in self._queues:
-            each.put(None)
-
     def _shutdown_workers(self) -> None:
-        self._group.close()
-
-
-def _wrapped(number: int) -> Any:
-    make: Any = ExceptionWrapper
-    return make(where=f"in DataLoader worker thread {number}")
+        self._threads.close()
 
 
 def _copied(server: WorkerServer) -> WorkerServer:

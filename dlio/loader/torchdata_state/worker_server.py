@@ -7,12 +7,15 @@ from typing import Any, Final
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, get_worker_info
-from torch.utils.data._utils import pin_memory as pinning
-from torch.utils.data._utils import worker as _theirs
-from torch.utils.data.dataloader import _DatasetKind, _sharding_worker_init_fn
 from torch.utils.data.graph_settings import apply_random_seed
 
 from dlio.loader.contract import BatchData, CollateFn, State, UserDataset
+from dlio.loader.torch_private import (
+    DatasetKind,
+    pin_memory,
+    sharding_worker_init,
+    worker_module,
+)
 from dlio.loader.torchdata_state.state_format import (
     DATASET_ITER_STATE,
     DATASET_STATE,
@@ -58,8 +61,7 @@ class WorkerReply:
 
     def pin_memory(self, device: Any = None) -> "WorkerReply":
         """Pin the batch; called by torch's thread for it."""
-        pin: Any = pinning.pin_memory
-        self.data = pin(self.data, device)
+        self.data = pin_memory(self.data, device)
         return self
 
 
@@ -75,12 +77,12 @@ class FetchOptions:
 
     @property
     def iterable(self) -> bool:
-        return self.kind == _DatasetKind.Iterable
+        return self.kind == DatasetKind.Iterable
 
 
 def fetcher_of(recipe: FetchOptions, dataset: UserDataset) -> Any:
     """Return torch's fetcher; for an iterable data set this begins its iterator."""
-    make: Any = _DatasetKind.create_fetcher
+    make: Any = DatasetKind.create_fetcher
     return make(recipe.kind, dataset, recipe.batched, recipe.collate, recipe.drop_last)
 
 
@@ -95,7 +97,7 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
     recipe: FetchOptions
     init: Callable[[int], object] | None
     states: dict[int, State]
-    """State of each worker to begin with; empty to begin anew."""
+    """State of each worker to continue from; empty to start from the beginning."""
     shared_seed: int | None
     ranks: tuple[int, int] = (1, 0)
     """Number of ranks and this one's, among which data pipes are sharded."""
@@ -105,6 +107,7 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
     _numbers: torch.Generator = field(default_factory=torch.Generator)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Generators of torch cannot be pickled, and iterators of users' data sets often cannot.
         return {**self.__dict__, "_numbers": None, "fetcher": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -116,7 +119,8 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
         self.worker = worker
         init: Any = self.init
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
-            init = functools.partial(_sharding_worker_init_fn, init, *self.ranks)
+            # As torch does around a user's function, which then finds the pipe sharded.
+            init = functools.partial(sharding_worker_init, init, *self.ranks)
         if init is not None:
             init(worker)
 
@@ -139,6 +143,7 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
         try:
             data = self.fetcher.fetch(task.index)
         except StopIteration as error:
+            # A StopIteration of a map-style data set would end the pass without an error.
             if not self.recipe.iterable:
                 raise RuntimeError("a data set raised StopIteration") from error
             self.ended = True
@@ -165,6 +170,8 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
 
     def _begin(self, state: State | None) -> None:
         """Make the fetcher: the data set's state first, then its iterator, then that one's."""
+        # In this order: an iterator may begin from the state of its data set, and then has one of
+        # its own.
         self.ended = False
         if state is not None:
             restore(self.dataset, state[DATASET_STATE])
@@ -186,8 +193,8 @@ def start(worker: int) -> None:
     try:
         own: Any = replace(info, dataset=server.dataset)
     except TypeError:  # torch before 2.13: no dataclass.
-        own = _theirs.WorkerInfo(
+        own = worker_module.WorkerInfo(
             id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=server.dataset
         )
-    _theirs._worker_info = own
+    worker_module._worker_info = own
     server.prepare(worker)

@@ -6,13 +6,15 @@ by its name.
 
 from dlio.errors import UsageError
 from dlio.train.callbacks.callback_base import Callback, Run
-from dlio.train.config import TrainConfig
 from dlio.train.names import CALLBACKS
+from dlio.train.train_options import CallbackOptions, SurvivalOptions
 
 __all__ = ["Callback", "Run", "make_callbacks"]
 
 
-def make_callbacks(config: TrainConfig, rank: int) -> list[Callback]:
+def make_callbacks(
+    options: CallbackOptions, survival: SurvivalOptions, rank: int
+) -> list[Callback]:
     """Make the callbacks that a run's options ask for.
 
     Raises UsageError for a factory that cannot be called or gives another type.
@@ -25,22 +27,22 @@ def make_callbacks(config: TrainConfig, rank: int) -> list[Callback]:
     from dlio.train.callbacks.weight_guard import WeightGuard
     from dlio.train.factory import call_with, load_factory, split_options
 
-    callbacks: list[Callback] = [SlowRankGuard(config.evict_slow)]
-    if config.check_weights is not None:
-        callbacks.append(WeightGuard(config.check_weights))
-    if config.nan != "off":
-        callbacks.append(NanGuard(skip=config.nan == "skip"))
-    survives = config.fault_tolerance != "off"
-    if config.tensorboard is not None and (rank == 0 or survives):
-        callbacks.append(TensorBoard(config.tensorboard, config.summaries, rank))
-    if config.dump_matrices is not None and rank == 0:
-        callbacks.append(MatrixDump(config.dump_matrices))
-    if config.early_stopping is not None:
-        callbacks.append(EarlyStopping(config.early_stopping))
-    for text in config.callback:
-        name, options = split_options("--callback", text)
+    callbacks: list[Callback] = [SlowRankGuard(survival.evict_slow)]
+    if options.check_weights is not None:
+        callbacks.append(WeightGuard(options.check_weights))
+    if options.nan != "off":
+        callbacks.append(NanGuard(skip=options.nan == "skip"))
+    survives = survival.fault_tolerance != "off"
+    if options.tensorboard is not None and (rank == 0 or survives):
+        callbacks.append(TensorBoard(options.tensorboard, options.summaries, rank))
+    if options.dump_matrices is not None and rank == 0:
+        callbacks.append(MatrixDump(options.dump_matrices))
+    if options.early_stopping is not None:
+        callbacks.append(EarlyStopping(options.early_stopping))
+    for text in options.callback:
+        name, given = split_options("--callback", text)
         factory = load_factory("--callback", CALLBACKS.get(name, name))
-        callback = call_with("--callback", name, factory, options, ())
+        callback = call_with("--callback", name, factory, given, ())
         if not isinstance(callback, Callback):
             raise UsageError(
                 f"--callback {name}: gave a {type(callback).__name__}, not a "

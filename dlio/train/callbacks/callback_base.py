@@ -13,7 +13,7 @@ from dlio.exchange.distribute import ExchangeHandle
 from dlio.loader.dataloader import DataLoader
 from dlio.train.config import TrainConfig
 from dlio.train.precision import Precision
-from dlio.train.report import EpochReport
+from dlio.train.report import EpochReport, RunReport
 
 
 class Run(Protocol):
@@ -91,3 +91,6 @@ class Callback:
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         """Run after each epoch and its evaluation; `run.stop` ends the run."""
+
+    def add_results(self, report: RunReport) -> None:
+        """Add results of the callback to the report of a finished run."""

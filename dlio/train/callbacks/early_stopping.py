@@ -1,6 +1,7 @@
 """End a run whose held-out accuracy no longer improves."""
 
 from dlio.train.callbacks.callback_base import Callback, Run
+from dlio.train.feature_spec import find_features
 from dlio.train.report import EpochReport
 from dlio.train.tasks.metrics import goodness, label, show_metric
 
@@ -28,4 +29,4 @@ class EarlyStopping(Callback):
 
 
 def _was_cut(epoch: EpochReport) -> bool:
-    return epoch.pruning is not None and any(each["removed"] for each in epoch.pruning["rounds"])
+    return any(feature.was_cut(epoch) for feature in find_features())

@@ -1,7 +1,8 @@
 """The figures of an epoch, by names that group them, for what draws curves."""
 
 from dlio.storage.counters import PLACES
-from dlio.train.report import EpochReport, removed_by_kind
+from dlio.train.feature_spec import find_features
+from dlio.train.report import EpochReport
 
 
 def figures_of(report: EpochReport) -> dict[str, float]:
@@ -19,24 +20,11 @@ def figures_of(report: EpochReport) -> dict[str, float]:
         "exchange/bytes": float(report.exchange_bytes),
         "exchange/consensus_distance": report.consensus_distance,
         **{f"data/bytes_{place}": float(report.bytes[place]) for place in PLACES},
-        **_pruning(report),
+        **{
+            name: value
+            for feature in find_features()
+            for name, value in feature.figures(report).items()
+        },
         **{f"epoch/val_{name}": value for name, value in report.metrics.items()},
     }
     return {name: value for name, value in figures.items() if value is not None}
-
-
-def _pruning(report: EpochReport) -> dict[str, float]:
-    """Figures of a model that is pruned."""
-    pruning = report.pruning
-    if pruning is None:
-        return {}
-    removed = removed_by_kind([pruning])
-    return {
-        "pruning/parameters": float(pruning["parameters"]),
-        "pruning/flops_per_sample": float(pruning["flops_per_sample"]),
-        "pruning/rounds": float(len(pruning["rounds"])),
-        "pruning/undone": float(pruning["undone"]),
-        "pruning/statistics_share": pruning["statistics"]["share"],
-        **{f"pruning/removed_{kind}": float(count) for kind, count in removed.items()},
-        **{f"parameters/{name}": float(count) for name, count in pruning["layers"].items()},
-    }

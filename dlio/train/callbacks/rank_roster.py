@@ -16,7 +16,7 @@ class RankRoster:
         self._recovery = recovery_of(run.comm)
         self._nodes: list[str] = []
         if self._recovery is None:
-            nodes = find_nodes(run.comm, run.config.pretend_nodes)
+            nodes = find_nodes(run.comm, run.config.ranks.pretend_nodes)
             self._nodes = [nodes.names[node] for node in nodes.node_of]
 
     def present(self) -> Sequence[int]:

@@ -64,8 +64,8 @@ class SlowRankGuard(Callback):
             return  # A rank was lost in between.
         for rank, times in slow_ranks(report.rank_samples_per_s):
             member = members[rank]
-            last = report.epoch + 1 == run.config.epochs
-            leaves = self._evicts and not last and run.comm.size > run.config.min_ranks
+            last = report.epoch + 1 == run.config.optimizer.epochs
+            leaves = self._evicts and not last and run.comm.size > run.config.survival.min_ranks
             if run.comm.rank == 0 and (member not in self._told or leaves):
                 end = ": it leaves (--evict-slow)" if leaves else ""
                 what = f"computed {times:.0f} times slower than the others in epoch"

@@ -19,7 +19,7 @@ from dlio.comm.survival.recovery import uniform
 from dlio.errors import DlioError
 from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.callbacks.rank_roster import RankRoster
-from dlio.train.report import RestoredRank
+from dlio.train.report import RestoredRank, RunReport
 
 
 def weights_digest(model: nn.Module) -> int:
@@ -59,8 +59,7 @@ class WeightGuard(Callback):
         self._members: RankRoster | None = None
         self._alike_at = 0
         self._odd: _Outlier | None = None
-        self.restored: list[RestoredRank] = []
-        """Ranks whose weights were restored."""
+        self._restored: list[RestoredRank] = []
 
     def begins(self, run: Run) -> None:
         self._members = RankRoster(run)
@@ -73,6 +72,9 @@ class WeightGuard(Callback):
         if self._odd is not None:
             self._tell(run, self._odd)
         self._odd, self._alike_at = None, run.updates
+
+    def add_results(self, report: RunReport) -> None:
+        report.restored += self._restored
 
     def _compare(self, run: Run) -> None:
         """Compare digests, and restore ranks that differ. Collective; may be called again."""
@@ -102,7 +104,7 @@ class WeightGuard(Callback):
         for member in odd.members:
             node = self._members.node(member)
             repair = RestoredRank(member, node, self._alike_at, run.updates, odd.giver)
-            self.restored.append(repair)
+            self._restored.append(repair)
             if run.comm.rank == 0:
                 print(repair.sentence(), flush=True)
 

@@ -3,7 +3,7 @@
 import math
 import time
 
-from dlio.comm.board import elsewhere
+from dlio.comm.board import off_the_record
 from dlio.comm.survival.membership import AllLeave
 from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.checkpoint.checkpoint_store import Checkpoints
@@ -62,7 +62,7 @@ class CheckpointCallback(Callback):
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         self.save(run)
-        if self._ends and len(run.history) < run.config.epochs:
+        if self._ends and len(run.history) < run.config.optimizer.epochs:
             raise AllLeave
 
     def save(self, run: Run) -> None:
@@ -70,7 +70,7 @@ class CheckpointCallback(Callback):
         if run.updates != self._last:
             self._last = run.updates
             self._due = time.monotonic() + self._period_s
-            with elsewhere():
+            with off_the_record():
                 self._checkpoints.wait()  # Ranks may have other numbers afterwards.
                 tensors = tensors_of(self._worker)
                 later = changed_by_updates(self._worker, tensors)

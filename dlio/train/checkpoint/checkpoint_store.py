@@ -26,7 +26,8 @@ import xxhash
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import wait_all
 from dlio.comm.survival.membership import RankMessages, messages_of
-from dlio.comm.survival.recovery import Report, recovery_of, uniform
+from dlio.comm.survival.recovery import RecoveryPart, recovery_of, uniform
+from dlio.comm.survival.reports import Report
 from dlio.errors import PeerLost, SourceError, UsageError
 from dlio.train.checkpoint.checkpoint_folder import CheckpointFolder
 from dlio.train.checkpoint.host_copies import HostCopies
@@ -93,7 +94,7 @@ class StoredCheckpoint:
         return replace(self, verified=_verified(self, 0, 1))
 
 
-class Checkpoints:
+class Checkpoints(RecoveryPart[Report]):
     """The checkpoints of one run. Owns a lock, and a thread while a checkpoint is being written.
 
     Args:
@@ -129,7 +130,8 @@ class Checkpoints:
                 if name.startswith(_UNFINISHED):
                     self._place.remove(name)
         self._recovery = recovery_of(comm)
-        self._part = "" if self._recovery is None else self._recovery.add("checkpoints", self)
+        if self._recovery is not None:
+            self._recovery.register(self)
 
     def __enter__(self) -> Self:
         return self
@@ -139,7 +141,7 @@ class Checkpoints:
             # After an error on this rank the others may have ended, so do not wait long.
             self._writer.close(_WRITE_TIMEOUT_S if kind is None else 5.0)
         if self._recovery is not None:
-            self._recovery.remove(self._part)
+            self._recovery.unregister(self)
         if kind is None:
             self._thread_comm.close()
         if self._lock is not None:
@@ -148,11 +150,11 @@ class Checkpoints:
         if kind is None:  # After an error the thread may still use it.
             self._place.close()
 
-    def tell(self) -> Report:
+    def report(self) -> Report:
         self.copied()  # Others may overwrite this rank's tensors next.
-        return {}
+        return Report()
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
+    def reconcile(self, reports: Sequence[Report], comm: Communicator) -> None:
         self._lead()
 
     def _lead(self) -> None:

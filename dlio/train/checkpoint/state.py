@@ -1,18 +1,20 @@
 """Save the state of a run as named tensors and JSON, and restore it on any number of ranks."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Final, NotRequired, Protocol, TypedDict, cast
 
 import torch
 
 from dlio.errors import UsageError
 from dlio.features.mesh.mesh_axes import parse_sizes
-from dlio.features.pruning.pruner import PrunerState
 from dlio.train.checkpoint_progress import FIXED
+from dlio.train.feature_hooks import SavedFeature
+from dlio.train.feature_spec import find_features
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
+from dlio.util.options import as_mapping
 
 OWED: Final = "/owed/"
 """Part of the names of error-feedback residuals in an exchange's state."""
@@ -69,7 +71,6 @@ class RunState(TypedDict):
     left_out: int
     epochs: list[dict[str, Any]]
     """Fields of the finished epochs' EpochReports."""
-    pruning: PrunerState | None
 
 
 def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
@@ -88,17 +89,15 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
         for key, value in run.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 tensors[f"{trained}optimizer/{name}/{key}"] = whole(name, value)
-    if run.average is not None:
-        for name, value in run.average.tensors().items():
-            tensors[f"{trained}ema/{name}"] = whole(name, value)
     for key, value in run.exchange.state().items():
         tensors[f"{mine}exchange/{key}"] = value
-    if run.pruner is not None:
-        for key, value in run.pruner.tensors().items():
-            tensors[f"{mine}pruning/{key}"] = value
-    if run.skipper is not None:
-        for key, value in run.skipper.state().items():
-            tensors[f"{mine if key == 'seen' else 'all/'}skip/{key}"] = value
+    for prefix, hooks in run.features.by_prefix.items():
+        for whose, part in (
+            (trained, hooks.weights()),
+            ("all/", hooks.shared_tensors()),
+            (mine, hooks.own_tensors()),
+        ):
+            tensors |= {f"{whose}{prefix}/{name}": value for name, value in part.items()}
     tensors[f"{mine}sums"] = run.sums
     scaler = run.precision.scaler.state_dict()
     # Ranks with different weights may leave out different steps.
@@ -117,22 +116,28 @@ def changed_by_updates(run: Worker, tensors: Mapping[str, torch.Tensor]) -> froz
     time: none where ranks exchange weights, which happens at any time."""
     if not run.exchange.alike:
         return frozenset()
-    return frozenset(
-        name for name in tensors if name.startswith(("all/model/", "all/optimizer/", "all/ema/"))
-    )
+    parts = tuple(f"all/{part}" for part in _parts_of_weights(run))
+    return frozenset(name for name in tensors if name.startswith(parts))
+
+
+def _parts_of_weights(run: Worker) -> tuple[str, ...]:
+    """Return the first parts of the names of tensors that are as the weights: equal on ranks whose
+    models are, and changed by optimizer steps alone."""
+    like = [f"{name}/" for name, hooks in run.features.by_prefix.items() if hooks.has_weights]
+    return ("model/", "optimizer/", *like)
 
 
 def about(run: Worker) -> RunState:
     """Return the rest of the state as JSON types; equal on all ranks."""
-    config, loader = run.config, run.dealing.state()
-    return {
-        "model": config.model,
-        "optimizer": config.optimizer or DEFAULT_OPTIMIZER,
-        "image_size": config.image_size,
-        "seed": config.seed,
-        "of_task": {name: _plain(getattr(config, name)) for name in _OF_TASK},
-        "exchange": config.exchange,
-        "mesh": config.mesh,
+    loader, options = run.dealing.state(), as_mapping(run.config)
+    state: RunState = {
+        "model": run.config.model.model,
+        "optimizer": run.config.optimizer.optimizer or DEFAULT_OPTIMIZER,
+        "image_size": run.config.model.image_size,
+        "seed": run.config.data.seed,
+        "of_task": {name: _plain(options.get(name)) for name in _OF_TASK},
+        "exchange": run.config.ranks.exchange,
+        "mesh": run.sharing.axes,
         "samples": len(run.loader.data),
         "global_batch": run.global_batch,
         "updates": run.updates,
@@ -140,9 +145,11 @@ def about(run: Worker) -> RunState:
         "batches": run.dealing.step + 1 if loader["position"] else 0,
         "scaler": run.precision.scaler.state_dict(),
         "left_out": run.left_out,
-        "epochs": [asdict(report) for report in run.history],
-        "pruning": None if run.pruner is None else run.pruner.state_dict(),
+        "epochs": [report.to_dict() for report in run.history],
     }
+    facts = {prefix: hooks.facts() for prefix, hooks in run.features.by_prefix.items()}
+    of_features = {prefix: each for prefix, each in facts.items() if each is not None}
+    return cast(RunState, {**state, **of_features})
 
 
 def restore(run: Worker, checkpoint: SavedState) -> None:
@@ -157,23 +164,24 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     _check(run, checkpoint)
     ranks, rank = run.comm.size, run.comm.rank
     about, saved = _state(checkpoint), checkpoint.ranks
-    same_exchange = about["exchange"] == run.config.exchange
-    if about.get("mesh") != run.config.mesh:
+    same_exchange = about["exchange"] == run.config.ranks.exchange
+    if about.get("mesh") != run.sharing.axes:
         # What a rank owes is of its parts of layers.
         before = parse_sizes(mesh) if (mesh := about.get("mesh")) else {}
         shared = run.sharing.parts.ranks > 1 or before.get("model", 1) > 1
         same_exchange = same_exchange and not shared
     same = saved == ranks and same_exchange and checkpoint.is_of_one_step
-    mine = checkpoint.read(f"rank{rank}/") if same else _merged(checkpoint, saved)
+    mine = (
+        checkpoint.read(f"rank{rank}/")
+        if same
+        else _merged(checkpoint, saved, _parts_of_weights(run))
+    )
     tensors = {**checkpoint.read("all/"), **mine}
-    pruning = about.get("pruning")
-    if pruning is not None and run.pruner is not None:
-        run.pruner.take_layout(pruning)
-        run.reshaped()
+    facts: Mapping[str, Any] = checkpoint.about
+    for prefix, hooks in run.features.by_prefix.items():
+        hooks.restore_shape(run, facts.get(prefix))
     _restore_model(run, checkpoint.path, _part(tensors, "model/"))
     _restore_optimizer(run, _part(tensors, "optimizer/"))
-    if run.average is not None:
-        run.average.load(run.sharing.parts.part_state(_part(tensors, "ema/")))
     if same:
         run.exchange.load_state(_part(tensors, "exchange/"))
         torch.set_rng_state(tensors["random"])
@@ -181,14 +189,12 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
             torch.cuda.set_rng_state(tensors["random-cuda"], run.device)
     else:
         of_rank = about["updates"] * 1_000_003 + run.sharing.data.rank
-        torch.manual_seed((run.config.seed + of_rank) % 2**63)
+        torch.manual_seed((run.config.data.seed + of_rank) % 2**63)
         run.exchange.load_state(_residuals(checkpoint, rank, ranks) if same_exchange else {})
-    if pruning is not None and run.pruner is not None:
-        run.pruner.load_state_dict(pruning, _part(tensors, "pruning/") if same else {})
-    skipped = _part(tensors, "skip/")
-    if run.skipper is not None and skipped:
-        skipped["seen"] = _seen(checkpoint, rank, ranks)
-        run.skipper.load_state(skipped)
+    for prefix, hooks in run.features.by_prefix.items():
+        of_ranks = partial(_of_ranks, checkpoint, rank, ranks, prefix)
+        part = _part(tensors, f"{prefix}/")
+        hooks.restore(SavedFeature(facts.get(prefix), part, of_ranks))
     run.left_out, scaler = about["left_out"], about["scaler"]
     if same:
         left_out, scale, growth = tensors["steps"].tolist()
@@ -200,7 +206,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     run.epoch_number, run.position = about["loader"]["epoch"], about["loader"]["position"]
     run.updates = about["updates"]
     run.sums.copy_(_own_sums(checkpoint, rank, ranks))
-    run.history = [EpochReport(**report) for report in about["epochs"]]
+    run.history = [EpochReport.from_dict(report) for report in about["epochs"]]
 
 
 def _restore_model(run: Worker, path: str, model: Mapping[str, torch.Tensor]) -> None:
@@ -226,13 +232,13 @@ def _restore_optimizer(run: Worker, state: Mapping[str, torch.Tensor]) -> None:
         run.optimizer.state[parameter][key] = own
 
 
-def _merged(checkpoint: SavedState, saved: int) -> dict[str, torch.Tensor]:
-    """Mean over the saved ranks of their own model and optimizer tensors."""
+def _merged(checkpoint: SavedState, saved: int, parts: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Mean over the saved ranks of those of their own tensors whose names begin with `parts`."""
     total: dict[str, torch.Tensor] = {}
     kinds: dict[str, torch.dtype] = {}
     for rank in range(saved):
         for name, value in checkpoint.read(f"rank{rank}/").items():
-            if not name.startswith(("model/", "optimizer/", "ema/")):
+            if not name.startswith(parts):
                 continue
             kinds[name] = value.dtype
             if not value.is_floating_point():
@@ -271,39 +277,33 @@ def _own_sums(checkpoint: SavedState, rank: int, ranks: int) -> torch.Tensor:
     return total
 
 
-def _seen(checkpoint: SavedState, rank: int, ranks: int) -> torch.Tensor:
-    """Codes of the current epoch's losses that this rank takes over; uint8 (samples,)."""
-    total = torch.zeros(_state(checkpoint)["samples"], dtype=torch.uint8)
+def _of_ranks(
+    checkpoint: SavedState, rank: int, ranks: int, prefix: str, name: str
+) -> Iterator[torch.Tensor]:
+    """Yield a feature's tensor of each saved rank that this rank takes over."""
     for each in _taken_over(checkpoint, rank, ranks):
-        total += checkpoint.read(f"rank{each}/skip/seen")[""]
-    return total
+        yield checkpoint.read(f"rank{each}/{prefix}/{name}")[""]
 
 
 def _check(run: Worker, checkpoint: SavedState) -> None:
     """Raise UsageError if the checkpoint was written with other options or other data."""
-    config, path, about = run.config, checkpoint.path, _state(checkpoint)
+    path, about = checkpoint.path, _state(checkpoint)
+    options = as_mapping(run.config)
     saved = {name: about[name] for name in FIXED} | about.get("of_task", {})
     for name, value in saved.items():
-        if value != _plain(getattr(config, name)):
+        if value != _plain(options.get(name)):
             raise UsageError(
                 f"--resume: {path} was written with --{name.replace('_', '-')} "
-                f"{value}, this run has {getattr(config, name)}; use the former value, or "
+                f"{value}, this run has {options.get(name)}; use the former value, or "
                 "name another --checkpoint folder"
             )
-    pruned = about.get("pruning")
-    if pruned is not None and pruned["layout"]["version"] and run.pruner is None:
-        raise UsageError(
-            f"--resume: {path} holds a pruned model: add --prune apoptosis; with "
-            "--prune-tolerance 0 hardly any more is removed"
-        )
-    if "kept" in about["loader"] and run.skipper is None:
-        raise UsageError(
-            f"--resume: {path} was written in an epoch that skips samples; add --skip-samples"
-        )
+    labels = run.config.labels()
+    for feature in find_features():
+        feature.check_saved(checkpoint.about, path, feature.name in labels)
     if about["samples"] != len(run.loader.data):
         raise UsageError(
             f"--resume: {path} belongs to a data set of {about['samples']} samples, "
-            f"{config.source} has {len(run.loader.data)}"
+            f"{run.config.data.source} has {len(run.loader.data)}"
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 from dlio.comm import Communicator
-from dlio.comm.survival.recovery import MeasuredLoss, uniform
+from dlio.comm.survival.recovery import MeasuredLoss, Recovery, uniform
 from dlio.errors import CommError
 from dlio.launch.node.agent_protocol import PAUSED, STATE
 from dlio.launch.node.job_starts import Incident, JobStart
@@ -25,7 +25,46 @@ from dlio.util.whole_files import write_whole
 _PAUSE_TIMEOUT_S: Final = 60.0
 
 
-class JobRestart:
+class FirstStart:
+    """The start of a job whose launcher does not start ranks again: there is nothing to continue.
+    Its methods are those of `JobRestart`."""
+
+    begun: int | None = None
+    """Ranks when the job began; None for those of this start."""
+    is_again = False
+    """True if ranks were started before."""
+
+    def end_phase(self, name: str) -> None:
+        """Note the end of a phase of this start; see `MeasuredLoss.phases`. Not collective."""
+
+    def find(self, comm: Communicator) -> bool:
+        """Get the newest state of the nodes' memory, for `restore`; False if there is none."""
+        return False
+
+    def restore(self, run: Worker) -> None:
+        """Take the state that was found."""
+        raise AssertionError("no state was found")
+
+    def describe(self, recovery: Recovery) -> None:
+        """Tell the recovery of the ranks' numbers when the job began."""
+
+    def open_ledger(self, run: Worker, path: str) -> SampleLedger:
+        """Open the trace, which continues where the state was copied."""
+        return SampleLedger(path, run.comm)
+
+    def note_losses(self, run: Worker) -> None:
+        """Add the ends of former starts to the report, when training is about to continue."""
+
+    def snapshots(self, run: Worker, ledger: SampleLedger | None) -> Snapshots | None:
+        """Return the callback that copies the state; None if no agent keeps it."""
+        return None
+
+    def pause(self, run: Worker, copies: Snapshots) -> NoReturn:
+        """Complete the copies of the state, and wait until the launcher ends this rank."""
+        raise AssertionError("only a launcher that starts ranks again lets them pause")
+
+
+class JobRestart(FirstStart):
     """One rank's part in a start of a job. Its methods are collective.
 
     Args:
@@ -34,7 +73,8 @@ class JobRestart:
     """
 
     def __init__(self, start: JobStart, began: float) -> None:
-        self._start = start
+        self._start, self.begun = start, start.begun
+        self.is_again = start.number > 0
         agent = os.environ.get(AGENT)
         self._folder = None if agent is None else os.path.join(agent, STATE)
         self._ends = {"stop": start.launched, "start": began, "meet": time.time()}
@@ -47,27 +87,18 @@ class JobRestart:
         self._without: list[LedgerLine] = []
         """The others."""
 
-    @property
-    def is_again(self) -> bool:
-        """True if ranks were started before."""
-        return self._start.number > 0
-
-    def number(self, rank: int) -> int:
-        """Return a rank's number when the job began."""
-        return self._start.ranks[rank]
+    def describe(self, recovery: Recovery) -> None:
+        recovery.numbers = self._start.ranks
 
     def end_phase(self, name: str) -> None:
-        """Note the end of a phase of this start; see `MeasuredLoss.phases`. Not collective."""
         self._ends[name] = time.time()
 
     def find(self, comm: Communicator) -> bool:
-        """Get the newest state of the nodes' memory, for `restore`; False if there is none."""
         if self.is_again and self._folder is not None:
             self._state = newest_state(comm, self._folder)
         return self._state is not None
 
     def restore(self, run: Worker) -> None:
-        """Take the state that was found."""
         assert self._state is not None
         assert self._folder is not None
         self._read_lines(run.comm, self._state)
@@ -98,19 +129,18 @@ class JobRestart:
             loader = {**loader, "again": [*loader.get("again", ()), *again]}
             self._state = replace(state, about={**state.about, "loader": loader})
 
-    def snapshots(self, run: Worker) -> Snapshots | None:
-        """Return the callback that copies the state; None if no agent keeps it."""
+    def snapshots(self, run: Worker, ledger: SampleLedger | None) -> Snapshots | None:
         if self._folder is None:
             return None
         after = -1 if self._state is None else self._state.turn
         copies = Snapshots(run, self._folder, self._start.ranks, self._start.number, after)
+        copies.ledger = ledger
         copies.incidents = len(self._start.incidents)
         if self._state is not None and not self._state.turn % 2:
             copies.journal.begin(run.epoch_number, self._state.turn, self._told, self._without)
         return copies
 
     def open_ledger(self, run: Worker, path: str) -> SampleLedger:
-        """Open the trace, which goes on where the state was copied."""
         written: Any = 0 if self._state is None else self._state.about.get("trace_bytes", 0)
         ledger = SampleLedger(
             path,
@@ -128,7 +158,6 @@ class JobRestart:
         return ledger
 
     def note_losses(self, run: Worker) -> None:
-        """Add the ends of former starts to the report, when training is about to go on."""
         now, state = time.time(), self._state
         noted: Any = 0 if state is None else state.about.get("incidents", 0)
         again = 0 if state is None else max(0, state.newest // 2 - run.updates)
@@ -161,7 +190,6 @@ class JobRestart:
                 print(change.sentence(), flush=True)
 
     def pause(self, run: Worker, copies: Snapshots) -> NoReturn:
-        """Complete the copies of the state, and wait until the launcher ends this rank."""
         paused = time.time()
         uniform(run.comm, lambda: copies.complete(run))
         uniform(run.comm, run.comm.barrier)  # All are whole.

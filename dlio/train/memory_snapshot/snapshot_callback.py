@@ -75,7 +75,7 @@ class Snapshots(Callback):
         self._own = SnapshotSlots(folder, f"{MEMBER}{numbers[self._me]}", after)
         self._common: SnapshotSlots | None = None
         self._copying: Workers | None = None
-        together = worker.recovery is not None and worker.exchange.hearing is None
+        together = worker.recovery is not None and worker.exchange.peer_steps is None
         self._apart = not (worker.exchange.alike or together)
         """True if ranks step without waiting for each other: each then keeps its own journal, and
         its own part of the state that is equal on all ranks."""
@@ -111,7 +111,7 @@ class Snapshots(Callback):
 
     def after_step(self, run: Run) -> None:
         if self._worker.recovery is None and self._keeps_lines:
-            self._worker.dealing.count(range(run.comm.size))
+            self._worker.dealing.commit_step(range(run.comm.size))
         if self._is_large and len(self._costs) == _FIRST and self._every == 1:
             self._choose_interval()
         if run.updates % self._every == 0 and self._worker.dealing.is_settled:
@@ -196,7 +196,7 @@ class Snapshots(Callback):
 
     def _heard(self) -> list[tuple[int, int]]:
         """Return the number of each rank, and the turn up to which this one has its steps."""
-        hearing = self._worker.exchange.hearing
+        hearing = self._worker.exchange.peer_steps
         heard = {} if hearing is None else hearing.heard
         return [
             (self._numbers[member], turn_of(self._begun_at + step, False))

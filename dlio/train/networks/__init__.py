@@ -4,7 +4,7 @@
 |---|---|
 | `classic_networks` | LeNet-5, AlexNet, GoogLeNet |
 | `resnet` | the small network for trials, and ResNet-50 |
-| `transformer`, `recurrent`, `volumes` | ViT, LSTM, 3-D U-Net |
+| `transformer` | ViT |
 | `mlp`, `autoencoder`, `unet` | for tables, images without labels, and masks |
 | `convnet` | for arrays, such as volumes |
 

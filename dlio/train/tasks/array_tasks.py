@@ -18,12 +18,12 @@ from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.plan.order import share
 from dlio.train.array_fields import ArrayFields, array_fields
-from dlio.train.config import TrainConfig
 from dlio.train.model import MODELS, find_model, make_model
 from dlio.train.tasks.classification import Classes
 from dlio.train.tasks.regression import Numbers, check_spread, standardised
 from dlio.train.tasks.segmentation import IGNORED, Segments
 from dlio.train.tasks.task_base import Convert, TrainingTask
+from dlio.train.train_options import ModelOptions
 
 _PIECE: Final = 64
 _PICTURE: Final = (3, 2)
@@ -42,8 +42,8 @@ class _ArrayTask(TrainingTask):
         outputs: of the model: classes, or 1 for a number.
     """
 
-    def __init__(self, config: TrainConfig, fields: ArrayFields, outputs: int) -> None:
-        self._config, self._fields, self._outputs = config, fields, outputs
+    def __init__(self, options: ModelOptions, fields: ArrayFields, outputs: int) -> None:
+        self._options, self._fields, self._outputs = options, fields, outputs
 
     def converter(self, data: Dataset) -> Convert:
         fields = self._fields
@@ -78,17 +78,17 @@ class _ArrayTask(TrainingTask):
         return targets
 
     def make_model(self) -> nn.Module:
-        text, fields = self._config.model, self._fields
+        text, fields = self._options.model, self._fields
         shape = fields.channels, len(fields.sides)
         takes = inspect.signature(find_model(text)).parameters
         if shape != _PICTURE and "channels" not in takes and text.partition("(")[0] in MODELS:
             raise UsageError(
-                f"--model {text} takes pictures of 3 channels, and {self._config.source} has "
+                f"--model {text} takes pictures of 3 channels, and {self._fields.path} has "
                 f"arrays of {shape[0]} channel(s) and {shape[1]} dimensions: choose convnet, unet "
                 "or module:factory"
             )
         more = {"channels": shape[0], "dimensions": shape[1]}
-        return make_model(text, self._outputs, self._config.image_size, more)
+        return make_model(text, self._outputs, self._options.image_size, more)
 
     def example(
         self, samples: int, generator: torch.Generator
@@ -106,8 +106,8 @@ class ClassifyArrays(Classes, _ArrayTask):
     watch = "accuracy"
     has_accuracy = True
 
-    def __init__(self, config: TrainConfig, fields: ArrayFields, classes: int) -> None:
-        _ArrayTask.__init__(self, config, fields, classes)
+    def __init__(self, options: ModelOptions, fields: ArrayFields, classes: int) -> None:
+        _ArrayTask.__init__(self, options, fields, classes)
         Classes.__init__(self, classes)
 
     def _targets(self, targets: torch.Tensor, path: str) -> torch.Tensor:
@@ -120,8 +120,10 @@ class RegressArrays(Numbers, _ArrayTask):
     name = "regress"
     watch = "rmse"
 
-    def __init__(self, config: TrainConfig, fields: ArrayFields, mean: float, scale: float) -> None:
-        _ArrayTask.__init__(self, config, fields, 1)
+    def __init__(
+        self, options: ModelOptions, fields: ArrayFields, mean: float, scale: float
+    ) -> None:
+        _ArrayTask.__init__(self, options, fields, 1)
         Numbers.__init__(self, scale)
         self._mean = mean
 
@@ -139,8 +141,8 @@ class SegmentArrays(Segments, _ArrayTask):
     has_accuracy = True
     is_dense = True
 
-    def __init__(self, config: TrainConfig, fields: ArrayFields, classes: int) -> None:
-        _ArrayTask.__init__(self, config, fields, classes)
+    def __init__(self, options: ModelOptions, fields: ArrayFields, classes: int) -> None:
+        _ArrayTask.__init__(self, options, fields, classes)
         Segments.__init__(self, classes)
 
     def _targets(self, targets: torch.Tensor, path: str) -> torch.Tensor:
@@ -153,7 +155,7 @@ def usual_task(fields: ArrayFields) -> str:
 
 
 def make_array_task(
-    config: TrainConfig, data: Dataset, whole: Schema, comm: Communicator
+    options: ModelOptions, source: str, data: Dataset, whole: Schema, comm: Communicator
 ) -> _ArrayTask:
     """Make the task of a settled configuration on a data set of arrays. Collective.
 
@@ -165,38 +167,38 @@ def make_array_task(
 
     Raises UsageError for a target that does not suit the task.
     """
-    fields = array_fields(config.source, whole, config.target)
-    if config.task == "classify" and fields.is_real:
+    fields = array_fields(source, whole, options.target)
+    if options.task == "classify" and fields.is_real:
         raise UsageError(
-            f"--task classify needs whole numbers, and {fields.target} of {config.source} is "
+            f"--task classify needs whole numbers, and {fields.target} of {source} is "
             f"{whole.kinds[fields.target].text}: give --task regress, or name another --target"
         )
-    if fields.is_map != (config.task == "segment"):
-        needs = "a class for each element" if config.task == "segment" else "a number"
+    if fields.is_map != (options.task == "segment"):
+        needs = "a class for each element" if options.task == "segment" else "a number"
         raise UsageError(
-            f"--task {config.task} needs {needs}, and {fields.target} of {config.source} is "
+            f"--task {options.task} needs {needs}, and {fields.target} of {source} is "
             f"{whole.kinds[fields.target].text}: name another --target"
         )
-    with closing(_target_reader(config, fields)) as reader:
-        if config.task == "regress":
+    with closing(_target_reader(fields)) as reader:
+        if options.task == "regress":
             values = _values(reader, fields.target, comm)
             with np.errstate(over="ignore", invalid="ignore"):
                 mean, std = float(values.mean()), float(values.std())
-            check_spread(config.source, fields.target, mean, std)
-            return RegressArrays(config, fields, mean, std or 1.0)
+            check_spread(source, fields.target, mean, std)
+            return RegressArrays(options, fields, mean, std or 1.0)
         ignored = IGNORED if fields.is_map else None
         classes = _count_classes(reader, fields.target, ignored, comm)
     made = SegmentArrays if fields.is_map else ClassifyArrays
-    return made(config, fields, max(classes, len(data.classes)))
+    return made(options, fields, max(classes, len(data.classes)))
 
 
-def _target_reader(config: TrainConfig, fields: ArrayFields) -> Reader:
+def _target_reader(fields: ArrayFields) -> Reader:
     """Open the training data with the target alone, if their format can; else whole samples."""
-    place = config.source.partition("::")[0]
+    place = fields.path.partition("::")[0]
     try:
         return open_reader(f"{place}::{fields.target}")
     except (UsageError, SourceError):
-        return open_reader(config.source)
+        return open_reader(fields.path)
 
 
 def _mine(reader: Reader, name: str, comm: Communicator) -> Any:

@@ -10,12 +10,12 @@ from torch.nn.functional import cross_entropy
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
-from dlio.train.config import TrainConfig
 from dlio.train.factory import split_options
 from dlio.train.model import make_model, normalised
 from dlio.train.tasks.auc import BINS, area, score_sums
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
 from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask
+from dlio.train.train_options import ModelOptions
 from dlio.train.training_data import difference
 
 _HEAD: Final = 3
@@ -86,8 +86,8 @@ class ClassifyImages(Classes, TrainingTask):
     watch = "accuracy"
     has_accuracy = True
 
-    def __init__(self, config: TrainConfig, data: Dataset) -> None:
-        self._config, self._names = config, list(data.classes)
+    def __init__(self, options: ModelOptions, source: str, data: Dataset) -> None:
+        self._options, self._source, self._names = options, source, list(data.classes)
         _check(data)
         super().__init__(len(data.classes) or int(data.reader.labels.max()) + 1)
 
@@ -95,24 +95,24 @@ class ClassifyImages(Classes, TrainingTask):
         _check(data)
         if list(data.classes) != self._names:
             raise UsageError(
-                f"{data.path} has other classes than {self._config.source}: "
+                f"{data.path} has other classes than {self._source}: "
                 f"{difference(data.classes, self._names)}"
             )
         return _convert
 
     def make_model(self) -> nn.Module:
-        model = self._config.model
+        model = self._options.model
         if split_options("--model", model)[0] == "unet":
             raise UsageError(
                 f"--model {model}: gives a class for each pixel: use it for --task segment, or "
                 "choose another model"
             )
-        return make_model(model, self.classes, self._config.image_size)
+        return make_model(model, self.classes, self._options.image_size)
 
     def example(
         self, samples: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self._config.image_size
+        size = self._options.image_size
         images = torch.randn(samples, 3, size, size, generator=generator)
         return images, torch.zeros(samples, dtype=torch.int64)
 

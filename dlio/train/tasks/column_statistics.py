@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.comm import Communicator
-from dlio.data.reader import Reader, SampleName
+from dlio.data.reader_contract import Reader, SampleName
 from dlio.data.schema import Buffer, Kind
 from dlio.errors import CorruptBlock, SourceError
 from dlio.train.tasks.table_columns import is_missing

@@ -7,11 +7,11 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
-from dlio.train.config import TrainConfig
 from dlio.train.model import make_model
 from dlio.train.networks.autoencoder import LayerwiseModel
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
 from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask, pixels_of
+from dlio.train.train_options import ModelOptions
 
 
 class AutoencodeImages(TrainingTask):
@@ -27,8 +27,8 @@ class AutoencodeImages(TrainingTask):
     name = "autoencode"
     is_dense = True
 
-    def __init__(self, config: TrainConfig, data: Dataset) -> None:
-        self._config = config
+    def __init__(self, options: ModelOptions, epochs: int, data: Dataset) -> None:
+        self._options, self._epochs = options, epochs
         self._depth = 0
         _check(data)
 
@@ -42,26 +42,26 @@ class AutoencodeImages(TrainingTask):
         return convert
 
     def make_model(self) -> nn.Module:
-        config = self._config
-        model = make_model(config.model, 1, config.image_size, {"reconstructs": True})
-        if config.layerwise is not None:
+        options = self._options
+        model = make_model(options.model, 1, options.image_size, {"reconstructs": True})
+        if options.layerwise is not None:
             if not isinstance(model, LayerwiseModel):
                 raise UsageError(
-                    f"--layerwise: --model {config.model} has no layers that are trained one by "
+                    f"--layerwise: --model {options.model} has no layers that are trained one by "
                     "one: give autoencoder, or a model with `depth` and `choose_layer`"
                 )
             self._depth = model.depth
-            if config.epochs < config.layerwise * self._depth:
+            if self._epochs < options.layerwise * self._depth:
                 raise UsageError(
-                    f"--layerwise {config.layerwise}: {self._depth} layers need --epochs "
-                    f"{config.layerwise * self._depth} or more"
+                    f"--layerwise {options.layerwise}: {self._depth} layers need --epochs "
+                    f"{options.layerwise * self._depth} or more"
                 )
         return model
 
     def example(
         self, samples: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self._config.image_size
+        size = self._options.image_size
         images = torch.randn(samples, 3, size, size, generator=generator)
         return images, images
 
@@ -72,7 +72,7 @@ class AutoencodeImages(TrainingTask):
             made = outputs
         if made.shape != targets.shape:
             raise UsageError(
-                f"--task autoencode: --model {self._config.model} gave a tensor of shape "
+                f"--task autoencode: --model {self._options.model} gave a tensor of shape "
                 f"{tuple(made.shape)} for images of shape {tuple(targets.shape)}"
             )
         return (made.float() - targets).square().flatten(1).mean(1)
@@ -97,20 +97,20 @@ class AutoencodeImages(TrainingTask):
         }
 
     def begin_epoch(self, model: nn.Module, epoch: int) -> None:
-        if self._config.layerwise is not None and isinstance(model, LayerwiseModel):
+        if self._options.layerwise is not None and isinstance(model, LayerwiseModel):
             model.choose_layer(self.layer(epoch))
 
     def span(self, epoch: int) -> range | None:
-        each = self._config.layerwise
+        each = self._options.layerwise
         if each is None:
             return None
         layer = self.layer(epoch)
         if layer is None:
-            return range(each * self._depth, self._config.epochs)
+            return range(each * self._depth, self._epochs)
         return range(each * (layer - 1), each * layer)
 
     def layer(self, epoch: int) -> int | None:
-        each = self._config.layerwise
+        each = self._options.layerwise
         if each is None or epoch >= each * self._depth:
             return None
         return epoch // each + 1

@@ -1,7 +1,6 @@
 """The task of a run: the one that `--task` names, or the one that the data call for."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
 from dlio.comm import Communicator
@@ -32,11 +31,11 @@ TASKS: Final[dict[str, _Make]] = dict(
     zip(
         TASK_NAMES,
         (
-            lambda config, data, _: ClassifyImages(config, data),
-            lambda config, data, _: RegressImages(config, data),
-            lambda config, data, _: AutoencodeImages(config, data),
-            SegmentImages,
-            TableTask,
+            lambda config, data, _: ClassifyImages(config.model, config.data.source, data),
+            lambda config, data, _: RegressImages(config.model, data),
+            lambda config, data, _: AutoencodeImages(config.model, config.optimizer.epochs, data),
+            lambda config, data, comm: SegmentImages(config.model, data, comm),
+            lambda config, data, comm: TableTask(config.model, data, comm),
         ),
         strict=True,
     )
@@ -53,38 +52,38 @@ def resolve_config(config: TrainConfig, data: Dataset, whole: Schema | None = No
     Raises UsageError for a task that the data do not suit.
     """
     schema = data.reader.schema if whole is None else whole
+    source, model, mesh = config.data.source, config.model, config.ranks.mesh
     table, arrays = is_table(schema), is_arrays(schema)
     usual = "table" if table else "segment" if has_masks(data) else "classify"
     if arrays:
-        usual = usual_task(array_fields(config.source, schema, config.target))
-    task = config.task or usual
+        usual = usual_task(array_fields(source, schema, model.target))
+    task = model.task or usual
     if arrays and task == "autoencode":
-        raise UsageError(f"--task autoencode needs images, and {config.source} holds arrays")
+        raise UsageError(f"--task autoencode needs images, and {source} holds arrays")
     if table and task in ("autoencode", "segment"):
-        raise UsageError(f"--task {task} needs images, and {config.source} is a table")
+        raise UsageError(f"--task {task} needs images, and {source} is a table")
     if task == "table" and not table:
-        raise UsageError(f"--task table: {config.source} is not a table of numbers and texts")
-    if not table and ((config.target and not arrays) or config.category):
-        option = "--target" if config.target and not arrays else "--category"
-        raise UsageError(f"{option} is for tables, and {config.source} is not one")
-    if table and config.mesh is not None and parse_sizes(config.mesh).get("space", 1) > 1:
+        raise UsageError(f"--task table: {source} is not a table of numbers and texts")
+    if not table and ((model.target and not arrays) or model.category):
+        option = "--target" if model.target and not arrays else "--category"
+        raise UsageError(f"{option} is for tables, and {source} is not one")
+    if table and mesh is not None and parse_sizes(mesh).get("space", 1) > 1:
         raise UsageError(
-            f"--mesh {config.mesh}: ranks share arrays and pictures, and {config.source} is a "
+            f"--mesh {mesh}: ranks share arrays and pictures, and {source} is a "
             "table: leave space= out"
         )
-    if (config.mixup or config.cutmix) and (table or arrays or task != "classify"):
-        option = "--mixup" if config.mixup else "--cutmix"
+    if (config.data.mixup or config.data.cutmix) and (table or arrays or task != "classify"):
+        option = "--mixup" if config.data.mixup else "--cutmix"
         raise UsageError(
             f"{option} mixes images with classes (--task classify), and this is --task {task} on "
-            f"{config.source}: leave it out"
+            f"{source}: leave it out"
         )
     kind = "table" if table else task
     usual_model = (ARRAY_MODELS if arrays else USUAL_MODELS)[kind]
-    return replace(
-        config,
+    return config.replaced(
         task=task,
-        model=usual_model if config.model == DEFAULT_MODEL else config.model,
-        optimizer=config.optimizer or USUAL_OPTIMIZERS[kind],
+        model=usual_model if model.model == DEFAULT_MODEL else model.model,
+        optimizer=config.optimizer.optimizer or USUAL_OPTIMIZERS[kind],
     )
 
 
@@ -100,7 +99,7 @@ def make_task(
     """
     schema = data.reader.schema if whole is None else whole
     if is_arrays(schema):
-        return make_array_task(config, data, schema, comm)
-    name = "table" if is_table(data.reader.schema) else config.task
+        return make_array_task(config.model, config.data.source, data, schema, comm)
+    name = "table" if is_table(data.reader.schema) else config.model.task
     assert name is not None
     return TASKS[name](config, data, comm)

@@ -10,10 +10,10 @@ from torch import nn
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
-from dlio.train.config import TrainConfig
 from dlio.train.model import make_model, normalised
 from dlio.train.tasks.metrics import REAL, UNIT, Sums, mean_of, real_sums
 from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask
+from dlio.train.train_options import ModelOptions
 
 _PARTS: Final = 4
 """Means: squared error, absolute error, target, squared target."""
@@ -103,8 +103,8 @@ class RegressImages(Numbers, TrainingTask):
     name = "regress"
     watch = "rmse"
 
-    def __init__(self, config: TrainConfig, data: Dataset) -> None:
-        self._config = config
+    def __init__(self, options: ModelOptions, data: Dataset) -> None:
+        self._options = options
         _check(data)
         labels = np.asarray(data.reader.labels, np.float64)  # The index has them on every rank.
         self._mean, scale = float(labels.mean()), float(labels.std()) or 1.0
@@ -121,12 +121,12 @@ class RegressImages(Numbers, TrainingTask):
         return convert
 
     def make_model(self) -> nn.Module:
-        return make_model(self._config.model, 1, self._config.image_size)
+        return make_model(self._options.model, 1, self._options.image_size)
 
     def example(
         self, samples: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self._config.image_size
+        size = self._options.image_size
         images = torch.randn(samples, 3, size, size, generator=generator)
         return images, torch.zeros(samples)
 

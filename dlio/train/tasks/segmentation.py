@@ -12,10 +12,10 @@ from dlio.errors import UsageError
 from dlio.image.segmentation_masks import decode_mask
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
-from dlio.train.config import TrainConfig
 from dlio.train.model import make_model, normalised
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
 from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask
+from dlio.train.train_options import ModelOptions
 
 IGNORED: Final = 255
 """Class number of pixels that do not count, as in Pascal VOC."""
@@ -92,9 +92,9 @@ class SegmentImages(Segments, TrainingTask):
     has_accuracy = True
     is_dense = True
 
-    def __init__(self, config: TrainConfig, data: Dataset, comm: Communicator) -> None:
+    def __init__(self, options: ModelOptions, data: Dataset, comm: Communicator) -> None:
         """Find the number of classes, by all masks if the data do not name them. Collective."""
-        self._config = config
+        self._options = options
         _check(data)
         super().__init__(len(data.classes) or _count_classes(data, comm))
 
@@ -113,12 +113,12 @@ class SegmentImages(Segments, TrainingTask):
         return convert
 
     def make_model(self) -> nn.Module:
-        return make_model(self._config.model, self.classes, self._config.image_size)
+        return make_model(self._options.model, self.classes, self._options.image_size)
 
     def example(
         self, samples: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self._config.image_size
+        size = self._options.image_size
         images = torch.randn(samples, 3, size, size, generator=generator)
         return images, torch.zeros(samples, size, size, dtype=torch.int64)
 

@@ -13,7 +13,6 @@ from dlio.errors import UsageError
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.loader.sample import label_field
-from dlio.train.config import TrainConfig
 from dlio.train.model import make_model
 from dlio.train.tasks.classification import Classes
 from dlio.train.tasks.column_statistics import (
@@ -35,6 +34,7 @@ from dlio.train.tasks.table_columns import (
     is_missing,
 )
 from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask
+from dlio.train.train_options import ModelOptions
 from dlio.train.weights import read_weights
 from dlio.util.arguments import nearest
 
@@ -55,15 +55,15 @@ class TableTask(TrainingTask):
 
     name = "table"
 
-    def __init__(self, config: TrainConfig, data: Dataset, comm: Communicator) -> None:
+    def __init__(self, options: ModelOptions, data: Dataset, comm: Communicator) -> None:
         """Read the training data once for the statistics of their columns. Collective."""
-        self._config = config
-        known = None if config.weights is None else columns_in(read_weights(config.weights))
-        if known is not None and config.target in (None, known.target.name):
-            _check_known(config, known)
+        self._options = options
+        known = None if options.weights is None else columns_in(read_weights(options.weights))
+        if known is not None and options.target in (None, known.target.name):
+            _check_known(options, known)
             self.columns = known  # The weights are of use with these statistics only.
         else:
-            self.columns, self.notes = find_columns(config, data.reader, comm)
+            self.columns, self.notes = find_columns(options, data.reader, comm)
         target = self.columns.target
         self._kind: Classes | Numbers
         if target.classes:
@@ -120,7 +120,7 @@ class TableTask(TrainingTask):
         return TableNetwork(
             encoder,
             make_model(
-                self._config.model, outputs, self._config.image_size, {"inputs": encoder.outputs}
+                self._options.model, outputs, self._options.image_size, {"inputs": encoder.outputs}
             ),
         )
 
@@ -153,15 +153,15 @@ class TableTask(TrainingTask):
 
 
 def find_columns(
-    config: TrainConfig, reader: Reader, comm: Communicator
+    options: ModelOptions, reader: Reader, comm: Communicator
 ) -> tuple[TableColumns, tuple[str, ...]]:
     """Return the columns of a table with their statistics, and remarks on them. Collective.
 
     Raises UsageError for columns that the table lacks, and for targets that cannot be predicted.
     """
     names = column_names(reader)
-    target = _target_name(config, reader, names)
-    for name in config.category:
+    target = _target_name(options, reader, names)
+    for name in options.category:
         if name not in names or name == target:
             raise _unknown(reader, f"--category {name}", names)
     texts = [name for name in names if _is_text(reader, name)]
@@ -171,12 +171,12 @@ def find_columns(
         for name in names
         if name not in texts and name not in numbers
     ]
-    categories = [n for n in names if n in texts or n in config.category or _coded(reader, n)]
+    categories = [n for n in names if n in texts or n in options.category or _coded(reader, n)]
     wanted = sorted({*categories, *((target,) if target in numbers or target in texts else ())})
     if target not in texts and target not in numbers:
         raise UsageError(f"{reader.path}: --target {target} is neither a number nor text")
     moments, values = table_statistics(reader, numbers, wanted, comm)
-    made = _make_target(config, reader, target, moments.get(target), values[target])
+    made = _make_target(options, reader, target, moments.get(target), values[target])
     features = [name for name in names if name != target]
     plain = [name for name in features if name in numbers and name not in categories]
     columns = TableColumns(
@@ -211,20 +211,20 @@ def find_columns(
     return columns, tuple(notes)
 
 
-def _check_known(config: TrainConfig, known: TableColumns) -> None:
+def _check_known(options: ModelOptions, known: TableColumns) -> None:
     """Raise UsageError for options that differ from the columns that weights were trained with."""
     target = known.target
     kind = "classify" if target.classes else "regress"
-    if config.task in ("classify", "regress") and config.task != kind:
+    if options.task in ("classify", "regress") and options.task != kind:
         raise UsageError(
-            f"--task {config.task}: the weights of {config.weights} are for --task {kind} of "
+            f"--task {options.task}: the weights of {options.weights} are for --task {kind} of "
             f"{target.name}: leave --task or --weights out"
         )
     categories = {each.name for each in known.categories}
-    for name in config.category:
+    for name in options.category:
         if name not in categories:
             raise UsageError(
-                f"--category {name}: it is not a category in the weights of {config.weights}: "
+                f"--category {name}: it is not a category in the weights of {options.weights}: "
                 "leave --category or --weights out"
             )
 
@@ -251,11 +251,11 @@ def _of_missing(columns: TableColumns, rows: int) -> list[str]:
     ]
 
 
-def _target_name(config: TrainConfig, reader: Reader, names: Mapping[str, object]) -> str:
-    if config.target is not None:
-        if config.target not in names:
-            raise _unknown(reader, f"--target {config.target}", names)
-        return config.target
+def _target_name(options: ModelOptions, reader: Reader, names: Mapping[str, object]) -> str:
+    if options.target is not None:
+        if options.target not in names:
+            raise _unknown(reader, f"--target {options.target}", names)
+        return options.target
     label = next((name for name in LABEL_NAMES if name in names), None)
     if label is None:
         raise UsageError(
@@ -279,7 +279,7 @@ def _listed(names: Mapping[str, object]) -> str:
 
 
 def _make_target(
-    config: TrainConfig,
+    options: ModelOptions,
     reader: Reader,
     name: str,
     moments: ColumnMoments | None,
@@ -288,7 +288,7 @@ def _make_target(
     missing = values.missing if moments is None else max(values.missing, moments.missing)
     if missing:
         raise UsageError(f"{reader.path}: {missing:,} rows lack their {name}: drop them")
-    task, is_text = config.task, moments is None or _coded(reader, name)
+    task, is_text = options.task, moments is None or _coded(reader, name)
     counts = len(values.counts)
     if is_text:
         is_class = True

@@ -58,7 +58,7 @@ def test_ranks_report_bandwidth_and_stall(tmp_path: Path) -> None:
         [*command, *options, "--report", "r.json"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         check=False,
         cwd=tmp_path,
     )

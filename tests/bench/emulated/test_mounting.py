@@ -72,7 +72,7 @@ def test_it_goes_with_an_owner_that_is_killed(source: Path) -> None:
         "from dlio_bench.emulated.emulated_mount import slow_mount\n"
         "with slow_mount(sys.argv[1]) as mounted:\n"
         "    print(mounted, flush=True)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(600)\n"
     )
     paths = os.pathsep.join(str(ROOT / part) for part in (".", "bench"))
     owner = subprocess.Popen(

@@ -40,7 +40,7 @@ def test_a_killed_run_leaves_its_folder_to_the_next(tmp_path: Path) -> None:
         "with claimed(sys.argv[1], keep=False):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, folder], timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program, folder], timeout=400, check=False)
     assert done.returncode < 0
     assert os.path.isdir(folder)
     with claimed(folder, keep=False):

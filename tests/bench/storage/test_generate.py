@@ -57,6 +57,11 @@ def name_of(workload: Workload) -> str:
 
 
 @pytest.mark.parametrize("workload", SHAPES, ids=name_of)
+@pytest.mark.daily(
+    *(f"{each}-5x1-varied" for each in FORMATS if each != "zarr"),
+    *(f"{each}-4x3-equal" for each in ("hdf5", "npz", "zarr")),
+    *(f"{each}-4x3-varied" for each in ("native", "parquet", "tar", "tfrecord")),
+)
 def test_dlio_and_the_formats_library_read_what_was_generated(
     workload: Workload, tmp_path: Path
 ) -> None:
@@ -162,7 +167,7 @@ def test_ranks_share_the_files(tmp_path: Path) -> None:
     import threading
 
     workload = shape("hdf5", 5, 1)
-    meeting = threading.Barrier(2, timeout=60)
+    meeting = threading.Barrier(2, timeout=400)
     made: list[GeneratedData] = []
 
     def run(rank: int) -> None:

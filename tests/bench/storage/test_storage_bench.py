@@ -24,7 +24,7 @@ TINY = (
 def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dlio.cli", "bench", "storage", str(folder), *TINY, *more]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, cwd=folder
+        command, capture_output=True, text=True, timeout=400, check=False, cwd=folder
     )
 
 
@@ -89,6 +89,7 @@ def test_wrong_options_name_the_remedy(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.cold
+@pytest.mark.nightly  # By day, tests/cli/test_kill.py interrupts a training.
 def test_ctrl_c_leaves_nothing(tmp_path: Path, soon: Callable[..., bool]) -> None:
     command = [sys.executable, "-m", "dlio.cli", "bench", "storage", str(tmp_path), *TINY]
     with subprocess.Popen(

@@ -21,11 +21,13 @@ def _kept(mpirun: MpiRun, ranks: int, body: Path, *checks: str, **env: str) -> s
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.daily("3")
 def test_operations_do_what_torch_documents(mpirun: MpiRun, ranks: int) -> None:
     _kept(mpirun, ranks, CHECKS, *OPERATIONS)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.daily("3")
 def test_reductions_are_right_and_the_same_on_all_ranks(mpirun: MpiRun, ranks: int) -> None:
     _kept(mpirun, ranks, CHECKS, "reductions", "reductions_to_one")
 
@@ -35,6 +37,7 @@ def test_every_type_and_shape_is_moved(mpirun: MpiRun) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.daily("3")
 def test_operations_overlap_and_callbacks_may_start_others(mpirun: MpiRun, ranks: int) -> None:
     _kept(mpirun, ranks, CHECKS, "async", "callbacks")
 

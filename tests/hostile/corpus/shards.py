@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from dlio.data.schema import IMAGE_LABEL
-from dlio.storage.block_format import encode_block
+from dlio.storage.block import encode_block
 from dlio.storage.shard_file import ShardFooter, ShardWriter
 from tests.hostile.corpus.case import ERROR, RIGHT, Ask, Case, Cases, Make
 from tests.hostile.corpus.mutate import damaged, nonsense, special_files

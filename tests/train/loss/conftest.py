@@ -68,13 +68,13 @@ def run(pictures: Path, tmp_path: Path) -> Run:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(paths),
                 "DLIO_CACHE": str(tmp_path / "cache"),
-                "DLIO_TIMEOUT": "60",
+                "DLIO_TIMEOUT": "180",
                 "ENDS": json.dumps(ends),
                 "RESIZE": json.dumps(resize or {}),
             },
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=400,
             check=False,
         )
         report, trace = tmp_path / f"{name}r.json", tmp_path / f"{name}t.jsonl"

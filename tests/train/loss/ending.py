@@ -14,8 +14,7 @@ places are in the sums of gradients:
 
 Where some ranks had all sums and others lacked some, a file `given-RANK-NUMBER` is written.
 
-With `PRUNE_EVERY=4` there is a pruning round after each four steps. A round tries plans on copies
-of the model, so place -1 of the pass after it is in the middle of a round.
+Modules that `ALSO_IMPORT` names are imported, too, before the model is made.
 """
 
 import ctypes
@@ -26,7 +25,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,9 @@ from torch import nn
 
 from dlio.cli.resize import ResizeOptions, join, leave
 from dlio.comm import Communicator
-from dlio.comm.survival.recovery import Report
 from dlio.errors import PeerLost
-from dlio.exchange.bucket_sums import BucketSums
-from dlio.exchange.round_commit import RoundCommit
-from dlio.features.pruning import pruner
-from dlio.features.pruning.pruning_pace import Schedule
+from dlio.exchange.round_commit import RoundCommit, RoundReport
+from dlio.exchange.synchronous_sgd import SynchronousSgd
 from dlio.launch.job_folder import PREFIX
 from dlio.loader.planned_engine.pipeline import Pipeline
 from dlio.train.callbacks import Callback, Run
@@ -55,7 +51,7 @@ def _end(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(60)
+        time.sleep(600)
     elif how == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
     elif how == "exit":
@@ -121,41 +117,45 @@ def _lack(pattern: str) -> None:
 
 def _watch_sums(model: Ending) -> None:
     """Have this rank end, or be late, at a place in the sums, and note givings."""
-    wait, take, settle = BucketSums.wait, BucketSums.take, RoundCommit.settle
+    sum_all, take, reconcile = (
+        SynchronousSgd._wait_for_sums,
+        SynchronousSgd._take_means,
+        RoundCommit.reconcile,
+    )
     given: list[int] = []
 
     def here(*places: str) -> bool:
         return model.place in places and model.passes == model.step
 
-    def waiting(self: BucketSums) -> None:
+    def waiting(self: SynchronousSgd) -> None:
         if here("late"):
             model.place = 0
             _lack(f"sums-{model.step}-*")
         if here("begun", "first"):
             if model.place == "first":
-                self._paths[0].wait()
+                self._sums[0].wait()
             _end(model.how)
-        wait(self)
+        sum_all(self)
         if "late" in os.environ.get("ENDS", ""):
             Path(f"sums-{model.passes}-{_RANK}").touch()
         if here("closed"):
             _end(model.how)
 
-    def taking(self: BucketSums, *arguments: Any) -> None:
-        take(self, *arguments)
+    def taking(self: SynchronousSgd) -> None:
+        take(self)
         if here("taken"):
             _end(model.how)
 
-    def settling(self: RoundCommit, reports: Sequence[Report], comm: Communicator) -> None:
-        if len({each["closed"][0] for each in reports}) > 1:
+    def reconciling(self: RoundCommit, reports: Sequence[RoundReport], comm: Communicator) -> None:
+        if len({each.closed for each in reports}) > 1:
             given.append(len(reports))
             Path(f"given-{_RANK}-{len(given)}").touch()
-        settle(self, reports, comm)
+        reconcile(self, reports, comm)
 
-    patched: Any = BucketSums
-    patched.wait, patched.take = waiting, taking
+    patched: Any = SynchronousSgd
+    patched._wait_for_sums, patched._take_means = waiting, taking
     patched = RoundCommit
-    patched.settle = settling
+    patched.reconcile = reconciling
 
 
 class Digest(Callback):
@@ -178,8 +178,8 @@ class Resize(Callback):
             time.sleep(0.5)  # The ranks look at requests a few times in a second.
 
 
-if steps := int(os.environ.get("PRUNE_EVERY", "0")):
-    vars(pruner)["Schedule"] = partial(Schedule, every=1, looks=steps, begin=0, end=1)
+for name in os.environ.get("ALSO_IMPORT", "").split():
+    import_module(name)
 
 
 class Flip(Callback):

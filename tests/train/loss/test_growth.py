@@ -3,7 +3,7 @@
 import pytest
 
 from dlio.errors import UsageError
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from dlio.train.departure import RESUME_CODE
 from tests.train.loss.conftest import Ran, Run, check_exact
 
@@ -68,6 +68,6 @@ def test_all_ranks_that_are_told_to_leave_end_the_job(run: Run) -> None:
 def test_what_needs_ranks_that_survive_is_refused_without_it() -> None:
     for options in ({"spares": 1}, {"leave_at": "23:50"}):
         with pytest.raises(UsageError, match="needs --fault-tolerance shrink"):
-            TrainConfig(source="data", **options)
+            train_config(source="data", **options)
     with pytest.raises(UsageError, match="--leave-at ten: give a time of day, such as 23:50"):
-        TrainConfig(source="data", fault_tolerance="shrink", leave_at="ten")
+        train_config(source="data", fault_tolerance="shrink", leave_at="ten")

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from dlio.errors import UsageError
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from tests.train.loss.conftest import Ran, Run, check_exact
 
 # The stand-in ends a little later than the program that a signal is sent to: at night, without it.
@@ -104,4 +104,4 @@ def test_options_that_contradict_each_other_are_refused(
     options: dict[str, object], said: str
 ) -> None:
     with pytest.raises(UsageError, match=said):
-        TrainConfig(source="data", **options)  # type: ignore[arg-type]
+        train_config(source="data", **options)

@@ -29,6 +29,7 @@ def _before(ran: Ran, step: int) -> Counter[int]:
     return trained
 
 
+@pytest.mark.needs("skipping", "balance")
 def test_checkpoints_skipping_and_balance_go_on_without_the_first_rank(
     run: Run, tmp_path: Path
 ) -> None:
@@ -64,35 +65,6 @@ def test_checkpoints_skipping_and_balance_go_on_without_the_first_rank(
     assert len(ran.samples[1]) == ran.epochs[1]["samples"] == round(kept * SAMPLES) < 80
     assert [sum(epoch["shares"]) for epoch in ran.epochs] == [12] * 3
     assert [len(epoch["shares"]) for epoch in ran.epochs] == [2] * 3
-
-
-def test_a_loss_within_a_pruning_round_leaves_all_with_one_model(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In an epoch that is planned for the ranks that begin it."""
-    monkeypatch.setenv("PRUNE_EVERY", "4")
-    pruning = ("--prune", "apoptosis", "--prune-tolerance", "50", "--shuffle", "partial(0.5)")
-    ran = run(3, {1: ["kill", 5, -1]}, *pruning, *_NODES)
-    check_exact(ran)
-    (loss,) = ran.losses
-    assert loss["step"] == 4, "it was not lost within the round"
-    (first, second, *_) = ran.epochs[0]["pruning"]["rounds"]
-    assert (first["step"], second["step"]) == (4, 8)
-    assert first["parameters"] < ran.epochs[0]["pruning"]["parameters_at_first"]
-
-
-@nightly
-@pytest.mark.parametrize("step", [9, 10])
-@pytest.mark.parametrize("exchange", ["allreduce+onebit", "tree", "local-sgd(3)", "gossip", "asgd"])
-def test_pruning_goes_on_with_any_exchange(
-    run: Run, monkeypatch: pytest.MonkeyPatch, exchange: str, step: int
-) -> None:
-    monkeypatch.setenv("PRUNE_EVERY", "4")
-    pruning = ("--prune", "apoptosis", "--prune-tolerance", "50", "--exchange", exchange)
-    ends: dict[int, list[object]] = {1: ["kill", step, -1], 0: ["kill", 13, 1]}
-    ran = run(3, ends, *pruning)
-    check_exact(ran, alike=False)
-    assert len(ran.losses) == 2
 
 
 @nightly

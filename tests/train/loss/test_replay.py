@@ -21,7 +21,7 @@ from dlio.comm.planned_membership import PlannedMembership
 from dlio.comm.single import SingleCommunicator
 from dlio.comm.survival.recovery import Recovery
 from dlio.errors import UsageError
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from dlio.train.ledger_file import check_ledger, read_lines
 from dlio.train.replay import Replay
 from tests.train.loss.conftest import EPOCHS, SAMPLES, Run, check_exact
@@ -131,11 +131,11 @@ def test_another_trace_is_refused_in_one_line(
         {"exchange": "noloco"},
         {"exchange": "asgd"},
         {"checkpoint": "c"},
-        {"balance": True},
-        {"prune": "apoptosis"},
-        {"skip_samples": True},
+        pytest.param({"balance": True}, marks=pytest.mark.needs("balance")),
+        pytest.param({"prune": "apoptosis"}, marks=pytest.mark.needs("pruning")),
+        pytest.param({"skip_samples": True}, marks=pytest.mark.needs("skipping")),
     ],
 )
 def test_what_depends_on_more_than_the_batches_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="does not go with --replay"):
-        TrainConfig(source="data", replay="t.jsonl", **options)
+        train_config(source="data", replay="t.jsonl", **options)

@@ -11,7 +11,7 @@ import pytest
 
 from dlio.errors import UsageError
 from dlio.integrations.script.run_options import RunOptions
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from tests.conftest import MpiRun
 from tests.train.loss.conftest import EPOCHS, SAMPLES, Run, check_exact
 
@@ -164,9 +164,9 @@ def test_more_ranks_to_go_on_than_there_are_is_refused(run: Run) -> None:
 
 def test_options_of_losses_without_fault_tolerance_are_refused() -> None:
     with pytest.raises(UsageError, match="--on-loss needs --fault-tolerance shrink"):
-        TrainConfig(source="data", on_loss="shrink")
+        train_config(source="data", on_loss="shrink")
     with pytest.raises(UsageError, match="--min-ranks needs --fault-tolerance shrink"):
-        TrainConfig(source="data", min_ranks=2).check_run()
+        train_config(source="data", min_ranks=2).check_run()
     with pytest.raises(UsageError, match="--min-ranks needs --fault-tolerance shrink"):
         RunOptions(min_ranks=2)
 

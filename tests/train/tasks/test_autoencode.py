@@ -94,16 +94,23 @@ def test_layers_are_trained_in_turn_and_fine_tuned(
     assert "none of its tensors" in wrong.stderr
 
 
+_BOTH = pytest.mark.needs("ema", "pruning")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"layerwise": 2}, "needs --task autoencode"),
         ({"layerwise": 2, "task": "autoencode", "exchange": "gossip"}, "--exchange gossip"),
-        ({"ema": 0.9, "prune": "apoptosis"}, "--prune apoptosis"),
+        pytest.param(
+            {"ema": 0.9, "prune": "apoptosis"},
+            "--prune apoptosis",
+            marks=pytest.mark.needs("ema", "pruning"),
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
-    from dlio.train.config import TrainConfig
+    from dlio.train.config import train_config
 
     with pytest.raises(UsageError, match=said):
-        TrainConfig("pictures", **options)
+        train_config("pictures", **options)

@@ -11,7 +11,7 @@ import pytest
 from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
 from dlio.errors import UsageError
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from dlio.train.evaluation import evaluate
 from dlio.train.tasks.table_task import find_columns
 from dlio.train.trainer import train
@@ -27,8 +27,8 @@ def _write(path: Path, values: Iterable[object], prices: Iterable[object]) -> st
 
 
 def _notes(path: str) -> str:
-    config = TrainConfig(path, target="price")
-    return " ".join(find_columns(config, open_reader(path), SingleCommunicator())[1])
+    config = train_config(path, target="price")
+    return " ".join(find_columns(config.model, open_reader(path), SingleCommunicator())[1])
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_a_column_of_numbers_that_one_text_makes_a_category_is_remarked_upon(
 def test_a_target_of_numbers_that_are_text_is_remarked_upon(tmp_path: Path, target: str) -> None:
     path = tmp_path / "t.csv"
     path.write_text(f"a,{target}\n" + "".join(f'{k},"{k},500"\n' for k in range(1, 9)))
-    config = TrainConfig(str(path), target=target)
-    notes = find_columns(config, open_reader(str(path)), SingleCommunicator())[1]
+    config = train_config(str(path), target=target)
+    notes = find_columns(config.model, open_reader(str(path)), SingleCommunicator())[1]
     assert any(note.startswith(f"{target} is text") and "'1,500'" in note for note in notes)
 
 
@@ -83,11 +83,11 @@ def test_held_out_rows_without_their_number_are_refused(tmp_path: Path, wrong: s
     path = _write(tmp_path / "t.csv", range(16), prices)
     val = _write(tmp_path / "val.csv", range(16), [*prices[:-1], wrong])
     weights = str(tmp_path / "w.pt")
-    train(TrainConfig(path, target="price", save=weights, **_SMALL))
+    train(train_config(path, target="price", save=weights, **_SMALL))
     with pytest.raises(UsageError, match=r"val\.csv: a sample lacks its 'price'"):
-        train(TrainConfig(path, target="price", val=val, **_SMALL))
+        train(train_config(path, target="price", val=val, **_SMALL))
     with pytest.raises(UsageError, match=r"val\.csv: a sample lacks its 'price'"):
-        evaluate(TrainConfig(val, weights=weights, **_SMALL))
+        evaluate(train_config(val, weights=weights, **_SMALL))
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -100,19 +100,19 @@ def test_held_out_arrays_without_their_number_are_refused(tmp_path: Path, wrong:
     options: Any = {**_SMALL, "batch_size": 2, "model": "convnet(width=2,depth=1)"}
     path, val = str(tmp_path / "t.h5"), str(tmp_path / "val.h5")
     with pytest.raises(UsageError, match=r"val\.h5: a sample lacks its 'label'"):
-        train(TrainConfig(path, val=val, **options))
+        train(train_config(path, val=val, **options))
 
 
 def test_options_that_the_columns_of_weights_contradict_are_refused(tmp_path: Path) -> None:
     path = _write(tmp_path / "t.csv", range(16), (k + 0.5 for k in range(16)))
     weights = str(tmp_path / "w.pt")
-    train(TrainConfig(path, target="price", save=weights, **_SMALL))
+    train(train_config(path, target="price", save=weights, **_SMALL))
     contradicting: list[tuple[Any, str]] = [
         ({"task": "classify"}, "--task classify: the weights of .* are for --task regress"),
         ({"category": ("a",)}, "--category a: it is not a category in the weights"),
     ]
     for options, said in contradicting:
         with pytest.raises(UsageError, match=said):
-            train(TrainConfig(path, target="price", weights=weights, **options, **_SMALL))
+            train(train_config(path, target="price", weights=weights, **options, **_SMALL))
     with pytest.raises(UsageError, match="--task classify"):
-        evaluate(TrainConfig(path, task="classify", weights=weights, **_SMALL))
+        evaluate(train_config(path, task="classify", weights=weights, **_SMALL))

@@ -97,12 +97,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.daily("1")
 def test_the_loss_of_each_layer_falls_while_it_is_trained(seed: int) -> None:
     for before, after in _pretrained(seed)[1]:
         assert after < 0.8 * before
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.daily("1")
 def test_with_few_labels_fine_tuning_is_better_than_training_from_scratch(seed: int) -> None:
     encoder = _pretrained(seed)[0].encoder
     scratch = max(_accuracy(seed, rate, None) for rate in _RATES)

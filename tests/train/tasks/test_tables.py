@@ -12,7 +12,7 @@ import torch
 from dlio.comm.single import SingleCommunicator
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
-from dlio.train.config import TrainConfig
+from dlio.train.config import train_config
 from dlio.train.tasks.column_statistics import ColumnMoments
 from dlio.train.tasks.encoder import TableEncoder, columns_in
 from dlio.train.tasks.table_columns import TableColumns
@@ -37,8 +37,8 @@ def _table(path: Path, rows: int = 400, seed: int = 0) -> Path:
 
 
 def _columns(path: Path, **options: object) -> tuple[TableColumns, tuple[str, ...]]:
-    config = TrainConfig(str(path), **options)  # type: ignore[arg-type]
-    return find_columns(config, open_reader(str(path)), SingleCommunicator())
+    config = train_config(str(path), **options)
+    return find_columns(config.model, open_reader(str(path)), SingleCommunicator())
 
 
 def test_columns_have_the_statistics_of_the_training_data(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_higgs_like_table_is_learnt_to_the_best_auc(tmp_path: Path, seed: int)
     write_csv(tmp_path / "train.csv", 60_000, seed)
     best = write_csv(tmp_path / "val.csv", 20_000, seed + 1000)
     assert best == pytest.approx(bayes_auc(200_000), abs=0.015)
-    config = TrainConfig(
+    config = train_config(
         str(tmp_path / "train.csv"),
         val=str(tmp_path / "val.csv"),
         target="signal",

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.comm import Communicator
-from dlio.comm.survival.recovery import Recovery, Report
+from dlio.comm.survival.recovery import Recovery, RecoveryPart
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio.exchange.peer_steps import PeerSteps
+from dlio.exchange.peer_steps import PeerReport, PeerSteps
 from dlio.exchange.round_commit import RoundCommit
 from dlio.loader.assignment.assigner import BatchAssigner
 from dlio.loader.passes import FormulaOrder, LoaderPosition, PlannedPass
@@ -132,7 +132,7 @@ class _EmptyLoader:
         self._dealt = (members.index(me), RankShares.of(global_batch, len(members)))
         self._members = members
 
-    def redeal(self, position: int, again: Sequence[int], _: Sequence[int]) -> None:
+    def resume_at(self, position: int, again: Sequence[int], _: Sequence[int]) -> None:
         self._place = self._place.loaded(self.planned.state_at(position, again))
 
     def stats(self) -> Any:
@@ -165,20 +165,20 @@ class _EmptyLoader:
         )
 
 
-class _Messages:
+class _Messages(RecoveryPart[PeerReport]):
     """The exchange of ranks that take in each other's steps one by one."""
 
     def __init__(self, recovery: Recovery) -> None:
-        self.hearing = PeerSteps(recovery)
+        self.peer_steps = PeerSteps(recovery)
         self.steps = 0
         """Optimizer steps of this rank."""
-        self._part = recovery.add("heard", self)
+        recovery.register(self)
 
-    def tell(self) -> Report:
-        return {"heard": self.hearing.tell()}
+    def report(self) -> PeerReport:
+        return PeerReport(self.peer_steps.report())
 
-    def settle(self, reports: Sequence[Report], comm: Communicator) -> None:
-        self.hearing.settle(reports)
+    def reconcile(self, reports: Sequence[PeerReport], comm: Communicator) -> None:
+        self.peer_steps.reconcile(reports)
 
 
 class SimulatedTrainer:
@@ -273,14 +273,14 @@ class SimulatedTrainer:
             self._hear(self._exchange)
             self._exchange.steps += 1
             self._epoch.sums.append((step, (self._exchange.steps,)))
-            self.recovery.count(self.membership.members)
+            self.recovery.commit_step(self.membership.members)
             return
         self._exchange.close_turn()
         sums = tuple(self._sums.tolist())
         self._sums, self._before = self._before, self._sums
         self._exchange.take()
         self._epoch.sums.append((step, sums))
-        self.recovery.count(self._exchange.counted)
+        self.recovery.commit_step(self._exchange.contributors)
 
     def _hear(self, mine: "_Messages") -> None:
         """Take in steps of some others."""
@@ -288,7 +288,7 @@ class SimulatedTrainer:
             theirs = other._exchange
             if other is not self and isinstance(theirs, _Messages) and other.cohort.living:
                 upto = self._network.draw(theirs.steps + 1)
-                mine.hearing.note(other.cohort.living, upto)
+                mine.peer_steps.note(other.cohort.living, upto)
                 for member in other.cohort.living:
                     self.heard[member] = max(upto, self.heard.get(member, 0))
 

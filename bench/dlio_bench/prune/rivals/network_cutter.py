@@ -5,9 +5,11 @@ from typing import TypedDict
 
 import torch
 
-from dlio.features.pruning import RemovalPlan, apply, find_groups
+from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.model_size import count_parameters
+from dlio.features.pruning.model_surgery import apply
 from dlio.features.pruning.neuron_groups import Indices, NeuronGroup
+from dlio.features.pruning.removal_plan import RemovalPlan
 from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.report import EpochReport
 from dlio.util.whole_files import write_json
@@ -37,7 +39,7 @@ class NetworkCutter(Callback):
         """Input of the network; shape (2, 3, side, side)."""
 
     def begins(self, run: Run) -> None:
-        side = run.config.image_size
+        side = run.config.model.image_size
         self.example = torch.zeros(2, 3, side, side)
         self.groups = find_groups(run.model, self.example).groups
 

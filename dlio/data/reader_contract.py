@@ -1,0 +1,238 @@
+"""The contract of readers, on one page: what each must have, and what some can do besides.
+
+A reader knows one format. It never caches payloads and starts no threads: tiers and engines do
+that for all formats alike. Readers plug in through the entry-point group `dlio.readers`; see
+docs/guides/writing-a-reader.md.
+
+    Reader          members that every reader has
+    Abilities       what a reader can do besides: its attribute `abilities`, which may be missing
+    RangedSamples   two more methods, where a sample lies in a file as ranges of bytes
+    StoredBlocks    four more members, where the source has the blocks of tiers
+    ReaderType      the class, as its entry point names it, with its attribute `path_rules`
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.comm import Communicator
+from dlio.data.chunked_array import ChunkedArray
+from dlio.data.flow import Flow
+from dlio.data.schema import Buffer, Schema
+from dlio.data.source import File
+from dlio.plan.layout import Layout
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Knows one format: the number of samples, their sizes and names, and their payloads.
+
+    All methods are thread-safe and deterministic. Sample indices are the reader's own,
+    0 to len - 1. Readers can be pickled, for another process to read the same samples. Owner:
+    the data set that opened it, which closes it. `dlio.testing.ReaderTests` checks these promises.
+
+    A reader that can do more says so by an attribute `abilities`; see `Abilities`.
+    """
+
+    format: str
+    """The entry point's name."""
+    path: str
+    """Path that was opened, as the user wrote it."""
+    schema: Schema
+    classes: Sequence[str]
+    """Class names; labels index them. Empty when the data set has none."""
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """Class number of each sample; shape (samples,)."""
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Payload bytes of each sample; shape (samples,)."""
+
+    fingerprint: str
+    """32 hex digits that change when the data set does; names its folder in a tier."""
+    layout: Layout
+    objects: bool
+    """True if each sample is a file of its own, so that many are read in parallel; otherwise
+    neighbours in storage are read together."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, sample: int) -> str:
+        """Return the sample's name for users: its file, or its key in a container."""
+
+    def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
+        """Return the payloads of `samples`, in the same order.
+
+        Args:
+            samples: indices; shape (n,).
+
+        Reads of neighbours in storage are coalesced. Payloads stay valid, and unchanged, when
+        other samples are read. Raises SourceError, or CorruptBlock where the format has
+        checksums, that names the sample or its file.
+        """
+
+    def close(self) -> None:
+        """Close files. Reading afterwards opens them again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a reader can do beyond `Reader`; the defaults are those of most readers.
+
+    A reader has it as an attribute, or as a property if it depends on what has been read so far.
+    """
+
+    # How samples are requested
+
+    flow: Flow | None = None
+    """Limits the requests in flight, for a reader whose samples are requests of their own, each
+    with a latency. Samples are then read as they are needed, and fill their blocks as they go by.
+    """
+    multi_get: bool = False
+    """True if several samples take one request, of a reader with `flow`."""
+    random_access: bool = False
+    """True if a sample in a container can be read for its own bytes, without its neighbours. Where
+    `Reader.objects` is true this is so anyway."""
+
+    # Sizes
+
+    sizes_are_estimates: bool = False
+    """True if `Reader.sizes` are estimates, the same on all ranks: a sample's true size is known
+    when it has been read."""
+    data_bytes: int | None = None
+    """Payload bytes of the data set, if known without summing `Reader.sizes`."""
+
+    # Arrays, for patches and windows
+
+    chunked: Callable[[], Mapping[str, Sequence[ChunkedArray]]] | None = None
+    """Returns the arrays by field, one a file, each with its chunks: `patch=` and `window=` of
+    `dlio.open` then work for the format."""
+    files_are_samples: bool = False
+    """True if each file is one sample: a dimension more than a patch has is channels, not rows."""
+
+    # Data sets that are inspected, which takes requests
+
+    is_inspected: bool = True
+    """False while `schema`, `sizes` and others are unknown; asking for them reads samples."""
+    agree: Callable[[Communicator], None] | None = None
+    """Has one rank inspect the data set for all. Collective; raises the same error on all ranks."""
+
+    # Reports
+
+    bytes_by_source: Callable[[], dict[str, int]] | None = None
+    """Returns the payload bytes that were read from the storage of each source of a mixture."""
+    summary: Callable[[], str] | None = None
+    """Says in a sentence where the bytes came from, for the report of staging."""
+    box_counts: Callable[[], dict[str, int]] | None = None
+    """Returns the number of boxes of each class that has some, by name."""
+
+
+_AS_ATTRIBUTES: Final = ("flow", "sizes_are_estimates", "chunked", "files_are_samples")
+_DEFAULTS: Final = Abilities()
+
+
+def abilities_of(reader: object) -> Abilities:
+    """Return a reader's abilities."""
+    own: Abilities | None = getattr(reader, "abilities", None)
+    if own is not None:
+        return own
+    # Readers of other packages, from before there was `abilities`, have these as attributes.
+    given: dict[str, Any] = {
+        name: getattr(reader, name) for name in _AS_ATTRIBUTES if hasattr(reader, name)
+    }
+    return Abilities(**given) if given else _DEFAULTS
+
+
+def data_bytes(reader: Reader) -> int:
+    """Return the payload bytes of a data set."""
+    known = abilities_of(reader).data_bytes
+    return int(reader.sizes.sum(dtype=np.int64)) if known is None else known
+
+
+def reads_alone(reader: Reader) -> bool:
+    """True if a sample can be read for its own bytes: a file, or a record in a container."""
+    return reader.objects or abilities_of(reader).random_access
+
+
+@dataclass(frozen=True, slots=True)
+class SampleName:
+    """Name of a sample for errors, which is looked up only when it is shown."""
+
+    reader: Reader
+    sample: int
+
+    def __str__(self) -> str:
+        return self.reader.name(self.sample)
+
+
+@runtime_checkable
+class RangedSamples(Protocol):
+    """A reader some of whose samples are made of ranges of files, as they are stored.
+
+    Over a network a large sample is then read by several requests at a time.
+    """
+
+    def ranges_of(self, sample: int) -> Sequence[tuple[File, int, int]]:
+        """Return (file, offset, bytes) of a sample's ranges; none if the reader is to read it."""
+
+    def payload_of(self, sample: int, parts: Sequence[memoryview]) -> Buffer:
+        """Return the payload out of the bytes of the ranges. Raises SourceError."""
+
+
+@runtime_checkable
+class StoredBlocks(Protocol):
+    """A reader whose source stores blocks in the format of tiers, which are copied unchanged."""
+
+    block_bytes: Any
+    """File bytes of each block; shape (blocks,)."""
+
+    def stored_at(self, block: int) -> int:
+        """Return the offset of a block in its file, in bytes."""
+
+    def read_stored(self, block: int, into: memoryview, at: int = 0) -> None:
+        """Fill `into` with the bytes of a block from offset `at` on. Raises SourceError."""
+
+    def check_stored(self, block: int, stored: memoryview) -> None:
+        """Check the bytes of a whole block. Raises CorruptBlock when they are damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathRules:
+    """How `dlio.open` uses a reader's class; the defaults are those of most formats."""
+
+    one_path: bool = False
+    """True if it takes one path at a time: several are opened one by one and concatenated."""
+    is_fallback: bool = False
+    """True if it is asked after all others, since it recognises what others know better."""
+    takes_objects: bool = False
+    """True if it reads no paths but Python objects, such as data sets of torch."""
+
+
+class ReaderType(Protocol):
+    """A reader's class, as entry points name it. It may have an attribute `path_rules`."""
+
+    def __call__(self, path: object, **options: object) -> Reader: ...
+
+    def recognises(self, path: object) -> str | None:
+        """Return None if `path` is of this format, otherwise the reason why not, in a few words.
+
+        Of several paths, only the first is asked about.
+        """
+
+
+def path_rules_of(kind: object) -> PathRules:
+    """Return how a reader's class is used."""
+    own: PathRules | None = getattr(kind, "path_rules", None)
+    if own is not None:
+        return own
+    # Classes of other packages from before there was `path_rules`.
+    return PathRules(
+        one_path=bool(getattr(kind, "single", False)),
+        is_fallback=bool(getattr(kind, "fallback", False)),
+        takes_objects=bool(getattr(kind, "objects_only", False)),
+    )

@@ -1,0 +1,1 @@
+"""Batch normalisation over the ranks (`--batch-norm sync`), and exact batches (`ghost`)."""

@@ -1,0 +1,254 @@
+"""Training steps that are the same, bit for bit, whichever rank computes a sample.
+
+`--batch-norm ghost(16)` cuts each global batch into groups of 16 samples at fixed places of the
+epoch's order. A rank computes its groups one by one. Each is normalised by its own mean and
+variance (ghost batch normalisation, arXiv 1705.08741) and draws dropout from a seed of its own, so
+that its gradient is the same on any rank, as of the logical workers of EasyScale
+(arXiv 2208.14228).
+
+Gradients of groups are float32. Their sum over groups and ranks is float64, rounded to float32
+once. It is exact, and so independent of the order of its terms, unless one term is smaller than
+another by a factor of 2^25 or more; even then a different rounding of the sum to float32 has a
+chance of about 2^-28. The statistics of each batch normalisation travel in the same message: the
+running ones are updated once per step, by the mean over groups.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, cast
+
+import torch
+import xxhash
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dlio.comm import Communicator
+from dlio.exchange.buckets import broadcast_state, check_real
+from dlio.features.batch_norm.batch_norm_feature import BatchNormOptions
+from dlio.features.batch_norm.ghost_spec import group_size
+from dlio.features.mesh.halo import RankGroup
+from dlio.train.feature_hooks import FeatureHooks, FeatureRun
+
+_WIDE: Final = torch.float64
+
+
+class _GhostBatchNorm(_BatchNorm):
+    """A batch normalisation that sums up the statistics of groups in place of tracking them."""
+
+    sums: torch.Tensor
+    """Sums over groups of the mean, the variance and 1; shape (2 channels + 1,)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # x: (n, channels, ...) -> the same shape
+        if not self.training:
+            return super().forward(x)
+        check: Callable[[torch.Tensor], None] = self._check_input_dim
+        check(x)
+        channels = self.num_features
+        alone = x.numel() == channels  # One value has no variance.
+        if alone and self.running_mean is not None:
+            return functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        dtype = torch.float32 if self.weight is None else self.weight.dtype
+        mean, variance = torch.zeros(2, channels, dtype=dtype, device=x.device)
+        normalised = functional.batch_norm(
+            x, mean, variance, self.weight, self.bias, True, 1.0, self.eps
+        )
+        with torch.no_grad():
+            self.sums[:channels] += mean
+            self.sums[channels:-1] += variance
+            self.sums[-1] += 1
+        return normalised
+
+    @torch.no_grad()
+    def note(self, sums: torch.Tensor) -> None:
+        """Take the mean of all groups' statistics into the running ones."""
+        groups, channels = float(sums[-1]), self.num_features
+        if not self.track_running_stats or not groups:
+            return
+        batches = cast("torch.Tensor", self.num_batches_tracked).add_(1)
+        momentum = 1.0 / float(batches) if self.momentum is None else self.momentum
+        for running, total in (
+            (self.running_mean, sums[:channels]),
+            (self.running_var, sums[channels:-1]),
+        ):
+            kept = cast("torch.Tensor", running)
+            kept.lerp_(total.div(groups).to(kept.dtype), momentum)
+
+
+class _GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class _GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
+    pass
+
+
+class _GhostBatchNorm3d(_GhostBatchNorm, nn.BatchNorm3d):
+    pass
+
+
+_KINDS: Final[Mapping[type[nn.Module], type[_GhostBatchNorm]]] = {
+    nn.BatchNorm1d: _GhostBatchNorm1d,
+    nn.BatchNorm2d: _GhostBatchNorm2d,
+    nn.BatchNorm3d: _GhostBatchNorm3d,
+}
+
+
+class GhostBatches:
+    """The groups of this rank's batches, and the sum over all groups of a step.
+
+    Changes the model's batch normalisations in place. Collective, as are `finish_step` and `close`.
+
+    Args:
+        model: on its device; its parameters' shapes stay.
+        comm: all ranks; duplicated.
+        per_rank: groups of each rank's part of a global batch.
+        seed: seeds dropout.
+
+    Raises UsageError for complex parameters.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator, per_rank: int, seed: int) -> None:
+        check_real(list(model.named_parameters()))
+        self._comm = comm.dup()
+        self._traffic = RankGroup(self._comm)
+        self._per_rank, self._seed = per_rank, seed
+        self._parameters = list(model.parameters())
+        layers = [module for module in model.modules() if type(module) in _KINDS]
+        for layer in layers:
+            layer.__class__ = _KINDS[type(layer)]  # Parameters, buffers, hooks and names stay.
+        self._layers = [cast("_GhostBatchNorm", layer) for layer in layers]
+        counts = [parameter.numel() for parameter in self._parameters]
+        counts += [len(counts), *(2 * layer.num_features + 1 for layer in self._layers), 1]
+        device = self._parameters[0].device if self._parameters else None
+        self._flat = torch.zeros(sum(counts), dtype=_WIDE, device=device)
+        self._gradients, self._reached, self._statistics, self._samples = self._split(self._flat)
+        for layer, sums in zip(self._layers, self._statistics, strict=True):
+            layer.sums = sums
+        self._wait_s, self._sums = 0.0, 0
+
+    def parts(self, count: int, planned: int) -> list[slice]:
+        """Return the groups of this rank's part of a global batch; empty ones are left out.
+
+        Groups divide the batch evenly, as ranks do, so that they are within ranks' parts.
+
+        Args:
+            count: samples that this rank has. Unreadable ones are missing: groups are then others.
+            planned: samples of the global batch.
+        """
+        first, groups = self._comm.rank * self._per_rank, self._comm.size * self._per_rank
+        edges = [planned * (first + k) // groups for k in range(self._per_rank + 1)]
+        edges = [edge - edges[0] for edge in edges]
+        if edges[-1] != count:
+            edges = [count * k // self._per_rank for k in range(self._per_rank + 1)]
+        pairs = itertools.pairwise(edges)
+        return [slice(start, stop) for start, stop in pairs if stop > start]
+
+    def begin_group(self, epoch: int, position: int, part: slice, planned: int) -> None:
+        """Seed dropout for a group.
+
+        Args:
+            position: place of the global batch in the epoch's order.
+            part: one of `parts`.
+            planned: samples of the global batch.
+        """
+        place = position + planned * self._comm.rank // self._comm.size + part.start
+        text = f"{self._seed} {epoch} {place}".encode()
+        torch.manual_seed(xxhash.xxh3_64_intdigest(text) >> 1)
+
+    @torch.no_grad()
+    def end_group(self, samples: int) -> None:
+        """Add a group's gradients to the step's sum, and clear them."""
+        for number, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                self._gradients[number] += parameter.grad
+                self._reached[number] += 1
+                parameter.grad = None
+        self._samples += samples
+
+    @torch.no_grad()
+    def finish_step(self, planned: int) -> None:
+        """Write the step's gradients, of all ranks, into `.grad`. Collective.
+
+        Gradients are those of the sum of losses divided by `planned`; they are scaled if unreadable
+        samples are missing. A parameter that no group has reached gets none.
+        """
+        began = time.perf_counter()
+        total = self._traffic.total(self._flat)
+        self._wait_s += time.perf_counter() - began
+        self._sums += self._comm.size > 1
+        gradients, reached, statistics, samples = self._split(total)
+        taken = float(samples)
+        are_reached = reached.tolist()
+        for number, parameter in enumerate(self._parameters):
+            parameter.grad = None
+            if are_reached[number]:
+                gradient = gradients[number]
+                if taken not in (0, planned):
+                    gradient *= planned / taken
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        for layer, sums in zip(self._layers, statistics, strict=True):
+            layer.note(sums)
+        self._flat.zero_()
+
+    def statistics(self) -> dict[str, float]:
+        """Totals since the start: `wait_s` seconds in sums, `messages` and `bytes` sent.
+
+        A sum counts as one message of its length.
+        """
+        size = self._flat.numel() * self._flat.element_size()
+        return {"wait_s": self._wait_s, "messages": self._sums, "bytes": self._sums * size}
+
+    def close(self) -> None:
+        """Close the communicator. Collective."""
+        if self._comm.size > 1:
+            self._comm.close()
+
+    def _split(
+        self, flat: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """Return views of the gradients, the counts of groups that reached each parameter, the
+        layers' sums, and the count of samples."""
+        shapes = [parameter.shape for parameter in self._parameters]
+        sizes = [2 * layer.num_features + 1 for layer in self._layers]
+        counts = [shape.numel() for shape in shapes]
+        parts = torch.split(flat, [*counts, len(counts), *sizes, 1])
+        gradients = [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
+        return gradients, parts[len(counts)], list(parts[len(counts) + 1 : -1]), parts[-1]
+
+
+class GhostHooks(FeatureHooks):
+    """The groups of a run, which sum gradients in place of its exchange."""
+
+    sums_gradients = True
+
+    def __init__(self, options: BatchNormOptions, run: FeatureRun) -> None:
+        size, config = group_size(options.batch_norm), run.config
+        assert size is not None
+        if not run.is_found:
+            broadcast_state(run.model, run.sharing.replicas)
+        self._ghosts = GhostBatches(
+            run.model, run.sharing.replicas, config.batches.batch_size // size, config.data.seed
+        )
+
+    def groups(self, count: int, planned: int) -> Sequence[slice]:
+        return self._ghosts.parts(count, planned)
+
+    def begin_group(self, run: FeatureRun, group: slice, planned: int) -> None:
+        self._ghosts.begin_group(run.epoch_number, run.position, group, planned)
+
+    def end_group(self, samples: int) -> None:
+        self._ghosts.end_group(samples)
+
+    def before_step(self, planned: int) -> None:
+        self._ghosts.finish_step(planned)
+
+    def statistics(self) -> dict[str, float]:
+        return self._ghosts.statistics()
+
+    def close(self) -> None:
+        self._ghosts.close()

@@ -1,0 +1,1 @@
+"""Models that torch compiles (`--compile`)."""

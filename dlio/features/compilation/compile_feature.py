@@ -1,0 +1,48 @@
+"""Models that torch compiles: the option, and what it goes with."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from dlio.exchange.exchange_spec import parse_exchange
+from dlio.train.config import TrainConfig
+from dlio.train.feature_spec import FeatureSpec, labelled, refuse
+from dlio.util.options import Option, check
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """The compilation of the model."""
+
+    compile: Annotated[
+        bool,
+        Option(
+            "Compile the model by torch.compile, in the first steps; on a CPU that needs a C++ "
+            "compiler."
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class CompileFeature(FeatureSpec):
+    """`--compile`."""
+
+    name, order = "compilation", 50
+    options = CompileOptions
+    hooks = "dlio.features.compilation.compiled_model:CompileHooks"
+
+    def label(self, options: CompileOptions) -> str | None:
+        return "--compile" if options.compile else None
+
+    def check(self, options: CompileOptions, config: TrainConfig) -> None:
+        if options.compile:
+            exchange = config.ranks.exchange
+            refuse(
+                {
+                    f"--exchange {exchange}": parse_exchange(exchange).pairwise,
+                    **labelled(config, "layerwise"),
+                },
+                "--compile does not go with {option}, which changes the model between its layers "
+                "or in each epoch: leave one of them out",
+            )

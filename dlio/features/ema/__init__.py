@@ -1,0 +1,1 @@
+"""An exponential moving average of the weights (`--ema`)."""

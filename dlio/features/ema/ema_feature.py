@@ -1,0 +1,45 @@
+"""An exponential moving average of the weights: its option, and what it goes with."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from dlio.train.config import TrainConfig
+from dlio.train.feature_spec import FeatureSpec, labelled, refuse
+from dlio.util.options import Option, check
+
+
+@dataclass(frozen=True, slots=True)
+class EmaOptions:
+    """The average that is evaluated and saved in place of the weights."""
+
+    ema: Annotated[
+        float | None,
+        Option(
+            "Evaluate and save an exponential moving average of the weights, with this decay in "
+            "each step, such as 0.999.",
+            above=0,
+            below=1,
+            default_text="the weights themselves",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class EmaFeature(FeatureSpec):
+    """`--ema`."""
+
+    name, order = "ema", 20
+    options = EmaOptions
+    hooks = "dlio.features.ema.weight_average:EmaHooks"
+
+    def label(self, options: EmaOptions) -> str | None:
+        return None if options.ema is None else "--ema"
+
+    def check(self, options: EmaOptions, config: TrainConfig) -> None:
+        if options.ema is not None:
+            refuse(
+                labelled(config, "pruning"),
+                "--ema does not go with {option}: leave one of them out",
+            )

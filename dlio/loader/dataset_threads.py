@@ -1,0 +1,146 @@
+"""Threads that ask a data set for samples, in the place of torch's worker processes.
+
+Both ways of asking are built on `DatasetThreads`: sample by sample from one shared data set
+(`thread_engine`), and batch by batch from a copy for each thread, whose state is saved
+(`torchdata_state.transports`). It owns the threads and their queues; what a task is, and where its
+result goes, is the caller's.
+
+Whatever a user's function raises becomes a result, SystemExit and CancelledError included: an
+exception that ended a thread would leave the training loop waiting for its batch.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, Generic, Self, TypeVar
+
+from dlio.errors import DlioError
+from dlio.loader.contract import UserDataset
+from dlio.loader.torch_private import ExceptionWrapper
+from dlio.loader.worker_info import clear_worker_info, set_worker_info
+from dlio.util.threads import Workers
+
+_POLL_S: Final = 0.2
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+
+class DatasetThreads(Generic[_Task]):
+    """Threads in which `torch.utils.data.get_worker_info()` is true. A context manager.
+
+    Args:
+        name: prefix of the threads' names.
+        count: number of threads.
+        prepare: called in each thread with its number before its first task: the user's
+            `worker_init_fn`.
+        serve: called in a thread as `serve(number, task, refusal)`; `refusal` wraps what `prepare`
+            raised, None if nothing. It must not raise.
+        datasets: the data set that each thread asks, for `get_worker_info()`.
+        seed: torch's base seed; that of thread k is `seed` + k.
+        own_queues: a task is for one thread; otherwise any thread takes it.
+        stopped: called once the threads are asked to stop, to end the caller's waits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        count: int,
+        prepare: Callable[[int], object],
+        serve: Callable[[int, _Task, Any], None],
+        datasets: Callable[[int], UserDataset],
+        seed: Callable[[], int],
+        own_queues: bool = False,
+        stopped: Callable[[], None] | None = None,
+    ) -> None:
+        self._count = count
+        self._prepare, self._serve, self._stopped = prepare, serve, stopped
+        self._datasets, self._seed = datasets, seed
+        shared: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._queues = [queue.SimpleQueue() if own_queues else shared for _ in range(count)]
+        self._workers = Workers(name, self._run, count, wake=self._wake)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the threads, once all exists that `serve` uses."""
+        self._workers.start()
+
+    @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """The threads, in the order of their numbers."""
+        return self._workers.threads
+
+    def put(self, task: _Task, thread: int = 0) -> None:
+        """Queue a task; for one thread if each has a queue of its own."""
+        self._queues[thread].put(task)
+
+    def wait_for(
+        self, ready: Callable[[float], _Result | None], timeout_s: float
+    ) -> _Result | None:
+        """Return the first result of `ready` that is not None; None after `timeout_s`.
+
+        Args:
+            ready: waits for a result for so many seconds at most.
+            timeout_s: 0 waits without end.
+
+        Raises DlioError if the loader is closed meanwhile, or if no thread is left.
+        """
+        deadline = time.monotonic() + timeout_s
+        # Polled, although a result wakes the caller at once: threads that a fork has lost, or that
+        # the interpreter has ended, can notify nobody.
+        while (result := ready(_POLL_S)) is None:
+            if self._workers.stopping.is_set():
+                raise DlioError("the loader was closed while a batch was awaited: keep it open")
+            if timeout_s and time.monotonic() > deadline:
+                return None
+            if not self._workers.alive() and (result := ready(0.0)) is None:
+                raise DlioError(
+                    "the loader's threads have ended before this batch was made, as they do "
+                    "in a forked process: make a new iterator with iter(loader)"
+                )
+            if result is not None:
+                return result
+        return result
+
+    def close(self) -> None:
+        """Stop and join the threads."""
+        self._workers.close()
+
+    def _wake(self) -> None:
+        for each in self._queues:
+            each.put(None)
+        if self._stopped is not None:
+            self._stopped()
+
+    def _run(self, number: int) -> None:
+        set_worker_info(number, self._count, self._seed() + number, self._datasets(number))
+        refusal: Any = None
+        try:
+            try:
+                self._prepare(number)
+            except BaseException:
+                refusal = worker_error(number)
+            while (task := self._queues[number].get()) is not None:
+                if self._workers.stopping.is_set():
+                    break
+                self._serve(number, task, refusal)
+                del task  # Or a waiting thread would keep a batch's memory.
+        finally:
+            clear_worker_info()
+
+
+def worker_error(number: int, where: str = "") -> Any:
+    """Return torch's wrapper of the current exception, as its loader has for those of workers: of
+    the same type where possible, with its traceback in its text."""
+    make: Any = ExceptionWrapper  # torch gives its methods no types.
+    return make(where=f"in DataLoader worker thread {number}{where}")
+
+
+def timed_out(timeout_s: float) -> RuntimeError:
+    """Return torch's error for a batch that is late."""
+    return RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds")

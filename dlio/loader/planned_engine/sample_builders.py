@@ -1,0 +1,271 @@
+"""The kinds of batches in the host's memory, chosen by their recipe: crops of images (see
+`batch_builders`), arrays of fixed shapes, and samples of any kind.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.data.schema import Buffer, Schema
+from dlio.errors import UsageError
+from dlio.loader.contract import BatchData, CollateFn, Sample
+from dlio.loader.delivery import HostMemoryKind, pinned_memory
+from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory, CropBatchBuilder
+from dlio.loader.planned_engine.mixup_partners import BatchPartners
+from dlio.loader.recipe import CropRecipe, Recipe
+from dlio.loader.sample_recipes import FieldRecipe
+from dlio.loader.torch_private import tree_map
+from dlio.storage.decoded_tier import DecodedTier
+from dlio.util.buffer_pool import BufferPool
+
+_MOST_SPARE_BATCHES: Final = 64
+"""Spare batches that are kept, more than are ever under way together."""
+# For smaller ones the pieces of memory cost more than the copy that they save.
+_DIRECT_BYTES: Final = 1 << 16
+"""Least bytes of a sample of arrays that is read into the batch itself, without another copy."""
+
+
+class BatchMemory:
+    """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
+
+    Fresh memory for each batch would cost as much as reading into it: the kernel has to clear its
+    pages first.
+
+    Args:
+        shape: of one batch.
+        kind: page-locked or not, and whose copies to a GPU it waits for.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, kind: HostMemoryKind) -> None:
+        self._shape = shape
+        self._dtype = np.dtype(dtype)
+        self._bytes = math.prod(shape) * self._dtype.itemsize
+        self._kind = kind
+        in_pool = kind is HostMemoryKind.IN_POOL
+        # Page-locked memory takes tens of milliseconds to allocate; torch's cache is for users,
+        # whose copies it knows of.
+        self._pool = BufferPool(_MOST_SPARE_BATCHES, allocate=pinned_memory if in_pool else None)
+
+    def take(self) -> npt.NDArray[Any]:
+        """Return an uninitialised array; its memory comes back with its last tensor or view."""
+        if self._kind is HostMemoryKind.BY_TORCH:
+            kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
+            return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
+        return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
+
+
+def host_batches(
+    recipe: Recipe,
+    batch_size: int,
+    collate: CollateFn | None,
+    kind: HostMemoryKind,
+    decoded: DecodedTier | None,
+) -> BatchFactory:
+    """Return the factory of batches that are made in the host's memory.
+
+    Args:
+        batch_size: samples of the largest batch.
+        collate: a collate function of the user; None for torch's own.
+        decoded: tier of decoded images, if there is one.
+    """
+    if isinstance(recipe, CropRecipe):
+        return _crop_batches(recipe, batch_size, collate, kind, decoded)
+    if collate is None and isinstance(recipe, FieldRecipe) and recipe.is_plain_arrays:
+        return _array_batches(recipe, batch_size, kind)
+    if collate is None:
+        collate = _as_lists if recipe.ragged else torch.utils.data.default_collate
+
+    def begin(
+        epoch: int, samples: npt.NDArray[np.int64], _: BatchPartners | None
+    ) -> SampleBatchBuilder:
+        return SampleBatchBuilder(recipe, collate, epoch, samples)
+
+    # Arrays of samples share their payloads' memory: stacking them copies them anyway.
+    return BatchFactory(begin, batch_size * recipe.sample_bytes, keeps_payloads=True)
+
+
+def _crop_batches(
+    recipe: CropRecipe,
+    batch_size: int,
+    collate: CollateFn | None,
+    kind: HostMemoryKind,
+    decoded: DecodedTier | None,
+) -> BatchFactory:
+    shape = (batch_size, *recipe.crop.shape)
+    rows = 2 * batch_size if recipe.pairs else batch_size  # With room for a partner of each.
+    memory = BatchMemory((rows, *shape[1:]), np.uint8, kind)
+
+    def begin(
+        epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
+    ) -> CropBatchBuilder:
+        return CropBatchBuilder(recipe, collate, decoded, memory.take(), epoch, samples, partners)
+
+    return BatchFactory(begin, math.prod(shape))
+
+
+# Arrays and numbers of fixed shapes
+
+
+def _array_batches(recipe: FieldRecipe, batch_size: int, kind: HostMemoryKind) -> BatchFactory:
+    schema = recipe.reader.schema
+    memories = {
+        name: BatchMemory((batch_size, *_shape(schema, name)), _dtype(schema, name), kind)
+        for name, _ in schema.fields
+    }
+    parts = _parts(schema) if schema.overhead >= _DIRECT_BYTES else []
+
+    def begin(
+        _: int, samples: npt.NDArray[np.int64], __: BatchPartners | None
+    ) -> ArrayBatchBuilder:
+        arrays = {name: memory.take() for name, memory in memories.items()}
+        return ArrayBatchBuilder(recipe, arrays, parts, samples)
+
+    return BatchFactory(begin, batch_size * schema.overhead)
+
+
+class ArrayBatchBuilder(BatchBuilder):
+    """Samples of arrays and numbers of fixed shapes, each field in a batch array of its own.
+
+    Args:
+        arrays: uninitialised memory of each field.
+        parts: arrays of a payload, in its order, and the stretches between them, which have no
+            name: (name or None, first byte, end). Empty for small samples.
+    """
+
+    def __init__(
+        self,
+        recipe: FieldRecipe,
+        arrays: dict[str, npt.NDArray[Any]],
+        parts: list[tuple[str | None, int, int]],
+        samples: npt.NDArray[np.int64],
+    ) -> None:
+        super().__init__(samples)
+        self._recipe, self._arrays, self._parts = recipe, arrays, parts
+        self.reads_directly = bool(parts)
+
+    def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
+        for slot, payload in zip(slots, payloads, strict=True):
+            try:
+                fields = self._recipe.fields(int(self.samples[slot]), payload)
+                for name, value in fields.items():
+                    self._arrays[name][slot] = value
+            except Exception as error:
+                self.failed[slot] = error
+        return 0.0
+
+    def read_directly(
+        self, slot: int, read: Callable[[Sequence[memoryview]], str]
+    ) -> tuple[str, int]:
+        pieces = [
+            memoryview(bytearray(end - begin))
+            if name is None
+            else memoryview(self._arrays[name][slot].reshape(-1).view(np.uint8))
+            for name, begin, end in self._parts
+        ]
+        place = read(pieces)
+        schema = self._recipe.reader.schema
+        for piece, (name, begin, end) in zip(pieces, self._parts, strict=True):
+            if name is None:
+                for scalar, value in schema.scalars_in(piece, begin, end):
+                    self._arrays[scalar][slot] = value
+        return place, sum(map(len, pieces))
+
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        count = len(self.samples)
+        tensors = {
+            name: torch.from_numpy(array[:count] if slots is None else array[list(slots)])
+            for name, array in self._arrays.items()
+        }
+        structure = self._recipe.reader.schema.structure
+        # Lists where a sample has tuples, as default_collate has them.
+        return tensors if structure is None else tree_map(tensors.__getitem__, structure)
+
+
+def _parts(schema: Schema) -> list[tuple[str | None, int, int]]:
+    parts: list[tuple[str | None, int, int]] = []
+    at = 0
+    for name, kind, begin in sorted(schema.places(), key=lambda field: field[2]):
+        if kind.scalar or not kind.bytes:
+            continue
+        if begin > at:
+            parts.append((None, at, begin))
+        parts.append((name, begin, begin + kind.bytes))
+        at = begin + kind.bytes
+    if at < schema.overhead:
+        parts.append((None, at, schema.overhead))
+    return parts
+
+
+def _shape(schema: Schema, name: str) -> tuple[int, ...]:
+    return tuple(size or 0 for size in schema.kinds[name].shape)
+
+
+def _dtype(schema: Schema, name: str) -> np.dtype[Any]:
+    """The type that default_collate gives: Python's numbers become int64 and float64."""
+    kind = schema.kinds[name]
+    assert kind.dtype is not None
+    if kind.shape or kind.dtype == np.bool_:
+        return kind.dtype
+    return np.dtype(np.int64 if np.issubdtype(kind.dtype, np.integer) else np.float64)
+
+
+# Samples of any kind
+
+
+class SampleBatchBuilder(BatchBuilder):
+    """Samples of any kind, made one by one, then collated by the loader's collate_fn."""
+
+    def __init__(
+        self, recipe: Recipe, collate: CollateFn, epoch: int, samples: npt.NDArray[np.int64]
+    ) -> None:
+        super().__init__(samples)
+        self._recipe, self._collate, self._epoch = recipe, collate, epoch
+        self._made: list[Sample] = [None] * len(samples)
+
+    def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
+        seconds = 0.0
+        for slot, payload in zip(slots, payloads, strict=True):
+            try:
+                self._made[slot], more = self._recipe.make(
+                    self._epoch, int(self.samples[slot]), payload
+                )
+                seconds += more
+            except BaseException as error:
+                self.failed[slot] = error
+        return seconds
+
+    def finish(self, slots: Sequence[int] | None) -> BatchData:
+        samples = self._made if slots is None else [self._made[slot] for slot in slots]
+        if not samples:
+            return torch.empty(0)
+        try:
+            return self._collate(samples)
+        except RuntimeError as error:
+            if self._collate is torch.utils.data.default_collate:
+                _check_shapes(samples, self._recipe.reader.path, error)
+            raise
+
+
+def _as_lists(samples: Sequence[Sample]) -> BatchData:
+    """Collate whole pictures, which differ in size, as torchvision's detectors take them."""
+    if not all(isinstance(each, tuple) and len(each) == 2 for each in samples):
+        return torch.utils.data.default_collate(list(samples))
+    return [picture for picture, _ in samples], [target for _, target in samples]
+
+
+def _check_shapes(samples: Sequence[Sample], path: str, error: RuntimeError) -> None:
+    """Raise UsageError if a field's tensors have several shapes, so that they cannot be stacked."""
+    for name in samples[0] if isinstance(samples[0], dict) else ():
+        values = [each[name] for each in samples if isinstance(each, dict) and name in each]
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
+        shapes = sorted({tuple(each.shape) for each in tensors})
+        if len(shapes) > 1:
+            raise UsageError(
+                f"{path}: {name!r} has shapes such as {shapes[0]} and {shapes[-1]}, which cannot "
+                "be stacked into a batch: give image_size= or a transform= that makes shapes "
+                "alike, or collate_fn=list"
+            ) from error

@@ -1,0 +1,124 @@
+"""Features of a training run that are separate from the trainer: their options and their rules.
+
+A feature is a folder below `dlio/features/`, found by the entry-point group `dlio.features`. Its
+entry point names a `FeatureSpec`: what is known of it before a run, without torch. While it is on,
+its `FeatureHooks` take part in the run; see `dlio.train.feature_hooks`.
+
+The trainer knows no feature by name. What two features must not do together stands in one of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any, ClassVar, Final, Protocol
+
+from dlio.errors import UsageError
+
+GROUP: Final = "dlio.features"
+
+
+class FeatureConfig(Protocol):
+    """A run's configuration as the rules of a feature see it; implemented by `TrainConfig`."""
+
+    def labels(self) -> Mapping[str, str]:
+        """Return the words that turn on each feature that is on, such as `--prune apoptosis`, by
+        its name."""
+
+
+class FeatureSpec:
+    """What is known of a feature before a run. Stateless: one object per process."""
+
+    name: ClassVar[str]
+    """Name of its entry point, and of its folder."""
+    order: ClassVar[int]
+    """Place among the features wherever several act at the same point; see `FeatureHooks`."""
+    options: ClassVar[type]
+    """Record of its options, in the style of `dlio.util.options`."""
+    hooks: ClassVar[str] = ""
+    """`module:class` of its `FeatureHooks`, which is imported when the feature is on."""
+    prefix: ClassVar[str] = ""
+    """First part of the names of its tensors in saved states, and key of its `facts` there; empty
+    for its name."""
+    epoch_fields: ClassVar[Mapping[str, object]] = {}
+    """Its fields in the report of an epoch, with their values while it is off."""
+
+    def hooks_of(self, options: Any) -> str:
+        """Return `hooks`, if they depend on the options."""
+        return self.hooks
+
+    def label(self, options: Any) -> str | None:
+        """Return the words that turn the feature on, for messages; None while it is off."""
+        raise NotImplementedError
+
+    def check(self, options: Any, config: Any) -> None:
+        """Raise UsageError for options that do not fit, or not with the rest of the `TrainConfig`.
+
+        Called whether the feature is on or off.
+        """
+
+    def check_saved(self, about: Mapping[str, Any], path: str, is_on: bool) -> None:
+        """Raise UsageError if a saved state cannot be continued with the feature on or off.
+
+        Args:
+            about: the `RunState` of the state.
+            path: where it is, for the message.
+        """
+
+    def begin_process(self, options: Any) -> None:
+        """Prepare the process before the model is made, if the feature is on."""
+
+    def without(self, path: str) -> None:
+        """Remove what an earlier run of the feature has left next to the weights at `path`."""
+
+    def was_cut(self, epoch: Any) -> bool:
+        """True if the feature removed parts of the model in an epoch."""
+        return False
+
+    def sentences(self, epochs: Sequence[Any]) -> list[str]:
+        """Summarise the feature's part of a run's `EpochReport`s in words."""
+        return []
+
+    def progress(self, epoch: Any) -> str:
+        """Return what the line of a finished epoch says of the feature, beginning with a comma."""
+        return ""
+
+    def figures(self, epoch: Any) -> Mapping[str, float]:
+        """Return figures of an epoch that curves are drawn of, by names such as `epoch/loss`."""
+        return {}
+
+
+@cache
+def find_features() -> tuple[FeatureSpec, ...]:
+    """Return the features that are installed, in their order.
+
+    A feature whose folder was removed is left out: the rest of the trainer works without it.
+    """
+    found: list[FeatureSpec] = []
+    for entry in entry_points(group=GROUP):
+        try:
+            present = find_spec(entry.module) is not None
+        except ModuleNotFoundError:
+            present = False
+        if present:
+            found.append(entry.load()())
+    return tuple(sorted(found, key=lambda feature: (feature.order, feature.name)))
+
+
+def option_records() -> tuple[type, ...]:
+    """Return the records of all features' options, in the features' order."""
+    return tuple(feature.options for feature in find_features())
+
+
+def refuse(chosen: Mapping[str, bool], message: str) -> None:
+    """Raise UsageError with `message` for the first option that is chosen, which `{option}` in it
+    stands for."""
+    for option, is_chosen in chosen.items():
+        if is_chosen:
+            raise UsageError(message.replace("{option}", option))
+
+
+def labelled(config: FeatureConfig, *names: str) -> dict[str, bool]:
+    """Return, for `refuse`, the words of those of the named features that are on."""
+    labels = config.labels()
+    return {labels[name]: True for name in names if name in labels}

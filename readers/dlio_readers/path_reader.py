@@ -1,0 +1,73 @@
+"""The base class of readers of files."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dlio.data.links import following_links, links_followed
+from dlio.data.schema import Schema
+from dlio.data.source import split_fields
+from dlio.plan.layout import Layout
+
+_Again = tuple[type["PathReader"], bool, tuple[object, ...], dict[str, object]]
+
+
+class PathReader:
+    """A reader of one or several paths, which can be pickled: another process opens them again."""
+
+    objects = False
+    path: str
+    schema: Schema
+    classes: Sequence[str] = ()
+    layout: Layout
+    _again: _Again
+
+    def __new__(cls, path: str | Sequence[str], *given: object, **options: object) -> Self:
+        # Here and not in `__init__`: the arguments of any subclass, as they were given, and links
+        # as they are followed while the reader is opened.
+        made = super().__new__(cls)
+        made.path = path if isinstance(path, str) else " ".join(path)
+        made._again = cls, links_followed(), (path, *given), options
+        return made
+
+    def __reduce__(self) -> tuple[Any, _Again]:
+        return _opened, self._again
+
+    def __len__(self) -> int:
+        return int(self.layout.starts[-1])
+
+    def name(self, sample: int) -> str:
+        return f"{sample:09d}"
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+
+def _opened(
+    kind: type[PathReader],
+    follow_links: bool,
+    given: tuple[Any, ...],
+    options: dict[str, Any],
+) -> PathReader:
+    with following_links(follow_links):
+        return kind(*given, **options)
+
+
+def split_paths(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return (paths, names of fields) of `a.h5::x,y`; of several paths, the last names apply."""
+    parts = [split_fields(each) for each in ([path] if isinstance(path, str) else path)]
+    return [url for url, _ in parts], next((names for _, names in reversed(parts) if names), ())
+
+
+def neighbours(samples: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield runs of samples that follow one another: (first, after the last, slots in `samples`).
+
+    A sample that is asked for twice is in its run twice.
+    """
+    order = np.argsort(samples, kind="stable")
+    ordered = samples[order]
+    cuts = np.flatnonzero(np.diff(ordered) > 1) + 1
+    for slots in np.split(order, cuts) if len(order) else ():
+        yield int(samples[slots[0]]), int(samples[slots[-1]]) + 1, slots.tolist()

@@ -1,0 +1,371 @@
+"""Checks of exchanges, on any number of ranks: `exchange_checks.py CHECK...`.
+
+The checks of exchanges that send weights are in `gossip_checks`.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from itertools import cycle, product
+from typing import Final
+
+import pytest
+import torch
+from torch import nn
+
+import dlio
+from dlio.comm import Communicator
+from dlio.errors import UsageError
+from dlio.exchange.buckets import averaged_state, broadcast_state
+from dlio.plan.order import share
+from dlio.plan.rank_shares import fastest_shares
+from tests.exchange.gossip_checks import CHECKS as WEIGHT_CHECKS
+from tests.exchange.training import (
+    BATCH,
+    FEATURES,
+    Net,
+    difference,
+    identical,
+    make_net,
+    make_optimizer,
+    parameters_of,
+    run,
+    samples,
+    started,
+    train_step,
+)
+
+
+def check_allreduce(comm: Communicator) -> None:
+    """Training on shares of a batch, also uneven and empty ones, equals training on the batch."""
+    net, whole = make_net(comm.rank + 1), make_net(1)
+    broadcast_state(net, comm)
+    exchange = started("allreduce", net, comm, seed=0)
+    optimizer, reference = make_optimizer(net), make_optimizer(whole)
+    full = comm.size * BATCH
+    # Full batches, then smaller ones, down to one sample in the whole batch.
+    for step, planned in enumerate([full, full, full - 1, comm.size, 1, full]):
+        inputs, labels = samples(step, planned)
+        mine = share(planned, comm.size, comm.rank)
+        train_step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
+        reference.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(whole(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        reference.step()
+        for (name, a), b in zip(net.named_parameters(), whole.parameters(), strict=True):
+            error = difference(a, b)
+            assert error < 1e-6, f"step {step}: {name} differs by {error}"
+    checksums = comm.allgather([float(p.detach().double().sum()) for p in net.parameters()])
+    assert all(each == checksums[0] for each in checksums)
+    counted = exchange.statistics()
+    if comm.size > 1:
+        # The counts of a ring with 3 buckets, each with a weight, and with a flag per parameter.
+        hops = 2 * (comm.size - 1)
+        assert counted["messages"] == 6 * 3 * hops
+        parameters = parameters_of(net)
+        whole_bytes = 6 * 4 * (3 + len(parameters) + sum(p.numel() for p in parameters))
+        assert counted["bytes"] == whole_bytes * hops / comm.size
+    exchange.close()
+
+
+def check_shares(comm: Communicator) -> None:
+    """Training on shares by speed equals training on the whole batch."""
+    full = comm.size * BATCH
+    cost = [1.0 + 2 * (rank == comm.size - 1) for rank in range(comm.size)]
+    shares = fastest_shares(full, [0.0] * comm.size, cost)
+    assert comm.size == 1 or shares.counts[0] > shares.counts[-1]
+    for name in ("allreduce", "tree", "hierarchical", "parameter-server"):
+        net, whole = make_net(1), make_net(1)
+        exchange = started(name, net, comm, seed=0)
+        for step, planned in enumerate([full, full - 1, 1]):
+            inputs, labels = samples(step, planned)
+            mine = shares.part(planned, comm.rank)
+            for each in (net, whole):
+                each.zero_grad(set_to_none=True)
+            exchange.before_backward(len(mine), planned)
+            if len(mine):
+                losses = nn.functional.cross_entropy(
+                    net(inputs[mine]), labels[mine], reduction="sum"
+                )
+                losses.div(planned / comm.size).backward()  # type: ignore[no-untyped-call]
+            exchange.before_step()
+            nn.functional.cross_entropy(whole(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            for a, b in zip(parameters_of(net), parameters_of(whole), strict=True):
+                if b.grad is not None:
+                    assert a.grad is not None
+                    assert difference(a.grad, b.grad) < 1e-6
+            exchange.after_step()
+        exchange.close()
+
+
+def check_skipped(comm: Communicator) -> None:
+    """Unreadable samples of a batch do not change the weight of the others in the gradient."""
+    net, whole = make_net(1), make_net(1)
+    exchange = started("allreduce", net, comm, seed=0)
+    planned = comm.size * BATCH
+    inputs, labels = samples(0, planned)
+    mine = list(share(planned, comm.size, comm.rank))
+    kept = [k for k in range(planned) if k % BATCH]  # each rank loses its first sample
+    used = [k for k in mine if k in kept]
+    train_step(net, exchange, make_optimizer(net), inputs[used], labels[used], planned, comm.size)
+    reference = make_optimizer(whole)
+    nn.functional.cross_entropy(whole(inputs[kept]), labels[kept]).backward()  # type: ignore[no-untyped-call]
+    reference.step()
+    for a, b in zip(net.parameters(), whole.parameters(), strict=True):
+        assert difference(a, b) < 1e-6
+    exchange.close()
+
+
+def check_half(comm: Communicator) -> None:
+    """Gradients of bfloat16 weights are sent as float32."""
+    for name in ("allreduce", "gossip"):
+        net = make_net(1).to(torch.bfloat16)
+        exchange = started(name, net, comm, seed=0)
+        inputs, labels = samples(comm.rank, BATCH)
+        args = (inputs.bfloat16(), labels, comm.size * BATCH, comm.size)
+        train_step(net, exchange, make_optimizer(net), *args)
+        exchange.finish()
+        assert all(p.dtype == torch.bfloat16 and p.isfinite().all() for p in net.parameters())
+        exchange.close()
+
+
+def check_mean(comm: Communicator) -> None:
+    """The mean of models does not change them, and has their types."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with torch.no_grad():
+        for tensor in net.state_dict().values():
+            tensor.fill_(comm.rank + 1)
+    mean = averaged_state(net, comm)
+    for name, tensor in net.state_dict().items():
+        assert (tensor == comm.rank + 1).all()
+        assert mean[name].dtype == tensor.dtype
+        if tensor.is_floating_point():
+            assert torch.allclose(mean[name], torch.tensor((comm.size + 1) / 2))
+    broadcast_state(net, comm)
+    assert all((tensor == 1).all() for tensor in net.state_dict().values())
+
+
+SUMS: Final = ("allreduce", "hierarchical", "tree", "parameter-server", "local-sgd(1)")
+
+
+def check_sums(comm: Communicator) -> None:
+    """Every exchange that sums trains as one process does; all ranks hold identical bytes."""
+    for name in SUMS:
+        net, whole = make_net(1), make_net(1)
+        exchange = started(name, net, comm, seed=0, pretend_nodes=max(1, comm.size // 2))
+        optimizer, reference = make_optimizer(net), make_optimizer(whole)
+        for step in range(3):
+            planned = comm.size * BATCH
+            inputs, labels = samples(step, planned)
+            mine = share(planned, comm.size, comm.rank)
+            train_step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
+            reference.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(whole(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            reference.step()
+        exchange.finish()
+        for (what, a), b in zip(net.named_parameters(), whole.parameters(), strict=True):
+            assert difference(a, b) < 2e-6, f"{name}: {what} differs by {difference(a, b)}"
+        assert identical(net, comm), name
+        exchange.close()
+
+
+def check_compressed(comm: Communicator) -> None:
+    """With compression, all ranks hold identical bytes, and the bytes sent keep their bound."""
+    _check_compressed(comm, product((*SUMS, "diloco(2)"), _FEWER))
+
+
+def check_compressed_pairs(comm: Communicator) -> None:
+    """The same, for each exchange and each compressor once; all pairs take ten seconds."""
+    _check_compressed(comm, zip(cycle((*SUMS, "diloco(2)")), _FEWER, strict=False))
+
+
+def _check_compressed(comm: Communicator, specs: Iterable[tuple[str, str]]) -> None:
+    size = 4 * sum(p.numel() for p in parameters_of(make_net(1)))
+    for name, compressor in specs:
+        net = make_net(1)
+        spec = f"{name}+{compressor}"
+        exchange = started(spec, net, comm, seed=0, pretend_nodes=max(1, comm.size // 2))
+        optimizer = torch.optim.SGD(parameters_of(net), lr=0.01)
+        for step in range(4):
+            planned = comm.size * BATCH
+            inputs, labels = samples(step, planned)
+            mine = share(planned, comm.size, comm.rank)
+            train_step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
+        exchange.finish()
+        assert all(p.isfinite().all() for p in net.parameters())
+        assert identical(net, comm), spec
+        counts = exchange.statistics()
+        sums = 2 if name == "diloco(2)" else 4
+        most = sums * size * (comm.size if name == "parameter-server" else 2 * comm.size)
+        assert 0 < counts["bytes"] < most / _FEWER[compressor], (
+            f"{spec}: {counts['bytes']} of {most}"
+        )
+        exchange.close()
+
+
+_FEWER: Final = {
+    "onebit": 20,
+    "ternary": 15,
+    "threshold": 50,
+    "adaptive": 50,
+    "int8": 3,
+    "bf16": 1.9,
+    "fp16": 1.9,
+}
+"""Factor by which each compressor at least reduces the bytes, for layers as narrow as these."""
+
+
+def check_distribute(comm: Communicator) -> None:
+    """A loop with two optimizers, accumulation, clipping and uneven shares.
+
+    It trains as one process does.
+    """
+
+    def train(net: Net, together: bool) -> None:
+        # With the usual eps, rounding of tiny gradients would become whole steps.
+        first = torch.optim.Adam(net.first.parameters(), lr=1e-3, eps=1e-5)
+        rest = [p for p in parameters_of(net) if all(p is not q for q in net.first.parameters())]
+        optimizers = [first, torch.optim.SGD(rest, lr=0.05, momentum=0.9)]
+        ranks = dlio.distribute(net, optimizers) if together else None
+        for step in range(6):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for part in range(2):
+                count = comm.size * BATCH - 1
+                inputs, labels = samples(10 * step + part, count)
+                if ranks is not None:
+                    mine = share(count, comm.size, comm.rank)
+                    inputs, labels = inputs[mine], labels[mine]
+                    ranks.weigh(len(mine))
+                loss = nn.functional.cross_entropy(net(inputs), labels) / 2
+                loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(parameters_of(net), 0.3)
+            for optimizer in optimizers:
+                optimizer.step()
+        if ranks is not None:
+            assert ranks.statistics()["messages"] > 0
+            ranks.close()
+
+    net, whole = make_net(comm.rank + 5), make_net(5)
+    train(net, together=True)
+    train(whole, together=False)
+    for (name, a), b in zip(net.named_parameters(), whole.named_parameters(), strict=True):
+        error = difference(a, b[1])
+        assert error < 1e-5, f"{name} differs by {error}"
+    # The hooks have been removed.
+    before = net.last.weight.detach().clone()
+    nn.functional.cross_entropy(net(torch.ones(1, FEATURES)), torch.tensor([0])).backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(before, net.last.weight)
+
+
+def check_presets(comm: Communicator) -> None:
+    """Every preset trains a hand-written loop; with those that sum, ranks hold identical bytes."""
+    names = ("allreduce", "hierarchical", "tree+int8", "parameter-server", "gossip", "asgd")
+    for name in (*names, "gossip(gradient)+int8", "local-sgd(2)+adaptive", "diloco(2)"):
+        net = make_net(comm.rank)
+        optimizer = torch.optim.SGD(parameters_of(net), lr=0.02)
+        with dlio.distribute(net, optimizer, name, pretend_nodes=comm.size) as ranks:
+            for step in range(4):
+                inputs, labels = samples(1000 * comm.rank + step, BATCH)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(inputs), labels).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            ranks.finish()
+            assert ranks.statistics()["messages"] > 0, name
+        assert all(p.isfinite().all() for p in net.parameters())
+        if not name.startswith(("gossip", "asgd")):
+            assert identical(net, comm), name
+
+
+def check_parts(comm: Communicator) -> None:
+    """Several losses of one step that reach different parameters have the mean's gradients.
+
+    Their backward passes come one after another, or are held until the last.
+    """
+    for held in (False, True):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3))
+        exchange = started("allreduce", net, comm, seed=0)
+        whole = copy.deepcopy(net)
+        inputs = [samples(step, 2 * comm.size)[0][:, :4] for step in range(3)]
+        for number, x in enumerate(inputs):
+            part = number % 2
+            mine = x[share(len(x), comm.size, comm.rank)]
+            exchange.weigh(len(mine))
+            exchange.hold(held and number < 2)
+            net[part](mine).square().mean().backward()
+            whole[part](x).square().mean().backward()
+        exchange.before_step()
+        for a, b in zip(net.parameters(), whole.parameters(), strict=True):
+            assert a.grad is not None
+            assert b.grad is not None
+            assert difference(a.grad, b.grad) < 1e-6
+        if comm.size > 1:
+            backwards = 1 if held else 3
+            assert exchange.statistics()["messages"] == backwards * 2 * (comm.size - 1)
+        exchange.close()
+
+
+def check_types(comm: Communicator) -> None:
+    """Models of any types become rank 0's to the last bit, and their mean keeps the precision."""
+    net = nn.Linear(2, 2, dtype=torch.float64)
+    net.register_buffer("numbers", torch.tensor([2**53 + 1, -5]) * (1 + comm.rank))
+    net.register_buffer("waves", torch.tensor([1 + 2j, 3j]) * (1 + comm.rank))
+    broadcast_state(net, comm)
+    assert net.get_buffer("numbers").tolist() == [2**53 + 1, -5]
+    assert net.get_buffer("waves").tolist() == [1 + 2j, 3j]
+    mean = averaged_state(net, comm)
+    assert difference(mean["weight"], net.weight) < 1e-15
+    net.register_parameter("wave", nn.Parameter(torch.tensor([1j])))
+    if comm.size == 1:
+        started("allreduce", net, comm).close()
+    else:
+        with pytest.raises(UsageError, match="wave is complex64"):
+            started("allreduce", net, comm)
+
+
+def check_reached(comm: Communicator) -> None:
+    """Ranks whose backwards reach different parameters have the mean's gradients, all of them.
+
+    The layers fill a bucket each, of equal size, so that one could be taken for the other.
+    """
+    for name in ("allreduce", "hierarchical", "allreduce+int8"):
+        torch.manual_seed(4)
+        layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]
+        net = nn.Sequential(*layers)
+        exchange = started(name, net, comm, pretend_nodes=comm.size)
+        whole = copy.deepcopy(layers)
+        for rank in range(comm.size):
+            inputs = samples(rank, 4)[0][:, :1].expand(4, 512)
+            if rank == comm.rank:
+                layers[rank % 2](inputs).square().mean().backward()
+            (whole[rank % 2](inputs).square().mean() / comm.size).backward()
+        exchange.before_step()
+        for a, b in zip(layers, whole, strict=True):
+            assert (a.weight.grad is None) == (b.weight.grad is None), name
+            if a.weight.grad is not None and b.weight.grad is not None:
+                error = difference(a.weight.grad, b.weight.grad)
+                assert error < (0.05 if "int8" in name else 1e-6), f"{name}: {error}"
+        assert layers[2].weight.grad is None
+        given = [float(a.weight.grad.double().sum()) for a in layers if a.weight.grad is not None]
+        everyone = comm.allgather(given)
+        assert all(each == everyone[0] for each in everyone), name
+        exchange.close()
+
+
+CHECKS: Final[dict[str, Callable[[Communicator], None]]] = {
+    "allreduce": check_allreduce,
+    "shares": check_shares,
+    "skipped": check_skipped,
+    "half": check_half,
+    "mean": check_mean,
+    "sums": check_sums,
+    "compressed": check_compressed,
+    "compressed_pairs": check_compressed_pairs,
+    "distribute": check_distribute,
+    "parts": check_parts,
+    "reached": check_reached,
+    "types": check_types,
+    "presets": check_presets,
+}
+
+if __name__ == "__main__":
+    run({**CHECKS, **WEIGHT_CHECKS})

@@ -1,0 +1,153 @@
+"""Weights are loaded with the options of their training; an error names one that differs."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dlio.errors import DlioError, SourceError, UsageError
+from dlio.features.export.check_pictures import read_pictures
+from dlio.features.export.export_options import ExportOptions
+from dlio.features.export.trained_model import load_trained
+from dlio.features.pruning.pruned_file import save_layout
+from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
+from dlio.train.checkpoint.checkpoint_store import StoredCheckpoint
+from dlio.train.model import make_model
+from tests.features.export.conftest import CLASSES, MODEL, SIZE, Trained
+
+
+def test_the_number_of_classes_is_that_of_the_weights(trained: Trained) -> None:
+    loaded = load_trained(str(trained.weights), MODEL, None, SIZE)
+    assert loaded.classes == CLASSES
+    assert not loaded.module.training
+
+
+@pytest.mark.parametrize(
+    ("model", "classes", "said"),
+    [
+        ("resnet(width=16)", None, "size mismatch"),
+        (MODEL, 7, "--classes 7"),
+        ("vgg", None, "resnet"),
+    ],
+)
+def test_options_that_do_not_fit_the_weights_are_named(
+    trained: Trained, model: str, classes: int | None, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        load_trained(str(trained.weights), model, classes, SIZE)
+
+
+def test_pruned_models_get_their_layout(tmp_path: Path) -> None:
+    model = make_model(MODEL, CLASSES, SIZE).eval()
+    left = np.arange(5)
+    layout = PrunedLayout(
+        1,
+        {"stages.0.conv1": left},
+        {
+            "stages.0.conv1:out": (16, left),
+            "stages.0.norm1:through": (16, left),
+            "stages.0.conv2:in": (16, left),
+        },
+    )
+    shrink_to(model, layout)
+    path = str(tmp_path / "small.pt")
+    torch.save(model.state_dict(), path)
+    with pytest.raises(UsageError, match="layout"):
+        load_trained(path, MODEL, None, SIZE)
+    save_layout(path, layout)
+    loaded = load_trained(path, MODEL, None, SIZE).module
+    x = torch.rand(2, 3, SIZE, SIZE)
+    assert torch.equal(loaded(x), model(x))
+    assert loaded.get_parameter("stages.0.conv1.weight").shape[0] == 5
+
+
+def test_other_files_are_not_taken_for_weights(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("no weights")
+    for path in (tmp_path / "text.pt", tmp_path / "gone.pt", tmp_path):
+        with pytest.raises((SourceError, UsageError), match=str(path)):
+            load_trained(str(path), MODEL, None, SIZE)
+
+
+def test_data_of_other_classes_is_refused(trained: Trained, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        shutil.copy(next(trained.val.rglob("*.jpg")), tmp_path / name)
+    with pytest.raises(UsageError, match="it has 2 classes, the model has 4"):
+        read_pictures("--check", str(tmp_path), CLASSES, SIZE, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"output": "model.pb"}, "model.onnx or model.nir"),
+        ({"output": "model.nir"}, "--calibrate"),
+        ({"output": "model.onnx", "ternary": True}, "--ternary"),
+        ({"output": "model.onnx", "calibrate": "d"}, "--calibrate is for NIR"),
+        ({"output": "m.nir", "calibrate": "d", "tune_epochs": 2}, "--ternary"),
+        ({"output": "model.onnx", "image_size": 8}, "at least 32"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ExportOptions(weights="w.pt", **options)  # type: ignore[arg-type]
+
+
+def test_weights_are_not_overwritten(trained: Trained) -> None:
+    options = ExportOptions(str(trained.weights), str(trained.weights), format="onnx")
+    with pytest.raises(UsageError, match="these are the weights"):
+        options.check_files()
+
+
+def test_a_checkpoint_does_not_choose_code_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlio.features.export import trained_model as module
+
+    name = f"pathlib:Path.touch(self='{tmp_path}/ran')"
+    about = {"model": name, "image_size": SIZE}
+    stored = StoredCheckpoint(str(tmp_path / "step-00000001"), 1, about, frozenset())
+    monkeypatch.setattr(module, "open_checkpoint", lambda path: stored)
+    monkeypatch.setattr(StoredCheckpoint, "whole", lambda self: self)
+    Path(stored.path).mkdir()
+    with pytest.raises(UsageError, match="code of a module: add --model"):
+        load_trained(stored.path, None, None, None)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_checkpoints_export_the_model_that_they_hold(
+    dlio: Callable[..., subprocess.CompletedProcess[str]], pictures: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    done = dlio(
+        *("train", str(pictures), "--model", MODEL, "--image-size", str(SIZE), "--epochs", "2"),
+        *("--batch-size", "16", "--checkpoint", "ckpt", "--save", "w.pt", "--ema", "0.9"),
+    )
+    assert done.returncode == 0, done.stderr
+    for weights in ("ckpt", "w.pt"):
+        given = ("--model", MODEL, "--image-size", str(SIZE)) if weights == "w.pt" else ()
+        output = f"{weights}.onnx"
+        done = dlio("export", weights, output, *given, "--check", str(pictures / "val"))
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert "held-out accuracy on 23 samples" in done.stdout
+    one, other = (load_trained(str(tmp_path / name), None, None, None) for name in ("ckpt",) * 2)
+    assert one.image_size == other.image_size == SIZE
+    state = torch.load(tmp_path / "w.pt", weights_only=True)
+    for name, value in one.module.state_dict().items():
+        assert torch.allclose(value.double(), state[name].double(), atol=1e-6), name
+    wrong = dlio("export", "ckpt", "x.onnx", "--image-size", "64")
+    assert wrong.returncode == 2
+    assert "was trained with --image-size 32" in wrong.stderr
+    assert not (tmp_path / "x.onnx").exists()
+    newest, older = sorted((tmp_path / "ckpt").glob("step-*"), reverse=True)
+    about = json.loads((newest / "about.json").read_text())
+    (newest / "about.json").write_text(json.dumps({**about, "seed": 99}))
+    assert load_trained(str(tmp_path / "ckpt"), None, None, None).path == os.fspath(older)
+    with pytest.raises(DlioError, match="checksum"):
+        load_trained(str(newest), None, None, None)

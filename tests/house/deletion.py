@@ -1,0 +1,275 @@
+"""Delete a feature: everything else has to work without it.
+
+    python tests/house/deletion.py             # every feature in turn: imports and commands
+    python tests/house/deletion.py --tests mesh search    # and all tests that remain
+
+For each feature, a copy of the checkout lacks `dlio/features/FEATURE`, `tests/features/FEATURE`,
+its entry points and contracts in pyproject.toml, its examples (`examples/FEATURE_*`), the
+benchmarks that measure it with their tests, and the documentation's code blocks that use it. In
+the copy, nothing imports the feature, and `dlio` neither offers its commands and options nor fails
+without them.
+"""
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FEATURES = sorted(path.parent.name for path in (ROOT / "dlio" / "features").glob("*/__init__.py"))
+PRODUCT = ("dlio", "readers", "staging", "bench")
+_LAZY = "dlio/__init__.py"
+"""The table of public names: the modules of features are imported when a name is used."""
+_BUILT = ("dlio/image/native/*.so",)
+_FENCE = re.compile(r"^```.*?^```$\n?", re.MULTILINE | re.DOTALL)
+_DEADLINE_S = 3600
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A checkout that lacks one feature."""
+
+    root: Path
+    feature: str
+    commands: tuple[str, ...]
+    """Commands that it lacks."""
+    flags: tuple[str, ...]
+    """Options of `dlio train` that it lacks."""
+    names: tuple[str, ...]
+    """Public names of `dlio` that it lacks."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment in which Python finds this copy's code and entry points, not those that are
+        installed."""
+        paths = ["site", "", *PRODUCT[1:], "docs"]
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(self.root / path) for path in paths),
+            "DLIO_CACHE": str(self.root / ".cache" / "dlio"),
+            "COLUMNS": "100",
+        }
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run Python with arguments in the copy."""
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=self.root,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=False,
+        )
+
+
+@contextmanager
+def without(feature: str) -> Iterator[Copy]:
+    """Make a copy of the checkout without a feature; deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix=f"without-{feature}-") as folder:
+        yield delete(feature, Path(folder))
+
+
+def delete(feature: str, folder: Path) -> Copy:
+    """Copy the checkout into a folder, without a feature."""
+    commands, flags, names = _commands(feature), _flags(feature), _public_names(feature)
+    own = (f"dlio/features/{feature}/", f"tests/features/{feature}/", f"examples/{feature}_")
+    kept = [path for path in _files() if not path.startswith(own)]
+    benches = [path for path in kept if path.startswith(("bench/", "tests/bench/"))]
+    lost = _measuring(feature, benches)
+    for path in kept:
+        if path in lost or not (ROOT / path).is_file():
+            continue
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, folder / path, follow_symlinks=False)
+    for pattern in _BUILT:
+        for built in ROOT.glob(pattern):
+            shutil.copy2(built, folder / built.relative_to(ROOT))
+    _drop_lines(folder / "pyproject.toml", [f"dlio.features.{feature}"])
+    _drop_lines(folder / "bench/dlio_bench/__init__.py", [_module(path) for path in lost])
+    words = [*(f"dlio {name}" for name in commands), *flags, *(f"dlio.{name}" for name in names)]
+    _drop_blocks(folder, [*words, f"dlio.features.{feature}"])
+    _write_metadata(folder)
+    return Copy(folder, feature, commands, flags, names)
+
+
+def _files() -> list[str]:
+    """Return the files of the checkout, including those that are not added yet."""
+    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    return sorted(set(filter(None, listed.stdout.split("\0"))))
+
+
+def _entry_points() -> Mapping[str, Mapping[str, str]]:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found: Mapping[str, Mapping[str, str]] = tomllib.loads(text)["project"]["entry-points"]
+    return found
+
+
+def _commands(feature: str) -> tuple[str, ...]:
+    prefix = f"dlio.features.{feature}."
+    pairs = _entry_points().get("dlio.commands", {}).items()
+    return tuple(name for name, value in pairs if f"{value}.".startswith(prefix))
+
+
+def _public_names(feature: str) -> tuple[str, ...]:
+    text = (ROOT / _LAZY).read_text(encoding="utf-8")
+    return tuple(re.findall(rf'"(\w+)": \("dlio\.features\.{feature}\b', text))
+
+
+def _module(path: str) -> str:
+    """Return the name of the module in a file."""
+    parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
+    return ".".join(parts[1:] if parts[0] in PRODUCT[1:] else parts)
+
+
+def imported(path: Path, module: str) -> set[str]:
+    """Return the names of modules that a file imports, or names in a text, within functions too."""
+    found: set[str] = set()
+    is_package = path.name == "__init__.py"
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = module.split(".")
+                up = node.level - is_package
+                base = ".".join([*parent[: len(parent) - up], *filter(None, [base])])
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set(re.findall(r"\bdlio\.features\.[\w.]+", node.value))
+    return found
+
+
+def _measuring(feature: str, paths: Sequence[str]) -> set[str]:
+    """Return the benchmarks that import a feature when they are imported themselves."""
+    prefix = f"dlio.features.{feature}"
+    graph = {
+        _module(path): (path, imported(ROOT / path, _module(path)))
+        for path in paths
+        if path.endswith(".py")
+    }
+    gone = {
+        name
+        for name, (_, found) in graph.items()
+        if any(f"{each}.".startswith(f"{prefix}.") for each in found)
+    }
+    while more := {name for name, (_, found) in graph.items() if name not in gone and found & gone}:
+        gone |= more
+    return {graph[name][0] for name in gone}
+
+
+def _drop_lines(path: Path, words: Sequence[str]) -> None:
+    """Delete the lines of a file that contain one of these words."""
+    if not words:
+        return
+    pattern = re.compile("|".join(rf"{re.escape(word)}\b" for word in words))
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not pattern.search(line)), encoding="utf-8")
+
+
+def _drop_blocks(folder: Path, words: Sequence[str]) -> None:
+    """Delete the code blocks of README.md and docs/ that use the feature."""
+    pattern = re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in words))
+    for path in [folder / "README.md", *(folder / "docs").rglob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        left = _FENCE.sub(lambda m: "" if pattern.search(m.group()) else m.group(), text)
+        if left != text:
+            path.write_text(left, encoding="utf-8")
+
+
+def _write_metadata(folder: Path) -> None:
+    """Write the metadata that an installation of the copy would have, for `importlib.metadata`."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    info = folder / "site" / f"dlio-{project['version']}.dist-info"
+    info.mkdir(parents=True)
+    lines = ["Metadata-Version: 2.4", f"Name: {project['name']}", f"Version: {project['version']}"]
+    (info / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    text = ""
+    for group, entries in groups.items():
+        text += f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in entries.items())
+    (info / "entry_points.txt").write_text(text, encoding="utf-8")
+
+
+def _flags(feature: str) -> tuple[str, ...]:
+    """Return the options that a feature gives `dlio train`."""
+    place = _entry_points().get("dlio.features", {}).get(feature)
+    if place is None:
+        return ()
+    module, _, name = place.partition(":")
+    options = getattr(importlib.import_module(module), name).options
+    return tuple(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options))
+
+
+def importers(copy: Copy) -> list[str]:
+    """Return the files of a copy that import or name the feature, as complaints."""
+    prefix = f"dlio.features.{copy.feature}"
+    return [
+        f"{relative}: imports {prefix}"
+        for path in sorted(copy.root.rglob("*.py"))
+        if (relative := path.relative_to(copy.root).as_posix()) != _LAZY
+        and any(f"{each}.".startswith(f"{prefix}.") for each in imported(path, _module(relative)))
+    ]
+
+
+def complaints(copy: Copy) -> Iterator[str]:
+    """Yield faults of a copy: imports of the feature, commands and tests that need it."""
+    yield from importers(copy)
+    for words, gone in ((("--help",), copy.commands), (("train", "--help"), copy.flags)):
+        shown = copy.run("-m", "dlio.cli", *words)
+        if shown.returncode:
+            yield f"dlio {' '.join(words)}: {shown.stderr.strip()[-300:]}"
+        for word in gone:
+            if re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", shown.stdout):
+                yield f"dlio {' '.join(words)} still offers {word}"
+    for flag in copy.flags:
+        asked = copy.run("-m", "dlio.cli", "train", "nowhere", flag, "1")
+        if asked.returncode != 2 or flag not in asked.stderr + asked.stdout:
+            yield f"dlio train {flag}: is not refused as an unknown option: {asked.stderr[-300:]}"
+    for name in copy.names:
+        asked = copy.run("-c", f"import dlio; dlio.{name}")
+        if not asked.returncode or copy.feature not in asked.stderr:
+            yield f"dlio.{name}: its error does not name the feature: {asked.stderr[-300:]}"
+    collected = copy.run("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests")
+    if collected.returncode:
+        yield f"tests that remain need it: {collected.stdout[-1500:]}"
+
+
+def remaining_tests(copy: Copy) -> str:
+    """Run all tests of a copy; return the end of their output, empty if they pass."""
+    ran = copy.run("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "tests")
+    return ran.stdout[-3000:] if ran.returncode else ""
+
+
+def main() -> int:
+    """Print the faults of each feature; return 1 if there are any."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("features", nargs="*", help="all by default")
+    parser.add_argument("--tests", action="store_true", help="run all tests that remain, too")
+    given = parser.parse_args()
+    failed = False
+    for feature in given.features or FEATURES:
+        with without(feature) as copy:
+            faults = list(complaints(copy))
+            if given.tests and not faults:
+                faults += filter(None, [remaining_tests(copy)])
+        print(f"{feature}: {'; '.join(faults) or 'can be deleted'}", flush=True)
+        failed |= bool(faults)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

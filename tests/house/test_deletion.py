@@ -1,0 +1,58 @@
+"""Any feature's folder and its tests can be deleted, and everything else works."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.conftest import ROOT
+
+STILL_IMPORTED = {
+    "mesh": "by the trainer",
+    "pruning": "by `dlio export`, for weights of pruned models",
+}
+"""Features that others still import by name, and which; to become ones that they find."""
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("deletion", ROOT / "tests/house/deletion.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["deletion"] = module  # Dataclasses look their module up.
+    spec.loader.exec_module(module)
+    return module
+
+
+deletion = _load()
+FEATURES: list[str] = sorted(set(deletion.FEATURES) - set(STILL_IMPORTED))
+
+
+def _drawn() -> str:
+    """Return a feature that depends on the commit alone."""
+    words = ["git", "rev-parse", "HEAD"]
+    head = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    return FEATURES[int(head.stdout[:8], 16) % len(FEATURES)]
+
+
+@pytest.mark.cold
+def test_a_drawn_feature_can_be_deleted(tmp_path: Path) -> None:
+    assert list(deletion.complaints(deletion.delete(_drawn(), tmp_path))) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(5400)
+@pytest.mark.cold
+@pytest.mark.parametrize("feature", FEATURES)
+def test_all_other_tests_pass_without_a_feature(feature: str, tmp_path: Path) -> None:
+    copy = deletion.delete(feature, tmp_path)
+    assert list(deletion.complaints(copy)) == []
+    assert deletion.remaining_tests(copy) == ""
+
+
+def test_the_exceptions_are_still_needed(tmp_path: Path) -> None:
+    for feature in sorted(STILL_IMPORTED):
+        assert deletion.importers(deletion.delete(feature, tmp_path / feature)) != []
