@@ -6,7 +6,6 @@
 | `message_cost`, `overlap_case`, `step_case`, `accuracy_case`, `slow_rank_case` | one case each |
 | `message_count_rank`, `timing_rank`, `overlap_rank` | the programs of these ranks |
 | `step_rank`, `slow_rank_program` | the same |
-| `cost_fit`, `exchange_plots` | `dlio.plan.exchange_cost` fitted to messages, and its picture |
 | `monitor` | traffic that the MPI library has really sent |
-| `variants`, `exchange_networks` | an exchange put around a training step; the networks |
+| `variants` | an exchange put around a training step; the networks |
 """

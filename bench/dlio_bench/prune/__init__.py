@@ -6,6 +6,6 @@
 | `images.py` | networks for images, and samples left out; `dlio train` |
 | `tabular.py` | wide perceptrons that a small one teaches |
 | `rows.py` | perceptrons that skip rows that they have learnt |
-| `removal_case.py`, `chance.py` | other ways to remove neurons, to compare with |
-| `curves.py`, `prune_plots.py` | tables and pictures of trainings |
+| `removal_case.py` | other ways to remove neurons, to compare with |
+| `curves.py` | tables and pictures of trainings |
 """
