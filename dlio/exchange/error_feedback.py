@@ -26,6 +26,8 @@ class ErrorFeedback:
         if self._before is not None:
             self._before[:] = self.owed
         if self._decay < 1.0:
+            # For `diloco+threshold` only, where the residual stands for the outer momentum:
+            # undecayed, it would be sent in full, however old.
             self.owed *= self._decay
 
     def put_back(self) -> None:

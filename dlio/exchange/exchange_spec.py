@@ -187,6 +187,8 @@ class _Schedule:
     consensus: float = 0.0
 
 
+# With the rates of its paper and allreduce's learning rate, `noloco(32)` reached 38.9 % where half
+# that learning rate and an outer rate of 1 reached 40.2, every 16 steps (allreduce 43.3).
 _RHYTHMS: Final = {
     "noloco": _Schedule(32, rate=1.0, momentum=0.5),
     "local-sgd": _Schedule(8),
@@ -195,6 +197,8 @@ _RHYTHMS: Final = {
 """Defaults of the presets that take steps. The outer rates and momenta differ from those of the
 papers, 0.7 with 0.5 and 0.7 with 0.9: they were found together with the learning rate of local
 steps, see `TrainConfig.peak_lr`."""
+# Every step: `adaptive` every step loses less than one bit every third step (0.48 and 0.70 points
+# behind allreduce), with fewer bytes. A move of 2.7 in all makes ranks swing, one of 1.2 does not.
 _OF_DIFFERENCES: Final = _Schedule(1, consensus=1.2)
 """Defaults of `noloco` with a compressor of differences."""
 _ARGUMENTS: Final = {
@@ -252,6 +256,7 @@ def parse_exchange(text: str) -> ExchangeSpec:
             if name == "gossip":
                 payload = "delta"  # Most changes are nearly zero; most weights never are.
             elif _sends_differences(name, compressor):
+                # Not random pairs: each partner takes a copy of the weights.
                 payload, topology = "difference", "fixed-pairs"
             else:
                 raise UsageError(

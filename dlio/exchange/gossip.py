@@ -371,6 +371,8 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
         started = time.perf_counter()
         self._comm.wait(pair.requests, "weights of a gossip partner")
         self._wait_s += time.perf_counter() - started
+        # Merged later, before the next use: attention reads its output layer without calling it,
+        # and weights that change between forward and backward are refused by autograd.
         pair.requests, pair.under_way, pair.merged = [], False, True
         if self._onward is not None or pair.outer is not None:
             self._merge(pair, into_parameters=False)
@@ -407,6 +409,8 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
             pair.copies.add(self._pair, pair.arrived, bucket.flat)
         elif codec is not None:
             # Both ranks move by half of the difference of their decoded messages.
+            # Half of the difference of both decoded messages, not of the received and the own
+            # weights: the two ranks' mean then stays the same, whatever compression has lost.
             move = bucket.flat.zero_()
             codec.add(pair.arrived, move.numpy())
             move -= pair.own
@@ -453,6 +457,8 @@ def partners(
     """
     if ranks == 1:
         return rank, rank
+    # Random pairs of a power of two mix more slowly: the dimensions of a hypercube in turn reach
+    # all ranks in log2(ranks) exchanges.
     if topology == "fixed-pairs" or (topology == "pairs" and ranks & (ranks - 1) == 0):
         peer = rank ^ 1 << step % (ranks - 1).bit_length()
         return (peer, peer) if peer < ranks else (rank, rank)

@@ -124,6 +124,7 @@ class QuantisedAllreduce(Sum):
         """Cut the region into one part per rank."""
         comm = self._comm
         alone = comm.size == 1
+        # One hop saves time, not accuracy: `onebit` on two ranks trains no better by it.
         self._one_hop = comm.size == _ONE_HOP
         self._parts: list[_OwnedPart] = []
         begin = 0
@@ -244,6 +245,8 @@ class QuantisedAllreduce(Sum):
             undo: the residual is as before the sum was started.
         """
         receives = [part.request for part in self._parts if part.request is not None]
+        # Buffers are in use until the requests end: dropping them here would have MPI write into
+        # memory that Python has given back.
         await_end([*receives, *self._share_requests.values(), *self._sends])
         self._forget()
         self._cut()
@@ -283,6 +286,8 @@ class QuantisedAllreduce(Sum):
         own = self._own
         if not own.compressor.entries:
             return True
+        # In the order of ranks, not of arrival: float addition is not associative, and a run would
+        # not give the same weights twice.
         while self._next_rank < self._comm.size:
             rank = self._next_rank
             if rank == 0:
@@ -291,6 +296,7 @@ class QuantisedAllreduce(Sum):
                 with np.errstate(over="ignore"):
                     own.compressor.add(own.outgoing, self._total)
             elif rank == self._comm.rank:
+                # Compressing the own share would add an error, and save no byte.
                 self._total += self._region[own.span]
             elif self._share_requests[rank].done():
                 with np.errstate(over="ignore"):  # Compressing the sum reports it, with its tensor.
@@ -305,6 +311,8 @@ class QuantisedAllreduce(Sum):
         own = self._own
         if own.compressor.entries:
             self._send(own, self._total, list(self._shares), self._tag + 1)
+            # The owner has the exact total, but takes the message: weights would differ between
+            # ranks.
             self._take(own, own.outgoing)
 
     def _take_sums(self) -> None:

@@ -77,6 +77,7 @@ def hierarchical(
     leaders = sorted(np.flatnonzero(node_of == node)[0].item() for node in np.unique(node_of))
     if rank != local[0]:
         return [Op("send", local[0]), Op("take", local[0])]
+    # With doubling each rank would decode other messages, and ranks would end with other sums.
     across = (tree if across_as_tree else doubling)(rank, leaders) if len(leaders) > 1 else []
     others = local[1:]
     return [*(Op("add", peer) for peer in others), *across, *(Op("send", peer) for peer in others)]

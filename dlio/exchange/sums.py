@@ -131,6 +131,8 @@ class AllreduceSum(Sum):
         messages, sent = ring_traffic(self._comm.size, region.nbytes)
         self._messages += messages
         self._bytes += sent
+        # The algorithm is the library's choice. A ring halves the time of 100 MB in one piece, but
+        # gains nothing for several buckets of 1 MiB, or over 1 Gbit/s.
         self._request = self._comm.iallreduce(region.numpy())
 
     def advance(self) -> bool:
@@ -266,6 +268,8 @@ class RoutedSum(Sum):
     def close(self) -> None:
         if self._receive is not None and not self._receive.cancel():
             leave(self._receive, self._incoming)
+        # Not cancelled: a cancelled message could match a later receive with its tag. Its memory
+        # is kept for ever instead, because MPI may still read it.
         for send in self._sends:
             if not send.done():
                 leave(send, self._outgoing, self._region)
@@ -297,6 +301,7 @@ class RoutedSum(Sum):
                 self._region += arrived
         elif kind == "take":
             # Forwarded unchanged.
+            # Encoding it again at each hop would lose more, and ranks would get different sums.
             self._incoming, self._outgoing = self._outgoing, self._incoming
             self._give()
         else:
@@ -364,6 +369,7 @@ class CudaCopies:
         self._event = _cuda.Event()
 
     def to_host(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        # A stream of its own: on the current stream the copy would delay the rest of backward.
         self._stream.wait_stream(torch.cuda.current_stream(device.device))
         with torch.cuda.stream(self._stream):
             host.copy_(device, non_blocking=True)

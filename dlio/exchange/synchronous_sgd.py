@@ -119,6 +119,8 @@ class SynchronousSgd(Exchange):
     ) -> None:
         self._named, self._context, self._before_wait = named, context, before_wait
         self._comm = comm = context.comm
+        # Open MPI moves long messages inside calls only: of allreduce over 1 Gbit/s the hooks
+        # alone hide 0.65, with this thread 0.92.
         self._progress = ProgressThread(comm)
         self._totals = KeptTotals()
         devices = [parameter.device for _, parameter in named]
@@ -135,6 +137,7 @@ class SynchronousSgd(Exchange):
         self._wait_s = 0.0
         self._ranks = comm.size
         """Ranks at the beginning, by which a loss is scaled."""
+        # A lossy weight or flag would falsify the mean of every gradient of the bucket.
         self._carries_weight = context.spec.compressor is None
         """True if each bucket carries the rank's weight and its parameters' flags."""
         self._keeps = context.recovery is not None
@@ -212,6 +215,9 @@ class SynchronousSgd(Exchange):
     def _make_buckets(self) -> None:
         """Create buckets of the parameters in their current shapes, and register hooks."""
         # A rank that is left alone continues as before: a loss is scaled by the ranks at first.
+        # All parameters have a bucket, also those that this rank's backward does not reach. Summed
+        # by the ranks that had gradients only, buckets of the same size added different layers in
+        # silence.
         groups = in_buckets(self._named) if self._comm.size > 1 or self._keeps else []
         extras = [len(group) + 1 if self._carries_weight else 0 for group in groups]
         self._buckets = [
@@ -265,6 +271,7 @@ class SynchronousSgd(Exchange):
             return
         if self._phase not in (StepPhase.BACKWARD, StepPhase.UNSENT):
             self._phase = StepPhase.BACKWARD
+            # Counting gradients would not tell the end of a backward: it may leave out parameters.
             Variable._execution_engine.queue_callback(self._backward_ends)
         number = self._position[parameter][0]
         if number < self._started:
@@ -285,9 +292,13 @@ class SynchronousSgd(Exchange):
 
     def _start_complete(self) -> None:
         """Start the next buckets that are complete, and drive those under way."""
+        # Not each bucket as soon as it is complete: collectives match by the order of their calls,
+        # and autograd may reach parameters in another order on another rank.
         while self._started < len(self._buckets) and not self._missing[self._started]:
             self._start(self._started, ())
             self._started += 1
+        # Hooks alone are too rare to move long messages: between two layers' gradients nothing
+        # calls MPI. The progress thread does the rest.
         for each in self._sums[: self._started]:
             each.advance()
             if not each.begun:
@@ -321,6 +332,7 @@ class SynchronousSgd(Exchange):
                 for place, parameter in enumerate(reversed(bucket.parameters)):
                     if parameter.grad is None:
                         bucket.flat[-2 - place] = 0
+        # Noted before the start: one that a loss interrupts may have sent messages already.
         self._begun.add(number)
         self._sums[number].start(bucket.flat)
         self._progress.go()

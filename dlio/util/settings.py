@@ -180,8 +180,9 @@ class Settings:
     )
     nccl: bool = _switch(
         "DLIO_NCCL",
-        "Has `dlio train` connect the GPUs of its ranks by NCCL, for exchanges in their memory; "
-        "otherwise these pass through the host. Not yet tried on GPUs.",
+        "Has `dlio train` connect the GPUs of its ranks by NCCL, which sums the gradients of "
+        "`allreduce` without a compressor in their memory; all other exchanges pass through the "
+        "host. Not yet tried on several GPUs.",
     )
     node: str | None = _text(
         "DLIO_NODE",

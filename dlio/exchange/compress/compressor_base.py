@@ -69,6 +69,9 @@ class ChunkwiseCompressor(Compressor):
     def encode(self, values: F32, residual: F32, message: Bytes) -> int:
         with np.errstate(all="ignore"):
             for start, stop in chunks(self.entries, self.chunk):
+                # numpy, not torch: torch is up to four times as fast alone, but shares a pass
+                # among threads. Next to decoding, 25 million entries of `onebit` took 0.2 to 1.1 s
+                # by torch, 44 ms on one core here.
                 v = np.add(residual[start:stop], values[start:stop], out=residual[start:stop])
                 self.encode_chunk(start, v, self.scratch.floats[: stop - start], message)
         return self.max_bytes

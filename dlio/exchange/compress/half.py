@@ -50,6 +50,7 @@ class Bfloat16(ChunkwiseCompressor):
             refuse_not_finite(v, start, self.pieces)
         halves = _typed(message[2 * start : 2 * (start + len(v))], torch.bfloat16)
         left, near = torch.from_numpy(v), torch.from_numpy(w)
+        # Conversion alone would make infinity of the largest entries, and of their residuals.
         torch.clamp(left, -_MOST_BFLOAT16, _MOST_BFLOAT16, out=near)
         halves.copy_(near)
         near.copy_(halves)
@@ -73,6 +74,7 @@ class Float16(ChunkwiseCompressor):
         largest = np.maximum.reduce(np.abs(v, out=w))
         if not np.isfinite(largest):
             refuse_not_finite(v, start, self.pieces)
+        # A scale per chunk: plain float16 would flush most gradients to denormal numbers or zero.
         exponent = max(int(largest.view(np.uint32)) >> 23, _LOWEST)
         message[2 * self.entries + start // _CHUNK] = exponent
         np.multiply(v, _power(_TO_INVERSE - exponent), out=w)

@@ -59,6 +59,7 @@ class Int8(ChunkwiseCompressor):
             np.minimum(exponents, _HIGHEST, out=exponents)
             message[(start + at) // _BLOCK :][:rows] = exponents
             np.multiply(v2, _power(_TO_INVERSE - exponents), out=w2)
+            # Not stochastic rounding: error feedback leaves no bias that its noise could remove.
             np.rint(w2, out=w2)
             if overflows:
                 np.clip(w2, -_MOST, _MOST, out=w2)

@@ -74,6 +74,7 @@ def split(pieces: Pieces, parts: int) -> list[list[Piece]]:
     `start` of the returned pieces counts from the beginning of their part. Parts may be empty.
     """
     total = pieces[-1].stop if pieces else 0
+    # At the ends of rows: means and thresholds then belong to whole outputs of a layer.
     cuts = [0, *(_cut(pieces, total * k // parts, total // parts) for k in range(1, parts)), total]
     return [
         [
@@ -129,6 +130,8 @@ def chunks(size: int, chunk: int = CHUNK) -> Iterator[tuple[int, int]]:
 
 def all_finite(numbers: F32) -> bool:
     """True if all numbers, shape (n,), and their sum are finite. Four times as fast as np.sum."""
+    # np.isfinite(numbers).all() would write a mask as long as the chunk. A sum that overflows only
+    # leads to the exact check in `refuse_not_finite`, which then finds nothing.
     return math.isfinite(np.einsum("i->", numbers))
 
 

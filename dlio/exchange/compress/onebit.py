@@ -104,8 +104,12 @@ class OneBit(Compressor):
                 # Divide by W before, not after the rotation: its sums can then not overflow.
                 np.multiply(v, flips(tile.width) / np.float32(turned(tile.width)), out=w)
                 self._turn(w)
+                # Signs of v itself, with a mean for each, send every small entry as the mean: on
+                # tiny ImageNet 32.5 to 33.5 % held out, where the rotation has 33.6 to 35.1 and
+                # exact sums 34.0 to 34.9.
                 signs = np.signbit(w, out=self._scratch.mask[: v.size].reshape(v.shape))
                 message[tile.first_byte :][: tile.bytes] = np.packbits(signs)
+                # einsum sums rows about four times as fast as np.sum.
                 means = np.einsum("ij->i", np.abs(w, out=w)) / np.float32(tile.width)
                 means[means > LARGEST / np.float32(turned(tile.width))] = 0
                 sizes[tile.first_block :][: tile.blocks] = _to_bfloat16(means)
@@ -141,6 +145,8 @@ class OneBit(Compressor):
         left, right = walsh(w.shape[1])
         blocks = w.reshape(-1, len(left), len(right))
         between = self._scratch.between[: w.size].reshape(blocks.shape)
+        # Two small products, not log2 W passes of additions: each pass of numpy's would read and
+        # write all entries.
         np.matmul(blocks, right, out=between)
         np.matmul(left, between, out=blocks)
 
@@ -170,6 +176,7 @@ def turned(width: int) -> int:
 @cache
 def flips(width: int) -> _F32:
     """The diagonal of D: +1 or -1 for each entry of a block; shape (width,)."""
+    # The same flips for all blocks and steps: they need no seed in the message.
     odd = mix(np.arange(width, dtype=np.uint64), np.uint64(0)) & np.uint64(1)
     return 1 - 2 * odd.astype(np.float32)
 

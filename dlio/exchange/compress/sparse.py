@@ -48,6 +48,7 @@ from dlio.plan.order import keyed_uniforms
 
 ROOM: Final = 27
 """Minimum number of entries per byte of a message."""
+# One entry in 32 at a byte each trains better than one in 128 at two bytes (32.4 and 30.8 %).
 SHARE: Final = 32
 """Number of entries per entry to send, over the whole region."""
 _DENSEST: Final = 4
@@ -386,6 +387,7 @@ def plan(
     order = np.argsort(sizes, kind="stable")
     bytes_whole = -(-sizes // TRITS)
     whole = ratios_of(sizes, sizes.sum() / SHARE) <= _WHOLE
+    # The smallest first, and at most half of the bytes: the others would otherwise send nothing.
     fit = np.cumsum((bytes_whole * whole)[order]) <= sizes.sum() / SHARE / 2
     whole[order] &= fit
     ratios = np.ones(len(sizes))
@@ -399,6 +401,9 @@ def ratios_of(sizes: npt.NDArray[np.int64], wanted: float) -> npt.NDArray[np.flo
 
     Entries to send are in proportion to the square roots of sizes, within bounds, `wanted` in all.
     """
+    # The same share of each tensor starves the classifier and 1x1 convolutions, whose gradients
+    # are far larger. Loss after an epoch for the same bytes: alike 3.316, third roots 3.270,
+    # square roots 3.266, these with the smallest tensors dense 3.256 (exact 3.250).
     roots = np.sqrt(sizes)
     least, most = sizes / _SPARSEST, sizes / _DENSEST
     low, high = 0.0, float(roots.max(initial=0.0))
