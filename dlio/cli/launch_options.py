@@ -131,8 +131,8 @@ class CheckedCommand:
     def option(self, name: str) -> object:
         """Return the value of an option of the command, None if it has none of that name."""
         # By mapping and not by attribute: options of `dlio train` stand in records within a record.
-        found = (as_mapping(record) for record in self.records.values())
-        return next((options[name] for options in found if name in options), None)
+        mappings = (as_mapping(record) for record in self.records.values())
+        return next((options[name] for options in mappings if name in options), None)
 
 
 def read_program(program: Program) -> CheckedCommand | None:

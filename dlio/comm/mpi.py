@@ -201,7 +201,7 @@ class MpiCommunicator:
         self.rests = True
 
     def allgather(self, value: _T) -> list[_T]:
-        # JSON instead of mpi4py's lower-case calls: these pickle, and what other ranks send must
+        # JSON instead of mpi4py's lower-case calls: these pickle, and messages of other ranks must
         # not run code here. Non-blocking, because blocking calls spin on a core that decode threads
         # need.
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -176,7 +176,7 @@ class StoreServer:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
-            # A second check beside the private folder: the kernel knows whose process calls.
+            # A second check next to the private folder: the kernel knows whose process calls.
             if not is_own(connection):
                 connection.close()
                 return

@@ -291,7 +291,7 @@ class Mail:
                 message.view = message.view[: frame.size]
                 self._arriving[link] = (key, message)
                 return message.view
-        # Memory is taken for what has come, at most `_MOST_AT_ONCE`, and never for what is
+        # Memory is taken for bytes that have come, at most `_MOST_AT_ONCE`, and never for what is
         # announced.
         body = memoryview(bytearray(frame.size))
         early = _EarlyMessage(frame.generation, link.peer, frame.size, body, (link, 0))

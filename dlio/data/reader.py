@@ -1,4 +1,4 @@
-"""The search for the reader of a path; `reader_contract` has what a reader is."""
+"""The search for the reader of a path; `reader_contract` defines readers."""
 
 import inspect
 import os

@@ -1,11 +1,11 @@
-"""The contract of readers, on one page: what each must have, and what some can do besides.
+"""The contract of readers, on one page: duties of each, and abilities of some.
 
 A reader knows one format. It never caches payloads and starts no threads: tiers and engines do
 that for all formats alike. Readers plug in through the entry-point group `dlio.readers`; see
 docs/guides/writing-a-reader.md.
 
     Reader          members that every reader has
-    Abilities       what a reader can do besides: its attribute `abilities`, which may be missing
+    Abilities       further abilities of a reader: its attribute `abilities`, which may be missing
     RangedSamples   two more methods, where a sample lies in a file as ranges of bytes
     StoredBlocks    four more members, where the source has the blocks of tiers
     ReaderType      the class, as its entry point names it, with its attribute `path_rules`
@@ -82,9 +82,9 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What a reader can do beyond `Reader`; the defaults are those of most readers.
+    """Abilities of a reader beyond `Reader`; the defaults are those of most readers.
 
-    A reader has it as an attribute, or as a property if it depends on what has been read so far.
+    A reader has it as an attribute, or as a property if it depends on the reads so far.
     """
 
     # How samples are requested
@@ -208,7 +208,7 @@ class PathRules:
     one_path: bool = False
     """True if it takes one path at a time: several are opened one by one and concatenated."""
     is_fallback: bool = False
-    """True if it is asked after all others, since it recognises what others know better."""
+    """True if it is asked after all others, since others know better what it recognises."""
     takes_objects: bool = False
     """True if it reads no paths but Python objects, such as data sets of torch."""
 

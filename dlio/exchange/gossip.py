@@ -176,7 +176,7 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
             hook.remove()
         self._make_pairs()
         after = [pair.outgoing for pair in self._pairs]
-        # Slow weights begin again at the present ones: what makes up for removed neurons must not
+        # Slow weights begin again at the present ones: the compensation of removed neurons must not
         # count as training.
         self._load(
             reshape_state(state, before, after, cuts, ("owed", "before", "velocity", "consensus"))

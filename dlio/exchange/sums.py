@@ -390,7 +390,7 @@ class CudaCopies:
 class PinnedSum(Sum):
     """A sum by way of pinned memory: a region is sent once its copy has arrived there.
 
-    CUDA-aware Open MPI is no alternative: its non-blocking reductions take host memory only, and
+    CUDA-aware Open MPI does not replace it: its non-blocking reductions take host memory only, and
     its blocking ones copy through the host themselves.
 
     Args:

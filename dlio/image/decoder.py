@@ -207,7 +207,7 @@ class Decoder:
 
 # Several images by one call of dlio's own decoder. A thread that releases the interpreter's lock
 # has to wait for it afterwards, behind all others, and on many cores most waits wake a sleeping
-# thread: with 16 threads, a call for each image cost most of what the threads gained (docs/LOG.md).
+# thread: with 16 threads, a call for each image cost most of the threads' gain (docs/LOG.md).
 
 
 def decode_all(

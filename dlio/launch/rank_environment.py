@@ -1,4 +1,4 @@
-"""What all launchers give to their ranks: the common variables, and the limits of a job.
+"""Environment that launchers give to ranks: the common variables, and the limits of a job.
 
 Variables by which ranks find each other are those of each launcher: of mpirun, torch or Slurm.
 """

@@ -182,7 +182,7 @@ class Engines:
         if ahead is None:
             return None
         assert isinstance(ahead.batches, PlannedPass)
-        # set_epoch, load_state_dict or another option may have changed what the next pass is.
+        # set_epoch, load_state_dict or another option may have changed the next pass.
         if not ahead.batches.begins_like(batches):
             self.drop_ahead()
             return None

@@ -117,7 +117,7 @@ class LoaderState:
     """Digest of the samples that the epoch uses; None for all."""
 
     def to_dict(self) -> State:
-        """Return the state as whole numbers and text; without what is as usual."""
+        """Return the state as whole numbers and text; without values that are as usual."""
         # States of before these keys existed lack them, and so do new ones of which they say
         # nothing.
         state: State = self.cursor.as_dict()
@@ -552,7 +552,7 @@ def check_state(given: object, formula: tuple[int, int] | None) -> State:
     return state
 
 
-# The counts of a pass: what its threads did, and how long the consumer waited for them
+# The counts of a pass: the work of its threads, and how long the consumer waited for them
 
 
 class StageTimes:

@@ -318,7 +318,7 @@ class _ThreadPass:
             samples = batch.samples
             if batch.failed:
                 samples = [s for slot, s in enumerate(samples) if slot not in batch.failed]
-            # By name for `stats()["skipped"]`: users look there for what to repair.
+            # By name for `stats()["skipped"]`: users look there for samples to repair.
             for slot in sorted(batch.failed):
                 if slot >= 0:
                     name = f"{type(work.dataset).__name__}[{batch.numbers[slot]!r}]"

@@ -49,7 +49,7 @@ class TorchEngine:
             len(loader)  # torch warns when an iterable yields more than it said.
         if kept is None:
             return loader._get_iterator()
-        # What torch does in `DataLoader.__iter__` with persistent workers; there is no public way
+        # As torch's `DataLoader.__iter__` does with persistent workers; torch has no public way
         # to it.
         kept._reset(loader)
         return kept

@@ -1,4 +1,4 @@
-"""The account of a run: counts of reads by their place, and sentences about what went wrong.
+"""The account of a run: counts of reads by their place, and sentences about errors.
 
 A tier is a cache. Whatever its disk answers - a stale handle, an input/output error, a file system
 that has become read-only or is full - costs time and not the job: a block that cannot be read or

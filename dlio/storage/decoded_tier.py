@@ -111,7 +111,7 @@ class DecodedTier:
         if memory is None or not 0 < stored <= size or offset + stored > len(memory):
             return None
         view = memoryview(memory)[offset : offset + stored]
-        # The checksum is what makes the index work without a lock: an entry may be read while it is
+        # The checksum lets the index work without a lock: an entry may be read while it is
         # written, or before its pixels are.
         if xxhash.xxh3_64_intdigest(view) != digest:
             return None

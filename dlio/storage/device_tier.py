@@ -113,7 +113,7 @@ class DeviceTier:
             if self._last is not None:
                 copies.wait(self._last)
             # At the first use, not when mounting: the model and its optimizer have got their memory
-            # by then, and the error says what is really missing.
+            # by then, and the error tells how much is really missing.
             if self._pixels is None:
                 self._pixels = self._allocate()
             try:

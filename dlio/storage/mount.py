@@ -392,7 +392,7 @@ def mount(
             _check_size(specs, block_bytes)
         pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
         _check_room(opened, pins.tier, block_bytes)
-        # Ranks do not tell each other what they read: each gets an equal share of the rate.
+        # Ranks do not report their reads to each other: each gets an equal share of the rate.
         rate = None if options.rate is None else options.rate / comm.size
         source_requests = undo.enter_context(
             closing(SourceRequests(reader, requests, rate, options.timeout_s))

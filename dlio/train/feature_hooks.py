@@ -228,10 +228,10 @@ class FeatureHooks:
         """Continue from a saved state. Collective."""
 
     def save(self, path: str) -> None:
-        """Write what belongs to the weights that have been saved at `path`; on rank 0 alone."""
+        """Write files that belong to the weights that were saved at `path`; on rank 0 alone."""
 
     def close(self) -> None:
-        """Release what the feature holds. Collective."""
+        """Release the feature's resources. Collective."""
 
 
 class ActiveFeatures:
@@ -285,7 +285,7 @@ class ActiveFeatures:
         return model
 
     def save(self, path: str) -> None:
-        """Write or remove what belongs to the weights that have been saved at `path`."""
+        """Write or remove files that belong to the weights that have been saved at `path`."""
         for feature in find_features():
             feature.without(path)
         for each in self.hooks:

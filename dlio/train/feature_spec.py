@@ -27,7 +27,7 @@ class FeatureConfig(Protocol):
 
 
 class FeatureSpec:
-    """What is known of a feature before a run. Stateless: one object per process."""
+    """Facts about a feature that are known before a run. Stateless: one object per process."""
 
     name: ClassVar[str]
     """Name of its entry point, and of its folder."""
@@ -69,7 +69,7 @@ class FeatureSpec:
         """Prepare the process before the model is made, if the feature is on."""
 
     def without(self, path: str) -> None:
-        """Remove what an earlier run of the feature has left next to the weights at `path`."""
+        """Remove files that an earlier run of the feature left next to the weights at `path`."""
 
     def was_cut(self, epoch: Any) -> bool:
         """True if the feature removed parts of the model in an epoch."""
@@ -80,7 +80,7 @@ class FeatureSpec:
         return []
 
     def progress(self, epoch: Any) -> str:
-        """Return what the line of a finished epoch says of the feature, beginning with a comma."""
+        """Return the feature's part of the line of a finished epoch, beginning with a comma."""
         return ""
 
     def figures(self, epoch: Any) -> Mapping[str, float]:
@@ -94,15 +94,15 @@ def find_features() -> tuple[FeatureSpec, ...]:
 
     A feature whose folder was removed is left out: the rest of the trainer works without it.
     """
-    found: list[FeatureSpec] = []
+    specs: list[FeatureSpec] = []
     for entry in entry_points(group=GROUP):
         try:
             present = find_spec(entry.module) is not None
         except ModuleNotFoundError:
             present = False
         if present:
-            found.append(entry.load()())
-    return tuple(sorted(found, key=lambda feature: (feature.order, feature.name)))
+            specs.append(entry.load()())
+    return tuple(sorted(specs, key=lambda feature: (feature.order, feature.name)))
 
 
 def option_records() -> tuple[type, ...]:

@@ -308,7 +308,7 @@ class ExchangeOptions:
 
 @dataclass(frozen=True, slots=True)
 class SurvivalOptions:
-    """What a run does when ranks are lost, hang, or leave."""
+    """Options for ranks that are lost, hang, or leave."""
 
     fault_tolerance: Annotated[
         str,

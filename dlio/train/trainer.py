@@ -65,11 +65,11 @@ def train(config: TrainConfig) -> RunReport:
 class TrainingRun:
     """One rank's part in a run, phase by phase: `open`, `build`, `restore`, `train`, `finish`.
 
-    Each phase is collective, and uses what the ones before have made.
+    Each phase is collective, and uses the results of those before.
 
     Args:
-        config: as given; `open` settles what depends on the data.
-        stack: closes what the phases open, the last first.
+        config: as given; `open` settles the values that depend on the data.
+        stack: closes all that the phases open, the last first.
     """
 
     def __init__(self, config: TrainConfig, stack: ExitStack) -> None:
@@ -84,7 +84,7 @@ class TrainingRun:
             check_survival(self._comm, survival.fault_tolerance, survival.min_ranks)
 
     def open(self) -> None:
-        """Open the folder of checkpoints and the data, and settle what depends on the latter."""
+        """Open the folder of checkpoints and the data, and settle values that depend on it."""
         config, comm, stack = self._config, self._comm, self._stack
         self._end_requests: EndRequests | None = None
         self._checkpoints = self._open_checkpoints()

@@ -1,4 +1,4 @@
-"""What readers can do besides: declared by a record, or by attributes as readers once had them."""
+"""Abilities of readers: declared by a record, or by attributes as readers once had them."""
 
 from types import SimpleNamespace
 

@@ -113,8 +113,8 @@ def _files() -> list[str]:
 
 def _entry_points() -> Mapping[str, Mapping[str, str]]:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found: Mapping[str, Mapping[str, str]] = tomllib.loads(text)["project"]["entry-points"]
-    return found
+    groups: Mapping[str, Mapping[str, str]] = tomllib.loads(text)["project"]["entry-points"]
+    return groups
 
 
 def _commands(feature: str) -> tuple[str, ...]:
@@ -136,21 +136,21 @@ def _module(path: str) -> str:
 
 def imported(path: Path, module: str) -> set[str]:
     """Return the names of modules that a file imports, or names in a text, within functions too."""
-    found: set[str] = set()
+    modules: set[str] = set()
     is_package = path.name == "__init__.py"
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parent = module.split(".")
                 up = node.level - is_package
                 base = ".".join([*parent[: len(parent) - up], *filter(None, [base])])
-            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+            modules |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= set(re.findall(r"\bdlio\.features\.[\w.]+", node.value))
-    return found
+            modules |= set(re.findall(r"\bdlio\.features\.[\w.]+", node.value))
+    return modules
 
 
 def _measuring(feature: str, paths: Sequence[str]) -> set[str]:
@@ -163,10 +163,12 @@ def _measuring(feature: str, paths: Sequence[str]) -> set[str]:
     }
     gone = {
         name
-        for name, (_, found) in graph.items()
-        if any(f"{each}.".startswith(f"{prefix}.") for each in found)
+        for name, (_, modules) in graph.items()
+        if any(f"{each}.".startswith(f"{prefix}.") for each in modules)
     }
-    while more := {name for name, (_, found) in graph.items() if name not in gone and found & gone}:
+    while more := {
+        name for name, (_, modules) in graph.items() if name not in gone and modules & gone
+    }:
         gone |= more
     return {graph[name][0] for name in gone}
 

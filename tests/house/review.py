@@ -72,14 +72,14 @@ class Module:
 @cache
 def modules() -> dict[str, Module]:
     """Return all modules of the product by their dotted names."""
-    found = {}
+    by_name = {}
     for package, folder in PACKAGES.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             text = path.read_text(encoding="utf-8")
-            found[name] = Module(name, path, ast.parse(text), text)
-    return found
+            by_name[name] = Module(name, path, ast.parse(text), text)
+    return by_name
 
 
 # Names
@@ -113,7 +113,7 @@ def doubles() -> list[str]:
     """Return the names of classes and of modules that stand in several places."""
     classes, stems = defaultdict(list), defaultdict(list)
     for module in modules().values():
-        # Programs that run in environments of their own are no part of dlio's namespace.
+        # Programs that run in environments of their own do not belong to dlio's namespace.
         if ".standalone." in module.name:
             continue
         if module.stem != "__main__":
@@ -238,14 +238,14 @@ def resolve(dotted: str, depth: int = 0) -> str:
 
 def types_in(module: Module) -> set[str]:
     """Return the product's classes that a module defines or names."""
-    found = {f"{module.name}.{node.name}" for node in module.classes()}
+    types = {f"{module.name}.{node.name}" for node in module.classes()}
     bound = bindings(module.name)
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Name) and node.id in bound:
             dotted = resolve(bound[node.id])
             if isinstance(definitions().get(dotted, (None, None))[1], ast.ClassDef):
-                found.add(dotted)
-    return found
+                types.add(dotted)
+    return types
 
 
 def sample_path() -> tuple[list[Module], set[str]]:
@@ -271,12 +271,12 @@ class Walk:
 
     def follow(self, function: str, parameter: str) -> None:
         """Follow a parameter of a function (`module.name` or `module.Class.method`)."""
-        found = _function(function)
+        definition = _function(function)
         here = f"{function}({parameter})"
-        if found is None or here in self.stays:
+        if definition is None or here in self.stays:
             return
         self.stays.append(here)
-        module, owner, node = found
+        module, owner, node = definition
         roots = {parameter}
         kept = set()
         for target, value in _assignments(node):
@@ -303,10 +303,10 @@ class Walk:
             if not isinstance(call, ast.Call):
                 continue
             target = _target(module, owner, call.func)
-            found = _function(target) if target else None
-            if not target or not found:
+            definition = _function(target) if target else None
+            if not target or not definition:
                 continue
-            _, its_owner, its_node = found
+            _, its_owner, its_node = definition
             names = [each.arg for each in its_node.args.posonlyargs + its_node.args.args]
             if its_owner is not None and names[:1] in (["self"], ["cls"]):
                 names = names[1:]
@@ -393,7 +393,7 @@ def walk(function: str, parameter: str) -> Walk:
 
 
 def rooms() -> list[str]:
-    """Return the folders and files of the top two levels: of dlio/, and the packages beside it."""
+    """Return the folders and files of the top two levels: of dlio/, and the packages next to it."""
     inside = {".".join(name.split(".")[:2]) for name in modules() if name.startswith("dlio.")}
     return sorted({*inside, "dlio", *(each for each in PACKAGES if each != "dlio")})
 

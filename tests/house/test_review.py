@@ -1,4 +1,4 @@
-"""Names say of what, and stand once; the counts of the review can be made."""
+"""Names are nouns, and stand once; the counts of the review can be made."""
 
 import importlib.util
 import re

@@ -150,7 +150,7 @@ class Caller(_Greeting):
         return self._hello + self._proof(b"hello")
 
     def feed(self, message: bytes) -> bytes:
-        """Take the answer, and return what confirms it. Raises RefusedConnection."""
+        """Take the answer, and return its confirmation. Raises RefusedConnection."""
         self._nonce = message[:_NONCE_BYTES]
         self._check(b"answer", message[_NONCE_BYTES:])
         self.wants = 0

@@ -1,4 +1,4 @@
-"""Ranks that survive each other: what happens from the death of a rank until training continues.
+"""Ranks that survive each other: the events from the death of a rank until training continues.
 
 docs/design/recovery.md tells it in the order of the code. In short: a wait ends by `PeerLost`; the
 waiting rank calls `Recovery.recover`; all survivors vote a new generation of ranks into being

@@ -156,8 +156,8 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
 
         All get the same answer: that of the first that knows it.
         """
-        # `put` writes once and returns what stands there: the first to know the outcome decides,
-        # and a rank that dies between its vote and its reading changes nothing.
+        # `put` writes once and returns the value that stands there: the first to know the outcome
+        # decides, and a rank that dies between its vote and its reading changes nothing.
         if not well:
             return bool(self._store.put(name, False))
         if self._store.count(f"{name}/votes") == len(members):

@@ -82,7 +82,7 @@ def hung_ranks(
     elif vain_s < limit_s:
         return []
     # Not a reason by itself: a rank that writes a large file to a slow disk is in D for as long.
-    # Only what is logged differs.
+    # Only the log differs.
     elif living[member].state == "D":
         why = "it waits for a device or a file system that does not answer"
     else:

@@ -1,4 +1,4 @@
-"""Models that torch compiles: the option, and what it goes with."""
+"""Models that torch compiles: the option, and its exclusions."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: its option, and what it goes with."""
+"""An exponential moving average of the weights: its option and exclusions."""
 
 from dataclasses import dataclass
 from typing import Annotated

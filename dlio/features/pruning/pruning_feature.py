@@ -1,4 +1,4 @@
-"""The removal of neurons while a network trains: its options, and what it goes with."""
+"""The removal of neurons while a network trains: its options and exclusions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

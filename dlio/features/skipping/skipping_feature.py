@@ -1,4 +1,4 @@
-"""The skipping of samples whose loss has stayed low: its options, and what it goes with."""
+"""The skipping of samples whose loss has stayed low: its options and exclusions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

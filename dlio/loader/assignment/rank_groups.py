@@ -84,7 +84,7 @@ class RankGroups:
         self.taken, self.steps = report.taken, report.steps
 
     def reconcile(self, reports: Sequence[BatchReport]) -> None:
-        """Have the survivors share what none of them has taken.
+        """Share the samples that no survivor has taken among the survivors.
 
         Args:
             reports: of each survivor.

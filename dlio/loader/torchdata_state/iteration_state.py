@@ -157,7 +157,7 @@ class IterationState:
     ) -> ParallelIterator:
         workers = options.num_workers
         loaded = None if state is None else ResumeState(state, workers, options.iterable)
-        # As torch counts: snapshots are due by what may be under way.
+        # As torch counts: snapshots are due by the batches that may be under way.
         ahead = (options.prefetch_factor or 2) * workers
         draws = TaskSampler(
             sampler,

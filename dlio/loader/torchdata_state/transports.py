@@ -52,7 +52,7 @@ class _Turns:
         """
         for _ in range(self._workers):
             worker, self._next = self._next, (self._next + 1) % self._workers
-            # As torch shares out what may be under way among the workers that are left.
+            # As torch shares out the batches under way among the workers that are left.
             left = self._workers - len(self.ended)
             if worker not in self.ended and (
                 self._most is None or under_way[worker] < self._most // left
