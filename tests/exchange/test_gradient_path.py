@@ -87,9 +87,9 @@ def test_the_page_names_the_calls_of_a_step_in_order() -> None:
         if function == "SynchronousSgd.weigh":
             continue  # Step 1 names the class alone.
         name = function.rpartition(".")[2]
-        found = step.find(name, at)
-        assert found >= 0, f"{function} is not named, or not in this place"
-        at = found + len(name)
+        place = step.find(name, at)
+        assert place >= 0, f"{function} is not named, or not in this place"
+        at = place + len(name)
 
 
 def test_a_gradient_passes_the_objects_of_the_page_and_no_others() -> None:
