@@ -187,8 +187,6 @@ class _Schedule:
     consensus: float = 0.0
 
 
-# With the rates of its paper and allreduce's learning rate, `noloco(32)` reached 38.9 % where half
-# that learning rate and an outer rate of 1 reached 40.2, every 16 steps (allreduce 43.3).
 _RHYTHMS: Final = {
     "noloco": _Schedule(32, rate=1.0, momentum=0.5),
     "local-sgd": _Schedule(8),

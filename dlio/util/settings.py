@@ -182,7 +182,7 @@ class Settings:
         "DLIO_NCCL",
         "Has `dlio train` connect the GPUs of its ranks by NCCL, which sums the gradients of "
         "`allreduce` without a compressor in their memory; all other exchanges pass through the "
-        "host. Not yet tried on several GPUs.",
+        "host. Not yet tried between GPUs.",
     )
     node: str | None = _text(
         "DLIO_NODE",
