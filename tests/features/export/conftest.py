@@ -11,9 +11,9 @@ from torch import nn
 
 from dlio.features.export.check_pictures import LabelledPictures, batches, read_pictures
 from dlio.train.model import make_model, normalised
-from tests.train.conftest import dlio
+from tests.train.conftest import dlio, pictures
 
-__all__ = ["dlio"]
+__all__ = ["dlio", "pictures"]
 
 CLASSES = 4
 SIZE = 32
