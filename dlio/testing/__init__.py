@@ -15,7 +15,7 @@
 | `ReaderTests`        | `dlio.data.reader_contract.Reader`        | `reader_suite` |
 | `TierTests`          | `dlio.storage.tier.Tier`                  | `tier_suite`   |
 | `CommunicatorTests`  | `dlio.comm.Communicator`                  | `communicator` |
-| `ExchangeTests`      | `dlio.exchange.RunningExchange`           | `exchange_suite` |
+| `ExchangeTests`      | `dlio.exchange.exchange_base.Exchange`    | `exchange_suite` |
 | `CompressorTests`    | `dlio.exchange.compress.Compressor`       | `compressor`   |
 | `LoaderStateTests`   | `state_dict` of a loader                  | `loader_state` |
 
