@@ -27,7 +27,8 @@ carry it into all later steps. The residual is undefined after such an error.
 
 To add a compressor, subclass `Compressor`, add a line to `COMPRESSORS` of `exchange_spec`,
 and subclass `dlio.testing.CompressorTests` with it. A package of its own names its factory, called
-with (pieces, scratch), by an entry point of the group `dlio.compressors`.
+with (pieces, scratch), by an entry point of the group `dlio.compressors`; see
+docs/guides/writing-a-compressor.md.
 
 Tensors too small for useful means and thresholds, mainly biases and norms, travel as `int8` in the
 messages of `onebit`, `ternary`, `threshold` and `adaptive` (see `layout.is_small`); the bits above
