@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio_bench.augment import augment
 from dlio_bench.feed_bench import arrays, decoded, slow
 from dlio_bench.latent import mapstyle, shown
@@ -70,7 +70,7 @@ class LoaderCase:
 
 
 @dataclass(frozen=True, slots=True)
-class LoaderChoice:
+class LoaderChoice(CheckedOptions):
     """Cases and loaders to measure."""
 
     peers: Annotated[
@@ -95,9 +95,6 @@ class LoaderChoice:
     folder: Annotated[
         str, Option("Folder for arrays, on the disk to measure.", metavar="FOLDER")
     ] = "."
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def contenders(self) -> tuple[str, ...]:
         """Return the loaders to measure. Raises UsageError for an unknown one."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from dlio.cli.option_records import OutputOptions
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import results_of
 from dlio_bench.results.terminal import advance, expect, table, working
@@ -23,7 +23,7 @@ _BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderCase:
+class ReaderCase(CheckedOptions):
     """Data that is read: samples of random bytes, or of float32 where a format is for arrays."""
 
     samples: Annotated[int, Option("Number of samples of each data set.", least=_BLOCK)] = 2000
@@ -31,21 +31,15 @@ class ReaderCase:
     random_reads: int = 500
     repeats: Annotated[int, Option("Timed passes of each figure.", least=1)] = 5
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Formats:
+class Formats(CheckedOptions):
     """Formats to measure."""
 
     formats: Annotated[
         tuple[str, ...],
         Option("Format to measure. Repeatable.", name="format", choices=FORMATS),
     ] = FORMATS
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)

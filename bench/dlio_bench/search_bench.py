@@ -24,7 +24,7 @@ from dlio.data.reader import open_reader
 from dlio.data.reader_contract import data_bytes
 from dlio.errors import DlioError
 from dlio.util.child_processes import module_command
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import results_of
 from dlio_bench.results.terminal import show_figures, working
@@ -35,7 +35,7 @@ _NETWORK: Final = "dlio_bench.exchange_cases.paced_network:paced_network"
 
 
 @dataclass(frozen=True, slots=True)
-class SearchChoice:
+class SearchChoice(CheckedOptions):
     """The search that is measured."""
 
     source: Annotated[
@@ -66,9 +66,6 @@ class SearchChoice:
         float, Option("Mean time between two kills.", unit="seconds", above=0, name="every")
     ] = 4.0
     seed: Annotated[int, Option("Seed of searches and kills.", least=0)] = 0
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(slots=True)

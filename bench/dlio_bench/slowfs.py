@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Final
 
 from dlio.cli.app import run_function
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.threads import Workers
 from dlio.util.units import parse_bytes
 from dlio_bench.emulated.emulated_mount import serve, unmount
@@ -31,7 +31,7 @@ _END_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class SlowMount:
+class SlowMount(CheckedOptions):
     """The options of `python -m dlio_bench.slowfs`."""
 
     source: Annotated[str, Option("Folder to pass through.", positional=True, metavar="SRC")]
@@ -80,9 +80,6 @@ class SlowMount:
     until_eof: Annotated[bool, Option("Unmount when standard input is closed.", hidden=True)] = (
         False
     )
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def profile(self) -> Profile:
         """Return what all options say together. Raises UsageError."""

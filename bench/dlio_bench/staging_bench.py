@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.shared_folders import SHARED_MEMORY
 from dlio.util.units import format_bytes
 from dlio_bench.results.envelope import begin, finish
@@ -74,7 +74,7 @@ def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, object
 
 
 @dataclass(frozen=True, slots=True)
-class StagingChoice:
+class StagingChoice(CheckedOptions):
     """The options of `dlio bench staging`."""
 
     cases: Annotated[
@@ -90,9 +90,6 @@ class StagingChoice:
         float,
         Option("Share of the small files that `cp -r` copies; its time is scaled up.", least=0.001),
     ] = 1.0
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def sizes(self) -> Sizes:
         """Return how much is staged."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.units import format_bytes, format_seconds
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.report_values import Figure, Results
@@ -112,7 +112,7 @@ def measure_source(source: str, threads: int) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class TierBenchOptions:
+class TierBenchOptions(CheckedOptions):
     """The options of `dlio bench tiers`."""
 
     sources: Annotated[
@@ -127,9 +127,6 @@ class TierBenchOptions:
     ] = "256MiB"
     threads: Annotated[int, Option("Number of concurrent reads.", unit="threads", least=1)] = 4
     keep: Annotated[bool, Option("Remember the figures for this machine.")] = True
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def command(options: TierBenchOptions, output: OutputOptions) -> None:

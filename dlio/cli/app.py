@@ -8,11 +8,11 @@ import ast
 import functools
 import importlib.util
 import inspect
-import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Annotated, Any, Final
 
 from cyclopts import App, CycloptsError, Parameter
@@ -54,10 +54,6 @@ class CommandGroup:
     """Import path of each sub-command's function, `package.module:function`, by name."""
 
 
-Loaded = CommandFunction | CommandGroup | App
-"""Objects that an entry point of the group `dlio.commands` may name, in addition to typer apps."""
-
-
 def places() -> dict[str, str]:
     """Return the import path of each command, core and plug-ins, by name."""
     plugged = {entry.name: entry.value for entry in entry_points(group="dlio.commands")}
@@ -86,10 +82,10 @@ def make_app(path: Sequence[str] | None = None, rest: Sequence[str] = ()) -> App
 def all_commands() -> Iterator[Command]:
     """Import and yield all commands whose options are records, including those of groups."""
     for name, place in places().items():
-        loaded = _resolve(place)
+        loaded = resolve_name(place)
         if isinstance(loaded, CommandGroup):
             for inner, where in loaded.commands.items():
-                yield Command(f"{name} {inner}", _resolve(where))
+                yield Command(f"{name} {inner}", resolve_name(where))
         elif callable(loaded) and is_command(loaded):
             yield Command(name, loaded)
 
@@ -99,13 +95,13 @@ def find_command(tokens: Sequence[str]) -> Command | None:
     if not tokens or tokens[0] not in places():
         return None
     try:
-        loaded = _resolve(places()[tokens[0]])
+        loaded = resolve_name(places()[tokens[0]])
     except Exception:
         return None  # Running the command reports the reason.
     if isinstance(loaded, CommandGroup):
         if len(tokens) < 2 or tokens[1] not in loaded.commands:
             return None
-        return Command(" ".join(tokens[:2]), _resolve(loaded.commands[tokens[1]]))
+        return Command(" ".join(tokens[:2]), resolve_name(loaded.commands[tokens[1]]))
     return Command(tokens[0], loaded) if callable(loaded) and is_command(loaded) else None
 
 
@@ -173,7 +169,7 @@ def _app(name: str, text: str, examples: Sequence[str] = (), **more: Any) -> App
 def _loaded(name: str, place: str, path: Sequence[str] | None, rest: Sequence[str]) -> App:
     """Return the app of one command, for an entry point of any kind."""
     try:
-        loaded = _resolve(place)
+        loaded = resolve_name(place)
     except Exception as error:
         return _broken(name, place, error)
     if isinstance(loaded, App):
@@ -182,7 +178,7 @@ def _loaded(name: str, place: str, path: Sequence[str] | None, rest: Sequence[st
         app = _app(name, loaded.help)
         for inner, where in loaded.commands.items():
             if path is None or list(path[:1]) == [inner]:
-                part = _of_function(f"{name} {inner}", _resolve(where), rest)
+                part = _of_function(f"{name} {inner}", resolve_name(where), rest)
             else:
                 part = _app(inner, "" if path else _summary(where))
             app.command(part, name=inner)
@@ -245,10 +241,6 @@ def _broken(name: str, place: str, error: Exception) -> App:
     return app
 
 
-def _resolve(place: str) -> Any:
-    return pkgutil.resolve_name(place)
-
-
 def _summary(place: str) -> str:
     """Return the first sentence of a command's description, without importing its module."""
     module, _, attribute = place.partition(":")
@@ -262,7 +254,7 @@ def _summary(place: str) -> str:
             for node in tree.body:
                 if isinstance(node, ast.FunctionDef) and node.name == attribute:
                     return _first_paragraph(ast.get_docstring(node))
-        loaded = _resolve(place)
+        loaded = resolve_name(place)
     except Exception as error:
         return f"(cannot be loaded: {error})"
     if isinstance(loaded, CommandGroup):

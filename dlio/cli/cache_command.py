@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Final
 
 from dlio.cli.app import CommandGroup
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 
@@ -42,16 +42,12 @@ def list_entries(options: CacheListOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheCleanOptions:
+class CacheCleanOptions(CheckedOptions):
     """Options of `dlio cache clean`."""
 
     older: Annotated[
-        float,
-        Option("Only indexes that were written that long ago.", unit="days", least=0),
+        float, Option("Only indexes that were written that long ago.", unit="days", least=0)
     ] = 0.0
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def clean(options: CacheCleanOptions) -> None:

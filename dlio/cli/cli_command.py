@@ -10,15 +10,15 @@ files.
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
-from dlio.cli.option_groups import group_of, groups_of
+from dlio.cli.option_groups import OTHERS, groups_of
 from dlio.cli.option_records import ConfigFile
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
-from dlio.util.options import OptionField, Value, from_mapping, options_of
+from dlio.util.options import OptionField, Value, as_mapping, from_mapping, options_of
 
 if TYPE_CHECKING:
     from cyclopts import Group, Parameter
@@ -81,13 +81,15 @@ class Command:
                 values[field.name] = field.convert(given[field.name], field.flag)
         path = values.get("config")
         if ConfigFile in self.records.values() and isinstance(path, str):
-            from dlio.cli.configfile import read_config
-
             values = {**read_config(path, self.config_fields), **values}
-        arguments = {name: self._made(record, values) for name, record in self.records.items()}
+        arguments: dict[str, object] = {}
+        for name, record in self.records.items():
+            for field in options_of(record):
+                if field.required and field.name not in values:
+                    missing = f"{field.flag} is missing"
+                    raise UsageError(f"{missing}: `dlio {self.name} --help` describes it")
+            arguments[name] = from_mapping(record, values)
         if any(isinstance(each, ConfigFile) and each.print_config for each in arguments.values()):
-            from dlio.cli.configfile import config_text
-
             print(config_text(arguments.values()), end="")
             return None
         return self.function(**arguments)
@@ -109,16 +111,12 @@ class Command:
         """Return the heading of each option, by its field's name; empty without headings."""
         from cyclopts import Group
 
-        headings = {field.name: group_of(self.function, field.name) for field in self.fields}
-        used = list(dict.fromkeys(groups_of(self.function)))
-        made = {name: Group(name, sort_key=k) for k, name in enumerate(used)}
-        return {name: made[heading] for name, heading in headings.items() if heading is not None}
-
-    def _made(self, record: type, values: Mapping[str, Value]) -> object:
-        for field in options_of(record):
-            if field.required and field.name not in values:
-                raise UsageError(f"{field.flag} is missing: `dlio {self.name} --help` describes it")
-        return from_mapping(record, values)
+        groups = groups_of(self.function)
+        if not groups:
+            return {}
+        made = {name: Group(name, sort_key=k) for k, name in enumerate([*groups, OTHERS])}
+        by_field = {field: made[name] for name, fields in groups.items() for field in fields}
+        return {field.name: by_field.get(field.name, made[OTHERS]) for field in self.fields}
 
     def split(self, tokens: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split tokens into those of this command and those of the field that takes the rest."""
@@ -170,11 +168,7 @@ class Command:
 def parameter_of(
     field: OptionField, required: bool, group: "Group | None" = None
 ) -> inspect.Parameter:
-    """Return the parameter that tells cyclopts to parse an option: as text, or as a switch.
-
-    Args:
-        group: heading of the option in the help.
-    """
+    """Return the parameter by which cyclopts parses an option, as text or as a switch."""
     from cyclopts import Parameter
 
     option = field.option
@@ -187,11 +181,10 @@ def parameter_of(
     elif field.many:
         hint = tuple[str, ...]
     names = [field.flag, *([option.short] if option.short else [])]
-    metavar = option.metavar or METAVARS.get(field.type)
     parameter = Parameter(
         name=names[0] if option.positional else names,
         help=help_of(field),
-        metavar=metavar,
+        metavar=option.metavar or METAVARS.get(field.type),
         choices=field.choices or None,
         show_choices=bool(field.choices),
         show_default=False,
@@ -278,3 +271,53 @@ def describe(error: Exception, name: str, fields: Sequence[OptionField]) -> str:
     if isinstance(error, exceptions.UnusedCliTokensError):
         return f"{' '.join(error.unused_tokens or ())}: unexpected argument{more}"
     return " ".join(str(error).split()) + more
+
+
+def read_config(path: str, fields: Sequence[OptionField]) -> dict[str, Value]:
+    """Return the values in a YAML file, by field name.
+
+    Raises UsageError, naming the file and the key, for a file that cannot be read, a key that is
+    not an option, or a value of another type.
+    """
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            stated = yaml.safe_load(file)
+    except OSError as error:
+        raise UsageError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--config {path}: not valid YAML: {reason}") from error
+    if stated is None:
+        return {}
+    if not isinstance(stated, dict):
+        raise UsageError(f"--config {path}: give options as `name: value`, one a line")
+    known = {field.key: field for field in fields}
+    values = {}
+    for key, value in cast(dict[object, object], stated).items():
+        field = known.get(str(key).replace("-", "_"))
+        if field is None:
+            raise UsageError(f"{path}: {key}: no such option{nearest(str(key), known)}")
+        where = f"{path}: {key}:"
+        values[field.name] = field.convert(value, where)
+        try:
+            field.check(values[field.name])
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
+    return values
+
+
+def config_text(records: Iterable[object]) -> str:
+    """Return the options of records as YAML, which `read_config` reads back."""
+    import yaml
+
+    stated = {
+        field.key: field.show(values[field.name])
+        for record in records
+        if not isinstance(record, ConfigFile)
+        for values in (as_mapping(record),)
+        for field in options_of(type(record))
+    }
+    text: str = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True)
+    return text

@@ -1,6 +1,7 @@
 """`dlio demo`: train on two pretended nodes, with pictures that it draws or with your own."""
 
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
@@ -33,8 +34,7 @@ class DemoOptions:
     epochs: Annotated[int, Option("Number of passes over the data.", least=1)] = 12
     image_size: Annotated[int, Option("Side of the square crops.", unit="pixels")] = 64
     folder: Annotated[
-        str,
-        Option("Folder for the pictures, the disk tier and the report.", metavar="FOLDER"),
+        str, Option("Folder for the pictures, the disk tier and the report.", metavar="FOLDER")
     ] = os.path.join(".cache", "dlio-demo")
     report: Annotated[
         str | None,
@@ -61,7 +61,12 @@ def command(demo: DemoOptions) -> None:
     between them. During training, neurons are pruned and samples that the network has learnt are
     skipped.
     """
-    _make_folder(demo.folder)
+    try:
+        os.close(make_folders(demo.folder))
+    except OSError as error:
+        raise UsageError(
+            f"--folder {demo.folder}: cannot be created: {error.strerror}; choose a writable folder"
+        ) from error
     source = demo.data
     if source is None:
         source = os.path.join(demo.folder, "pictures")
@@ -80,9 +85,8 @@ def _train(demo: DemoOptions, data: str, report: str) -> None:
     from dlio.train.config import train_config
 
     source, val = find_parts(data, None)
-    reader = open_reader(source)
-    size = int(reader.sizes.sum())
-    reader.close()
+    with closing(open_reader(source)) as reader:
+        size = int(reader.sizes.sum())
     nodes = min(2, demo.ranks)
     prunes = find_spec("torch_pruning") is not None
     if not prunes:
@@ -106,15 +110,6 @@ def _train(demo: DemoOptions, data: str, report: str) -> None:
             skip_samples=True,
         )
         run(config, demo.ranks)
-
-
-def _make_folder(folder: str) -> None:
-    try:
-        os.close(make_folders(folder))
-    except OSError as error:
-        raise UsageError(
-            f"--folder {folder}: cannot be created: {error.strerror}; choose a writable folder"
-        ) from error
 
 
 def _draw(folder: str) -> None:

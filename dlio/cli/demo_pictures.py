@@ -223,26 +223,11 @@ def _spirals(image: Image, random: np.random.Generator, ink: Colour) -> None:
     image[(radius / period + turn) % 1 < 0.5] = ink
 
 
-_CROSS: Final = (
-    np.array(
-        [
-            [1, 3],
-            [1, 1],
-            [3, 1],
-            [3, -1],
-            [1, -1],
-            [1, -3],
-            [-1, -3],
-            [-1, -1],
-            [-3, -1],
-            [-3, 1],
-            [-1, 1],
-            [-1, 3],
-        ],
-        np.float64,
-    )
-    / 3
-)
+_ARM: Final = np.array([[1, 3], [1, 1], [3, 1]])
+_RIGHT_ANGLE: Final = np.array([[0, -1], [1, 0]])
+_CROSS: Final = np.concatenate(
+    [_ARM @ np.linalg.matrix_power(_RIGHT_ANGLE, k) for k in range(4)]
+) / np.float64(3)
 
 PAINTERS: Final[dict[str, _Painter]] = {
     "checkers": _checkers,

@@ -13,13 +13,13 @@ from dlio.train.config import TrainConfig, train_config
 from dlio.train.factory import check_name
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
 from dlio.train.train_options import MIN_IMAGE_SIZE, MODEL_NAMES
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
 from dlio.util.whole_files import write_json
 
 
 @dataclass(frozen=True, slots=True)
-class EvalOptions:
+class EvalOptions(CheckedOptions):
     """The options of `dlio eval`."""
 
     source: Annotated[
@@ -63,9 +63,6 @@ class EvalOptions:
         str, Option("Device to evaluate on: auto, cpu, cuda or cuda:N.", metavar="DEVICE")
     ] = "auto"
     workers: Annotated[int, Option("Decode threads of each rank.", unit="threads", least=1)] = 2
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @with_help(

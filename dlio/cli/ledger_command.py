@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -76,11 +77,8 @@ def _count(source: str) -> int:
     from dlio.cli.train_command import find_parts
     from dlio.data.reader import open_reader
 
-    reader = open_reader(find_parts(source, None, quiet=True)[0])
-    try:
+    with closing(open_reader(find_parts(source, None, quiet=True)[0])) as reader:
         return len(reader)
-    finally:
-        reader.close()
 
 
 def _as_json(epoch: "EpochCheck") -> dict[str, Any]:

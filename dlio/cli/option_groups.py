@@ -5,8 +5,9 @@ from typing import Final, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _GROUPS: Final[dict[Callable[..., object], Mapping[str, Sequence[str]]]] = {}
-_OTHERS: Final = "Other options"
 _EXAMPLES: Final[dict[Callable[..., object], Sequence[str]]] = {}
+OTHERS: Final = "Other options"
+"""Heading of the options that stand under no other, at the end."""
 
 
 def with_help(
@@ -17,7 +18,7 @@ def with_help(
     Args:
         examples: command lines.
         groups: names of options, as fields of records, by the heading that they stand under, in the
-            order of the help. Other options stand at the end.
+            order of the help.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -33,14 +34,6 @@ def examples_of(function: Callable[..., object]) -> Sequence[str]:
     return _EXAMPLES.get(function, ())
 
 
-def groups_of(function: Callable[..., object]) -> list[str]:
-    """Return the headings of a command, in the order of its help."""
-    groups = _GROUPS.get(function, {})
-    return [*groups, _OTHERS] if groups else []
-
-
-def group_of(function: Callable[..., object], name: str) -> str | None:
-    """Return the heading of an option; None for a command without headings."""
-    groups = _GROUPS.get(function, {})
-    others = _OTHERS if groups else None
-    return next((heading for heading, names in groups.items() if name in names), others)
+def groups_of(function: Callable[..., object]) -> Mapping[str, Sequence[str]]:
+    """Return the options of a command by their headings, in the order of its help."""
+    return _GROUPS.get(function, {})

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import check_writable
 
 
 @dataclass(frozen=True, slots=True)
-class RankOptions:
+class RankOptions(CheckedOptions):
     """The ranks that a command starts."""
 
     ranks: Annotated[
@@ -27,9 +27,6 @@ class RankOptions:
             "torch.distributed, without MPI. auto: MPI if it is installed."
         ),
     ] = "auto"
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +61,3 @@ class OutputOptions:
         """Raise UsageError if the report cannot be written. Call it before the work starts."""
         if self.report is not None:
             check_writable("--report", self.report)
-
-
-@dataclass(frozen=True, slots=True)
-class PretendNodes:
-    """Simulated nodes, for trying out several nodes on one machine."""
-
-    pretend_nodes: Annotated[
-        int | None,
-        Option(
-            "Number of nodes to pretend: the ranks are divided into this many groups.",
-            least=1,
-            default_text="the nodes that ranks really run on",
-        ),
-    ] = None

@@ -8,11 +8,11 @@ from typing import Annotated
 from dlio.errors import UsageError
 from dlio.launch.job_folder import PREFIX, is_job_folder
 from dlio.launch.node_requests import read_request, request_nodes
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 
 
 @dataclass(frozen=True, slots=True)
-class ResizeOptions:
+class ResizeOptions(CheckedOptions):
     """A job, and by how many ranks it changes."""
 
     job: Annotated[
@@ -33,9 +33,6 @@ class ResizeOptions:
             metavar="NAMES",
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def join(change: ResizeOptions) -> None:

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from dlio.cli.option_groups import with_help
 from dlio.errors import SourceError, UsageError
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line, printable
 from dlio.util.whole_files import check_writable
 
 
 @dataclass(frozen=True, slots=True)
-class ViewOptions:
+class ViewOptions(CheckedOptions):
     """Options of `dlio view`."""
 
     source: Annotated[
@@ -50,9 +50,6 @@ class ViewOptions:
         Option("File to write the page to.", metavar="FILE", default_text="a new file in /tmp"),
     ] = None
     no_browser: Annotated[bool, Option("Write the page, and open no browser.")] = False
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @with_help(

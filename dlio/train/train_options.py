@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal, Self, TypeVar
 from dlio.train.feature_spec import FeatureSpec, find_features, option_records
 from dlio.train.learning_rate import SCHEDULES
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
-from dlio.util.options import RECORDS, Option, as_mapping, check, from_mapping
+from dlio.util.options import RECORDS, CheckedOptions, Option, as_mapping, from_mapping
 
 MIN_IMAGE_SIZE: Final = 32
 """Pixels: of a smaller image too little is left after the strides of the model."""
@@ -20,7 +20,7 @@ _Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True)
-class DataOptions:
+class DataOptions(CheckedOptions):
     """The data sets of a run, and the images that are made of them."""
 
     source: Annotated[
@@ -86,12 +86,9 @@ class DataOptions:
         Option("Seed for sample order, crops and initial weights.", least=0, most=2**64 - 1),
     ] = 0
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class BatchOptions:
+class BatchOptions(CheckedOptions):
     """The batches that a rank's loader makes."""
 
     batch_size: Annotated[
@@ -126,12 +123,9 @@ class BatchOptions:
         Option("Write the loader's trace, for Perfetto, to this file.", metavar="FILE"),
     ] = None
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class ModelOptions:
+class ModelOptions(CheckedOptions):
     """The task, and the network that is trained for it."""
 
     task: Annotated[
@@ -198,12 +192,9 @@ class ModelOptions:
         Option("Device to train on: auto, cpu, cuda or cuda:N.", metavar="DEVICE"),
     ] = "auto"
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class OptimizerOptions:
+class OptimizerOptions(CheckedOptions):
     """The steps of the optimizer."""
 
     epochs: Annotated[int, Option("Number of passes over the training data.", least=1)] = 3
@@ -251,12 +242,9 @@ class OptimizerOptions:
         ),
     ] = "cosine"
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class ExchangeOptions:
+class ExchangeOptions(CheckedOptions):
     """How the ranks of a run share its work."""
 
     exchange: Annotated[
@@ -297,9 +285,6 @@ class ExchangeOptions:
         Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),
     ] = None
 
-    def __post_init__(self) -> None:
-        check(self)
-
     @property
     def node_names(self) -> tuple[str, ...]:
         """The nodes of --nodes; none for this machine alone."""
@@ -307,7 +292,7 @@ class ExchangeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class SurvivalOptions:
+class SurvivalOptions(CheckedOptions):
     """Options for ranks that are lost, hang, or leave."""
 
     fault_tolerance: Annotated[
@@ -366,12 +351,9 @@ class SurvivalOptions:
         ),
     ] = False
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class CheckpointOptions:
+class CheckpointOptions(CheckedOptions):
     """Checkpoints, and the weights at the end."""
 
     checkpoint: Annotated[
@@ -410,12 +392,9 @@ class CheckpointOptions:
         str | None, Option("Write the trained weights to this file.", metavar="FILE")
     ] = None
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class ResultOptions:
+class ResultOptions(CheckedOptions):
     """Reports of a run, and the trace of its samples."""
 
     report: Annotated[
@@ -437,12 +416,9 @@ class ResultOptions:
         ),
     ] = None
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class CallbackOptions:
+class CallbackOptions(CheckedOptions):
     """Callbacks that watch a run."""
 
     nan: Annotated[
@@ -499,9 +475,6 @@ class CallbackOptions:
             metavar="FACTORY",
         ),
     ] = ()
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)

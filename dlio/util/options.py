@@ -1,11 +1,8 @@
 """Options as fields of frozen records, each defined once with its type, default, help and unit.
 
     @dataclass(frozen=True, slots=True)
-    class Shape:
+    class Shape(CheckedOptions):
         width: Annotated[int, Option("Width of the image.", unit="pixels", least=1)] = 64
-
-        def __post_init__(self) -> None:
-            check(self)
 
 The command line, configuration files, the options passed to ranks and the reference in the
 documentation are all derived from such records. A field whose type is such a record brings that
@@ -274,6 +271,15 @@ def _plain(hint: Any, option: Option) -> tuple[Any, bool, bool, tuple[str, ...]]
     if get_origin(hint) is Literal:
         return str, many, optional, get_args(hint)
     return hint, many, optional, option.choices
+
+
+class CheckedOptions:
+    """Base of records of options, which are checked when they are made; see `check`."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 def check(record: object) -> None:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from dlio.cli.reference import CommandReference, OptionReference, commands
+from dlio.cli.app import all_commands
+from dlio.cli.cli_command import METAVARS, Command, default_of
+from dlio.util.options import OptionField
 from dlio.util.settings import SETTINGS
 
 __all__ = ["commands_page", "environment_table", "options_by_command"]
@@ -22,7 +24,7 @@ def environment_table() -> str:
 
 def commands_page() -> str:
     """Return a section for each command: usage, description, arguments and options."""
-    return "\n\n".join(map(_section, commands()))
+    return "\n\n".join(map(_section, _commands()))
 
 
 def options_by_command() -> dict[str, set[str]]:
@@ -31,20 +33,36 @@ def options_by_command() -> dict[str, set[str]]:
         "dlio": {"--version", "--debug", "--install-completion", *_COMMON},
         "dlio bench": {*_COMMON},
     }
-    for command in commands():
-        names = {name for option in command.options for name in option.names}
+    for command in _commands():
+        names = {name for field in _shown(command) for name in _names(field)}
         negative = {f"--no-{name[2:]}" for name in names if name.startswith("--")}
         options[f"dlio {command.name}"] = {*names, *negative, *_COMMON}
     return options
 
 
-def _section(command: CommandReference) -> str:
-    given = [option for option in command.options if option.positional]
-    options = [option for option in command.options if not option.positional]
+def _commands() -> list[Command]:
+    return sorted(all_commands(), key=lambda command: command.name)
+
+
+def _shown(command: Command) -> list[OptionField]:
+    return [field for field in command.fields if not field.option.hidden]
+
+
+def _is_given(field: OptionField) -> bool:
+    return field.option.positional or field.option.rest
+
+
+def _names(field: OptionField) -> list[str]:
+    return [field.flag, *([field.option.short] if field.option.short else [])]
+
+
+def _section(command: Command) -> str:
+    given = [field for field in _shown(command) if _is_given(field)]
+    options = [field for field in _shown(command) if not _is_given(field)]
     usage = " ".join([f"dlio {command.name}", "[OPTIONS]", *map(_placeholder, given)])
     parts = [
         f"## dlio {command.name} {{#dlio-{command.name.replace(' ', '-')}}}",
-        _escaped(command.description),
+        _escaped("\n\n".join(" ".join(each.split()) for each in command.help.split("\n\n"))),
         f"```text\n{usage}\n```",
     ]
     if given:
@@ -54,35 +72,39 @@ def _section(command: CommandReference) -> str:
     return "\n\n".join(parts)
 
 
-def _list(options: Sequence[OptionReference]) -> str:
+def _list(options: Sequence[OptionField]) -> str:
     """Return a definition list: narrow screens show it as well as wide ones."""
     return "\n\n".join(f"{_heading(option)}\n:   {_help(option)}" for option in options)
 
 
-def _heading(option: OptionReference) -> str:
-    if option.positional:
-        return f"`{_placeholder(option)}`"
-    return ", ".join(f"`{f'{name} {option.metavar}'.strip()}`" for name in option.names)
+def _metavar(field: OptionField) -> str:
+    return field.option.metavar or METAVARS.get(field.type, "")
 
 
-def _placeholder(option: OptionReference) -> str:
-    name = option.metavar or option.names[0].lstrip("-").upper()
-    name = f"{name}..." if option.repeatable else name
-    return name if option.required else f"[{name}]"
+def _heading(field: OptionField) -> str:
+    if _is_given(field):
+        return f"`{_placeholder(field)}`"
+    return ", ".join(f"`{f'{name} {_metavar(field)}'.strip()}`" for name in _names(field))
 
 
-def _help(option: OptionReference) -> str:
-    parts = [option.help]
-    if option.choices:
-        parts.append(f"One of {', '.join(f'`{each}`' for each in option.choices)}.")
-    if option.unit:
-        parts.append(f"Unit: {option.unit}.")
-    if option.repeatable and "Repeatable" not in option.help:
+def _placeholder(field: OptionField) -> str:
+    name = _metavar(field) or field.flag.lstrip("-").upper()
+    name = f"{name}..." if field.many else name
+    return name if field.required else f"[{name}]"
+
+
+def _help(field: OptionField) -> str:
+    parts = [field.option.help]
+    if field.choices:
+        parts.append(f"One of {', '.join(f'`{each}`' for each in field.choices)}.")
+    if field.option.unit:
+        parts.append(f"Unit: {field.option.unit}.")
+    if field.many and "Repeatable" not in field.option.help:
         parts.append("Repeatable.")
-    if option.required:
+    if field.required:
         parts.append("Required.")
-    if option.default:
-        parts.append(f"Default: {option.default}.")
+    if default := default_of(field):
+        parts.append(f"Default: {default}.")
     return _escaped(" ".join(parts))
 
 

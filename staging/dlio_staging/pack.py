@@ -9,7 +9,7 @@ from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import ConfigFile, OutputOptions, RankOptions
 from dlio.launch.command_ranks import on_ranks
 from dlio.util.cores import available_cores
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 from dlio.util.whole_files import write_json
@@ -18,7 +18,7 @@ from dlio_staging.pack_plan import PackOptions
 
 
 @dataclass(frozen=True, slots=True)
-class PackArguments:
+class PackArguments(CheckedOptions):
     """The data to pack and where to; options of `dlio pack`."""
 
     source: Annotated[
@@ -35,9 +35,6 @@ class PackArguments:
         ),
     ] = None
     dry_run: Annotated[bool, Option("Show what would be written, and write nothing.")] = False
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @with_help(

@@ -18,7 +18,7 @@ from dlio.data.schema import IMAGES, Schema
 from dlio.errors import UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.units import exact_bytes, parse_bytes
 
 VERSION: Final = 1
@@ -48,7 +48,7 @@ def _split_text(split: tuple[tuple[str, float], ...]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class PackOptions:
+class PackOptions(CheckedOptions):
     """How to pack; options of `dlio pack`."""
 
     format: Annotated[
@@ -102,9 +102,6 @@ class PackOptions:
     ] = ()
     workers: int = 1
     """Processes that read and write."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dlio.errors import UsageError
 from dlio.storage.block_fetcher import piece_bytes
 from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.mount import Layout, Mount
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
 from dlio.util.units import exact_bytes, format_bytes, parse_bytes
 
@@ -28,7 +28,7 @@ def _rate(text: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class StageOptions:
+class StageOptions(CheckedOptions):
     """How to stage; options of `dlio stage`."""
 
     tiers: Annotated[
@@ -113,9 +113,6 @@ class StageOptions:
             metavar="PATH",
         ),
     ] = ()
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 
 from dlio.cli import main
-from dlio.cli.doctor.clocks import check_clocks, clock_offsets
 from dlio.cli.doctor.examination import DoctorOptions, examine, merged
-from dlio.cli.doctor.findings import Finding, ok, warning, worst
+from dlio.cli.doctor.findings import Finding, worst
 from dlio.cli.doctor.limit_checks import check_limits, check_shared_memory, memory_limit
 from dlio.cli.doctor.path_checks import check_place, check_source, check_tier, measure_folder
 from dlio.cli.doctor.probe import MpiFacts
-from dlio.cli.doctor.rank_checks import RankHardware, allocation, check_ranks, lost_ranks
+from dlio.cli.doctor.rank_checks import (
+    RankHardware,
+    allocation,
+    check_clocks,
+    check_ranks,
+    clock_offsets,
+    lost_ranks,
+)
 from dlio.cli.doctor.software import (
     check_launchers,
     check_mpi,
@@ -281,10 +287,11 @@ def test_allocations_are_named() -> None:
 
 
 def test_equal_findings_of_nodes_are_shown_once() -> None:
-    slow = warning("limits", "open files", "64", "ulimit")
+    slow = Finding("limits", "open files", "64", "warning", "ulimit")
+    python = Finding("software", "Python", "3.11")
     by_node = {
-        "a": [ok("software", "Python", "3.11"), ok("tiers", "/x:1GiB", "1 GiB free")],
-        "b": [ok("software", "Python", "3.11"), ok("tiers", "/x:1GiB", "2 GiB free"), slow],
+        "a": [python, Finding("tiers", "/x:1GiB", "1 GiB free")],
+        "b": [python, Finding("tiers", "/x:1GiB", "2 GiB free"), slow],
     }
     python, limits, tier = merged(by_node)
     assert (python.text, python.where) == ("3.11", ())

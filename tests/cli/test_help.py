@@ -66,7 +66,7 @@ def test_examples_can_be_run(example: str) -> None:
 def test_headings_hold_all_options_of_train() -> None:
     train = COMMANDS["train"]
     headings = [group.name for group in train.groups().values()]
-    assert set(headings) == set(groups_of(train.function)) - {"Other options"}
+    assert set(headings) == set(groups_of(train.function))
     assert set(train.groups()) == {field.name for field in train.fields}
 
 

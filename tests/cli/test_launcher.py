@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.launch_command import command
-from dlio.cli.launch_options import LaunchOptions, Program
+from dlio.cli.launch_command import LaunchOptions, Program, command
 from dlio.comm.launch_environment import local_rank
 from dlio.launch.slurm_tasks import is_task, task_variables
 from dlio.launch.spread import (

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.cli.launch_command import job_script
-from dlio.cli.launch_options import LaunchOptions, Program, read_program
+from dlio.cli.launch_command import LaunchOptions, Program, job_script, read_program
 from dlio.errors import UsageError
 from dlio.launch.slurm_options import parse_slurm, parse_time
 from dlio.launch.slurm_script import JobScript, shell_words

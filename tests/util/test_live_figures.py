@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dlio.cli.top_table import view
+from dlio.cli.top import view
 from dlio.util import live_figures
 from dlio.util.live_figures import Figures, ProcessFigures, ask_all, publish
 

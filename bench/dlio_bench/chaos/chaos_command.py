@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.figure_collection import results_of
@@ -30,7 +30,7 @@ _IMAGES: Final = 480
 
 
 @dataclass(frozen=True, slots=True)
-class ChaosCases:
+class ChaosCases(CheckedOptions):
     """Cases to measure."""
 
     case: Annotated[
@@ -44,9 +44,6 @@ class ChaosCases:
             choices=tuple(CASES),
         ),
     ] = ("storm",)
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def command(options: ChaosOptions, cases: ChaosCases, output: OutputOptions) -> None:

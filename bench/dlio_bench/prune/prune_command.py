@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
 from dlio.cli.option_records import OutputOptions
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import check_writable
 from dlio_bench.prune.curves import TrainingCurve, draw
 from dlio_bench.prune.prune_options import PruneBenchOptions
@@ -29,7 +29,7 @@ _VERSIONS: Final = ("dlio", "torch", "torch-pruning", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
-class PruneCases:
+class PruneCases(CheckedOptions):
     """Cases to measure."""
 
     case: Annotated[
@@ -40,9 +40,6 @@ class PruneCases:
             default_text="all; tabular and rows without SRC",
         ),
     ] = ()
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def command(options: PruneBenchOptions, cases: PruneCases, output: OutputOptions) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import SourceError, UsageError
 from dlio.util.child_processes import module_command
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import write_json
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.machine import describe_machine
@@ -36,7 +36,7 @@ _PART_TIMEOUT_S: Final = 900.0
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class Watch(CheckedOptions):
     """The options of `dlio bench watch`."""
 
     part: Annotated[
@@ -51,9 +51,6 @@ class Watch:
     folder: Annotated[
         str, Option("Folder on the disk to measure.", metavar="FOLDER", default_text="here")
     ] = "."
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def command(watch: Watch, output: OutputOptions) -> None:

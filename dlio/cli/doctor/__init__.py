@@ -1,14 +1,13 @@
 """`dlio doctor`: checks of a machine, or of all nodes of a job, before a training fails on them.
 
-    findings.py  a finding: a fact, how good it is, and the remedy
-    software.py  Python, torch, MPI, launchers
-    probe.py     MPI as a process of its own sees it
-    ranks.py     ranks as launchers started them and as MPI finds them; cores and GPUs of each rank
-    limits.py    descriptors, processes, memory, shared memory
-    places.py    tiers and the source: file systems, free space, speed, stripes
-    clocks.py    differences between the nodes' clocks
-    examine.py   all of them, over all ranks
-    shown.py     as tables
+| module | contents |
+|---|---|
+| `findings` | a finding: a fact, how good it is, and the remedy |
+| `software`, `probe` | Python, torch, launchers, and MPI as a process of its own sees it |
+| `rank_checks` | ranks, cores and GPUs of each rank, differences between the nodes' clocks |
+| `limit_checks` | descriptors, processes, memory, shared memory |
+| `path_checks` | tiers and the source: file systems, free space, speed, stripes |
+| `examination`, `doctor_command` | all of them over all ranks, and their tables |
 
 A check looks and measures; it changes nothing, and leaves nothing behind.
 """

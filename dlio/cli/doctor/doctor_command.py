@@ -4,13 +4,17 @@ import json
 import os
 from typing import Final
 
-from dlio.cli.doctor.examination import DoctorOptions
+from dlio.cli.doctor.examination import DoctorOptions, Examination
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions, RankOptions
+from dlio.comm.launch_environment import shows_terminal
 from dlio.errors import CommError, UsageError
 from dlio.launch.command_ranks import on_ranks
+from dlio.util.printable import printable
 
 _RANK_VARIABLES: Final = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
+_STYLES: Final = {"ok": "green", "warning": "yellow", "error": "bold red"}
+_MOST_NODES: Final = 4
 
 
 @with_help(
@@ -32,7 +36,6 @@ def command(options: DoctorOptions, ranks: RankOptions, output: OutputOptions) -
 def run_rank(options: DoctorOptions, output: OutputOptions) -> None:
     """Take part as this rank; the first one prints."""
     from dlio.cli.doctor.examination import examine
-    from dlio.cli.doctor.examination_text import show
     from dlio.cli.doctor.rank_checks import lost_ranks
     from dlio.comm import Communicator, world
     from dlio.comm.single import SingleCommunicator
@@ -62,3 +65,38 @@ def run_rank(options: DoctorOptions, output: OutputOptions) -> None:
             show(examination)
         if examination["worst"] == "error":
             raise UsageError("the doctor has found errors: their remedies are in its list")
+
+
+def show(examination: Examination) -> None:
+    """Print one line for each finding, remedies below them, and a last line that sums up."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(force_terminal=shows_terminal())
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("", "what", "found"):
+        table.add_column(column, overflow="fold")
+    for each in examination["findings"]:
+        text = Text(printable(each["text"]))
+        if each["where"]:
+            text.append(f"\non {_nodes(each['where'])}")
+        if each["remedy"]:
+            text.append(f"\n-> {printable(each['remedy'])}", style="bold")
+        table.add_row(
+            Text(each["state"], style=_STYLES[each["state"]]), printable(each["subject"]), text
+        )
+    console.print(table)
+    counts = [
+        f"{count} {state}{'s' if count > 1 else ''}"
+        for state in ("error", "warning")
+        if (count := sum(each["state"] == state for each in examination["findings"]))
+    ]
+    nodes, ranks = len(examination["nodes"]), examination["ranks"]
+    print(f"{nodes} node(s), {ranks} rank(s): {', '.join(counts) or 'all is well'}")
+
+
+def _nodes(names: list[str]) -> str:
+    shown = ", ".join(names[:_MOST_NODES])
+    return f"{shown} and {len(names) - _MOST_NODES} more" if len(names) > _MOST_NODES else shown

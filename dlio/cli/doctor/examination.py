@@ -7,12 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypedDict
 
-from dlio.cli.doctor.clocks import check_clocks, clock_offsets
-from dlio.cli.doctor.findings import Finding, State, error, worst
+from dlio.cli.doctor.findings import Finding, State, worst
 from dlio.cli.doctor.limit_checks import check_limits, check_memory, check_shared_memory
 from dlio.cli.doctor.path_checks import check_source, check_tier
 from dlio.cli.doctor.probe import probe_mpi, this_process
-from dlio.cli.doctor.rank_checks import RankHardware, allocation, check_ranks, rank_facts
+from dlio.cli.doctor.rank_checks import (
+    RankHardware,
+    allocation,
+    check_clocks,
+    check_ranks,
+    clock_offsets,
+    rank_facts,
+)
 from dlio.cli.doctor.software import (
     check_launchers,
     check_mpi,
@@ -25,12 +31,12 @@ from dlio.comm import Communicator
 from dlio.comm.launch_environment import under_mpi
 from dlio.errors import DlioError
 from dlio.storage.tier_spec import choose_tiers
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.settings import settings
 
 
 @dataclass(frozen=True, slots=True)
-class DoctorOptions:
+class DoctorOptions(CheckedOptions):
     """The things to check."""
 
     source: Annotated[
@@ -54,9 +60,6 @@ class DoctorOptions:
         Option("Device that is to train: auto, cpu, cuda or cuda:N.", metavar="DEVICE"),
     ] = "auto"
     quick: Annotated[bool, Option("Do not measure the speed of tiers.")] = False
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 class Examination(TypedDict):
@@ -126,7 +129,8 @@ def _of_node(
     try:
         tiers = choose_tiers(options.tiers, 0)
     except DlioError as problem:
-        yield error("tiers", str(options.tiers), str(problem), "see `dlio train --help`")
+        remedy = "see `dlio train --help`"
+        yield Finding("tiers", str(options.tiers), str(problem), "error", remedy)
         tiers = []
     in_memory = sum(spec.capacity for spec in tiers if spec.kind == "ram")
     yield from check_shared_memory(in_memory, ranks)

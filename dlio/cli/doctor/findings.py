@@ -26,19 +26,23 @@ class Finding:
     """Nodes on which it was found; empty for all."""
 
 
-def ok(topic: str, subject: str, text: str) -> Finding:
-    """Return a finding of something that is well."""
-    return Finding(topic, subject, text)
+@dataclass(frozen=True, slots=True)
+class FindingTopic:
+    """Makes the findings of one topic."""
 
+    topic: str
 
-def warning(topic: str, subject: str, text: str, remedy: str) -> Finding:
-    """Return a finding of something that works, but not as well as it could."""
-    return Finding(topic, subject, text, "warning", remedy)
+    def ok(self, subject: str, text: str) -> Finding:
+        """Return a finding of something that is well."""
+        return Finding(self.topic, subject, text)
 
+    def warning(self, subject: str, text: str, remedy: str) -> Finding:
+        """Return a finding of something that works, but not as well as it could."""
+        return Finding(self.topic, subject, text, "warning", remedy)
 
-def error(topic: str, subject: str, text: str, remedy: str) -> Finding:
-    """Return a finding of something that fails, or gives wrong results."""
-    return Finding(topic, subject, text, "error", remedy)
+    def error(self, subject: str, text: str, remedy: str) -> Finding:
+        """Return a finding of something that fails, or gives wrong results."""
+        return Finding(self.topic, subject, text, "error", remedy)
 
 
 def worst(findings: Iterable[Finding]) -> State:

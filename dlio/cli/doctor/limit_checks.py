@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from dlio.cli.doctor.findings import Finding, error, ok, warning
+from dlio.cli.doctor.findings import Finding, FindingTopic
 from dlio.util.shared_folders import SHARED_MEMORY
 from dlio.util.units import format_bytes
 
-_TOPIC: Final = "limits"
+_TOPIC: Final = FindingTopic("limits")
 _DESCRIPTORS: Final = 1024
 """Fewest that a rank should have: each format keeps some dozens of files open."""
 _FEWEST: Final = 256
@@ -33,27 +33,24 @@ def check_limits(infiniband: bool | None = None) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{_number(soft)} (at most {_number(hard)})"
     if _is_below(soft, _DESCRIPTORS):
-        say = error if _is_below(soft, _FEWEST) else warning
-        ask = (
-            "the administrator to raise nofile in limits.conf, for Slurm also in slurmd's unit"
-            if _is_below(hard, _DESCRIPTORS)
-            else f"ulimit -n {_number(hard)} in the job's script"
-        )
-        yield say(_TOPIC, "open files", text, ask if ask.startswith("ulimit") else f"ask {ask}")
+        say = _TOPIC.error if _is_below(soft, _FEWEST) else _TOPIC.warning
+        remedy = f"ulimit -n {_number(hard)} in the job's script"
+        if _is_below(hard, _DESCRIPTORS):
+            remedy = "ask the administrator to raise nofile in limits.conf, for Slurm also in "
+            remedy += "slurmd's unit"
+        yield say("open files", text, remedy)
     else:
-        yield ok(_TOPIC, "open files", text)
+        yield _TOPIC.ok("open files", text)
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     if _is_below(soft, _PROCESSES):
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             "processes and threads",
             _number(soft),
             f"ulimit -u {_number(hard)} in the job's script: a rank has some dozens of threads",
         )
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             "address space",
             format_bytes(soft),
             "ulimit -v unlimited: mapped files count there, which take no memory",
@@ -61,28 +58,20 @@ def check_limits(infiniband: bool | None = None) -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has = Path("/sys/class/infiniband").is_dir() if infiniband is None else infiniband
     if has and _is_below(soft, _LOCKED):
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             "locked memory",
             format_bytes(soft),
             "ulimit -l unlimited: InfiniBand falls back to slower messages, or fails",
         )
 
 
-def check_memory(total: int | None = None, limit: int | None = None) -> Iterator[Finding]:
-    """Yield the memory of this machine and of the job.
-
-    Args:
-        total: bytes of the machine; None to ask the system.
-        limit: bytes of the job's control group; None to ask the system.
-    """
-    total = _meminfo("MemTotal") if total is None else total
-    limit = memory_limit() if limit is None else limit
+def check_memory() -> Iterator[Finding]:
+    """Yield the memory of this machine and of the job."""
+    total, limit = _meminfo("MemTotal"), memory_limit()
     if limit is None or limit >= total:
-        yield ok(_TOPIC, "memory", f"{format_bytes(_meminfo('MemAvailable'))} available")
+        yield _TOPIC.ok("memory", f"{format_bytes(_meminfo('MemAvailable'))} available")
         return
-    yield ok(
-        _TOPIC,
+    yield _TOPIC.ok(
         "memory",
         f"{format_bytes(limit)} for this job (its control group), of {format_bytes(total)}",
     )
@@ -99,8 +88,7 @@ def check_shared_memory(wanted: int, ranks: int, path: str = SHARED_MEMORY) -> I
     try:
         status = os.statvfs(path)
     except OSError as problem:
-        yield error(
-            _TOPIC,
+        yield _TOPIC.error(
             path,
             f"cannot be used ({problem.strerror})",
             f"mount a tmpfs there: mount -t tmpfs tmpfs {path}",
@@ -110,18 +98,17 @@ def check_shared_memory(wanted: int, ranks: int, path: str = SHARED_MEMORY) -> I
     text = f"{format_bytes(free)} free of {format_bytes(size)}"
     grow = f"docker run --shm-size=16g, or as root mount -o remount,size=50% {path}"
     if not os.access(path, os.W_OK | os.X_OK):
-        yield error(_TOPIC, path, f"{text}, not writable", f"as root: chmod 1777 {path}")
+        yield _TOPIC.error(path, f"{text}, not writable", f"as root: chmod 1777 {path}")
     elif free < _SHARED * max(1, ranks):
-        yield error(_TOPIC, path, text, f"{grow}; or remove files of dead jobs there")
+        yield _TOPIC.error(path, text, f"{grow}; or remove files of dead jobs there")
     elif free < wanted:
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             path,
             f"{text}; the tiers in RAM may take {format_bytes(wanted)}",
             f"lower ram: in --tiers; or {grow}",
         )
     else:
-        yield ok(_TOPIC, path, text)
+        yield _TOPIC.ok(path, text)
 
 
 def memory_limit(root: Path = _CGROUPS) -> int | None:
@@ -138,14 +125,9 @@ def memory_limit(root: Path = _CGROUPS) -> int | None:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
-        folder, name = (
-            (root, "memory.max")
-            if not controllers
-            else (
-                root / "memory",
-                "memory.limit_in_bytes",
-            )
-        )
+        folder, name = root / "memory", "memory.limit_in_bytes"
+        if not controllers:
+            folder, name = root, "memory.max"
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts) + 1):
             limits += _limit(folder.joinpath(*parts[:depth], name))

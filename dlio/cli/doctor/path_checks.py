@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from dlio.cli.doctor.findings import Finding, error, ok, warning
+from dlio.cli.doctor.findings import Finding, FindingTopic
 from dlio.data.reader import Reader, open_reader
 from dlio.data.source import is_remote, redact
 from dlio.errors import DlioError
@@ -24,6 +24,8 @@ from dlio.util.shared_folders import user_folder
 from dlio.util.trusted_files import closing_descriptor, open_file, temporary_name
 from dlio.util.units import format_bytes, format_seconds
 
+_TIERS: Final = FindingTopic("tiers")
+_SOURCE: Final = FindingTopic("source")
 _PROBE: Final = 64 << 20
 """Bytes that are written and read to measure a tier."""
 _PIECE: Final = 4 << 20
@@ -57,8 +59,7 @@ def check_tier(spec: TierSpec, measure: bool = True) -> Iterator[Finding]:
     try:
         status = os.stat(spec.root)
     except OSError as problem:
-        yield error(
-            "tiers",
+        yield _TIERS.error(
             subject,
             f"{spec.root}: {problem.strerror}",
             "create the folder on each node, or name another one in --tiers",
@@ -67,14 +68,14 @@ def check_tier(spec: TierSpec, measure: bool = True) -> Iterator[Finding]:
     place = file_system_of(spec.root)
     held = f"{place.filesystem} at {place.mount}"
     if not stat.S_ISDIR(status.st_mode):
-        yield error("tiers", subject, "is not a folder", "name a folder in --tiers")
+        yield _TIERS.error(subject, "is not a folder", "name a folder in --tiers")
         return
     try:
         # Made as a run would make it, and removed if nothing is in it.
         folder = open_private(spec.root, user_folder(), marked=1)
     except DlioError as problem:
         said, _, remedy = str(problem).rpartition(": ")
-        yield error("tiers", subject, f"{said} ({held})", remedy)
+        yield _TIERS.error(subject, f"{said} ({held})", remedy)
         return
     try:
         yield from _usable(spec, place, held, folder if measure else None)
@@ -87,23 +88,19 @@ def check_tier(spec: TierSpec, measure: bool = True) -> Iterator[Finding]:
 def _usable(
     spec: TierSpec, place: FileSystemKind, held: str, folder: int | None
 ) -> Iterator[Finding]:
-    """Args:
-    folder: the tier's own, to measure in; None not to measure.
-    """
+    """Yield the state of a tier; measured in its `folder`, unless that is None."""
     subject = str(spec)
     status = os.statvfs(spec.root)
     free = status.f_frsize * status.f_bavail
     text = f"{held}, {format_bytes(free)} free"
     if place.network and place.kind != "beegfs":
-        yield warning(
-            "tiers",
+        yield _TIERS.warning(
             subject,
             f"{text}: a network's file system",
             "name a disk of the node: such a tier is hardly faster than the source",
         )
     if free < spec.capacity:
-        yield warning(
-            "tiers",
+        yield _TIERS.warning(
             subject,
             f"{text}, less than its {format_bytes(spec.capacity)}",
             "free space there, or lower its size in --tiers",
@@ -113,8 +110,7 @@ def _usable(
         try:
             speed = measure_folder(folder)
         except OSError as problem:
-            yield error(
-                "tiers",
+            yield _TIERS.error(
                 subject,
                 f"{text}: writing failed ({problem.strerror})",
                 "check the disk, or name another folder in --tiers",
@@ -126,7 +122,7 @@ def _usable(
         )
     if place.network:
         return
-    yield ok("tiers", subject, text)
+    yield _TIERS.ok(subject, text)
 
 
 def measure_folder(folder: int, count: int = _PROBE) -> FolderSpeed:
@@ -176,11 +172,11 @@ def check_source(path: str) -> Iterator[Finding]:
     try:
         reader = open_reader(path)
     except DlioError as problem:
-        yield error("source", shown, str(problem), "give a data set that `dlio ls` can show")
+        yield _SOURCE.error(shown, str(problem), "give a data set that `dlio ls` can show")
         return
     try:
         size = int(reader.sizes.sum())
-        yield ok("source", shown, f"{len(reader):,} samples, {format_bytes(size)}")
+        yield _SOURCE.ok(shown, f"{len(reader):,} samples, {format_bytes(size)}")
         place = file_system_of(path)
         yield from check_place(shown, place, _largest_file(path))
         yield from _requests(shown, reader, place)
@@ -202,14 +198,13 @@ def check_place(shown: str, place: FileSystemKind, largest: int) -> Iterator[Fin
     text = f"{place.filesystem} at {place.mount}{options}"
     text += f", {place.stripes}" if place.stripes else ""
     if place.kind in _RESTRIPE and place.stripe_count == 1 and largest >= _LARGE:
-        yield warning(
-            "source",
+        yield _SOURCE.warning(
             f"stripes of {shown}",
             f"{text}; its largest file has {format_bytes(largest)}",
             f"{_RESTRIPE[place.kind]}: one server serves all ranks now",
         )
         return
-    yield ok("source", f"file system of {shown}", text)
+    yield _SOURCE.ok(f"file system of {shown}", text)
 
 
 def _requests(shown: str, reader: Reader, place: FileSystemKind) -> Iterator[Finding]:
@@ -221,9 +216,7 @@ def _requests(shown: str, reader: Reader, place: FileSystemKind) -> Iterator[Fin
         try:
             reader.read(np.array([number]))
         except DlioError as problem:
-            yield error(
-                "source", shown, str(problem), f"dlio verify {shown} finds all such samples"
-            )
+            yield _SOURCE.error(shown, str(problem), f"dlio verify {shown} finds all such samples")
             return
         seconds.append(time.perf_counter() - began)
     if not seconds:
@@ -232,9 +225,9 @@ def _requests(shown: str, reader: Reader, place: FileSystemKind) -> Iterator[Fin
     text = f"{format_seconds(median)} a sample, {format_seconds(max(seconds))} at most"
     subject = f"requests to {shown}"
     if median > _SLOW_S and not place.network:
-        yield warning("source", subject, text, "give the job tiers, or pack the data: dlio pack")
+        yield _SOURCE.warning(subject, text, "give the job tiers, or pack the data: dlio pack")
     else:
-        yield ok("source", subject, text)
+        yield _SOURCE.ok(subject, text)
 
 
 def _largest_file(path: str, most: int = 10_000) -> int:

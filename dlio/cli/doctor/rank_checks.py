@@ -1,13 +1,21 @@
-"""Ranks as launchers started them, and the cores and GPUs of each."""
+"""Ranks as launchers started them, the cores and GPUs of each, and the clocks of their nodes."""
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dlio.cli.doctor.findings import Finding, error, ok, warning
+from dlio.cli.doctor.findings import Finding, FindingTopic
+from dlio.comm import Communicator
+from dlio.util.units import format_seconds
 
-_TOPIC: Final = "ranks"
+_TOPIC: Final = FindingTopic("ranks")
+_CLOCKS: Final = FindingTopic("clocks")
+_ROUNDS: Final = 8
+_MOST_S: Final = 0.5
+"""Largest difference with which times of files and logs of several nodes still make sense."""
+
 _FEW_CORES: Final = 2
 """A rank decodes while it computes."""
 
@@ -67,11 +75,10 @@ def check_ranks(facts: Sequence[RankHardware]) -> Iterator[Finding]:
         by_node.setdefault(each.node, []).append(each)
     counts = sorted({len(ranks) for ranks in by_node.values()})
     per_node = " or ".join(map(str, counts))
-    yield ok(_TOPIC, "ranks", f"{len(facts)} on {len(by_node)} node(s), {per_node} on each")
+    yield _TOPIC.ok("ranks", f"{len(facts)} on {len(by_node)} node(s), {per_node} on each")
     if len(counts) > 1:
         listed = ", ".join(f"{node} {len(ranks)}" for node, ranks in sorted(by_node.items()))
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             "ranks of nodes",
             listed,
             "give each node as many: --ntasks-per-node of srun, or --map-by ppr:N:node of mpirun",
@@ -89,17 +96,16 @@ def _cores(node: str, ranks: Sequence[RankHardware]) -> Iterator[Finding]:
     subject = f"cores of {node}"
     text = f"{len(used)} of {ranks[0].machine_cores} for {len(ranks)} rank(s)"
     if len(set(ranks)) and len(used) < min(ranks[0].machine_cores, _FEW_CORES * len(ranks)):
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             subject,
             text,
             "the launcher binds ranks to few cores: --bind-to none of mpirun, --cpus-per-task of "
             "srun",
         )
     elif each_has < 1:
-        yield warning(_TOPIC, subject, text, "start fewer ranks: they take turns on the cores")
+        yield _TOPIC.warning(subject, text, "start fewer ranks: they take turns on the cores")
     else:
-        yield ok(_TOPIC, subject, text)
+        yield _TOPIC.ok(subject, text)
 
 
 def _gpus(node: str, ranks: Sequence[RankHardware]) -> Iterator[Finding]:
@@ -110,22 +116,20 @@ def _gpus(node: str, ranks: Sequence[RankHardware]) -> Iterator[Finding]:
     taken = [_gpu_of(each) for each in ranks]
     without = [each.rank for each, gpu in zip(ranks, taken, strict=True) if gpu is None]
     if without:
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             subject,
             f"rank(s) {', '.join(map(str, without))} see none, or compute on the CPU",
             "give all ranks of a node the same: --gpus-per-node, and no CUDA_VISIBLE_DEVICES",
         )
     shared = sorted({gpu for gpu in taken if gpu is not None and taken.count(gpu) > 1})
     if shared:
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             subject,
             f"{len(ranks)} ranks share {', '.join(shared)}",
             "start as many ranks on a node as it has GPUs",
         )
     elif not without:
-        yield ok(_TOPIC, subject, ", ".join(f"rank {r.rank}: {r.device}" for r in ranks))
+        yield _TOPIC.ok(subject, ", ".join(f"rank {r.rank}: {r.device}" for r in ranks))
 
 
 def _gpu_of(facts: RankHardware) -> str | None:
@@ -142,11 +146,11 @@ def allocation(environment: Mapping[str, str]) -> Iterator[Finding]:
     if job := environment.get("SLURM_JOB_ID"):
         nodes = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "?"))
         tasks = environment.get("SLURM_NTASKS", "?")
-        yield ok(_TOPIC, "Slurm", f"job {job}: {nodes} node(s), {tasks} task(s)")
+        yield _TOPIC.ok("Slurm", f"job {job}: {nodes} node(s), {tasks} task(s)")
     elif job := environment.get("PBS_JOBID"):
-        yield ok(_TOPIC, "PBS", f"job {job}, nodes in {environment.get('PBS_NODEFILE', '?')}")
+        yield _TOPIC.ok("PBS", f"job {job}, nodes in {environment.get('PBS_NODEFILE', '?')}")
     elif job := environment.get("LSB_JOBID"):
-        yield ok(_TOPIC, "LSF", f"job {job}: {environment.get('LSB_MCPU_HOSTS', '?')}")
+        yield _TOPIC.ok("LSF", f"job {job}: {environment.get('LSB_MCPU_HOSTS', '?')}")
 
 
 def lost_ranks(problem: str) -> Finding:
@@ -156,4 +160,39 @@ def lost_ranks(problem: str) -> Finding:
         problem: the error's text, which ends with a remedy.
     """
     said, _, remedy = problem.partition(": ")
-    return error(_TOPIC, "ranks", said, remedy or "start them with the mpirun of that MPI library")
+    return _TOPIC.error("ranks", said, remedy or "start them with the mpirun of that MPI library")
+
+
+def clock_offsets(comm: Communicator) -> tuple[list[float], float]:
+    """Return each rank's clock minus rank 0's in seconds, and how uncertain that is. Collective.
+
+    Each round begins with a barrier. The time that it took bounds how far apart ranks have left it;
+    the shortest round counts.
+    """
+    best: tuple[list[float], float] | None = None
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        comm.barrier()
+        now = time.time()
+        rounds = comm.allgather([now, time.perf_counter() - began])
+        comm.barrier()
+        uncertain = max(seconds for _, seconds in rounds)
+        if best is None or uncertain < best[1]:
+            best = ([clock - rounds[0][0] for clock, _ in rounds], uncertain)
+    assert best is not None
+    return best
+
+
+def check_clocks(offsets: list[float], uncertain: float, nodes: list[str]) -> Finding:
+    """Return the finding of all ranks' offsets; `nodes` are the names of their nodes."""
+    spread = max(offsets) - min(offsets)
+    text = f"{format_seconds(spread)} apart at most, to within {format_seconds(uncertain)}"
+    if spread - uncertain <= _MOST_S:
+        return _CLOCKS.ok("nodes", text)
+    middle = sorted(offsets)[len(offsets) // 2]
+    worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank] - middle))
+    return _CLOCKS.warning(
+        "nodes",
+        f"{text}; {nodes[worst]} differs most",
+        "start chronyd (or ntpd) there: --leave-at and times of files and logs depend on clocks",
+    )

