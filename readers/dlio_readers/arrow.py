@@ -1,14 +1,208 @@
 """The reader of Arrow files and streams: Feather, and folders that Hugging Face data sets save."""
 
 import json
+import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 from dlio.data.source import File, Source, expand, files_below, inside, own_name
 from dlio.errors import SourceError, UsageError
-from dlio_readers.arrowstream import ArrowStream
+from dlio.util.limits import check_claim, parsing
 from dlio_readers.path_reader import split_paths
 from dlio_readers.rowgroups import RowGroupReader, lie_at
+
+# Arrow IPC files and streams: where their record batches lie, and their sizes when decompressed
+#
+# A file is a stream between magic words, with a footer that is not needed here. A stream is a
+# sequence of messages: 0xFFFFFFFF, the size of the metadata, metadata (a flatbuffer), and a body.
+# Of the metadata only numbers are taken here, bounded by the file's size; pyarrow reads the rest.
+#
+# Source: arrow.apache.org/docs/format/Columnar.html, Message.fbs.
+
+ArrowTable: TypeAlias = Any
+"""A pyarrow.Table, which has no types."""
+
+_FILE_MAGIC: Final = b"ARROW1"
+_FEATHER_1: Final = b"FEA1"
+_START: Final = 8
+"""Offset of the stream in a file."""
+_CONTINUED: Final = 0xFFFFFFFF
+_MOST_METADATA: Final = 64 << 20
+_MOST_BATCHES: Final = 1 << 22
+_SCHEMA, _BATCH = 1, 3
+_TYPE, _HEADER, _BODY = 1, 2, 3
+"""Fields of the table Message."""
+_LENGTH, _BUFFERS, _COMPRESSION = 0, 2, 3
+"""Fields of the table RecordBatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    at: int
+    """Offset in the file."""
+    metadata: int
+    """Bytes before the body."""
+    body: int
+    rows: int
+
+
+class ArrowStream:
+    """The schema of an Arrow file or stream, and the places of its record batches. Thread-safe.
+
+    Raises SourceError for files that are damaged, cut off, of Feather 1, or have dictionaries.
+    """
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        magic = file.read(0, _START)
+        if magic[:4] == _FEATHER_1:
+            raise SourceError(
+                f"{file.name} is of Feather 1, which is not read: write it again with "
+                "pyarrow.feather.write_feather(table, path)"
+            )
+        at = 0
+        if magic.startswith(_FILE_MAGIC):
+            at = _START
+            if file.read(max(0, file.size - 6), 6) != _FILE_MAGIC or file.size < 2 * _START:
+                raise SourceError(f"{file.name} is cut off: it lacks its end; restore it")
+        elif magic[:4] != _CONTINUED.to_bytes(4, "little"):
+            raise SourceError(f"{file.name} is not an Arrow file, or is damaged: restore it")
+        self.batches: list[_Message] = []
+        self.schema: Any = None
+        with parsing(file.name):
+            self._scan(at)
+        if self.schema is None:
+            raise SourceError(f"{file.name} is cut off: it has no schema; restore it")
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+    def rows(self, number: int) -> int:
+        """Return the rows of a record batch as its metadata claim."""
+        return self.batches[number].rows
+
+    def table(self, number: int, names: list[str]) -> ArrowTable:
+        """Return columns of a record batch, validated. Raises any error of pyarrow."""
+        import pyarrow as pa
+
+        batch = self._batch(number)
+        columns = [batch.column(batch.schema.names.index(name)) for name in names]
+        for column in columns:
+            # Offsets are taken as they are otherwise, and lead anywhere.
+            column.validate(full=True)
+        return pa.table(columns, names=names)
+
+    def _batch(self, number: int) -> Any:
+        import pyarrow as pa
+
+        message = self.batches[number]
+        size = message.metadata + message.body
+        data = self._file.read(message.at, size)
+        where = f"{self._file.name}, record batch {number},"
+        if len(data) < size:
+            raise SourceError(f"{where} is cut off: restore the file")
+        check_claim(_expanded(data, message.metadata), size, where)
+        read = pa.ipc.read_message(pa.BufferReader(data))
+        return pa.ipc.read_record_batch(read, self.schema)
+
+    def _scan(self, at: int) -> None:
+        """Walk over the messages, without reading bodies."""
+        import pyarrow as pa
+
+        file = self._file
+        while at < file.size:
+            head = file.read(at, 8)
+            if len(head) < 8:
+                raise SourceError(f"{file.name} is cut off at byte {at}: restore it")
+            mark, size = struct.unpack("<Ii", head)
+            if mark == _CONTINUED and size == 0:
+                return
+            if mark != _CONTINUED or not 0 < size <= min(_MOST_METADATA, file.size):
+                raise SourceError(f"{file.name} is damaged at byte {at}: restore it")
+            metadata = file.read(at + 8, size)
+            table = _FlatbufferTable.root(metadata)
+            body = table.whole(_BODY, "<q")
+            if not 0 <= body <= file.size or at + 8 + size + body > file.size:
+                raise SourceError(
+                    f"{file.name} is cut off: a message at byte {at} has {body} bytes; restore it"
+                )
+            kind = table.whole(_TYPE, "<B")
+            if kind == _SCHEMA and self.schema is None:
+                self.schema = pa.ipc.read_schema(pa.BufferReader(head + metadata))
+            elif kind == _BATCH:
+                rows = table.inner(_HEADER).whole(_LENGTH, "<q")
+                self.batches.append(_Message(at, 8 + size, body, rows))
+            else:
+                raise SourceError(
+                    f"{file.name} has columns of dictionaries (categories), which samples cannot "
+                    "have: cast them to text or numbers, and write it again"
+                )
+            if len(self.batches) > _MOST_BATCHES:
+                raise SourceError(f"{file.name} has over {_MOST_BATCHES} record batches")
+            at += 8 + size + body
+
+
+def _expanded(data: bytes, metadata: int) -> int:
+    """Return the bytes that a record batch becomes when its buffers are decompressed."""
+    batch = _FlatbufferTable.root(data[8:metadata]).inner(_HEADER)
+    body = len(data) - metadata
+    if not batch.offset(_COMPRESSION):
+        return body
+    total = 0
+    for at, size in batch.pairs(_BUFFERS):
+        if size >= 8 and 0 <= at <= body - 8:
+            total += max(0, struct.unpack_from("<q", data, metadata + at)[0])
+    return body + total
+
+
+class _FlatbufferTable:
+    """A table of a flatbuffer. Offsets that lead out of it raise struct.error, or IndexError."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data, self._at = data, at
+        self._vtable = at - self._number("<i", at)
+        self._size = self._number("<H", self._vtable)
+
+    @classmethod
+    def root(cls, data: bytes) -> "_FlatbufferTable":
+        """Return the table that a flatbuffer holds."""
+        return cls(data, struct.unpack_from("<I", data)[0])
+
+    def offset(self, field: int) -> int:
+        """Return the place of a field; 0 if it is missing."""
+        slot = 4 + 2 * field
+        own = self._number("<H", self._vtable + slot) if slot < self._size else 0
+        return self._at + own if own else 0
+
+    def whole(self, field: int, code: str) -> int:
+        """Return a number; 0 if it is missing."""
+        at = self.offset(field)
+        return self._number(code, at) if at else 0
+
+    def inner(self, field: int) -> "_FlatbufferTable":
+        """Return a table that this one refers to."""
+        at = self.offset(field)
+        return _FlatbufferTable(self._data, at + self._number("<I", at))
+
+    def pairs(self, field: int) -> list[tuple[int, int]]:
+        """Return a vector of structs of two int64."""
+        at = self.offset(field)
+        if not at:
+            return []
+        first = at + self._number("<I", at)
+        count = self._number("<I", first)
+        if count * 16 > len(self._data):
+            raise IndexError("a vector is longer than its flatbuffer")
+        return [struct.unpack_from("<qq", self._data, first + 4 + 16 * k) for k in range(count)]
+
+    def _number(self, code: str, at: int) -> int:
+        if at < 0:
+            raise IndexError("an offset leads out of the flatbuffer")
+        return int(struct.unpack_from(code, self._data, at)[0])
+
+
+# Samples
 
 _SUFFIXES: Final = (".arrow", ".arrows", ".feather", ".ipc")
 _STATE: Final = "state.json"

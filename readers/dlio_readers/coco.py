@@ -5,16 +5,320 @@ coco/annotations/person_keypoints_train2017.json     if there
 coco/train2017/*.jpg                                  or images/train2017, images, or next to it
 """
 
+import json
+import math
 import os
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal, NoReturn
+
+import numpy as np
+import numpy.typing as npt
 
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import File, Source, inside, own_name
 from dlio.errors import SourceError, UsageError
-from dlio_readers.annotations import AnnotatedReader, Annotations
-from dlio_readers.cocofile import CocoFile, joined
+from dlio_readers.annotations import (
+    MAX_BOXES,
+    AnnotatedReader,
+    Annotations,
+    check_boxes,
+    mirrored_pairs,
+)
 from dlio_readers.fileset import index_kind
+
+# The file of annotations, checked record by record
+
+_MOST_BYTES: Final = 4 << 30
+_MOST_CLASSES: Final = 1 << 16
+_MOST_KEYPOINTS: Final = 255
+_MOST_SIDE: Final = 1 << 24
+_FURTHEST: Final = 1e9
+_MAX_ID: Final = 2**63 - 1
+Record = dict[str, Any]
+"""A record as JSON has it, whose values may be of any type."""
+
+
+class CocoFile:
+    """The records of one file.
+
+    Raises SourceError if the file is cut off, or a record lacks what it needs.
+    """
+
+    def __init__(self, file: File) -> None:
+        self.name, self.url = file.name, file.url
+        if file.size > _MOST_BYTES:
+            raise SourceError(f"{self.name} has over {_MOST_BYTES} bytes: split it")
+        try:
+            whole = json.loads(file.read())
+        except (ValueError, RecursionError) as error:
+            raise SourceError(
+                f"{self.name} is not whole JSON: {error}: it was cut off or damaged; copy it again"
+            ) from error
+        if not isinstance(whole, dict):
+            raise SourceError(f"{self.name} is not an object of images and annotations")
+        self._parts: dict[str, list[Record]] = {}
+        for part in ("images", "annotations", "categories"):
+            self._parts[part] = self._records(whole, part)
+
+    @property
+    def images(self) -> list[Record]:
+        return self._parts["images"]
+
+    @property
+    def annotations(self) -> list[Record]:
+        return self._parts["annotations"]
+
+    @property
+    def categories(self) -> list[Record]:
+        return self._parts["categories"]
+
+    def _records(self, whole: Record, part: str) -> list[Record]:
+        records = whole.get(part)
+        if not isinstance(records, list):
+            raise SourceError(f"{self.name} has no list of {part}: it needs one")
+        for k, record in enumerate(records):
+            if not isinstance(record, dict):
+                self.fail(part, k, "it is not an object")
+        return records
+
+    def fail(self, part: str, number: int, reason: str) -> NoReturn:
+        """Raise SourceError for a record."""
+        raise SourceError(f"{self.at(part, number)}: {reason}: correct the file")
+
+    def at(self, part: str, number: int) -> str:
+        """Return the name of a record."""
+        records = self._parts.get(part)
+        known = records[number].get("id") if records is not None else None
+        about = f" (id {known})" if isinstance(known, int | str) else ""
+        return f"{self.name}, {part}[{number}]{about}"
+
+    def whole(self, part: str, k: int, record: Record, key: str, most: int) -> int:
+        """Return a whole number of a record, 0 to `most`."""
+        value = record.get(key)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            shown = "nothing" if key not in record else repr(value)[:40]
+            self.fail(part, k, f"its {key} is {shown}, not a whole number")
+        if not 0 <= value <= most:
+            self.fail(part, k, f"its {key} is {value}, not within 0 to {most}")
+        return value
+
+
+def joined(
+    main: CocoFile,
+    others: Sequence[CocoFile],
+    masks: bool,
+    keypoints: bool | None,
+    crowds: bool,
+    labels: str,
+    outside: str,
+) -> Annotations:
+    """Return the annotations of a file, with the keypoints of others; see `CocoReader`."""
+    names, ids, declared = _pictures(main)
+    place = {int(number): k for k, number in enumerate(ids)}
+    classes, label_of, points = _categories(main, labels)
+    extra: dict[int, Any] = {}
+    for other in others:
+        _, _, more = _categories(other, labels)
+        points = points or more
+        for k, record in enumerate(other.annotations):
+            if "keypoints" in record and "id" in record:
+                extra[other.whole("annotations", k, record, "id", _MAX_ID)] = record["keypoints"]
+    if keypoints is False:
+        points = []
+    elif keypoints and not points:
+        raise SourceError(f"{main.name} has no keypoints: its categories name none")
+    rows = _AnnotationRows(main, len(points))
+    for k, record in enumerate(main.annotations):
+        crowd = bool(record.get("iscrowd"))
+        if crowd and not crowds:
+            continue
+        image = main.whole("annotations", k, record, "image_id", _MAX_ID)
+        if image not in place:
+            main.fail("annotations", k, f"its picture {image} is not among the images")
+        category = main.whole("annotations", k, record, "category_id", _MAX_ID)
+        if category not in label_of:
+            main.fail("annotations", k, f"its category {category} is not among the categories")
+        rows.add(k, record, place[image], label_of[category], crowd, extra)
+    return _annotations(main, rows, names, ids, declared, classes, points, masks, crowds, outside)
+
+
+class _AnnotationRows:
+    """Annotations, one after another, as the file has them."""
+
+    def __init__(self, file: CocoFile, points: int) -> None:
+        self._file, self._points = file, points
+        self.numbers: list[int] = []
+        self.pictures: list[int] = []
+        self.labels: list[int] = []
+        self.crowds: list[bool] = []
+        self.boxes: list[Any] = []
+        self.keypoints: list[Any] = []
+
+    def add(
+        self,
+        number: int,
+        record: Record,
+        picture: int,
+        label: int,
+        crowd: bool,
+        extra: dict[int, Any],
+    ) -> None:
+        box = record.get("bbox")
+        if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
+            shown = "nothing" if box is None else repr(box)[:60]
+            self._file.fail("annotations", number, f"its bbox is {shown}, not four numbers")
+        self.boxes.append(box)
+        self.numbers.append(number)
+        self.pictures.append(picture)
+        self.labels.append(label)
+        self.crowds.append(crowd)
+        if not self._points:
+            return
+        points = record.get("keypoints", extra.get(record.get("id", -1)))
+        if points is None:
+            self.keypoints.append([0.0] * (3 * self._points))
+            return
+        fits = isinstance(points, list) and len(points) == 3 * self._points
+        if not fits or not all(map(_is_number, points)):
+            self._file.fail(
+                "annotations", number, f"its keypoints are not {3 * self._points} numbers"
+            )
+        self.keypoints.append(points)
+
+
+def _is_number(value: object) -> bool:
+    """True for a finite number of a sensible size."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return -_FURTHEST < value < _FURTHEST
+
+
+def _pictures(
+    file: CocoFile,
+) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return names, ids and (height, width) of the pictures."""
+    names: list[str] = []
+    ids = np.zeros(len(file.images), np.int64)
+    sizes = np.zeros((len(file.images), 2), np.int64)
+    known: dict[int, int] = {}
+    seen: set[str] = set()
+    for k, record in enumerate(file.images):
+        name = record.get("file_name")
+        if not isinstance(name, str) or not name or "\0" in name:
+            file.fail("images", k, "it has no file_name")
+        name = os.path.normpath(name)
+        if os.path.isabs(name) or name.startswith("..") or "://" in name:
+            file.fail("images", k, f"its file_name {name!r} leads out of the data set's folder")
+        if name in seen:
+            file.fail("images", k, f"its file_name {name!r} occurs twice")
+        seen.add(name)
+        names.append(name)
+        ids[k] = number = file.whole("images", k, record, "id", _MAX_ID)
+        if known.setdefault(number, k) != k:
+            file.fail("images", k, f"images[{known[number]}] has the same id")
+        for side, key in enumerate(("height", "width")):
+            if record.get(key) is not None:
+                sizes[k, side] = file.whole("images", k, record, key, _MOST_SIDE)
+    if not names:
+        raise SourceError(f"{file.name} has no images: nothing can be read")
+    return names, ids, sizes
+
+
+def _categories(file: CocoFile, labels: str) -> tuple[list[str], dict[int, int], list[str]]:
+    """Return class names, label by category, and names of keypoints."""
+    named: dict[int, str] = {}
+    points: list[str] = []
+    for k, record in enumerate(file.categories):
+        number = file.whole("categories", k, record, "id", _MAX_ID)
+        name = record.get("name")
+        if not isinstance(name, str) or not name:
+            file.fail("categories", k, "it has no name")
+        if number in named:
+            file.fail("categories", k, f"its id {number} occurs twice")
+        named[number] = name
+        own = record.get("keypoints") or []
+        if not isinstance(own, list) or not all(isinstance(each, str) for each in own):
+            file.fail("categories", k, "its keypoints are not a list of names")
+        if own and points and own != points:
+            file.fail("categories", k, "its keypoints are not those of the other categories")
+        if len(own) > _MOST_KEYPOINTS:
+            file.fail("categories", k, f"it has over {_MOST_KEYPOINTS} keypoints")
+        points = own or points
+    if labels == "contiguous":
+        order = sorted(named)
+        return [named[k] for k in order], {k: n for n, k in enumerate(order)}, points
+    largest = max(named, default=-1)
+    if largest >= _MOST_CLASSES:
+        raise SourceError(
+            f"{file.name}: a category has the id {largest}, over {_MOST_CLASSES}: number the "
+            "classes from 0 with labels='contiguous'"
+        )
+    return [named.get(k, "") for k in range(largest + 1)], {k: k for k in named}, points
+
+
+def _annotations(
+    file: CocoFile,
+    rows: _AnnotationRows,
+    names: list[str],
+    ids: npt.NDArray[np.int64],
+    declared: npt.NDArray[np.int64],
+    classes: list[str],
+    points: list[str],
+    masks: bool,
+    crowds: bool,
+    outside: str,
+) -> Annotations:
+    """Check boxes, and sort annotations by picture."""
+    pictures = np.array(rows.pictures, np.int64)
+    boxes = np.array(rows.boxes, np.float64).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    sides = declared[pictures][:, ::-1].astype(np.float64)
+    sides[sides == 0] = math.nan
+    boxes = check_boxes(boxes, sides, outside, lambda k: file.at("annotations", rows.numbers[k]))
+    stay = np.flatnonzero((boxes[:, 2:] > boxes[:, :2]).all(axis=1))
+    stay = stay[np.argsort(pictures[stay], kind="stable")]
+    counts = np.bincount(pictures[stay], minlength=len(names)).astype(np.int64)
+    if counts.max(initial=0) > MAX_BOXES:
+        crowded = int(counts.argmax())
+        file.fail("images", crowded, f"it has {counts[crowded]} boxes, over {MAX_BOXES}")
+    made = Annotations(
+        names,
+        counts,
+        boxes[stay].astype(np.float32),
+        np.array(rows.labels, np.int64)[stay],
+        classes,
+        ids=ids,
+        declared=declared,
+    )
+    if points:
+        shape = (len(rows.numbers), len(points), 3)
+        made.keypoints = np.array(rows.keypoints, np.float32).reshape(shape)[stay]
+        made.pairs = mirrored_pairs(points)
+    if crowds:
+        made.crowds = np.array(rows.crowds, np.uint8)[stay]
+    if masks:
+        made.segments = _segments(file, [rows.numbers[k] for k in stay.tolist()], counts)
+    return made
+
+
+def _segments(file: CocoFile, numbers: list[int], counts: npt.NDArray[np.int64]) -> list[str]:
+    """Return JSON of the segmentations of each picture."""
+    shapes = []
+    for number in numbers:
+        shape = file.annotations[number].get("segmentation")
+        if not isinstance(shape, list | dict):
+            file.fail("annotations", number, "it has no segmentation, and masks=True needs one")
+        shapes.append(shape)
+    ends = np.cumsum(counts).tolist()
+    return [
+        json.dumps(shapes[end - count : end], separators=(",", ":"))
+        for count, end in zip(counts.tolist(), ends, strict=True)
+    ]
+
+
+# Samples
 
 _PREFIXES: Final = ("instances_", "person_keypoints_", "_annotations.coco", "annotations")
 _MAIN, _KEYPOINTS = "instances_", "person_keypoints_"

@@ -9,9 +9,12 @@ it, and `<name>__shape` the shape of each array.
 """
 
 import json
+import logging
+import operator
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from types import EllipsisType
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +32,123 @@ from dlio.util.arguments import nearest
 from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
 from dlio_readers.path_reader import PathReader, neighbours
-from dlio_readers.slabs import Part, Select, check_select, slab_shape
+
+# Parts of samples: which slab of every array is read, as `select=` says
+
+Part: TypeAlias = tuple[slice | int, ...]
+"""Slices and integers over the leading dimensions of a field."""
+Index: TypeAlias = slice | int | EllipsisType
+Select: TypeAlias = (
+    Mapping[str, Index | Sequence[Index]] | Sequence[Index] | slice | int | EllipsisType | None
+)
+"""Part of every sample to read, as numpy indexes it: slices, integers and an ellipsis over its own
+dimensions, of which the last may be left out. By field name, or for all fields that have
+dimensions."""
+
+
+def slab(select: Select, name: str, shape: tuple[int, ...]) -> Part:
+    """Return the part of a field's own dimensions to read. Raises UsageError if it does not fit.
+
+    Args:
+        select: the user's choice.
+        name: name of the field.
+        shape: shape of the field in one sample.
+    """
+    if select is None:
+        return ()
+    if isinstance(select, Mapping):
+        return _slab(select[name], name, shape) if name in select else ()
+    return _slab(select, name, shape) if shape else ()
+
+
+def slab_shape(shape: tuple[int, ...], select: Part) -> tuple[int, ...]:
+    """Shape of the selected part."""
+    parts = (*select, *[slice(None)] * (len(shape) - len(select)))
+    return tuple(
+        len(range(*part.indices(size)))
+        for part, size in zip(parts, shape, strict=True)
+        if isinstance(part, slice)
+    )
+
+
+def check_select(
+    select: Select, path: str, dimensions: Mapping[str, tuple[int, ...] | None]
+) -> None:
+    """Raise UsageError if a part of `select` would be ignored.
+
+    Args:
+        path: path of the data set.
+        dimensions: shape of each field in one sample; None where a part of it cannot be read, as of
+            text and of values of varying size.
+    """
+    if select is None:
+        return
+    able = [name for name, shape in dimensions.items() if shape]
+    if not isinstance(select, Mapping):
+        if not able and _indices(select):
+            raise UsageError(
+                f"select= takes a part of every sample, but no field of {path} has dimensions of a "
+                "fixed size: leave it out"
+            )
+        return
+    for name in select:
+        if name not in able:
+            reason = "which has no dimensions of a fixed size" if name in dimensions else "not read"
+            raise UsageError(
+                f"select= names {name!r}, {reason} in {path}: choose from "
+                f"{', '.join(able) or 'nothing, and leave it out'}{nearest(name, able)}"
+            )
+
+
+def _indices(given: Index | Sequence[Index]) -> list[Index]:
+    """Return the slices and integers that a user gave, with an ellipsis."""
+    return list(given) if isinstance(given, Sequence) else [given]
+
+
+def _slab(given: Index | Sequence[Index], name: str, shape: tuple[int, ...]) -> Part:
+    indices = _indices(given)
+    places = [place for place, index in enumerate(indices) if index is Ellipsis]
+    if len(places) > 1:
+        raise UsageError(f"select= has {len(places)} ellipses for {name!r}: give one at most")
+    if indices and not shape:
+        raise UsageError(f"select= names {name!r}, whose samples are single values: leave it out")
+    if len(indices) - len(places) > len(shape):
+        raise UsageError(
+            f"select= has {len(indices) - len(places)} dimensions, and samples of {name!r} have "
+            f"shape {shape}: give {len(shape)} at most, or a part by field, as in "
+            f"select={{{name!r}: (...,)}}"
+        )
+    if places:
+        rest = [slice(None)] * (len(shape) - len(indices) + 1)
+        indices[places[0] : places[0] + 1] = rest
+    return tuple(
+        _bounded(index, size, name, shape) for index, size in zip(indices, shape, strict=False)
+    )
+
+
+def _bounded(index: Index, size: int, name: str, shape: tuple[int, ...]) -> slice | int:
+    """Return an index within a dimension of `size`. Raises UsageError for others."""
+    wrong = UsageError(f"select= takes slices and integers within {shape} for {name!r}: {index!r}")
+    try:
+        if isinstance(index, slice):
+            bounds = index.indices(size)
+        else:
+            if isinstance(index, bool | EllipsisType):
+                raise wrong
+            number = operator.index(index)
+            if not -size <= number < size:
+                raise wrong
+            return number % size
+    except (TypeError, ValueError):
+        raise wrong from None
+    if bounds[2] < 1:
+        raise UsageError(f"select= goes backwards for {name!r}: give a step of 1 or more")
+    if not len(range(*bounds)):
+        raise UsageError(f"select= is empty for {name!r}, which has shape {shape}: {index!r}")
+    return slice(*bounds)
+
+
+# Columns
 
 ENDS: Final = "__ends"
 SHAPE: Final = "__shape"
@@ -356,3 +475,102 @@ def looks_like(first: bytes) -> str:
     if first.startswith(_PNG):
         return "png"
     return "webp" if first[:4] == b"RIFF" and first[8:12] == b"WEBP" else "bytes"
+
+
+# Files of which each is one sample: volumes, such as scans, whose shapes differ
+
+Samples = Literal["rows", "files"]
+"""Samples are the rows of the files' arrays, or each file is one."""
+_VOLUME_DIMENSIONS: Final = 3
+
+_log = logging.getLogger("dlio")
+
+
+class VolumeColumn:
+    """A field whose value in sample i is the whole array of file i.
+
+    Args:
+        parts: the array of each file.
+    """
+
+    def __init__(self, parts: Sequence[PlainColumn]) -> None:
+        self._parts = parts
+        shape = parts[0].shape
+        self.kind = array_kind(parts[0].dtype, [None] * len(shape))
+        self.unit = 1
+
+    def bodies(self) -> npt.NDArray[np.int64]:
+        sizes = [int(np.prod(part.shape, dtype=np.int64)) for part in self._parts]
+        return np.array(sizes, np.int64) * int(np.dtype(self._parts[0].dtype).itemsize)
+
+    def rows(self, start: int, stop: int) -> list[npt.NDArray[np.generic]]:
+        return [part.rows(0, part.shape[0]) for part in self._parts[start:stop]]
+
+
+def volumes_of(
+    path: str, tables: Sequence[Mapping[str, Column]], samples: Samples | None
+) -> dict[str, Column] | None:
+    """Return the fields of files of which each is one sample; None if samples are their rows.
+
+    By default these are several files whose arrays, without labels, have three dimensions or more
+    and other shapes than in other files. If only the number of rows differs, the files could hold
+    pictures as well: arrays of three dimensions that are not all bytes are taken for volumes then.
+
+    Args:
+        path: of the data set, for errors.
+        tables: the columns of each file, by name.
+        samples: the user's choice.
+
+    Raises UsageError if that is not possible.
+    """
+    if samples not in (None, "rows", "files"):
+        raise UsageError(f"samples={samples!r}: choose rows or files")
+    names = list(tables[0])
+    able = all(
+        list(table) == names and all(isinstance(column, PlainColumn) for column in table.values())
+        for table in tables
+    )
+    plain = [{n: c for n, c in table.items() if isinstance(c, PlainColumn)} for table in tables]
+    able = able and all(
+        (part[name].dtype, len(part[name].shape))
+        == (plain[0][name].dtype, len(plain[0][name].shape))
+        for part in plain
+        for name in names
+    )
+    if samples == "rows" or not able:
+        if samples == "files":
+            raise UsageError(
+                f"samples='files': the files of {path} hold arrays of different names or types, "
+                "or values of varying length: leave it out"
+            )
+        return None
+    if samples is None and not _are_volumes(plain):
+        return None
+    if samples is None and _same_rows(plain):
+        _log.warning(
+            "%s: each of its %d files is read as one sample, a volume; for the rows of their "
+            "arrays give samples='rows'",
+            path,
+            len(plain),
+        )
+    if any(0 in part[name].shape for part in plain for name in names):
+        raise SourceError(f"{path}: a file holds no rows: remove it")
+    return {name: VolumeColumn([part[name] for part in plain]) for name in names}
+
+
+def _same_rows(tables: Sequence[Mapping[str, PlainColumn]]) -> bool:
+    """True if the rows of all files have one shape."""
+    first = tables[0]
+    return all(table[name].shape[1:] == first[name].shape[1:] for table in tables for name in first)
+
+
+def _are_volumes(tables: Sequence[Mapping[str, PlainColumn]]) -> bool:
+    first = tables[0]
+    dimensions = [len(column.shape) for column in first.values()]
+    if len(tables) < 2 or min(dimensions) < _VOLUME_DIMENSIONS:
+        return False
+    if not _same_rows(tables):
+        return True
+    rows = {table[name].shape[0] for table in tables for name in first}
+    bytes_only = all(np.dtype(column.dtype) == np.uint8 for column in first.values())
+    return len(rows) > 1 and max(dimensions) == _VOLUME_DIMENSIONS and not bytes_only

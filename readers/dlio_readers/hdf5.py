@@ -14,12 +14,13 @@ from dlio_readers.columns import (
     Column,
     ColumnReader,
     ConcatColumn,
+    Samples,
+    Select,
+    volumes_of,
 )
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.path_reader import split_paths
 from dlio_readers.rehearsal import rehearse
-from dlio_readers.slabs import Select
-from dlio_readers.volumes import Samples, volumes_of
 
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
 

@@ -6,9 +6,12 @@ arrays, and PNG for Pillow images. Random augmentation belongs into `transform=`
 the tiers: a data set that returns different values each time cannot be cached.
 """
 
+import dis
+import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,14 +25,203 @@ from dlio.data.flow import MOST_REQUESTS, Flow
 from dlio.data.index import fingerprint_of
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.reader_contract import Abilities, PathRules
-from dlio.data.schema import Buffer, Schema, array_kind
+from dlio.data.schema import Buffer, Schema, Structure, Value, array_kind, leaves
 from dlio.errors import DlioError, SourceError, UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.util.arguments import whole_number
 from dlio.util.forks import new_lock
-from dlio_readers.leaves import Leaf, flatten, structure_of
-from dlio_readers.randomness import RandomState, may_be_random
+from dlio.util.object_graph import reachable
+
+# The values of a sample of any structure, as fields of a schema
+
+_DEPTH: Final = 16
+
+Leaf = tuple[str, str, tuple[int, ...], Any]
+"""(field, dtype or encoded kind, shape, value)"""
+
+
+def flatten(item: Value, path: str) -> list[Leaf]:
+    """Return the leaves of a sample. Raises UsageError for a value that cannot be stored."""
+    return list(_walk(item, "", path, 0))
+
+
+def _walk(item: Any, name: str, path: str, depth: int) -> Iterator[Leaf]:
+    """Yield the leaves of a sample, named by their paths: `1.boxes`, where a number is an index."""
+    if depth > _DEPTH:
+        raise UsageError(f"{path}: samples are nested more than {_DEPTH} deep")
+    if isinstance(item, tuple) and hasattr(item, "_asdict"):
+        item = item._asdict()
+    if isinstance(item, tuple | list):
+        for k, value in enumerate(item):
+            yield from _walk(value, f"{name}.{k}" if name else str(k), path, depth + 1)
+    elif isinstance(item, dict):
+        for key, value in item.items():
+            part = str(key)
+            if not isinstance(key, str) or "." in part or part.isdigit() or not part:
+                raise UsageError(
+                    f"{path}: the key {key!r} of a sample cannot be the name of a field: use words"
+                )
+            yield from _walk(value, f"{name}.{part}" if name else part, path, depth + 1)
+    else:
+        yield _leaf(item, name or "0", path)
+
+
+def _leaf(item: Any, name: str, path: str) -> Leaf:
+    import torch
+
+    if isinstance(item, torch.Tensor):
+        try:
+            item = item.detach().cpu().numpy()
+        except TypeError as error:
+            raise UsageError(f"{path}: field {name!r} is {item.dtype}: convert it") from error
+    if isinstance(item, bool):
+        return name, "bool", (), item
+    if isinstance(item, int):
+        return name, "int64", (), item
+    if isinstance(item, float):
+        return name, "float64", (), item
+    if isinstance(item, str):
+        return name, "text", (), item.encode()
+    if isinstance(item, bytes | bytearray | memoryview):
+        return name, "bytes", (), bytes(item)
+    if isinstance(item, np.ndarray | np.generic):
+        array = np.asarray(item)
+        try:
+            array_kind(array.dtype)
+        except ValueError as error:
+            raise UsageError(f"{path}: field {name!r}: {error}") from error
+        return name, array.dtype.name, array.shape, array
+    if hasattr(item, "getbands") and hasattr(item, "convert"):
+        return name, "png", (), _png(item, name, path)
+    raise UsageError(
+        f"{path}: field {name!r} is a {type(item).__name__}, which cannot be stored without "
+        "pickle: return tensors, arrays, numbers, strings, bytes or Pillow images"
+    )
+
+
+def _png(picture: Any, name: str, path: str) -> bytes:
+    """Encode a Pillow image losslessly."""
+    from dlio.image.decoder import opencv
+
+    if picture.mode not in ("L", "RGB", "RGBA", "I;16"):
+        if picture.mode not in ("P", "1", "LA", "PA"):
+            raise UsageError(f"{path}: field {name!r} is a {picture.mode} picture: convert it")
+        picture = picture.convert("RGBA" if picture.mode in ("LA", "PA") else "RGB")
+    pixels = np.asarray(picture)
+    if pixels.ndim == 3:
+        pixels = np.ascontiguousarray(pixels[..., [2, 1, 0, 3][: pixels.shape[2]]])
+    cv2 = opencv()
+    done, data = cv2.imencode(".png", pixels, [cv2.IMWRITE_PNG_COMPRESSION, 1])
+    if not done:
+        raise UsageError(f"{path}: field {name!r} cannot be encoded as PNG")
+    return bytes(data)
+
+
+def structure_of(names: list[str]) -> Structure | None:
+    """Rebuild the structure from the paths in `names`; None for a plain dictionary of fields."""
+    if names == ["0"]:
+        return "0"
+    if not any("." in name or name.isdigit() for name in names):
+        return None
+    tree: dict[str, Any] = {}
+    for name in names:
+        node = tree
+        *ways, last = name.split(".")
+        for way in ways:
+            node = node.setdefault(way, {})
+        node[last] = name
+    structure: Structure = _listed(tree)
+    assert sorted(leaves(structure)) == sorted(names)
+    return structure
+
+
+def _listed(tree: Any) -> Any:
+    if isinstance(tree, str):
+        return tree
+    children = {key: _listed(value) for key, value in tree.items()}
+    return list(children.values()) if all(key.isdigit() for key in children) else children
+
+
+# Signs that a data set returns other values each time: see `MapStyleReader`
+
+_UNSEEDED: Final = ("default_rng", "RandomState", "Random", "SystemRandom", "uuid4", "seed")
+"""Called without arguments, these take entropy of the system."""
+_ENTROPY: Final = ("urandom", "token_bytes", "token_hex", "getrandbits", "SystemRandom")
+_PASSED_OVER: Final = ("PRECALL", "PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP")
+
+
+class RandomState:
+    """The state of the generators of random numbers that a data set may use.
+
+    Other threads of the process may use the global ones too: that they have advanced is a sign,
+    and not a proof.
+
+    Args:
+        data: the data set.
+    """
+
+    def __init__(self, data: object) -> None:
+        kinds = (random.Random, np.random.Generator, np.random.RandomState)
+        self._held: list[Any] = [each for each in reachable(data) if isinstance(each, kinds)]
+        self._held += [each for each in reachable(data) if type(each).__name__ == "Generator"]
+        self._before = self._states()
+
+    def advanced(self) -> bool:
+        """True if one of them has been used since."""
+        return self._states() != self._before
+
+    def _states(self) -> list[object]:
+        import torch
+
+        states: list[object] = [
+            random.getstate(),
+            _key_of(np.random.get_state(legacy=False)),  # noqa: NPY002 - the data set's choice
+            torch.get_rng_state().numpy().tobytes(),
+        ]
+        for each in self._held:
+            if isinstance(each, random.Random):
+                states.append(each.getstate())
+            elif isinstance(each, np.random.RandomState):
+                states.append(_key_of(each.get_state(legacy=False)))
+            elif isinstance(each, np.random.Generator):
+                states.append(repr(each.bit_generator.state))
+            elif isinstance(each, torch.Generator):
+                states.append(each.get_state().numpy().tobytes())
+        return states
+
+
+def _key_of(state: Any) -> tuple[bytes, int]:
+    """Return the state of a Mersenne twister, for comparison."""
+    return state["state"]["key"].tobytes(), int(state["state"]["pos"])
+
+
+def may_be_random(data: object) -> bool:
+    """True if code of the data set, or of what it holds, makes a generator without a seed."""
+    held = [each for each in reachable(data) if isinstance(each, types.FunctionType)]
+    codes = [each.__code__ for each in held]
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        if any(name in _ENTROPY for name in code.co_names) or _calls_unseeded(code):
+            return True
+    return False
+
+
+def _calls_unseeded(code: types.CodeType) -> bool:
+    if not any(name in _UNSEEDED for name in code.co_names):
+        return False
+    named = False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _PASSED_OVER:
+            continue
+        if named and instruction.opname.startswith("CALL") and instruction.arg == 0:
+            return True
+        named = instruction.argval in _UNSEEDED
+    return False
+
+
+# Samples
 
 _VERSION: Final = 2
 _SEED: Final = 0xD110

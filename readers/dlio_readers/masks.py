@@ -19,11 +19,13 @@ from dlio_readers.fileset import (
     STORAGE_SEED,
     FileSet,
     ListedReader,
+    SideFolders,
     files_in,
+    find_sides,
     index_kind,
+    side_folders,
 )
 from dlio_readers.path_reader import PathReader
-from dlio_readers.sidefolders import SideFolders, find_sides, side_folders
 
 _MASKS: Final = ("masks", "annotations", "labels", "segmentation")
 _MOST_NAMES: Final = 1 << 20

@@ -6,13 +6,21 @@ from typing import Final
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
 from dlio.errors import UsageError
-from dlio_readers.columns import Arrays, Column, ColumnReader, ConcatColumn, PlainColumn, choose
-from dlio_readers.concurrency import concurrently
+from dlio_readers.columns import (
+    Arrays,
+    Column,
+    ColumnReader,
+    ConcatColumn,
+    PlainColumn,
+    Samples,
+    Select,
+    choose,
+    slab,
+    volumes_of,
+)
 from dlio_readers.npyfile import NpyArray, chunked_array, numpy_arrays
-from dlio_readers.path_reader import split_paths
-from dlio_readers.slabs import Select, slab
+from dlio_readers.path_reader import concurrently, split_paths
 from dlio_readers.texttable import open_text_tables
-from dlio_readers.volumes import Samples, volumes_of
 
 _TEXTS: Final = (".csv", ".tsv")
 _ARRAYS: Final = (".npy", ".npz")

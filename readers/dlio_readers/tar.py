@@ -11,10 +11,13 @@ random access and are refused.
 
 import json
 import re
-from collections.abc import Sequence
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+import lz4.block
 import numpy as np
 import numpy.typing as npt
 
@@ -28,11 +31,241 @@ from dlio.data.source import File, Source, expand, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+from dlio.util.forks import new_lock
 from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
-from dlio_readers.lz4frame import Lz4Frame, frame_index
 from dlio_readers.path_reader import PathReader
-from dlio_readers.tarmembers import TarMembers
+
+# Random access into LZ4 frames of independent blocks
+
+_FRAME_MAGIC: Final = 0x184D2204
+_FRAME_BLOCKS: Final = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 1 << 22}
+_KEPT_BLOCKS: Final = 16
+
+
+class Lz4Frame:
+    """An LZ4 frame of independent blocks; caches the last decompressed ones. Thread-safe.
+
+    Args:
+        file: the compressed file.
+        index: arrays made by `frame_index`.
+    """
+
+    def __init__(self, file: File, index: Arrays) -> None:
+        self._file = file
+        self._at, self._stored = index["frame_at"], index["frame_stored"]
+        self._raw_bytes = int(index["frame_raw"][0])
+        self.size = int(index["frame_raw"][1])
+        self._kept: OrderedDict[int, bytes] = OrderedDict()
+        self._lock = new_lock()
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with decompressed bytes from `offset` on. Raises SourceError."""
+        done = 0
+        while done < len(into):
+            number, start = divmod(offset + done, self._raw_bytes)
+            if number >= len(self._at):
+                raise SourceError(f"{self._file.name} ends early: it was cut off; restore it")
+            part = self._block(number)[start : start + len(into) - done]
+            if not part:
+                raise SourceError(f"{self._file.name} ends early: it was cut off; restore it")
+            into[done : done + len(part)] = part
+            done += len(part)
+
+    def _block(self, number: int) -> bytes:
+        with self._lock:
+            if number in self._kept:
+                self._kept.move_to_end(number)
+                return self._kept[number]
+        stored = int(self._stored[number])
+        data = self._file.read(int(self._at[number]), abs(stored))
+        if stored > 0:
+            try:
+                data = lz4.block.decompress(data, uncompressed_size=self._raw_bytes)
+            except lz4.block.LZ4BlockError as error:
+                raise SourceError(f"{self._file.name}: LZ4 data is damaged; restore it") from error
+        with self._lock:
+            self._kept[number] = data
+            while len(self._kept) > _KEPT_BLOCKS:
+                self._kept.popitem(last=False)
+        return data
+
+
+def frame_index(file: File) -> Arrays:
+    """Index the blocks of an LZ4 frame, for `Lz4Frame`.
+
+    Returns `frame_at`, the offset of each block, `frame_stored`, its stored bytes (negative if it
+    is not compressed), and `frame_raw`, (decompressed bytes per block, total).
+
+    Raises SourceError for damaged frames, and for frames with linked blocks.
+    """
+    head = file.read(0, 19)
+    wrong = SourceError(f"{file.name} is not an LZ4 frame, or is damaged: restore it")
+    if len(head) < 7 or struct.unpack_from("<I", head)[0] != _FRAME_MAGIC:
+        raise wrong
+    flags, descriptor = head[4], head[5]
+    raw_bytes = _FRAME_BLOCKS.get(descriptor >> 4 & 7)
+    if flags >> 6 != 1 or raw_bytes is None:
+        raise wrong
+    if not flags & 0x20:
+        raise SourceError(
+            f"{file.name}: its LZ4 blocks are linked, which prevents random access: compress it "
+            "with `lz4 -BI`"
+        )
+    at = 7 + (8 if flags & 8 else 0) + (4 if flags & 1 else 0)
+    places, sizes = [], []
+    while True:
+        word = file.read(at, 4)
+        if len(word) < 4:
+            raise wrong
+        size = struct.unpack("<I", word)[0]
+        if size == 0:
+            break
+        plain, size = bool(size >> 31), size & 0x7FFFFFFF
+        if size > raw_bytes + 16 or at + 4 + size > file.size:
+            raise wrong
+        places.append(at + 4)
+        sizes.append(-size if plain else size)
+        at += 4 + size + (4 if flags & 0x10 else 0)
+    if not places:
+        raise wrong
+    index = {
+        "frame_at": np.array(places, np.int64),
+        "frame_stored": np.array(sizes, np.int64),
+        "frame_raw": np.array([raw_bytes, raw_bytes * len(places)], np.int64),
+    }
+    last = Lz4Frame(file, index)._block(len(places) - 1)
+    index["frame_raw"][1] = raw_bytes * (len(places) - 1) + len(last)
+    return index
+
+
+# The headers of a tar: names, offsets and sizes of its files, without extracting
+
+_SCAN_BYTES: Final = 1 << 20
+_BLOCK: Final = 512
+_MAX_NAME: Final = 1 << 16
+_MAX_MEMBERS: Final = 1 << 28
+_OCTAL: Final = re.compile(rb"[0-7]+")
+_SIZE: Final = re.compile(r"[0-9]{1,18}")
+
+
+class TarMembers:
+    """Iterate over the files of a tar; reads it in large chunks and caches one of them.
+
+    Args:
+        size: bytes of the tar.
+        read: return a number of bytes from an offset.
+        name: name of the tar, for error messages.
+    """
+
+    def __init__(self, size: int, read: Callable[[int, int], bytes], name: str) -> None:
+        self._size = size
+        self._read = read
+        self._name = name
+        self._stretch = b""
+        self._start = 0
+
+    def bytes_at(self, at: int, count: int) -> bytes:
+        """Return `count` bytes from offset `at`. Raises SourceError if the tar is too short."""
+        if at + count > self._size:
+            raise self.damaged(at, "it ends within a member: it was cut off")
+        if not self._start <= at or at + count > self._start + len(self._stretch):
+            self._start = at
+            self._stretch = self._read(at, max(count, min(_SCAN_BYTES, self._size - at)))
+        data = self._stretch[at - self._start : at - self._start + count]
+        if len(data) != count:
+            raise self.damaged(at, "it ends within a member: it was cut off")
+        return data
+
+    def damaged(self, at: int, why: str) -> SourceError:
+        """Make the error for damage at an offset."""
+        return SourceError(f"{self._name} at byte {at}: {why}; restore it")
+
+    def __iter__(self) -> Iterator[tuple[str, int, int]]:
+        """Yield (name, offset, size) of each regular file. Raises SourceError if damaged."""
+        at, longer, pax_size = 0, "", -1
+        members = 0
+        while at + _BLOCK <= self._size:
+            head = self.bytes_at(at, _BLOCK)
+            if not any(head):
+                return
+            _check_sum(head, self, at)
+            size = _octal(head[124:136], self, at)
+            kind = head[156:157]
+            if pax_size >= 0 and kind not in b"xgLK":
+                size = pax_size
+            body = at + _BLOCK
+            if body + size > self._size:
+                raise self.damaged(at, "a member is longer than the file: it was cut off")
+            if kind in (b"L", b"x"):
+                if size > _MAX_NAME:
+                    raise self.damaged(at, f"a header of {size} bytes")
+                data = self.bytes_at(body, size)
+                if kind == b"L":
+                    longer = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
+                else:
+                    pax = _pax(data, self, at)
+                    longer = pax.get("path", longer)
+                    if "GNU.sparse.major" in pax or "GNU.sparse.size" in pax:
+                        raise self.damaged(at, "a sparse member, which dlio does not read")
+                    pax_size = -1
+                    if "size" in pax:
+                        if _SIZE.fullmatch(pax["size"]) is None:
+                            raise self.damaged(at, "an invalid size")
+                        pax_size = int(pax["size"])
+            else:
+                if kind in (b"0", b"\0", b"7"):
+                    yield longer or _name(head), body, size
+                members += 1
+                if members > _MAX_MEMBERS:
+                    raise self.damaged(at, "too many members")
+                longer, pax_size = "", -1
+            at = body + -(-size // _BLOCK) * _BLOCK
+        if at > self._size:
+            raise self.damaged(self._size, "it ends within a member: it was cut off")
+
+
+def _check_sum(head: bytes, members: TarMembers, at: int) -> None:
+    stored = _octal(head[148:156], members, at)
+    if stored != sum(head[:148]) + 8 * 32 + sum(head[156:]):
+        raise members.damaged(at, "is not a tar header: the file is damaged, or not a tar")
+
+
+def _octal(field: bytes, members: TarMembers, at: int) -> int:
+    if field[0] & 0x80:
+        value = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
+        if value >= 2**62:
+            raise members.damaged(at, "an invalid size")
+        return value
+    text = field.rstrip(b"\0 ").lstrip(b" ") or b"0"
+    if _OCTAL.fullmatch(text) is None:  # int() takes signs, too.
+        raise members.damaged(at, "is not a tar header: the file is damaged")
+    return int(text, 8)
+
+
+def _name(head: bytes) -> str:
+    name = head[:100].split(b"\0", 1)[0]
+    if head[257:262] == b"ustar" and head[345]:
+        name = head[345:500].split(b"\0", 1)[0] + b"/" + name
+    return name.decode("utf-8", "surrogateescape")
+
+
+def _pax(data: bytes, members: TarMembers, at: int) -> dict[str, str]:
+    """Parse the records of a pax extended header."""
+    records = {}
+    place = 0
+    while place < len(data):
+        length, space, _ = data[place : place + 20].partition(b" ")
+        if not space or not length.isdigit() or not 0 < int(length) <= len(data) - place:
+            raise members.damaged(at, "an invalid extended header")
+        record = data[place + len(length) + 1 : place + int(length) - 1]
+        key, _, value = record.partition(b"=")
+        records[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        place += int(length)
+    return records
+
+
+# Samples
 
 SUFFIXES: Final = (".tar", ".tar.lz4")
 _VERSION: Final = 1

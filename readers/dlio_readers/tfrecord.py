@@ -4,40 +4,571 @@ import json
 import logging
 import os
 import re
+import struct
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Final, Literal, Protocol
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import cached_index, fingerprint_of
+from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.labels import LABEL_NAMES
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Abilities
-from dlio.data.schema import Schema
+from dlio.data.schema import MAX_FIELDS, MAX_PAYLOAD, Schema, array_kind
 from dlio.data.source import File, Source, expand, inside, own_name, split_fields
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
+from dlio.util.arguments import nearest
 from dlio.util.memory import new_memory
-from dlio_readers.concurrency import concurrently
-from dlio_readers.path_reader import PathReader, split_paths
-from dlio_readers.tfexample import (
-    Feature,
-    RecordBytes,
-    count_of,
-    features_of,
-    floats_of,
-    ints_of,
-)
-from dlio_readers.tfframes import (
-    AROUND,
-    HEAD,
-    WholeRecord,
-    check_data,
-    is_framed,
-)
-from dlio_readers.tfscan import scan
+from dlio_readers.columns import looks_like
+from dlio_readers.path_reader import PathReader, concurrently, split_paths
+
+# Records in TFRecord files: a length, data, and masked checksums (CRC32C) of both
+#
+# uint64 length | uint32 masked CRC of length | data | uint32 masked CRC of data
+
+HEAD: Final = struct.Struct("<QI")
+FOOT: Final = struct.Struct("<I")
+AROUND: Final = HEAD.size + FOOT.size
+"""Bytes of a record that are not data."""
+_SMALL_BYTES: Final = 1 << 13
+_LARGE_BYTES: Final = 4 << 20
+"""Bytes that are read at a time when a file is scanned: few at first of a local one, many of a
+remote one."""
+_TRIAL_READS: Final = 8
+"""Small reads after which their speed is known."""
+_SLOW_S: Final = 2e-3
+"""A read that takes longer is slow."""
+_GZIP: Final = b"\x1f\x8b"
+
+
+class WholeRecord:
+    """A record's data in memory."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def part(self, start: int, end: int) -> bytes:
+        return bytes(self._data[start:end])
+
+
+class LazyRecord:
+    """A record's data in a file, of which only those parts are read that are asked for."""
+
+    def __init__(self, window: "_Window", at: int, size: int) -> None:
+        self._window, self._at, self._size = window, at, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def part(self, start: int, end: int) -> bytes:
+        return self._window.read(self._at + start, end - start)
+
+
+class _Window:
+    """The part of a file that a scan is at.
+
+    What a scan needs of a record is small. Where requests are slow, reading records in between is
+    faster than passing over them, unless these are large: of slow reads both are tried, and the one
+    stays that got further per second.
+    """
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        sizes = (_SMALL_BYTES, _LARGE_BYTES)
+        self._step, self._other = sizes if file.local_path is not None else sizes[::-1]
+        self._parts: deque[tuple[int, bytes]] = deque(maxlen=2)
+        """(offset, bytes): a record is looked at again where it begins, after its end was."""
+        self._trials: list[float] = []
+        """Bytes per second that the sizes of reads got further, up to two."""
+        self._begin(0)
+
+    def read(self, at: int, count: int) -> bytes:
+        """Return some bytes; fewer at the end of the file. Raises SourceError."""
+        for begin, data in self._parts:
+            if begin <= at and at + count <= begin + len(data):
+                return data[at - begin : at - begin + count]
+        if len(self._trials) < 2 and self._reads >= self._enough:
+            self._judge(at)
+        began = perf_counter()
+        data = self._file.read(at, max(count, self._step))
+        self._seconds += perf_counter() - began
+        self._reads += 1
+        self._parts.append((at, data))
+        return data[:count]
+
+    def _begin(self, at: int) -> None:
+        self._since, self._reads, self._seconds = at, 0, 0.0
+        self._enough = _TRIAL_READS if self._step == _SMALL_BYTES else 1
+
+    def _judge(self, at: int) -> None:
+        """End a trial that came as far as `at`, and begin the next one or none."""
+        is_slow = self._seconds > _SLOW_S * self._reads
+        self._trials.append((at - self._since) / max(self._seconds, 1e-9))
+        if len(self._trials) == 1 and not is_slow:
+            self._trials.append(0.0)
+        elif len(self._trials) == 1 or self._trials[0] >= self._trials[1]:
+            self._step, self._other = self._other, self._step
+        self._begin(at)
+
+
+def masked(data: bytes | memoryview) -> int:
+    """Return the checksum of data as TFRecord files store it."""
+    crc = int(google_crc32c.value(bytes(data)))
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def is_framed(file: File) -> bool:
+    """True if a file begins with a record's length and its checksum. Raises SourceError."""
+    head = file.read(0, HEAD.size)
+    return len(head) == HEAD.size and HEAD.unpack(head)[1] == masked(head[:8])
+
+
+def records_of(file: File) -> Iterator[tuple[int, LazyRecord]]:
+    """Yield (offset of the data, record) of a file's records, reading their lengths in order.
+
+    Raises SourceError for files that are compressed or cut off, CorruptBlock for a length whose
+    checksum is wrong.
+    """
+    window = _Window(file)
+    if window.read(0, 2) == _GZIP:
+        raise SourceError(
+            f"{file.name} is compressed as a whole, so that its records cannot be read one by one: "
+            "decompress it (gunzip), and compress pictures in it instead"
+        )
+    at, number = 0, 0
+    while at < file.size:
+        where = f"{file.name}, record {number},"
+        head = window.read(at, HEAD.size)
+        if len(head) < HEAD.size:
+            raise SourceError(f"{where} is cut off: {file.size - at} bytes: restore the file")
+        size, crc = HEAD.unpack(head)
+        if crc != masked(head[:8]):
+            what = "has a wrong checksum of its length" if number else "is not of a TFRecord file"
+            raise CorruptBlock(f"{where} {what}: restore the file")
+        if at + AROUND + size > file.size or size > MAX_PAYLOAD:
+            raise SourceError(
+                f"{where} has {size} bytes, of which the file holds "
+                f"{max(0, file.size - at - AROUND)}: it is cut off; restore it"
+            )
+        yield at + HEAD.size, LazyRecord(window, at + HEAD.size, size)
+        at += AROUND + size
+        number += 1
+
+
+def check_data(stored: memoryview, where: str) -> memoryview:
+    """Return the data of a record that has been read with its checksums.
+
+    Raises CorruptBlock if a checksum is wrong.
+    """
+    size, crc = HEAD.unpack(stored[: HEAD.size])
+    data = stored[HEAD.size : -FOOT.size]
+    if crc != masked(stored[:8]) or size != len(data):
+        raise CorruptBlock(f"{where} has a wrong checksum of its length: restore the file")
+    if FOOT.unpack(stored[-FOOT.size :])[0] != masked(data):
+        raise CorruptBlock(f"{where} has a wrong checksum of its data: restore the file")
+    return data
+
+
+# A parser of tf.train.Example: the protocol buffer that most TFRecord files hold, bounded
+#
+#     message Example  { Features features = 1; }
+#     message Features { map<string, Feature> feature = 1; }
+#     message Feature  { oneof { BytesList = 1; FloatList = 2; Int64List = 3; } }
+#     `value` is field 1 in each list.
+#
+# A record is walked without copying its values: features are spans of bytes in it. Nothing is
+# allocated because a length claims it, and nesting has the depth of these messages.
+#
+# Source: tensorflow/core/example/example.proto and feature.proto; protobuf.dev's encoding.
+
+FeatureKind = Literal["bytes", "float32", "int64"]
+_KINDS: Final[dict[int, FeatureKind]] = {1: "bytes", 2: "float32", 3: "int64"}
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_MOST_KEY: Final = 1 << 12
+"""Bytes of a feature's name."""
+_VARINT_BYTES: Final = 10
+
+
+class RecordBytes(Protocol):
+    """The bytes of a record: a memoryview, or one that reads them when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def part(self, start: int, end: int) -> bytes:
+        """Return some of its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Values of a feature, as spans of the record."""
+
+    kind: FeatureKind
+    spans: tuple[tuple[int, int], ...]
+    """Of bytes one span a value; of numbers each span holds one or several."""
+
+
+def features_of(record: RecordBytes) -> dict[str, Feature]:
+    """Return the features of an Example by name.
+
+    Raises CorruptBlock if the record is not an Example.
+    """
+    features: dict[str, Feature] = {}
+    size = len(record)
+    for number, wire, start, end in _fields(record, 0, size):
+        if number == 2 and wire == _LENGTH:
+            raise CorruptBlock(
+                "is a tf.train.SequenceExample, whose lists of features are not read: write its "
+                "records as tf.train.Example"
+            )
+        if number != 1 or wire != _LENGTH:
+            continue
+        for inner, kind, begin, stop in _fields(record, start, end):
+            if inner == 1 and kind == _LENGTH:
+                name, feature = _entry(record, begin, stop)
+                if feature is not None:
+                    features[name] = feature
+                if len(features) > MAX_FIELDS:
+                    raise CorruptBlock(f"has over {MAX_FIELDS} features: write fewer")
+    return features
+
+
+def ints_of(record: RecordBytes, feature: Feature) -> npt.NDArray[np.int64]:
+    """Return the values of an int64 feature; shape (n,). Raises CorruptBlock."""
+    data = b"".join(record.part(start, end) for start, end in feature.spans)
+    if not data:
+        return np.zeros(0, np.int64)
+    if len(data) <= _VARINT_BYTES and data[-1] < 0x80:  # A label, as a rule.
+        return _few_ints(data)
+    plain = np.frombuffer(data, np.uint8)
+    ends = np.flatnonzero(plain < 0x80)
+    if not len(ends) or ends[-1] != len(plain) - 1:
+        raise CorruptBlock("has a number that is cut off: it is damaged; restore it")
+    starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
+    places = np.arange(len(plain)) - np.repeat(starts, ends - starts + 1)
+    if int(places.max()) >= _VARINT_BYTES:
+        raise CorruptBlock("has a number of over ten bytes: it is damaged; restore it")
+    digits = (plain & 0x7F).astype(np.uint64) << (7 * places).astype(np.uint64)
+    return np.add.reduceat(digits, starts).view(np.int64)
+
+
+def _few_ints(data: bytes) -> npt.NDArray[np.int64]:
+    """Return the numbers of at most ten whole bytes, in a tenth of the time of `ints_of`."""
+    numbers, number, shift = [], 0, 0
+    for byte in data:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            numbers.append(number & 0xFFFF_FFFF_FFFF_FFFF)
+            number = shift = 0
+    return np.array(numbers, np.uint64).view(np.int64)
+
+
+def floats_of(record: RecordBytes, feature: Feature) -> npt.NDArray[np.float32]:
+    """Return the values of a float feature; shape (n,)."""
+    data = b"".join(record.part(start, end) for start, end in feature.spans)
+    return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
+
+
+def count_of(record: RecordBytes, feature: Feature) -> int:
+    """Return the number of values of a feature. Raises CorruptBlock."""
+    if feature.kind == "bytes":
+        return len(feature.spans)
+    if feature.kind == "float32":
+        return sum(end - start for start, end in feature.spans) // 4
+    return len(ints_of(record, feature))
+
+
+def _entry(record: RecordBytes, start: int, end: int) -> tuple[str, Feature | None]:
+    """Return (name, feature) of an entry of the map; None for a feature without a list."""
+    name, feature = "", None
+    for number, wire, begin, stop in _fields(record, start, end):
+        if number == 1 and wire == _LENGTH:
+            if stop - begin > _MOST_KEY:
+                raise CorruptBlock(f"has a feature whose name has {stop - begin} bytes: restore it")
+            try:
+                name = record.part(begin, stop).decode()
+            except UnicodeDecodeError:
+                raise CorruptBlock("has a feature whose name is not UTF-8: restore it") from None
+        elif number == 2 and wire == _LENGTH:
+            feature = _feature(record, begin, stop)
+    return name, feature
+
+
+def _feature(record: RecordBytes, start: int, end: int) -> Feature | None:
+    made = None
+    for number, wire, begin, stop in _fields(record, start, end):
+        kind = _KINDS.get(number)
+        if kind is None or wire != _LENGTH:
+            continue
+        spans = []
+        for inner, value, low, high in _fields(record, begin, stop):
+            if inner != 1:
+                continue
+            single = {"bytes": _LENGTH, "float32": _FIXED32, "int64": _VARINT}[kind]
+            if value not in (single, _LENGTH) or (kind == "float32" and (high - low) % 4):
+                raise CorruptBlock(f"has a list of {kind} that is damaged: restore it")
+            spans.append((low, high))
+        made = Feature(kind, tuple(spans))
+    return made
+
+
+def _fields(record: RecordBytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (number, wire type, first byte, end) of the fields in a part of a record.
+
+    Raises CorruptBlock for anything that is not a message.
+    """
+    at = start
+    while at < end:
+        key, at = _varint(record, at, end)
+        number, wire = key >> 3, key & 7
+        if wire == _LENGTH:
+            size, at = _varint(record, at, end)
+            stop = at + size
+        elif wire == _VARINT:
+            stop = _varint(record, at, end)[1]
+        elif wire in (_FIXED64, _FIXED32):
+            stop = at + (8 if wire == _FIXED64 else 4)
+        else:
+            stop = end + 1
+        if number == 0 or stop > end:
+            raise CorruptBlock("is not a tf.train.Example, or is damaged: restore the file")
+        yield number, wire, at, stop
+        at = stop
+
+
+def _varint(record: RecordBytes, at: int, end: int) -> tuple[int, int]:
+    """Return (number, offset behind it). Raises CorruptBlock."""
+    value = 0
+    data = record.part(at, min(end, at + _VARINT_BYTES))
+    for place, byte in enumerate(data):
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return value, at + place + 1
+    raise CorruptBlock("is not a tf.train.Example, or is damaged: restore the file")
+
+
+# One scan over TFRecord files: where records lie, their features, the sizes of values, labels
+#
+# Each file is scanned on its own, over a network many of them at a time, and the results are put
+# together in their order. Nothing of a file stays in memory but the numbers of its records.
+
+_TEXT_BYTES: Final = 1 << 10
+"""Bytes of the longest value that is text, if all values of its feature are."""
+_HEAD_BYTES: Final = 16
+
+
+def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
+    """Return offsets, sizes, kinds and labels of all records.
+
+    Args:
+        path: of the data set, for errors.
+        names: features to read; all of the first record if empty.
+
+    Raises SourceError for files without records, and for records that do not fit together;
+    CorruptBlock for wrong checksums; UsageError for names that the first record lacks.
+    """
+    wanted = _wanted(path, names, files)
+    whole = _ScanPart(wanted)
+    starts = []
+    for part in concurrently(lambda file: _scanned(file, wanted), files, files[0].url):
+        starts.append(len(whole.at))
+        whole.append(part)
+    fields = [(name, column.kind_of_field) for name, column in whole.columns.items()]
+    schema = Schema(tuple(fields))
+    variable = [name for name, _ in fields if not schema.kinds[name].fixed]
+    bodies = [np.array(whole.columns[name].bodies, np.int64) for name in variable]
+    label = _label_of([name for name, kind in fields if kind == "int64"])
+    count = len(whole.at)
+    return {
+        "head": np.frombuffer(
+            json.dumps({"fields": fields, "variable": variable}).encode(), np.uint8
+        ),
+        "at": np.array(whole.at, np.int64),
+        "stored": np.array(whole.stored, np.int64),
+        "starts": np.array(starts, np.int64),
+        "bodies": np.stack(bodies, 1) if bodies else np.zeros((count, 0), np.int64),
+        "labels": np.array(whole.columns[label].whole, np.int64)
+        if label
+        else np.zeros(count, np.int64),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _FeatureRequest:
+    """Features to read."""
+
+    path: str
+    names: tuple[str, ...]
+    all: bool
+    """True if these are all features of the first record, beyond which no record may have any."""
+
+
+def _wanted(path: str, names: Sequence[str], files: Sequence[File]) -> _FeatureRequest:
+    """Return the features to read, from the first record."""
+    for file in files:
+        for _, record in records_of(file):
+            where = f"{file.name}, record 0,"
+            try:
+                features = features_of(record)
+            except CorruptBlock as error:
+                raise SourceError(f"{where} {error}") from error
+            for name in names:
+                if name not in features:
+                    raise UsageError(
+                        f"{where} has no feature {name!r}: it has {', '.join(sorted(features))}"
+                        f"{nearest(name, features)}"
+                    )
+            if not features:
+                raise SourceError(f"{where} has no features")
+            return _FeatureRequest(path, tuple(names) or tuple(sorted(features)), not names)
+    raise SourceError(f"{path} holds no records")
+
+
+@dataclass(slots=True)
+class _Column:
+    """Values of a feature over records."""
+
+    kind: FeatureKind | None = None
+    """None as long as the feature has no values."""
+    where: str = ""
+    """The first record that has any."""
+    counts: set[int] = field(default_factory=set)
+    """Numbers of values that occur, the first few."""
+    bodies: list[int] = field(default_factory=list)
+    """Bytes of the values of each record."""
+    whole: list[int] = field(default_factory=list)
+    """The values, as long as each is a single whole number."""
+    images: set[str] = field(default_factory=set)
+    is_text: bool = True
+
+    def add(self, record: LazyRecord, feature: Feature | None, where: str, name: str) -> None:
+        """Add a record's values."""
+        count = 0 if feature is None else count_of(record, feature)
+        if len(self.counts) < 3:
+            self.counts.add(count)
+        if feature is None or not count:
+            self.bodies.append(0)
+            return
+        self._agree(feature.kind, where, name)
+        if feature.kind != "bytes":
+            self.bodies.append(count * (8 if feature.kind == "int64" else 4))
+            if feature.kind == "int64" and self.counts == {1}:
+                self.whole.append(int(ints_of(record, feature)[0]))
+            return
+        if count > 1:
+            raise SourceError(
+                f"{where} has {count} byte strings in {name!r}, which samples cannot have: name "
+                "the features to read, as in x.tfrecord::image,label"
+            )
+        start, end = feature.spans[0]
+        self.bodies.append(end - start)
+        self.images.add(looks_like(record.part(start, min(end, start + _HEAD_BYTES))))
+        if self.is_text:
+            self.is_text = end - start <= _TEXT_BYTES and _is_text(record.part(start, end))
+
+    def append(self, later: "_Column", name: str) -> None:
+        """Add the values of the next file's records."""
+        if later.kind is not None:
+            self._agree(later.kind, later.where, name)
+        self.counts |= later.counts
+        self.bodies += later.bodies
+        self.whole += later.whole
+        self.images |= later.images
+        self.is_text = self.is_text and later.is_text
+
+    def _agree(self, kind: FeatureKind, where: str, name: str) -> None:
+        if self.kind is None:
+            self.kind, self.where = kind, where
+        elif kind != self.kind:
+            raise SourceError(f"{where} has {name!r} as {kind}, others as {self.kind}")
+
+    @property
+    def kind_of_field(self) -> str:
+        """Kind of the field that samples have."""
+        if self.kind == "bytes":
+            if self.is_text and self.images <= {"bytes"}:
+                return "text"
+            if len(self.images) == 1 and 0 not in self.counts:
+                return next(iter(self.images))
+            return "bytes" if "bytes" in self.images or 0 in self.counts else "image"
+        kind = self.kind or "float32"
+        if self.counts == {1}:
+            return kind
+        return array_kind(kind, (next(iter(self.counts)) if len(self.counts) == 1 else None,))
+
+
+class _ScanPart:
+    """Facts about some records."""
+
+    def __init__(self, wanted: _FeatureRequest) -> None:
+        self._wanted = wanted
+        self.at: list[int] = []
+        """Offset of each record's data in its file."""
+        self.stored: list[int] = []
+        """Bytes of it."""
+        self.columns = {name: _Column() for name in wanted.names}
+
+    def add(self, offset: int, record: LazyRecord, where: str) -> None:
+        """Add a record. Raises SourceError if it does not fit to the others."""
+        try:
+            features = features_of(record)
+            for name, column in self.columns.items():
+                column.add(record, features.get(name), where, name)
+        except CorruptBlock as error:
+            raise SourceError(f"{where} {error}") from error
+        extra = features.keys() - self.columns.keys()
+        if extra and self._wanted.all:
+            path, first = self._wanted.path.partition("::")[0], self._wanted.names[0]
+            raise SourceError(
+                f"{where} has a feature {min(extra)!r}, which the first record lacks: name the "
+                f"features to read, as in {path}::{first}"
+            )
+        self.at.append(offset)
+        self.stored.append(len(record))
+
+    def append(self, later: "_ScanPart") -> None:
+        """Add the next file's records."""
+        self.at += later.at
+        self.stored += later.stored
+        for name, column in self.columns.items():
+            column.append(later.columns[name], name)
+
+
+def _scanned(file: File, wanted: _FeatureRequest) -> _ScanPart:
+    part = _ScanPart(wanted)
+    for number, (offset, record) in enumerate(records_of(file)):
+        part.add(offset, record, f"{file.name}, record {number},")
+    return part
+
+
+def _label_of(whole: Sequence[str]) -> str:
+    """Return the label among the fields that are whole numbers; empty without one."""
+    known: list[str] = [name for name in LABEL_NAMES if name in whole]
+    known += [name for name in whole if name.endswith("/label")]
+    known += whole if len(whole) == 1 else []
+    return known[0] if known else ""
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return False
+    return all(each.isprintable() or each in "\n\r\t" for each in text)
+
+
+# Samples
 
 _SUFFIXES: Final = (".tfrecord", ".tfrecords", ".tfrec", ".tfr")
 _PACKED: Final = tuple(f"{suffix}.gz" for suffix in _SUFFIXES)

@@ -24,8 +24,14 @@ from dlio_readers.annotations import (
     Annotations,
     check_boxes,
 )
-from dlio_readers.fileset import PICTURES, files_in, index_kind
-from dlio_readers.sidefolders import SideFolders, find_sides, side_folders
+from dlio_readers.fileset import (
+    PICTURES,
+    SideFolders,
+    files_in,
+    find_sides,
+    index_kind,
+    side_folders,
+)
 
 _LABELS: Final = ("labels",)
 _YAML: Final = (".yaml", ".yml")

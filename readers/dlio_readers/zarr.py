@@ -21,11 +21,12 @@ from dlio_readers.columns import (
     ColumnReader,
     PlainColumn,
     RaggedColumn,
+    Select,
     choose,
     parse_schema,
+    slab,
     storable,
 )
-from dlio_readers.slabs import Select, slab
 
 # fmt: off
 _OBJECT_CODECS: Final = (

@@ -18,9 +18,15 @@ import dlio
 from dlio.data.source import File
 from dlio.errors import CorruptBlock, DlioError, SourceError, UsageError
 from dlio.storage.file_system_kind import file_system_of
-from dlio_readers.tfexample import count_of, features_of, floats_of, ints_of
-from dlio_readers.tfframes import WholeRecord, masked
-from dlio_readers.tfrecord import TfRecordReader
+from dlio_readers.tfrecord import (
+    TfRecordReader,
+    WholeRecord,
+    count_of,
+    features_of,
+    floats_of,
+    ints_of,
+    masked,
+)
 from dlio_staging.pack_folder import pack
 from tests.conftest import examples
 from tests.readers.tfrecords import Values, example, sequence_example, write
@@ -116,7 +122,7 @@ class Clock:
             return data
 
         monkeypatch.setattr(File, "read", timed)
-        monkeypatch.setattr("dlio_readers.tfframes.perf_counter", lambda: self._now)
+        monkeypatch.setattr("dlio_readers.tfrecord.perf_counter", lambda: self._now)
 
 
 def test_a_scan_skips_large_values_and_happens_once(
@@ -188,7 +194,7 @@ def test_files_of_a_network_are_scanned_side_by_side_and_agree(
     with monkeypatch.context() as patch:
         place = file_system_of(str(tmp_path))
         patch.setattr(
-            "dlio_readers.concurrency.file_system_of", lambda _: replace(place, kind="nfs")
+            "dlio_readers.path_reader.file_system_of", lambda _: replace(place, kind="nfs")
         )
         networked = TfRecordReader(str(tmp_path))
     assert any(name.startswith("dlio-ask") for name in threads)

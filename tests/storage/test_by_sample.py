@@ -25,7 +25,7 @@ def networked(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         "dlio.storage.block_fetcher",
         "dlio.storage.mount",
-        "dlio_readers.concurrency",
+        "dlio_readers.path_reader",
     ):
         monkeypatch.setattr(f"{module}.file_system_of", lambda _: NETWORK)
 
