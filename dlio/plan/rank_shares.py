@@ -1,14 +1,18 @@
 """Shares of a global batch for ranks of different speed. Pure.
 
+The cost model of a rank's step is a fixed time plus a time per sample.
+
 Shares are whole samples of a full step. A smaller step is dealt in proportion, by the same formula
 as even shares: with edges e and global batch B, rank r gets the places from count·e[r] // B to
 count·e[r + 1] // B of a step of `count` samples.
 """
 
 import heapq
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +23,14 @@ from dlio.plan.order import share
 _I64 = npt.NDArray[np.int64]
 _HALVINGS = 60
 """Bisections of the interval in which the slowest rank's time lies."""
+_DAMPING: Final = 0.5
+"""Weight of an epoch's measurement against the earlier estimate."""
+_WORTH: Final = 0.01
+"""Least gain, relative to the slowest rank's step, for which shares change."""
+_MOST_FIXED: Final = 0.9
+"""Largest fraction of a step that the cost model accepts as fixed."""
+LEAST_S: Final = 1e-9
+"""Shortest time of a step or a sample: none is 0."""
 
 
 @dataclass(frozen=True)
@@ -129,3 +141,50 @@ def _within(
 ) -> _I64:
     """Samples that each rank can process in a time, at least 1."""
     return np.maximum(1, np.floor((seconds - fixed) / per_sample)).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost model of one rank's step."""
+
+    fixed_s: float
+    """Seconds per step."""
+    per_sample_s: float
+    """Seconds per sample."""
+
+    def of(self, samples: int) -> float:
+        """Seconds that a step of so many samples takes."""
+        return self.fixed_s + self.per_sample_s * samples
+
+    @classmethod
+    def fitted(cls, small: tuple[int, float], large: tuple[int, float]) -> "Cost":
+        """Fit the model to two measurements (samples, seconds) of different size.
+
+        Noise cannot make a cost negative or the fixed part exceed 0.9 of the larger step.
+        """
+        (few, few_s), (many, many_s) = small, large
+        fixed = many_s - many * (many_s - few_s) / (many - few)
+        fixed = min(max(fixed, 0.0), _MOST_FIXED * many_s)
+        return cls(fixed, max((many_s - fixed) / many, LEAST_S))
+
+    def corrected(self, steps: Sequence[tuple[int, float]]) -> "Cost":
+        """Scale both costs towards the median of measured steps (samples, seconds)."""
+        ratios = [seconds / self.of(samples) for samples, seconds in steps if samples]
+        if not ratios:
+            return self
+        level = max(1 + _DAMPING * (statistics.median(ratios) - 1), LEAST_S)
+        return Cost(self.fixed_s * level, max(self.per_sample_s * level, LEAST_S))
+
+
+def balanced_shares(shares: RankShares, costs: Sequence[Cost]) -> RankShares:
+    """Return the fastest shares of the same global batch; `shares` if the gain is negligible."""
+    fixed = [cost.fixed_s for cost in costs]
+    fastest = fastest_shares(shares.global_batch, fixed, [cost.per_sample_s for cost in costs])
+    if _slowest(fastest, costs) * (1 + _WORTH) < _slowest(shares, costs):
+        return fastest
+    return shares
+
+
+def _slowest(shares: RankShares, costs: Sequence[Cost]) -> float:
+    """Seconds that the slowest rank takes for a step."""
+    return max(cost.of(count) for cost, count in zip(costs, shares.counts, strict=True))

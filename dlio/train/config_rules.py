@@ -7,7 +7,7 @@ from typing import Final
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan.block_order import window_of
-from dlio.plan.epoch import check_mode, check_shares, is_exact
+from dlio.plan.epoch import check_mode, is_exact
 from dlio.train.departure import seconds_until
 from dlio.train.feature_spec import labelled, refuse
 from dlio.train.train_options import TrainOptions
@@ -37,7 +37,6 @@ def check_together(config: TrainOptions) -> None:
         raise UsageError(
             f"--source-order {batches.source_order} goes with --shuffle batch or global"
         )
-    check_shares(batches.shuffle, config.ranks.balance)
     _check_layerwise(config)
     _check_mesh(config)
     _check_mixing(config)
@@ -135,7 +134,6 @@ def _check_replay(config: TrainOptions) -> None:
             {
                 f"--exchange {exchange}": parse_exchange(exchange).ranks_differ,
                 "--checkpoint": config.checkpoints.checkpoint is not None,
-                "--balance": config.ranks.balance,
             },
             NOT_REPLAYED,
         )
@@ -193,5 +191,4 @@ def _check_fault_tolerance(config: TrainOptions) -> None:
         seconds_until(survival.leave_at, datetime.now())
     shuffle = config.batches.shuffle
     if survival.spares:
-        inexact = {f"--shuffle {shuffle}": not is_exact(shuffle)}
-        refuse({"--balance": config.ranks.balance, **inexact}, NOT_WITH_SPARES)
+        refuse({f"--shuffle {shuffle}": not is_exact(shuffle)}, NOT_WITH_SPARES)

@@ -42,11 +42,14 @@ import torch
 from torch import nn
 
 from dlio.comm import Communicator
+from dlio.loader.dataloader import DataLoader
+from dlio.plan.rank_shares import RankShares
 from dlio.train.callbacks.callback_base import Run
 from dlio.train.config import TrainConfig
 from dlio.train.feature_spec import find_features
 from dlio.train.report import RankEpoch
 from dlio.train.sample_sharing import SampleSharing
+from dlio.train.step_clock import StepClock
 from dlio.train.tasks.task_base import Outputs, TrainingTask
 
 
@@ -59,12 +62,18 @@ class FeatureRun(Run, Protocol):
     """True if a state is restored next, so that the ranks' models need not be alike."""
     samples: int
     """Samples of this epoch, over all ranks."""
-    has_held_out: bool
-    """True if the run evaluates on held-out data."""
+    held_out: DataLoader | None
+    """Batches of the data that the run evaluates on."""
+    clock: StepClock
+    """Times this rank's steps; emptied after `measure`."""
 
     @property
     def global_batch(self) -> int:
         """Samples of one batch, over all ranks."""
+
+    @property
+    def shares(self) -> RankShares:
+        """The samples that each rank takes of a whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +175,9 @@ class FeatureHooks:
         """Run before the callbacks' `after_step`; may cut the model and call `run.reshaped`.
         Collective."""
 
-    def measure(self) -> Mapping[str, object]:
-        """Return fields of this rank's `RankEpoch`."""
-        return {}
+    def measure(self) -> Any:
+        """Return this rank's measurements of the epoch for `compared`, as JSON types; they are
+        the feature's value in `RankEpoch.features`."""
 
     def compared(
         self, run: FeatureRun, everyone: Sequence[RankEpoch], accuracy: float | None

@@ -21,17 +21,6 @@ from dlio.util.printable import printable
 from dlio.util.units import format_bytes
 
 
-class RankSpeed(TypedDict):
-    """Measurements that a rank makes for the balancer."""
-
-    share: int
-    """Samples of a whole step that the rank takes."""
-    computed_per_s: float | None
-    """Samples per second that it computes; None before it has computed any."""
-    cost: list[float]
-    """Seconds (per step, per sample)."""
-
-
 class LoaderCounts(TypedDict):
     """Counts of one rank's loader in one epoch."""
 
@@ -59,9 +48,13 @@ def loader_counts(stats: PassStats) -> LoaderCounts:
     }
 
 
-class RankEpoch(RankSpeed, LoaderCounts, total=False):
+class RankEpoch(LoaderCounts, total=False):
     """Measurements of one rank in one epoch."""
 
+    share: int
+    """Samples of a whole step that the rank takes."""
+    computed_per_s: float | None
+    """Samples per second that it computes; None before it has computed any."""
     sums: list[float]
     """Sum of losses, correct answers, samples."""
     seconds: float
@@ -75,32 +68,40 @@ class RankEpoch(RankSpeed, LoaderCounts, total=False):
     skip_share: float
     skipped: list[str]
     notes: list[str]
+    features: dict[str, Any]
+    """Measurements of the features that are on, by their prefixes."""
 
 
 def measured_epoch(
-    speed: RankSpeed,
     stats: PassStats,
     *,
+    share: int,
+    computed_per_s: float | None,
     sums: list[float],
     seconds: float,
     exchanged: Mapping[str, float],
     updates_s: Sequence[float],
     left_out: int,
     skip_share: float,
+    features: dict[str, Any],
 ) -> RankEpoch:
     """Return the measurements as other ranks get them.
 
     Args:
         stats: counts of the loader.
+        share: samples of a whole step.
+        computed_per_s: samples per second.
         sums: of losses, correct answers and samples.
         exchanged: differences of the exchange's statistics.
         updates_s: seconds of each optimizer step.
         left_out: optimizer steps left out.
         skip_share: share of the data set's samples that the epoch skips.
+        features: measurements of features.
     """
     steps_ms = np.array(updates_s) * 1000 if updates_s else np.zeros(1)
     return {
-        **speed,
+        "share": share,
+        "computed_per_s": computed_per_s,
         "sums": sums,
         "seconds": seconds,
         "stall_s": stats["stall_s"],
@@ -113,6 +114,7 @@ def measured_epoch(
         **loader_counts(stats),
         "skipped": stats["skipped"],
         "notes": stats["notes"],
+        "features": features,
     }
 
 

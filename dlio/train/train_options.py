@@ -273,13 +273,6 @@ class ExchangeOptions(CheckedOptions):
             default_text="each rank has samples of its own",
         ),
     ] = None
-    balance: Annotated[
-        bool,
-        Option(
-            "Give ranks that compute faster more of each global batch; with --shuffle batch or "
-            "global."
-        ),
-    ] = False
     pretend_nodes: Annotated[
         int | None,
         Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),
@@ -514,6 +507,5 @@ class TrainOptions:
     def labels(self) -> Mapping[str, str]:
         """Return the words that turn on each feature that is on, by its name."""
         labels = {each.name: each.label(options) for each, options in self.each_feature()}
-        labels["balance"] = "--balance" if self.ranks.balance else None
         labels["layerwise"] = None if self.model.layerwise is None else "--layerwise"
         return {name: label for name, label in labels.items() if label is not None}

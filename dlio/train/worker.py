@@ -1,6 +1,5 @@
 """One rank of a training run: its model, optimizer, exchange and loaders, and their steps."""
 
-import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from dlio.loader.assignment.assigner import BatchAssigner, EpochWire
 from dlio.loader.contract import BatchData
 from dlio.loader.dataloader import DataLoader
 from dlio.plan.epoch import is_exact
-from dlio.train.balance import Balancer, StepClock, timed_pass
+from dlio.plan.rank_shares import RankShares
 from dlio.train.callbacks.callback_base import Callback
 from dlio.train.compute_device import channels_last, choose_device
 from dlio.train.config import TrainConfig
@@ -37,6 +36,7 @@ from dlio.train.replay import Replay
 from dlio.train.report import EpochReport, RankEpoch, measured_epoch
 from dlio.train.sample_ledger import SampleLedger
 from dlio.train.sample_sharing import SampleSharing
+from dlio.train.step_clock import StepClock
 from dlio.train.tasks.task_base import TrainingTask, batch_size
 from dlio.train.training_progress import TrainingProgress
 from dlio.train.weights import load_weights
@@ -77,7 +77,7 @@ class Worker:
         """
         self.config, self.comm, self.loader = config, comm, loader
         self.task, self.sharing, self.is_found = task, sharing, is_found
-        self.has_held_out = held_out is not None
+        self.held_out = held_out
         self.device = choose_device(config.model.device, comm)
         seed = config.data.seed
         torch.manual_seed(seed)
@@ -88,7 +88,6 @@ class Worker:
         sharing.parts.cut(self.model)
         self.precision = Precision(config.model.precision, self.device)
         self._evaluator = make_evaluator(self.model, task, held_out, self.precision, sharing)
-        copy_to_time = copy.deepcopy(self.model) if config.ranks.balance else None
         self.features = ActiveFeatures(config, self)
         steps = config.optimizer
         self.optimizer = make_optimizer(
@@ -108,16 +107,15 @@ class Worker:
             comm=self._replicas,
         )
         self._statistics = (summing or self.exchange).statistics
+        self.clock = StepClock(lambda: self._statistics()["wait_s"], self.device)
         for each in self.features.hooks:
             each.connected(self, len(loader))
         self._together = self.features.together or sharing.mesh is not None
         """True if ranks compute each pass together, also on empty batches."""
         self._called = self.features.wrapped(self.model)
         """The model, or its compiled form."""
-        clock = StepClock(lambda: self._statistics()["wait_s"], self.device)
         loaders = [loader] if held_out is None else [loader, held_out]
         per_rank = config.batches.batch_size
-        self._balancer = Balancer(comm, loaders, per_rank, clock, config.ranks.balance)
         # Dropout masks have to differ between ranks.
         torch.manual_seed((seed + sharing.data.rank) % 2**63)
         self.callbacks: Sequence[Callback] = ()
@@ -184,8 +182,6 @@ class Worker:
         self._joins = False
         """True on a rank that has joined an epoch, until it begins."""
         self._update_s: list[float] = []
-        if copy_to_time is not None:
-            self._balancer.calibrate(timed_pass(copy_to_time, self.precision, task, self.device))
         for each in self.features.hooks:
             each.begin(self)
 
@@ -193,6 +189,14 @@ class Worker:
     def global_batch(self) -> int:
         """Samples of one batch, over all ranks."""
         return self._dealing.usual_batch
+
+    @property
+    def shares(self) -> RankShares:
+        """The samples that each rank takes of a whole step."""
+        ranks, chosen = self.sharing.data.size, self.loader.shares
+        if chosen is None or len(chosen) != ranks:  # They may be those of ranks before a loss.
+            return RankShares.of(self.global_batch, ranks)
+        return RankShares(tuple(chosen))
 
     @property
     def peak_lr(self) -> float:
@@ -287,7 +291,7 @@ class Worker:
                     ledger.step(epoch, done, samples, self.updates, ranks, self.finished)
                 before_batch = self.position
                 count = batch_size(batch)
-                with self._balancer.step(count), self.features.around_step(count):
+                with self.clock.step(count), self.features.around_step(count):
                     self._batch(batch, count)
                 self._tell_losses(progress)
                 self._step += 1
@@ -467,18 +471,20 @@ class Worker:
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
         mine = measured_epoch(
-            self._balancer.measured(),
             self._dealing.stats(),
+            share=self.shares.counts[self.sharing.data.rank],
+            computed_per_s=self.clock.rate(),
             sums=self.sums.tolist(),
             seconds=seconds,
             exchanged=exchanged,
             updates_s=self._update_s,
             left_out=self.left_out,
             skip_share=1 - self.samples / len(self.loader.data),
+            features={name: hooks.measure() for name, hooks in self.features.by_prefix.items()},
         )
+        self.clock.steps = []
         everyone, metrics, distance = uniform(self.comm, lambda: self._compared(mine))
         accuracy = metrics.get("accuracy")
-        self._balancer.agree(everyone, self._dealing.usual_batch)
         for each in self.features.hooks:
             each.compared(self, everyone, accuracy)
         report = EpochReport.of_ranks(

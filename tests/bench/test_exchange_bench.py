@@ -59,6 +59,7 @@ def test_messages_are_counted_as_theory_has_them(
 
 @pytest.mark.mpi
 @pytest.mark.nightly
+@pytest.mark.needs("balance")
 def test_a_slowed_rank_gets_less_and_the_ideal_is_told() -> None:
     results: dict[str, Any] = balance_case.measure(replace(TINY, images=192))
     for row in results["rows"]:
@@ -132,6 +133,7 @@ def test_a_training_goes_on_where_it_was_interrupted(pictures: Path, tmp_path: P
         accuracy_case.measure(replace(options, epochs=2))
 
 
+@pytest.mark.needs("balance")
 def test_options_of_a_training_are_as_its_report_has_them() -> None:
     options = ExchangeBenchOptions(
         settings=("image-size=32", "balance=true", "lr=0.1", "model=lenet"), pace=2
@@ -189,6 +191,7 @@ def test_groups_are_alike_in_all_placements_and_ranks_own_batches_are_not(
 
 @pytest.mark.mpi
 @pytest.mark.nightly
+@pytest.mark.needs("balance")
 def test_the_slow_ranks_share_is_told_for_each_exchange() -> None:
     options = replace(TINY, images=192, seeds=1, exchanges=("tree", "local-sgd(8)"))
     results: dict[str, Any] = unequal_batch_case.measure(options)

@@ -169,13 +169,13 @@ def test_the_command_line_overrides_the_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("source: a\nepochs: 7\nbalance: true\nprune: off\nlr: 1e-3\nbatch-size: 8\n")
-    options = ["--config", str(file), "--epochs", "9", "--no-balance", "--print-config"]
+    file.write_text("source: a\nepochs: 7\nresume: true\nnan: off\nlr: 1e-3\nbatch-size: 8\n")
+    options = ["--config", str(file), "--epochs", "9", "--no-resume", "--print-config"]
     code, printed, errors = _ended(capsys, "train", *options)
     assert code == 0, errors
     stated = yaml.safe_load(printed)
-    assert (stated["source"], stated["epochs"], stated["balance"]) == ("a", 9, False)
-    assert (stated["prune"], stated["lr"], stated["batch_size"]) == ("off", 0.001, 8)
+    assert (stated["source"], stated["epochs"], stated["resume"]) == ("a", 9, False)
+    assert (stated["nan"], stated["lr"], stated["batch_size"]) == ("off", 0.001, 8)
     assert yaml.safe_load(_ended(capsys, "train", "b", *options)[1])["source"] == "b"
 
 
@@ -186,7 +186,7 @@ def test_the_command_line_overrides_the_file(
         ("epochs: three", ("run.yaml: epochs: three: give an integer",)),
         ("epochs: 2.5", ("run.yaml: epochs: 2.5: give an integer",)),
         ("epochs: 0", ("run.yaml:", "--epochs 0: give at least 1")),
-        ("balance: 1", ("run.yaml: balance: 1: give true or false",)),
+        ("resume: 1", ("run.yaml: resume: 1: give true or false",)),
         ("optimizer: adma", ("run.yaml:", "--optimizer adma", "adamw")),
         ("epochs:", ("run.yaml: epochs:", "give an integer")),
         ("- epochs", ("run.yaml", "name: value")),

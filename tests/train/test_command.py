@@ -35,28 +35,6 @@ def _consumed(trace: Path, epoch: int) -> Counter[int]:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("exchange", ["allreduce", "gossip"])
-@pytest.mark.daily("allreduce")
-def test_balanced_ranks_train_on_every_sample_once(
-    dlio: Callable[..., subprocess.CompletedProcess[str]],
-    pictures: Path,
-    tmp_path: Path,
-    exchange: str,
-) -> None:
-    files = ("--report", "r.json", "--trace", "t.jsonl")
-    shape = ("--epochs", "2", "--batch-size", "10", "--image-size", "32", "--pretend-nodes", "2")
-    options = ("--balance", "--exchange", exchange, "--tiers", "ram:100MiB")
-    done = dlio("train", str(pictures), "-n", "2", *options, *files, *shape)
-    assert done.returncode == 0, done.stderr
-    for number, epoch in enumerate(json.loads((tmp_path / "r.json").read_text())["epochs"]):
-        assert epoch["samples"] == SAMPLES
-        assert sum(epoch["shares"]) == 20
-        assert min(epoch["shares"]) >= 1
-        assert len(epoch["rank_samples_per_s"]) == 2
-        assert _consumed(tmp_path / "t.jsonl", number) == Counter(range(SAMPLES))
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("exchange", ["allreduce", "gossip"])
 @pytest.mark.daily("gossip")
 def test_two_ranks_train_on_every_sample_once(
     dlio: Callable[..., subprocess.CompletedProcess[str]],
@@ -177,7 +155,6 @@ def test_ranks_get_the_record_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -
         image_size=96,
         crop_scale=0.5,
         exchange="gossip",
-        balance=True,
         shuffle="global",
         pretend_nodes=2,
         tiers="ram:1MiB",

@@ -67,7 +67,7 @@ class PruningHooks(FeatureHooks):
         """(version of the layout, FLOPs per sample)."""
 
     def begin(self, run: FeatureRun) -> None:
-        if not run.has_held_out and run.comm.rank == 0:
+        if run.held_out is None and run.comm.rank == 0:
             print(
                 "without --val, pruning cannot check held-out accuracy: it relies on the loss of "
                 "the last batches",

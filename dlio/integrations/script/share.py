@@ -15,8 +15,8 @@ from dlio.comm.survival.recovery import uniform
 from dlio.integrations.script.script_assigner import ScriptAssigner, ScriptBatch
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.third_party.adapters import adapted
-from dlio.plan.rank_shares import RankShares
-from dlio.train.balance import Cost, StepClock, balanced_shares
+from dlio.plan.rank_shares import Cost, RankShares, balanced_shares
+from dlio.train.step_clock import StepClock
 
 
 class ScriptContext:

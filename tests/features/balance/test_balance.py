@@ -1,128 +1,26 @@
-"""Balancing: simulated ranks converge to the split in which all finish together."""
+"""Shares by the measured speed of ranks (`--balance`)."""
 
-import random
-from collections.abc import Sequence
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch import nn
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.plan.rank_shares import RankShares, fastest_shares
-from dlio.train.balance import Balancer, Cost, StepClock, balanced_shares
+from dlio.features.balance.balance_feature import BalanceOptions
+from dlio.features.balance.rank_balance import BalanceHooks
+from dlio.plan.rank_shares import RankShares
 from dlio.train.config import train_config
-from tests.conftest import examples
-
-_BATCH = 32
-
-
-class _Rank:
-    """A simulated rank, whose steps take `true` seconds with a relative error of `noise`."""
-
-    def __init__(self, true: Cost, noise: float = 0.0) -> None:
-        self._true, self._noise = true, noise
-        self._random = random.Random(str(true))
-        self.believed = Cost.fitted(
-            (_BATCH // 2, self.step(_BATCH // 2)), (_BATCH, self.step(_BATCH))
-        )
-
-    def step(self, samples: int) -> float:
-        return self._true.of(samples) * self._random.uniform(1 - self._noise, 1 + self._noise)
-
-    def epoch(self, samples: int, steps: int = 20) -> None:
-        taken = [(samples, self.step(samples)) for _ in range(steps)]
-        self.believed = self.believed.corrected(taken)
-
-
-def _trained(ranks: Sequence[_Rank], epochs: int) -> list[RankShares]:
-    """Train for some epochs; return the shares of each epoch."""
-    shares = balanced_shares(RankShares.even(_BATCH, len(ranks)), [rank.believed for rank in ranks])
-    history = [shares]
-    for _ in range(epochs):
-        for rank, count in zip(ranks, shares.counts, strict=True):
-            rank.epoch(count)
-        shares = balanced_shares(shares, [rank.believed for rank in ranks])
-        history.append(shares)
-    return history
-
-
-def _ideal(costs: Sequence[Cost]) -> RankShares:
-    fixed = [cost.fixed_s for cost in costs]
-    return fastest_shares(_BATCH * len(costs), fixed, [cost.per_sample_s for cost in costs])
-
-
-def _apart(one: RankShares, other: RankShares) -> int:
-    return max(abs(a - b) for a, b in zip(one.counts, other.counts, strict=True))
-
-
-costs = st.lists(
-    st.builds(Cost, st.floats(0.0, 0.05), st.floats(0.001, 0.01)), min_size=2, max_size=5
-)
-
-
-@given(costs)
-def test_the_first_epoch_already_has_the_ideal_split(true: list[Cost]) -> None:
-    (first,) = _trained([_Rank(cost) for cost in true], 0)
-    slowest = [
-        max(cost.of(n) for cost, n in zip(true, shares.counts, strict=True))
-        for shares in (first, _ideal(true))
-    ]
-    assert slowest[0] <= 1.011 * slowest[1]
-
-
-@pytest.mark.parametrize("slower", [1.0, 1.5, 3.0, 10.0])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_noisy_times_converge_to_the_ideal_within_one_sample(ranks: int, slower: float) -> None:
-    true = [Cost(0.004, 0.002)] * (ranks - 1) + [Cost(0.004 * slower, 0.002 * slower)]
-    shares = _trained([_Rank(cost, noise=0.1) for cost in true], 12)
-    assert _apart(shares[-1], _ideal(true)) <= 1
-    # The shares no longer change.
-    assert len(set(shares[-4:])) == 1
-
-
-@settings(max_examples=examples(50))
-@given(st.floats(0.0, 0.03), st.floats(0.001, 0.01))
-def test_measurements_correct_a_wrong_calibration(fixed: float, per_sample: float) -> None:
-    """They do so even if a rank became slower in a part that the calibration does not model."""
-    true = [Cost(fixed, per_sample), Cost(3 * fixed, 3 * per_sample)]
-    ranks = [_Rank(cost) for cost in true]
-    ranks[1].believed = Cost(0.0, 0.004)
-    last = _trained(ranks, 25)[-1]
-    ends = [cost.of(n) for cost, n in zip(true, last.counts, strict=True)]
-    best = [cost.of(n) for cost, n in zip(true, _ideal(true).counts, strict=True)]
-    assert max(ends) <= 1.03 * max(best) + max(cost.per_sample_s for cost in true)
-
-
-def test_a_fit_has_no_negative_part() -> None:
-    fitted = Cost.fitted((16, 0.26), (32, 0.42))
-    assert (fitted.fixed_s, fitted.per_sample_s) == pytest.approx((0.1, 0.01))
-    # Twice the samples take more than twice the time; the fixed part stays 0.
-    assert Cost.fitted((16, 0.1), (32, 0.4)) == Cost(0.0, 0.4 / 32)
-    # With noise alone, the time per sample stays positive.
-    noisy = Cost.fitted((16, 0.5), (32, 0.4))
-    assert noisy.per_sample_s > 0
-    assert noisy.of(32) == pytest.approx(0.4)
-
-
-def test_a_step_without_samples_is_ignored() -> None:
-    cost = Cost(0.1, 0.01)
-    assert cost.corrected([(0, 5.0)]) == cost
-    assert cost.corrected([]) == cost
-
-
-def test_a_clock_excludes_waiting() -> None:
-    waited = iter([10.0, 10.0 + 1e6])
-    clock = StepClock(lambda: next(waited))
-    assert clock.rate() is None
-    with clock.step(4):
-        pass
-    # A million seconds of waiting do not count as computing.
-    assert clock.steps[0][1] < 1
-    clock.steps = [(4, 0.5), (8, 1.0), (1, 50.0)]
-    assert clock.rate() == 8
+from dlio.train.precision import Precision
+from dlio.train.step_clock import StepClock
+from tests.train.test_command import SAMPLES, _consumed
 
 
 class _Ranks(SingleCommunicator):
@@ -138,50 +36,111 @@ class _Loader:
     shares: Sequence[int] | None = None
 
 
+class _Task:
+    """Notes the numbers of samples that are asked for; its losses draw."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def example(
+        self, samples: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append(samples)
+        return torch.randn(samples, 3, generator=generator), torch.zeros(samples, 1)
+
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).square().mean(1) * torch.rand(len(targets))
+
+
+def _run() -> Any:
+    cpu = torch.device("cpu")
+    return SimpleNamespace(
+        comm=_Ranks(),
+        model=nn.Linear(3, 1),
+        task=_Task(),
+        device=cpu,
+        precision=Precision("fp32", cpu),
+        clock=StepClock(lambda: 0.0),
+        loader=_Loader(),
+        held_out=_Loader(),
+        global_batch=64,
+        shares=RankShares.even(32, 2),
+    )
+
+
 def test_calibrating_shares_by_speed_and_draws_nothing() -> None:
-    loaders = [_Loader(), _Loader()]
-    asked: list[int] = []
-
-    def compute(samples: int) -> None:
-        asked.append(samples)
-        torch.rand(samples)
-
+    run = _run()
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    balancer = Balancer(_Ranks(), loaders, 32, StepClock(lambda: 0.0), chosen=True)
-    balancer.calibrate(compute)
+    hooks = BalanceHooks(BalanceOptions(balance=True), run)
+    hooks.begin(run)
     assert torch.equal(torch.get_rng_state(), before)
-    assert set(asked) == {16, 32}
-    assert sum(balancer.shares) == 64
-    assert balancer.shares[0] > 40
-    assert [loader.shares for loader in loaders] == [balancer.shares] * 2
+    assert set(run.task.asked) == {16, 32}
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    shares = run.loader.shares
+    assert sum(shares) == 64
+    assert shares[0] > 40
+    assert run.held_out.shares == shares
 
 
-def test_without_the_option_ranks_are_measured_and_nothing_changes() -> None:
-    loader = _Loader()
-    balancer = Balancer(_Ranks(), [loader], 32, StepClock(lambda: 0.0), chosen=False)
-    balancer.calibrate(lambda samples: pytest.fail("nobody asked for it"))
-    with balancer.step(32):
-        pass
-    speed = balancer.measured()
-    assert speed["computed_per_s"] is not None
-    assert speed["computed_per_s"] > 0
-    balancer.agree([speed, speed], 8)
-    assert balancer.shares == [32, 32]
-    assert loader.shares is None
-    # Each epoch measures its own rates.
-    assert balancer.measured()["computed_per_s"] is None
+def test_measurements_of_all_ranks_set_the_shares_of_the_next_epoch() -> None:
+    run = _run()
+    hooks = BalanceHooks(BalanceOptions(balance=True), run)
+    hooks.begin(run)
+    run.clock.steps = [(32, 1.0)]
+    fixed, per_sample = hooks.measure() or (0.0, 0.0)
+    assert fixed + 32 * per_sample > 0.1
+    # The other one has become the faster one.
+    costs = [[0.0, 0.003], [0.0, 0.001]]
+    everyone: Any = [{"features": {"balance": cost}} for cost in costs]
+    hooks.compared(run, everyone, None)
+    assert run.loader.shares == run.held_out.shares == [16, 48]
 
 
-def test_balancing_requires_an_exact_mode() -> None:
-    assert train_config("pictures", shuffle="global", balance=True).ranks.balance
-    with pytest.raises(UsageError, match="choose mode batch or global"):
-        train_config("pictures", shuffle="ring", balance=True)
+def test_one_rank_takes_all() -> None:
+    run = _run()
+    run.comm = SingleCommunicator()
+    hooks = BalanceHooks(BalanceOptions(balance=True), run)
+    hooks.begin(run)
+    assert hooks.measure() is None
+    hooks.compared(run, [], None)
+    assert not run.task.asked
+    assert run.loader.shares is None
 
 
-def test_a_gpu_is_synchronised_only_when_shares_follow_its_speed() -> None:
-    clock = StepClock(lambda: pytest.fail("steps are timed"), torch.device("cuda", 0))
-    balancer = Balancer(_Ranks(), [], 32, clock, chosen=False)
-    with balancer.step(32):
-        pass
-    assert balancer.measured()["computed_per_s"] is None
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shuffle": "ring"}, "choose mode batch or global"),
+        ({"replay": "t.jsonl"}, "--balance does not go with --replay"),
+        ({"spares": 1, "fault_tolerance": "shrink"}, "--balance does not go with --spares"),
+    ],
+)
+def test_options_that_balancing_does_not_go_with_are_refused(
+    options: dict[str, Any], said: str
+) -> None:
+    train_config("pictures", shuffle="global", balance=True)
+    with pytest.raises(UsageError, match=said):
+        train_config("pictures", balance=True, **options)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("exchange", ["allreduce", "gossip"])
+@pytest.mark.daily("allreduce")
+def test_balanced_ranks_train_on_every_sample_once(
+    dlio: Callable[..., subprocess.CompletedProcess[str]],
+    pictures: Path,
+    tmp_path: Path,
+    exchange: str,
+) -> None:
+    files = ("--report", "r.json", "--trace", "t.jsonl")
+    shape = ("--epochs", "2", "--batch-size", "10", "--image-size", "32", "--pretend-nodes", "2")
+    options = ("--balance", "--exchange", exchange, "--tiers", "ram:100MiB")
+    done = dlio("train", str(pictures), "-n", "2", *options, *files, *shape)
+    assert done.returncode == 0, done.stderr
+    for number, epoch in enumerate(json.loads((tmp_path / "r.json").read_text())["epochs"]):
+        assert epoch["samples"] == SAMPLES
+        assert sum(epoch["shares"]) == 20
+        assert min(epoch["shares"]) >= 1
+        assert len(epoch["rank_samples_per_s"]) == 2
+        assert _consumed(tmp_path / "t.jsonl", number) == Counter(range(SAMPLES))

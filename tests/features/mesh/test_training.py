@@ -137,12 +137,28 @@ def test_numbers_of_arrays_are_predicted(dlio: Dlio, tmp_path: Path) -> None:
         ({"mesh": "model=2", "exchange": "gossip"}, "--exchange gossip does not go with --mesh"),
         ({"mesh": "model=2", "precision": "fp16"}, "--precision fp16 does not go with --mesh"),
         ({"mesh": "model=2", "check_weights": 5}, "--check-weights does not go with --mesh"),
-        ({"mesh": "model=2", "compile": True}, "--compile does not go with --mesh"),
+        pytest.param(
+            {"mesh": "model=2", "compile": True},
+            "--compile does not go with --mesh",
+            marks=pytest.mark.needs("compilation"),
+        ),
         ({"mesh": "space=2", "exchange": "gossip"}, "--exchange gossip does not go with --mesh"),
         ({"mesh": "space=2", "fault_tolerance": "shrink"}, "--fault-tolerance shrink does not"),
-        ({"mesh": "space=2", "balance": True}, "--balance does not"),
-        ({"mesh": "space=2", "prune": "apoptosis"}, "--prune apoptosis does not"),
-        ({"mesh": "space=2", "skip_samples": True, "epochs": 4}, "--skip-samples does not"),
+        pytest.param(
+            {"mesh": "space=2", "balance": True},
+            "--balance does not",
+            marks=pytest.mark.needs("balance"),
+        ),
+        pytest.param(
+            {"mesh": "space=2", "prune": "apoptosis"},
+            "--prune apoptosis does not",
+            marks=pytest.mark.needs("pruning"),
+        ),
+        pytest.param(
+            {"mesh": "space=2", "skip_samples": True, "epochs": 4},
+            "--skip-samples does not",
+            marks=pytest.mark.needs("skipping"),
+        ),
         ({"mesh": "depth=2"}, "unknown axis 'depth'"),
     ],
 )

@@ -135,7 +135,10 @@ def test_a_run_is_resumed_within_an_epoch_that_skips(
     [
         ("--exchange", "gossip", "--shuffle", "ring", "--pretend-nodes", "2"),
         ("--exchange", "asgd", "--shuffle", "local", "--tiers", "ram:32MiB,ram:32MiB:decoded"),
-        ("--balance", "--shuffle", "batch", "--source-order", "block(2)"),
+        pytest.param(
+            ("--balance", "--shuffle", "batch", "--source-order", "block(2)"),
+            marks=pytest.mark.needs("balance"),
+        ),
     ],
 )
 @pytest.mark.daily("options0")

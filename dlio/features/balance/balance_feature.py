@@ -1,0 +1,42 @@
+"""Shares of a global batch by the ranks' speed: the option, and its exclusions."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from dlio.plan.epoch import check_shares
+from dlio.train.config import TrainConfig
+from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES
+from dlio.train.feature_spec import FeatureSpec, refuse
+from dlio.util.options import CheckedOptions, Option
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceOptions(CheckedOptions):
+    """The shares that ranks have of a global batch."""
+
+    balance: Annotated[
+        bool,
+        Option(
+            "Give ranks that compute faster more of each global batch; with --shuffle batch or "
+            "global."
+        ),
+    ] = False
+
+
+class BalanceFeature(FeatureSpec):
+    """`--balance`."""
+
+    name, order = "balance", 10
+    options = BalanceOptions
+    hooks = "dlio.features.balance.rank_balance:BalanceHooks"
+
+    def label(self, options: BalanceOptions) -> str | None:
+        return "--balance" if options.balance else None
+
+    def check(self, options: BalanceOptions, config: TrainConfig) -> None:
+        chosen = {"--balance": options.balance}
+        check_shares(config.batches.shuffle, options.balance)
+        if config.results.replay is not None:
+            refuse(chosen, NOT_REPLAYED)
+        if config.survival.spares:
+            refuse(chosen, NOT_WITH_SPARES)
