@@ -13,6 +13,7 @@
 | `sums`, `routes`, `quantised_allreduce`, `nccl` | the sum of a buffer over all ranks |
 | `compress`, `error_feedback` | compressors, and the residuals of their messages |
 | `round_commit`, `peer_steps` | agreement of the survivors after a loss |
+| `rank_group` | tensors between ranks within the passes of a model |
 | `cut` | cuts of parameters, and of the residuals and momenta that belong to them |
 | `script_takeover` | agreement between `dlio run` and a script that distributes itself |
 """

@@ -26,9 +26,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlio.comm import Communicator
 from dlio.exchange.buckets import broadcast_state, check_real
+from dlio.exchange.rank_group import RankGroup
 from dlio.features.batch_norm.batch_norm_feature import BatchNormOptions
 from dlio.features.batch_norm.ghost_spec import group_size
-from dlio.features.mesh.halo import RankGroup
 from dlio.train.feature_hooks import FeatureHooks, FeatureRun
 
 _WIDE: Final = torch.float64

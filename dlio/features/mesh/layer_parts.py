@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from dlio.comm import Communicator
-from dlio.features.mesh.halo import RankGroup
+from dlio.exchange.rank_group import RankGroup
 from dlio.features.mesh.layer_plan import Kind, plan_parts
 from dlio.features.mesh.sharded_layers import share_layer
 

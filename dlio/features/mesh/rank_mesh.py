@@ -16,7 +16,7 @@ from dlio.data.reader_contract import abilities_of
 from dlio.errors import UsageError
 from dlio.exchange.distribute import ExchangeHandle, connect
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio.features.mesh.halo import RankGroup
+from dlio.exchange.rank_group import RankGroup
 from dlio.features.mesh.mesh_axes import AXES, parse_axes
 from dlio.features.mesh.slab import Slab, longest_dimension
 from dlio.features.mesh.split_tensor import SplitTensor, join

@@ -12,7 +12,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from dlio.features.mesh.halo import RankGroup, fetch
+from dlio.exchange.rank_group import RankGroup
+from dlio.features.mesh.halo import fetch
 from dlio.features.mesh.layer_plan import Kind
 from dlio.features.mesh.slab import Slab
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from dlio.features.mesh.halo import RankGroup
+from dlio.exchange.rank_group import RankGroup
 from dlio.features.mesh.tensor_sharing import LocalPart, TensorSharing
 
 Function = Callable[..., torch.Tensor]

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from dlio.errors import UsageError
-from dlio.features.mesh.halo import RankGroup
+from dlio.exchange.rank_group import RankGroup
 from dlio.features.mesh.slab import Slab
 
 GATHER_FIRST: Final = "gather it first, by `dlio.features.mesh.gather`"
