@@ -1,19 +1,19 @@
 """`dlio eval`: metrics of saved weights on a data set, on any number of ranks."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Annotated
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions, RankOptions
-from dlio.features.mesh.mesh_axes import parse_axes
 from dlio.launch.command_ranks import on_ranks
 from dlio.train.config import TrainConfig, train_config
 from dlio.train.factory import check_name
+from dlio.train.feature_spec import evaluation_records
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
 from dlio.train.train_options import MIN_IMAGE_SIZE, MODEL_NAMES
-from dlio.util.options import CheckedOptions, Option
+from dlio.util.options import RECORDS, CheckedOptions, Option, as_mapping
 from dlio.util.printable import print_line
 from dlio.util.whole_files import write_json
 
@@ -50,19 +50,12 @@ class EvalOptions(CheckedOptions):
     precision: Annotated[
         str, Option("Number format of forward passes.", choices=("fp32", "bf16", "fp16"))
     ] = "fp32"
-    mesh: Annotated[
-        str | None,
-        Option(
-            "Axes of the ranks, as for `dlio train`: space=2 has two ranks share each sample, "
-            "model=2 the layers.",
-            metavar="AXES",
-            default_text="each rank has samples of its own",
-        ),
-    ] = None
     device: Annotated[
         str, Option("Device to evaluate on: auto, cpu, cuda or cuda:N.", metavar="DEVICE")
     ] = "auto"
     workers: Annotated[int, Option("Decode threads of each rank.", unit="threads", least=1)] = 2
+    features: tuple[object, ...] = field(default=(), metadata={RECORDS: evaluation_records})
+    """One record for each feature that takes part in evaluations."""
 
 
 @with_help(
@@ -99,26 +92,13 @@ def evaluate_rank(options: EvalOptions, output: OutputOptions) -> None:
 
 
 def _config(options: EvalOptions) -> TrainConfig:
-    return train_config(
-        options.source,
-        task=options.task,
-        target=options.target,
-        model=options.model,
-        weights=options.weights,
-        image_size=options.image_size,
-        batch_size=options.batch_size,
-        precision=options.precision,
-        mesh=options.mesh,
-        device=options.device,
-        workers=options.workers,
-        tiers="none",  # Each sample is read once.
-    )
+    """Return the configuration of a run with the same options."""
+    return train_config(**as_mapping(options), tiers="none")  # Each sample is read once.
 
 
 def _check(options: EvalOptions, ranks: int) -> None:
     """Raise an error for a mistake that can be found before ranks are started."""
     from dlio.data.reader import open_reader
 
-    if (mesh := _config(options).ranks.mesh) is not None:
-        parse_axes(mesh, ranks)
+    _config(options).check_ranks(ranks)
     open_reader(options.source).close()

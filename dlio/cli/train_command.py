@@ -8,7 +8,6 @@ from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import ConfigFile, RankOptions
 from dlio.data.splits import TRAIN_FOLDERS, VAL_FOLDERS
 from dlio.errors import UsageError
-from dlio.features.mesh.mesh_axes import parse_axes
 from dlio.launch.command_ranks import on_ranks
 from dlio.train.checkpoint_progress import finished_epochs
 from dlio.train.config import TrainConfig
@@ -216,18 +215,7 @@ def _check(config: TrainConfig, ranks: int) -> None:
     from dlio.data.reader import open_reader
     from dlio.storage.tier_spec import choose_tiers
 
-    pretended, names = config.ranks.pretend_nodes, config.ranks.node_names
-    if pretended is not None and pretended > ranks:
-        raise UsageError(
-            f"--pretend-nodes {pretended}: give 1 to {ranks}, the number of ranks (-n)"
-        )
-    if len(names) > ranks:
-        raise UsageError(
-            f"--nodes {config.ranks.nodes}: give -n with at least {len(names)} ranks, one "
-            "for each node"
-        )
-    if config.ranks.mesh is not None:
-        parse_axes(config.ranks.mesh, ranks)
+    config.check_ranks(ranks)
     check_name("--model", config.model.model, MODEL_NAMES)
     for callback in config.callbacks.callback:
         check_name("--callback", callback, tuple(CALLBACKS))

@@ -52,6 +52,17 @@ def is_arrays(schema: Schema) -> bool:
     )
 
 
+def is_table(schema: Schema) -> bool:
+    """True if samples are rows of numbers and texts, and not of images or larger arrays."""
+    kinds = schema.kinds.values()
+    return (
+        schema.structure is None
+        and not any(kind.text in IMAGES for kind in kinds)
+        and any(kind.scalar or kind.text == "text" or len(kind.shape) == 1 for kind in kinds)
+        and all(len(kind.shape) <= 1 for kind in kinds)
+    )
+
+
 def array_fields(path: str, schema: Schema, target: str | None) -> ArrayFields:
     """Choose the fields of a data set for which `is_arrays` holds.
 

@@ -43,6 +43,21 @@ class TrainConfig(TrainOptions):
             usual *= local * (1 - exchange.momentum) / exchange.rate
         return usual
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raise UsageError for options that do not fit the number of ranks."""
+        pretended, names = self.ranks.pretend_nodes, self.ranks.node_names
+        if pretended is not None and pretended > ranks:
+            raise UsageError(
+                f"--pretend-nodes {pretended}: give 1 to {ranks}, the number of ranks (-n)"
+            )
+        if len(names) > ranks:
+            raise UsageError(
+                f"--nodes {self.ranks.nodes}: give -n with at least {len(names)} ranks, one "
+                "for each node"
+            )
+        for feature, options in self.active():
+            feature.check_ranks(options, ranks)
+
     def check_run(self) -> None:
         """Raise UsageError before the run when one of its results cannot be written, or when it
         lacks held-out data that an option needs.

@@ -38,7 +38,6 @@ def check_together(config: TrainOptions) -> None:
             f"--source-order {batches.source_order} goes with --shuffle batch or global"
         )
     _check_layerwise(config)
-    _check_mesh(config)
     _check_mixing(config)
     _check_nodes(config)
     _check_fault_tolerance(config)
@@ -58,45 +57,6 @@ def _check_layerwise(config: TrainOptions) -> None:
             **labelled(config, "pruning", "skipping"),
         },
         "{option} does not go with --layerwise: leave one of them out",
-    )
-
-
-def _check_mesh(config: TrainOptions) -> None:
-    mesh = config.ranks.mesh
-    if mesh is None:
-        return
-    from dlio.features.mesh.mesh_axes import parse_sizes
-
-    sizes = parse_sizes(mesh)
-    parts, slabs = sizes.get("model", 1) > 1, sizes.get("space", 1) > 1
-    if parts and slabs:
-        raise UsageError(
-            f"--mesh {mesh}: a model cannot have both layers in parts (model=) and samples "
-            "in parts (space=): leave one of them out"
-        )
-    if not parts and not slabs:
-        return
-    exchange, tolerance = config.ranks.exchange, config.survival.fault_tolerance
-    labels = config.labels()
-    shared = "layers" if parts else "samples"
-    refuse(
-        {
-            f"--exchange {exchange}": not parse_exchange(exchange).alike,
-            f"--fault-tolerance {tolerance}": tolerance != "off",
-            "--nodes": config.ranks.nodes is not None,
-            "--pretend-nodes": config.ranks.pretend_nodes is not None,
-            **labelled(config, "balance", "pruning", "skipping"),
-            "--on-error skip": config.data.on_error == "skip",
-            **labelled(config, "compilation"),
-            labels.get("batch_norm", ""): "ghost" in labels.get("batch_norm", ""),
-            "--trace": config.results.trace is not None,
-            "--replay": config.results.replay is not None,
-            "--layerwise": parts and config.model.layerwise is not None,
-            "--check-weights": parts and config.callbacks.check_weights is not None,
-            "--precision fp16": parts and config.model.precision == "fp16",
-        },
-        f"{{option}} does not go with --mesh {mesh}, whose ranks share {shared}: leave "
-        "one of them out",
     )
 
 

@@ -8,15 +8,16 @@ import torch
 
 from dlio.comm import world
 from dlio.errors import UsageError
+from dlio.train.array_fields import is_table
 from dlio.train.compute_device import channels_last, choose_device
 from dlio.train.config import TrainConfig
 from dlio.train.evaluator import Evaluator
+from dlio.train.feature_hooks import layout_of
 from dlio.train.precision import Precision
-from dlio.train.sample_sharing import SampleSharing
 from dlio.train.tasks.metrics import label, show_metric
 from dlio.train.tasks.registry import make_task, resolve_config
 from dlio.train.train_options import ModelOptions
-from dlio.train.training_data import is_table, make_loader, open_data
+from dlio.train.training_data import make_loader, open_data
 from dlio.train.weights import read_weights
 from dlio.util.cores import available_cores
 from dlio.util.heap import keep_freed_memory
@@ -57,39 +58,35 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
     state = read_weights(weights)
     comm = world()
     with ExitStack() as stack:
-        sharing = stack.enter_context(SampleSharing(config, comm))
+        layout = stack.enter_context(layout_of(config, comm))
         data = stack.enter_context(
             open_data(
-                comm,
+                layout,
                 config.data.source,
                 config.data,
                 config.model.image_size,
                 config.data.tiers,
                 False,
-                sharing,
             )
         )
-        config = resolve_config(config, data, sharing.schema(data))
+        config = resolve_config(config, data, layout.schema(data))
         if config.model.task == "regress" and not is_table(data.reader.schema):
             raise UsageError(
                 "dlio eval does not know the units of a network that predicts numbers of images "
                 "or arrays: give `dlio train` the data as --val"
             )
         device = choose_device(config.model.device, comm)
-        loader = stack.enter_context(
-            make_loader(data, config.batches, None, False, sharing.mesh, device)
-        )
-        data.mount(sharing.data, config.ranks.pretend_nodes)
+        loader = stack.enter_context(make_loader(data, config.batches, None, False, layout, device))
+        data.mount(layout.data, config.ranks.pretend_nodes)
         torch.set_num_threads(max(1, available_cores() // comm.size))
         keep_freed_memory()
-        task = make_task(config, data, comm, sharing.schema(data))
+        task = make_task(config, data, comm, layout.schema(data))
         model = channels_last(task.make_model()).to(device)
         _check_state(config.model, state, model.state_dict())
-        sharing.parts.cut(model)
-        state = sharing.parts.part_state(state)
+        layout.cut_layers(model)
+        state = layout.part_state(state)
         precision = Precision(config.model.precision, device)
-        convert = sharing.converter(task.converter(data), data, task.is_dense)
-        evaluator = Evaluator(model, task, loader, precision, sharing.data, convert)
+        evaluator = Evaluator(model, task, loader, precision, layout)
         began = time.perf_counter()
         metrics = evaluator.metrics(state, device, config.optimizer.epochs)
         comm.barrier()

@@ -8,13 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlio.comm import Communicator
-from dlio.features.mesh.split_tensor import gather
 from dlio.loader.dataloader import DataLoader
 from dlio.train.model_copies import bare_copy
 from dlio.train.precision import Precision
-from dlio.train.sample_sharing import SampleSharing
-from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask, batch_size
+from dlio.train.rank_layout import RankLayout
+from dlio.train.tasks.task_base import Outputs, TrainingTask, batch_size
 
 
 class Evaluator:
@@ -26,8 +24,7 @@ class Evaluator:
         model: the model, on its device.
         task: knows how batches become inputs and targets, and the metrics.
         loader: batches of the held-out data.
-        comm: ranks that share the held-out data.
-        convert: converts its batches; the task's conversion for None.
+        layout: the ranks that share the held-out data, or each sample of them.
     """
 
     def __init__(
@@ -36,13 +33,12 @@ class Evaluator:
         task: TrainingTask,
         loader: DataLoader,
         precision: Precision,
-        comm: Communicator,
-        convert: Convert | None = None,
+        layout: RankLayout,
     ) -> None:
         """Raises UsageError if the task cannot use the held-out data."""
         self._model = copy.deepcopy(model)
-        self._task, self._convert = task, convert or task.converter(loader.data)
-        self._loader, self._precision, self._comm = loader, precision, comm
+        self._task, self._convert = task, layout.converter(task, loader.data)
+        self._loader, self._precision, self._layout = loader, precision, layout
 
     def reshape(self, model: nn.Module) -> None:
         """Adopt the shapes of a model that was cut."""
@@ -69,29 +65,14 @@ class Evaluator:
                 inputs, targets = self._convert(batch, device)
                 with self._precision.casting():
                     outputs = self._model(inputs)
-                sums += self._task.sums(_whole(outputs), gather(targets))
-        self._comm.wait([self._comm.iallreduce(sums)], "the metrics")
+                sums += self._task.sums(self._whole(outputs), self._layout.gather(targets))
+        comm = self._layout.data
+        comm.wait([comm.iallreduce(sums)], "the metrics")
         metrics = self._task.metrics(sums)
         return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
-
-def _whole(outputs: Outputs) -> Outputs:
-    """Return the outputs of whole samples where ranks have parts of them. Collective."""
-    if isinstance(outputs, tuple):
-        return tuple(map(gather, outputs))
-    return gather(outputs)
-
-
-def make_evaluator(
-    model: nn.Module,
-    task: TrainingTask,
-    held_out: DataLoader | None,
-    precision: Precision,
-    sharing: SampleSharing,
-) -> Evaluator | None:
-    """Return the evaluator of a run's held-out data; None without any."""
-    if held_out is None:
-        return None
-    data = held_out.data
-    convert = sharing.converter(task.converter(data), data, task.is_dense)
-    return Evaluator(model, task, held_out, precision, sharing.data, convert)
+    def _whole(self, outputs: Outputs) -> Outputs:
+        """Return the outputs of whole samples. Collective."""
+        if isinstance(outputs, tuple):
+            return tuple(map(self._layout.gather, outputs))
+        return self._layout.gather(outputs)

@@ -20,6 +20,7 @@ The order is a promise, because results have to be the same bit by bit:
         gradients_final    they are unscaled, and not clipped yet
         after_update       after the optimizer and the exchange have stepped
         after_step         before callbacks; may cut the model
+    end_epoch              all of its steps are done
     measure                before the ranks' measurements are gathered
     compared               after they were gathered, and the model was evaluated
     report
@@ -47,8 +48,8 @@ from dlio.plan.rank_shares import RankShares
 from dlio.train.callbacks.callback_base import Run
 from dlio.train.config import TrainConfig
 from dlio.train.feature_spec import find_features
+from dlio.train.rank_layout import RankLayout
 from dlio.train.report import RankEpoch
-from dlio.train.sample_sharing import SampleSharing
 from dlio.train.step_clock import StepClock
 from dlio.train.tasks.task_base import Outputs, TrainingTask
 
@@ -57,7 +58,7 @@ class FeatureRun(Run, Protocol):
     """One rank of a run as features see it; implemented by the trainer's `Worker`."""
 
     task: TrainingTask
-    sharing: SampleSharing
+    layout: RankLayout
     is_found: bool
     """True if a state is restored next, so that the ranks' models need not be alike."""
     samples: int
@@ -175,6 +176,9 @@ class FeatureHooks:
         """Run before the callbacks' `after_step`; may cut the model and call `run.reshaped`.
         Collective."""
 
+    def end_epoch(self, run: FeatureRun) -> None:
+        """Run after the last step of an epoch, before the ranks are compared. Collective."""
+
     def measure(self) -> Any:
         """Return this rank's measurements of the epoch for `compared`, as JSON types; they are
         the feature's value in `RankEpoch.features`."""
@@ -252,7 +256,8 @@ class ActiveFeatures:
         self.by_prefix: dict[str, FeatureHooks] = {}
         """By the prefix of their tensors' names in saved states."""
         for feature, options in config.active():
-            hooks = _load(feature.hooks_of(options))(options, run)
+            kind = cast(type[FeatureHooks], _load(feature.hooks_of(options)))
+            hooks = kind(options, run)
             self.by_prefix[feature.prefix or feature.name] = hooks
             self.hooks.append(hooks)
 
@@ -310,7 +315,20 @@ class ActiveFeatures:
         return fields
 
 
-def _load(place: str) -> type[FeatureHooks]:
-    """Import the hooks at `module:class`."""
+def layout_of(config: TrainConfig, comm: Communicator) -> RankLayout:
+    """Return the layout of a run's ranks: a feature's, or that of ranks which share nothing.
+    Collective.
+
+    Raises UsageError for options that do not fit the number of ranks.
+    """
+    for feature, options in config.active():
+        if feature.layout:
+            layout: RankLayout = _load(feature.layout)(options, config, comm)
+            return layout
+    return RankLayout(comm)
+
+
+def _load(place: str) -> Callable[..., Any]:
+    """Import the class or function at `module:name`."""
     module, _, name = place.partition(":")
-    return cast(type[FeatureHooks], getattr(import_module(module), name))
+    return cast(Callable[..., Any], getattr(import_module(module), name))

@@ -37,6 +37,11 @@ class FeatureSpec:
     """Record of its options, in the style of `dlio.util.options`."""
     hooks: ClassVar[str] = ""
     """`module:class` of its `FeatureHooks`, which is imported when the feature is on."""
+    layout: ClassVar[str] = ""
+    """`module:function` that returns the run's `RankLayout` when the feature is on, from its
+    options, the `TrainConfig` and all ranks' communicator; empty to leave it to others."""
+    evaluates: ClassVar[bool] = False
+    """True if its options are those of `dlio eval`, too."""
     prefix: ClassVar[str] = ""
     """First part of the names of its tensors in saved states, and key of its `facts` there; empty
     for its name."""
@@ -57,6 +62,9 @@ class FeatureSpec:
         Called whether the feature is on or off.
         """
 
+    def check_ranks(self, options: Any, ranks: int) -> None:
+        """Raise UsageError for options that do not fit the number of ranks."""
+
     def check_saved(self, about: Mapping[str, Any], path: str, is_on: bool) -> None:
         """Raise UsageError if a saved state cannot be continued with the feature on or off.
 
@@ -64,6 +72,13 @@ class FeatureSpec:
             about: the `RunState` of the state.
             path: where it is, for the message.
         """
+
+    def continues_exchange(self, options: Any, about: Mapping[str, Any]) -> bool:
+        """True if the exchange's part of a saved state is of tensors that this run's exchange has.
+
+        Called whether the feature is on or off.
+        """
+        return True
 
     def begin_process(self, options: Any) -> None:
         """Prepare the process before the model is made, if the feature is on."""
@@ -108,6 +123,11 @@ def find_features() -> tuple[FeatureSpec, ...]:
 def option_records() -> tuple[type, ...]:
     """Return the records of all features' options, in the features' order."""
     return tuple(feature.options for feature in find_features())
+
+
+def evaluation_records() -> tuple[type, ...]:
+    """Return the records of the options that `dlio eval` has, too, in the features' order."""
+    return tuple(feature.options for feature in find_features() if feature.evaluates)
 
 
 def refuse(chosen: Mapping[str, bool], message: str) -> None:

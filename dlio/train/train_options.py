@@ -264,15 +264,6 @@ class ExchangeOptions(CheckedOptions):
             default_text="this machine",
         ),
     ] = None
-    mesh: Annotated[
-        str | None,
-        Option(
-            "Axes of the ranks: data=2,space=2 arranges 4, of which each two share all samples, in "
-            "slabs that they read alone; data=2,model=2: linear layers and heads of attention.",
-            metavar="AXES",
-            default_text="each rank has samples of its own",
-        ),
-    ] = None
     pretend_nodes: Annotated[
         int | None,
         Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),

@@ -29,11 +29,11 @@ from dlio.train.checkpoint.state import restore
 from dlio.train.compute_device import choose_device
 from dlio.train.config import TrainConfig
 from dlio.train.departure import RESUME_CODE, EndRequests, departure_at
+from dlio.train.feature_hooks import layout_of
 from dlio.train.memory_snapshot.job_restart import FirstStart, JobRestart
 from dlio.train.report import RunReport
 from dlio.train.run_requests import RunRequest, make_request_channel
 from dlio.train.sample_ledger import SampleLedger
-from dlio.train.sample_sharing import SampleSharing
 from dlio.train.state_transfer import StateTransfer
 from dlio.train.tasks.registry import make_task, resolve_config
 from dlio.train.training_data import make_loader, open_data
@@ -88,16 +88,16 @@ class TrainingRun:
         config, comm, stack = self._config, self._comm, self._stack
         self._end_requests: EndRequests | None = None
         self._checkpoints = self._open_checkpoints()
-        self._sharing = sharing = stack.enter_context(SampleSharing(config, comm))
+        self._layout = layout = stack.enter_context(layout_of(config, comm))
         self._data = data = stack.enter_context(
             self._open_data(config.data.source, config.data.tiers, True)
         )
-        self._config = config = resolve_config(config, data, sharing.schema(data))
+        self._config = config = resolve_config(config, data, layout.schema(data))
         device = choose_device(config.model.device, comm)
         stack.enter_context(devices_connected(comm, device))
         self._loader = stack.enter_context(self._make_loader(data, True, device))
-        self._mounted = data.mount(sharing.data, config.ranks.pretend_nodes)
-        sharing.check_order(self._mounted)
+        self._mounted = data.mount(layout.data, config.ranks.pretend_nodes)
+        layout.check_order(self._mounted)
         self._held_out: DataLoader | None = None
         if config.data.val is not None:
             spare = self._mounted.spare_tiers()
@@ -106,11 +106,11 @@ class TrainingRun:
 
     def _open_data(self, path: str, tiers: Tiers | None, training: bool) -> Dataset:
         options, size = self._config.data, self._config.model.image_size
-        return open_data(self._comm, path, options, size, tiers, training, self._sharing)
+        return open_data(self._layout, path, options, size, tiers, training)
 
     def _make_loader(self, data: Dataset, training: bool, device: torch.device) -> DataLoader:
         options, nodes = self._config.batches, self._config.ranks.pretend_nodes
-        return make_loader(data, options, nodes, training, self._sharing.mesh, device)
+        return make_loader(data, options, nodes, training, self._layout, device)
 
     def _open_checkpoints(self) -> Checkpoints | None:
         options, comm = self._config.checkpoints, self._comm
@@ -133,9 +133,9 @@ class TrainingRun:
 
     def build(self) -> None:
         """Make the task, the model and all that trains it."""
-        config, comm, mounted, sharing = self._config, self._comm, self._mounted, self._sharing
-        task = make_task(config, self._data, comm, sharing.schema(self._data))
-        machines = sharing.machines(mounted)
+        config, comm, mounted, layout = self._config, self._comm, self._mounted, self._layout
+        task = make_task(config, self._data, comm, layout.schema(self._data))
+        machines = layout.machines(mounted)
         torch.set_num_threads(max(1, available_cores() * machines // comm.size))
         for feature, options in config.active():
             feature.begin_process(options)
@@ -145,7 +145,7 @@ class TrainingRun:
         self._restart.end_phase("read")
         begun = self._restart.begun
         self._run = run = Worker(
-            config, comm, self._loader, self._held_out, task, sharing, begun, self._is_found
+            config, layout, self._loader, self._held_out, task, begun, self._is_found
         )
         self._stack.callback(run.close)
         if run.recovery is not None:
@@ -153,7 +153,7 @@ class TrainingRun:
             run.recovery.describe(nodes, lambda: (run.epoch_number, run.updates))
             self._restart.describe(run.recovery)
         self.report = RunReport(
-            dataset={"samples": len(self._data), "bytes": sharing.payload_bytes(self._data)},
+            dataset={"samples": len(self._data), "bytes": layout.payload_bytes(self._data)},
             ranks=comm.size if begun is None else begun,
             nodes=len(mounted.nodes.names),
             tiers=[str(s) for s in mounted.all_tiers],
@@ -253,7 +253,7 @@ class TrainingRun:
         """Complete the report, and write the weights (--save) and the report (--report)."""
         run, report = self._run, self.report
         report.epochs, report.stopped = run.history, run.stopped
-        report.notes += self._sharing.parts.notes
+        report.notes += self._layout.notes
         report.losses, report.changes = list(run.losses), list(run.changes)
         for callback in self._callbacks:
             callback.add_results(report)

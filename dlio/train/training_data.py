@@ -1,36 +1,31 @@
 """Open the data sets and loaders of a run on every rank."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dlio.comm import Communicator
 from dlio.data.reader import Reader, open_reader
-from dlio.data.schema import IMAGES, Schema
-from dlio.features.mesh.rank_mesh import Mesh
 from dlio.image import crop_transforms
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dataset import Dataset, open_dataset
+from dlio.loader.dataset import Dataset
 from dlio.storage.tier_spec import Tiers, device_spec
-from dlio.train.array_fields import is_arrays
-from dlio.train.sample_sharing import SampleSharing
+from dlio.train.array_fields import is_arrays, is_table
+from dlio.train.rank_layout import RankLayout
 from dlio.train.train_options import BatchOptions, DataOptions
 
 
 def open_data(
-    comm: Communicator,
+    layout: RankLayout,
     path: str,
     options: DataOptions,
     image_size: int,
     tiers: Tiers | None,
     training: bool,
-    sharing: SampleSharing | None = None,
 ) -> Dataset:
     """Open a data set, on rank 0 first so that the others find its listing in the cache.
 
     Args:
-        sharing: ranks that share samples read slabs of arrays.
         tiers: specification of the tiers to cache it in; None for the default.
         training: apply random crops and flips to images, and read from the replicas too.
     """
@@ -57,15 +52,13 @@ def open_data(
             "on_error": options.on_error,
             "replicas": options.replica if training else (),
         }
-        if sharing is not None and sharing.cuts_samples and is_arrays(reader.schema):
-            return sharing.open(path, reader, given)
-        return open_dataset(reader, **given)
+        return layout.open(path, reader, given)
 
-    if comm.rank == 0:
+    if layout.comm.rank == 0:
         data = open_it()
-        comm.barrier()
+        layout.comm.barrier()
         return data
-    comm.barrier()
+    layout.comm.barrier()
     return open_it()
 
 
@@ -83,29 +76,17 @@ def _mixtures(options: DataOptions, reader: Reader) -> list[Callable[..., Any]]:
     return [crop_transforms.ToDtype(torch.float32), mixer]
 
 
-def is_table(schema: Schema) -> bool:
-    """True if samples are rows of numbers and texts, and not of images or larger arrays."""
-    kinds = schema.kinds.values()
-    return (
-        schema.structure is None
-        and not any(kind.text in IMAGES for kind in kinds)
-        and any(kind.scalar or kind.text == "text" or len(kind.shape) == 1 for kind in kinds)
-        and all(len(kind.shape) <= 1 for kind in kinds)
-    )
-
-
 def make_loader(
     data: Dataset,
     options: BatchOptions,
     pretend_nodes: int | None,
     training: bool,
-    mesh: Mesh | None = None,
+    layout: RankLayout,
     device: torch.device | None = None,
 ) -> DataLoader:
     """Make the loader of a data set; it shuffles and records its trace only for training.
 
     Args:
-        mesh: ranks that share samples get the same ones.
         device: of the model; see `_hands_over`.
     """
     loader = DataLoader(
@@ -120,7 +101,7 @@ def make_loader(
         trace=options.trace_out if training else None,
         device=device if _hands_over(data, options.decode, device) else None,
         decode=options.decode,
-        mesh=mesh,
+        mesh=layout.data_mesh,
     )
     loader.assigns_batches = False  # The worker does, for all of its loaders.
     return loader
@@ -134,9 +115,3 @@ def _hands_over(data: Dataset, decode: str, device: torch.device | None) -> bool
         return True
     on_gpu = device is not None and device.type == "cuda"
     return on_gpu and data.crops and not data.recipe.moves
-
-
-def difference(one: Iterable[str], other: Iterable[str]) -> str:
-    """Describe the difference between two lists of class names."""
-    names = sorted(set(one) ^ set(other))
-    return f"{len(names)} differ, such as {names[:3]}" if names else "in another order"

@@ -26,16 +26,16 @@ from dlio.plan.rank_shares import RankShares
 from dlio.train.callbacks.callback_base import Callback
 from dlio.train.compute_device import channels_last, choose_device
 from dlio.train.config import TrainConfig
-from dlio.train.evaluator import make_evaluator
+from dlio.train.evaluator import Evaluator
 from dlio.train.feature_hooks import ActiveFeatures
 from dlio.train.learning_rate import learning_rate
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
+from dlio.train.rank_layout import RankLayout
 from dlio.train.replay import Replay
 from dlio.train.report import EpochReport, RankEpoch, measured_epoch
 from dlio.train.sample_ledger import SampleLedger
-from dlio.train.sample_sharing import SampleSharing
 from dlio.train.step_clock import StepClock
 from dlio.train.tasks.task_base import TrainingTask, batch_size
 from dlio.train.training_progress import TrainingProgress
@@ -61,33 +61,33 @@ class Worker:
     def __init__(
         self,
         config: TrainConfig,
-        comm: Communicator,
+        layout: RankLayout,
         loader: DataLoader,
         held_out: DataLoader | None,
         task: TrainingTask,
-        sharing: SampleSharing,
         begun: int | None = None,
         is_found: bool = False,
     ) -> None:
         """
         Args:
-            sharing: the ranks that share samples.
             begun: ranks when the job began, if they were started again: the global batch stays.
             is_found: a state is restored next, so that the ranks' models need not be alike.
         """
-        self.config, self.comm, self.loader = config, comm, loader
-        self.task, self.sharing, self.is_found = task, sharing, is_found
-        self.held_out = held_out
+        self.config, self.loader, self.held_out = config, loader, held_out
+        self.comm: Communicator = layout.comm
+        comm, self.task, self.layout, self.is_found = layout.comm, task, layout, is_found
         self.device = choose_device(config.model.device, comm)
         seed = config.data.seed
         torch.manual_seed(seed)
-        self._convert = sharing.converter(task.converter(loader.data), loader.data, task.is_dense)
+        self._convert = layout.converter(task, loader.data)
         self.model = channels_last(task.make_model()).to(self.device)
         if config.model.weights is not None and not is_found:
             load_weights(config.model.weights, self.model, comm.rank)
-        sharing.parts.cut(self.model)
+        layout.cut_layers(self.model)
         self.precision = Precision(config.model.precision, self.device)
-        self._evaluator = make_evaluator(self.model, task, held_out, self.precision, sharing)
+        self._evaluator: Evaluator | None = None
+        if held_out is not None:
+            self._evaluator = Evaluator(self.model, task, held_out, self.precision, layout)
         self.features = ActiveFeatures(config, self)
         steps = config.optimizer
         self.optimizer = make_optimizer(
@@ -95,7 +95,7 @@ class Worker:
         )
         # Features that sum gradients leave the exchange one rank alone.
         summing = self.features.summing
-        self._replicas = sharing.replicas if summing is None else SingleCommunicator()
+        self._replicas = layout.replicas if summing is None else SingleCommunicator()
         self.exchange = connect(
             self.model,
             self.optimizer,
@@ -110,14 +110,14 @@ class Worker:
         self.clock = StepClock(lambda: self._statistics()["wait_s"], self.device)
         for each in self.features.hooks:
             each.connected(self, len(loader))
-        self._together = self.features.together or sharing.mesh is not None
+        self._together = self.features.together
         """True if ranks compute each pass together, also on empty batches."""
         self._called = self.features.wrapped(self.model)
         """The model, or its compiled form."""
         loaders = [loader] if held_out is None else [loader, held_out]
         per_rank = config.batches.batch_size
         # Dropout masks have to differ between ranks.
-        torch.manual_seed((seed + sharing.data.rank) % 2**63)
+        torch.manual_seed((seed + layout.data.rank) % 2**63)
         self.callbacks: Sequence[Callback] = ()
         self.before_update: Callable[[], object] = lambda: None
         """Called before parameters and the optimizer's state change."""
@@ -125,14 +125,14 @@ class Worker:
         self.samples = len(loader.data)
         """Samples of this epoch, over all ranks."""
         spares = config.survival.spares
-        self._ranks = sharing.replicas.size
+        self._ranks = layout.replicas.size
         """Ranks at the beginning, with spares, that average their gradients."""
         self.recovery = recovery_of(comm)
         shrinks = config.survival.on_loss == "shrink"
         if begun is None or shrinks or not is_exact(config.batches.shuffle):
-            begun = sharing.data.size - spares
+            begun = layout.data.size - spares
         global_batch = per_rank * begun
-        if begun != sharing.data.size - spares:
+        if begun != layout.data.size - spares:
             for each_loader in loaders:
                 each_loader.regroup(range(comm.size), comm.rank, global_batch)
         self.steps = math.ceil(self.samples / global_batch)
@@ -193,7 +193,7 @@ class Worker:
     @property
     def shares(self) -> RankShares:
         """The samples that each rank takes of a whole step."""
-        ranks, chosen = self.sharing.data.size, self.loader.shares
+        ranks, chosen = self.layout.data.size, self.loader.shares
         if chosen is None or len(chosen) != ranks:  # They may be those of ranks before a loss.
             return RankShares.of(self.global_batch, ranks)
         return RankShares(tuple(chosen))
@@ -241,7 +241,8 @@ class Worker:
         self._dealing.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
-        self.sharing.parts.align(self.model)
+        for each in self.features.hooks:
+            each.end_epoch(self)
         after = self._statistics()
         if ledger is not None:
             ledger.end_epoch(self._dealing.of_lost, len(self.loader.data) - self.samples)
@@ -384,7 +385,7 @@ class Worker:
         torch.autograd.backward(self.precision.scaler.scale(total.div(over)))
         with torch.no_grad():
             self.last_loss += total
-            if self.sharing.counts:
+            if self.layout.counts:
                 self.sums[0] += total
                 self.sums[1] += correct.sum()
                 self.sums[2] += len(inputs)
@@ -412,7 +413,7 @@ class Worker:
         for each in self.features.hooks:
             each.gradients_final()
         if gradients and (clip is not None or self.config.callbacks.nan != "off"):
-            self.gradient_norm = self.sharing.parts.gradient_norm(self.model)
+            self.gradient_norm = self.layout.gradient_norm(self.model)
             if clip is not None:
                 clip_grads_with_norm_(self.model.parameters(), clip, self.gradient_norm)
         for group in self.optimizer.param_groups:
@@ -472,7 +473,7 @@ class Worker:
         """Evaluate, and combine the measurements of all ranks. Collective."""
         mine = measured_epoch(
             self._dealing.stats(),
-            share=self.shares.counts[self.sharing.data.rank],
+            share=self.shares.counts[self.layout.data.rank],
             computed_per_s=self.clock.rate(),
             sums=self.sums.tolist(),
             seconds=seconds,
@@ -524,7 +525,7 @@ class Worker:
         """Return the state dict to save: the mean over ranks of the weights, or of their average
         over steps. Collective."""
         mean = self._mean_of(self.features.evaluated(self.model))
-        return self.sharing.parts.whole_state(mean)
+        return self.layout.whole_state(mean)
 
     def _mean_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the mean over ranks of a model's state dict, on the host. Collective."""

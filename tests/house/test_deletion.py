@@ -11,7 +11,6 @@ import pytest
 from tests.conftest import ROOT
 
 STILL_IMPORTED = {
-    "mesh": "by the trainer",
     "pruning": "by `dlio export`, for weights of pruned models",
 }
 """Features that others still import by name, and which; to become ones that they find."""

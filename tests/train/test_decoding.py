@@ -10,21 +10,23 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.image.device_decode.nvimagecodec import is_installed
 from dlio.train.config import train_config
+from dlio.train.rank_layout import RankLayout
 from dlio.train.training_data import make_loader, open_data
 
 
 def _batches(folder: Path, training: bool, **options: Any) -> list[tuple[Any, Any]]:
     config = train_config(str(folder), image_size=64, batch_size=5, **options)
+    layout, device = RankLayout(SingleCommunicator()), torch.device("cpu")
     with (
         open_data(
-            SingleCommunicator(),
+            layout,
             config.data.source,
             config.data,
             config.model.image_size,
             "none",
             training,
         ) as data,
-        make_loader(data, config.batches, None, training, device=torch.device("cpu")) as loader,
+        make_loader(data, config.batches, None, training, layout, device) as loader,
     ):
         made = [(images.clone(), labels.clone()) for images, labels in loader]
         counts = loader.stats()

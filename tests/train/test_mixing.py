@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.config import train_config
+from dlio.train.rank_layout import RankLayout
 from dlio.train.tasks.classification import Classes
 from dlio.train.trainer import train
 from dlio.train.training_data import make_loader, open_data
@@ -21,16 +22,17 @@ CLASSES = 4
 def batches(folder: Path, **options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return copies of the batches of an epoch."""
     config = train_config(str(folder / "train"), image_size=32, batch_size=16, **options)
+    layout = RankLayout(SingleCommunicator())
     with (
         open_data(
-            SingleCommunicator(),
+            layout,
             config.data.source,
             config.data,
             config.model.image_size,
             "none",
             True,
         ) as data,
-        make_loader(data, config.batches, None, True) as loader,
+        make_loader(data, config.batches, None, True, layout) as loader,
     ):
         return [(images.clone(), labels.clone()) for images, labels in loader]
 

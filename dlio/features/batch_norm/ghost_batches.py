@@ -230,9 +230,9 @@ class GhostHooks(FeatureHooks):
         size, config = group_size(options.batch_norm), run.config
         assert size is not None
         if not run.is_found:
-            broadcast_state(run.model, run.sharing.replicas)
+            broadcast_state(run.model, run.layout.replicas)
         self._ghosts = GhostBatches(
-            run.model, run.sharing.replicas, config.batches.batch_size // size, config.data.seed
+            run.model, run.layout.replicas, config.batches.batch_size // size, config.data.seed
         )
 
     def groups(self, count: int, planned: int) -> Sequence[slice]:

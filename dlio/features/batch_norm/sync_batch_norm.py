@@ -171,8 +171,8 @@ class SyncHooks(FeatureHooks):
     _ranks: Communicator | None = None
 
     def __init__(self, options: BatchNormOptions, run: FeatureRun) -> None:
-        if not run.sharing.cuts_samples:  # Ranks that share samples do it in the mesh's layers.
-            self._ranks = synchronise_batch_norm(run.model, run.sharing.data)
+        if not run.layout.cuts_samples:  # Ranks that share samples have layers that do it.
+            self._ranks = synchronise_batch_norm(run.model, run.layout.data)
         self.together = self._ranks is not None
 
     def close(self) -> None:

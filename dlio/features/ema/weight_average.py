@@ -65,7 +65,7 @@ class EmaHooks(FeatureHooks):
     def __init__(self, options: EmaOptions, run: FeatureRun) -> None:
         assert options.ema is not None
         self._average = WeightAverage(run.model, options.ema)
-        self._whole, self._part_state = run.sharing.parts.whole, run.sharing.parts.part_state
+        self._whole, self._part_state = run.layout.whole, run.layout.part_state
 
     def after_update(self, updates: int) -> None:
         self._average.update(updates)

@@ -73,11 +73,6 @@ class LayerParts:
         self.notes: list[str] = []
         """Remarks on the model, for the report."""
 
-    @property
-    def ranks(self) -> int:
-        """Ranks that share layers."""
-        return self._ranks.comm.size
-
     @torch.no_grad()
     def cut(self, model: nn.Module) -> None:
         """Leave this rank's parts of a model's layers, in place.
@@ -116,10 +111,6 @@ class LayerParts:
             return whole
         return cut.part(whole, comm.rank, comm.size)
 
-    def part_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a state dict with this rank's parts of whole parameters."""
-        return {name: self.part(name, value) for name, value in state.items()}
-
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Return the whole of a parameter, or of a state of its shape, on its device. Collective
         over the ranks along the axis."""
@@ -134,10 +125,6 @@ class LayerParts:
         )
         parts = [own if each is None else each.to(own.device) for each in received]
         return self.cuts[name].join(parts)
-
-    def whole_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a state dict with whole parameters. Collective over the ranks along the axis."""
-        return {name: self.whole(name, value) for name, value in state.items()}
 
     @torch.no_grad()
     def align(self, model: nn.Module) -> None:

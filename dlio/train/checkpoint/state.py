@@ -7,7 +7,6 @@ from typing import Any, Final, NotRequired, Protocol, TypedDict, cast
 import torch
 
 from dlio.errors import UsageError
-from dlio.features.mesh.mesh_axes import parse_sizes
 from dlio.train.checkpoint_progress import FIXED
 from dlio.train.feature_hooks import SavedFeature
 from dlio.train.feature_spec import find_features
@@ -55,8 +54,6 @@ class RunState(TypedDict):
     of_task: NotRequired[dict[str, Any]]
     """Options of `_OF_TASK`; missing in files of earlier versions."""
     exchange: str
-    mesh: NotRequired[str | None]
-    """Missing in files of earlier versions."""
     samples: int
     """Samples of the data set."""
     global_batch: int
@@ -78,7 +75,7 @@ def tensors_of(run: Worker) -> dict[str, torch.Tensor]:
 
     Call it between two steps. Layers that ranks share are whole in it; collective if there are any.
     """
-    whole = run.sharing.parts.whole
+    whole = run.layout.whole
     mine = f"rank{run.comm.rank}/"
     trained = "all/" if run.exchange.alike else mine
     tensors: dict[str, torch.Tensor] = {}
@@ -137,7 +134,6 @@ def about(run: Worker) -> RunState:
         "seed": run.config.data.seed,
         "of_task": {name: _plain(options.get(name)) for name in _OF_TASK},
         "exchange": run.config.ranks.exchange,
-        "mesh": run.sharing.axes,
         "samples": len(run.loader.data),
         "global_batch": run.global_batch,
         "updates": run.updates,
@@ -165,11 +161,8 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     ranks, rank = run.comm.size, run.comm.rank
     about, saved = _state(checkpoint), checkpoint.ranks
     same_exchange = about["exchange"] == run.config.ranks.exchange
-    if about.get("mesh") != run.sharing.axes:
-        # What a rank owes is of its parts of layers.
-        before = parse_sizes(mesh) if (mesh := about.get("mesh")) else {}
-        shared = run.sharing.parts.ranks > 1 or before.get("model", 1) > 1
-        same_exchange = same_exchange and not shared
+    for feature, options in run.config.each_feature():
+        same_exchange = same_exchange and feature.continues_exchange(options, checkpoint.about)
     same = saved == ranks and same_exchange and checkpoint.is_of_one_step
     mine = (
         checkpoint.read(f"rank{rank}/")
@@ -188,7 +181,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
         if run.device.type == "cuda" and "random-cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random-cuda"], run.device)
     else:
-        of_rank = about["updates"] * 1_000_003 + run.sharing.data.rank
+        of_rank = about["updates"] * 1_000_003 + run.layout.data.rank
         torch.manual_seed((run.config.data.seed + of_rank) % 2**63)
         run.exchange.load_state(_residuals(checkpoint, rank, ranks) if same_exchange else {})
     for prefix, hooks in run.features.by_prefix.items():
@@ -212,7 +205,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
 def _restore_model(run: Worker, path: str, model: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         own = run.model.state_dict()
-        model = run.sharing.parts.part_state(model)
+        model = run.layout.part_state(model)
         _check_shapes(path, own, model)
         for name, value in own.items():
             value.copy_(model[name])
@@ -224,7 +217,7 @@ def _restore_optimizer(run: Worker, state: Mapping[str, torch.Tensor]) -> None:
     for name, value in state.items():
         parameter_name, _, key = name.rpartition("/")
         parameter = parameters[parameter_name]
-        value = run.sharing.parts.part(parameter_name, value)
+        value = run.layout.part(parameter_name, value)
         if value.shape == parameter.shape and value.ndim:
             own = torch.empty_like(parameter).copy_(value)
         else:

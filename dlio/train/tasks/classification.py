@@ -1,5 +1,6 @@
 """Classification: cross entropy, top-1 and top-5 accuracy, and the AUC of two classes."""
 
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -16,7 +17,6 @@ from dlio.train.tasks.auc import BINS, area, score_sums
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
 from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask
 from dlio.train.train_options import ModelOptions
-from dlio.train.training_data import difference
 
 _HEAD: Final = 3
 """Sums of samples, right answers, and answers whose class is among the best five."""
@@ -96,7 +96,7 @@ class ClassifyImages(Classes, TrainingTask):
         if list(data.classes) != self._names:
             raise UsageError(
                 f"{data.path} has other classes than {self._source}: "
-                f"{difference(data.classes, self._names)}"
+                f"{_difference(data.classes, self._names)}"
             )
         return _convert
 
@@ -126,3 +126,9 @@ def _check(data: Dataset) -> None:
     if not data.has_classes:
         fields = ", ".join(name for name, _ in data.reader.schema.fields)
         raise UsageError(f"{data.path} holds {fields}: training needs images with labels")
+
+
+def _difference(one: Iterable[str], other: Iterable[str]) -> str:
+    """Describe the difference between two lists of class names."""
+    names = sorted(set(one) ^ set(other))
+    return f"{len(names)} differ, such as {names[:3]}" if names else "in another order"

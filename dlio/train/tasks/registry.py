@@ -6,9 +6,8 @@ from typing import Final
 from dlio.comm import Communicator
 from dlio.data.schema import Schema
 from dlio.errors import UsageError
-from dlio.features.mesh.mesh_axes import parse_sizes
 from dlio.loader.dataset import Dataset
-from dlio.train.array_fields import array_fields, is_arrays
+from dlio.train.array_fields import array_fields, is_arrays, is_table
 from dlio.train.config import TrainConfig
 from dlio.train.names import (
     ARRAY_MODELS,
@@ -24,7 +23,6 @@ from dlio.train.tasks.regression import RegressImages
 from dlio.train.tasks.segmentation import SegmentImages, has_masks
 from dlio.train.tasks.table_task import TableTask
 from dlio.train.tasks.task_base import TrainingTask
-from dlio.train.training_data import is_table
 
 _Make = Callable[[TrainConfig, Dataset, Communicator], TrainingTask]
 TASKS: Final[dict[str, _Make]] = dict(
@@ -43,16 +41,15 @@ TASKS: Final[dict[str, _Make]] = dict(
 """How tasks are made, by the names that --task accepts. Collective."""
 
 
-def resolve_config(config: TrainConfig, data: Dataset, whole: Schema | None = None) -> TrainConfig:
+def resolve_config(config: TrainConfig, data: Dataset, schema: Schema) -> TrainConfig:
     """Return the configuration with the task, model and optimizer that a run of these data has.
 
     Args:
-        whole: schema of whole samples, if this rank reads its slab of them alone.
+        schema: of whole samples, of which this rank may read parts.
 
     Raises UsageError for a task that the data do not suit.
     """
-    schema = data.reader.schema if whole is None else whole
-    source, model, mesh = config.data.source, config.model, config.ranks.mesh
+    source, model = config.data.source, config.model
     table, arrays = is_table(schema), is_arrays(schema)
     usual = "table" if table else "segment" if has_masks(data) else "classify"
     if arrays:
@@ -67,11 +64,6 @@ def resolve_config(config: TrainConfig, data: Dataset, whole: Schema | None = No
     if not table and ((model.target and not arrays) or model.category):
         option = "--target" if model.target and not arrays else "--category"
         raise UsageError(f"{option} is for tables, and {source} is not one")
-    if table and mesh is not None and parse_sizes(mesh).get("space", 1) > 1:
-        raise UsageError(
-            f"--mesh {mesh}: ranks share arrays and pictures, and {source} is a "
-            "table: leave space= out"
-        )
     if (config.data.mixup or config.data.cutmix) and (table or arrays or task != "classify"):
         option = "--mixup" if config.data.mixup else "--cutmix"
         raise UsageError(
@@ -88,16 +80,15 @@ def resolve_config(config: TrainConfig, data: Dataset, whole: Schema | None = No
 
 
 def make_task(
-    config: TrainConfig, data: Dataset, comm: Communicator, whole: Schema | None = None
+    config: TrainConfig, data: Dataset, comm: Communicator, schema: Schema
 ) -> TrainingTask:
     """Make the task of a settled configuration. Collective.
 
     Args:
-        whole: schema of whole samples, if this rank reads its slab of them alone.
+        schema: of whole samples, of which this rank may read parts.
 
     Raises UsageError for data that lack something that the task needs.
     """
-    schema = data.reader.schema if whole is None else whole
     if is_arrays(schema):
         return make_array_task(config.model, config.data.source, data, schema, comm)
     name = "table" if is_table(data.reader.schema) else config.model.task
