@@ -54,7 +54,10 @@ class EvalOptions(CheckedOptions):
         str, Option("Device to evaluate on: auto, cpu, cuda or cuda:N.", metavar="DEVICE")
     ] = "auto"
     workers: Annotated[int, Option("Decode threads of each rank.", unit="threads", least=1)] = 2
-    features: tuple[object, ...] = field(default=(), metadata={RECORDS: evaluation_records})
+    features: tuple[object, ...] = field(
+        default_factory=lambda: tuple(record() for record in evaluation_records()),
+        metadata={RECORDS: evaluation_records},
+    )
     """One record for each feature that takes part in evaluations."""
 
 

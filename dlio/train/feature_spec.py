@@ -73,7 +73,7 @@ class FeatureSpec:
             path: where it is, for the message.
         """
 
-    def continues_exchange(self, options: Any, about: Mapping[str, Any]) -> bool:
+    def continues_exchange(self, options: Any, about: Mapping[str, object]) -> bool:
         """True if the exchange's part of a saved state is of tensors that this run's exchange has.
 
         Called whether the feature is on or off.

@@ -49,7 +49,7 @@ class RankLayout:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def open(self, path: str, reader: Reader, options: Mapping[str, Any]) -> Dataset:
+    def open(self, path: str, reader: Reader, options: Mapping[str, object]) -> Dataset:
         """Open a data set, of which this rank may read parts of samples alone.
 
         Args:
@@ -59,7 +59,8 @@ class RankLayout:
 
         Raises UsageError for samples that cannot be shared as the layout wants.
         """
-        return open_dataset(reader, **options)
+        given: dict[str, Any] = dict(options)
+        return open_dataset(reader, **given)
 
     def schema(self, data: Dataset) -> Schema:
         """Return the schema of a data set's whole samples."""

@@ -2,6 +2,7 @@
 
 | module | contents |
 |---|---|
+| `mesh_feature`, `mesh_layout` | `dlio train --mesh`: its rules, and its part in a run |
 | `mesh_axes` | names and sizes of the axes |
 | `rank_mesh` | `dlio.Mesh`: communicators, slabs, data sets and gradients of the axes |
 | `slab` | the part of a dimension that a rank has, and the part that a layer needs |
@@ -9,7 +10,7 @@
 | `tensor_sharing`, `split_tensor` | tensors that ranks share, on which models run unchanged |
 | `spatial_layers`, `spatial_norms`, `spatial_reductions` | torch's functions of these tensors |
 | `tensor_parallel` | linear layers in parts, by torch's DTensor |
-| `layer_plan`, `layer_parts`, `sharded_layers` | layers in parts of plain tensors: `dlio train` |
+| `layer_plan`, `layer_parts`, `sharded_layers` | the same of plain tensors, for `dlio train` |
 """
 
 from typing import TYPE_CHECKING

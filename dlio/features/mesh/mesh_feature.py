@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import parse_exchange
@@ -80,11 +80,11 @@ class MeshFeature(FeatureSpec):
         if options.mesh is not None:
             parse_axes(options.mesh, ranks)
 
-    def continues_exchange(self, options: MeshOptions, about: Mapping[str, Any]) -> bool:
+    def continues_exchange(self, options: MeshOptions, about: Mapping[str, object]) -> bool:
         before = about.get("mesh")
         return before == options.mesh or not (_cuts_layers(before) or _cuts_layers(options.mesh))
 
 
-def _cuts_layers(mesh: str | None) -> bool:
-    """True if ranks have parts of layers."""
-    return mesh is not None and parse_sizes(mesh).get("model", 1) > 1
+def _cuts_layers(mesh: object) -> bool:
+    """True if ranks have parts of layers, for a value of `--mesh` that may have been saved."""
+    return isinstance(mesh, str) and parse_sizes(mesh).get("model", 1) > 1

@@ -83,7 +83,7 @@ class SampleSlabs(MeshLayout):
         self._target = target
         self._slabs: dict[Dataset, tuple[Slab, Schema]] = {}
 
-    def open(self, path: str, reader: Reader, options: Mapping[str, Any]) -> Dataset:
+    def open(self, path: str, reader: Reader, options: Mapping[str, object]) -> Dataset:
         """Open a data set; of arrays, this rank reads its part of the longest dimension alone."""
         schema = reader.schema
         if is_table(schema):
@@ -94,10 +94,11 @@ class SampleSlabs(MeshLayout):
         if not is_arrays(schema):
             return super().open(path, reader, options)
         reader.close()
+        given: dict[str, Any] = dict(options)
         fields = array_fields(path, schema, self._target)
         cut = [fields.input, *([fields.target] if fields.is_map else [])]
         dimension = longest_dimension(fields.sides)
-        data, slab = self.mesh.open(path, dimension=dimension, fields=cut, **options)
+        data, slab = self.mesh.open(path, dimension=dimension, fields=cut, **given)
         self._slabs[data] = slab, schema
         return data
 
