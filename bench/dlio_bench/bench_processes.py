@@ -2,10 +2,24 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
 
 
-def descendants(pid: int) -> list[int]:
-    """A process and all below it.
+@contextlib.contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Have an environment variable meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def children() -> dict[int, list[int]]:
+    """Children of all processes of the machine, by parent.
 
     Parents are looked up in the list of all processes, as some kernels and sandboxes have no lists
     of children.
@@ -14,7 +28,12 @@ def descendants(pid: int) -> list[int]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, ValueError, IndexError):  # It has ended meanwhile.
             below.setdefault(int(_fields(int(name))[1]), []).append(int(name))
-    processes = [pid]
+    return below
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all below it."""
+    below, processes = children(), [pid]
     for parent in processes:
         processes += below.get(parent, [])
     return processes

@@ -1,15 +1,19 @@
-"""Ranks of the benchmarks: programs under mpirun that take a task as JSON. The last line that rank
-0 prints is its answer, as JSON."""
+"""Ranks of the benchmarks: programs under mpirun that take a task as JSON, their only argument. The
+last line that rank 0 prints is its answer, as JSON."""
 
 import json
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Final
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from dlio.errors import UsageError
+
+if TYPE_CHECKING:
+    from dlio.comm import Communicator
 
 FABRICS: Final[dict[str, dict[str, str]]] = {
     "memory": {},
@@ -66,8 +70,28 @@ def run(
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         raise UsageError(f"the ranks of {module} failed: {done.stderr.strip()[-800:]}")
-    answer: dict[str, object] = json.loads(lines[-1])
-    return answer
+    results: dict[str, object] = json.loads(lines[-1])
+    return results
+
+
+def answer(work: Callable[[dict[str, Any], "Communicator"], Mapping[str, object]]) -> None:
+    """Do this rank's part of the task that `run` has given to it; rank 0 prints the results."""
+    from dlio.comm import world
+
+    comm = world()
+    results = work(json.loads(sys.argv[1]), comm)
+    if comm.rank == 0:
+        print(json.dumps(results), flush=True)
+
+
+def pass_s(loader: Iterable[object], comm: "Communicator") -> float:
+    """Seconds of a pass, until all ranks have ended it."""
+    comm.barrier()
+    began = time.perf_counter()
+    for _ in loader:
+        pass
+    comm.barrier()
+    return time.perf_counter() - began
 
 
 def why_no_link() -> str | None:

@@ -1,6 +1,7 @@
 """Tiers that hold a part of the data, compared with an LRU of that size and the page cache."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any, Final, TypedDict
 
 import numpy as np
+
+from dlio_bench.storage_cases.page_cache import drop
 
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
 _CGROUP: Final = "/sys/fs/cgroup/memory"
@@ -83,9 +86,7 @@ def capacity(source: str, shares: tuple[float, ...] = SHARES) -> list[CapacityRo
                 data, 64, shuffle=True, num_workers=2, collate_fn=len, mode="global"
             ) as loader,
         ):
-            for _ in loader:
-                pass
-            for _ in loader:
+            for _ in itertools.chain(loader, loader):
                 pass
             bytes_by_place = loader.stats()["bytes"]
             assert data.mounted is not None
@@ -144,11 +145,7 @@ def _page_cache(files: list[str], orders: list[Any], room: float, whole: int) ->
     with _group() as group:
         if group is None:
             return None
-        for path in files:
-            with contextlib.suppress(OSError):
-                descriptor = os.open(path, os.O_RDONLY)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(descriptor)
+        drop(files, everything=False)
         done = subprocess.run(
             [sys.executable, "-S", "-c", _READ],
             input=json.dumps(

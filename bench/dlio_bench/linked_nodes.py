@@ -7,6 +7,7 @@ Rank 0 prints one line of JSON.
 import json
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -15,61 +16,60 @@ import torch.distributed as dist
 
 import dlio
 from dlio.comm import Communicator, world
+from dlio_bench.bench_ranks import pass_s
 
 
 def main(text: str) -> None:
     """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""
     task: dict[str, Any] = json.loads(text)
     dist.init_process_group("gloo")
-    by_mode: dict[str, Any] = {}
-    with dlio.open(task["source"], tiers=task["tiers"], image_size=None, seed=0) as data:
+    with (
+        dlio.open(task["source"], tiers=task["tiers"], image_size=None, seed=0) as data,
+        ExitStack() as stack,
+    ):
         comm = world().dup()
-        loaders: list[Any] = []
-        told_of = _measured(comm, task["model_s"])
-        by_mode["made_per_s"] = _made_per_s(data, task["batch_size"], comm, loaders)
-        by_mode["exchange"] = _exchange(data, task["batch_size"], task["epochs"], comm, loaders)
-        for mode in task["modes"]:
-            loader = dlio.DataLoader(
-                data, task["batch_size"], shuffle=True, mode=mode, num_workers=1
+        stack.callback(comm.close)
+
+        def loader_of(mode: str) -> dlio.DataLoader:
+            return stack.enter_context(
+                dlio.DataLoader(data, task["batch_size"], shuffle=True, mode=mode, num_workers=1)
             )
-            loaders.append(loader)
-            for epoch in range(1 + task["epochs"]):
-                loader.set_epoch(epoch)
-                comm.barrier()
-                began = time.perf_counter()
-                computed, first = 0.0, 0.0
-                for _ in loader:
-                    first = first or time.perf_counter() - began
-                    time.sleep(task["model_s"])
-                    computed += task["model_s"]
-                    comm.barrier()
-                seconds = time.perf_counter() - began
-                stats = loader.stats()
-                moved = sum(comm.allgather(stats["bytes"]["peer"]))
-                messages = sum(comm.allgather(stats["messages"]))
-                late = sum(comm.allgather(stats["late"]))
-                if epoch:
-                    by_mode.setdefault(mode, []).append(
-                        {
-                            "epoch": epoch,
-                            "seconds": seconds,
-                            "stall_s": seconds - computed,
-                            "first_batch_s": first,
-                            "moved": moved,
-                            "messages": messages,
-                            "late": late,
-                        }
-                    )
+
+        report: dict[str, Any] = {
+            **_measured(comm, task["model_s"]),
+            "made_per_s": _made_per_s(loader_of("local"), comm),
+            "exchange": _exchange(data, loader_of("global"), task["epochs"], comm),
+            "modes": {mode: _epochs(loader_of(mode), task, comm) for mode in task["modes"]},
+        }
         assert data.mounted is not None
-        names = list(data.mounted.nodes.names)
+        report["nodes"] = list(data.mounted.nodes.names)
         comm.barrier()
-        for loader in loaders:
-            loader.close()
-        comm.close()
     if dist.get_rank() == 0:
-        apart = {name: by_mode.pop(name) for name in ("made_per_s", "exchange")}
-        print(json.dumps({"nodes": names, "modes": by_mode, **apart, **told_of}), flush=True)
+        print(json.dumps(report), flush=True)
     dist.destroy_process_group()
+
+
+def _epochs(
+    loader: dlio.DataLoader, task: dict[str, Any], comm: Communicator
+) -> list[dict[str, float]]:
+    """Figures of epochs after the first, with a model that sleeps."""
+    epochs = []
+    for epoch in range(1 + task["epochs"]):
+        loader.set_epoch(epoch)
+        comm.barrier()
+        began = time.perf_counter()
+        computed = 0.0
+        for _ in loader:
+            time.sleep(task["model_s"])
+            computed += task["model_s"]
+            comm.barrier()
+        seconds = time.perf_counter() - began
+        stats = loader.stats()
+        moved = sum(comm.allgather(stats["bytes"]["peer"]))
+        counts = {key: sum(comm.allgather(stats[key])) for key in ("messages", "late")}
+        figures = {"epoch": epoch, "seconds": seconds, "stall_s": seconds - computed}
+        epochs.append({**figures, "moved": moved, **counts})
+    return epochs[1:]
 
 
 def _measured(comm: Communicator, model_s: float) -> dict[str, float]:
@@ -104,20 +104,13 @@ def _rate(comm: Communicator, dests: list[int], sources: list[int]) -> float:
 
 
 def _exchange(
-    data: Any, batch_size: int, epochs: int, comm: Communicator, loaders: list[Any]
+    data: Any, loader: dlio.DataLoader, epochs: int, comm: Communicator
 ) -> dict[str, list[float]]:
     """Bytes a second that epochs in mode `global` bring to peers, when nothing is computed, and
     that an all-to-all of as many reaches over the same links, in turn."""
-    loader = dlio.DataLoader(data, batch_size, shuffle=True, mode="global", num_workers=1)
-    loaders.append(loader)
     rates: dict[str, list[float]] = {"shuffle": [], "alltoallv": []}
     for number in range(1 + epochs):
-        comm.barrier()
-        began = time.perf_counter()
-        for _ in loader:
-            pass
-        comm.barrier()
-        seconds = time.perf_counter() - began
+        seconds = pass_s(loader, comm)
         moved = sum(comm.allgather(loader.stats()["bytes"]["peer"]))
         nodes = data.mounted.nodes.node_of
         away = nodes != nodes[comm.rank]
@@ -134,10 +127,8 @@ def _exchange(
     return rates
 
 
-def _made_per_s(data: Any, batch_size: int, comm: Communicator, loaders: list[Any]) -> float:
+def _made_per_s(loader: dlio.DataLoader, comm: Communicator) -> float:
     """Samples per second that a rank makes from its own tier."""
-    loader = dlio.DataLoader(data, batch_size, shuffle=True, mode="local", num_workers=1)
-    loaders.append(loader)
     for _ in range(2):
         comm.barrier()
         began = time.perf_counter()

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from dlio.errors import UsageError
+from dlio_bench.bench_data import packed_noise
+from dlio_bench.results.repeats import ratio, spread
 
 _SAMPLE_BYTES: Final = 100_000
 _TIMEOUT_S: Final = 600.0
@@ -82,20 +84,15 @@ def link(
 ) -> dict[str, object]:
     """For each number of nodes and mode: seconds and stall of epochs after the first, measured
     and forecast, and whether bytes and messages are those forecast."""
-    import numpy as np
-
     from dlio.data.reader import open_reader
     from dlio.loader.planned_traffic import job_over, traffic
     from dlio.plan.placement import HomeNode
-    from dlio_staging.pack_folder import pack
 
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
-        data = np.random.default_rng(0).integers(0, 256, (samples, _SAMPLE_BYTES), np.uint8)
-        np.save(os.path.join(scratch, "samples.npy"), data)
-        del data
-        packed = os.path.join(scratch, "packed")
-        pack(os.path.join(scratch, "samples.npy"), packed, compress="none")
+    with (
+        packed_noise(samples, _SAMPLE_BYTES) as packed,
+        contextlib.closing(open_reader(packed)) as reader,
+    ):
         task = {
             "source": packed,
             "tiers": "ram:1GiB",
@@ -104,7 +101,6 @@ def link(
             "model_s": model_s,
             "epochs": epochs,
         }
-        reader = open_reader(packed)
         with shaped(2, rate) as places:
             # Two ranks a node, which share its link.
             alone = _run([place for place in places for _ in range(2)], {**task, "modes": []})
@@ -124,8 +120,7 @@ def link(
                 forecast = _forecast(job, report, model_s, rate_, measured)
                 counted = [traffic(job, each["epoch"]) for each in measured]
                 results[f"{count} nodes, {mode}"] = {
-                    "seconds": [each["seconds"] for each in measured],
-                    "stall_s": [each["stall_s"] for each in measured],
+                    **{key: [each[key] for each in measured] for key in ("seconds", "stall_s")},
                     "moved_MB": [each["moved"] / 1e6 for each in measured],
                     "counts_equal": all(
                         (each["moved"], each["messages"]) == (c.moved, c.messages)
@@ -134,7 +129,6 @@ def link(
                     "late": sum(each["late"] for each in measured),
                     **forecast,
                 }
-        reader.close()
     return results
 
 
@@ -143,8 +137,6 @@ def _forecast(
 ) -> dict[str, Any]:
     """Return the seconds that `dlio plan` forecasts for the measured epochs; nothing where the
     feature is not installed."""
-    from dlio_bench.results.repeats import spread
-
     try:
         from dlio.features.forecast.epoch_simulation import Machine, run
     except ModuleNotFoundError:
@@ -169,8 +161,6 @@ def _forecast(
 
 def _exchange(report: dict[str, Any]) -> dict[str, Any]:
     """Epochs in mode `global` without computing, compared with all-to-alls of as many bytes."""
-    from dlio_bench.results.repeats import ratio, spread
-
     rates = report["exchange"]
     return {
         "shuffle_MB_per_s": spread([each / 1e6 for each in rates["shuffle"]]),

@@ -13,24 +13,25 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Annotated, Any, Final
 
 from dlio.cli.option_records import OutputOptions
-from dlio.data.reader import open_reader
-from dlio.data.reader_contract import data_bytes
 from dlio.errors import DlioError
 from dlio.util.child_processes import module_command
 from dlio.util.options import CheckedOptions, Option
+from dlio_bench.bench_data import payload_bytes
+from dlio_bench.bench_processes import children
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import results_of
 from dlio_bench.results.terminal import show_figures, working
 
 CASES: Final = ("one-by-one", "packed", "asha", "storm")
 _TIMEOUT_S: Final = 7200.0
+_FORKER: Final = "dlio.features.search.forker"
 _NETWORK: Final = "dlio_bench.exchange_cases.paced_network:paced_network"
 
 
@@ -83,28 +84,20 @@ def measure(choice: SearchChoice, folder: str) -> dict[str, object]:
     Args:
         folder: for the studies.
     """
-    total = 0
-    for path in filter(None, (choice.source, choice.val)):
-        reader = open_reader(path)
-        total += data_bytes(reader)
-        reader.close()
+    total = sum(map(payload_bytes, filter(None, (choice.source, choice.val))))
     runs = {case: _run(choice, case, folder) for case in choice.cases}
     rows = [_row(case, run, total) for case, run in runs.items()]
+    alone, packed, asha, storm = (runs.get(case) for case in CASES)
     said = []
-    if "one-by-one" in runs:
-        for case in ("packed", "asha"):
-            if case in runs:
-                share = runs[case].seconds / runs["one-by-one"].seconds
-                said.append(f"{case}: {share:.2f} of the time of one by one")
-    if "packed" in runs and "one-by-one" in runs:
-        same = _trials(runs["packed"]) == _trials(runs["one-by-one"])
-        said.append(f"packed: all results {'equal' if same else 'DIFFER FROM'} those of one by one")
-    if "storm" in runs and "asha" in runs:
-        same = _trials(runs["storm"]) == _trials(runs["asha"])
-        said.append(
-            f"storm: after {runs['storm'].kills} kills, all results "
-            f"{'equal' if same else 'DIFFER FROM'} those without"
-        )
+    for case in ("packed", "asha"):
+        if alone and case in runs:
+            share = runs[case].seconds / alone.seconds
+            said.append(f"{case}: {share:.2f} of the time of one by one")
+    if packed and alone:
+        said.append(f"packed: all results {_equality(packed, alone)} those of one by one")
+    if storm and asha:
+        equal = _equality(storm, asha)
+        said.append(f"storm: after {storm.kills} kills, all results {equal} those without")
     return {"rows": rows, "said": said}
 
 
@@ -125,8 +118,8 @@ def _row(case: str, run: _SearchRun, total: int) -> dict[str, object]:
     }
 
 
-def _trials(run: _SearchRun) -> object:
-    return run.results["trials"]
+def _equality(one: _SearchRun, other: _SearchRun) -> str:
+    return "equal" if one.results["trials"] == other.results["trials"] else "DIFFER FROM"
 
 
 def _run(choice: SearchChoice, case: str, folder: str) -> _SearchRun:
@@ -179,31 +172,23 @@ def _words(choice: SearchChoice, case: str, study: str) -> list[str]:
 
 def _kill(searcher: int, draw: random.Random) -> str | None:
     """Kill a process of a search; return its kind, None if there is none of the kind drawn."""
-    forkers = _children(searcher, "dlio.features.search.forker")
-    ranks = [rank for forker in forkers for rank in _children(forker)]
+    below = children()
+    forkers = [each for each in below.get(searcher, []) if _FORKER in _command_line(each)]
+    ranks = [rank for forker in forkers for rank in below.get(forker, [])]
     kind = draw.choices(("rank", "forker", "searcher"), (6, 2, 2))[0]
     victims = {"rank": ranks, "forker": forkers, "searcher": [searcher]}[kind]
-    if not victims:
-        return None
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, IndexError):  # None of its kind is there, or not any more.
         os.kill(draw.choice(victims), signal.SIGKILL)
         return kind
     return None
 
 
-def _children(process: int, word: str = "") -> list[int]:
-    """Return the children of a process whose command line has a word."""
-    matching = []
+def _command_line(process: int) -> str:
     try:
-        with open(f"/proc/{process}/task/{process}/children", encoding="ascii") as file:
-            children = file.read().split()
-        for child in children:
-            with open(f"/proc/{child}/cmdline", encoding="utf-8", errors="replace") as file:
-                if word in file.read():
-                    matching.append(int(child))
+        with open(f"/proc/{process}/cmdline", encoding="utf-8", errors="replace") as file:
+            return file.read()
     except OSError:
-        return matching
-    return matching
+        return ""
 
 
 def command(choice: SearchChoice, output: OutputOptions) -> None:
@@ -224,6 +209,5 @@ def command(choice: SearchChoice, output: OutputOptions) -> None:
         paths=(choice.source,),
     )
     show_figures("search", results.figures, results.ratios)
-    lines: Sequence[str] = report["said"]
-    print("\n".join(lines))
+    print("\n".join(report["said"]))
     finish(output, results, start)

@@ -5,29 +5,22 @@ import os
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Final
 
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
+from dlio_bench.bench_data import packed_noise
 from dlio_bench.bench_ranks import FABRICS, run
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import collect, results_of
+from dlio_bench.results.repeats import ratio, spread
 from dlio_bench.results.terminal import advance, show_figures, steps, working
 
-_CASES: Final = (
-    "plan",
-    "mixing",
-    "capacity",
-    "exchange",
-    "decode",
-    "link",
-    "training",
-    "source-order",
-)
 _USUAL: Final = ("plan", "mixing", "capacity", "exchange", "decode")
+_CASES: Final = (*_USUAL, "link", "training", "source-order")
 _RANKS: Final = 4
 _SAMPLE_BYTES: Final = 100_000
 
@@ -39,7 +32,11 @@ def plan(repeats: int, large_samples: int = 10**9) -> dict[str, object]:
     from dlio.loader.planned_traffic import job_of, traffic
     from dlio.plan.epoch import plan_epoch
     from dlio.plan.placement import HomeNode
-    from dlio_bench.results.repeats import spread
+
+    def whole(job: Any, windows: Callable[[], Iterable[range]]) -> None:
+        planner = plan_epoch(job.plan(1, 77))
+        for window in windows():
+            planner.window(window)
 
     nodes = tuple(HomeNode(f"node{number}", (1 << 60,)) for number in range(128))
     job = job_of(1_280_000, 110_000, nodes, 8, 32)
@@ -54,21 +51,13 @@ def plan(repeats: int, large_samples: int = 10**9) -> dict[str, object]:
         one = replace(job, mode=mode)
         # The placement is computed once for all epochs.
         one.__dict__["placement"] = job.placement
-
-        def whole(one: Any = one) -> None:
-            planner = plan_epoch(one.plan(1, 77))
-            for window in one.windows():
-                planner.window(window)
-
-        seconds = [_seconds(whole) for _ in range(repeats)]
+        seconds = [_seconds(whole, one, one.windows) for _ in range(repeats)]
         results.setdefault(mode, {})["seconds_a_rank"] = spread(seconds)
     large = job_of(large_samples, 110_000, nodes, 8, 32, "global")
 
     def whole_large() -> None:
-        planner = plan_epoch(large.plan(1, 77))
-        steps = large.steps
-        for first in range(0, steps, 32):
-            planner.window(range(first, min(first + 32, steps)))
+        cuts = range(0, large.steps, 32)
+        whole(large, lambda: (range(k, min(k + 32, large.steps)) for k in cuts))
 
     large.placement  # noqa: B018 - once for all epochs
     results["billion"] = {"seconds_a_rank": spread([_seconds(whole_large) for _ in range(repeats)])}
@@ -79,10 +68,10 @@ def plan(repeats: int, large_samples: int = 10**9) -> dict[str, object]:
     return results
 
 
-def _seconds(work: Any) -> float:
+def _seconds(work: Callable[..., object], *arguments: object) -> float:
     """Processor seconds of this process."""
     began = time.process_time()
-    work()
+    work(*arguments)
     return time.process_time() - began
 
 
@@ -92,19 +81,8 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
     of one a window that is fed from the same tier and emptied into batches. The nodes are
     pretended: their messages go through shared memory, which no nodes have between them, or
     through TCP over this machine's loopback."""
-    import numpy as np
-
-    from dlio_bench.results.repeats import ratio, spread
-    from dlio_staging.pack_folder import pack
-
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
-        generator = np.random.default_rng(0)
-        data = generator.integers(0, 256, (samples, _SAMPLE_BYTES), np.uint8)
-        np.save(os.path.join(scratch, "samples.npy"), data)
-        del data
-        packed = os.path.join(scratch, "packed")
-        pack(os.path.join(scratch, "samples.npy"), packed, compress="none")
+    with packed_noise(samples, _SAMPLE_BYTES) as packed:
         for nodes, fabric in steps(itertools.product((2, 4), FABRICS)):
             measured = _ranks("exchange", packed, nodes, 32, repeats, fabric)
             rates = measured["rates"]
@@ -112,9 +90,7 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
                 "moved_bytes": measured["moved"],
                 "messages": measured["messages"],
                 "late": measured["late"],
-                "shuffle_MB_per_s": spread([rate / 1e6 for rate in rates["shuffle"]]),
-                "alltoallv_MB_per_s": spread([rate / 1e6 for rate in rates["alltoallv"]]),
-                "fed_alltoallv_MB_per_s": spread([r / 1e6 for r in rates["fed_alltoallv"]]),
+                **{f"{key}_MB_per_s": spread([r / 1e6 for r in rates[key]]) for key in rates},
                 "shuffle_over_alltoallv": ratio(rates["shuffle"], rates["alltoallv"]),
                 "shuffle_over_fed": ratio(rates["shuffle"], rates["fed_alltoallv"]),
             }
@@ -124,8 +100,6 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
 def decode(source: str, repeats: int) -> dict[str, object]:
     """4 ranks that decode `source`: images a second in mode `global` over those in `local`, which
     sends nothing."""
-    from dlio_bench.results.repeats import ratio, spread
-
     results: dict[str, object] = {}
     for nodes in steps((2, 4), "{} nodes".format):
         rates = _ranks("decode", os.path.abspath(source), nodes, 16, repeats)["rates"]
@@ -140,14 +114,8 @@ def decode(source: str, repeats: int) -> dict[str, object]:
 def _ranks(
     case: str, source: str, nodes: int, batch_size: int, repeats: int, fabric: str = "memory"
 ) -> dict[str, Any]:
-    task = {
-        "case": case,
-        "source": source,
-        "tiers": "ram:4GiB",
-        "batch_size": batch_size,
-        "nodes": nodes,
-        "repeats": repeats,
-    }
+    task = {"case": case, "source": source, "tiers": "ram:4GiB", "batch_size": batch_size}
+    task |= {"nodes": nodes, "repeats": repeats}
     return run("dlio_bench.shuffle_rank", task, _RANKS, fabric)
 
 
@@ -220,19 +188,11 @@ def command(options: ShuffleBenchOptions, output: OutputOptions) -> None:
             advance(name, 0)
             report[name] = measures[name]()
             advance()
-            show_figures(name, *collect(_table_of(report[name])))
+            # Figures of a list are labelled by its rows' texts.
+            case = report[name]
+            show_figures(name, *collect(case if isinstance(case, Mapping) else {"rows": case}))
+    paths = (tempfile.gettempdir(), *filter(None, (options.source,)))
     results = results_of(
-        "shuffle", report, settings=asdict(options), seeds={"plan": 77}, paths=_paths(options)
+        "shuffle", report, settings=asdict(options), seeds={"plan": 77}, paths=paths
     )
     finish(output, results, start)
-
-
-def _table_of(measured: object) -> Mapping[str, object]:
-    """Return the figures of a case by name; those of a list by their number."""
-    if isinstance(measured, Mapping):
-        return measured
-    return {"rows": measured}
-
-
-def _paths(options: ShuffleBenchOptions) -> tuple[str, ...]:
-    return (tempfile.gettempdir(), *((options.source,) if options.source else ()))

@@ -4,77 +4,59 @@ compared with an Alltoallv of the same bytes, and the speed that decoding keeps 
 Usage: python -m dlio_bench.shuffle_rank JSON. Rank 0 prints one line of JSON.
 """
 
-import json
+import contextlib
 import os
-import sys
 import time
 from typing import Any, Final
 
 import numpy as np
 
+import dlio
 from dlio.comm import Communicator
 from dlio.plan.epoch import WINDOW_BYTES
+from dlio_bench.bench_ranks import answer, pass_s
 
 _ROUNDS: Final = 2
 """Untimed passes before: tiers are filled, memory is made."""
 
 
-def main(text: str) -> None:
-    """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""
-    task = json.loads(text)
-    from dlio.comm import world
+def shuffle_rank(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
+    """Run this rank's part of a task."""
+    return _exchange(task, comm) if task["case"] == "exchange" else _decode(task, comm)
 
-    comm = world()
-    results = _exchange(task, comm) if task["case"] == "exchange" else _decode(task, comm)
-    if comm.rank == 0:
-        print(json.dumps(results), flush=True)
+
+def _loader(data: dlio.Dataset, task: dict[str, Any], mode: str) -> dlio.DataLoader:
+    return dlio.DataLoader(
+        data,
+        task["batch_size"],
+        shuffle=True,
+        mode=mode,
+        num_workers=1,
+        pretend_nodes=task["nodes"],
+    )
 
 
 def _exchange(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
     """Epochs in mode `global`, of samples that nobody decodes, and in turn Alltoallv of the
     bytes that each moved."""
-    import dlio
-
-    rates: dict[str, list[float]] = {
-        "shuffle": [],
-        "alltoallv": [],
-        "fed_alltoallv": [],
-        "consumed": [],
-    }
-    with dlio.open(task["source"], tiers=task["tiers"], image_size=None) as data:
-        moving = dlio.DataLoader(
-            data,
-            task["batch_size"],
-            shuffle=True,
-            mode="global",
-            num_workers=1,
-            pretend_nodes=task["nodes"],
-        )
-        counts: dict[str, int] = {}
-        with moving:
-            for number in range(_ROUNDS + task["repeats"]):
-                comm.barrier()
-                began = time.perf_counter()
-                for _ in moving:
-                    pass
-                comm.barrier()
-                seconds = time.perf_counter() - began
-                stats = moving.stats()
-                moved = sum(comm.allgather(stats["bytes"]["peer"]))
-                late = sum(comm.allgather(stats["late"]))
-                counts = {
-                    "moved": moved,
-                    "messages": sum(comm.allgather(stats["messages"])),
-                    "late": late,
-                }
-                bare = _alltoallv(comm, moved)
-                fed = _fed_alltoallv(comm, data, task["nodes"], task["batch_size"])
-                if number >= _ROUNDS:
-                    rates["fed_alltoallv"].append(fed)
-                    rates["shuffle"].append(moved / seconds)
-                    rates["alltoallv"].append(moved / bare)
-                    rates["consumed"].append(sum(comm.allgather(stats["samples"])) / seconds)
-    return {"rates": rates, **counts}
+    rates: dict[str, list[float]] = {"shuffle": [], "alltoallv": [], "fed_alltoallv": []}
+    counts: dict[str, int] = {}
+    with (
+        dlio.open(task["source"], tiers=task["tiers"], image_size=None) as data,
+        _loader(data, task, "global") as moving,
+    ):
+        for number in range(_ROUNDS + task["repeats"]):
+            seconds = pass_s(moving, comm)
+            stats = moving.stats()
+            moved = sum(comm.allgather(stats["bytes"]["peer"]))
+            counts = {key: sum(comm.allgather(stats[key])) for key in ("messages", "late")}
+            bare = _alltoallv(comm, moved)
+            fed = _fed_alltoallv(comm, data, task["nodes"], task["batch_size"])
+            if number >= _ROUNDS:
+                rates["fed_alltoallv"].append(fed)
+                rates["shuffle"].append(moved / seconds)
+                rates["alltoallv"].append(moved / bare)
+    return {"rates": rates, "moved": moved, **counts}
 
 
 def _alltoallv(comm: Communicator, moved: int) -> float:
@@ -117,13 +99,13 @@ def _fed_alltoallv(comm: Communicator, data: Any, nodes: int, batch_size: int) -
     files = {block: os.open(os.path.join(tier.path, f"{block:08d}.blk"), 0) for block in blocks}
     windows = max(1, len(data) // comm.size // window)
 
+    stride = size + -size % 8
+
     def read(into: memoryview) -> None:
         block = blocks[chosen.integers(len(blocks))]
-        first = os.fstat(files[block]).st_size - int(
-            layout.starts[block + 1] - layout.starts[block]
-        ) * (size + -size % 8)
         count = int(layout.starts[block + 1] - layout.starts[block])
-        os.preadv(files[block], [into], first + int(chosen.integers(count)) * (size + -size % 8))
+        first = os.fstat(files[block]).st_size - count * stride
+        os.preadv(files[block], [into], first + int(chosen.integers(count)) * stride)
 
     comm.barrier()
     began = time.perf_counter()
@@ -146,34 +128,19 @@ def _fed_alltoallv(comm: Communicator, data: Any, nodes: int, batch_size: int) -
 
 def _decode(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
     """Images/s of an epoch in mode `local`, which sends nothing, and in `global`, in turn."""
-    import dlio
-
     rates: dict[str, list[float]] = {"local": [], "global": []}
-    with dlio.open(task["source"], tiers=task["tiers"], image_size=224) as data:
-        loaders = {
-            mode: dlio.DataLoader(
-                data,
-                task["batch_size"],
-                shuffle=True,
-                mode=mode,
-                num_workers=1,
-                pretend_nodes=task["nodes"],
-            )
-            for mode in rates
-        }
+    with (
+        dlio.open(task["source"], tiers=task["tiers"], image_size=224) as data,
+        contextlib.ExitStack() as stack,
+    ):
+        loaders = {mode: stack.enter_context(_loader(data, task, mode)) for mode in rates}
         for number in range(1 + task["repeats"]):
             for mode, loader in loaders.items():
-                comm.barrier()
-                began = time.perf_counter()
-                for _ in loader:
-                    pass
-                comm.barrier()
+                seconds = pass_s(loader, comm)
                 if number:
-                    rates[mode].append(len(data) / (time.perf_counter() - began))
-        for loader in loaders.values():
-            loader.close()
+                    rates[mode].append(len(data) / seconds)
     return {"rates": rates}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    answer(shuffle_rank)

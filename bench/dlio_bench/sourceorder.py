@@ -2,13 +2,13 @@
 its batches still are."""
 
 import math
-import os
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+
+from dlio_bench.bench_data import packed_noise
 
 _SAMPLE_BYTES: Final = 4096
 _BATCH: Final = 64
@@ -31,15 +31,9 @@ def source_order(
     """
     import dlio
     from dlio_bench.emulated.emulated_mount import slow_mount, stats
-    from dlio_staging.pack_folder import pack
 
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
-        data = np.random.default_rng(0).integers(0, 256, (samples, _SAMPLE_BYTES), np.uint8)
-        np.save(os.path.join(scratch, "samples.npy"), data)
-        del data
-        packed = os.path.join(scratch, "packed")
-        pack(os.path.join(scratch, "samples.npy"), packed, compress="none")
+    with packed_noise(samples, _SAMPLE_BYTES) as packed:
         for order in orders:
             with (
                 slow_mount(packed, latency_s=latency_s) as slow,

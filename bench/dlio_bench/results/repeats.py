@@ -1,7 +1,7 @@
 """Medians, spreads, and confidence intervals of ratios."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypedDict
 
 import numpy as np
@@ -34,6 +34,15 @@ class Deviation(Summary):
 _DRAWS: Final = 10_000
 _SEED: Final = 20180713
 _BOUNDS: Final = (2.5, 97.5)
+
+
+def turns(names: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
+    """Yield (repeat, name) for each name within each repeat, in every second one the other way
+    round: a machine that has rested may be faster for the first."""
+    listed = list(names)
+    for repeat in range(repeats):
+        for name in listed if repeat % 2 == 0 else listed[::-1]:
+            yield repeat, name
 
 
 def median(values: Sequence[float]) -> float:

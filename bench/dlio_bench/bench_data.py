@@ -1,0 +1,56 @@
+"""Data that several benchmarks read, and its files."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+
+import numpy as np
+
+
+@contextlib.contextmanager
+def packed_noise(samples: int, sample_bytes: int) -> Iterator[str]:
+    """Native shards of samples that cannot be compressed; removed afterwards."""
+    from dlio_staging.pack_folder import pack
+
+    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
+        source, packed = os.path.join(scratch, "samples.npy"), os.path.join(scratch, "packed")
+        data = np.random.default_rng(0).integers(0, 256, (samples, sample_bytes), np.uint8)
+        np.save(source, data)
+        del data
+        pack(source, packed, compress="none")
+        yield packed
+
+
+def files_below(folder: str) -> list[str]:
+    """Return the paths of all files in a folder and in those below it."""
+    return [os.path.join(inside, name) for inside, _, names in os.walk(folder) for name in names]
+
+
+def bytes_below(folder: str) -> int:
+    """Return the bytes of all files in a folder and in those below it."""
+    return sum(map(os.path.getsize, files_below(folder)))
+
+
+def payload_bytes(path: str) -> int:
+    """Return the bytes of all samples of a data set."""
+    from dlio.data.reader import open_reader
+    from dlio.data.reader_contract import data_bytes
+
+    with contextlib.closing(open_reader(path)) as reader:
+        return data_bytes(reader)
+
+
+def drawn_pictures(scratch: str, count: int) -> str:
+    """Draw JPEGs into class folders below `scratch`; return the folder."""
+    from dlio.cli.demo_pictures import draw_dataset
+    from dlio.util.cores import available_cores
+
+    folder = os.path.join(scratch, "drawn")
+    draw_dataset(folder, images=count, validation=10, threads=available_cores())
+    return os.path.join(folder, "train")
+
+
+def ram_tier(size: int) -> str:
+    """Return a RAM tier with room for so many payload bytes."""
+    return f"ram:{int(1.2 * size) + (64 << 20)}B"
