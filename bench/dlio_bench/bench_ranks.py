@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from dlio.errors import UsageError
 
@@ -74,8 +74,9 @@ def run(
     return results
 
 
-def answer(work: Callable[[dict[str, Any], "Communicator"], Mapping[str, object]]) -> None:
-    """Do this rank's part of the task that `run` has given to it; rank 0 prints the results."""
+def answer(work: Callable[..., Mapping[str, object]]) -> None:
+    """Call `work` with the task that `run` gave to this rank and its communicator; rank 0 prints
+    the results."""
     from dlio.comm import world
 
     comm = world()

@@ -20,7 +20,7 @@ _ROUNDS: Final = 2
 """Untimed passes before: tiers are filled, memory is made."""
 
 
-def shuffle_rank(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
+def _work(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
     """Run this rank's part of a task."""
     return _exchange(task, comm) if task["case"] == "exchange" else _decode(task, comm)
 
@@ -143,4 +143,4 @@ def _decode(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answer(shuffle_rank)
+    answer(_work)
