@@ -12,10 +12,10 @@ Every key of a file falls into one of these classes, and none is ignored in sile
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Final
+from typing import Final, TypeGuard
 
 import yaml
 
@@ -55,82 +55,64 @@ _CHECKPOINT: Final = (
     *("checkpoint.fsync", "checkpoint.num_checkpoints_write", "checkpoint.num_checkpoints_read"),
     *("checkpoint.time_between_checkpoints", "checkpoint.mode", "checkpoint.model_size"),
 )
-_BY_OPTION: Final = "options of the command set this"
-_AS_THE_LOADER: Final = "loaders do this as they are made"
-_NOT_MEASURED: Final = "not measured"
-_OTHERWISE: Final[dict[str, str]] = {
-    "framework": _BY_OPTION,
-    "reader.data_loader": _BY_OPTION,
-    "reader.data_loader_classname": _BY_OPTION,
-    "reader.data_loader_sampler": _BY_OPTION,
-    "reader.reader_classname": _BY_OPTION,
-    "dataset.data_folder": _BY_OPTION,
-    "dataset.keep_files": _BY_OPTION,
-    "output.folder": _BY_OPTION,
-    "output.log_file": _BY_OPTION,
-    "storage.storage_type": _BY_OPTION,
-    "storage.storage_root": _BY_OPTION,
-    "storage.storage_options": _BY_OPTION,
-    "workflow.generate_data": "data is generated if it is missing",
-    "workflow.train": "always done",
-    "workflow.checkpoint": "`dlio bench checkpoint` measures checkpoints",
-    "workflow.evaluation": _NOT_MEASURED,
-    "workflow.profiling": _NOT_MEASURED,
-    "workflow.debug": _NOT_MEASURED,
-    "profiling.profiler": _NOT_MEASURED,
-    "profiling.iostat_devices": _NOT_MEASURED,
-    "evaluation.eval_time": _NOT_MEASURED,
-    "evaluation.eval_time_stdev": _NOT_MEASURED,
-    "evaluation.eval_after_epoch": _NOT_MEASURED,
-    "evaluation.epochs_between_evals": _NOT_MEASURED,
-    "dataset.num_files_eval": _NOT_MEASURED,
-    "dataset.num_subfolders_eval": _NOT_MEASURED,
-    "reader.batch_size_eval": _NOT_MEASURED,
-    "reader.preprocess_time": _NOT_MEASURED,
-    "reader.preprocess_time_stdev": _NOT_MEASURED,
-    "dataset.record_length_bytes_resize": "samples reach the accelerator as they are stored",
-    "reader.transformed_record_dims": "samples reach the accelerator as they are stored",
-    "reader.transformed_record_element_type": "samples reach the accelerator as they are stored",
-    "dataset.compression": "data that cannot be compressed is stored without",
-    "dataset.compression_level": "data that cannot be compressed is stored without",
-    "dataset.enable_chunking": "formats have chunks of their usual size",
-    "dataset.chunk_size": "formats have chunks of their usual size",
-    "dataset.hdf5": "formats have chunks of their usual size",
-    "dataset.parquet": "a sample is one binary column, of all the columns' bytes",
-    "dataset.file_prefix": "files are named img_*",
-    "dataset.generation_buffer_size": "samples are generated one by one",
-    "dataset.record_dims": "samples are strings of bytes",
-    "dataset.record_element_bytes": "samples are strings of bytes",
-    "dataset.record_element_type": "samples are strings of bytes",
-    "dataset.skip_listing": "files are known by their names",
-    "dataset.listing_validation_interval": "files are known by their names",
-    "dataset.num_files_generated": "all files are read",
-    "reader.computation_threads": _AS_THE_LOADER,
-    "reader.prefetch_size": _AS_THE_LOADER,
-    "reader.shuffle_size": _AS_THE_LOADER,
-    "reader.file_access": _AS_THE_LOADER,
-    "reader.read_type": _AS_THE_LOADER,
-    "reader.transfer_size": _AS_THE_LOADER,
-    "reader.odirect": _AS_THE_LOADER,
-    "reader.dont_use_mmap": _AS_THE_LOADER,
-    "reader.multiprocessing_context": _AS_THE_LOADER,
-    "reader.pin_memory": "samples end in the host's memory",
-    "train.total_training_steps": "all steps of the epochs are run",
-    "train.seed_change_epoch": "every epoch has an order of its own",
-    "output.metric.exclude_start_steps": "one step at the start is left out",
-    "output.metric.exclude_end_steps": "one step at the start is left out",
-    **dict.fromkeys(
-        (
-            *("checkpoint.checkpoint_folder", "checkpoint.checkpoint_after_epoch"),
-            *("checkpoint.epochs_between_checkpoints", "checkpoint.steps_between_checkpoints"),
-            *("checkpoint.type", "checkpoint.checkpoint_mechanism_classname"),
-            *("checkpoint.recovery_rank_shift", "checkpoint.rank_sync"),
-            *("checkpoint.randomize_tensor", "checkpoint.ksm"),
-        ),
-        "`dlio bench checkpoint` has its own",
+_EFFECTS: Final[dict[str, tuple[str, ...]]] = {
+    "options of the command set this": (
+        *("framework", "reader.data_loader", "reader.data_loader_classname"),
+        *("reader.data_loader_sampler", "reader.reader_classname", "dataset.data_folder"),
+        *("dataset.keep_files", "output.folder", "output.log_file", "storage.storage_type"),
+        *("storage.storage_root", "storage.storage_options"),
+    ),
+    "data is generated if it is missing": ("workflow.generate_data",),
+    "always done": ("workflow.train",),
+    "`dlio bench checkpoint` measures checkpoints": ("workflow.checkpoint",),
+    "not measured": (
+        *("workflow.evaluation", "workflow.profiling", "workflow.debug", "profiling.profiler"),
+        *("profiling.iostat_devices", "evaluation.eval_time", "evaluation.eval_time_stdev"),
+        *("evaluation.eval_after_epoch", "evaluation.epochs_between_evals"),
+        *("dataset.num_files_eval", "dataset.num_subfolders_eval", "reader.batch_size_eval"),
+        *("reader.preprocess_time", "reader.preprocess_time_stdev"),
+    ),
+    "samples reach the accelerator as they are stored": (
+        *("dataset.record_length_bytes_resize", "reader.transformed_record_dims"),
+        "reader.transformed_record_element_type",
+    ),
+    "data that cannot be compressed is stored without": (
+        *("dataset.compression", "dataset.compression_level"),
+    ),
+    "formats have chunks of their usual size": (
+        *("dataset.enable_chunking", "dataset.chunk_size", "dataset.hdf5"),
+    ),
+    "a sample is one binary column, of all the columns' bytes": ("dataset.parquet",),
+    "files are named img_*": ("dataset.file_prefix",),
+    "samples are generated one by one": ("dataset.generation_buffer_size",),
+    "samples are strings of bytes": (
+        *("dataset.record_dims", "dataset.record_element_bytes", "dataset.record_element_type"),
+    ),
+    "files are known by their names": (
+        *("dataset.skip_listing", "dataset.listing_validation_interval"),
+    ),
+    "all files are read": ("dataset.num_files_generated",),
+    "loaders do this as they are made": (
+        *("reader.computation_threads", "reader.prefetch_size", "reader.shuffle_size"),
+        *("reader.file_access", "reader.read_type", "reader.transfer_size", "reader.odirect"),
+        *("reader.dont_use_mmap", "reader.multiprocessing_context"),
+    ),
+    "samples end in the host's memory": ("reader.pin_memory",),
+    "all steps of the epochs are run": ("train.total_training_steps",),
+    "every epoch has an order of its own": ("train.seed_change_epoch",),
+    "one step at the start is left out": (
+        *("output.metric.exclude_start_steps", "output.metric.exclude_end_steps"),
+    ),
+    "`dlio bench checkpoint` has its own": (
+        *("checkpoint.checkpoint_folder", "checkpoint.checkpoint_after_epoch"),
+        *("checkpoint.epochs_between_checkpoints", "checkpoint.steps_between_checkpoints"),
+        *("checkpoint.type", "checkpoint.checkpoint_mechanism_classname"),
+        *("checkpoint.recovery_rank_shift", "checkpoint.rank_sync"),
+        *("checkpoint.randomize_tensor", "checkpoint.ksm"),
     ),
 }
-"""Keys that DLIO knows and `Workload` does not hold: the reason, for a note."""
+"""Keys that DLIO knows and `Workload` does not hold, by the reason for a note."""
+_OTHERWISE: Final = {key: reason for reason, keys in _EFFECTS.items() for key in keys}
 _OPEN: Final = ("storage.storage_options", "dataset.hdf5", "dataset.parquet", "checkpoint.ksm")
 """Keys with any keys below them."""
 _KEYS: Final = (*_WORKLOAD, *_CHECKPOINT, *_OTHERWISE)
@@ -147,8 +129,6 @@ class WorkloadJob:
     """Keys that were overridden."""
     notes: tuple[str, ...]
     """Keys that have no effect here or another one, for people."""
-    origin: str
-    """File that was read, or name of a shape that dlio brings."""
 
 
 def shape_names() -> list[str]:
@@ -183,30 +163,21 @@ def job_of(
 
     Raises UsageError for unknown keys, and values that make no sense.
     """
-    settings = dict(keys)
-    given: list[str] = []
-    for text in overrides:
-        key, value = _override(text)
-        settings[key] = value
-        given.append(key)
-    settings = dict(sorted(settings.items()))
+    given = dict(map(_override, overrides))
+    settings = dict(sorted({**keys, **given}.items()))
     for key in settings:
         _check_key(key, origin)
     workload, notes = _workload(settings, name, origin)
-    return WorkloadJob(
-        workload, settings, tuple(dict.fromkeys(given)), (*notes, *_notes(settings)), origin
-    )
+    return WorkloadJob(workload, settings, tuple(given), (*notes, *_notes(settings)))
 
 
 def effects() -> dict[str, list[str]]:
     """Return all keys by their effect, in words."""
-    rows = {
+    return {
         "describe the data, its reading and the accelerator": list(_WORKLOAD),
         "describe checkpoints, for `dlio bench checkpoint`": list(_CHECKPOINT),
+        **{f"none: {reason}": list(keys) for reason, keys in _EFFECTS.items()},
     }
-    for key, reason in _OTHERWISE.items():
-        rows.setdefault(f"none: {reason}", []).append(key)
-    return rows
 
 
 def with_format(workload: Workload, format_: Format) -> Workload:
@@ -250,15 +221,11 @@ def _flat(
         name = name.replace("data_reader", "reader", 1) if not prefix else name
         if name == "model" and isinstance(value, str):
             yield "model.name", value  # As the first versions have it.
-        elif isinstance(value, Mapping) and not _is_value(name):
+        # Under some keys a mapping is the value.
+        elif isinstance(value, Mapping) and not (name in _OPEN or name.endswith("_time")):
             yield from _flat(value, source, f"{name}.")
         else:
             yield name, value
-
-
-def _is_value(name: str) -> bool:
-    """True if a mapping under this key is its value."""
-    return name in _OPEN or name.endswith("_time")
 
 
 def _override(text: str) -> tuple[str, object]:
@@ -287,7 +254,7 @@ def _workload(settings: Mapping[str, object], name: str, source: str) -> tuple[W
 
     def number(key: str, default: float, least: float = 0.0) -> float:
         value = settings.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+        if not _is_number(value, least):
             raise UsageError(f"{source}: {key}: {value}: give a number from {least:g}")
         return float(value)
 
@@ -310,12 +277,9 @@ def _workload(settings: Mapping[str, object], name: str, source: str) -> tuple[W
         raise UsageError(
             f"{source}: dataset.size_distribution: {distribution}: give normal or lognormal"
         )
-    old = "dataset.record_length"
     bytes_ = "dataset.record_length_bytes"
-    size = bytes_ if bytes_ in settings else old
-    deviation = f"{size}_stdev"
-    if deviation not in settings:
-        deviation = f"{bytes_}_stdev"
+    size = bytes_ if bytes_ in settings else "dataset.record_length"
+    deviation = f"{size if f'{size}_stdev' in settings else bytes_}_stdev"
     workload = Workload(
         name=name,
         format=format_,
@@ -340,6 +304,11 @@ def _workload(settings: Mapping[str, object], name: str, source: str) -> tuple[W
     if not 0 < workload.least_au <= 1:
         raise UsageError(f"{source}: metric.au: {workload.least_au:g}: give a share from 0 to 1")
     return with_format(workload, format_), notes
+
+
+def _is_number(value: object, least: float = 0.0) -> TypeGuard[float]:
+    """True for a number, not less than the least one; NaN is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= least
 
 
 def _format(value: object, source: str) -> tuple[Format, str]:
@@ -373,33 +342,30 @@ def _step(settings: Mapping[str, object], source: str) -> tuple[float, float, st
             raise UsageError(f"{source}: {key}: type {kind}: choose one of {', '.join(_MOMENTS)}")
         given = {name: value.get(name, 0.0 if name == "stdev" else None) for name in wanted}
         for name, each in given.items():
-            if isinstance(each, bool) or not isinstance(each, int | float) or not each >= 0:
+            if not _is_number(each):
                 raise UsageError(f"{source}: {key}: {name}: {each}: give seconds from 0")
         mean, stdev = _moments(kind, [float(str(each)) for each in given.values()])
         if kind != "normal":
             remark = f"{kind} times are drawn as normal ones of the same mean and deviation"
-    elif isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+    elif not _is_number(value):
         raise UsageError(f"{source}: {key}: {value}: give seconds from 0, or mean and stdev")
     else:
         mean, stdev = float(value), 0.0
     deviation = settings.get(f"{key}_stdev", stdev)
-    if isinstance(deviation, bool) or not isinstance(deviation, int | float) or not deviation >= 0:
+    if not _is_number(deviation):
         raise UsageError(f"{source}: {key}_stdev: {deviation}: give seconds from 0")
     return mean, float(deviation), remark
 
 
 def _moments(kind: str, values: Sequence[float]) -> tuple[float, float]:
     first, second = values[0], values[-1]
-    match kind:
-        case "uniform":
-            return (first + second) / 2, abs(second - first) / math.sqrt(12)
-        case "gamma":
-            return first * second, math.sqrt(first) * second
-        case "exponential":
-            return first, first
-        case "poisson":
-            return first, math.sqrt(first)
-    return first, second
+    return {
+        "normal": (first, second),
+        "uniform": ((first + second) / 2, abs(second - first) / math.sqrt(12)),
+        "gamma": (first * second, math.sqrt(first) * second),
+        "exponential": (first, first),
+        "poisson": (first, math.sqrt(first)),
+    }[kind]
 
 
 def _notes(settings: Mapping[str, object]) -> list[str]:
@@ -409,8 +375,7 @@ def _notes(settings: Mapping[str, object]) -> list[str]:
         top = next((each for each in _OPEN if key.startswith(f"{each}.")), key)
         if top in _OTHERWISE:
             reasons.setdefault(_OTHERWISE[top], []).append(top)
-    return [f"{_listed(keys)}: no effect ({reason})" for reason, keys in reasons.items()]
-
-
-def _listed(keys: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(keys))
+    return [
+        f"{', '.join(dict.fromkeys(keys))}: no effect ({reason})"
+        for reason, keys in reasons.items()
+    ]

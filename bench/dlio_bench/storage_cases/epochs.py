@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,27 +31,15 @@ class StorageRankEpoch:
     """Bytes of samples that had to come from the files, and not from a tier."""
     request_kind: str
     requests: Latencies
-    ended_s: tuple[float, ...]
+    ended_s: list[float]
     """Seconds from the beginning of the epoch to the arrival of each batch."""
     resident_before: float | None
     """Share of the files' pages that were in the page cache; None where this rank did not look."""
     dropped: PageDrop | None
 
-    def to_json(self) -> Mapping[str, object]:
+    def to_json(self) -> Mapping[str, Any]:
         """Return it as JSON values, for rank 0."""
-        return {
-            "load_s": list(self.steps.load_s),
-            "compute_s": list(self.steps.compute_s),
-            "over_s": list(self.steps.over_s),
-            "seconds": self.steps.seconds,
-            "served": self.served.as_dict(),
-            "wanted_bytes": self.wanted_bytes,
-            "request_kind": self.request_kind,
-            "requests": self.requests.to_json(),
-            "ended_s": list(self.ended_s),
-            "resident_before": self.resident_before,
-            "dropped": asdict(self.dropped) if self.dropped is not None else None,
-        }
+        return {**asdict(self), "requests": self.requests.to_json()}
 
 
 class Runner:
@@ -133,7 +122,6 @@ class Runner:
         seconds = time.perf_counter() - began
         served = self.meter.snapshot() - served
         passed = contender.passed()
-        workload = self._place.workload
         own = int(self._place.generated.sizes[counts > 0].sum())
         self._compare(counts, contender, name)
         return StorageRankEpoch(
@@ -142,13 +130,13 @@ class Runner:
                 [each.busy_s for each in computed],
                 [each.over_s for each in computed],
                 seconds,
-                workload.batch_size,
+                self._place.workload.batch_size,
             ),
             served=served,
             wanted_bytes=own if passed.source_bytes is None else passed.source_bytes,
             request_kind=passed.request_kind,
             requests=Latencies(passed.request_s),
-            ended_s=tuple(arrivals),
+            ended_s=arrivals,
             resident_before=before,
             dropped=dropped,
         )

@@ -20,13 +20,11 @@ import numpy.typing as npt
 
 from dlio.errors import UsageError
 from dlio.util.threads import Workers
-from dlio_bench.storage_cases.rank_progress import ProgressRow
 
 OPERATIONS: Final = ("create", "stat", "open", "list", "remove")
 """create: create and close. open: open and close. list: entries of a folder."""
 SCRATCH: Final = ".dlio-metadata-"
 """Prefix of the folder in which the files are; it is removed at the end."""
-_POLL_S: Final = 0.1
 _BATCH: Final = 64
 """Operations after which a thread looks whether it shall stop."""
 
@@ -54,9 +52,7 @@ class MetadataRate:
         return float(np.quantile(self.latencies_s, share, method="higher"))
 
 
-def measure_metadata(
-    path: str, *, files: int = 1000, threads: int = 4, progress: ProgressRow | None = None
-) -> list[MetadataRate]:
+def measure_metadata(path: str, *, files: int = 1000, threads: int = 4) -> list[MetadataRate]:
     """Measure the metadata operations of the file system that holds a folder.
 
     Nothing is left in the folder, even after an error or Ctrl-C.
@@ -65,7 +61,6 @@ def measure_metadata(
         path: an existing folder that can be written.
         files: empty files of each thread.
         threads: threads that work at a time.
-        progress: bar in operations, which is started; None to show nothing.
 
     Raises UsageError if the folder cannot be written.
     """
@@ -79,13 +74,7 @@ def measure_metadata(
         folders = [os.path.join(scratch, str(thread)) for thread in range(threads)]
         for folder in folders:
             os.mkdir(folder)
-        rates = []
-        for number, operation in enumerate(OPERATIONS):
-            if progress is not None:
-                title = f"metadata: {operation} ({number + 1} of {len(OPERATIONS)})"
-                progress.begin(title, 1 if operation == "list" else files * threads)
-            rates.append(_measure(operation, folders, files, progress))
-        return rates
+        return [_measure(operation, folders, files) for operation in OPERATIONS]
     except OSError as error:
         raise _unwritable(path, error) from error
     finally:
@@ -101,7 +90,6 @@ class _MetadataPhase:
         self._files = files
         self._begin = threading.Barrier(len(folders))
         self.stop = threading.Event()
-        self.done = [0] * len(folders)
         self.latencies: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(folders)
         self.spans = [(0, 0)] * len(folders)
         self.errors: list[OSError] = []
@@ -120,10 +108,8 @@ class _MetadataPhase:
         started = clock()
         try:
             for number, name in enumerate(work):
-                if number % _BATCH == 0:
-                    self.done[thread] = number
-                    if self.stop.is_set():
-                        return
+                if number % _BATCH == 0 and self.stop.is_set():
+                    return
                 before = clock()
                 operate(name)
                 taken[number] = clock() - before
@@ -132,7 +118,6 @@ class _MetadataPhase:
             self.stop.set()
         self.spans[thread] = (started, clock())
         self.latencies[thread] = taken
-        self.done[thread] = len(work)
 
     def give_up(self) -> None:
         """End the threads, those too that wait for others to begin."""
@@ -140,18 +125,12 @@ class _MetadataPhase:
         self._begin.abort()
 
 
-def _measure(
-    operation: str, folders: Sequence[str], files: int, progress: ProgressRow | None
-) -> MetadataRate:
+def _measure(operation: str, folders: Sequence[str], files: int) -> MetadataRate:
     phase = _MetadataPhase(operation, folders, files)
     workers = Workers("dlio-metadata", phase.run, len(folders), wake=phase.give_up)
     # Leaving the block waits for the threads, so that nothing is made after the folder is removed.
     with workers:
-        while not workers.wait(_POLL_S):
-            if progress is not None:
-                progress.update(sum(phase.done))
-    if progress is not None:
-        progress.update(sum(phase.done))
+        workers.wait()
     if phase.errors:
         raise phase.errors[0]
     seconds = (max(end for _, end in phase.spans) - min(start for start, _ in phase.spans)) / 1e9

@@ -9,24 +9,21 @@ that are still there, so that nothing rests on a promise.
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 
 from dlio.errors import UsageError
 from dlio_bench.file_systems import FileSystem, file_system_of
-from dlio_bench.storage_cases.rank_progress import ProgressRow
 
 DROP_CACHES: Final = "/proc/sys/vm/drop_caches"
 _WINDOW: Final = 1 << 30
 """Bytes of a file that are mapped at a time; a multiple of any page size."""
 _THREADS: Final = 16
-_SHOWN: Final = 1000
-"""Files from which on progress is shown."""
 _COLD: Final = 0.01
 """Share of resident pages that counts as none: file systems read the first pages ahead."""
 
@@ -66,32 +63,25 @@ class PageDrop:
         """True if a run that begins now reads from the storage, as far as can be known."""
         return self.resident_share <= _COLD and not self.unknown_files
 
-    def describe(self) -> str:
-        """Return a line for the report."""
-        how = " and ".join(self.methods) or "nothing"
-        return f"dropped by {how}; {self.resident_share:.1%} of the pages are resident"
 
-
-def drop(
-    files: Sequence[str], *, everything: bool = True, progress: ProgressRow | None = None
-) -> PageDrop:
+def drop(files: Sequence[str], *, everything: bool = True) -> PageDrop:
     """Drop the pages of files from this machine's page cache, and verify it.
 
     Args:
         files: paths of data files, which may be on any file system.
         everything: also write `drop_caches` where this process may; that drops the pages,
             directory entries and inodes of all files of this machine.
-        progress: row that shows how far it is, of many files.
 
     Raises UsageError for a file that cannot be opened.
     """
-    for _ in _each(_advise, files, progress, "dropping the page cache"):
-        pass
+    with ThreadPoolExecutor(_THREADS, "dlio-cache") as pool:
+        list(pool.map(_advise, files))
     methods = ["fadvise"] if files else []
     if everything and _drop_all():
         methods.append("drop_caches")
-    left = residency(files, progress)
-    kinds = {each.type: each for each in map(file_system_of, _folders(files))}
+    left = residency(files)
+    folders = {os.path.dirname(os.path.abspath(path)) for path in files}
+    kinds = {each.type: each for each in map(file_system_of, folders)}
     return PageDrop(
         methods=tuple(methods),
         resident_share=left.share,
@@ -101,44 +91,26 @@ def drop(
     )
 
 
-def resident(files: Sequence[str], progress: ProgressRow | None = None) -> float:
+def resident(files: Sequence[str]) -> float:
     """Return the share of the files' pages that are in the page cache, 0 to 1."""
-    return residency(files, progress).share
+    return residency(files).share
 
 
-def residency(files: Sequence[str], progress: ProgressRow | None = None) -> Residency:
+def residency(files: Sequence[str]) -> Residency:
     """Count the pages of files that are in this machine's page cache.
 
     The kernel tells them only to those who may write the file, as it would tell strangers what
     others read. Raises UsageError for a file that cannot be opened.
     """
-    pages = present = unknown = 0
-    for counted in _each(_pages_of, files, progress, "looking into the page cache"):
-        if counted is None:
-            unknown += 1
-        else:
-            pages += counted[0]
-            present += counted[1]
-    return Residency(pages, present, unknown)
-
-
-_Result = TypeVar("_Result")
-
-
-def _each(
-    function: Callable[[str], _Result],
-    files: Sequence[str],
-    progress: ProgressRow | None,
-    title: str,
-) -> Iterator[_Result]:
-    """Yield the results of a function of files; many are opened at a time, as that may be slow."""
-    if progress is not None and len(files) > _SHOWN:
-        progress.begin(title, len(files))
+    # Many are opened at a time, as that may be slow.
     with ThreadPoolExecutor(_THREADS, "dlio-cache") as pool:
-        for done, result in enumerate(pool.map(function, files), 1):
-            yield result
-            if progress is not None and len(files) > _SHOWN:
-                progress.update(done)
+        counted = list(pool.map(_pages_of, files))
+    known = [each for each in counted if each is not None]
+    return Residency(
+        sum(pages for pages, _ in known),
+        sum(present for _, present in known),
+        len(counted) - len(known),
+    )
 
 
 def _advise(path: str) -> None:
@@ -158,7 +130,8 @@ def _pages_of(path: str) -> tuple[int, int] | None:
     descriptor = _opened(path)
     try:
         status = os.fstat(descriptor)
-        return _count(descriptor, status.st_size) if _may_ask(path, status) else None
+        may_ask = os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)
+        return _count(descriptor, status.st_size) if may_ask else None
     except OSError:
         return None  # The file system cannot map files.
     finally:
@@ -173,10 +146,6 @@ def _opened(path: str) -> int:
             f"{path} cannot be opened ({error.strerror}): generate the data again, or make the "
             "file readable"
         ) from error
-
-
-def _may_ask(path: str, status: os.stat_result) -> bool:
-    return os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)
 
 
 def _count(descriptor: int, size: int) -> tuple[int, int]:
@@ -213,10 +182,6 @@ def _drop_all() -> bool:
     except OSError:
         return False
     return True
-
-
-def _folders(files: Sequence[str]) -> set[str]:
-    return {os.path.dirname(os.path.abspath(path)) for path in files}
 
 
 def _notes(kinds: Iterable[FileSystem], left: Residency) -> Iterable[str]:

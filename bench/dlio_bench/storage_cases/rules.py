@@ -5,9 +5,8 @@ rules. Sources: github.com/mlcommons/storage, Submission_guidelines.md (v1.0, v2
 (v3.0), whose sections are named below.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from dlio.util.units import format_bytes
@@ -95,49 +94,6 @@ class TrainingFacts:
     """True if the storage is made slower on purpose."""
     results_on_other_file_system: bool | None = None
     """True if results are written to another file system than the data's."""
-    loader: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFacts:
-    """Facts about a run of checkpoints; None is unknown."""
-
-    model: str
-    """`8b`, `70b`, `405b` or `1t`; another name is not of the rules."""
-    ranks: int
-    writes: int
-    reads: int
-    fsync: bool
-    bytes_per_host: float
-    """Bytes of all writes of one host."""
-    memory_per_host: int | None
-    cache_cleared: bool | None
-    """True if caches were dropped between writing and reading."""
-    ranks_by_host: Sequence[int] = field(default_factory=tuple)
-    emulated: bool = False
-
-
-def _check(
-    document: str,
-    rule: str,
-    passed: bool | None,
-    measured: str,
-    wanted: str,
-    section: str,
-    *,
-    applies: bool = True,
-) -> Check:
-    outcome: Outcome = "unknown" if passed is None else "passed" if passed else "failed"
-    guidelines, _, rules = section.partition(" / ")
-    source = f"{document} {(rules or guidelines) if document == 'Rules' else guidelines}"
-    return Check(rule, outcome if applies else "not applicable", measured, wanted, source)
-
-
-def least_samples(workload: Workload, ranks: int, memory_bytes: int) -> int:
-    """Return the samples that a data set needs: 500 steps, and 5 times the hosts' memory."""
-    steps = _LEAST_STEPS * workload.batch_size * ranks
-    memory = -(-_MEMORY_RATIO * memory_bytes // max(1, round(workload.sample_bytes)))
-    return max(steps, memory)
 
 
 def check_training(
@@ -150,9 +106,20 @@ def check_training(
     rules = VERSIONS[version]
     workload = facts.workload
     family, _, accelerator = workload.name.partition("_")
-    source = "Rules" if version == "v3.0" else "Guidelines"
 
-    check = partial(_check, source)
+    def check(
+        rule: str,
+        passed: bool | None,
+        measured: str,
+        wanted: str,
+        section: str,
+        applies: bool = True,
+    ) -> Check:
+        outcome: Outcome = "unknown" if passed is None else "passed" if passed else "failed"
+        guidelines, _, own = section.partition(" / ")
+        source = f"Rules {own or guidelines}" if version == "v3.0" else f"Guidelines {guidelines}"
+        return Check(rule, outcome if applies else "not applicable", measured, wanted, source)
+
     least = rules.least_au.get(family)
     mean = sum(facts.au) / len(facts.au) if facts.au else 0.0
     steps = workload.samples // (facts.ranks * workload.batch_size)
@@ -163,11 +130,7 @@ def check_training(
     memory = facts.memory_bytes
     checks = [
         check(
-            "workload of this version",
-            least is not None,
-            family,
-            ", ".join(rules.least_au),
-            "2.1",
+            "workload of this version", least is not None, family, ", ".join(rules.least_au), "2.1"
         ),
         check(
             "accelerator of this version",
@@ -249,70 +212,3 @@ def check_training(
             check("results off the storage", other, where[other], "another file system", "3.4.2")
         )
     return checks
-
-
-_MODEL_RANKS: Final = {"8b": 8, "70b": 64, "405b": 512, "1t": 1024}
-_WRITES: Final = 10
-_CHECKPOINT_RATIO: Final = 3
-_LEAST_RANKS_BY_HOST: Final = 4
-
-
-def check_checkpoint(facts: CheckpointFacts, division: Division = "closed") -> list[Check]:
-    """Hold a run of checkpoints against the rules of MLPerf Storage v2.0 and v3.0."""
-
-    check = partial(_check, "Rules")
-    model = facts.model.lower()
-    ranks = _MODEL_RANKS.get(model)
-    memory = facts.memory_per_host
-    large: bool | None = None
-    if memory is not None:
-        large = facts.bytes_per_host > _CHECKPOINT_RATIO * memory
-    right: bool | None = None
-    if ranks is not None:
-        right = facts.ranks == ranks or (division == "open" and facts.ranks % ranks == 0)
-    per_host = min(facts.ranks_by_host) if facts.ranks_by_host else None
-    return [
-        check("model of the rules", ranks is not None, model, ", ".join(_MODEL_RANKS), "4.3.3"),
-        check(
-            "processes",
-            right,
-            f"{facts.ranks}",
-            "not defined" if ranks is None else f"{ranks}",
-            "4.6.1" if division == "closed" else "4.6.4",
-            applies=ranks is not None,
-        ),
-        check("fsync of each write", facts.fsync, "yes" if facts.fsync else "no", "yes", "4.3.2"),
-        check("writes", facts.writes == _WRITES, f"{facts.writes}", f"{_WRITES}", "4.6.4"),
-        check("reads", facts.reads == _WRITES, f"{facts.reads}", f"{_WRITES}", "4.6.4"),
-        check(
-            "reads not from caches",
-            True if facts.cache_cleared else large,
-            f"{format_bytes(facts.bytes_per_host)} a host, caches "
-            + {None: "unknown", True: "dropped", False: "not dropped"}[facts.cache_cleared],
-            "caches dropped before reading, or more than 3 times a host's memory written",
-            "4.3.1",
-        ),
-        check(
-            "accelerators on each host",
-            None if per_host is None else per_host >= _LEAST_RANKS_BY_HOST,
-            "unknown" if per_host is None else f"{per_host}",
-            f"at least {_LEAST_RANKS_BY_HOST}",
-            "4.6.2",
-        ),
-        check(
-            "storage as it is",
-            not facts.emulated,
-            "emulated" if facts.emulated else "not emulated",
-            "the system under test",
-            "2",
-        ),
-    ]
-
-
-def summary(checks: Iterable[Check]) -> str:
-    """Return a line with the number of rules by outcome, and the disclaimer."""
-    counts: dict[str, int] = {}
-    for each in checks:
-        counts[each.outcome] = counts.get(each.outcome, 0) + 1
-    listed = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    return f"{sum(counts.values())} rules: {listed}. {DISCLAIMER}"

@@ -4,17 +4,16 @@
     before = meter.snapshot()
     ...
     served = meter.snapshot() - before
-    print(served.describe(), meter.verdict(served, bytes_of_data).describe())
+    print(meter.verdict(served, bytes_of_data).describe())
 
 A loader that gets its bytes from the page cache asks for them (`asked_bytes`), but nothing is
 fetched (`fetched_bytes`).
 """
 
 import os
-from dataclasses import dataclass, fields
-from typing import Final, Self
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
 
-from dlio.util.units import format_bytes
 from dlio_bench.bench_processes import descendants
 from dlio_bench.emulated.emulated_folder import STATS
 from dlio_bench.emulated.emulated_mount import stats
@@ -22,6 +21,7 @@ from dlio_bench.file_systems import FileSystem, file_system_of
 
 _SECTOR: Final = 512
 """Bytes of the unit of /proc/diskstats, whatever the device's own is."""
+_OF_PROCESSES: Final = ("asked_bytes", "asked_requests", "fetched_bytes")
 _CACHED: Final = 0.1
 """Share of the bytes from the page cache from which on a run is said to have read from it."""
 
@@ -72,20 +72,11 @@ class ServedBytes:
     slowfs_attributes: int | None = None
 
     def __sub__(self, before: Self) -> "ServedBytes":
-        def less(now: int | None, then: int | None) -> int | None:
-            return None if now is None or then is None else now - then
-
-        return ServedBytes(
-            asked_bytes=self.asked_bytes - before.asked_bytes,
-            asked_requests=self.asked_requests - before.asked_requests,
-            fetched_bytes=self.fetched_bytes - before.fetched_bytes,
-            device_bytes=less(self.device_bytes, before.device_bytes),
-            device_requests=less(self.device_requests, before.device_requests),
-            slowfs_bytes=less(self.slowfs_bytes, before.slowfs_bytes),
-            slowfs_reads=less(self.slowfs_reads, before.slowfs_reads),
-            slowfs_opens=less(self.slowfs_opens, before.slowfs_opens),
-            slowfs_attributes=less(self.slowfs_attributes, before.slowfs_attributes),
-        )
+        pairs = zip(asdict(self).items(), asdict(before).values(), strict=True)
+        less: dict[str, Any] = {
+            name: None if now is None or then is None else now - then for (name, now), then in pairs
+        }
+        return ServedBytes(**less)
 
     def added(self, other: "ServedBytes", *, shared: bool) -> "ServedBytes":
         """Return the counters of two process trees together.
@@ -93,37 +84,11 @@ class ServedBytes:
         Args:
             shared: also add the counters of the device and of slowfs, which belong to a machine.
         """
-
-        def plus(one: int | None, two: int | None) -> int | None:
-            if one is None or two is None or not shared:
-                return two if one is None and shared else one
-            return one + two
-
-        own = ("asked_bytes", "asked_requests", "fetched_bytes")
-        values = {name: getattr(self, name) + getattr(other, name) for name in own}
-        for each in fields(self):
-            if each.name not in own:
-                values[each.name] = plus(getattr(self, each.name), getattr(other, each.name))
-        return ServedBytes(**values)
-
-    def describe(self) -> str:
-        """Return a line for the report."""
-        parts = [
-            f"{format_bytes(self.asked_bytes)} in {self.asked_requests:,} calls by the processes",
-            f"{format_bytes(self.fetched_bytes)} fetched for them",
-        ]
-        if self.device_bytes is not None and self.device_requests is not None:
-            parts.append(
-                f"{format_bytes(self.device_bytes)} in {self.device_requests:,} requests to the "
-                "device"
-            )
-        if self.slowfs_bytes is not None:
-            parts.append(f"{format_bytes(self.slowfs_bytes)} by slowfs")
-        return ", ".join(parts)
-
-    def as_dict(self) -> dict[str, int | None]:
-        """Return the counters for JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        total: dict[str, Any] = asdict(self)
+        for name, count in asdict(other).items():
+            if count is not None and (shared or name in _OF_PROCESSES):
+                total[name] = (total[name] or 0) + count
+        return ServedBytes(**total)
 
 
 class Meter:

@@ -5,34 +5,31 @@ torch's loader and through dlio's. Each runs in processes of its own, one after 
 """
 
 import glob
+import itertools
 import json
 import os
-import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Annotated, Any, Final
 
-import numpy as np
-from rich.console import Console
-from rich.table import Table
-
 from dlio.cli.option_records import OutputOptions
-from dlio.comm.launch_environment import shows_terminal
 from dlio.errors import UsageError
 from dlio.launch.mpi_launch import launch
+from dlio.util.child_processes import module_command
 from dlio.util.options import Option, check
 from dlio.util.units import parse_bytes
 from dlio_bench.peers.environments import folder, missing, shared_environment
 from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.repeats import median, ratio
 from dlio_bench.results.report_values import Figure, Ratio, Results
+from dlio_bench.results.terminal import show_notes, table
 
 LOADERS: Final = ("torch", "dlio")
+_OURS: Final = "dlio bench storage"
 _PEER: Final = "dlio_benchmark"
-_WIDTH: Final = 100
 _CLASS: Final = "dlio.integrations.dlio_benchmark.DlioLoader"
 MOST_PERCENT: Final = 3.0
 """Difference of throughputs within which the programs agree."""
@@ -92,18 +89,15 @@ def command(case: AgreementOptions, output: OutputOptions) -> None:
     if (reason := missing(_PEER)) is not None:
         raise UsageError(f"{_PEER} is {reason}")
     started = begin(output)
-    console = Console(width=_WIDTH, force_terminal=shows_terminal(), force_interactive=False)
     runs: dict[tuple[str, str], list[ProgramFigures]] = {}
+    programs = {_OURS: _storage, _PEER: _benchmark}
     with _folder(case.path) as place:
-        for repeat in range(case.repeats):
-            for loader in LOADERS:
-                for program in ("dlio bench storage", _PEER):
-                    console.print(f"{program}, {loader}, repeat {repeat + 1}", highlight=False)
-                    run = _storage if program != _PEER else _benchmark
-                    runs.setdefault((loader, program), []).append(run(case, loader, place))
-    results = _results(case, runs)
-    console.print(_table(runs))
-    finish(output, results, started)
+        for repeat, loader, program in itertools.product(range(case.repeats), LOADERS, programs):
+            show_notes([f"{program}, {loader}, repeat {repeat + 1}"])
+            run = programs[program](case, loader, place)
+            runs.setdefault((loader, program), []).append(run)
+    _show(runs)
+    finish(output, _results(case, runs), started)
 
 
 def agreement(
@@ -111,10 +105,15 @@ def agreement(
 ) -> tuple[float, float, bool]:
     """Return (throughput's difference in percent, utilisation's in points, both are small), of
     medians."""
-    rates = [np.median([each.samples_per_s for each in some]) for some in (ours, theirs)]
-    busy = [np.median([each.au for each in some]) for some in (ours, theirs)]
-    percent, points = 100 * float(rates[0] / rates[1] - 1), float(busy[0] - busy[1])
+    rates, busy = _medians(ours, theirs)
+    percent, points = 100 * (rates[0] / rates[1] - 1), busy[0] - busy[1]
     return percent, points, abs(percent) <= MOST_PERCENT and abs(points) <= MOST_POINTS
+
+
+def _medians(*programs: Sequence[ProgramFigures]) -> tuple[list[float], list[float]]:
+    """Return the medians of (throughput, utilisation) of each program."""
+    rates = [median([each.samples_per_s for each in runs]) for runs in programs]
+    return rates, [median([each.au for each in runs]) for runs in programs]
 
 
 def dlio_keys(case: AgreementOptions, loader: str, data: str, results: str) -> list[str]:
@@ -177,10 +176,7 @@ def _storage(case: AgreementOptions, loader: str, place: str) -> ProgramFigures:
     }
     words = [word for name, value in options.items() for word in (name, str(value))]
     _run(
-        [sys.executable, "-m", "dlio.cli", "bench", "storage", place, "--keep", *words],
-        case,
-        "dlio bench storage",
-        {},
+        [*module_command("dlio.cli", "bench", "storage", place, "--keep"), *words], case, _OURS, {}
     )
     with open(report, encoding="utf-8") as file:
         figures: list[Any] = json.load(file)["figures"]
@@ -192,7 +188,7 @@ def _storage(case: AgreementOptions, loader: str, place: str) -> ProgramFigures:
 
     au = by_epoch("accelerator utilisation")
     rates = by_epoch("throughput as DLIO counts it")
-    return ProgramFigures(float(np.mean(au)), float(np.mean(rates)), tuple(au))
+    return ProgramFigures(fmean(au), fmean(rates), tuple(au))
 
 
 def _benchmark(case: AgreementOptions, loader: str, place: str) -> ProgramFigures:
@@ -231,34 +227,31 @@ def _run(words: list[str], case: AgreementOptions, name: str, environment: dict[
         raise UsageError(f"{name} failed: {(done.stderr or done.stdout).strip()[-800:]}")
 
 
-@contextmanager
-def _folder(path: str) -> Iterator[str]:
+def _folder(path: str) -> tempfile.TemporaryDirectory[str]:
     """A folder for the data and the results, which is removed in the end."""
     if not os.path.isdir(path):
         raise UsageError(f"{path} is not a folder: name one on the storage to read")
-    place = tempfile.mkdtemp(prefix="dlio-pair-", dir=os.path.abspath(path))
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    return tempfile.TemporaryDirectory(
+        prefix="dlio-pair-", dir=os.path.abspath(path), ignore_cleanup_errors=True
+    )
 
 
 def _results(case: AgreementOptions, runs: dict[tuple[str, str], list[ProgramFigures]]) -> Results:
     figures, ratios, compared = [], [], {}
     for (loader, program), passes in runs.items():
         labels = {"loader": loader, "program": program}
-        rates = tuple(each.samples_per_s for each in passes)
+        speed = tuple(each.samples_per_s for each in passes)
         busy = tuple(each.au for each in passes)
-        figures.append(Figure("throughput as DLIO counts it", "samples/s", rates, labels, "higher"))
+        figures.append(Figure("throughput as DLIO counts it", "samples/s", speed, labels, "higher"))
         figures.append(Figure("accelerator utilisation", "%", busy, labels, "higher"))
         for epoch in range(case.epochs):
             each = tuple(one.au_by_epoch[epoch] for one in passes)
             by = {**labels, "epoch": str(epoch + 1)}
             figures.append(Figure("accelerator utilisation by epoch", "%", each, by, "higher"))
     for loader in LOADERS:
-        ours, theirs = runs[loader, "dlio bench storage"], runs[loader, _PEER]
-        values = tuple(a.samples_per_s / b.samples_per_s for a, b in zip(ours, theirs, strict=True))
-        name = f"throughput, dlio bench storage / {_PEER}"
+        ours, theirs = runs[loader, _OURS], runs[loader, _PEER]
+        rates, others = ([each.samples_per_s for each in some] for some in (ours, theirs))
+        name, values = f"throughput, {_OURS} / {_PEER}", tuple(ratio(rates, others)["all"])
         ratios.append(Ratio(name, values, {"loader": loader}, ""))
         percent, points, agrees = agreement(ours, theirs)
         compared[loader] = {"percent": percent, "points": points, "agrees": agrees}
@@ -273,17 +266,14 @@ def _results(case: AgreementOptions, runs: dict[tuple[str, str], list[ProgramFig
     )
 
 
-def _table(runs: dict[tuple[str, str], list[ProgramFigures]]) -> Table:
-    table = Table(title="The same files and settings in both programs, medians of the repeats")
-    table.add_column("loader")
-    for name in ("dlio bench storage", _PEER, "difference", "agree"):
-        table.add_column(name, justify="right")
+def _show(runs: dict[tuple[str, str], list[ProgramFigures]]) -> None:
+    rows = []
     for loader in LOADERS:
-        ours, theirs = runs[loader, "dlio bench storage"], runs[loader, _PEER]
+        ours, theirs = runs[loader, _OURS], runs[loader, _PEER]
         percent, points, agrees = agreement(ours, theirs)
-        rates = [float(np.median([p.samples_per_s for p in some])) for some in (ours, theirs)]
-        busy = [float(np.median([p.au for p in some])) for some in (ours, theirs)]
+        rates, busy = _medians(ours, theirs)
         shown = [f"{rate:,.1f} samples/s" for rate in rates]
-        table.add_row(loader, *shown, f"{percent:+.1f} %", "yes" if agrees else "no")
-        table.add_row("", *(f"AU {each:.1f} %" for each in busy), f"{points:+.1f} points", "")
-    return table
+        rows.append((loader, *shown, f"{percent:+.1f} %", "yes" if agrees else "no"))
+        rows.append(("", *(f"AU {each:.1f} %" for each in busy), f"{points:+.1f} points", ""))
+    title = "The same files and settings in both programs, medians of the repeats"
+    table(title, ("loader", _OURS, _PEER, "difference", "agree"), rows)

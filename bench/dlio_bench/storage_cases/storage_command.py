@@ -77,7 +77,10 @@ def run_storage(case: StorageCase, emulation: Emulation, output: OutputOptions) 
     if comm.rank != 0:
         return
     epochs = epochs_of(measured)
-    rates = _metadata(case)
+    rates = []
+    if case.metadata_files:
+        files, threads = case.metadata_files, _METADATA_THREADS
+        rates = measure_metadata(case.path, files=files, threads=threads)
     checked = checks_of(case, asked.overridden, emulation.profile.emulates, measured, epochs)
     notes = [*asked.notes, *_notes(case, measured, epochs)]
     results = _results(case, emulation, measured, epochs, rates, notes)
@@ -86,12 +89,6 @@ def run_storage(case: StorageCase, emulation: Emulation, output: OutputOptions) 
         results.details = {**results.details, "rules": rules}
     _show(case, measured, epochs, rates, checked, results)
     finish(output, results, started)
-
-
-def _metadata(case: StorageCase) -> list[MetadataRate]:
-    if not case.metadata_files:
-        return []
-    return measure_metadata(case.path, files=case.metadata_files, threads=_METADATA_THREADS)
 
 
 def _results(
@@ -143,7 +140,7 @@ def _details(measured: StorageMeasurements, epochs: list[LoaderEpochFigures]) ->
                 "repeat": each.repeat,
                 "epoch": each.epoch,
                 "cache": each.verdict.describe(),
-                **each.served.as_dict(),
+                **asdict(each.served),
             }
             for each in epochs
         ],
@@ -162,7 +159,7 @@ def _by_rank(measured: StorageMeasurements) -> list[dict[str, object]]:
         for rank, record in enumerate(run.ranks):
             batches, requests = Latencies(), Latencies()
             for epoch in record["epochs"]:
-                batches.add(epoch["load_s"][LEFT_OUT:])
+                batches.add(epoch["steps"]["load_s"][LEFT_OUT:])
                 requests.merge(Latencies.from_json(epoch["requests"]))
             rows.append(
                 {
@@ -184,13 +181,9 @@ def _notes(
     case: StorageCase, measured: StorageMeasurements, epochs: list[LoaderEpochFigures]
 ) -> list[str]:
     """Sentences on the page cache, on what was compared and on what was left out."""
-    notes = []
-    for run in measured.runs:
-        for record in run.ranks:
-            for epoch in record["epochs"]:
-                dropped = epoch["dropped"]
-                if dropped is not None:
-                    notes += dropped["notes"]
+    records = (record for run in measured.runs for record in run.ranks)
+    drops = (epoch["dropped"] for record in records for epoch in record["epochs"])
+    notes = [note for dropped in drops if dropped is not None for note in dropped["notes"]]
     if case.cache == "keep":
         notes.append("the page cache was left as it was (--cache keep)")
     else:
@@ -204,12 +197,12 @@ def _notes(
         notes.append(f"{names}: {cached[0].verdict.describe()}")
     if not measured.compared:
         notes.append("the data is large: numbers of samples were compared, their bytes not")
-    for run in measured.runs:
-        if run.left_out:
-            notes.append(
-                f"{run.loader} leaves out {run.left_out:,} samples of each epoch: its workers fill "
-                "batches of whole files"
-            )
+    notes += [
+        f"{run.loader} leaves out {run.left_out:,} samples of each epoch: its workers fill "
+        "batches of whole files"
+        for run in measured.runs
+        if run.left_out
+    ]
     return list(dict.fromkeys(notes))
 
 

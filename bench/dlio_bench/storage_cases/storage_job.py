@@ -14,6 +14,7 @@ from dlio.comm.comm_protocol import Communicator
 from dlio.comm.job_nodes import JobNodes, find_nodes
 from dlio_bench.emulated.emulated_mount import emulated
 from dlio_bench.emulated.emulation_options import Emulation
+from dlio_bench.results.repeats import turns
 from dlio_bench.storage_cases.accelerator import Accelerator
 from dlio_bench.storage_cases.accounting import ResourceAccount
 from dlio_bench.storage_cases.claim import claimed
@@ -102,11 +103,10 @@ def measure(
         if case.bare_seconds:
             bare = _bare(case.bare_seconds, place, comm, own.files if first else (), progress)
         runs: list[LoaderRun] = []
-        names = case.names()
-        for repeat in range(case.repeats):
-            turn = names if repeat % 2 == 0 else names[::-1]
-            runs += [_run(name, repeat, runner, place, comm, progress) for name in turn]
+        for repeat, name in turns(case.names(), case.repeats):
+            runs.append(_run(name, repeat, runner, place, comm, progress))
         written = sum(comm.allgather(own.written_files))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if first else 0
         return StorageMeasurements(
             workload=workload,
             runs=runs,
@@ -117,7 +117,7 @@ def measure(
             written_files=written,
             generated_s=max(comm.allgather(own.seconds)),
             compared=compared,
-            memory_bytes=sum(comm.allgather(_memory() if first else 0)),
+            memory_bytes=sum(comm.allgather(memory)),
             meter=runner.meter,
         )
 
@@ -140,20 +140,13 @@ def _run(
         progress.begin(f"{name}, repeat {repeat + 1}", contender.steps * workload.epochs)
         epochs = []
         for number in range(workload.epochs):
-            shown = partial(_show, progress, number * contender.steps)
+            before = number * contender.steps
+            shown = partial(lambda before, step: progress.update(before + step), before)
             epoch = runner.epoch(contender, accelerator, number, name, shown, account.look)
             epochs.append(epoch.to_json())
         steps, left_out = contender.steps, contender.left_out
     mine = {"epochs": epochs, **asdict(account.taken)}
     return LoaderRun(name, repeat, comm.allgather(mine), steps, left_out)
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _show(progress: RankProgress, before: int, step: int) -> None:
-    progress.update(before + step)
 
 
 def _contender(name: str, place: LoaderShare) -> RankLoader:

@@ -2,14 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Final
 
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
 from dlio.util.units import parse_bytes
-from dlio_bench.storage_cases.dlio_keys import job_of, read_job, shape_names, with_format
+from dlio_bench.storage_cases.dlio_keys import (
+    WorkloadJob,
+    job_of,
+    read_job,
+    shape_names,
+    with_format,
+)
 from dlio_bench.storage_cases.rules import VERSIONS
-from dlio_bench.storage_cases.workload import FORMATS, Workload
+from dlio_bench.storage_cases.workload import FORMATS
 
 LOADERS: Final = ("torch", "dlio")
 _DEFAULT: Final[dict[str, object]] = {
@@ -27,14 +34,7 @@ _DEFAULT: Final[dict[str, object]] = {
 _RULES: Final = ("none", *VERSIONS)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkloadOptions:
-    """A workload as the options describe it."""
-
-    workload: Workload
-    overridden: tuple[str, ...] = ()
-    """Keys that differ from the workload's file."""
-    notes: tuple[str, ...] = ()
+_changes: Final = partial(Option, default_text="the workload's")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,52 +67,26 @@ class StorageCase:
             needs="workload",
         ),
     ] = ()
-    format: Annotated[
-        str | None, Option("Format of the data.", choices=FORMATS, default_text="the workload's")
-    ] = None
-    files: Annotated[
-        int | None, Option("Number of files.", least=1, default_text="the workload's")
-    ] = None
-    samples_per_file: Annotated[
-        int | None, Option("Samples in each file.", least=1, default_text="the workload's")
-    ] = None
+    format: Annotated[str | None, _changes("Format of the data.", choices=FORMATS)] = None
+    files: Annotated[int | None, _changes("Number of files.", least=1)] = None
+    samples_per_file: Annotated[int | None, _changes("Samples in each file.", least=1)] = None
     sample_size: Annotated[
-        str | None,
-        Option(
-            "Mean size of a sample, such as 100KiB.", metavar="SIZE", default_text="the workload's"
-        ),
+        str | None, _changes("Mean size of a sample, such as 100KiB.", metavar="SIZE")
     ] = None
     sample_stdev: Annotated[
-        str | None,
-        Option(
-            "Standard deviation of the sizes of samples.",
-            metavar="SIZE",
-            default_text="the workload's",
-        ),
+        str | None, _changes("Standard deviation of the sizes of samples.", metavar="SIZE")
     ] = None
-    batch_size: Annotated[
-        int | None,
-        Option("Samples of a batch, per rank.", least=1, default_text="the workload's"),
-    ] = None
+    batch_size: Annotated[int | None, _changes("Samples of a batch, per rank.", least=1)] = None
     step_ms: Annotated[
         float | None,
-        Option(
-            "Time that the emulated accelerator computes on a batch.",
-            unit="milliseconds",
-            least=0,
-            default_text="the workload's",
+        _changes(
+            "Time that the emulated accelerator computes on a batch.", unit="milliseconds", least=0
         ),
     ] = None
-    epochs: Annotated[
-        int | None, Option("Number of epochs.", least=1, default_text="the workload's")
-    ] = None
+    epochs: Annotated[int | None, _changes("Number of epochs.", least=1)] = None
     workers: Annotated[
         int | None,
-        Option(
-            "Worker processes of torch's loader, threads of dlio's, per rank.",
-            least=0,
-            default_text="the workload's",
-        ),
+        _changes("Worker processes of torch's loader, threads of dlio's, per rank.", least=0),
     ] = None
     seed: Annotated[
         int | None, Option("Seed of data, order and step times.", least=0, default_text="0")
@@ -186,39 +160,35 @@ class StorageCase:
             raise UsageError(f"--loaders {self.loaders}: names a loader twice")
         return chosen
 
-    def asked(self) -> WorkloadOptions:
+    def asked(self) -> WorkloadJob:
         """Return the workload. Raises UsageError for options that contradict each other."""
         overrides = [*self.settings, *self._as_keys()]
         if self.workload:
             job = read_job(self.workload, overrides)
         else:
             job = job_of(_DEFAULT, overrides, "custom", "the options")
+            job = replace(job, overridden=())
         workload = job.workload
-        overridden = job.overridden if self.workload else ()
         if self.format is not None and self.format != workload.format:
             chosen = next(each for each in FORMATS if each == self.format)
             workload = with_format(workload, chosen)
-            overridden = (*overridden, "dataset.format")
             if self.files is not None and chosen == "folder":
                 workload = replace(workload, files=self.files)
-        return WorkloadOptions(workload, overridden, job.notes)
+            job = replace(job, workload=workload, overridden=(*job.overridden, "dataset.format"))
+        return job
 
     def _as_keys(self) -> Sequence[str]:
         """The options that override the workload, as DLIO's keys."""
-        step_s = None if self.step_ms is None else self.step_ms / 1e3
         values = {
             "dataset.num_files_train": self.files,
             "dataset.num_samples_per_file": self.samples_per_file,
-            "dataset.record_length_bytes": _bytes(self.sample_size),
-            "dataset.record_length_bytes_stdev": _bytes(self.sample_stdev),
+            "dataset.record_length_bytes": self.sample_size and parse_bytes(self.sample_size),
+            "dataset.record_length_bytes_stdev": self.sample_stdev
+            and parse_bytes(self.sample_stdev),
             "reader.batch_size": self.batch_size,
             "reader.read_threads": self.workers,
-            "train.computation_time": step_s,
+            "train.computation_time": None if self.step_ms is None else self.step_ms / 1e3,
             "train.epochs": self.epochs,
             "train.seed": self.seed,
         }
         return [f"{key}={value}" for key, value in values.items() if value is not None]
-
-
-def _bytes(text: str | None) -> int | None:
-    return None if text is None else parse_bytes(text)

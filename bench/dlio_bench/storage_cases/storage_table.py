@@ -29,23 +29,15 @@ def headline(measured: StorageMeasurements) -> Iterator[str]:
         f"{ranks} ranks on {len(measured.nodes.names)} nodes, batches of {workload.batch_size}, "
         f"steps of {1e3 * workload.step_s:.0f} ms"
     )
-    wanted = _wanted(measured, ranks)
-    if wanted is not None:
-        yield f"the accelerators want {format_bytes(wanted)}/s"
+    if workload.step_s:
+        step_bytes = measured.data_bytes / workload.samples * workload.batch_size * ranks
+        yield f"the accelerators want {format_bytes(int(step_bytes / workload.step_s))}/s"
     if measured.bare:
         threads, rate = max(measured.bare.items(), key=lambda each: each[1])
         yield (
             f"the storage gives {format_bytes(int(rate))}/s to bare reads by {threads} threads "
             "a rank"
         )
-
-
-def _wanted(measured: StorageMeasurements, ranks: int) -> int | None:
-    workload = measured.workload
-    if not workload.step_s:
-        return None
-    mean = measured.data_bytes / workload.samples
-    return int(mean * workload.batch_size * ranks / workload.step_s)
 
 
 def show_tables(
@@ -68,7 +60,7 @@ def epoch_table(epochs: Sequence[LoaderEpochFigures]) -> Table:
     for loader in dict.fromkeys(each.loader for each in epochs):
         for number in sorted({each.epoch for each in epochs}):
             group = [each for each in epochs if (each.loader, each.epoch) == (loader, number)]
-            cached = [each.cache_share for each in group if each.cache_share is not None]
+            cached = [each.cached_percent for each in group if each.cached_percent is not None]
             possible = [each.of_possible for each in group if each.of_possible is not None]
             table.add_row(
                 loader if number == 1 else "",
@@ -83,7 +75,7 @@ def epoch_table(epochs: Sequence[LoaderEpochFigures]) -> Table:
                     _middle([1e3 * each.batches.percentile(share) for each in group], 1)
                     for share in PERCENTILES
                 ),
-                f"{median(cached):.0%}" if cached else "unknown",
+                f"{median(cached):.0f}%" if cached else "unknown",
             )
     return table
 
@@ -160,7 +152,7 @@ def checks_of(
     for loader in dict.fromkeys(each.loader for each in epochs):
         mine = [each for each in epochs if each.loader == loader]
         numbers = sorted({each.epoch for each in mine})
-        cached = [each.cache_share for each in mine if each.cache_share is not None]
+        cached = [each.cached_percent for each in mine if each.cached_percent is not None]
         facts = TrainingFacts(
             workload=measured.workload,
             ranks=len(measured.runs[0].ranks),
@@ -169,10 +161,9 @@ def checks_of(
             overridden=overridden,
             ranks_by_host=[shares[node] for node in sorted(shares)],
             runs=case.repeats,
-            cache_share=max(cached) if cached else None,
+            cache_share=max(cached) / 100 if cached else None,
             in_memory=measured.meter.file_system.in_memory,
             emulated=emulates,
-            loader=loader,
         )
         result[loader] = check_training(facts, case.rules)
     return result

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any, Final
 
 from dlio_bench.results.report_values import Better, Figure, PlotCurve, Ratio, Waterfall
@@ -43,12 +44,17 @@ class LoaderEpochFigures:
     request_kind: str
     """`request` or `sample`: the unit of `requests`."""
     served: ServedBytes
-    cache_share: float | None
-    """Share of the bytes that came from the page cache; None if it is not known."""
     verdict: Verdict
+    """Whether the bytes came from the page cache."""
     cpu_s: float
     """Processor seconds of the whole run of this loader, all epochs."""
     memory_bytes: int
+
+    @property
+    def cached_percent(self) -> float | None:
+        """Share of the bytes that came from the page cache; None if it is not known."""
+        share = self.verdict.cache_share
+        return None if share is None else 100 * share
 
 
 def epochs_of(measured: StorageMeasurements) -> list[LoaderEpochFigures]:
@@ -60,7 +66,7 @@ def epochs_of(measured: StorageMeasurements) -> list[LoaderEpochFigures]:
 def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> LoaderEpochFigures:
     workload, ranks = measured.workload, len(run.ranks)
     records = [rank["epochs"][number] for rank in run.ranks]
-    steps = [_steps(measured, each) for each in records]
+    steps = [_steps(each) for each in records]
     batches, requests = Latencies(), Latencies()
     for each, record in zip(steps, records, strict=True):
         batches.add(each.load_s[LEFT_OUT:])
@@ -96,18 +102,14 @@ def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> Loader
         requests=requests,
         request_kind=records[0]["request_kind"],
         served=served,
-        cache_share=verdict.cache_share,
         verdict=verdict,
         cpu_s=sum(rank["cpu_s"] for rank in run.ranks),
         memory_bytes=sum(rank["memory_bytes"] for rank in run.ranks),
     )
 
 
-def _steps(measured: StorageMeasurements, record: Mapping[str, Any]) -> StepTimes:
-    batch = measured.workload.batch_size
-    return StepTimes(
-        record["load_s"], record["compute_s"], record["over_s"], record["seconds"], batch
-    )
+def _steps(record: Mapping[str, Any]) -> StepTimes:
+    return StepTimes(**record["steps"])
 
 
 def _served(measured: StorageMeasurements, records: Sequence[Mapping[str, Any]]) -> ServedBytes:
@@ -131,7 +133,7 @@ _FIGURES: Final[
     ("epoch", "s", "lower", lambda each: each.seconds),
     ("first batch", "s", "lower", lambda each: each.first_batch_s),
     ("least time over epoch", "%", "higher", lambda each: each.of_possible),
-    ("page cache", "%", "", lambda each: _percent(each.cache_share)),
+    ("page cache", "%", "", lambda each: each.cached_percent),
 )
 
 
@@ -225,16 +227,15 @@ def waterfalls(measured: StorageMeasurements) -> Iterator[Waterfall]:
     """Yield where the time of each epoch went, mean over the ranks, of the first repeat."""
     for run in measured.runs:
         for number in range(measured.workload.epochs if run.repeat == 0 else 0):
-            steps = [_steps(measured, rank["epochs"][number]) for rank in run.ranks]
+            steps = [_steps(rank["epochs"][number]) for rank in run.ranks]
             parts = {
-                "first batch": _mean([each.load_s[0] for each in steps]),
-                "other batches": _mean([sum(each.load_s[1:]) for each in steps]),
-                "computing": _mean([sum(each.compute_s) for each in steps]),
-                "comparing samples": _mean([sum(each.over_s) for each in steps]),
+                "first batch": mean(each.load_s[0] for each in steps),
+                "other batches": mean(sum(each.load_s[1:]) for each in steps),
+                "computing": mean(sum(each.compute_s) for each in steps),
+                "comparing samples": mean(sum(each.over_s) for each in steps),
             }
-            parts["other ranks"] = max(
-                0.0, _mean([each.seconds for each in steps]) - sum(parts.values())
-            )
+            seconds = mean(each.seconds for each in steps)
+            parts["other ranks"] = max(0.0, seconds - sum(parts.values()))
             labels = {"loader": run.loader, "epoch": str(number + 1)}
             yield Waterfall("Time of an epoch", parts, labels)
 
@@ -247,11 +248,3 @@ def _grouped(
     for each in sorted(epochs, key=lambda one: one.repeat):
         groups.setdefault((each.loader, each.epoch), []).append(each)
     return groups
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -59,11 +59,6 @@ class StepTimes:
         steps = len(self.load_s) - LEFT_OUT - 1
         return steps * self.batch_size / self.counted_s if steps > 0 else 0.0
 
-    @property
-    def stall_s(self) -> float:
-        """Time that was waited for batches, the first one included."""
-        return sum(self.load_s)
-
 
 def least_seconds(steps: int, step_s: float, step_bytes: float, storage_rate: float) -> float:
     """Return the shortest time in which an epoch could end, in seconds.

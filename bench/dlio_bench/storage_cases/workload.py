@@ -1,19 +1,10 @@
 """The shape of a workload: its data, its reading and the accelerator that is emulated. Pure."""
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 Format = Literal["folder", "npz", "hdf5", "zarr", "parquet", "tar", "tfrecord", "native"]
-FORMATS: Final[tuple[Format, ...]] = (
-    "folder",
-    "npz",
-    "hdf5",
-    "zarr",
-    "parquet",
-    "tar",
-    "tfrecord",
-    "native",
-)
+FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 Distribution = Literal["normal", "lognormal"]
 
 

@@ -16,7 +16,6 @@ from dlio_bench.bench_processes import descendants
 from dlio_bench.emulated import emulated_mount as slowfs
 from dlio_bench.file_systems import FileSystem, file_system_of
 from dlio_bench.storage_cases import page_cache, served_bytes
-from dlio_bench.storage_cases.direct import read_direct
 from dlio_bench.storage_cases.served_bytes import Meter, ServedBytes
 
 SIZE = 16 << 20
@@ -283,52 +282,3 @@ def test_counters_of_the_own_tree_are_read() -> None:
     assert served_bytes._io_of(os.getpid())["rchar"] > 0
     assert served_bytes._io_of(2**22 + 1) == {}
     assert file_system_of(sys.executable).type != "unknown"
-
-
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 100_000, 3 << 20])
-def test_direct_reads_give_the_bytes_and_leave_the_cache_alone(disk: Path, size: int) -> None:
-    path = disk / "some.bin"
-    path.write_bytes(os.urandom(size))
-    page_cache.drop([str(path)], everything=False)
-    data = b"".join(bytes(piece) for piece in read_direct(str(path), request_bytes=1 << 20))
-    assert data == path.read_bytes()
-    if size:
-        page_cache.drop([str(path)], everything=False)
-        for _ in read_direct(str(path), request_bytes=1 << 20):
-            pass
-        assert page_cache.resident([str(path)]) == 0.0
-
-
-def test_files_in_memory_are_read_nevertheless(memory: Path) -> None:
-    (path,) = written(memory, 1)
-    assert b"".join(map(bytes, read_direct(path))) == Path(path).read_bytes()
-    with pytest.raises(dlio.UsageError, match="make the file readable"):
-        list(read_direct(str(memory / "no")))
-
-
-class Shown:
-    """Progress as it was told."""
-
-    def __init__(self) -> None:
-        self.titles: list[str] = []
-        self.done: list[float | None] = []
-
-    def begin(self, title: str, total: float | None = None) -> None:
-        self.titles.append(f"{title} {total}")
-
-    def update(self, done: float | None = None) -> None:
-        self.done.append(done)
-
-
-def test_progress_of_many_files_is_shown_and_of_few_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = Shown()
-    paths = written(tmp_path, 4)
-    page_cache.drop(paths, everything=False, progress=shown)
-    assert not shown.titles
-    assert not shown.done
-    monkeypatch.setattr(page_cache, "_SHOWN", 3)
-    page_cache.drop(paths, everything=False, progress=shown)
-    assert shown.titles == ["dropping the page cache 4", "looking into the page cache 4"]
-    assert shown.done == [1, 2, 3, 4] * 2

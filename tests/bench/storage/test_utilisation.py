@@ -21,7 +21,6 @@ def test_the_first_step_does_not_count() -> None:
     assert FOUR.counted_s == pytest.approx(3.5)
     assert FOUR.utilisation == pytest.approx(3 / 3.5)
     assert FOUR.throughput == pytest.approx(30 / 3.5)
-    assert FOUR.stall_s == pytest.approx(3.0)
 
 
 def test_time_of_the_comparison_beyond_a_step_does_not_count() -> None:

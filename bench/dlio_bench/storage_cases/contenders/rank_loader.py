@@ -33,6 +33,11 @@ class LoaderShare:
         """The workload."""
         return self.generated.workload
 
+    @property
+    def steps(self) -> int:
+        """Whole batches of each rank in an epoch."""
+        return self.workload.samples // (self.workload.batch_size * self.ranks)
+
 
 @dataclass(slots=True)
 class PassCounts:

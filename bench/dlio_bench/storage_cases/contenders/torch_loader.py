@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import numpy as np
@@ -30,12 +31,12 @@ _Batch = tuple[list[int], Any, list[float]]
 class _RankSampler(torch.utils.data.Sampler[int]):
     """A rank's samples of an epoch: every rank-th of a permutation, whole batches only."""
 
-    def __init__(self, place: LoaderShare, steps: int) -> None:
-        self._place, self._steps = place, steps
+    def __init__(self, place: LoaderShare) -> None:
+        self._place = place
         self.epoch = 0
 
     def __len__(self) -> int:
-        return self._steps * self._place.workload.batch_size
+        return self._place.steps * self._place.workload.batch_size
 
     def __iter__(self) -> Iterator[int]:
         workload = self._place.workload
@@ -54,9 +55,8 @@ class TorchLoader:
         self._workers = place.workload.workers
         self._request_s: list[float] = []
         workload = place.workload
-        each = workload.batch_size * place.ranks
         self._loader: Any = None
-        self.left_out = 0
+        self.steps, self.left_out = place.steps, 0
         if is_sequential(workload.format):
             if workload.files < place.ranks:
                 raise UsageError(
@@ -64,10 +64,9 @@ class TorchLoader:
                     f"as many files, and there are {workload.files} (--files)"
                 )
             self.steps = self._sequential_steps()
-            self.left_out = (workload.samples // each - self.steps) * each
+            self.left_out = (place.steps - self.steps) * workload.batch_size * place.ranks
         else:
-            self.steps = workload.samples // each
-            self._sampler = _RankSampler(place, self.steps)
+            self._sampler = _RankSampler(place)
             self._loader = self._loader_of(IndexedSamples(place), sampler=self._sampler)
 
     def batches(self, epoch: int) -> Iterator[object]:
@@ -103,15 +102,14 @@ class TorchLoader:
 
     def _sequential_steps(self) -> int:
         """Return the steps that every rank has: each worker fills batches of its own files."""
-        workload = self._place.workload
-        least = workload.samples
-        for rank in range(self._place.ranks):
-            place = LoaderShare(self._place.generated, rank, self._place.ranks)
-            data = SequentialSamples(place, 0, self._workers)
-            counts = [len(data.files_of(k)) for k in range(max(1, self._workers))]
-            per_file, batch = workload.samples_per_file, workload.batch_size
-            least = min(least, sum(count * per_file // batch for count in counts))
-        return least
+        per_file, batch = self._place.workload.samples_per_file, self._place.workload.batch_size
+
+        def steps_of(rank: int) -> int:
+            data = SequentialSamples(replace(self._place, rank=rank), 0, self._workers)
+            workers = range(max(1, self._workers))
+            return sum(len(data.files_of(k)) * per_file // batch for k in workers)
+
+        return min(map(steps_of, range(self._place.ranks)))
 
 
 def _collate(samples: Sequence[Timed]) -> _Batch:
@@ -189,8 +187,7 @@ class FactoryLoader:
                 "PYTHONPATH"
             ) from error
         workload = place.workload
-        self.steps = workload.samples // (workload.batch_size * place.ranks)
-        self.left_out = 0
+        self.steps, self.left_out = place.steps, 0
         self._batches = make(
             files=list(place.generated.files),
             samples_per_file=workload.samples_per_file,
@@ -225,8 +222,7 @@ class StorageDlioLoader:
     def __init__(self, place: LoaderShare) -> None:
         workload, generated = place.workload, place.generated
         self._field = generated.field
-        self.steps = workload.samples // (workload.batch_size * place.ranks)
-        self.left_out = 0
+        self.steps, self.left_out = place.steps, 0
         # Samples of one size are stacked, as the other loaders do it.
         alike = bool((generated.sizes == generated.sizes[0]).all())
         with ExitStack() as stack:

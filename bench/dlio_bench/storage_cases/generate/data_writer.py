@@ -4,10 +4,12 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from typing import Final
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +18,9 @@ import xxhash
 from dlio.errors import UsageError
 from dlio.util.units import format_bytes
 from dlio_bench.storage_cases.generate.content import sample_sizes
-from dlio_bench.storage_cases.generate.file_names import (
-    VALID,
-    class_of_file,
-    folder_names,
-    path_of_file,
-    source_of,
-    store_name,
-)
 from dlio_bench.storage_cases.generate.format_writers import WRITERS, FilePart, make_store
-from dlio_bench.storage_cases.generate.generated_data import GeneratedData
 from dlio_bench.storage_cases.generate.stamp import check_folder, write_stamp
-from dlio_bench.storage_cases.rank_progress import ProgressRow
+from dlio_bench.storage_cases.rank_progress import RankProgress
 from dlio_bench.storage_cases.workload import Workload
 
 _TEMPORARY: Final = ".writing"
@@ -39,6 +32,41 @@ _QUEUED: Final = 2
 _STORE_COMPLETE: Final = os.path.join("y", "c", "0")
 """The file of a Zarr store that is written last, before its shards."""
 _POLL_S: Final = 0.2
+_TRAIN: Final = "train"
+_VALID: Final = "valid"
+"""Folder that DLIO looks for even if it evaluates nothing; it stays empty."""
+_SUFFIXES: Final = {"folder": "ppm", "native": "dlio"}
+_FILES_PER_CLASS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedData:
+    """A complete data set of a workload."""
+
+    workload: Workload
+    source: str
+    """Path for `dlio.open`."""
+    options: Mapping[str, Any]
+    """Further arguments of `dlio.open`."""
+    files: tuple[str, ...]
+    """Paths of the data files; sample k lies in file k // workload.samples_per_file."""
+    sizes: npt.NDArray[np.int64]
+    """Bytes of each sample, without its label and the format's own bytes; shape (samples,)."""
+    file_bytes: int
+    """Bytes of all files."""
+    written_files: int = 0
+    """Files that this call wrote; 0 if all were there."""
+    seconds: float = 0.0
+    """Time that writing took, until the data was on the disk."""
+    field: str = "image"
+    """Name of the field with the sample's bytes, as `dlio.open` gives it."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all samples."""
+        if not self.workload.sample_bytes_stdev:
+            return self.workload.samples * int(self.sizes[0])
+        return int(self.sizes.sum())
 
 
 def generate(
@@ -46,7 +74,7 @@ def generate(
     folder: str,
     *,
     threads: int = 4,
-    progress: ProgressRow | None = None,
+    progress: RankProgress | None = None,
     rank: int = 0,
     ranks: int = 1,
     barrier: Callable[[], object] = lambda: None,
@@ -59,7 +87,7 @@ def generate(
     Args:
         folder: new, empty, or holding this workload's data. Its parent must exist.
         threads: files that are written at a time.
-        progress: bar in bytes, which is started; None to show nothing.
+        progress: shows the bytes that are written; None to show nothing.
         rank, ranks: this process, and those that share the work.
         barrier: called three times; returns when all ranks have called it.
 
@@ -68,7 +96,7 @@ def generate(
     sizes = sample_sizes(workload)
     _check_shape(workload)
     started = time.monotonic()
-    names = [path_of_file(workload, number) for number in range(workload.files)]
+    names = [_path_of_file(workload, number) for number in range(workload.files)]
     if rank == 0:
         with _explained(folder):
             _prepare(workload, folder, names, sizes)
@@ -79,7 +107,8 @@ def generate(
             for number in range(rank, workload.files, ranks)
             if not _is_complete(folder, names, number, sizes, workload)
         ]
-        _write(workload, folder, names, sizes, missing, threads, progress)
+        shown = progress or RankProgress(False)
+        _write(workload, folder, names, sizes, missing, threads, shown)
         if missing:
             _sync(folder)
     barrier()
@@ -89,7 +118,7 @@ def generate(
         if rank == 0:
             _finish(workload, folder, file_sizes)
     barrier()
-    source, options, field = source_of(workload, folder)
+    source, options, field = _source_of(workload, folder)
     return GeneratedData(
         workload=workload,
         source=source,
@@ -134,11 +163,11 @@ def _prepare(
         if not _is_complete(folder, names, number, sizes, workload)
     ]
     _check_room(workload, folder, missing, sizes)
-    for name in (*folder_names(workload), VALID):
+    for name in (*_folder_names(workload), _VALID):
         os.makedirs(os.path.join(folder, name), exist_ok=True)
-    store = store_name(workload)
+    store = _store_name(workload)
     if store and not os.path.exists(os.path.join(folder, store, _STORE_COMPLETE)):
-        of_files = [class_of_file(workload, number) for number in range(workload.files)]
+        of_files = [_class_of_file(workload, number) for number in range(workload.files)]
         labels = np.repeat(np.array(of_files, np.int64), workload.samples_per_file)
         make_store(os.path.join(folder, store), workload, labels, int(sizes[0]))
 
@@ -206,10 +235,10 @@ def _write(
     sizes: npt.NDArray[np.int64],
     missing: Sequence[int],
     threads: int,
-    progress: ProgressRow | None,
+    progress: RankProgress,
 ) -> None:
-    total = sum(int(sizes[_rows(workload, number)].sum()) for number in missing)
-    if progress is not None and missing:
+    if missing:
+        total = sum(int(sizes[_rows(workload, number)].sum()) for number in missing)
         progress.begin(f"generating {workload.name}", total)
 
     def write(number: int) -> int:
@@ -217,7 +246,7 @@ def _write(
         part = FilePart(
             workload=workload,
             number=number,
-            label=class_of_file(workload, number),
+            label=_class_of_file(workload, number),
             sizes=sizes[rows],
             first=rows.start,
         )
@@ -236,8 +265,7 @@ def _write(
     done = 0
     for written in _in_threads(write, missing, threads):
         done += written
-        if progress is not None:
-            progress.update(done)
+        progress.update(done)
 
 
 def _in_threads(
@@ -291,3 +319,64 @@ def _explained(folder: str) -> Iterator[None]:
         }.get(error.errno or 0, "name a folder that you can write")
         where = error.filename or folder
         raise UsageError(f"{where} cannot be written ({error.strerror}): {remedy}") from error
+
+
+# Names of a workload's files, as DLIO has them where it knows the format
+
+
+@lru_cache(maxsize=4)
+def _folder_names(workload: Workload) -> tuple[str, ...]:
+    """Return the folders of the data, below that of the workload."""
+    if workload.format != "folder":
+        return (_TRAIN,)
+    count = _classes(workload)
+    width = len(str(count))
+    return tuple(f"{_TRAIN}/{number:0{width}d}" for number in range(count))
+
+
+def _path_of_file(workload: Workload, number: int) -> str:
+    """Return the path of a file, below the folder of the workload.
+
+    In the order of their names, files are in the order of their numbers.
+    """
+    width = len(str(workload.files))
+    suffix = _SUFFIXES.get(workload.format, workload.format)
+    name = f"img_{number:0{width}d}_of_{workload.files}.{suffix}"
+    if workload.format == "zarr":
+        # A store whose shards are the files.
+        return os.path.join(_store_name(workload), "x", "c", str(number), "0")
+    folders = _folder_names(workload)
+    return os.path.join(folders[number * len(folders) // workload.files], name)
+
+
+def _store_name(workload: Workload) -> str:
+    """Return the folder of the store that holds all files; "" for formats without one."""
+    return os.path.join(_TRAIN, "data.zarr") if workload.format == "zarr" else ""
+
+
+def _class_of_file(workload: Workload, number: int) -> int:
+    """Return the label of the samples of a file."""
+    return number * _classes(workload) // workload.files
+
+
+def _classes(workload: Workload) -> int:
+    usual = min(1000, -(-workload.files // _FILES_PER_CLASS))
+    return max(1, min(workload.files, workload.subfolders or max(2, usual)))
+
+
+def _source_of(workload: Workload, folder: str) -> tuple[str, dict[str, str], str]:
+    """Return the path for `dlio.open`, its further arguments, and the field with the bytes."""
+    train = os.path.join(folder, _TRAIN)
+    single = workload.samples_per_file == 1
+    match workload.format:
+        case "npz" | "hdf5" if single:
+            name = "x" if workload.format == "npz" else "records_0"
+            return f"{train}::{name}", {"samples": "files"}, name
+        case "npz":
+            return f"{train}::x,y", {}, "x"
+        case "hdf5":
+            return f"{train}::records_0,labels", {}, "records_0"
+        case "zarr":
+            return f"{os.path.join(folder, _store_name(workload))}::x,y", {}, "x"
+        case _:
+            return train, {}, "image"
