@@ -62,9 +62,9 @@ def augment(repeats: int, image_size: int, pictures: int = _PICTURES) -> dict[st
         ours: list[float] = []
         theirs: list[float] = []
         for _ in range(repeats):
-            ours.append(_seconds(transform, arrays, drawn))
+            ours.append(_seconds(transform.paint, arrays, drawn))
             if name != "GaussianBlur":
-                theirs.append(_seconds(_Pillow(), images, drawn))
+                theirs.append(_seconds(_by_pillow, images, drawn))
         figures: dict[str, object] = {"us": spread([1e6 * each / pictures for each in ours])}
         if theirs:
             figures["pillow_us"] = spread([1e6 * each / pictures for each in theirs])
@@ -73,59 +73,61 @@ def augment(repeats: int, image_size: int, pictures: int = _PICTURES) -> dict[st
     return report
 
 
-def _seconds(transform: Any, images: Sequence[Any], drawn: Sequence[list[PixelChange]]) -> float:
+def _seconds(
+    paint: Callable[[Any, PixelChange], Any],
+    images: Sequence[Any],
+    drawn: Sequence[list[PixelChange]],
+) -> float:
     started = time.thread_time()
     for number, changes in enumerate(drawn):
         image = images[number % len(images)]
         for change in changes:
-            image = transform.paint(image, change)
+            image = paint(image, change)
     return time.thread_time() - started
 
 
-class _Pillow:
-    """The same changes by Pillow, as torchvision makes them."""
+def _by_pillow(image: Any, change: PixelChange) -> Any:
+    """The same change by Pillow, as torchvision makes it."""
+    from PIL import Image, ImageEnhance, ImageOps
 
-    def paint(self, image: Any, change: PixelChange) -> Any:
-        from PIL import Image, ImageEnhance, ImageOps
-
-        name, value = change
-        enhancers: dict[str, Any] = {
-            "brightness": ImageEnhance.Brightness,
-            "contrast": ImageEnhance.Contrast,
-            "color": ImageEnhance.Color,
-            "saturation": ImageEnhance.Color,
-            "sharpness": ImageEnhance.Sharpness,
-        }
-        if name.lower() in enhancers:
-            factor = value if name.islower() else 1 + value
-            return enhancers[name.lower()](image).enhance(factor)
-        if name == "hue":
-            return _turned(image, value)
-        if name in ("Posterize", "Solarize"):
-            made: Callable[..., Any] = getattr(ImageOps, name.lower())
-            return made(image, int(value))
-        if name == "Rotate":
-            return image.rotate(value, Image.Resampling.NEAREST)
-        if name.startswith(("Shear", "Translate")):
-            matrix = {
-                "ShearX": (1, value, 0, 0, 1, 0),
-                "ShearY": (1, 0, 0, value, 1, 0),
-                "TranslateX": (1, 0, -int(value), 0, 1, 0),
-                "TranslateY": (1, 0, 0, 0, 1, -int(value)),
-            }[name]
-            return image.transform(image.size, Image.Transform.AFFINE, matrix)
-        plain: dict[str, Callable[[Any], Any]] = {
-            "Identity": lambda image: image,
-            "AutoContrast": ImageOps.autocontrast,
-            "Equalize": ImageOps.equalize,
-            "RandomAutocontrast": ImageOps.autocontrast,
-            "RandomEqualize": ImageOps.equalize,
-            "RandomGrayscale": lambda image: image.convert("L").convert("RGB"),
-            "RandomSolarize": lambda image: ImageOps.solarize(image, 128),
-            "RandomAdjustSharpness": lambda image: ImageEnhance.Sharpness(image).enhance(2),
-            "flip": lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
-        }
-        return plain[name](image)
+    name, value = change
+    enhancers: dict[str, Any] = {
+        "brightness": ImageEnhance.Brightness,
+        "contrast": ImageEnhance.Contrast,
+        "color": ImageEnhance.Color,
+        "saturation": ImageEnhance.Color,
+        "sharpness": ImageEnhance.Sharpness,
+    }
+    if name.lower() in enhancers:
+        factor = value if name.islower() else 1 + value
+        return enhancers[name.lower()](image).enhance(factor)
+    if name == "hue":
+        return _turned(image, value)
+    if name in ("Posterize", "Solarize"):
+        made: Callable[..., Any] = getattr(ImageOps, name.lower())
+        return made(image, int(value))
+    if name == "Rotate":
+        return image.rotate(value, Image.Resampling.NEAREST)
+    if name.startswith(("Shear", "Translate")):
+        matrix = {
+            "ShearX": (1, value, 0, 0, 1, 0),
+            "ShearY": (1, 0, 0, value, 1, 0),
+            "TranslateX": (1, 0, -int(value), 0, 1, 0),
+            "TranslateY": (1, 0, 0, 0, 1, -int(value)),
+        }[name]
+        return image.transform(image.size, Image.Transform.AFFINE, matrix)
+    plain: dict[str, Callable[[Any], Any]] = {
+        "Identity": lambda image: image,
+        "AutoContrast": ImageOps.autocontrast,
+        "Equalize": ImageOps.equalize,
+        "RandomAutocontrast": ImageOps.autocontrast,
+        "RandomEqualize": ImageOps.equalize,
+        "RandomGrayscale": lambda image: image.convert("L").convert("RGB"),
+        "RandomSolarize": lambda image: ImageOps.solarize(image, 128),
+        "RandomAdjustSharpness": lambda image: ImageEnhance.Sharpness(image).enhance(2),
+        "flip": lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+    }
+    return plain[name](image)
 
 
 def _turned(image: Any, shift: float) -> Any:

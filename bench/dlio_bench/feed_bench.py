@@ -5,12 +5,26 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, Final
 
+import numpy as np
+import torch
+
+import dlio
+from dlio.data.reader import open_reader
+from dlio.plan.order import Order
+from dlio.storage.block import read_info
 from dlio.util.threads import Workers
+from dlio_bench.bench_data import bytes_below, files_below, ram_tier
+from dlio_bench.bench_processes import variable
+from dlio_bench.emulated.emulated_mount import slow_mount
+from dlio_bench.pillow import PillowImages
+from dlio_bench.results.repeats import ratio, spread, turns
 from dlio_bench.results.terminal import steps
+from dlio_bench.storage_cases.page_cache import drop
+from dlio_staging.pack_folder import pack
 
 _VOLUME: Final = (128, 64, 64)
 """float32: 2 MiB."""
@@ -28,11 +42,6 @@ def arrays(folder: str, repeats: int, workers: int, volumes: int = 1152) -> dict
     dlio delivers with those that the loop reads, which are fewer where volumes are compressed.
     The RAM tier also with a tenth of the checksums compared (DLIO_CHECK=0.1).
     """
-    import numpy as np
-
-    from dlio_bench.results.repeats import ratio, spread
-    from dlio_staging.pack_folder import pack
-
     results: dict[str, Any] = {"volumes": volumes, "bytes": volumes * 4 * int(np.prod(_VOLUME))}
     with tempfile.TemporaryDirectory(prefix="dlio-bench-", dir=folder) as scratch:
         generator = np.random.default_rng(0)
@@ -47,7 +56,7 @@ def arrays(folder: str, repeats: int, workers: int, volumes: int = 1152) -> dict
             places = (("ram", "1"), ("ram", "0.1"), ("disk", "1"))
             for place, share in steps(places, itemgetter(0)):
                 tier = os.path.join(scratch, "tier")
-                with _checking(share):
+                with variable("DLIO_CHECK", share):
                     rates = _array_case(packed, place, tier, repeats, workers)
                 checked = "" if share == "1" else "_tenth_checked"
                 results[f"{name}_{place}{checked}"] = {
@@ -60,26 +69,9 @@ def arrays(folder: str, repeats: int, workers: int, volumes: int = 1152) -> dict
     return results
 
 
-@contextlib.contextmanager
-def _checking(share: str) -> Iterator[None]:
-    """Have dlio compare the checksums of a share of the payloads that it reads from tiers."""
-    before = os.environ.get("DLIO_CHECK")
-    os.environ["DLIO_CHECK"] = share
-    try:
-        yield
-    finally:
-        del os.environ["DLIO_CHECK"]
-        if before is not None:
-            os.environ["DLIO_CHECK"] = before
-
-
 def _array_case(
     packed: str, place: str, tier: str, repeats: int, workers: int
 ) -> dict[str, list[float]]:
-    import dlio
-    from dlio.plan.order import Order
-    from dlio_bench.staging_bench import _drop
-
     rates: dict[str, list[float]] = {"dlio": [], "preadv": [], "volumes": []}
     spec = "ram:4GiB" if place == "ram" else f"{tier}:4GiB"
     if place == "disk":
@@ -88,50 +80,38 @@ def _array_case(
         dlio.open(packed, tiers=spec) as data,
         dlio.DataLoader(data, 16, shuffle=True, num_workers=workers) as loader,
     ):
-        for _ in loader:
-            pass
-        mounted = data.mounted
-        assert mounted is not None
-        files = mounted.hierarchy.tiers[0].path
-        order = Order(len(data), 0, 1).samples(_all(len(data)))
-        stretches = _stretches(files, data.reader, order)
-        raw = len(data) * 4 * _VOLUME[0] * _VOLUME[1] * _VOLUME[2] / (1 << 20)
-        stored = sum(size for _, _, size in stretches) / (1 << 20)
 
         def through_dlio() -> None:
             for _ in loader:
                 pass
 
+        through_dlio()
+        assert data.mounted is not None
+        files = data.mounted.hierarchy.tiers[0].path
+        order = Order(len(data), 0, 1).samples(np.arange(len(data), dtype=np.int64))
+        stretches = _stretches(files, data.reader, order)
+        raw = len(data) * 4 * _VOLUME[0] * _VOLUME[1] * _VOLUME[2] / (1 << 20)
+        stored = sum(size for _, _, size in stretches) / (1 << 20)
         contenders: dict[str, Callable[[], None]] = {
             "dlio": through_dlio,
             "preadv": lambda: _bare_reads(stretches, workers),
         }
-        for repeat in range(repeats):
-            names = list(contenders)
-            for name in names if repeat % 2 == 0 else names[::-1]:
-                if place == "disk":
-                    _drop(files)
-                else:
-                    contenders[name]()  # Its memory may have been taken away meanwhile.
-                started = time.perf_counter()
-                contenders[name]()
-                seconds = time.perf_counter() - started
-                rates[name].append((raw if name == "dlio" else stored) / seconds)
-                if name == "preadv":
-                    rates["volumes"].append(raw / seconds)
+        for _, name in turns(contenders, repeats):
+            if place == "disk":
+                drop(files_below(files), everything=False)
+            else:
+                contenders[name]()  # Its memory may have been taken away meanwhile.
+            started = time.perf_counter()
+            contenders[name]()
+            seconds = time.perf_counter() - started
+            rates[name].append((raw if name == "dlio" else stored) / seconds)
+            if name == "preadv":
+                rates["volumes"].append(raw / seconds)
     return rates
-
-
-def _all(count: int) -> Any:
-    import numpy as np
-
-    return np.arange(count, dtype=np.int64)
 
 
 def _stretches(files: str, reader: Any, order: Any) -> list[tuple[str, int, int]]:
     """(file, offset, bytes as stored) of each sample, in an order."""
-    from dlio.storage.block import read_info
-
     infos: dict[int, Any] = {}
     results = []
     for block, place in zip(*(part.tolist() for part in reader.layout.locate(order)), strict=True):
@@ -146,8 +126,6 @@ def _stretches(files: str, reader: Any, order: Any) -> list[tuple[str, int, int]
 
 
 def _bare_reads(stretches: list[tuple[str, int, int]], workers: int) -> None:
-    import numpy as np
-
     def work(first: int) -> None:
         memory = np.empty((16, max(size for _, _, size in stretches)), np.uint8)
         for k in range(first, len(stretches), workers):
@@ -167,15 +145,10 @@ def slow(source: str, repeats: int, workers: int, batch_size: int = 64) -> dict[
     """Class folders behind slowfs (50 MB/s, 5 ms a request), and a consumer that computes for
     `batch_size` / 200 s a batch: seconds to the first batch, compared with only reading its
     files; share of the second epoch that the consumer computes; both for torch's loader as well."""
-    from dlio.data.reader import open_reader
-    from dlio_bench.emulated.emulated_mount import slow_mount
-    from dlio_bench.results.repeats import spread
-
     results: dict[str, list[float]] = {}
-    listed = open_reader(source)
-    names = [listed.name(k) for k in range(len(listed))]
-    labels = [int(label) for label in listed.labels]
-    listed.close()
+    with contextlib.closing(open_reader(source)) as listed:
+        names = [listed.name(k) for k in range(len(listed))]
+        labels = [int(label) for label in listed.labels]
     with slow_mount(source, latency_s=_LATENCY_S, bandwidth=_BANDWIDTH) as mounted:
         files = [os.path.join(mounted, name) for name in names]
         for repeat in steps(range(repeats), "repeat {}".format):
@@ -194,9 +167,6 @@ def decoded(
 ) -> dict[str, object]:
     """Epochs after the first, from a RAM tier of blocks alone, and with decoded images above
     it, in turn: samples a second, for training and for evaluation; and the decision of the tier."""
-    import dlio
-    from dlio_bench.results.repeats import ratio, spread
-
     results: dict[str, Any] = {}
     for name, train in (("training", True), ("evaluation", False)):
         rates: dict[str, list[float]] = {"blocks": [], "decoded": []}
@@ -228,45 +198,23 @@ def decoded(
 
 
 def _slow_dlio(mounted: str, workers: int, batch_size: int, seed: int) -> dict[str, Any]:
-    import dlio
-
-    size = sum(
-        os.path.getsize(os.path.join(inside, name))
-        for inside, _, names in os.walk(mounted)
-        for name in names
-    )
     with (
-        dlio.open(mounted, tiers=f"ram:{int(1.2 * size) + (64 << 20)}B", seed=seed) as data,
+        dlio.open(mounted, tiers=ram_tier(bytes_below(mounted)), seed=seed) as data,
         dlio.DataLoader(
             data, batch_size, shuffle=True, num_workers=workers, persistent_workers=True
         ) as loader,
     ):
         first: list[int] = []
-        shares, began = [], 0.0
-        for _ in range(2):
-            share, seconds = _consumed(
-                loader,
-                lambda: first.extend([] if first else loader.last_samples.tolist()),
-            )
-            shares.append(share)
-            began = began or seconds
+        figures = _two_epochs(
+            "dlio", loader, lambda: first.extend([] if first else loader.last_samples.tolist())
+        )
         source = loader.stats()["bytes"]["source"]
-    return {
-        "first": first,
-        "dlio_first_batch_s": began,
-        "dlio_computing_epoch_1": shares[0],
-        "dlio_computing_epoch_2": shares[1],
-        "dlio_source_bytes_epoch_2": float(source),
-    }
+    return {"first": first, **figures, "dlio_source_bytes_epoch_2": float(source)}
 
 
 def _slow_torch(
     files: list[str], labels: list[int], workers: int, batch_size: int
-) -> dict[str, Any]:
-    import torch
-
-    from dlio_bench.pillow import PillowImages
-
+) -> dict[str, float]:
     loader = torch.utils.data.DataLoader(
         PillowImages(files, labels, 224, False),
         batch_size,
@@ -274,25 +222,23 @@ def _slow_torch(
         num_workers=workers,
         persistent_workers=True,
     )
-    measured = [_consumed(loader, lambda: None) for _ in range(2)]
-    return {
-        "torch_first_batch_s": measured[0][1],
-        "torch_computing_epoch_1": measured[0][0],
-        "torch_computing_epoch_2": measured[1][0],
-    }
+    return _two_epochs("torch", loader, lambda: None)
 
 
-def _consumed(loader: Any, each: Callable[[], None]) -> tuple[float, float]:
-    """(share of an epoch that was spent computing, seconds to its first batch)"""
-    started = time.perf_counter()
-    computing, first = 0.0, 0.0
-    for batch in loader:
-        first = first or time.perf_counter() - started
-        each()
-        step = len(batch[0]) / _CONSUMED_PER_S
-        time.sleep(step)
-        computing += step
-    return computing / (time.perf_counter() - started), first
+def _two_epochs(name: str, loader: Any, each: Callable[[], None]) -> dict[str, float]:
+    """Seconds to the first batch, and the share of each epoch that was spent computing."""
+    figures: dict[str, float] = {}
+    for epoch in (1, 2):
+        started = time.perf_counter()
+        computing = 0.0
+        for batch in loader:
+            figures.setdefault(f"{name}_first_batch_s", time.perf_counter() - started)
+            each()
+            step = len(batch[0]) / _CONSUMED_PER_S
+            time.sleep(step)
+            computing += step
+        figures[f"{name}_computing_epoch_{epoch}"] = computing / (time.perf_counter() - started)
+    return figures
 
 
 def _read_all(files: list[str]) -> float:

@@ -10,11 +10,9 @@ import torch
 import dlio
 from dlio.loader.contract import Sample
 from dlio_bench.results.machine import describe_machine
-from dlio_bench.results.repeats import ratio, spread
+from dlio_bench.results.repeats import ratio, spread, turns
 from dlio_bench.results.terminal import steps
 
-SAMPLES: Final = 512
-LATENCY_S: Final = 0.025
 _WIDTH: Final = 32
 _TIERS: Final = "ram:256MiB"
 
@@ -55,11 +53,7 @@ class LatentSource(torch.utils.data.Dataset[Sample]):
 
 
 def mapstyle(
-    repeats: int,
-    workers: int,
-    batch_size: int,
-    samples: int = SAMPLES,
-    latency_s: float = LATENCY_S,
+    repeats: int, workers: int, batch_size: int, samples: int = 512, latency_s: float = 0.025
 ) -> dict[str, object]:
     """The same data set without and with `tiers=`, in turn: seconds of two epochs and to the first
     batch, counted from the making of the loader; requests in flight at most; calls per sample.
@@ -76,12 +70,11 @@ def mapstyle(
     }
     for shapes in ("fixed", "varying"):
         runs: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
-        for repeat in steps(range(repeats), f"{shapes} shapes, repeat {{}}".format):
-            names = list(runs)
-            for name in names if repeat % 2 == 0 else names[::-1]:
-                data = LatentSource(samples, latency_s, shapes == "varying", repeat)
-                tiers = _TIERS if name == "with" else None
-                runs[name].append(_two_epochs(data, tiers, workers, batch_size))
+        order = list(turns(runs, repeats))
+        for repeat, name in steps(order, f"{shapes} shapes, repeat {{0[0]}}".format):
+            data = LatentSource(samples, latency_s, shapes == "varying", repeat)
+            tiers = _TIERS if name == "with" else None
+            runs[name].append(_two_epochs(data, tiers, workers, batch_size))
         report[shapes] = _compared(runs)
     return report
 
@@ -132,10 +125,8 @@ def _compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     for name, figures in runs.items():
         part[name] = {key: spread([run[key] for run in figures]) for key in _SHOWN}
         part[name]["in_flight_most"] = max(run["in_flight"] for run in figures)
-        part[name]["calls_per_sample"] = {
-            "epoch_1": _calls(figures, 1),
-            "both": _calls(figures, 2),
-        }
+        calls = {"epoch_1": _calls(figures, 1), "both": _calls(figures, 2)}
+        part[name]["calls_per_sample"] = calls
     for key in _SHOWN:
         part[f"{key}_with_over_without"] = ratio(
             [run[key] for run in runs["with"]], [run[key] for run in runs["without"]]

@@ -9,10 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
+
 from dlio.cli.option_records import OutputOptions
+from dlio.data.reader import open_reader
 from dlio.errors import UsageError
 from dlio.util.options import CheckedOptions, Option
 from dlio_bench.augment import augment
+from dlio_bench.bench_data import drawn_pictures
 from dlio_bench.feed_bench import arrays, decoded, slow
 from dlio_bench.latent import mapstyle, shown
 from dlio_bench.peers.contender_table import CASES, CONTENDERS, RATIOS, cpu_ratio
@@ -22,6 +26,8 @@ from dlio_bench.peers.race import race
 from dlio_bench.peers.standalone.runners.protocol import Task
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import collect, results_of
+from dlio_bench.results.machine import describe_machine
+from dlio_bench.results.repeats import ratio, spread
 from dlio_bench.results.terminal import (
     advance,
     expect,
@@ -121,9 +127,6 @@ def measure(case: LoaderCase) -> dict[str, object]:
     seconds to a pass's first batch, and each contender's memory, processes and threads. `absent`
     has the reasons of those that could not take part.
     """
-    from dlio_bench.results.machine import describe_machine
-    from dlio_bench.results.repeats import ratio, spread
-
     absent = {
         name: why
         for name in case.contenders
@@ -131,7 +134,7 @@ def measure(case: LoaderCase) -> dict[str, object]:
     }
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
-        files, labels = _pictures(case.source or _drawn(scratch))
+        files, labels = _pictures(case.source or drawn_pictures(scratch, _DRAWN))
         size = sum(os.path.getsize(file) for file in files)
         starts: dict[str, Callable[[], ContenderProcess]] = {}
         for name in case.contenders:
@@ -186,26 +189,11 @@ def _start(name: str, task: Task, patience_s: float) -> ContenderProcess:
 
 def _pictures(source: str) -> tuple[list[str], list[int]]:
     """Files and labels of class folders. Raises UsageError for packed data."""
-    import numpy as np
-
-    from dlio.data.reader import open_reader
-
-    reader = open_reader(source)
-    try:
+    with contextlib.closing(open_reader(source)) as reader:
         if reader.format != "folder":
             raise UsageError(f"{source} is packed: the yardstick reads class folders of images")
         files = [os.path.join(reader.path, reader.name(k)) for k in range(len(reader))]
         return files, np.asarray(reader.labels).tolist()
-    finally:
-        reader.close()
-
-
-def _drawn(scratch: str) -> str:
-    from dlio.cli.demo_pictures import draw_dataset
-
-    folder = os.path.join(scratch, "drawn")
-    draw_dataset(folder, images=_DRAWN, validation=10)
-    return os.path.join(folder, "train")
 
 
 def command(case: LoaderCase, choice: LoaderChoice, output: OutputOptions) -> None:
@@ -251,8 +239,8 @@ def command(case: LoaderCase, choice: LoaderChoice, output: OutputOptions) -> No
     finish(output, results, start)
 
 
-def _median(value: dict[str, float], digits: int = 2) -> str:
-    median, least, most = (f"{value[key]:.{digits}f}" for key in ("median", "min", "max"))
+def _median(value: dict[str, float], form: str) -> str:
+    median, least, most = (format(value[key], form) for key in ("median", "min", "max"))
     return f"{median} ({least} to {most})"
 
 
@@ -262,21 +250,21 @@ def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -
         *("PSS, MiB", "processes", "threads"),
     )
     for case, title in {**CASES, "": "limits"}.items():
-        names = [name for name in report["samples_per_s"] if CONTENDERS[name].case == case]
         rows = []
-        for name in names:
-            rate, space = report["samples_per_s"][name], report["footprint"][name]
+        for name, rate in report["samples_per_s"].items():
+            if CONTENDERS[name].case != case:
+                continue
+            space = report["footprint"][name]
             rows.append(
                 (
                     CONTENDERS[name].title,
                     report["output"][name] or "",
-                    f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
+                    _median(rate, ",.0f"),
                     f"{report['cpu_ms_per_sample'][name]['median']:.2f}",
                     f"{report['cold_first_batch_s'][name]:.2f}",
                     f"{report['first_batch_s'][name]['median']:.3f}",
                     f"{space['pss_MiB']:,.0f}",
-                    f"{space['processes']}",
-                    f"{space['threads']}",
+                    *(f"{space[key]}" for key in ("processes", "threads")),
                 )
             )
         if rows:
@@ -287,7 +275,7 @@ def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -
             table(text, headings, rows, left=2)
     show_notes([f"left out: {name} ({why})" for name, why in report["absent"].items()])
     ratios = [
-        (key.replace("_over_", " / "), _median(report[key]), _by_cpu(report, key))
+        (key.replace("_over_", " / "), _median(report[key], ".2f"), _by_cpu(report, key))
         for key in RATIOS
         if key in report
     ]

@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -13,10 +13,14 @@ from typing import Annotated, Any
 import numpy as np
 
 from dlio.cli.option_records import OutputOptions
+from dlio.data.reader import open_reader
 from dlio.util.options import CheckedOptions, Option
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import results_of
+from dlio_bench.results.machine import describe_machine
+from dlio_bench.results.repeats import ratio, spread
 from dlio_bench.results.terminal import advance, expect, table, working
+from dlio_staging.pack_folder import pack
 
 FORMATS = ("folder", "shard", "tar", "hdf5", "hdf5-gzip", "zarr", "parquet", "npy", "mds")
 _BLOCK = 64
@@ -58,11 +62,6 @@ class _Peer:
 def measure(formats: Sequence[str], case: ReaderCase) -> dict[str, object]:
     """For each format: samples/s and MB/s of a pass in blocks and of `read` of random samples, of
     dlio and of the library, in turn within each repeat; and of `dlio pack` to native shards."""
-    from dlio.data.reader import open_reader
-    from dlio_bench.results.machine import describe_machine
-    from dlio_bench.results.repeats import ratio, spread
-    from dlio_staging.pack_folder import pack
-
     results: dict[str, Any] = {}
     chosen = np.random.default_rng(1).integers(0, case.samples, case.random_reads)
     for name in formats:
@@ -125,22 +124,13 @@ def command(case: ReaderCase, formats: Formats, output: OutputOptions) -> None:
         report: dict[str, Any] = measure(formats.formats, case)
     headings = ("format", "library", "pass", "its", "ratio", "random", "its", "ratio", "pack")
     rows = []
-    for name, f in report["formats"].items():
-        keys = ("pass", "library_pass", "random", "library_random", "pack")
-        rate = {key: f"{f[f'{key}_samples_per_s']['median']:,.0f}" for key in keys}
-        rows.append(
-            (
-                name,
-                f["library"],
-                rate["pass"],
-                rate["library_pass"],
-                f"{f['pass_over_library']['median']:.2f}",
-                rate["random"],
-                rate["library_random"],
-                f"{f['random_over_library']['median']:.2f}",
-                rate["pack"],
-            )
-        )
+    for name, figures in report["formats"].items():
+        row = [name, figures["library"]]
+        for kind in ("pass", "random"):
+            rates = (figures[f"{key}_samples_per_s"] for key in (kind, f"library_{kind}"))
+            row += [f"{rate['median']:,.0f}" for rate in rates]
+            row.append(f"{figures[f'{kind}_over_library']['median']:.2f}")
+        rows.append([*row, f"{figures['pack_samples_per_s']['median']:,.0f}"])
     table("samples/s, median", headings, rows, left=2)
     results = results_of(
         "readers",
@@ -190,8 +180,6 @@ def _folder(folder: str, case: ReaderCase) -> _Peer:
 
 
 def _shard(folder: str, case: ReaderCase) -> _Peer:
-    from dlio_staging.pack_folder import pack
-
     peer = _folder(folder, case)
     pack(peer.path, f"{folder}/shards", restart_rows=False)
     return _Peer("open().read(), files", f"{folder}/shards", peer.one, peer.all)
@@ -226,24 +214,38 @@ def _tar(folder: str, case: ReaderCase) -> _Peer:
     return _Peer("webdataset; tarfile", path, one, whole, opened.close)
 
 
+def _array_peer(
+    library: str, path: str, opened: Any, close: Callable[[], None] = lambda: None
+) -> _Peer:
+    """Rows of an array; those of a mapped file are copied into memory."""
+
+    def whole() -> int:
+        return sum(np.array(opened[k : k + _BLOCK]).nbytes for k in range(0, len(opened), _BLOCK))
+
+    return _Peer(library, path, lambda i: np.array(opened[i]).nbytes, whole, close)
+
+
+def _rows(case: ReaderCase) -> Iterator[tuple[int, Any]]:
+    """Yield (number of the first, rows) of blocks of an array of float32."""
+    generator = np.random.default_rng(0)
+    for start in range(0, case.samples, _BLOCK):
+        rows = min(_BLOCK, case.samples - start)
+        yield start, generator.integers(0, 99, (rows, case.sample_bytes // 4)).astype("f4")
+
+
 def _hdf5(folder: str, case: ReaderCase, **options: Any) -> _Peer:
     import h5py
 
     width = case.sample_bytes // 4
     path = f"{folder}/a.h5"
-    generator = np.random.default_rng(0)
     with h5py.File(path, "w") as file:
         data = file.create_dataset("x", (case.samples, width), np.float32, **options)
-        for start in range(0, case.samples, _BLOCK):
-            rows = min(_BLOCK, case.samples - start)
-            data[start : start + rows] = generator.integers(0, 99, (rows, width))
+        for start, rows in _rows(case):
+            data[start : start + len(rows)] = rows
     stored = h5py.File(path, "r")
     opened = stored["x"]
 
-    def whole() -> int:
-        return sum(opened[k : k + _BLOCK].nbytes for k in range(0, case.samples, _BLOCK))
-
-    return _Peer("h5py", path, lambda i: int(opened[i].nbytes), whole, stored.close)
+    return _array_peer("h5py", path, opened, stored.close)
 
 
 def _hdf5_gzip(folder: str, case: ReaderCase) -> _Peer:
@@ -256,17 +258,12 @@ def _zarr(folder: str, case: ReaderCase) -> _Peer:
 
     width = case.sample_bytes // 4
     path = f"{folder}/a.zarr"
-    generator = np.random.default_rng(0)
     array = zarr.create_array(path, shape=(case.samples, width), chunks=(8, width), dtype="float32")
-    for start in range(0, case.samples, _BLOCK):
-        rows = min(_BLOCK, case.samples - start)
-        array[start : start + rows] = generator.integers(0, 99, (rows, width)).astype("f4")
+    for start, rows in _rows(case):
+        array[start : start + len(rows)] = rows
     opened: Any = zarr.open_array(path, mode="r")
 
-    def whole() -> int:
-        return sum(opened[k : k + _BLOCK].nbytes for k in range(0, case.samples, _BLOCK))
-
-    return _Peer("zarr", path, lambda i: int(opened[i].nbytes), whole)
+    return _array_peer("zarr", path, opened)
 
 
 def _parquet(folder: str, case: ReaderCase) -> _Peer:
@@ -303,10 +300,7 @@ def _npy(folder: str, case: ReaderCase) -> _Peer:
     np.save(path, generator.integers(0, 99, (case.samples, case.sample_bytes // 4)).astype("f4"))
     opened = np.load(path, mmap_mode="r")
 
-    def whole() -> int:
-        return sum(np.array(opened[k : k + _BLOCK]).nbytes for k in range(0, case.samples, _BLOCK))
-
-    return _Peer("numpy, mapped", path, lambda i: np.array(opened[i]).nbytes, whole)
+    return _array_peer("numpy, mapped", path, opened)
 
 
 def _mds(folder: str, case: ReaderCase) -> _Peer:

@@ -11,16 +11,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
+
+import numpy as np
 
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.shared_folders import SHARED_MEMORY
 from dlio.util.units import format_bytes
+from dlio_bench.bench_data import bytes_below, files_below
+from dlio_bench.bench_processes import descendants
+from dlio_bench.emulated.emulated_mount import slow_mount, stats
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import results_of
+from dlio_bench.results.machine import describe_machine
+from dlio_bench.results.repeats import ratio, spread, turns
 from dlio_bench.results.terminal import advance, expect, show_figures, working
+from dlio_bench.storage_cases.page_cache import drop
+from dlio_staging.pack_folder import pack
 
 CASES = ("slow-50", "slow-200", "local", "small-files", "two-jobs", "memory")
 _MIB = 1 << 20
@@ -48,22 +57,12 @@ def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, object
     Args:
         folder: on the disk to be measured; files made there are removed.
     """
-    from dlio_bench.results.machine import describe_machine
-
-    run: dict[str, Callable[[str, Sizes], dict[str, Any]]] = {
-        "slow-50": lambda f, s: _slow(f, s, 50 * _MIB),
-        "slow-200": lambda f, s: _slow(f, s, 200 * _MIB),
-        "local": _local,
-        "small-files": _small_files,
-        "two-jobs": _two_jobs,
-        "memory": _memory,
-    }
     results = {}
     for case in cases:
         with tempfile.TemporaryDirectory(prefix="staging-bench-", dir=folder) as inside:
             expect(sizes.repeats)
             advance(case, 0)
-            results[case] = run[case](inside, sizes)
+            results[case] = _CASES[case](inside, sizes)
     packages = ("dlio", "numpy", "mfusepy", "xxhash")
     return {
         "benchmark": "staging",
@@ -122,13 +121,10 @@ def command(choice: StagingChoice, output: OutputOptions) -> None:
 
 def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:
     """From packed shards on a file system with 5 ms latency, into memory."""
-    from dlio_bench.emulated.emulated_mount import slow_mount
-    from dlio_bench.results.repeats import spread
-
     source = os.path.join(folder, "source")
     size = int(bandwidth * sizes.slow_s)
     _make_shards(source, size)
-    bytes_ = _size_of(source)
+    bytes_ = bytes_below(source)
     shares, reads, rates = [], [], []
     with (
         slow_mount(source, latency_s=0.005, bandwidth=bandwidth) as mounted,
@@ -151,19 +147,10 @@ def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:
 
 def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
     """From packed shards on the local disk, cold, into memory and onto the same disk."""
-    from dlio_bench.results.repeats import ratio, spread
-
     source = os.path.join(folder, "source")
     _make_shards(source, sizes.local_bytes)
-    bytes_ = _size_of(source)
+    bytes_ = bytes_below(source)
     tier = os.path.join(folder, "tier")
-    rates: dict[str, list[float]] = {
-        "dd": [],
-        "dd_direct": [],
-        "dd_copy": [],
-        "memory": [],
-        "same_disk": [],
-    }
     with _memory_folder(bytes_) as memory:
 
         def into_memory() -> float:
@@ -184,13 +171,11 @@ def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
             "dd_copy": lambda: _dd(source, os.path.join(folder, "copy")),
             "same_disk": onto_disk,
         }
-        for repeat in range(sizes.repeats):
-            advance()
-            # In turn the other way round: a disk that has rested may be faster for the first.
-            order = list(contenders)
-            for name in order if repeat % 2 == 0 else order[::-1]:
-                _drop(source)
-                rates[name].append(bytes_ / contenders[name]() / _MIB)
+        rates: dict[str, list[float]] = {name: [] for name in contenders}
+        for _, name in turns(contenders, sizes.repeats):
+            advance(steps=1 / len(contenders))
+            drop(files_below(source), everything=False)
+            rates[name].append(bytes_ / contenders[name]() / _MIB)
     return {
         "bytes": bytes_,
         **{f"{name}_MiB_per_s": spread(values) for name, values in rates.items()},
@@ -202,9 +187,6 @@ def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
 
 def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
     """Class folders of small files, 2 ms latency, compared with cp -r into the same place."""
-    from dlio_bench.emulated.emulated_mount import slow_mount, stats
-    from dlio_bench.results.repeats import ratio, spread
-
     source = os.path.join(folder, "source")
     classes = 100
     copied = max(1, round(classes * sizes.copied))
@@ -244,12 +226,9 @@ def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
 
 def _two_jobs(folder: str, sizes: Sizes) -> dict[str, Any]:
     """Two jobs of one node stage the same data at once: bytes read from the source in all."""
-    from dlio_bench.emulated.emulated_mount import slow_mount, stats
-    from dlio_bench.results.repeats import spread
-
     source = os.path.join(folder, "source")
     _make_shards(source, int(100 * _MIB * sizes.slow_s / 10))
-    bytes_ = _size_of(source)
+    bytes_ = bytes_below(source)
     shares, copies = [], []
     with (
         slow_mount(source, latency_s=0.005) as mounted,
@@ -263,18 +242,16 @@ def _two_jobs(folder: str, sizes: Sizes) -> dict[str, Any]:
                 if job.wait(_TIMEOUT_S):
                     raise UsageError("a job of the benchmark has failed; see above")
             shares.append((stats(mounted)["bytes"] - before) / bytes_)
-            copies.append(_size_of(memory) / bytes_)
+            copies.append(bytes_below(memory) / bytes_)
             _empty(memory)
     return {"bytes": bytes_, "read_over_data": spread(shares), "kept_over_data": spread(copies)}
 
 
 def _memory(folder: str, sizes: Sizes) -> dict[str, Any]:
     """The most memory that a staging process has, of a data set of many tiny samples."""
-    from dlio_bench.results.repeats import spread
-
     source = os.path.join(folder, "source")
     _make_tiny(source, sizes.samples)
-    bytes_ = _size_of(source)
+    bytes_ = bytes_below(source)
     peaks = []
     for _ in range(sizes.repeats):
         advance()
@@ -285,37 +262,40 @@ def _memory(folder: str, sizes: Sizes) -> dict[str, Any]:
     return {"samples": sizes.samples, "bytes": bytes_, "peak_MiB": spread(peaks)}
 
 
+_CASES: Final[dict[str, Callable[[str, Sizes], dict[str, Any]]]] = {
+    "slow-50": lambda folder, sizes: _slow(folder, sizes, 50 * _MIB),
+    "slow-200": lambda folder, sizes: _slow(folder, sizes, 200 * _MIB),
+    "local": _local,
+    "small-files": _small_files,
+    "two-jobs": _two_jobs,
+    "memory": _memory,
+}
+
+
 def _make_shards(folder: str, size: int) -> None:
     """Packed samples of random bytes, 110 kB each as ImageNet's."""
-    import numpy as np
-
-    from dlio_staging.pack_folder import pack
-
     count = max(8, size // 110_000)
-    path = f"{folder}.npy"
     generator = np.random.default_rng(0)
-    data = np.lib.format.open_memmap(path, "w+", np.uint8, (count, 110_000))
-    for start in range(0, count, 256):
-        part = data[start : start + 256]
-        part[:] = np.frombuffer(generator.bytes(part.nbytes), np.uint8).reshape(part.shape)
-    data.flush()
-    del data
-    pack(path, folder, order="source", compress="none", shard_bytes=256 * _MIB)
-    os.unlink(path)
+    with _packed(folder, np.uint8, (count, 110_000), 256 * _MIB) as data:
+        for start in range(0, count, 256):
+            part = data[start : start + 256]
+            part[:] = np.frombuffer(generator.bytes(part.nbytes), np.uint8).reshape(part.shape)
 
 
 def _make_tiny(folder: str, count: int) -> None:
-    import numpy as np
+    with _packed(folder, np.int64, (count,), _MIB) as data:
+        for start in range(0, count, 1 << 20):
+            data[start : start + (1 << 20)] = np.arange(start, min(count, start + (1 << 20)))
 
-    from dlio_staging.pack_folder import pack
 
+@contextmanager
+def _packed(folder: str, kind: type, shape: tuple[int, ...], shard_bytes: int) -> Iterator[Any]:
+    """An array to fill, which is packed into a folder afterwards."""
     path = f"{folder}.npy"
-    data = np.lib.format.open_memmap(path, "w+", np.int64, (count,))
-    for start in range(0, count, 1 << 20):
-        data[start : start + (1 << 20)] = np.arange(start, min(count, start + (1 << 20)))
+    data = np.lib.format.open_memmap(path, "w+", kind, shape)
+    yield data
     data.flush()
-    del data
-    pack(path, folder, order="source", compress="none", shard_bytes=_MIB)
+    pack(path, folder, order="source", compress="none", shard_bytes=shard_bytes)
     os.unlink(path)
 
 
@@ -403,47 +383,18 @@ def _empty(folder: str) -> None:
         shutil.rmtree(os.path.join(folder, name))
 
 
-def _drop(folder: str) -> None:
-    """Drop the files from the page cache, so that they come from the disk."""
-    for inside, _, names in os.walk(folder):
-        for name in names:
-            descriptor = os.open(os.path.join(inside, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
-
-
-def _size_of(folder: str) -> int:
-    return sum(
-        os.path.getsize(os.path.join(inside, name))
-        for inside, _, names in os.walk(folder)
-        for name in names
-    )
-
-
 def _peak_of(argv: Sequence[str]) -> int:
     """The largest VmHWM of a command's processes: all its memory, mapped files included."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: so that none is lost from sight.
     peak = 0
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as job:
         while job.poll() is None:
-            for pid in [job.pid, *_children(job.pid)]:
+            for pid in descendants(job.pid):
                 peak = max(peak, _high_water(pid))
             time.sleep(0.01)
         if job.returncode:
             raise UsageError("the staging of the benchmark has failed; see above")
     return peak
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-            own = [int(text) for text in file.read().split()]
-    except OSError:
-        return []
-    return own + [below for child in own for below in _children(child)]
 
 
 def _high_water(pid: int) -> int:

@@ -5,7 +5,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Annotated, Final
@@ -18,7 +18,7 @@ from dlio.util.options import CheckedOptions, Option
 from dlio.util.units import format_bytes, format_seconds
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.report_values import Figure, Results
-from dlio_bench.results.terminal import advance, table, working
+from dlio_bench.results.terminal import steps, table, working
 
 _SAMPLE: Final = 100_000
 _SMALL: Final = 4096
@@ -96,8 +96,7 @@ def measure_source(source: str, threads: int) -> dict[str, float]:
     """Rate of a data set: its samples, as its reader reads them."""
     from dlio.data.reader import open_reader
 
-    reader = open_reader(source)
-    try:
+    with contextlib.closing(open_reader(source)) as reader:
         count = len(reader)
         mean = max(1, int(np.asarray(reader.sizes).mean()))
         smallest = int(np.argmin(reader.sizes))
@@ -107,8 +106,6 @@ def measure_source(source: str, threads: int) -> dict[str, float]:
             reader.read(np.array([sample], np.int64))
 
         return measure(read, int(np.asarray(reader.sizes).sum()), threads)
-    finally:
-        reader.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +141,22 @@ def command(options: TierBenchOptions, output: OutputOptions) -> None:
     if not specs and not options.sources:
         raise UsageError("nothing to measure: name tiers with --tiers, or data sets")
     report: dict[str, dict[str, float]] = {}
-    paths: list[str] = []
-    with working("tiers", len(specs) + len(options.sources)):
-        for spec in specs:
-            name = "ram" if spec.kind == "ram" else spec.root
-            advance(name, 0)
+    with working("tiers"):
+        for spec in steps(specs, lambda spec: spec.root):
             size = min(parse_bytes(options.size), spec.capacity)
+            name = "ram" if spec.kind == "ram" else spec.root
             report[name] = measure_tier(spec.root, size, options.threads)
-            paths.append(spec.root)
-            advance()
-        for source in options.sources:
-            advance(source, 0)
+        for source in steps(options.sources):
             report[source] = measure_source(source, options.threads)
-            paths.append(source)
-            advance()
-    _show(report)
+    rows = [
+        (
+            name,
+            f"{format_bytes(int(each['bytes_per_s']))}/s",
+            format_seconds(each["latency_s"]),
+        )
+        for name, each in report.items()
+    ]
+    table("random reads", ("of", "in samples of 100 kB", "a small read"), rows)
     if options.keep:
         kept = ""
         for name, each in report.items():
@@ -177,18 +175,6 @@ def command(options: TierBenchOptions, output: OutputOptions) -> None:
             )
         ],
         details=report,
-        paths=tuple(paths),
+        paths=(*(spec.root for spec in specs), *options.sources),
     )
     finish(output, results, start)
-
-
-def _show(report: Mapping[str, Mapping[str, float]]) -> None:
-    rows = [
-        (
-            name,
-            f"{format_bytes(int(each['bytes_per_s']))}/s",
-            format_seconds(each["latency_s"]),
-        )
-        for name, each in report.items()
-    ]
-    table("random reads", ("of", "in samples of 100 kB", "a small read"), rows)

@@ -1,13 +1,14 @@
 """`dlio bench checkpoint`: checkpoints written, read back, and taken during training."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import torch
 
@@ -18,7 +19,8 @@ from dlio.errors import CorruptBlock, UsageError
 from dlio.launch.command_ranks import on_ranks
 from dlio.util.options import Option, check
 from dlio.util.units import format_bytes, parse_bytes
-from dlio_bench.checkpoint_cases.methods import METHODS, Method, random_state
+from dlio_bench.bench_data import files_below
+from dlio_bench.checkpoint_cases.methods import METHODS, random_state
 from dlio_bench.checkpoint_cases.sizes import MODELS, checkpoint_bytes
 from dlio_bench.checkpoint_cases.stalls import (
     STALLING,
@@ -31,6 +33,7 @@ from dlio_bench.emulated.emulated_mount import emulated
 from dlio_bench.emulated.emulation_options import Emulation
 from dlio_bench.file_systems import check_folder
 from dlio_bench.results.envelope import begin, finish
+from dlio_bench.results.repeats import ratio, turns
 from dlio_bench.results.report_values import Figure, Ratio, Results
 from dlio_bench.results.terminal import show_figures, show_notes
 from dlio_bench.storage_cases.page_cache import drop
@@ -91,15 +94,6 @@ class CheckpointCase:
         return checkpoint_bytes(self.model, ranks, self.scale)
 
 
-@dataclass(frozen=True, slots=True)
-class _CheckpointTransfer:
-    """One checkpoint that all ranks wrote or read."""
-
-    method: str
-    kind: Literal["write", "read"]
-    mib_per_s: float
-
-
 def command(
     case: CheckpointCase, emulation: Emulation, ranks: RankOptions, output: OutputOptions
 ) -> None:
@@ -120,21 +114,20 @@ def run_checkpoint(case: CheckpointCase, emulation: Emulation, output: OutputOpt
     comm = world()
     started = begin(output)
     size = case.bytes_per_rank(comm.size)
-    moved: list[_CheckpointTransfer] = []
+    rates: dict[tuple[str, str], list[float]] = {}
     stalls: list[Stall] = []
     with _folder(case.path, emulation, comm) as folder, RankProgress(comm.rank == 0) as progress:
         _check_room(folder, size, comm)
         if "write" in case.case:
             progress.begin("checkpoints", case.repeats * len(METHODS))
-            for k in range(case.repeats):
-                names = list(METHODS)
-                for j, name in enumerate(names if k % 2 == 0 else names[::-1]):
-                    moved += _moved(name, folder, size, comm)
-                    progress.update(k * len(METHODS) + j + 1)
+            for done, (_, name) in enumerate(turns(METHODS, case.repeats), 1):
+                for kind, rate in _moved(name, folder, size, comm).items():
+                    rates.setdefault((name, kind), []).append(rate)
+                progress.update(done)
         if "stall" in case.case:
             total = (case.repeats + 1) * len(STALLING)
             progress.begin("stalls", total)
-            done = iter(range(1, total + 1))
+            steps = itertools.count(1)
             training = StallTraining(size, case.batch_size)
             stalls = measure_stalls(
                 folder,
@@ -143,11 +136,24 @@ def run_checkpoint(case: CheckpointCase, emulation: Emulation, output: OutputOpt
                 case.steps,
                 case.repeats,
                 comm,
-                lambda _: progress.update(next(done)),
+                lambda _: progress.update(next(steps)),
             )
     if comm.rank:
         return
-    figures, ratios = _write_figures(moved), _write_ratios(moved)
+    figures = [
+        Figure(kind, "MiB/s", tuple(rates[name, kind]), {"method": name}, "higher")
+        for kind in ("write", "read")
+        for name in METHODS
+        if rates
+    ]
+    ratios = [
+        Ratio(
+            f"write, dlio / {name}",
+            tuple(ratio(rates["dlio", "write"], rates[name, "write"])["all"]),
+        )
+        for name in METHODS
+        if name != "dlio" and rates
+    ]
     notes = [f"{comm.size} ranks with {format_bytes(size)} each"]
     show_figures(f"{notes[0]}, in {case.path}", figures, ratios)
     if stalls:
@@ -195,12 +201,11 @@ def _check_room(folder: str, size: int, comm: Communicator) -> None:
         )
 
 
-def _moved(name: str, folder: str, size: int, comm: Communicator) -> list[_CheckpointTransfer]:
-    """Write a checkpoint, read it back and compare it. Collective."""
+def _moved(name: str, folder: str, size: int, comm: Communicator) -> dict[str, float]:
+    """Write a checkpoint, read it back and compare it; return the MiB/s of both. Collective."""
     tensors = random_state(size, comm.rank)
-    method: Method = METHODS[name](
-        os.path.join(folder, f"{name.replace(' ', '-')}-{comm.rank}"), comm
-    )
+    inside = os.path.join(folder, f"{name.replace(' ', '-')}-{comm.rank}")
+    method = METHODS[name](inside)
     try:
         method.save(1, tensors)  # Allocates what later ones use again.
         method.finish()
@@ -211,7 +216,7 @@ def _moved(name: str, folder: str, size: int, comm: Communicator) -> list[_Check
         method.finish()
         comm.barrier()
         written_s = time.perf_counter() - began
-        drop(method.files(), everything=False)
+        drop(files_below(inside), everything=False)
         back = {key: torch.zeros_like(value) for key, value in tensors.items()}
         comm.barrier()
         began = time.perf_counter()
@@ -223,33 +228,4 @@ def _moved(name: str, folder: str, size: int, comm: Communicator) -> list[_Check
     finally:
         method.close()
     mib = comm.size * sum(tensor.nbytes for tensor in tensors.values()) / _MIB
-    return [
-        _CheckpointTransfer(name, "write", mib / written_s),
-        _CheckpointTransfer(name, "read", mib / read_s),
-    ]
-
-
-def _of(moved: Sequence[_CheckpointTransfer], name: str, kind: str) -> tuple[float, ...]:
-    return tuple(each.mib_per_s for each in moved if (each.method, each.kind) == (name, kind))
-
-
-def _write_figures(moved: Sequence[_CheckpointTransfer]) -> list[Figure]:
-    return [
-        Figure(kind, "MiB/s", _of(moved, name, kind), {"method": name}, "higher")
-        for kind in ("write", "read")
-        for name in METHODS
-        if moved
-    ]
-
-
-def _write_ratios(moved: Sequence[_CheckpointTransfer]) -> list[Ratio]:
-    """dlio's bandwidth of writing over the others'."""
-    mine = _of(moved, "dlio", "write")
-    return [
-        Ratio(
-            f"write, dlio / {name}",
-            tuple(a / b for a, b in zip(mine, _of(moved, name, "write"), strict=True)),
-        )
-        for name in METHODS
-        if name != "dlio" and moved
-    ]
+    return {"write": mib / written_s, "read": mib / read_s}

@@ -3,13 +3,12 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
-from dlio.comm.comm_protocol import Communicator
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.checkpoint import Checkpoints
@@ -20,11 +19,16 @@ _TIMEOUT_S: Final = 1800.0
 _BLOCK: Final = 8 << 20
 
 
-class Method(Protocol):
-    """Writes a rank's tensors below a folder."""
+class Method:
+    """Writes a rank's tensors below a folder, as checkpoints that have a number."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        os.makedirs(folder)
 
     def save(self, number: int, tensors: Tensors) -> None:
         """Begin to write; return when the caller may go on, if not yet change the tensors."""
+        raise NotImplementedError
 
     def before_update(self) -> None:
         """Return when the tensors may be changed."""
@@ -34,20 +38,22 @@ class Method(Protocol):
 
     def read(self, number: int, tensors: Tensors) -> None:
         """Read a checkpoint into tensors of the same names and shapes."""
-
-    def files(self) -> list[str]:
-        """Paths of the files that were written."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Remove what was written."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _path(self, number: int) -> str:
+        return os.path.join(self._folder, str(number))
 
 
-class Dlio:
+class Dlio(Method):
     """`dlio.train.checkpoint`: copies while the next step computes, verified by a checksum."""
 
-    def __init__(self, folder: str, comm: Communicator) -> None:
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
         # Each rank writes a checkpoint of its own here, as the others do: the shards are equal.
-        self._folder = folder
         self._checkpoints = Checkpoints(folder, SingleCommunicator(), keep=99)
         self._checkpoints.__enter__()
 
@@ -70,38 +76,12 @@ class Dlio:
         for name, tensor in stored.read("all/").items():
             tensors[name].copy_(tensor)
 
-    def files(self) -> list[str]:
-        return _files(self._folder)
-
     def close(self) -> None:
         self._checkpoints.__exit__(None, None, None)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        super().close()
 
 
-class _InFolder:
-    """Checkpoints by number in a folder; `save` returns when all is written."""
-
-    def __init__(self, folder: str, comm: Communicator) -> None:
-        self._folder = folder
-        os.makedirs(folder)
-
-    def before_update(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def files(self) -> list[str]:
-        return _files(self._folder)
-
-    def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _path(self, number: int) -> str:
-        return os.path.join(self._folder, str(number))
-
-
-class DcpSave(_InFolder):
+class DcpSave(Method):
     """torch.distributed.checkpoint's `save`, which returns when all is written."""
 
     def save(self, number: int, tensors: Tensors) -> None:
@@ -120,8 +100,8 @@ class DcpSave(_InFolder):
 class DcpAsync(DcpSave):
     """torch.distributed.checkpoint's `async_save`, which returns when all is copied."""
 
-    def __init__(self, folder: str, comm: Communicator) -> None:
-        super().__init__(folder, comm)
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
         self._future: Future[Any] | None = None
 
     def save(self, number: int, tensors: Tensors) -> None:
@@ -139,7 +119,7 @@ class DcpAsync(DcpSave):
             self._future = None
 
 
-class Dd(_InFolder):
+class Dd(Method):
     """`dd conv=fsync` of as many zeros: the most that one stream of writes gets."""
 
     def save(self, number: int, tensors: Tensors) -> None:
@@ -160,16 +140,12 @@ class Dd(_InFolder):
             raise UsageError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-METHODS: Final[Mapping[str, type[Dlio] | type[DcpSave] | type[DcpAsync] | type[Dd]]] = {
+METHODS: Final[Mapping[str, Callable[[str], Method]]] = {
     "dlio": Dlio,
     "dcp save": DcpSave,
     "dcp async_save": DcpAsync,
     "dd": Dd,
 }
-
-
-def _files(folder: str) -> list[str]:
-    return [os.path.join(top, name) for top, _, names in os.walk(folder) for name in names]
 
 
 def random_state(size: int, seed: int, tensor_bytes: int = 64 << 20) -> dict[str, torch.Tensor]:

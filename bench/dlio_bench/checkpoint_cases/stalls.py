@@ -102,7 +102,7 @@ def measure_stalls(
     for _ in range(_WARM_UP):
         training.step()
     running: dict[str, Method] = {
-        name: METHODS[name](os.path.join(folder, f"stall-{k}-{comm.rank}"), comm)
+        name: METHODS[name](os.path.join(folder, f"stall-{k}-{comm.rank}"))
         for k, name in enumerate(methods)
     }
     stalls = []

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 from dlio.errors import UsageError, printable
 from dlio.util.options import Option, check
 from dlio_bench.results.repeats import ENOUGH, interval_of_ratio, median
-from dlio_bench.results.report_values import Better, labels_text
+from dlio_bench.results.report_values import Figure, Ratio, labels_text
 from dlio_bench.results.saved_report import SavedReport, read_report
 from dlio_bench.results.terminal import range_text, show_notes, table
 
@@ -47,37 +47,39 @@ class CompareOptions:
 
 @dataclass(frozen=True, slots=True)
 class FigureChange:
-    """A figure of the first report and of another one."""
+    """A figure, or a ratio, of the first report and of another one; None where it has none."""
 
-    name: str
-    unit: str
-    labels: Mapping[str, str]
-    better: Better
-    first: tuple[float, ...] | None
-    """Repeats; None if the report has no such figure."""
-    other: tuple[float, ...] | None
+    first: Figure | Ratio | None
+    other: Figure | Ratio | None
     file: str
     """The other report."""
 
     @property
+    def shown(self) -> Figure | Ratio:
+        """The one that tells name, unit and direction."""
+        either = self.first or self.other
+        assert either is not None
+        return either
+
+    @property
     def ratio(self) -> float | None:
         """Median of the other report over that of the first."""
-        if self.first is None or self.other is None or not median(self.first):
+        if self.first is None or self.other is None or not median(self.first.values):
             return None
-        return median(self.other) / median(self.first)
+        return median(self.other.values) / median(self.first.values)
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % bootstrap interval of the ratio; None of fewer than two repeats."""
         if self.first is None or self.other is None:
             return None
-        return interval_of_ratio(self.other, self.first)
+        return interval_of_ratio(self.other.values, self.first.values)
 
     @property
     def title(self) -> str:
         """Name and labels in one line."""
-        labels = labels_text(self.labels)
-        return f"{labels}: {self.name}" if labels else self.name
+        labels = labels_text(self.shown.labels)
+        return f"{labels}: {self.shown.name}" if labels else self.shown.name
 
 
 def command(compared: CompareOptions) -> None:
@@ -116,22 +118,10 @@ def changes_of(first: SavedReport, other: SavedReport) -> list[FigureChange]:
     Forecasts are compared with forecasts only.
     """
     ours, theirs = _by_key(first), _by_key(other)
-    changes = []
-    for key in dict.fromkeys([*ours, *theirs]):
-        mine, its = ours.get(key), theirs.get(key)
-        unit, better, _ = mine or its or ("", "", ())
-        changes.append(
-            FigureChange(
-                key[1],
-                unit,
-                dict(key[2]),
-                better,
-                mine[2] if mine else None,
-                its[2] if its else None,
-                other.path,
-            )
-        )
-    return changes
+    return [
+        FigureChange(ours.get(key), theirs.get(key), other.path)
+        for key in dict.fromkeys([*ours, *theirs])
+    ]
 
 
 def is_worse(change: FigureChange, factor: float) -> bool:
@@ -140,10 +130,10 @@ def is_worse(change: FigureChange, factor: float) -> bool:
     Without an interval, the ratio itself. A figure without a direction is never worse.
     """
     ratio, interval = change.ratio, change.interval
-    if ratio is None or not change.better:
+    if ratio is None or not change.shown.better:
         return False
     low, high = interval or (ratio, ratio)
-    if change.better == "lower":
+    if change.shown.better == "lower":
         return low > factor
     return high < 1 / factor
 
@@ -181,17 +171,12 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, object]:
     return values
 
 
-def _by_key(
-    report: SavedReport,
-) -> dict[Key, tuple[str, Better, tuple[float, ...]]]:
-    values: dict[Key, tuple[str, Better, tuple[float, ...]]] = {}
-    for figure in report.figures:
-        kind = "forecast" if figure.forecast else "figure"
-        key = (kind, figure.name, tuple(sorted(figure.labels.items())))
-        values[key] = (figure.unit, figure.better, figure.values)
-    for ratio in report.ratios:
-        key = ("ratio", ratio.name, tuple(sorted(ratio.labels.items())))
-        values[key] = ("", ratio.better, ratio.values)
+def _by_key(report: SavedReport) -> dict[Key, Figure | Ratio]:
+    values: dict[Key, Figure | Ratio] = {}
+    both: list[Figure | Ratio] = [*report.figures, *report.ratios]
+    for each in both:
+        kind = "ratio" if isinstance(each, Ratio) else "forecast" if each.forecast else "figure"
+        values[kind, each.name, tuple(sorted(each.labels.items()))] = each
     return values
 
 
@@ -199,9 +184,11 @@ def _show(first: SavedReport, other: SavedReport, changes: Sequence[FigureChange
     rows = [
         (
             printable(change.title),
-            printable(change.unit),
-            _median(change.first),
-            _median(change.other),
+            printable(change.shown.unit if isinstance(change.shown, Figure) else ""),
+            *(
+                "-" if each is None else range_text(each.values)
+                for each in (change.first, change.other)
+            ),
             f"{change.ratio:.3f}",
             _interval(change),
         )
@@ -229,21 +216,17 @@ def _listed(changes: Sequence[FigureChange]) -> str:
     """Return names of figures, each with all the labels that it has."""
     names: dict[str, list[str]] = {}
     for change in changes:
-        labels = names.setdefault(change.name, [])
-        if len(change.title) > len(change.name):
-            labels.append(change.title[: -len(change.name) - 2])
+        listed = names.setdefault(change.shown.name, [])
+        if labels := labels_text(change.shown.labels):
+            listed.append(labels)
     return "; ".join(
         f"{name} ({' | '.join(labels)})" if labels else name for name, labels in names.items()
     )
-
-
-def _median(values: tuple[float, ...] | None) -> str:
-    return "-" if values is None else range_text(values)
 
 
 def _interval(change: FigureChange) -> str:
     if change.interval is None:
         return "-"
     low, high = change.interval
-    few = min(len(change.first or ()), len(change.other or ())) < ENOUGH
+    few = any(each and len(each.values) < ENOUGH for each in (change.first, change.other))
     return f"{low:.3f} to {high:.3f}{'*' if few else ''}"

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Final
 
@@ -25,11 +25,10 @@ from dlio_bench.results.machine import (
     describe_machine,
     load_average,
 )
-from dlio_bench.results.repeats import ENOUGH, interval_of_median
-from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Results, Waterfall
+from dlio_bench.results.repeats import ENOUGH, interval_of_median, median
+from dlio_bench.results.report_values import Ratio, Results
 
 SCHEMA: Final = "dlio-bench/1"
-Value = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +92,10 @@ def envelope(results: Results, start: RunStart | None = None) -> dict[str, objec
             "file_systems": [describe_file_system(path) for path in results.paths],
             "load_average": [before, load_average()],
         },
-        "figures": [_figure(each) for each in results.figures],
+        "figures": [{**asdict(each), **_summary(each.values)} for each in results.figures],
         "ratios": [_ratio(each) for each in results.ratios],
-        "curves": [_curve(each) for each in results.curves],
-        "waterfalls": [_waterfall(each) for each in results.waterfalls],
+        "curves": [asdict(each) for each in results.curves],
+        "waterfalls": [asdict(each) for each in results.waterfalls],
         "notes": list(results.notes),
     }
     rest = {key: value for key, value in results.details.items() if key not in own}
@@ -105,60 +104,22 @@ def envelope(results: Results, start: RunStart | None = None) -> dict[str, objec
     return whole
 
 
-def _figure(figure: Figure) -> Value:
-    return {
-        "name": figure.name,
-        "unit": figure.unit,
-        "labels": dict(figure.labels),
-        "better": figure.better,
-        "forecast": figure.forecast,
-        **_summary(figure.values),
-        "values": list(figure.values),
-    }
-
-
-def _ratio(ratio: Ratio) -> Value:
+def _ratio(ratio: Ratio) -> dict[str, object]:
     finite = [value for value in ratio.values if math.isfinite(value)]
     return {
-        "name": ratio.name,
-        "labels": dict(ratio.labels),
-        "better": ratio.better,
+        **asdict(ratio),
         **_summary(ratio.values),
         "interval": interval_of_median(finite),
         "too_few": len(finite) < ENOUGH,
-        "values": list(ratio.values),
     }
 
 
-def _summary(values: Sequence[float]) -> Value:
+def _summary(values: Sequence[float]) -> dict[str, object]:
     """Median, least and largest of the values that are numbers; None if there is none."""
-    finite = sorted(value for value in values if math.isfinite(value))
+    finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return {"median": None, "min": None, "max": None}
-    middle = len(finite) // 2
-    median = finite[middle] if len(finite) % 2 else (finite[middle - 1] + finite[middle]) / 2
-    return {"median": median, "min": finite[0], "max": finite[-1]}
-
-
-def _curve(curve: PlotCurve) -> Value:
-    return {
-        "name": curve.name,
-        "kind": curve.kind,
-        "x_name": curve.x_name,
-        "y_name": curve.y_name,
-        "labels": dict(curve.labels),
-        "forecast": curve.forecast,
-        "x": list(curve.x),
-        "y": list(curve.y),
-    }
-
-
-def _waterfall(waterfall: Waterfall) -> Value:
-    return {
-        "name": waterfall.name,
-        "labels": dict(waterfall.labels),
-        "parts": dict(waterfall.parts),
-    }
+    return {"median": median(finite), "min": min(finite), "max": max(finite)}
 
 
 def _finite(value: object) -> object:

@@ -96,12 +96,15 @@ def read_report(path: str) -> SavedReport:
 
 
 def _report(path: str, loaded: Mapping[str, Any]) -> SavedReport:
-    seconds = loaded["seconds"]
+    seconds, words = loaded["seconds"], [str(word) for word in loaded["command"]]
     return SavedReport(
         path=path,
         benchmark=str(loaded["benchmark"]),
-        figures=list(_figures(loaded["figures"])),
-        ratios=list(_ratios(loaded["ratios"])),
+        figures=[
+            Figure(unit=str(each["unit"]), forecast=bool(each["forecast"]), **same)
+            for each, same in _repeated(loaded["figures"])
+        ],
+        ratios=[Ratio(**same) for _, same in _repeated(loaded["ratios"])],
         curves=[_curve(each) for each in loaded["curves"]],
         waterfalls=[
             Waterfall(str(each["name"]), _parts(each["parts"]), _texts(each["labels"]))
@@ -109,7 +112,7 @@ def _report(path: str, loaded: Mapping[str, Any]) -> SavedReport:
         ],
         notes=[str(note) for note in loaded["notes"]],
         environment=dict(loaded["environment"]),
-        command=_command([str(word) for word in loaded["command"]]),
+        command=shlex.join([*map(os.path.basename, words[:1]), *words[1:]]),
         started=str(loaded["started"] or ""),
         seconds=None if seconds is None else float(seconds),
         settings=dict(loaded["settings"]),
@@ -140,28 +143,16 @@ def _old(path: str, loaded: Mapping[str, Any]) -> SavedReport:
     )
 
 
-def _figures(stored: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
+def _repeated(
+    stored: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
+    """Yield the figures, or ratios, that have values, with the fields that both kinds have."""
     for each in stored:
         if values := _values(each["values"]):
-            yield Figure(
-                str(each["name"]),
-                str(each["unit"]),
-                values,
-                _texts(each["labels"]),
-                each["better"] if each["better"] in ("higher", "lower") else "",
-                bool(each["forecast"]),
-            )
-
-
-def _ratios(stored: Sequence[Mapping[str, Any]]) -> Iterator[Ratio]:
-    for each in stored:
-        if values := _values(each["values"]):
-            yield Ratio(
-                str(each["name"]),
-                values,
-                _texts(each["labels"]),
-                each["better"] if each["better"] in ("higher", "lower") else "",
-            )
+            better = each["better"] if each["better"] in ("higher", "lower") else ""
+            labels = _texts(each["labels"])
+            same = {"name": str(each["name"]), "values": values, "labels": labels, "better": better}
+            yield each, same
 
 
 def _curve(each: Mapping[str, Any]) -> PlotCurve:
@@ -192,10 +183,6 @@ def _values(stored: Sequence[Any]) -> tuple[float, ...]:
 def _parts(stored: Mapping[str, Any]) -> dict[str, float]:
     parts = {str(name): float(value) for name, value in stored.items() if value is not None}
     return {name: value for name, value in parts.items() if math.isfinite(value)}
-
-
-def _command(words: Sequence[str]) -> str:
-    return shlex.join([os.path.basename(words[0]), *words[1:]]) if words else ""
 
 
 def _texts(stored: Mapping[str, Any]) -> dict[str, str]:

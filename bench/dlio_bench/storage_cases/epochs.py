@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +36,7 @@ class StorageRankEpoch:
     """Share of the files' pages that were in the page cache; None where this rank did not look."""
     dropped: PageDrop | None
 
-    def to_json(self) -> Mapping[str, Any]:
+    def to_json(self) -> Mapping[str, object]:
         """Return it as JSON values, for rank 0."""
         return {**asdict(self), "requests": self.requests.to_json()}
 

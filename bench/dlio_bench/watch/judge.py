@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypedDict
 
 from dlio_bench.results.repeats import interval_of_ratio, median
 from dlio_bench.results.report_values import Better, Figure
-from dlio_bench.watch.calibration import Bound
 
 Verdict = Literal["worse", "same", "better", "too noisy", "changed", "new", "gone"]
+Bound = Literal["processor", "memory", "disk"]
 Runs = Mapping[str, Figure]
 """Figures by key; a value for each repeat of the part, normalised."""
 _TOLERANCE: Final = 1.15
@@ -47,8 +47,7 @@ def normalised(figure: Figure, seconds: float) -> Figure:
         factor = 1 / seconds
     else:
         return figure
-    values = tuple(value * factor for value in figure.values)
-    return Figure(figure.name, figure.unit, values, figure.labels, figure.better, figure.forecast)
+    return replace(figure, values=tuple(value * factor for value in figure.values))
 
 
 def judge(baseline: Runs, now: Runs) -> Iterator[FigureVerdict]:

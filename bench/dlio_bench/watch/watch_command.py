@@ -1,13 +1,17 @@
 """`dlio bench watch`: its options, runs and table."""
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Final
+
+import numpy as np
 
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import SourceError, UsageError
@@ -19,10 +23,10 @@ from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.report_values import Figure, Results
 from dlio_bench.results.saved_report import read_report
 from dlio_bench.results.terminal import advance, show_notes, table, working
-from dlio_bench.watch.calibration import calibrate
 from dlio_bench.watch.judge import (
     PARTS,
     BaselineFigure,
+    Bound,
     FigureVerdict,
     WatchPart,
     from_json,
@@ -33,6 +37,8 @@ from dlio_bench.watch.judge import (
 
 _SCHEMA: Final = "dlio-watch/1"
 _PART_TIMEOUT_S: Final = 900.0
+_ROUNDS: Final = 3
+_PIECE: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ def command(watch: Watch, output: OutputOptions) -> None:
     judged = {name: list(judge(from_json(stored[name]), measured[name])) for name in wanted}
     _show(judged)
     figures = [
-        Figure(each.name, each.unit, each.values, {"part": name}, each.better)
+        replace(each, labels={"part": name})
         for name, runs in measured.items()
         for each in runs.values()
     ]
@@ -126,13 +132,47 @@ def run_part(part: WatchPart, folder: str) -> dict[str, Figure]:
                 f"dlio bench {part.arguments[0]}: not done after {_PART_TIMEOUT_S:.0f} s: run it "
                 "by itself"
             ) from error
-        speed = before.mean(calibrate(scratch))
+        after = calibrate(scratch)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise SourceError(f"dlio bench {part.arguments[0]} failed: {last}")
-        seconds = speed.of(part.bound)
+        seconds = (before[part.bound] + after[part.bound]) / 2
         figures = [normalised(each, seconds) for each in read_report(report).figures]
     return {_key(each).replace(data, "FOLDER"): each for each in figures}
+
+
+def calibrate(folder: str) -> dict[Bound, float]:
+    """Seconds of fixed work, which tell how fast the machine is at the moment, load included.
+
+    Hashes and sorts, copies of memory, and a file that is written through to `folder` are timed.
+    Each is the mean of 3 rounds, a second in all: a load that comes and goes is met in part.
+    """
+    data = np.random.default_rng(0).integers(0, 256, _PIECE, np.uint8)
+    copy = np.empty_like(data)
+    text = data.tobytes()
+
+    def compute() -> None:
+        hashlib.sha256(text).digest()
+        np.sort(data.view(np.uint32))
+
+    def move() -> None:
+        for _ in range(20):
+            np.copyto(copy, data)
+
+    def write() -> None:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".dlio-bench-") as file:
+            for _ in range(4):
+                file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def seconds(work: Callable[[], None]) -> float:
+        started = time.perf_counter()
+        for _ in range(_ROUNDS):
+            work()
+        return (time.perf_counter() - started) / _ROUNDS
+
+    return {"processor": seconds(compute), "memory": seconds(move), "disk": seconds(write)}
 
 
 def _key(figure: Figure) -> str:
@@ -144,12 +184,11 @@ def _joined(runs: list[dict[str, Figure]]) -> dict[str, Figure]:
     """Return each figure with the values of all runs, where no run lacks it."""
     first = runs[0]
     return {
-        key: Figure(
-            key,
-            each.unit,
-            tuple(value for run in runs for value in run[key].values),
-            {},
-            each.better,
+        key: replace(
+            each,
+            name=key,
+            values=tuple(value for run in runs for value in run[key].values),
+            labels={},
         )
         for key, each in first.items()
         if all(key in run for run in runs)

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from dlio.cli import main
 from dlio_bench.results.envelope import envelope
 from dlio_bench.results.html.document import page
-from dlio_bench.results.html.plots import ElementIds, plot, waterfall
+from dlio_bench.results.html.plots import plot, waterfall
 from dlio_bench.results.html.scales import format_number, linear, logarithmic
 from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Results, Waterfall
 from dlio_bench.results.saved_report import read_report
@@ -147,13 +148,13 @@ def test_curves_of_few_equal_or_negative_points_are_drawn(
     kind: Literal["cdf", "time", "scaling"], points: tuple[tuple[float, float], ...]
 ) -> None:
     x, y = tuple(p[0] for p in points), tuple(p[1] for p in points)
-    drawn = plot([PlotCurve("c", kind, "x", "y", x, y)], ElementIds())
+    drawn = plot([PlotCurve("c", kind, "x", "y", x, y)], itertools.count())
     assert "nan" not in drawn
     assert len(drawn) < 20_000
 
 
 def test_a_waterfall_fills_its_width_in_order() -> None:
-    drawn = waterfall(Waterfall("w", {"a": 1.0, "b": 3.0, "c": 0.0}), ElementIds())
+    drawn = waterfall(Waterfall("w", {"a": 1.0, "b": 3.0, "c": 0.0}), itertools.count())
     bars = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)" height="12" class="bar', drawn)
     (a, a_width), (b, b_width) = [(float(x), float(width)) for x, width in bars]
     assert a + a_width == pytest.approx(b, abs=0.11)

@@ -7,11 +7,12 @@ no network and runs no script, which its content security policy also forbids.
 import base64
 import hashlib
 import html
+import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from dlio_bench.results.html.plots import ElementIds, plain_labels, plot, strip, waterfall
+from dlio_bench.results.html.plots import plain_labels, plot, strip, waterfall
 from dlio_bench.results.html.scales import format_number
 from dlio_bench.results.repeats import ENOUGH, interval_of_median, median
 from dlio_bench.results.report_values import Figure, PlotCurve, Ratio
@@ -26,7 +27,7 @@ def page(reports: Sequence[SavedReport], title: str = "dlio bench") -> str:
     with open(os.path.join(os.path.dirname(__file__), "style.css"), encoding="utf-8") as file:
         style = file.read()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    numbers = ElementIds()
+    numbers = itertools.count()
     sections = "".join(_section(k, report, numbers) for k, report in enumerate(reports))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -62,7 +63,7 @@ def _overview(reports: Sequence[SavedReport]) -> str:
     return _table("Reports", heads, rows) + notes
 
 
-def _section(number: int, report: SavedReport, numbers: ElementIds) -> str:
+def _section(number: int, report: SavedReport, numbers: Iterator[int]) -> str:
     parts = [
         f'<section aria-labelledby="r{number}"><h2 id="r{number}">{html.escape(report.name)}</h2>',
         f'<p class="muted">benchmark {html.escape(report.benchmark)} '
@@ -80,12 +81,9 @@ def _section(number: int, report: SavedReport, numbers: ElementIds) -> str:
     if drawn:
         parts.append(f'<h3>Plots</h3><div class="figures">{"".join(drawn)}</div>')
     if report.figures:
-        table = _figures(report.figures)
-        if len(report.figures) > _ROWS_OPEN:
-            table = f"<details><summary>Figures ({len(report.figures)})</summary>{table}</details>"
-        else:
-            table = f"<h3>Figures</h3>{table}"
-        parts.append(table)
+        table, count = _figures(report.figures), len(report.figures)
+        folded = f"<details><summary>Figures ({count})</summary>{table}</details>"
+        parts.append(folded if count > _ROWS_OPEN else f"<h3>Figures</h3>{table}")
     parts += [_environment(report), "</section>"]
     return "".join(parts)
 
@@ -121,14 +119,10 @@ def _figures(figures: Sequence[Figure]) -> str:
 def _ratios(ratios: Sequence[Ratio]) -> str:
     ends = [value for ratio in ratios for value in ratio.values]
     low, high = min(0.0, *ends), max(1.0, *ends)
-    rows, few = [], False
+    rows = []
     for ratio in ratios:
-        interval = interval_of_median(ratio.values)
-        text = ""
-        if interval is not None:
-            mark = "*" if len(ratio.values) < ENOUGH else ""
-            few = few or bool(mark)
-            text = f"{interval[0]:.3f} to {interval[1]:.3f}{mark}"
+        interval, mark = interval_of_median(ratio.values), "*" if len(ratio.values) < ENOUGH else ""
+        text = "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}{mark}"
         rows.append(
             (
                 html.escape(ratio.name),
@@ -140,13 +134,12 @@ def _ratios(ratios: Sequence[Ratio]) -> str:
             )
         )
     heads = ("ratio", "of", "#median (min to max)", "#95 %", "repeats, from 0", "#repeats")
-    foot = ""
-    if few:
-        foot = (
-            f'<p class="muted">* fewer than {ENOUGH} repeats: too few for a 95 % interval of a '
-            "median, which is wider than this.</p>"
-        )
-    return "<h3>Ratios</h3>" + _table("Ratios of the same repeat", heads, rows) + foot
+    foot = (
+        f'<p class="muted">* fewer than {ENOUGH} repeats: too few for a 95 % interval of a '
+        "median, which is wider than this.</p>"
+    )
+    few = any(row[3].endswith("*") for row in rows)
+    return "<h3>Ratios</h3>" + _table("Ratios of the same repeat", heads, rows) + foot * few
 
 
 def _environment(report: SavedReport) -> str:

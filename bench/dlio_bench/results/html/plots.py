@@ -6,8 +6,7 @@ Texts are escaped here; nothing else of a report gets into the page's tags.
 
 import html
 import math
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from dlio_bench.results.html.scales import Scale, format_number, linear, logarithmic
@@ -30,19 +29,12 @@ _REPEATS: Final = ("seed", "repeat")
 """Labels of curves that are repeats of one another."""
 
 
-class ElementIds:
-    """Numbers for the ids of a page's elements."""
+def plot(curves: Sequence[PlotCurve], numbers: Iterator[int]) -> str:
+    """Return a figure with the curves of one name, its legend and a text in place of it.
 
-    def __init__(self) -> None:
-        self._next = count()
-
-    def take(self) -> str:
-        """Return an id that no other element of the page has."""
-        return f"n{next(self._next)}"
-
-
-def plot(curves: Sequence[PlotCurve], numbers: ElementIds) -> str:
-    """Return a figure with the curves of one name, its legend and a text in place of it."""
+    Args:
+        numbers: of the ids of the page's elements.
+    """
     kind = curves[0].kind
     drawn = [(curve, _points(curve)) for curve in curves]
     drawn = [(curve, points) for curve, points in drawn if points]
@@ -91,7 +83,7 @@ def plot(curves: Sequence[PlotCurve], numbers: ElementIds) -> str:
     )
 
 
-def waterfall(shown: Waterfall, numbers: ElementIds) -> str:
+def waterfall(shown: Waterfall, numbers: Iterator[int]) -> str:
     """Return a figure of where time went: a bar for each part, each beginning where one ended."""
     parts = {name: value for name, value in shown.parts.items() if value > 0}
     title = ", ".join(filter(None, (shown.name, plain_labels(shown.labels))))
@@ -163,20 +155,17 @@ def _points(curve: PlotCurve) -> list[tuple[float, float]]:
 
 
 def _axes(x: Scale, y: Scale, curve: PlotCurve) -> str:
-    parts = []
-    for tick in y.ticks:
-        at = y.place(tick)
-        parts.append(
-            f'<path d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}" class="grid"/>'
-            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" class="tick end">{format_number(tick)}</text>'
-        )
-    for tick in x.ticks:
-        at = x.place(tick)
-        parts.append(
-            f'<path d="M{at:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" class="grid"/>'
-            f'<text x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 16}" class="tick middle-text">'
-            f"{format_number(tick)}</text>"
-        )
+    parts = [
+        f'<path d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}" class="grid"/>'
+        f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" class="tick end">{format_number(tick)}</text>'
+        for tick, at in zip(y.ticks, map(y.place, y.ticks), strict=True)
+    ]
+    parts += [
+        f'<path d="M{at:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" class="grid"/>'
+        f'<text x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 16}" class="tick middle-text">'
+        f"{format_number(tick)}</text>"
+        for tick, at in zip(x.ticks, map(x.place, x.ticks), strict=True)
+    ]
     center = (_TOP + _HEIGHT - _BOTTOM) / 2
     parts.append(
         f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 8}" class="name middle-text">'
@@ -187,8 +176,8 @@ def _axes(x: Scale, y: Scale, curve: PlotCurve) -> str:
     return "".join(parts)
 
 
-def _svg(height: int, title: str, about: str, content: str, numbers: ElementIds) -> str:
-    name, text = numbers.take(), numbers.take()
+def _svg(height: int, title: str, about: str, content: str, numbers: Iterator[int]) -> str:
+    name, text = f"n{next(numbers)}", f"n{next(numbers)}"
     return (
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-labelledby="{name} {text}">'
         f'<title id="{name}">{html.escape(title)}</title>'
