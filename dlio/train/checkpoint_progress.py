@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.train.feature_spec import fixed_options
 from dlio.train.names import ARRAY_MODELS, DEFAULT_MODEL, USUAL_MODELS, USUAL_OPTIMIZERS
 from dlio.train.train_options import TrainOptions
 from dlio.util.options import as_mapping
@@ -29,7 +30,7 @@ def finished_epochs(folder: str, config: TrainOptions) -> int:
         options = as_mapping(config)
         is_of_run = all(_is_same(name, about[name], options[name]) for name in FIXED)
         of_task = about.get("of_task", {})
-        for name in ("task", "target", "layerwise"):
+        for name in ("task", "target", *fixed_options()):
             is_of_run &= options.get(name) in (None, of_task.get(name))
         for feature, own in config.each_feature():
             feature.check_saved(about, folder, feature.label(own) is not None)

@@ -9,7 +9,7 @@ from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, is_exact
 from dlio.train.departure import seconds_until
-from dlio.train.feature_spec import labelled, refuse
+from dlio.train.feature_spec import refuse
 from dlio.train.train_options import TrainOptions
 
 _OF_ORDER: Final = ("--shuffle", "--source-order")
@@ -37,27 +37,11 @@ def check_together(config: TrainOptions) -> None:
         raise UsageError(
             f"--source-order {batches.source_order} goes with --shuffle batch or global"
         )
-    _check_layerwise(config)
     _check_mixing(config)
     _check_nodes(config)
     _check_fault_tolerance(config)
     _check_replay(config)
     _check_decoding(config)
-
-
-def _check_layerwise(config: TrainOptions) -> None:
-    if config.model.layerwise is None:
-        return
-    if config.model.task != "autoencode":
-        raise UsageError("--layerwise needs --task autoencode, too")
-    exchange = config.ranks.exchange
-    refuse(
-        {
-            f"--exchange {exchange}": not parse_exchange(exchange).alike,
-            **labelled(config, "pruning", "skipping"),
-        },
-        "{option} does not go with --layerwise: leave one of them out",
-    )
 
 
 def _check_mixing(config: TrainOptions) -> None:

@@ -88,7 +88,7 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
         precision = Precision(config.model.precision, device)
         evaluator = Evaluator(model, task, loader, precision, layout)
         began = time.perf_counter()
-        metrics = evaluator.metrics(state, device, config.optimizer.epochs)
+        metrics = evaluator.metrics(state, device)
         comm.barrier()
         return EvaluationReport(
             config.data.source,

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -46,18 +46,20 @@ class Evaluator:
 
     @torch.no_grad()
     def metrics(
-        self, state: Mapping[str, torch.Tensor], device: torch.device, epoch: int
+        self,
+        state: Mapping[str, torch.Tensor],
+        device: torch.device,
+        prepare: Callable[[nn.Module], object] = lambda model: model,
     ) -> dict[str, float | None]:
         """Return the metrics, over all ranks, of a model with this state dict; None for one that is
         not finite or not defined. Collective.
 
         Args:
-            epoch: number of the epoch, from 0, whose layers are evaluated if they are trained one
-                by one.
+            prepare: is called with the model in evaluation before it gets samples.
         """
         self._model.load_state_dict(state)
         self._model.eval()
-        self._task.begin_epoch(self._model, epoch)
+        prepare(self._model)
         sums = np.zeros(self._task.sum_count, np.int64)
         self._loader.set_epoch(0)
         for batch in self._loader:

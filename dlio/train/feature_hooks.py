@@ -8,7 +8,8 @@ The order is a promise, because results have to be the same bit by bit:
     begin                  all parts of the run exist; a saved state is restored afterwards
     restore_shape          before the model and the optimizer are restored
     restore                after everything else is restored
-    choose_samples         the epoch begins, or is continued; its counters have not been reset
+    prepare                an epoch begins, or is continued; again for a copy that is evaluated
+    choose_samples         its counters have not been reset
     begin_epoch            they have been
       around_step          around all that follows, for each batch
         groups             a batch is cut into groups, which are computed one by one
@@ -125,6 +126,12 @@ class FeatureHooks:
 
     def begin(self, run: FeatureRun) -> None:
         """Begin, when all parts of the run exist. Collective."""
+
+    def prepare(self, model: nn.Module, epoch: int) -> None:
+        """Prepare a model, in training or a copy for evaluation, for an epoch."""
+
+    def span(self, epoch: int) -> range | None:
+        """Return the epochs of this epoch's schedule of the learning rate; None to leave it."""
 
     def choose_samples(self, run: FeatureRun, epoch: int) -> int | None:
         """Choose an epoch's samples: call the loader's `set_epoch`, and return the number of
@@ -285,6 +292,16 @@ class ActiveFeatures:
         for each in self.hooks:
             model = each.wrapped(self._run, model)
         return model
+
+    def prepare(self, model: nn.Module, epoch: int) -> None:
+        """Prepare a model, in training or a copy for evaluation, for an epoch."""
+        for each in self.hooks:
+            each.prepare(model, epoch)
+
+    def span(self, epoch: int) -> range | None:
+        """Return the epochs of this epoch's schedule, if a feature chooses them; otherwise None."""
+        spans = (each.span(epoch) for each in self.hooks)
+        return next((span for span in spans if span is not None), None)
 
     def choose_samples(self, epoch: int) -> int | None:
         """Return the number of an epoch's samples, if a feature chooses them; otherwise None."""

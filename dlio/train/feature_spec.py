@@ -48,6 +48,9 @@ class FeatureSpec:
     epoch_fields: ClassVar[Mapping[str, object]] = {}
     """Its fields in the report of an epoch, with their values while it is off."""
 
+    fixed_options: ClassVar[tuple[str, ...]] = ()
+    """Names of its options that cannot change when a run is resumed."""
+
     def hooks_of(self, options: Any) -> str:
         """Return `hooks`, if they depend on the options."""
         return self.hooks
@@ -128,6 +131,11 @@ def option_records() -> tuple[type, ...]:
 def evaluation_records() -> tuple[type, ...]:
     """Return the records of the options that `dlio eval` has, too, in the features' order."""
     return tuple(feature.options for feature in find_features() if feature.evaluates)
+
+
+def fixed_options() -> tuple[str, ...]:
+    """Return the names of features' options that cannot change when a run is resumed."""
+    return tuple(name for feature in find_features() for name in feature.fixed_options)
 
 
 def refuse(chosen: Mapping[str, bool], message: str) -> None:

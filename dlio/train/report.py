@@ -216,10 +216,8 @@ class EpochReport:
     with the bound `auc_error`, `rmse`, `iou`; empty without --val."""
     watch: str = "accuracy"
     """Name of the metric that --early-stopping watches, and that tables show."""
-    layer: int | None = None
-    """Number, from 1, of the layer that was trained alone (--layerwise)."""
     features: dict[str, Any] = field(default_factory=dict)
-    """Fields of features, such as `pruning`; in JSON they stand among the others."""
+    """Fields of features, such as `pruning`, by name; in JSON they stand among the others."""
 
     @property
     def watched(self) -> float | None:

@@ -166,16 +166,6 @@ class ModelOptions(CheckedOptions):
         str | None,
         Option("Begin with the weights in this file that fit by name and shape.", metavar="FILE"),
     ] = None
-    layerwise: Annotated[
-        int | None,
-        Option(
-            "Greedy layer-wise pre-training of an autoencoder: train each layer alone for so many "
-            "epochs, then all of them in the rest of --epochs.",
-            unit="epochs",
-            least=1,
-            default_text="all layers together",
-        ),
-    ] = None
     image_size: Annotated[
         int, Option("Side of the square crops.", unit="pixels", least=MIN_IMAGE_SIZE)
     ] = 64
@@ -498,5 +488,4 @@ class TrainOptions:
     def labels(self) -> Mapping[str, str]:
         """Return the words that turn on each feature that is on, by its name."""
         labels = {each.name: each.label(options) for each, options in self.each_feature()}
-        labels["layerwise"] = None if self.model.layerwise is None else "--layerwise"
         return {name: label for name, label in labels.items() if label is not None}

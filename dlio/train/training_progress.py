@@ -116,8 +116,6 @@ class TrainingProgress:
         held_out = ""
         if report.watched is not None:
             held_out = f", held out {show_metric(report.watch, report.watched)}"
-        if report.layer is not None:
-            held_out += f", layer {report.layer} alone"
         loss = "-" if report.loss is None else f"{report.loss:.3f}"
         said = f"loss {loss}{held_out}, {report.samples_per_s:,.0f} samples/s"
         said += "".join(feature.progress(report) for feature in find_features())

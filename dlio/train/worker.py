@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypedDict
 
 import numpy as np
@@ -307,7 +308,7 @@ class Worker:
     def _begin_epoch(self, epoch: int, progress: TrainingProgress) -> None:
         """Choose the epoch's samples, and reset its counters unless it is being resumed."""
         self.model.train()
-        self.task.begin_epoch(self.model, epoch)
+        self.features.prepare(self.model, epoch)
         self._dealing.begin_epoch(epoch)
         chosen = self.features.choose_samples(epoch)
         if chosen is None:
@@ -460,7 +461,7 @@ class Worker:
         """
         samples = len(self.loader.data)
         each = samples / self.samples
-        span = self.task.span(self.epoch_number) or range(self.config.optimizer.epochs)
+        span = self.features.span(self.epoch_number) or range(self.config.optimizer.epochs)
         return learning_rate(
             peak=each * self.peak_lr,
             done=(self.epoch_number - span.start) * samples + first * each,
@@ -502,7 +503,6 @@ class Worker:
             task=self.task.name,
             metrics=metrics,
             watch=self.task.watch,
-            layer=self.task.layer(self.epoch_number),
             features=self.features.report(),
         )
 
@@ -518,7 +518,8 @@ class Worker:
         if self._evaluator is not None:
             evaluated = self.features.evaluated(self.model)
             state = mean if evaluated is self.model else self._mean_of(evaluated)
-            metrics = self._evaluator.metrics(state, self.device, self.epoch_number)
+            prepare = partial(self.features.prepare, epoch=self.epoch_number)
+            metrics = self._evaluator.metrics(state, self.device, prepare)
         return everyone, metrics, consensus_distance(self.model, mean, self.comm)
 
     def mean_state(self) -> dict[str, torch.Tensor]:

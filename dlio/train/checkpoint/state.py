@@ -9,7 +9,7 @@ import torch
 from dlio.errors import UsageError
 from dlio.train.checkpoint_progress import FIXED
 from dlio.train.feature_hooks import SavedFeature
-from dlio.train.feature_spec import find_features
+from dlio.train.feature_spec import find_features, fixed_options
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.report import EpochReport
 from dlio.train.worker import Worker
@@ -17,8 +17,8 @@ from dlio.util.options import as_mapping
 
 OWED: Final = "/owed/"
 """Part of the names of error-feedback residuals in an exchange's state."""
-_OF_TASK: Final = ("task", "target", "category", "layerwise")
-"""Options of a task that cannot change when a run is resumed."""
+_OF_TASK: Final = ("task", "target", "category")
+"""Options of a task that cannot change when a run is resumed; those of features are added."""
 
 
 class SavedState(Protocol):
@@ -52,7 +52,7 @@ class RunState(TypedDict):
     image_size: int
     seed: int
     of_task: NotRequired[dict[str, Any]]
-    """Options of `_OF_TASK`; missing in files of earlier versions."""
+    """Options of `_OF_TASK` and of features; missing in files of earlier versions."""
     exchange: str
     samples: int
     """Samples of the data set."""
@@ -132,7 +132,7 @@ def about(run: Worker) -> RunState:
         "optimizer": run.config.optimizer.optimizer or DEFAULT_OPTIMIZER,
         "image_size": run.config.model.image_size,
         "seed": run.config.data.seed,
-        "of_task": {name: _plain(options.get(name)) for name in _OF_TASK},
+        "of_task": {name: _plain(options.get(name)) for name in (*_OF_TASK, *fixed_options())},
         "exchange": run.config.ranks.exchange,
         "samples": len(run.loader.data),
         "global_batch": run.global_batch,

@@ -5,7 +5,7 @@ stays as it is (greedy layer-wise pre-training: Bengio et al., "Greedy Layer-Wis
 Networks", 2007; Vincent et al., "Stacked Denoising Autoencoders", 2010, for `noise`).
 """
 
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import torch
 from torch import nn
@@ -17,23 +17,6 @@ _CHANNELS, _NEURONS = 32, 512
 _USUAL_DEPTH: Final = 4
 _LEAST_SIDE: Final = 4
 """Pixels of the smallest code."""
-
-
-@runtime_checkable
-class LayerwiseModel(Protocol):
-    """A model whose layers can be trained one by one."""
-
-    @property
-    def depth(self) -> int:
-        """Number of layers."""
-
-    def choose_layer(self, layer: int | None) -> None:
-        """Train and evaluate one layer, from 1, and leave the others as they are; all for None.
-
-        A model in training then trains that layer alone, with gradients for no other. With a layer
-        chosen, its output is (reconstruction, the layer's input), and in evaluation a third part,
-        the image as reconstructed from the layer's code.
-        """
 
 
 class _Encoder(nn.Sequential):
@@ -142,9 +125,15 @@ class Autoencoder(nn.Module):
 
     @property
     def depth(self) -> int:
+        """Number of layers."""
         return len(self.decoders)
 
     def choose_layer(self, layer: int | None) -> None:
+        """Train and evaluate one layer, from 1, and leave the others as they are; all for None.
+
+        With a layer chosen, the output is (reconstruction, the layer's input), and in evaluation a
+        third part, the image as reconstructed from the layer's code.
+        """
         self._layer = layer
         if not self.training:
             return

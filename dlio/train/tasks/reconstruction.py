@@ -8,7 +8,6 @@ from dlio.errors import UsageError
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.train.model import make_model
-from dlio.train.networks.autoencoder import LayerwiseModel
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
 from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask, pixels_of
 from dlio.train.train_options import ModelOptions
@@ -19,17 +18,16 @@ class AutoencodeImages(TrainingTask):
 
     A loader gives {field: uint8 (n, 3, size, size)}, or the same with labels; the model maps
     float32 (n, 3, size, size) to its reconstruction. The loss is the mean squared error over the
-    pixels, which have variance 1 over ImageNet. With `--layerwise` it is that of the layer in
-    training, relative to its own input, and `image_loss` that of the image as reconstructed from
-    this layer's code.
+    pixels, which have variance 1 over ImageNet. A model of which one layer is in training returns
+    (reconstruction, the layer's input), and in evaluation a third part, the image as reconstructed
+    from this layer's code: the loss is that of the layer, and `image_loss` that of the image.
     """
 
     name = "autoencode"
     is_dense = True
 
-    def __init__(self, options: ModelOptions, epochs: int, data: Dataset) -> None:
-        self._options, self._epochs = options, epochs
-        self._depth = 0
+    def __init__(self, options: ModelOptions, data: Dataset) -> None:
+        self._options = options
         _check(data)
 
     def converter(self, data: Dataset) -> Convert:
@@ -43,20 +41,7 @@ class AutoencodeImages(TrainingTask):
 
     def make_model(self) -> nn.Module:
         options = self._options
-        model = make_model(options.model, 1, options.image_size, {"reconstructs": True})
-        if options.layerwise is not None:
-            if not isinstance(model, LayerwiseModel):
-                raise UsageError(
-                    f"--layerwise: --model {options.model} has no layers that are trained one by "
-                    "one: give autoencoder, or a model with `depth` and `choose_layer`"
-                )
-            self._depth = model.depth
-            if self._epochs < options.layerwise * self._depth:
-                raise UsageError(
-                    f"--layerwise {options.layerwise}: {self._depth} layers need --epochs "
-                    f"{options.layerwise * self._depth} or more"
-                )
-        return model
+        return make_model(options.model, 1, options.image_size, {"reconstructs": True})
 
     def example(
         self, samples: int, generator: torch.Generator
@@ -95,25 +80,6 @@ class AutoencodeImages(TrainingTask):
             "loss": mean_of(sums[1 : 1 + REAL], count),
             "image_loss": mean_of(sums[1 + REAL :], count),
         }
-
-    def begin_epoch(self, model: nn.Module, epoch: int) -> None:
-        if self._options.layerwise is not None and isinstance(model, LayerwiseModel):
-            model.choose_layer(self.layer(epoch))
-
-    def span(self, epoch: int) -> range | None:
-        each = self._options.layerwise
-        if each is None:
-            return None
-        layer = self.layer(epoch)
-        if layer is None:
-            return range(each * self._depth, self._epochs)
-        return range(each * (layer - 1), each * layer)
-
-    def layer(self, epoch: int) -> int | None:
-        each = self._options.layerwise
-        if each is None or epoch >= each * self._depth:
-            return None
-        return epoch // each + 1
 
 
 def _check(data: Dataset) -> None:

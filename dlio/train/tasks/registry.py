@@ -31,7 +31,7 @@ TASKS: Final[dict[str, _Make]] = dict(
         (
             lambda config, data, _: ClassifyImages(config.model, config.data.source, data),
             lambda config, data, _: RegressImages(config.model, data),
-            lambda config, data, _: AutoencodeImages(config.model, config.optimizer.epochs, data),
+            lambda config, data, _: AutoencodeImages(config.model, data),
             lambda config, data, comm: SegmentImages(config.model, data, comm),
             lambda config, data, comm: TableTask(config.model, data, comm),
         ),

@@ -74,17 +74,6 @@ class TrainingTask(ABC):
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Return the metrics of sums over all samples, by names in `metrics.METRICS`."""
 
-    def begin_epoch(self, model: nn.Module, epoch: int) -> None:  # noqa: B027
-        """Prepare a model, in training or a copy for evaluation, for an epoch."""
-
-    def span(self, epoch: int) -> range | None:
-        """Return the epochs of this epoch's schedule of the learning rate; None for all."""
-        return None
-
-    def layer(self, epoch: int) -> int | None:
-        """Return the number, from 1, of the layer that is trained alone; None for all of them."""
-        return None
-
 
 def batch_size(data: BatchData) -> int:
     """Return the number of samples in a batch of a loader: the length of its first part."""

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from dlio.errors import UsageError
 from dlio.features.ema.weight_average import WeightAverage
+from dlio.train.config import train_config
 
 
 def test_the_average_follows_the_weights_and_is_restored() -> None:
@@ -23,3 +25,9 @@ def test_the_average_follows_the_weights_and_is_restored() -> None:
     average.load({"weight": kept["weight"]})
     assert torch.equal(average.tensors()["weight"], kept["weight"])
     assert torch.equal(average.tensors()["bias"], model.bias)
+
+
+@pytest.mark.needs("pruning")
+def test_an_average_of_weights_that_are_removed_is_refused() -> None:
+    with pytest.raises(UsageError, match="--prune apoptosis"):
+        train_config("pictures", ema=0.9, prune="apoptosis")

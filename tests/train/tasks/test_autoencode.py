@@ -1,18 +1,10 @@
 """Stacked autoencoders: layers that are trained one by one, and what remains as it is meanwhile."""
 
-import json
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from dlio.errors import UsageError
 from dlio.train.networks.autoencoder import Autoencoder, EncoderClassifier, autoencoder
-
-Dlio = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("size", [32, 50, 65])
@@ -64,53 +56,3 @@ def test_the_classifier_has_the_encoders_names() -> None:
     assert isinstance(classifier, EncoderClassifier)
     shared = [name for name in classifier.state_dict() if name in encoder]
     assert set(classifier.state_dict()) - set(shared) == {"head.weight", "head.bias"}
-
-
-@pytest.mark.mpi
-def test_layers_are_trained_in_turn_and_fine_tuned(
-    dlio: Dlio, pictures: Path, tmp_path: Path
-) -> None:
-    shape = ("--image-size", "32", "--model", "autoencoder(width=8,depth=2)", "--batch-size", "8")
-    done = dlio(
-        *("train", str(pictures / "train"), "--val", str(pictures / "val"), *shape, "-n", "2"),
-        *("--task", "autoencode", "--layerwise", "3", "--epochs", "8", "--optimizer", "adam"),
-        *("--report", "r.json", "--save", "ae.pt", "--checkpoint", "ckpt"),
-    )
-    assert done.returncode == 0, done.stderr
-    epochs = json.loads((tmp_path / "r.json").read_text())["epochs"]
-    assert [epoch["layer"] for epoch in epochs] == [1, 1, 1, 2, 2, 2, None, None]
-    losses: list[float] = [epoch["metrics"]["loss"] for epoch in epochs]
-    assert losses[2] < losses[0]
-    assert losses[5] < losses[3]
-    assert epochs[-1]["metrics"]["image_loss"] == losses[-1]
-    assert epochs[-1]["consensus_distance"] == 0
-    fine = dlio(
-        *("train", str(pictures / "train"), *shape, "--weights", "ae.pt", "--epochs", "1"),
-    )
-    assert fine.returncode == 0, fine.stderr
-    assert "12 of 14 tensors of the model come from ae.pt" in fine.stdout
-    wrong = dlio("train", str(pictures / "train"), *shape[:2], "--weights", "ae.pt")
-    assert wrong.returncode == 2
-    assert "none of its tensors" in wrong.stderr
-
-
-_BOTH = pytest.mark.needs("ema", "pruning")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"layerwise": 2}, "needs --task autoencode"),
-        ({"layerwise": 2, "task": "autoencode", "exchange": "gossip"}, "--exchange gossip"),
-        pytest.param(
-            {"ema": 0.9, "prune": "apoptosis"},
-            "--prune apoptosis",
-            marks=pytest.mark.needs("ema", "pruning"),
-        ),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
-    from dlio.train.config import train_config
-
-    with pytest.raises(UsageError, match=said):
-        train_config("pictures", **options)

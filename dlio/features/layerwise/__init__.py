@@ -1,0 +1,1 @@
+"""Layers that are trained one after another (`--layerwise`)."""
