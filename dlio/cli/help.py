@@ -14,11 +14,7 @@ _NAMES_WIDTH: Final = 28
 
 
 class TwoColumns:
-    """A help formatter of cyclopts.
-
-    Args:
-        examples: command lines, printed below the description.
-    """
+    """A help formatter of cyclopts, which prints examples of command lines below the description."""
 
     def __init__(self, examples: "Sequence[str]" = ()) -> None:
         self._examples = examples

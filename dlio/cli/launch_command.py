@@ -17,8 +17,7 @@ from dlio.comm.launch_environment import under_mpi, under_torch
 from dlio.errors import UsageError
 from dlio.launch import mpi_launch, spread, torch_launch
 from dlio.launch.command_ranks import has_mpi
-from dlio.launch.slurm_options import parse_slurm
-from dlio.launch.slurm_script import JobScript, submit
+from dlio.launch.slurm_script import JobScript, parse_slurm, submit
 from dlio.launch.slurm_tasks import become_rank, is_task
 from dlio.util.arguments import nearest
 from dlio.util.child_processes import module_command
@@ -283,9 +282,7 @@ def _run_in_job(started: CheckedCommand, options: LaunchOptions, allocation: All
         if allocation.manager == "Slurm":
             words = started.words if started.is_dlio else ("--", *started.words)
             return spread.run_under_srun(words, counts)
-        from dlio.launch.remote_ranks import run_by_remote_shell
-
-        return run_by_remote_shell(started.argv, counts)
+        return spread.run_by_remote_shell(started.argv, counts)
 
 
 def _warnings(started: CheckedCommand) -> AbstractContextManager[None]:

@@ -119,11 +119,8 @@ class Board:
 
 
 class BoardReader:
-    """Reads the row of a rank of this machine. Closed by its owner.
-
-    Args:
-        process: of the rank.
-        file: its `Board.file`.
+    """Reads the row of a rank of this machine, from its process and its `Board.file`. Closed by its
+    owner.
     """
 
     def __init__(self, process: int, file: int) -> None:
@@ -195,8 +192,7 @@ def end_step() -> None:
 def blocked(any_thread: bool = False) -> Iterator[None]:
     """Note that this rank waits for others inside the `with` block.
 
-    Args:
-        any_thread: also if this is not the main thread; that one waits for this thread then.
+    Other threads than the main one say so with `any_thread` alone, if that one waits for them.
     """
     board = _board
     # A background thread that waits says nothing about the rank: the main thread may compute, and

@@ -48,15 +48,13 @@ class Communicator(Protocol):
     def allgather(self, value: _T) -> list[_T]:
         """Return every rank's value, indexed by rank. Collective.
 
-        Args:
-            value: a value that JSON can carry; tuples arrive as lists.
+        JSON must be able to carry it; tuples arrive as lists.
         """
 
     def tell(self, value: _T, root: int = 0) -> _T:
-        """Return `root`'s value on all ranks. Collective.
+        """Return `root`'s value on all ranks; those of others are ignored. Collective.
 
-        Args:
-            value: a value that JSON can carry; tuples arrive as lists. Ignored on other ranks.
+        JSON must be able to carry it; tuples arrive as lists.
         """
 
     def barrier(self) -> None:
@@ -74,20 +72,14 @@ class Communicator(Protocol):
     def iallreduce(self, array: Array, op: Op = "sum") -> Request:
         """Start an element-wise reduction over all ranks, in place. Collective.
 
-        Args:
-            array: contiguous; float32, float64 or int64.
-
-        Raises CommError for any other dtype.
+        The array is contiguous. Raises CommError if it is not float32, float64 or int64.
         """
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
         """Wait for all requests.
 
-        Args:
-            what: the awaited data, named in the error.
-            timeout_s: deadline in seconds; DLIO_TIMEOUT, or 300 when unset, for None.
-
-        Raises CommTimeout after the deadline.
+        Raises CommTimeout, which names the awaited data `what`, after a deadline in seconds;
+        DLIO_TIMEOUT, or 300 when unset, for None.
         """
 
     def poke(self) -> bool:
@@ -109,10 +101,8 @@ class Communicator(Protocol):
 
 
 def broadcast_json(communicator: Communicator, value: _T, root: int = 0) -> _T:
-    """Return `root`'s value on all ranks, by two broadcasts. Collective.
-
-    Args:
-        value: as for `Communicator.tell`.
+    """Return `root`'s value, as for `Communicator.tell`, on all ranks by two broadcasts.
+    Collective.
     """
     text = np.empty(0, np.uint8)
     if communicator.rank == root:

@@ -32,13 +32,8 @@ def sums_device_memory() -> bool:
 def supports_device_buffers(
     override: bool | None, library: str, kinds: str, query: Callable[[], bool]
 ) -> bool:
-    """Decide from the override, the library's name and its advertised memory kinds.
-
-    Args:
-        override: DLIO_CUDA_AWARE, None when unset.
-        library: name and version that MPI reports.
-        kinds: comma-separated memory kinds that MPI lists.
-        query: MPIX_Query_cuda_support or a stand-in.
+    """Decide from DLIO_CUDA_AWARE (None when unset), the library's name, the comma-separated memory
+    kinds that it lists, and MPIX_Query_cuda_support or a stand-in.
     """
     if override is not None:
         return override

@@ -108,8 +108,7 @@ def is_foreign_thread() -> bool:
 def wait_serving(wait: Callable[[float], bool], timeout_s: float) -> bool:
     """Return `wait(timeout_s)`; if this thread owns a funnel, serve other threads meanwhile.
 
-    Args:
-        wait: waits at most the given seconds; returns True once its event has occurred.
+    `wait` waits at most the given seconds, and returns True once its event has occurred.
     """
     if _funnel is None:
         return wait(timeout_s)

@@ -19,10 +19,8 @@ _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 def allgather_json(
     value: _T, size: int, gather: Callable[[list[list[torch.Tensor]], list[torch.Tensor]], object]
 ) -> list[_T]:
-    """Return the values of all ranks, as JSON types.
-
-    Args:
-        gather: gathers a tensor of each rank into a list, and returns when it is there.
+    """Return the values of all ranks, as JSON types; `gather` gathers a tensor of each rank into a
+    list, and returns when it is there.
     """
     mine = bytearray(json.dumps(value).encode())
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]

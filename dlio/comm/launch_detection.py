@@ -68,13 +68,11 @@ def torchrun_place() -> tuple[int, int] | None:
 
 
 def check_launch(ranks: int) -> None:
-    """Raise UsageError if a launcher started more processes than the ranks that found each other.
+    """Raise UsageError if a launcher started more processes than the ranks that found each other,
+    by MPI or torch.distributed; 1 where there is neither.
 
     One process on purpose is not refused: a batch script, or a shell in an allocation, where no
     launcher has started tasks.
-
-    Args:
-        ranks: of MPI or torch.distributed; 1 where there is neither.
     """
     if settings().alone:
         return

@@ -47,18 +47,14 @@ def under_torch() -> bool:
 def shows_terminal() -> bool:
     """True if standard output ends on a terminal.
 
-    mpirun gives ranks a pseudo-terminal even if their output ends in a file; `run_ranks` knows
-    better and sets DLIO_TERMINAL.
+    mpirun gives ranks a pseudo-terminal even if their output ends in a file; `mpi_launch.launch`
+    knows better and sets DLIO_TERMINAL.
     """
     return bool(os.environ.get(TERMINAL)) if under_mpi() else sys.stdout.isatty()
 
 
 def local_rank(rank: int) -> int:
-    """Return the number of this rank among those of its host, as its launcher says.
-
-    Args:
-        rank: returned where no launcher says.
-    """
+    """Return the number of this rank among those of its host, as its launcher says, else `rank`."""
     # Slurm numbers its own tasks: mpirun's daemons, if mpirun has started the ranks.
     names = _LOCAL_RANKS if LAUNCHER in os.environ else (*_LOCAL_RANKS, "SLURM_LOCALID")
     for name in names:
@@ -69,12 +65,12 @@ def local_rank(rank: int) -> int:
 
 
 def launched() -> bool:
-    """True if this process is a rank that `run_ranks` started."""
+    """True if this process is a rank that `mpi_launch.launch` started."""
     return LAUNCHER in os.environ and (under_mpi() or under_torch())
 
 
 def watch_launcher() -> None:
-    """End this rank when the launcher dies, if `run_ranks` started it.
+    """End this rank when the launcher dies, if `mpi_launch.launch` started it.
 
     A killed launcher cannot end its ranks, and mpirun survives the death of its parent.
     """

@@ -110,11 +110,7 @@ def _quiet() -> "MPI.Intracomm":
 
 
 class MpiRequest:
-    """A request of MPI.
-
-    Args:
-        keep: memory that MPI reads and writes in a reduction; mpi4py holds no reference to it.
-    """
+    """A request of MPI, and the memory of a reduction; mpi4py holds no reference to that."""
 
     def __init__(self, request: "MPI.Request", keep: object = None) -> None:
         self._request = request

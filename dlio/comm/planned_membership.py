@@ -20,11 +20,7 @@ _T = TypeVar("_T")
 
 
 class PlannedMembership:
-    """The ranks that share a job's steps now. One per process.
-
-    Args:
-        everyone: all ranks; closed by its owner.
-    """
+    """The ranks that share a job's steps now. One per process; `everyone` is closed by its owner."""
 
     lost = due = False
     left: tuple[int, ...] = ()
@@ -40,10 +36,8 @@ class PlannedMembership:
         self.world = _PlannedCommunicator(self, self._root.dup(), ())
 
     def plan(self, members: Sequence[int]) -> None:
-        """Choose the ranks that go on at the next `renew`, the same on all ranks.
-
-        Args:
-            members: some of the present ones, ascending.
+        """Choose those of the present ranks, ascending, that go on at the next `renew`; the same on
+        all.
         """
         self._next = tuple(members)
 
@@ -103,9 +97,7 @@ class PlannedMembership:
 class _PlannedCommunicator:
     """A communicator whose ranks may become fewer.
 
-    Args:
-        inner: of the present ranks.
-        colours: numbers of the parts of all ranks that it is a part of, from the largest.
+    `colours` are the numbers of the parts of all ranks that it is a part of, from the largest.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from dlio.errors import CommError
+from dlio.util.closable import Closable
 from dlio.util.private_sockets import connect, is_own, listen
 from dlio.util.threads import Workers
 
@@ -35,12 +36,8 @@ _TURN_S: Final = 0.5
 
 
 class PrivateStore:
-    """A connection to a store. Thread-safe; a call that waits holds up the others.
-
-    Args:
-        folder: where the store's socket is.
-
-    All raise CommError when the server is gone.
+    """A connection to the store whose socket is in `folder`. Thread-safe; a call that waits holds
+    up the others. All raise CommError when the server is gone.
     """
 
     def __init__(self, folder: str) -> None:
@@ -122,11 +119,9 @@ class _Client:
         """Keys that it waits for."""
 
 
-class StoreServer:
-    """The store's memory and its thread, which answers all connections.
-
-    Args:
-        folder: a private folder, for the socket.
+class StoreServer(Closable):
+    """The store's memory and its thread, which answers all connections, at a socket in a private
+    folder.
     """
 
     def __init__(self, folder: str) -> None:
@@ -144,12 +139,6 @@ class StoreServer:
         self._selector.register(self._wake_out, selectors.EVENT_READ)
         self._thread = Workers("dlio-store", self._run, wake=self._wake, serves_others=True)
         self._thread.start()
-
-    def __enter__(self) -> "StoreServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the thread, and with it all connections."""

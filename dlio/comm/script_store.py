@@ -16,11 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 
 def main(descriptor: int, timeout_s: float) -> None:
-    """Serve until standard input ends.
-
-    Args:
-        descriptor: of a socket that listens.
-    """
+    """Serve at the listening socket of a descriptor until standard input ends."""
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -32,10 +32,8 @@ _Gloo: Final[Any] = dist.ProcessGroupGloo
 
 
 def torch_world(group: dist.ProcessGroup | None = None) -> Communicator:
-    """Return a communicator of the ranks of a process group. Collective over them.
-
-    Args:
-        group: the default group for None.
+    """Return a communicator of the ranks of a process group, or the default one. Collective over
+    them.
     """
     if dist.get_world_size(group) == 1:
         return SingleCommunicator()
@@ -96,11 +94,7 @@ def _served(timeout_s: float) -> Store | None:
 
 
 class _GlooReduction:
-    """A reduction of gloo.
-
-    Args:
-        errors: a context manager that turns gloo's errors into CommTimeout.
-    """
+    """A reduction of gloo; within `errors`, its errors become CommTimeout."""
 
     def __init__(
         self, work: dist.Work, errors: Callable[[str], contextlib.AbstractContextManager[None]]

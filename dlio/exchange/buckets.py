@@ -98,10 +98,8 @@ def check_real(named: Named) -> None:
 
 
 def in_buckets(named: Named, fewest: int = 1) -> list[list[tuple[str, nn.Parameter]]]:
-    """Group parameters into buckets of about 1 MiB, in backward's order: the last one first.
-
-    Args:
-        fewest: buckets to aim at; those of small networks become smaller.
+    """Group parameters into buckets of about 1 MiB, or at least into `fewest` smaller ones, in
+    backward's order: the last one first.
     """
     total = sum(4 * parameter.numel() for _, parameter in named)
     most = BUCKET_BYTES if fewest == 1 else max(1, min(BUCKET_BYTES, total // fewest))

@@ -56,9 +56,8 @@ def choose(
 ) -> str:
     """Choose the path for parameters on these devices. Pure.
 
-    Args:
-        group: the backend by which torch.distributed connects exactly these ranks on such a device;
-            "" if there is none, or if ranks may be lost.
+    `group` is the backend by which torch.distributed connects exactly these ranks on such a device;
+    "" if there is none, or if ranks may be lost.
     """
     if len(set(devices)) != 1:
         return "host"
@@ -84,11 +83,7 @@ def find_path(
     comm: Communicator,
     survives: bool = False,
 ) -> str:
-    """Choose this rank's path. Collective.
-
-    Args:
-        survives: ranks may be lost, and the others continue.
-    """
+    """Choose this rank's path; other if ranks may be lost, and the others continue. Collective."""
     over_mpi = isinstance(comm, SumsDeviceMemory) and sums_device_memory()
     group = "" if survives else _backend(devices, comm)
     gpus = [gpu for gpu in comm.allgather(_gpu(devices)) if gpu is not None]
@@ -194,11 +189,9 @@ class BufferPlacement:
         return Bucket(named, 0, pinned=self.path == "pinned")
 
     def make_sum(self, bucket: Bucket, extra: int, tag: int) -> Sum:
-        """Create the sum of a bucket.
+        """Create the sum of a bucket with `extra` elements behind the parameters.
 
-        Args:
-            extra: elements behind the parameters.
-            tag: the first of `TAGS` tags that nothing else on the communicator uses.
+        `tag` is the first of `TAGS` tags that nothing else on the communicator uses.
         """
         if self._group is not None:
             return NcclSum(self._group)

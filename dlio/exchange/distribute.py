@@ -4,7 +4,7 @@ The trainer, `dlio run`, the Lightning strategy and the benchmarks start their e
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, Self
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ from dlio.exchange.exchange_spec import ExchangeSpec, parse_exchange
 from dlio.exchange.peer_steps import PeerSteps
 from dlio.util.arguments import named as named_as
 from dlio.util.arguments import whole_number
+from dlio.util.closable import Closable
 
 _around: "WeakKeyDictionary[torch.optim.Optimizer, Exchange]" = WeakKeyDictionary()
 """Exchanges that are called around an optimizer's steps."""
@@ -30,7 +31,7 @@ class _OptimizerHook(Protocol):
     def remove(self) -> None: ...
 
 
-class ExchangeHandle:
+class ExchangeHandle(Closable):
     """The exchanges of some optimizers, one each. `close`, or leaving `with`, ends them on all
     ranks.
 
@@ -55,12 +56,6 @@ class ExchangeHandle:
         self._follow_steps = follow_steps
         self._of_optimizer: dict[torch.optim.Optimizer, Exchange] = {}
         self._hooks: list[_OptimizerHook] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def add(
         self, optimizer: torch.optim.Optimizer, named: Named, modules: Iterable[nn.Module] = ()
@@ -249,11 +244,9 @@ def connect(
     follow_steps: bool,
     comm: Communicator | None = None,
 ) -> ExchangeHandle:
-    """Do as `distribute`. Collective.
+    """Do as `distribute`, among the ranks `comm`, or those of the job. Collective.
 
-    Args:
-        are_alike: the ranks' models are alike, or soon will be: nobody gets rank 0's.
-        comm: the ranks; those of the job for None.
+    If the models are alike, or soon will be, nobody gets rank 0's.
     """
     spec, comm = parse_exchange(exchange), world() if comm is None else comm
     if spec.fragments > 1 and recovery_of(comm) is not None:

@@ -43,13 +43,9 @@ def backend_of(device_type: str) -> str:
 
 @contextlib.contextmanager
 def devices_connected(comm: Communicator, device: torch.device) -> Iterator[None]:
-    """Connect the ranks' GPUs by NCCL for the body, if DLIO_NCCL asks for it. Collective.
+    """Connect all ranks' GPUs by NCCL for the body, if DLIO_NCCL asks for it. Collective.
 
     Does nothing if a rank has no GPU, if ranks are to survive others, or if there is a group.
-
-    Args:
-        comm: all ranks.
-
     Raises CommError if the ranks do not meet.
     """
     backend = backend_of(device.type)

@@ -20,10 +20,8 @@ not swing about their mean when messages hold a small part of a difference."""
 
 
 class PairBuffer:
-    """The messages of one bucket, and what it keeps between them.
-
-    Args:
-        coasts: the consensus momentum acts at every step, not only at those that exchange.
+    """The messages of one bucket, and what it keeps between them. It `coasts` if the consensus
+    momentum acts at every step, not only at those that exchange.
     """
 
     def __init__(

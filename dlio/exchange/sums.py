@@ -358,11 +358,7 @@ class PinnedCopies(Protocol):
 
 
 class CudaCopies:
-    """Copies on one stream, which the buckets of an exchange may share.
-
-    Args:
-        stream: a stream of the device.
-    """
+    """Copies on one stream of the device, which the buckets of an exchange may share."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -448,10 +444,8 @@ class PinnedSum(Sum):
 
 
 class DeviceMpiSum(Sum):
-    """A region in GPU memory, summed in place by MPI once the stream has written it.
-
-    Args:
-        comm: a communicator that is `SumsDeviceMemory`.
+    """A region in GPU memory, summed in place by MPI (`SumsDeviceMemory`) once the stream has
+    written it.
     """
 
     def __init__(self, comm: Communicator) -> None:

@@ -9,12 +9,12 @@ starts it again. It imports no command.
 | `rank_environment` | the variables and limits that all launchers give to their ranks |
 | `mpi_launch` | ranks on this machine under mpirun, and the filter of its errors |
 | `torch_launch` | ranks on this machine without MPI, and the store by which they meet |
-| `relaunch`, `mpirun` | jobs that start again, and one mpirun of theirs |
+| `relaunch` | jobs that start again |
 | `agent_links`, `node` | the agents of nodes: the launcher's side, and what runs on a node |
 | `growth`, `node_requests` | nodes that join a running job and leave it |
 | `job_folder` | the temporary folder by which a launcher, its ranks and other commands meet |
-| `spread` | ranks on the nodes of an allocation, by mpirun or srun |
-| `remote_ranks`, `node_ranks` | the same without MPI by a remote shell, and its process on a node |
+| `spread` | ranks on the nodes of an allocation, by mpirun, srun or a remote shell |
+| `node_ranks` | the process that a remote shell starts on a node |
 | `slurm_tasks` | a task of srun that becomes a rank |
-| `slurm_options`, `slurm_script` | `dlio launch --slurm`: options, and the job script |
+| `slurm_script` | `dlio launch --slurm`: options, and the job script |
 """

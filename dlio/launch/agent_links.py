@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.launch.node.agent_protocol import BEAT_S
 from dlio.util.child_processes import kill_groups_after, module_command
+from dlio.util.closable import Closable
 from dlio.util.settings import settings
 from dlio.util.threads import Workers
 
@@ -111,7 +112,7 @@ class _AgentLink:
         self.process.stdout.close()
 
 
-class Agents:
+class Agents(Closable):
     """The agents of a job; a context manager. Nodes are called as the user calls them.
 
     Args:
@@ -152,12 +153,6 @@ class Agents:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def living(self) -> list[str]:
@@ -237,11 +232,7 @@ class Agents:
         return max((each["newest"] for each in answers if each is not None), default=-1)
 
     def look(self, process: int | None) -> bool:
-        """Take answers for a moment, and note lost nodes; True if a process has ended.
-
-        Args:
-            process: pidfd of mpirun.
-        """
+        """Take answers for a moment, and note lost nodes; True if mpirun (a pidfd) has ended."""
         ended = False
         if process is not None:
             self._selector.register(process, selectors.EVENT_READ)
@@ -288,10 +279,8 @@ class Agents:
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while any(agent.name is None for agent in self._agents.values()):
             self.look(None)
-            late = time.monotonic() > deadline
             silent = [n for n, each in self._agents.items() if each.name is None]
-            bad = self.lost or (silent if late else [])
-            if bad:
+            if bad := self.lost or (silent if time.monotonic() > deadline else []):
                 raise UsageError(f"--nodes: {no_agent(bad[0])}")
 
     def _lose(self, agent: _AgentLink) -> None:

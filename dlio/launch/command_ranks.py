@@ -4,17 +4,17 @@ The launcher passes the command's records of options to the ranks as JSON in an 
 variable. Only this user's processes can read it, and it leaves no file behind.
 """
 
-import importlib
 import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Final
+from pkgutil import resolve_name
+from typing import Final, TypeAlias
 
 from dlio.errors import UsageError
-from dlio.launch.rank_environment import RankLimits
+from dlio.util.child_processes import module_command
 from dlio.util.extras import how_to_install
 from dlio.util.live_line import LiveLine
 from dlio.util.options import as_mapping, from_mapping
@@ -23,6 +23,7 @@ from dlio.util.signals import passing_on
 
 _LARGEST: Final = 96 << 10
 """Maximum size of the records in bytes: Linux limits a variable to 128 KiB."""
+_Starter: TypeAlias = Callable[[str, Sequence[str], int, Mapping[str, str], LiveLine], int]
 
 
 def on_ranks(
@@ -33,7 +34,7 @@ def on_ranks(
     min_ranks: int | None = None,
     spares: int = 0,
     backend: str = "auto",
-    start: Callable[[str, Sequence[str], int, Mapping[str, str], LiveLine], int] | None = None,
+    start: _Starter | None = None,
     live: bool = False,
     may_end: bool = False,
 ) -> bool:
@@ -73,9 +74,10 @@ def on_ranks(
         with ExitStack() as stack:
             line = stack.enter_context(LiveLine("checking the data", shown=live))
             check()
-            limits = RankLimits(min_ranks, spares)
             stack.enter_context(passing_on(may_end))
-            code = _launch(function, json.dumps(task), ranks, limits, backend, start, line)
+            module = function.__module__.rpartition(".")[2]
+            text = json.dumps(task)
+            code = _launch(module, text, ranks, min_ranks, spares, backend, start, line)
         if code:
             raise SystemExit(code)
         return True
@@ -92,12 +94,13 @@ def on_ranks(
 
 
 def _launch(
-    function: Callable[..., object],
+    name: str,
     task: str,
     ranks: int,
-    limits: RankLimits,
+    min_ranks: int | None,
+    spares: int,
     backend: str,
-    start: Callable[[str, Sequence[str], int, Mapping[str, str], LiveLine], int] | None,
+    start: _Starter | None,
     live: LiveLine,
 ) -> int:
     """Start the ranks; return their exit code."""
@@ -108,23 +111,27 @@ def _launch(
             f"the options are {len(task):,} characters long, {_LARGEST:,} at most: use shorter "
             "paths or fewer repeated options"
         )
-    module, argv = "dlio.cli.rank_main", [function.__module__.rpartition(".")[2]]
-    more = {RECORD: task}
+    module, more = "dlio.cli.rank_main", {RECORD: task}
     if sys.stdout.isatty():
         live.say("waiting for the first batch")
         live.write(sys.stdout, [f"starting {ranks} ranks\n"])
     if start is not None:
-        return start(module, argv, ranks, more, live)
+        return start(module, [name], ranks, more, live)
+    command = module_command(module, name)
     if backend == "mpi" or (backend == "auto" and has_mpi()):
-        return mpi_launch.run_module(module, argv, ranks, more, limits, live)
-    if limits.spares:
+        return mpi_launch.launch(
+            command, ranks, environment=more, min_ranks=min_ranks, spares=spares, live=live
+        ).returncode
+    if spares:
         raise UsageError(
             f"--spares needs MPI: {how_to_install('mpi')}, and leave --backend torch out"
         )
     if backend == "auto":
         said = "dlio: no MPI is installed: ranks exchange over torch.distributed\n"
         live.write(sys.stderr, [said])
-    return torch_launch.run_module(module, argv, ranks, more, limits, live)
+    return torch_launch.launch(
+        command, ranks, environment=more, min_ranks=min_ranks, live=live
+    ).returncode
 
 
 def has_mpi() -> bool:
@@ -145,19 +152,5 @@ def run_as_rank() -> None:
         raise UsageError(f"{sys.argv[0]} is for dlio's internal use: start `dlio train -n 4`")
     task = json.loads(text)
     sys.argv[:] = task["command"]  # Reports name the command that the user gave.
-    records: list[object] = [
-        from_mapping(_record(name), values) for name, values in task["records"]
-    ]
-    _attribute(task["function"])(*records)
-
-
-def _record(place: str) -> type:
-    record = _attribute(place)
-    assert isinstance(record, type)
-    return record
-
-
-def _attribute(place: str) -> Callable[..., object]:
-    module, _, name = place.partition(":")
-    value: Callable[..., object] = getattr(importlib.import_module(module), name)
-    return value
+    records = [from_mapping(resolve_name(name), values) for name, values in task["records"]]
+    resolve_name(task["function"])(*records)

@@ -35,8 +35,7 @@ class Growth:
     def attend(self, placed: Mapping[str, Sequence[int]]) -> float | None:
         """Go on with the newest request; returns the time when all ranks had paused for it.
 
-        Args:
-            placed: numbers of the ranks of each node.
+        `placed` are the numbers of each node's ranks.
         """
         if self._is_asked:
             return self._agents.paused

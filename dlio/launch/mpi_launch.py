@@ -1,7 +1,4 @@
-"""The launcher: starts ranks of any program on this machine, under mpirun.
-
-`dlio train -n 4` uses it through `run_ranks`; benchmarks and tests use `launch`.
-"""
+"""The launcher: starts ranks of any program on this machine, under mpirun."""
 
 import math
 import os
@@ -18,8 +15,8 @@ from typing import IO, TypeVar
 
 from dlio.errors import UsageError
 from dlio.launch.job_folder import begin_job, open_job_folder
-from dlio.launch.rank_environment import RankLimits, rank_environment, root_permission
-from dlio.util.child_processes import end_groups, module_command
+from dlio.launch.rank_environment import rank_environment, root_permission
+from dlio.util.child_processes import end_groups
 from dlio.util.cores import available_cores
 from dlio.util.extras import how_to_install
 from dlio.util.live_line import LineOutput, LiveLine
@@ -62,44 +59,6 @@ _BANNERS = (
 )
 
 
-def run_ranks(ranks: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-    """Run `dlio argv...` on `ranks` ranks of this machine and return the exit code.
-
-    Ctrl-C and SIGTERM end the ranks. If this process is killed, they end themselves (see
-    `watch_launcher`). Output of the ranks is passed on immediately, except for Open MPI's banners
-    after an error that a rank has reported itself.
-
-    Args:
-        environment: variables to set for the ranks, in addition to this process's own.
-
-    Raises UsageError if mpirun is not installed.
-    """
-    return run_module("dlio.cli", argv, ranks, environment)
-
-
-def run_module(
-    module: str,
-    argv: Sequence[str],
-    ranks: int,
-    environment: Mapping[str, str] | None = None,
-    limits: RankLimits = RankLimits(),  # noqa: B008 - frozen
-    live: LiveLine | None = None,
-) -> int:
-    """Run `python -m module argv...` on `ranks` ranks, as `run_ranks` does.
-
-    Args:
-        live: draws the progress that ranks report.
-    """
-    return launch(
-        module_command(module, *argv),
-        ranks,
-        environment=environment,
-        min_ranks=limits.min_ranks,
-        spares=limits.spares,
-        live=live,
-    ).returncode
-
-
 def launch(
     argv: Sequence[str],
     ranks: int,
@@ -113,6 +72,10 @@ def launch(
     live: LiveLine | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on `ranks` ranks of this machine, under mpirun, and wait for its end.
+
+    Ctrl-C and SIGTERM end the ranks. If this process is killed, they end themselves (see
+    `watch_launcher`). Output of the ranks is passed on immediately, except for Open MPI's banners
+    after an error that a rank has reported itself.
 
     All options that Open MPI needs on one machine are set here: permission to run as root, more
     ranks than cores, no binding of a rank's threads to one core, and shared memory whose files
@@ -276,12 +239,8 @@ def _until_end(
     timeout_s: float | None,
     done_file: str | None,
 ) -> _T:
-    """Return `wait(seconds)` at the end of mpirun.
-
-    Args:
-        done_file: file in which a rank leaves its exit code; its failure then ends all ranks.
-
-    Raises subprocess.TimeoutExpired after `timeout_s`.
+    """Return `wait(seconds)` at the end of mpirun. A failure that a rank leaves in `done_file` ends
+    all ranks. Raises subprocess.TimeoutExpired after `timeout_s`.
     """
     if done_file is None:
         return wait(timeout_s)
@@ -332,14 +291,13 @@ class ErrorFilter:
 
     An error that several ranks report is shown once. Open MPI's banners about an aborted rank are
     held back until the end, and shown only if no rank has reported an error itself.
+
+    Args:
+        again: mpirun will be started again if it did not start its ranks.
+        survives: ranks go on when others are lost, and say so themselves.
     """
 
     def __init__(self, again: bool = False, survives: bool = False) -> None:
-        """
-        Args:
-            again: mpirun will be started again if it did not start its ranks.
-            survives: ranks go on when others are lost, and say so themselves.
-        """
         self._again, self._survives = again, survives
         self._errors: set[str] = set()
         self._block: list[str] | None = None
@@ -348,7 +306,6 @@ class ErrorFilter:
         """True if the user has ended the ranks; banners are then not shown."""
         self.not_started = False
         """True if mpirun failed before it started any rank, and may succeed if started again."""
-
         self.lost_node = False
         """True if mpirun has lost its daemon on another node; its exit code may then be 0."""
 

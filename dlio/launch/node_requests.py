@@ -68,12 +68,7 @@ def change_between(
 
 
 class NodeRequests:
-    """The launcher's side. The folder's owner removes it.
-
-    Args:
-        folder: of the job.
-        nodes: that it begins with.
-    """
+    """The launcher's side, for the nodes that a job begins with. The folder's owner removes it."""
 
     def __init__(self, folder: str, nodes: Sequence[str]) -> None:
         self._folder = folder
@@ -97,12 +92,7 @@ class NodeRequests:
         return None if request is None or request.number <= self._answered else request
 
     def answer(self, request: NodeRequest, problem: str, nodes: Sequence[str]) -> None:
-        """Answer a request.
-
-        Args:
-            problem: empty if there is none.
-            nodes: that the job has or is about to have.
-        """
+        """Answer a request; `nodes` are those that the job has or is about to have."""
         self._answered = request.number
         self.note(nodes)
         path = os.path.join(self._folder, f"{_ANSWER}{request.number}")

@@ -1,4 +1,4 @@
-"""Environment that launchers give to ranks: the common variables, and the limits of a job.
+"""Environment that launchers give to ranks.
 
 Variables by which ranks find each other are those of each launcher: of mpirun, torch or Slurm.
 """
@@ -7,21 +7,10 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from dlio.util.cores import available_cores
 from dlio.util.live_line import LiveLine
 from dlio.util.settings import PROGRESS, TERMINAL
-
-
-@dataclass(frozen=True, slots=True)
-class RankLimits:
-    """How many ranks a job may lose, and how many wait to replace them."""
-
-    min_ranks: int | None = None
-    """Fewest ranks that continue when others are lost; None to end with any rank."""
-    spares: int = 0
-    """Ranks beyond those that train at first."""
 
 
 def rank_environment(

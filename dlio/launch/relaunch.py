@@ -10,6 +10,7 @@ leave a file at their end.
 """
 
 import contextlib
+import json
 import os
 import secrets
 import subprocess
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
 from typing import Final
 
@@ -26,19 +27,21 @@ from dlio.launch import mpi_launch
 from dlio.launch.agent_links import Agents, remote_shell
 from dlio.launch.growth import Growth
 from dlio.launch.job_folder import name_of_job, open_job_folder
-from dlio.launch.mpirun import Mpirun
 from dlio.launch.node.agent_protocol import job_folder
 from dlio.launch.node.job_starts import Incident, JobStart, Patience, living, spread
 from dlio.launch.node_requests import NodeRequests
 from dlio.launch.rank_environment import rank_environment, root_permission
-from dlio.util.child_processes import module_command
+from dlio.util.child_processes import end_groups, module_command
 from dlio.util.cores import available_cores
 from dlio.util.live_line import LiveLine
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START
+from dlio.util.threads import Workers
 from dlio.util.whole_files import remove_file
 
 _KILLED: Final = 1
 _FEW: Final = 2
+_END_TIMEOUT_S: Final = 1.0
+_STDERR_TIMEOUT_S: Final = 10.0
 ZYGOTE_MODULES: Final = (
     "numpy",
     "torch",
@@ -116,6 +119,39 @@ def run(job: RestartableJob) -> int:
     return code
 
 
+class _Mpirun:
+    """A running mpirun, and what it writes to stderr. Its owner calls `end`, then `close`."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], live: LiveLine
+    ) -> None:
+        output = subprocess.PIPE if live.shown else None
+        self.process = mpi_launch.started(command, environment, output)
+        self._sorter = mpi_launch.ErrorFilter(survives=True)
+        self._relay = mpi_launch.relay_output(self.process, self._sorter, live)
+        self._ending: Workers | None = None
+
+    def end(self) -> None:
+        """End it when its ranks are gone; returns at once."""
+        self._ending = Workers(
+            "dlio-mpirun-end",
+            lambda _: end_groups([self.process], _END_TIMEOUT_S),
+            stop_timeout_s=_STDERR_TIMEOUT_S,
+        ).start()
+
+    def interrupt(self, by_user: bool) -> None:
+        """End it together with its ranks, and wait for that."""
+        self._sorter.interrupted = by_user
+        mpi_launch.end(self.process)
+
+    def close(self) -> None:
+        """Wait until it has ended and all that it wrote has been passed on."""
+        if self._ending is not None:
+            self._ending.close()
+        # A remote shell to a lost node may hold the other end for longer.
+        self._relay.close()
+
+
 class _JobStarts:
     """The starts of a job.
 
@@ -146,7 +182,7 @@ class _JobStarts:
         self._growth = None
         if requests is not None and agents is not None:
             self._growth = Growth(agents, requests, self._per_node, job.min_ranks)
-        self._mpiruns: list[Mpirun] = []
+        self._mpiruns: list[_Mpirun] = []
         """Of all starts: with agents, one may be ending while the next begins."""
 
     def run(self) -> int:
@@ -223,22 +259,16 @@ class _JobStarts:
     def _start(self, number: int) -> tuple[int | None, int]:
         """Run mpirun; return the exit code if the job is over, and the newest snapshot's turn."""
         job = self._job
-        record = JobStart(
-            number,
-            self._token,
-            job.ranks,
-            self._ranks,
-            tuple(self._incidents),
-            launched=time.time(),
-        )
-        own = {START: record.to_json()}
+        incidents = tuple(self._incidents)
+        record = JobStart(number, self._token, job.ranks, self._ranks, incidents, time.time())
+        own = {START: json.dumps(asdict(record))}
         done_file = os.path.join(self._folder, f"done-{number}")
         if self._agents is None:
             own |= {DONE: done_file, LAUNCHER: str(os.getpid())}
         else:
             self._agents.start(number, own)
         command = self._command(number)
-        mpirun = Mpirun(command, {**self._environment, **own}, job.live)
+        mpirun = _Mpirun(command, {**self._environment, **own}, job.live)
         self._mpiruns.append(mpirun)
         try:
             code = self._watch(mpirun.process, done_file)

@@ -21,18 +21,12 @@ from contextlib import ExitStack
 from typing import IO, TYPE_CHECKING, Final
 
 from dlio.launch.job_folder import open_job_folder
-from dlio.launch.mpi_launch import ErrorFilter
-from dlio.launch.rank_environment import RankLimits, rank_environment
+from dlio.launch.mpi_launch import ErrorFilter, code_of
+from dlio.launch.rank_environment import rank_environment
 from dlio.util.child_processes import end_groups, module_command
+from dlio.util.closable import Closable
 from dlio.util.live_line import LiveLine
-from dlio.util.settings import (
-    DONE,
-    LAUNCHER,
-    MIN_RANKS,
-    SECRET,
-    STORE,
-    settings,
-)
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, SECRET, STORE, settings
 from dlio.util.signals import receiving
 from dlio.util.threads import Workers
 
@@ -47,24 +41,6 @@ _LOOK_S: Final = 0.2
 _TURN_S: Final = 0.005
 """Pause between two looks at all ranks, on systems without file descriptors of processes."""
 _ALL_LOST: Final = 1
-
-
-def run_module(
-    module: str,
-    argv: Sequence[str],
-    ranks: int,
-    environment: Mapping[str, str] | None = None,
-    limits: RankLimits = RankLimits(),  # noqa: B008 - frozen
-    live: LiveLine | None = None,
-) -> int:
-    """Run `python -m module argv...` on `ranks` ranks and return the exit code.
-
-    As `dlio.launch.mpi_launch.run_module`, but without MPI.
-    """
-    command = module_command(module, *argv)
-    return launch(
-        command, ranks, environment=environment, min_ranks=limits.min_ranks, live=live
-    ).returncode
 
 
 def launch(
@@ -109,12 +85,8 @@ def launch(
         if min_ranks is not None:
             done_file = os.path.join(folder, "done")
             # A rank of NCCL that aborts its communicators goes on.
-            own = {
-                MIN_RANKS: str(min_ranks),
-                DONE: done_file,
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-            }
-            full |= own
+            full |= {MIN_RANKS: str(min_ranks), DONE: done_file}
+            full["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         output = stack.enter_context(_RankOutput(ranks, capture, live))
         job = stack.enter_context(_TorchJob(argv, ranks, full, output, done_file))
         store = stack.enter_context(contextlib.closing(PrivateStore(folder)))
@@ -148,7 +120,7 @@ def _environment(
     return {**full, **more}
 
 
-class _RankOutput:
+class _RankOutput(Closable):
     """Output of all ranks, by whole lines: captured, or passed on at once, each error once."""
 
     def __init__(self, ranks: int, capture: bool, live: LiveLine) -> None:
@@ -167,12 +139,6 @@ class _RankOutput:
         self._relay = Workers(
             "dlio-output", self._read, len(self._streams), stop_timeout_s=_END_TIMEOUT_S
         )
-
-    def __enter__(self) -> "_RankOutput":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def start(self) -> None:
         """Begin to read, once the ranks hold the pipes: a rank's end is the end of its pipes."""
@@ -217,7 +183,7 @@ class _RankOutput:
             to.flush()
 
 
-class _TorchJob:
+class _TorchJob(Closable):
     """The ranks, and the store that tells them of deaths."""
 
     def __init__(
@@ -247,12 +213,6 @@ class _TorchJob:
             self.close()
             raise
         output.start()
-
-    def __enter__(self) -> "_TorchJob":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def run(self, events: "EventLog", timeout_s: float | None) -> int:
         """Write deaths of ranks until all have ended; return the exit code of the job.
@@ -285,14 +245,7 @@ class _TorchJob:
 
     def _failure(self) -> int | None:
         """Return the exit code with which a rank has ended the job."""
-        if self._done_file is None:
-            return None
-        with (
-            contextlib.suppress(FileNotFoundError),
-            open(self._done_file, encoding="ascii") as file,
-        ):
-            return int(file.read())
-        return None
+        return None if self._done_file is None else code_of(self._done_file)
 
     def _say(self, message: str) -> None:
         self._output.say(f"dlio: error: {message}\n")
@@ -340,7 +293,7 @@ def _watch(process: "subprocess.Popen[bytes]", stack: ExitStack) -> int | None:
     return descriptor
 
 
-class _ScriptStore:
+class _ScriptStore(Closable):
     """Serves torch's store at a listener, once a process of this user calls it.
 
     Most jobs never do: only scripts that make process groups of their own.
@@ -351,12 +304,6 @@ class _ScriptStore:
         self._process: subprocess.Popen[bytes] | None = None
         self._watch = Workers("dlio-script-store", self._run, stop_timeout_s=_END_TIMEOUT_S)
         self._watch.start()
-
-    def __enter__(self) -> "_ScriptStore":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the store."""

@@ -104,10 +104,8 @@ def _bucketwise(work: ExchangeLoad, peers: int, link: LinkCost) -> float:
 def hierarchical(
     p: int, work: ExchangeLoad, link: LinkCost, inside: LinkCost | None = None
 ) -> float:
-    """Reduce to each node's first rank, recursive doubling among these, and back.
-
-    Args:
-        inside: link within a node; `link` for None.
+    """Reduce to each node's first rank, recursive doubling among these, and back; `inside` a node
+    the link may be another.
     """
     local = min(work.per_node, p)
     nodes = -(-p // local)

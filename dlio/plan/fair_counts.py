@@ -36,12 +36,7 @@ _TABLES: Final = 8
 
 
 class FairCounts:
-    """Running totals of each source over batches of one size. Thread-safe.
-
-    Args:
-        weights: of the sources; sum 1.
-        batch: samples of a batch.
-    """
+    """Running totals of each source over batches of one size, by weights of sum 1. Thread-safe."""
 
     def __init__(self, weights: tuple[Fraction, ...], batch: int) -> None:
         exact = [weight * batch for weight in weights]

@@ -78,11 +78,8 @@ class RankShares:
         return np.diff(counts[:, None] * self.edges // self.global_batch, axis=1)
 
     def deal(self, in_step: _I64, counts: _I64) -> npt.NDArray[np.int32]:
-        """Return the rank whose `part` contains each place.
-
-        Args:
-            in_step: place of each sample in its step; shape (n,).
-            counts: samples of that step; shape (n,).
+        """Return the rank whose `part` contains each place in its step, by the samples of that
+        step; shapes (n,).
         """
         # Largest rank r with count·edge[r] // B <= place, that is edge[r] <= the bound.
         bound = ((in_step + 1) * self.global_batch - 1) // np.maximum(counts, 1)

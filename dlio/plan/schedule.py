@@ -278,11 +278,8 @@ def senders_of(homes: _I32, consumer: _I32, ranks: RankNodes) -> _I32:
 
 
 def _count_before(groups: _I32, step: _I64, limit: int) -> _I64:
-    """Count, for each entry, the earlier entries of the same group and step; same shape.
-
-    Args:
-        groups: 0 to `limit`.
-        step: ascending.
+    """Count, for each entry, the earlier entries of the same group (below `limit`) and step
+    (ascending); same shape.
     """
     order = _stable(groups, limit)
     sorted_groups, sorted_step = groups[order], step[order]

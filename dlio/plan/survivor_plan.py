@@ -20,11 +20,7 @@ _I64 = npt.NDArray[np.int64]
 
 
 def heirs(ranks: RankNodes, left: tuple[int, ...], lost: int) -> list[int]:
-    """Return the ranks that take over the samples of a lost one: those of its node, or all.
-
-    Args:
-        left: the survivors; at least one.
-    """
+    """Return the survivors that take over the samples of a lost one: those of its node, or all."""
     near = [rank for rank in left if ranks.node_of[rank] == ranks.node_of[lost]]
     return near or list(left)
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Final, Self, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.tier import Tier, TierTargets
 from dlio.util.buffer_pool import BufferPool
+from dlio.util.closable import Closable
 from dlio.util.forks import call_in_child, new_lock
 from dlio.util.memory import new_memory
 from dlio.util.settings import settings
@@ -66,7 +67,7 @@ def piece_bytes(stripe_bytes: int) -> int:
     return stripe_bytes * max(1, _PIECE_BYTES // stripe_bytes)
 
 
-class SourceRequests:
+class SourceRequests(Closable):
     """Reads blocks of a data set. Thread-safe. Owner: the hierarchy.
 
     Args:
@@ -106,12 +107,6 @@ class SourceRequests:
         """Time from which on more bytes may be read, by the rate."""
         self._lock = new_lock()
         self._workers.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextmanager
     def block(
@@ -774,7 +769,7 @@ def filler_threads(block_bytes: npt.NDArray[np.int64], requests: int) -> int:
     return max(2, min(requests, IN_FLIGHT_BYTES // largest))
 
 
-class BlockFiller:
+class BlockFiller(Closable):
     """Threads that bring blocks into their tiers until all are there, or it is closed.
 
     Each rank of a node has one, and all go through the same list. A block that another rank is
@@ -795,12 +790,6 @@ class BlockFiller:
         self._workers = Workers("dlio-fill", self._run, threads, stop_timeout_s=_FILLER_TIMEOUT_S)
         self._closing = self._workers.stopping
         self._workers.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until all blocks that can be brought are there; False after `timeout_s`."""

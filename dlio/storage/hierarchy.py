@@ -13,7 +13,7 @@ pinned block from the source once. `dlio.storage` says which of two paths brings
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, Self, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from dlio.storage.block_fetcher import BlockFetcher, Fetcher, SourceRequests
 from dlio.storage.counters import Counters, RunNotes
 from dlio.storage.sample_fetcher import SampleFetcher
 from dlio.storage.tier import PinnedTiers, Tier, TierTargets
+from dlio.util.closable import Closable
 from dlio.util.forks import new_lock
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ _SMALL_BLOCK: Final = 8
 """Samples of a block that is brought for one of them without counting the cost."""
 
 
-class Hierarchy:
+class Hierarchy(Closable):
     """Reads samples from the fastest place of this node that holds them. Thread-safe.
 
     Owns its tiers: `close` closes them. Does not own the reader.
@@ -98,12 +99,6 @@ class Hierarchy:
                 self.run_notes,
             )
         self._fetcher: Fetcher = self.sample_fetcher or self.block_fetcher
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def tiers(self) -> list[Tier]:

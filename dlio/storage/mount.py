@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,7 @@ from dlio.storage.tier_spec import (
     device_spec,
     is_parsed,
 )
+from dlio.util.closable import Closable
 from dlio.util.live_figures import PublishedFigures, publish
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
@@ -85,7 +86,7 @@ class MountOptions:
     """Raise an error for a tier whose disk fails or is read-only, instead of going on without."""
 
 
-class Mount:
+class Mount(Closable):
     """A data set mounted on the nodes of a job, as one rank sees it. Owns the hierarchy.
 
     Args:
@@ -130,12 +131,6 @@ class Mount:
         self._device_tier: DeviceTier | None = None
         self._process = os.getpid()
         self._live: PublishedFigures | None = publish("data", self._figures)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Blocks
 

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ from dlio.storage.block import (
     write_all,
 )
 from dlio.storage.tier_spec import TierSpec
+from dlio.util.closable import Closable
 from dlio.util.folders import open_private, remove_entry, unlink
 from dlio.util.forks import new_lock
 from dlio.util.limits import open_regular
@@ -74,7 +75,7 @@ _TABLE_BYTES: Final = 64 << 20
 for each read: that takes 5 µs, and a tier may have more blocks than a process may open files."""
 
 
-class Tier:
+class Tier(Closable):
     """One tier of a node, opened by one process. Thread-safe. Owner: the hierarchy.
 
     `dlio.testing.TierTests` checks the promises of its methods.
@@ -124,12 +125,6 @@ class Tier:
                 f"tier {self.path} cannot be written ({error.strerror}): check the disk, or name "
                 "another folder in --tiers"
             ) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def keep(self) -> None:
         """Let the node's agent, if there is one, keep a RAM tier until the job ends."""

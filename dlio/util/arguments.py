@@ -28,10 +28,8 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 
 def unknown_word(name: str, word: object, words: Iterable[str], more: str = "") -> UsageError:
-    """Return the error for a word that is not among the valid ones.
-
-    Args:
-        more: a remedy to show in place of the list of words.
+    """Return the error for a word that is not among the valid ones, which it lists unless there is
+    another remedy, `more`.
     """
     words = list(words)
     remedy = more or f"choose {'one of ' if len(words) > 2 else ''}{_listed(words)}"
@@ -49,10 +47,8 @@ def one_of(name: str, value: _Word, words: Sequence[str]) -> _Word:
 def whole_number(
     name: str, value: object, least: int = 0, most: int | None = None, unit: str = ""
 ) -> int:
-    """Return an integer of any kind, such as one of numpy. Raises UsageError.
-
-    Args:
-        unit: of the number, in the plural, for the error.
+    """Return an integer of any kind, such as one of numpy. Raises UsageError, with the unit in the
+    plural.
     """
     number: int | None = None
     if not isinstance(value, bool):

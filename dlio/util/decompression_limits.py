@@ -15,10 +15,8 @@ _UNKNOWN: Final = 2**64 - 1
 
 
 def exceeds(codec: str, data: bytes, limit: int) -> bool:
-    """True if compressed data become more than `limit` bytes. Takes little memory to find out.
-
-    Args:
-        codec: name of the codec; False for those that are unknown here.
+    """True if data of a known codec become more than `limit` bytes. Takes little memory to find
+    out.
     """
     check = CODECS.get(codec)
     return check is not None and check(data, limit)

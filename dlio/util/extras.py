@@ -10,12 +10,8 @@ from importlib.metadata import PackageNotFoundError, requires
 
 
 def how_to_install(extra: str, package: str = "") -> str:
-    """Return a command that installs the packages of an extra of dlio, such as `plot`.
-
-    An empty extra stands for dlio itself.
-
-    Args:
-        package: beginning of the name of the one package to install; all of the extra if empty.
+    """Return a command that installs the packages of an extra of dlio, such as `plot`, whose names
+    begin with `package`. An empty extra stands for dlio itself.
     """
     if not extra:
         return "`pip install .` in the folder of dlio's source"

@@ -138,10 +138,7 @@ def _exists(parent: int, name: str) -> bool:
 def open_below(parent: int, name: str, *, private: bool = True) -> int:
     """Open an existing folder of dlio, which may not be a link, and return its descriptor.
 
-    Args:
-        private: refuse a folder that others can enter, or that others own.
-
-    Raises OSError; UntrustedFile if the folder is not private.
+    Raises OSError; UntrustedFile if the folder is to be private, and others own or can enter it.
     """
     descriptor = os.open(name, _FOLDER, dir_fd=parent)
     try:
@@ -211,12 +208,10 @@ def same_folder(parent: int, name: str, folder: int) -> bool:
 
 
 def empty_folder(folder: int, *, keep: tuple[str, ...] = (MARK,)) -> None:
-    """Remove the contents of a folder that is marked as dlio's; without effect on others.
+    """Remove all but the files `keep` from a folder that is marked as dlio's; without effect on
+    others.
 
     Follows no link. Entries that cannot be removed stay.
-
-    Args:
-        keep: names of files that stay.
     """
     if not is_marked(folder):
         return
@@ -259,13 +254,9 @@ def remove_path(path: str) -> None:
 
 
 def publish_folder(parent: int, hidden: str, folder: int, name: str) -> None:
-    """Rename a complete private folder to its final name.
+    """Rename a complete private folder of `parent` to its final name; both are descriptors.
 
     It is sealed, and gets the mode of the folder that contains it.
-
-    Args:
-        parent: descriptor of the folder that contains it.
-        folder: its own descriptor.
     """
     seal(parent, hidden)
     os.fchmod(folder, _mode_below(parent))
@@ -273,11 +264,8 @@ def publish_folder(parent: int, hidden: str, folder: int, name: str) -> None:
 
 
 def rename(old: str, new: str, parent: int | None = None, to: int | None = None) -> None:
-    """Rename a file or folder between folders of dlio, and verified folders.
-
-    Args:
-        old: name in the folder `parent`, or a path below the `path_of` a folder of dlio.
-        new: name in the folder `to`, or such a path.
+    """Rename a file or folder between folders of dlio, and verified folders. Names are in the
+    folders `parent` and `to`, or paths below the `path_of` a folder of dlio.
     """
     os.rename(old, new, src_dir_fd=parent, dst_dir_fd=to)
 

@@ -31,10 +31,9 @@ def new_rlock() -> "threading.RLock":
 
 
 def call_in_child(method: Callable[[], object]) -> None:
-    """Call a method in each forked child, after its locks are free.
+    """Call a bound method in each forked child, after its locks are free.
 
-    Args:
-        method: bound; its object is not kept alive. It starts no thread and waits for nothing.
+    Its object is not kept alive. It starts no thread and waits for nothing.
     """
     _methods[:] = [each for each in _methods if each() is not None]
     _methods.append(weakref.WeakMethod(method))

@@ -47,11 +47,7 @@ def open_unchecked(path: str, flags: int = 0, *, dir_fd: int | None = None) -> i
 
 
 def open_regular(path: str, flags: int = 0, *, dir_fd: int | None = None) -> int:
-    """Open a regular file for reading and return its descriptor.
-
-    Args:
-        flags: further flags of `os.open`.
-        dir_fd: folder that a relative path begins at.
+    """Open a regular file for reading, with further flags of `os.open`, and return its descriptor.
 
     Raises OSError, also for anything but a regular file.
     """
@@ -93,10 +89,8 @@ def is_plausible(declared: int, stored: int) -> bool:
 def parsing(where: str | Callable[[], str]) -> "_ParseErrors":
     """Turn errors of any kind, as malformed data cause in libraries, into one of the data set.
 
-    For a `with` statement, which then raises SourceError.
-
-    Args:
-        where: path for the message, or a function that returns it, called when there is an error.
+    For a `with` statement, which then raises SourceError. `where` is the path for the message, or a
+    function that returns it, called when there is an error.
     """
     return _ParseErrors(where)
 

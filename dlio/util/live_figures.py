@@ -18,8 +18,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
+from dlio.util.closable import Closable
 from dlio.util.private_sockets import is_own, user_of
 from dlio.util.threads import Workers
 
@@ -50,17 +51,11 @@ class ProcessFigures:
     parts: Sequence[Figures]
 
 
-class PublishedFigures:
+class PublishedFigures(Closable):
     """Figures that are published until `close`; a context manager."""
 
     def __init__(self, kind: str, figures: Callable[[], Figures]) -> None:
         self._kind, self._method = kind, weakref.WeakMethod(figures)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Publish these no longer; with the last ones of the process its socket is closed."""

@@ -14,9 +14,5 @@ def printable(text: str | bytes) -> str:
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Print one line for users, whatever names are in it.
-
-    Args:
-        stream: None for standard output.
-    """
+    """Print one line for users, whatever names are in it, to standard output or a stream."""
     print(printable(text), file=sys.stdout if stream is None else stream, flush=True)

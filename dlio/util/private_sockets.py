@@ -13,10 +13,10 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def listen(folder: int, name: str) -> socket.socket:
-    """Return a socket that listens at a name in a folder, for this user alone.
+    """Return a socket that listens at a name in a private folder (a descriptor), for this user
+    alone.
 
-    Args:
-        folder: descriptor of a private folder. Paths of sockets are limited to 107 characters.
+    Paths of sockets are limited to 107 characters.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)

@@ -13,9 +13,10 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, Self
+from typing import Final
 
 from dlio.util.child_processes import module_command
+from dlio.util.closable import Closable
 from dlio.util.folders import hold_shared, lock_file, open_private, remove_if_unheld
 from dlio.util.threads import Workers
 
@@ -26,15 +27,11 @@ _ALIVE: Final = "alive"
 _START_TIMEOUT_S: Final = 20.0
 
 
-class SharedFolder:
+class SharedFolder(Closable):
     """A folder in shared memory, in use by this process until `close`; a context manager.
 
-    Creating one also removes the folders of jobs that have died.
-
-    Args:
-        name: name of the folder; processes with the same name share it.
-
-    Raises TierError if other users own or can enter this user's folder.
+    Processes with the same name share it. Creating one also removes the folders of jobs that have
+    died. Raises TierError if other users own or can enter this user's folder.
     """
 
     def __init__(self, name: str) -> None:
@@ -50,12 +47,6 @@ class SharedFolder:
             self.alive = hold_shared(self.descriptor, _ALIVE)
             """The lock: whoever holds a copy of this descriptor keeps the folder, too."""
         self._starting = _start_reaper(os.path.join(self.path, _ALIVE)) if first else None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Release the folder; remove it if no other process uses it."""
@@ -120,13 +111,10 @@ def _lock() -> tuple[int, int]:
 
 
 def _start_reaper(lock: str) -> Workers | None:
-    """Start the process that removes a folder after all processes that use it have died.
+    """Start the process that removes a folder after all that share its lock, a path, have died.
 
     It has a session of its own and inherits no open file. Returns the thread that waits until it
     has detached itself; None if it could not be started.
-
-    Args:
-        lock: path of the file whose lock the users of the folder share.
     """
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     try:

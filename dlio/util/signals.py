@@ -59,11 +59,8 @@ def _ignore(*_: object) -> None:
 def end_with(code: int, at_once: bool) -> None:
     """Let SIGTERM and SIGUSR1 change nothing about the exit code of a process that ends now.
 
-    They are ignored rather than handled, as Python gives up its handlers before MPI ends.
-
-    Args:
-        code: the exit code.
-        at_once: SIGTERM ends this process. A rank of MPI cannot end so: it waits for the others.
+    They are ignored rather than handled, as Python gives up its handlers before MPI ends. With
+    `at_once` SIGTERM ends this process; a rank of MPI cannot end so: it waits for the others.
     """
 
     def end(*_: object) -> None:
@@ -74,13 +71,10 @@ def end_with(code: int, at_once: bool) -> None:
 
 
 class StopSignals:
-    """Calls a function at the first SIGTERM or SIGUSR1.
+    """Calls a function in the signal's handler at the first SIGTERM or SIGUSR1, once.
 
     A SIGTERM that comes later than 1 s after that has its former effect. Only the main thread may
     call the methods.
-
-    Args:
-        act: called by the signal's handler, once.
     """
 
     def __init__(self, act: Callable[[], object]) -> None:

@@ -124,12 +124,10 @@ class Workers:
             self._wake()
 
     def close(self, timeout_s: float | None = None) -> list[str]:
-        """Stop and join the threads. Return the names of those still alive after the deadline.
+        """Stop and join the threads. Return the names of those still alive after the deadline, in
+        seconds, or `stop_timeout_s`.
 
         These are also logged, once. They end when the call that blocks them returns.
-
-        Args:
-            timeout_s: deadline in seconds; None for `stop_timeout_s`.
         """
         self.stop()
         return self._ended_within(self.stop_timeout_s if timeout_s is None else timeout_s)
@@ -171,11 +169,10 @@ class Workers:
 
 
 def join_with(waiting: _ThreadWaiter) -> None:
-    """Replace the function that waits while threads are joined.
+    """Replace the function that waits while threads are joined, `waiting(wait, timeout_s)`.
 
-    Args:
-        waiting: called as `waiting(wait, timeout_s)`. Alternates between `wait(seconds)` and work
-            that other threads need done by the joining thread; returns True once `wait` does.
+    It alternates between `wait(seconds)` and work that other threads need done by the joining
+    thread, and returns True once `wait` does.
     """
     global _join_by
     _join_by = waiting

@@ -101,10 +101,8 @@ def open_new(folder: int, name: str, mode: int = 0o664) -> BinaryIO:
 
 
 def read_small(folder: int, name: str, most: int, *, owners: tuple[int, ...] = ()) -> bytes:
-    """Read a file in a verified folder. Raises OSError as `open_file`, or if it is larger.
-
-    Args:
-        most: bytes of the largest file.
+    """Read a file of at most `most` bytes in a verified folder. Raises OSError as `open_file`, or
+    if it is larger.
     """
     descriptor = open_file(folder, name, os.O_RDONLY, owners=owners)
     with os.fdopen(descriptor, "rb") as file:

@@ -22,14 +22,11 @@ _MOST_LINKS: Final = 40
 
 
 def open_folder(path: str, *, to_list: bool = True) -> int:
-    """Open a folder that the user has named and return its descriptor.
+    """Open a folder that the user has named, or a path below a `path_of`, and return its
+    descriptor.
 
-    Args:
-        path: may also begin with the `path_of` a descriptor.
-        to_list: False if the folder is not to be listed or synchronised; it need not be readable
-            then.
-
-    Raises OSError, UntrustedFile if another user has planted a part of the path.
+    One that is not `to_list` or to synchronise need not be readable. Raises OSError, UntrustedFile
+    if another user has planted a part of the path.
     """
     at = _open_path(path)
     if not to_list:
@@ -110,10 +107,7 @@ def parent_of(path: str) -> Iterator[tuple[int, str]]:
 def make_folders(path: str, mode: int = PUBLIC) -> int:
     """Open a folder that the user has named and return its descriptor; create missing ones.
 
-    Args:
-        mode: of created folders; the umask takes its part from it.
-
-    Raises OSError as `open_folder`.
+    The umask takes its part from their mode. Raises OSError as `open_folder`.
     """
     try:
         return open_folder(path)

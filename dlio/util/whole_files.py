@@ -18,13 +18,7 @@ _MODE: Final = 0o664
 
 
 def check_writable(option: str, path: str) -> None:
-    """Check before a run that its result can be written.
-
-    Args:
-        option: option of the command line, which the error names.
-
-    Raises UsageError if it cannot.
-    """
+    """Check before a run that its result can be written. Raises UsageError, which names the option."""
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         raise UsageError(f"{option} {path}: this is a folder; name a file")
@@ -37,11 +31,8 @@ def check_writable(option: str, path: str) -> None:
 def write_whole(path: str, write: Callable[[IO[bytes]], object], mode: int = _MODE) -> None:
     """Write a file by calling `write`; it appears under its name once it is complete.
 
-    Args:
-        path: a file that the user has named, or one below the `path_of` a folder.
-        mode: of the file; the umask takes its part from it.
-
-    Raises UsageError if it cannot be written.
+    The path is one that the user has named, or below the `path_of` a folder; the umask takes its
+    part from the mode. Raises UsageError if it cannot be written.
     """
     try:
         with parent_of(path) as (folder, name):
@@ -71,10 +62,7 @@ def write_whole_at(
 def open_own(path: str, flags: int, mode: int = 0o600) -> int:
     """Open a file of this user's in a folder that the user has named; returns its descriptor.
 
-    Args:
-        flags: as for os.open, without O_TRUNC.
-        mode: of a new file; the umask takes its part from it.
-
+    Flags are as for os.open, without O_TRUNC; the umask takes its part from a new file's mode.
     Raises OSError; UntrustedFile if it is not a regular file of this user's.
     """
     with parent_of(path) as (folder, name):
@@ -84,10 +72,8 @@ def open_own(path: str, flags: int, mode: int = 0o600) -> int:
 def open_partial(path: str, *, new: bool) -> IO[str]:
     """Open a text file, to be read and written, that will be renamed when it is complete.
 
-    Args:
-        new: begin with an empty file; otherwise it must exist.
-
-    Raises OSError; UntrustedFile if it is not this user's own file.
+    A new one begins empty; otherwise it must exist. Raises OSError; UntrustedFile if it is not this
+    user's own file.
     """
     flags = os.O_RDWR | (os.O_CREAT if new else 0)
     file = os.fdopen(open_own(path, flags, _MODE), "r+")
@@ -109,10 +95,8 @@ def remove_file(path: str) -> None:
 
 
 def take_lock(descriptor: int, how: int, timeout_s: float = 0.0) -> bool:
-    """Lock an open file; False if another process held the lock until the deadline.
-
-    Args:
-        how: fcntl.LOCK_EX or fcntl.LOCK_SH.
+    """Lock an open file by fcntl.LOCK_EX or LOCK_SH; False if another process held it until the
+    deadline.
 
     Raises OSError if the file system does not support locks.
     """

@@ -19,7 +19,6 @@ from dlio.launch.spread import (
     srun_command,
 )
 from dlio.util.child_processes import module_command
-from dlio_staging.pack import pack_rank
 
 _PREFIXES = ("SLURM", "PBS", "LSB", "OMPI_COMM", "PMI", "MASTER", "TORCHELASTIC", "RANK", "WORLD")
 _TASK = {
@@ -101,10 +100,10 @@ def test_stage_and_pack_share_their_work_among_ranks(
 def test_pack_starts_as_many_ranks_as_launch_says(
     monkeypatch: pytest.MonkeyPatch, pictures: Path, tmp_path: Path
 ) -> None:
-    started: list[tuple[object, int]] = []
+    started: list[tuple[str, int]] = []
 
-    def start(function: object, task: str, ranks: int, *_: object) -> int:
-        started.append((function, ranks))
+    def start(name: str, task: str, ranks: int, *_: object) -> int:
+        started.append((name, ranks))
         return 0
 
     monkeypatch.setattr("dlio.launch.command_ranks._launch", start)
@@ -114,7 +113,7 @@ def test_pack_starts_as_many_ranks_as_launch_says(
         Program("pack", (str(pictures), str(tmp_path / "packed"), "--workers", "1")),
         LaunchOptions(ranks=3),
     )
-    assert started == [(pack_rank, 3)]
+    assert started == [("pack", 3)]
 
 
 @pytest.mark.parametrize(

@@ -231,14 +231,14 @@ def test_arguments_after_the_script_are_passed_to_it(monkeypatch: pytest.MonkeyP
 def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: Path) -> None:
     """The launcher checks options, model, data and tiers; a stub takes the record."""
     text = (
-        "import json, os, sys\n"
+        "import json, os, subprocess, sys\n"
         "from dlio.cli import main\nfrom dlio.launch import mpi_launch\n"
-        "def start(module, argv, ranks, environment, limits, live):\n"
+        "def start(argv, ranks, *, environment, **_):\n"
         "    task = json.loads(environment['DLIO_RECORD'])\n"
         "    loaded = [m for m in ('torch', 'mpi4py') if m in sys.modules]\n"
         "    print(json.dumps([ranks, task['records'][0][1]['epochs'], loaded]))\n"
-        "    return 0\n"
-        "mpi_launch.run_module = start\n"
+        "    return subprocess.CompletedProcess(argv, 0)\n"
+        "mpi_launch.launch = start\n"
         f"main(['train', {str(pictures)!r}, '-n', '4', '--epochs', '9', '--skip-samples',"
         " '--exchange', 'gossip+int8', '--model', 'resnet(width=8)'])"
     )
@@ -252,7 +252,8 @@ def test_a_record_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) 
     from dlio.cli.train_command import train_rank
     from dlio.launch.command_ranks import on_ranks
 
-    monkeypatch.setattr(mpi_launch, "run_module", lambda *_: 0)
+    done = subprocess.CompletedProcess[str]([], 0)
+    monkeypatch.setattr(mpi_launch, "launch", lambda *_, **__: done)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS"):
         monkeypatch.delenv(name, raising=False)
     config = train_config("x", replica=tuple(f"/replica/{number:05d}" for number in range(9000)))

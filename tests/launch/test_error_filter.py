@@ -68,7 +68,7 @@ exit 213
     )
     mpirun.chmod(mpirun.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(mpi_launch, "find_mpirun", lambda: os.fspath(mpirun))
-    assert mpi_launch.run_ranks(2, ["train"]) == code
+    assert mpi_launch.launch(["train"], 2).returncode == code
     shown = capfd.readouterr()
     assert len((tmp_path / "starts").read_text().split()) == 5
     assert shown.out == ("" if code else "trained\n")

@@ -52,7 +52,8 @@ def test_a_failed_rank_ends_the_ranks_that_wait_for_it(
         "    here.barrier()\n"
     )
     text = (
-        "import sys; from dlio.launch.mpi_launch import run_ranks; sys.exit(run_ranks(2, ['fail']))"
+        "import sys; from dlio.launch.mpi_launch import launch\n"
+        "sys.exit(launch([sys.executable, '-m', 'dlio.cli', 'fail'], 2).returncode)"
     )
     paths = os.pathsep.join([PATHS, str(tmp_path)])
     with _python(text, PYTHONPATH=paths, DLIO_DEBUG=debug) as run:

@@ -123,7 +123,12 @@ def _started(monkeypatch: pytest.MonkeyPatch, backend: str) -> str:
     """Return the launcher that `on_ranks` chooses."""
     chosen: list[str] = []
     for name, module in (("mpi", mpi_launch), ("torch", torch_launch)):
-        monkeypatch.setattr(module, "run_module", lambda *_, n=name: chosen.append(n))
+
+        def launch(*_: object, n: str = name, **__: object) -> subprocess.CompletedProcess[str]:
+            chosen.append(n)
+            return subprocess.CompletedProcess([], 0)
+
+        monkeypatch.setattr(module, "launch", launch)
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     assert on_ranks(2, _started, backend=backend)
     return chosen[0]

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from dlio.cli.launch_command import LaunchOptions, Program, job_script, read_program
 from dlio.errors import UsageError
-from dlio.launch.slurm_options import parse_slurm, parse_time
-from dlio.launch.slurm_script import JobScript, shell_words
+from dlio.launch.slurm_script import JobScript, parse_slurm, parse_time, shell_words
 from dlio.util.child_processes import end_groups
 from tests.conftest import in_time
 

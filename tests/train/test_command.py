@@ -17,7 +17,6 @@ from dlio.cli.train_command import find_parts
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.image.crop import Crop
-from dlio.launch.rank_environment import RankLimits
 from dlio.loader.dataset import open_dataset
 from dlio.train.config import TrainConfig, train_config
 from dlio.train.model import make_model
@@ -125,10 +124,10 @@ def test_mistakes_are_reported_before_ranks_are_started(
     import dlio.launch.mpi_launch
     from dlio.cli import main
 
-    def never(*_: object) -> int:
+    def never(*_: object, **__: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(dlio.launch.mpi_launch, "run_module", never)
+    monkeypatch.setattr(dlio.launch.mpi_launch, "launch", never)
     with pytest.raises(SystemExit) as ended:
         main(["train", str(pictures / "train"), "-n", "2", *options])
     assert ended.value.code == 2
@@ -184,23 +183,24 @@ def _handed(monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> TrainConfig
     seen: list[TrainConfig] = []
 
     def start(
-        module: str,
         argv: list[str],
         count: int,
+        *,
         environment: dict[str, str],
-        limits: RankLimits,
+        min_ranks: int | None,
+        spares: int,
         live: LiveLine,
-    ) -> int:
+    ) -> subprocess.CompletedProcess[str]:
         assert not live.shown
-        assert (module, argv, count) == ("dlio.cli.rank_main", ["train_command"], 2)
-        assert limits == RankLimits(min_ranks=None, spares=0)
+        assert (argv[-2:], count) == (["dlio.cli.rank_main", "train_command"], 2)
+        assert (min_ranks, spares) == (None, 0)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         command_ranks.run_as_rank()
         assert not set(environment) & set(os.environ), "the script of a rank must not see it"
-        return 0
+        return subprocess.CompletedProcess(argv, 0)
 
-    monkeypatch.setattr(mpi_launch, "run_module", start)
+    monkeypatch.setattr(mpi_launch, "launch", start)
     monkeypatch.setattr(train_command, "train_rank", train_rank := _recorder(seen))
     assert command_ranks.on_ranks(2, train_rank, config)
     return seen[0]

@@ -9,9 +9,10 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from dlio.errors import UsageError
+from dlio.util.closable import Closable
 from dlio_bench.bench_processes import cpu_s, pss, threads, tree
 from dlio_bench.peers.standalone.runners.protocol import MARK, Task
 
@@ -35,7 +36,7 @@ class ContenderFigures:
     """Seconds of all processes of the contender on processors, of all passes."""
 
 
-class ContenderProcess:
+class ContenderProcess(Closable):
     """One contender's process. Owner: the caller, by `with`.
 
     Args:
@@ -76,12 +77,6 @@ class ContenderProcess:
         except OSError as error:
             self._said.close()
             raise UsageError(f"{name} cannot be started: {error}") from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the process and all workers of its own."""

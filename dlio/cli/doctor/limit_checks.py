@@ -25,10 +25,8 @@ _UNLIMITED: Final = 1 << 60
 
 
 def check_limits(infiniband: bool | None = None) -> Iterator[Finding]:
-    """Yield limits of this process.
-
-    Args:
-        infiniband: the machine has such adapters, which need locked memory; None to look.
+    """Yield limits of this process; those of locked memory where the machine has InfiniBand, which
+    needs it (None: look).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{_number(soft)} (at most {_number(hard)})"
@@ -78,12 +76,8 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_shared_memory(wanted: int, ranks: int, path: str = SHARED_MEMORY) -> Iterator[Finding]:
-    """Yield the space in shared memory.
-
-    Args:
-        wanted: bytes that tiers in RAM may take there.
-        ranks: of this node.
-        path: where it is mounted.
+    """Yield the space in shared memory at `path`, of which this node's tiers in RAM may take
+    `wanted` bytes.
     """
     try:
         status = os.statvfs(path)

@@ -187,12 +187,7 @@ def check_source(path: str) -> Iterator[Finding]:
 
 
 def check_place(shown: str, place: FileSystemKind, largest: int) -> Iterator[Finding]:
-    """Yield the file system of a source.
-
-    Args:
-        shown: name of the source.
-        largest: bytes of its largest file.
-    """
+    """Yield the file system of a source, `shown`, whose largest file has `largest` bytes."""
     mounted = None if is_remote(place.path) else holding(place.mount, read_mounts())
     options = "" if mounted is None else f" ({mounted.options})"
     text = f"{place.filesystem} at {place.mount}{options}"

@@ -38,11 +38,7 @@ class RankHardware:
 
 
 def rank_facts(rank: int, node: str, device: str) -> RankHardware:
-    """Return the facts of this process.
-
-    Args:
-        device: as for `dlio train --device`.
-    """
+    """Return the facts of this process; `device` is as for `dlio train --device`."""
     try:
         import torch
 
@@ -65,11 +61,7 @@ def rank_facts(rank: int, node: str, device: str) -> RankHardware:
 
 
 def check_ranks(facts: Sequence[RankHardware]) -> Iterator[Finding]:
-    """Yield how ranks share nodes, cores and GPUs.
-
-    Args:
-        facts: of all ranks.
-    """
+    """Yield how all ranks share nodes, cores and GPUs."""
     by_node: dict[str, list[RankHardware]] = {}
     for each in facts:
         by_node.setdefault(each.node, []).append(each)
@@ -154,10 +146,8 @@ def allocation(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def lost_ranks(problem: str) -> Finding:
-    """Return the finding of ranks that a launcher started and that do not find each other.
-
-    Args:
-        problem: the error's text, which ends with a remedy.
+    """Return the finding of ranks that a launcher started and that do not find each other, from the
+    error's text, which ends with a remedy.
     """
     said, _, remedy = problem.partition(": ")
     return _TOPIC.error("ranks", said, remedy or "start them with the mpirun of that MPI library")

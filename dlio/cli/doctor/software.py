@@ -31,11 +31,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_torch(device: str) -> Iterator[Finding]:
-    """Yield the devices of torch.
-
-    Args:
-        device: as for `dlio train --device`.
-    """
+    """Yield the devices of torch; `device` is as for `dlio train --device`."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -82,12 +78,8 @@ def check_torch(device: str) -> Iterator[Finding]:
 
 
 def check_mpi(facts: MpiFacts, mpirun: str | None, mpirun_version: str) -> Iterator[Finding]:
-    """Yield the abilities of MPI, and whether there are several libraries.
-
-    Args:
-        facts: of the library that mpi4py loads.
-        mpirun: path of mpirun, None if there is none.
-        mpirun_version: its own words.
+    """Yield the abilities of the MPI that mpi4py loads, and whether there are several libraries;
+    mpirun's path is None without one, and its version in its own words.
     """
     if facts.problem:
         yield _TOPIC.warning(

@@ -27,11 +27,10 @@ _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Door:
-    """Connections of strangers at a listener. Owner of the listener; not thread-safe.
+    """Connections of strangers at a listener that does not block. Owner of the listener; not
+    thread-safe.
 
-    Args:
-        listener: does not block.
-        close: called with a connection that has to go; it closes it, and calls `left`.
+    `close` is called with a connection that has to go; it closes it, and calls `left`.
     """
 
     def __init__(

@@ -30,11 +30,7 @@ _LAZY: Final = "TORCH_GLOO_LAZY_INIT"
 
 
 class GlooGate:
-    """A device of gloo, and its listener. Thread-safe.
-
-    Args:
-        address: at which it listens.
-    """
+    """A device of gloo, and its listener at an address. Thread-safe."""
 
     def __init__(self, address: str) -> None:
         gloo: Any = dist.ProcessGroupGloo

@@ -77,12 +77,7 @@ class _EndedCalls:
 
 
 class Hub(Generic[_T]):
-    """Links, listener and thread; close it.
-
-    Args:
-        listener: of this rank; the hub owns it.
-        addresses: of all ranks.
-    """
+    """Links, and the thread and listener of this rank, which it owns; close it."""
 
     def __init__(
         self,

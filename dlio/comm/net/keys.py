@@ -56,11 +56,7 @@ def job_secret() -> bytes:
 
 
 class Keys:
-    """One rank's keys with all others.
-
-    Args:
-        secret: shared by all ranks, and by nobody else; may be empty.
-    """
+    """One rank's keys with all others. They share the secret with nobody else; it may be empty."""
 
     def __init__(self, rank: int, secret: bytes = b"") -> None:
         self.rank = rank
@@ -131,11 +127,7 @@ class _Greeting:
 
 
 class Caller(_Greeting):
-    """The side that connects.
-
-    Args:
-        peer: rank that should answer.
-    """
+    """The side that connects, and that rank `peer` should answer."""
 
     def __init__(self, keys: Keys, peer: int) -> None:
         super().__init__(keys)

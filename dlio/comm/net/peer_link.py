@@ -47,11 +47,7 @@ class FrameHead(NamedTuple):
 
 
 class Seal:
-    """Frames of one direction of a connection.
-
-    Args:
-        key: of this direction.
-    """
+    """Frames of one direction of a connection, with a key of their own."""
 
     SIZE: Final = _HEAD.size + _MAC_BYTES
 

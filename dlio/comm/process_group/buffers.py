@@ -89,10 +89,8 @@ class HostMemoryPool:
 
 
 class OperationMemory:
-    """Host memory of one operation: `source` copies inputs in, `finish` copies results out.
-
-    Args:
-        device: device of all tensors of the operation.
+    """Host memory of one operation, whose tensors are on one device: `source` copies inputs in,
+    `finish` copies results out.
     """
 
     def __init__(self, scratch: HostMemoryPool, device: torch.device) -> None:
@@ -126,9 +124,8 @@ class OperationMemory:
     def sink(self, tensors: Sequence[torch.Tensor], apart: bool = False) -> torch.Tensor:
         """Return memory that `finish` copies into the tensors; shape (bytes,), uint8.
 
-        Args:
-            apart: return separate memory even where the tensors' own could be used, because MPI
-                still reads the tensors.
+        It is `apart` from memory of the tensors' own that could be used, where MPI still reads
+        them.
         """
         flat = None if apart else self._as_one(tensors)
         if flat is None:

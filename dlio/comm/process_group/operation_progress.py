@@ -59,10 +59,8 @@ class OperationProgress:
         self._caller: Workers | None = None
 
     def submit(self, work: MpiWork, watched: bool) -> None:
-        """Start an operation.
-
-        Args:
-            watched: the caller is about to wait for it, so the background thread is not needed.
+        """Start an operation. If the caller is about to wait for it, it is `watched`, and needs no
+        thread.
         """
         work.members.pending.add(work)
         self._arrived.append(work)

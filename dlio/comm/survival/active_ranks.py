@@ -44,10 +44,8 @@ class MembershipReport:
 
 
 def next_members(standings: Sequence[MembershipReport]) -> tuple[int, ...]:
-    """Return the members that are active from now on, ascending.
-
-    Args:
-        standings: of all ranks that are alive.
+    """Return the members that are active from now on, ascending, from the standings of all living
+    ranks.
     """
     active = [each for each in standings if each.active]
     if not any(each.meets for each in active):
@@ -65,10 +63,8 @@ def next_members(standings: Sequence[MembershipReport]) -> tuple[int, ...]:
 
 
 def leaving_members(standings: Sequence[MembershipReport], members: Sequence[int]) -> set[int]:
-    """Return the ranks that end now; at the job's beginning active ones become spares instead.
-
-    Args:
-        members: those that are active from now on.
+    """Return the ranks that end now, not among the `members` that are active from now on; at the
+    job's beginning active ones become spares instead.
     """
     begins = max(each.wanted for each in standings).request == 0
     ending = (each for each in standings if each.leaves or (each.active and not begins))

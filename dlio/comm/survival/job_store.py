@@ -33,12 +33,10 @@ def open_store() -> "JobStore":
 
 
 class JobStore:
-    """A connection to the store. One call at a time: a call that waits holds up the others.
+    """A connection to the launcher's store, or a store of torch. One call at a time: a call that
+    waits holds up the others.
 
     All raise CommError when the launcher is gone.
-
-    Args:
-        raw: the connection, or a store of torch.
     """
 
     def __init__(self, raw: "PrivateStore | Store") -> None:
@@ -82,8 +80,7 @@ class JobStore:
 class EventLog:
     """The events of a job, in the same order for all that read them.
 
-    Args:
-        store: a connection that nobody else uses while `next` waits.
+    Nobody else uses the connection to the store while `next` waits.
     """
 
     def __init__(self, store: JobStore) -> None:

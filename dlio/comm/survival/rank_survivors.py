@@ -73,10 +73,6 @@ def this_process() -> tuple[str, int]:
 
 
 def processes_here(places: Sequence[tuple[str, int]], me: int) -> dict[int, int]:
-    """Return the process of each member on this rank's machine.
-
-    Args:
-        places: `this_process` of each member.
-    """
+    """Return the process of each member on this rank's machine, from their `this_process`."""
     machine = places[me][0]
     return {member: process for member, (name, process) in enumerate(places) if name == machine}

@@ -125,11 +125,7 @@ class MeasuredLoss:
 
 
 class Recovery:
-    """Brings all parts of a training over a loss. One per process.
-
-    Args:
-        comm: all ranks.
-    """
+    """Brings all parts of a training over a loss, on all ranks. One per process."""
 
     def __init__(self, membership: Membership, comm: Communicator) -> None:
         self.membership = membership
@@ -164,18 +160,13 @@ class Recovery:
     def describe(self, nodes: Sequence[str], place: Callable[[], tuple[int, int]]) -> None:
         """Set what later losses are described by. The caller shows them; else they are logged.
 
-        Args:
-            nodes: node name of each rank when the job began.
-            place: returns the number of the epoch, and that of finished optimizer steps.
+        `nodes` are the node names of the job's first ranks; `place` returns the numbers of the
+        epoch and of finished optimizer steps.
         """
         self._nodes, self._place, self._is_described = nodes, place, True
 
     def node(self, member: int) -> str:
-        """Return the name of a rank's node, empty if it is not known.
-
-        Args:
-            member: its number when the job began.
-        """
+        """Return the name of a member's node, empty if it is not known."""
         return self._nodes[member] if member < len(self._nodes) else ""
 
     def register(self, part: RecoveryPart[_R]) -> None:
@@ -374,11 +365,7 @@ _of: Final["WeakKeyDictionary[Any, Recovery]"] = WeakKeyDictionary()
 
 
 def recovery_of(comm: Communicator) -> Recovery | None:
-    """Return this process's recovery; None if the job ends with any rank.
-
-    Args:
-        comm: all ranks.
-    """
+    """Return this process's recovery for all ranks; None if the job ends with any rank."""
     membership: Membership | None = getattr(comm, "membership", None)
     if membership is None:
         return None

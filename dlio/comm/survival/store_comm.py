@@ -142,11 +142,7 @@ class CommunicatorBuilder(Protocol):
 
 
 class _StoreReduction:
-    """An operation of gloo.
-
-    Args:
-        finish: called once when it is done.
-    """
+    """An operation of gloo; `finish` is called once when it is done."""
 
     def __init__(
         self,
@@ -213,8 +209,7 @@ class _StoreMessage:
 class StoreCommunicator:
     """Ranks that survive each other. See `dlio.comm.Communicator`.
 
-    Args:
-        colours: numbers of the parts of all ranks that it is a part of, from the largest.
+    `colours` are the numbers of the parts of all ranks that it is a part of, from the largest.
     """
 
     def __init__(

@@ -136,11 +136,8 @@ def all_finite(numbers: F32) -> bool:
 
 
 def refuse_not_finite(values: F32, start: int, pieces: Pieces) -> None:
-    """Raise DlioError, naming the tensor, if an entry is NaN or infinite.
-
-    Args:
-        values: consecutive entries of the region.
-        start: index of the first of them in the region.
+    """Raise DlioError, naming the tensor, if an entry is NaN or infinite; values begin at `start`
+    of the region.
     """
     bad = np.flatnonzero(~np.isfinite(values))
     if not len(bad):

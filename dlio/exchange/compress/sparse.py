@@ -167,11 +167,7 @@ class AdaptiveLevel:
 
 
 def tensors_of(pieces: Pieces, dense: bool) -> list[TensorPlan]:
-    """Return the pieces that are not small, with their shares of a message.
-
-    Args:
-        dense: all of them are dense.
-    """
+    """Return the pieces that are not small, or all if `dense`, with their shares of a message."""
     large = [piece for piece in pieces if not piece.small]
     sizes = np.array([piece.size for piece in large], np.int64)
     ratios = np.full(len(sizes), WHOLE_RATIO)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from dlio.features.mesh.split_tensor import SplitTensor, join
 from dlio.features.mesh.tensor_sharing import TensorSharing
 from dlio.loader.dataset import Dataset, open_dataset
 from dlio.util.arguments import PathText, one_of
+from dlio.util.closable import Closable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +32,7 @@ _REPLICAS = ("data", "space")
 """Axes whose ranks have the same weights."""
 
 
-class Mesh:
+class Mesh(Closable):
     """All ranks, arranged along axes; exported as `dlio.Mesh`. Collective; so is `close`.
 
     - `data`: each rank has samples of its own; gradients are averaged.
@@ -78,12 +79,6 @@ class Mesh:
         self._norm = self._space
         if batch_norm == "sync" and self.axes.size("data") > 1:
             self._norm = RankGroup(self._comms[_REPLICAS].dup())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"dlio.Mesh({str(self.axes)!r}, rank {self.rank} at {self.place})"

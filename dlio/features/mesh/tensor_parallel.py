@@ -18,6 +18,7 @@ from torch import nn
 
 from dlio.errors import UsageError
 from dlio.features.mesh.rank_mesh import Mesh
+from dlio.util.closable import Closable
 
 Cut = Literal["column", "row"]
 
@@ -69,7 +70,7 @@ def tensor_parallel(
     return parallelize_module(model, mesh.device_mesh(device)["model"], styles)
 
 
-class AveragedGradients:
+class AveragedGradients(Closable):
     """Averages gradients over the axis `data` before each step of an optimizer.
 
     In contrast to `Mesh.distribute`, parameters may be DTensors, and sums begin when backward has
@@ -82,12 +83,6 @@ class AveragedGradients:
         self.bytes = 0
         """Bytes of gradients that this rank has averaged."""
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._average())
-
-    def __enter__(self) -> "AveragedGradients":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Leave later steps alone. Collective over the ranks along `data`."""

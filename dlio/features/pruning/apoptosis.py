@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, Self, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from dlio.features.pruning.removal_plan import Limits
 from dlio.features.pruning.rounds import Round, kinds_and_bounds
 from dlio.features.pruning.statistics_window import StatisticsWindow
 from dlio.features.pruning.target_widths import widths_for
+from dlio.util.closable import Closable
 
 
 class ReshapableExchange(Protocol):
@@ -53,7 +54,7 @@ class ApoptosisState(TypedDict):
     rounds: list[RoundRecord]
 
 
-class Apoptosis:
+class Apoptosis(Closable):
     """Remove redundant neurons while a network trains; exported as `dlio.Apoptosis`.
 
         apoptosis = dlio.Apoptosis(model, optimizer, example=images[:2], steps=total, probe=loss)
@@ -161,12 +162,6 @@ class Apoptosis:
         self._rounds_s = 0.0
         self._began = time.perf_counter()
         self._window = StatisticsWindow(model, self.groups, self.schedule.every, self.optimizers[0])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Remove all hooks; the model stays as it is. Collective."""

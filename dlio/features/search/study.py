@@ -24,6 +24,7 @@ from dlio.features.search.objectives import Objective
 from dlio.features.search.parameter_sampler import TrialParameters, distributions
 from dlio.features.search.search_space import Point, SearchParameter
 from dlio.features.search.successive_halving import TrialCourse
+from dlio.util.closable import Closable
 from dlio.util.folders import remove_path
 from dlio.util.trusted_files import closing_descriptor
 from dlio.util.user_folders import make_folders
@@ -89,7 +90,7 @@ class _NoLock:
         pass
 
 
-class Study:
+class Study(Closable):
     """A search's folder, held by this process until `close`.
 
     Args:
@@ -128,12 +129,6 @@ class Study:
         except BaseException:
             os.close(self._lock)
             raise
-
-    def __enter__(self) -> "Study":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of the folder."""

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 from dlio.util.settings import START
@@ -43,10 +43,6 @@ class JobStart:
     launched: float = 0.0
     """Time when the launcher started mpirun, in seconds since the epoch."""
 
-    def to_json(self) -> str:
-        """Return the record as text; see `start_of`."""
-        return json.dumps(asdict(self))
-
 
 def start_of(environment: Mapping[str, str] = os.environ) -> JobStart | None:
     """Return the record that the launcher has given this rank; None if it does not start again."""
@@ -83,11 +79,7 @@ class Patience:
         self._idle = 0
 
     def allows(self, progress: int) -> bool:
-        """True if another start makes sense.
-
-        Args:
-            progress: a number that grows as the training does.
-        """
+        """True if another start makes sense; `progress` grows as the training does."""
         self._idle = 0 if progress > self._best else self._idle + 1
         self._best = max(self._best, progress)
         return self._idle < _MOST_IDLE

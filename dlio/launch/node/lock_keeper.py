@@ -1,9 +1,8 @@
 """Locks that outlive the process that has taken them: the node's agent keeps them.
 
 A folder in shared memory lasts as long as somebody holds its lock (`dlio.util.shared_folders`). A
-lock of
-the kernel's belongs to the open file, and an open file can be sent through a socket; it is kept
-from the moment when it is sent.
+lock of the kernel's belongs to the open file, and an open file can be sent through a socket; it is
+kept from the moment when it is sent.
 """
 
 import os
@@ -20,11 +19,7 @@ _TIMEOUT_S: Final = 5.0
 
 
 def keep(lock: int) -> None:
-    """Have the agent hold a lock until the job is over; without effect outside of an agent's job.
-
-    Args:
-        lock: descriptor of a locked file.
-    """
+    """Have the agent hold an open file's lock until the job is over; does nothing without one."""
     folder = os.environ.get(AGENT)
     if folder is None:
         return

@@ -35,7 +35,6 @@ from typing import Any, Final
 from dlio.launch.node.agent_protocol import (
     BEAT_S,
     KEEPER,
-    PAUSED,
     STATE,
     ZYGOTE,
     folder_name,
@@ -60,12 +59,8 @@ _ZYGOTES: Final = 20
 
 
 class NodeAgent:
-    """The agent's state; `run` returns when the launcher is gone.
-
-    Args:
-        token: of the job.
-        orders: descriptor that the launcher writes to.
-        answers: descriptor that it reads.
+    """The agent's state; `run` returns when the launcher, which writes to the descriptor `orders`
+    and reads `answers`, is gone.
     """
 
     def __init__(self, token: str, orders: int, answers: int) -> None:
@@ -87,8 +82,8 @@ class NodeAgent:
         self._control: socket.socket | None = None
         self._zygotes = 0
         self._is_ready = self._stopping = False
-        self._done: int | None = None
-        self._paused: float | None = None
+        self._results: dict[str, float] = {}
+        """Exit code `done` and time `paused` that ranks of this start have left."""
         self._files: set[str] = set()
         """Files that the launcher has asked for in this start."""
         self._line = b""
@@ -173,19 +168,17 @@ class NodeAgent:
         for name in self._files:
             remove_entry(self._shared.descriptor, name)
         self._files = set()
-        self._start, self._done, self._paused = start, None, None
+        self._start, self._results = start, {}
         memory = os.path.join(self._folder, f"mpi-{start}")
         os.close(open_working(self._shared.descriptor, f"mpi-{start}", marked=False))
         own = {
             AGENT: self._folder,
-            DONE: self._done_file(),
+            DONE: os.path.join(self._folder, f"done-{start}"),
             LAUNCHER: str(os.getpid()),
             "OMPI_MCA_btl_sm_backing_directory": memory,
         }
-        self._started = {
-            "start": start,
-            "environment": {**self._environment, **environment, **own},
-        }
+        full = {**self._environment, **environment, **own}
+        self._started = {"start": start, "environment": full}
         self._order(self._started)
 
     def _write(self, name: str, text: str) -> None:
@@ -207,7 +200,7 @@ class NodeAgent:
         self._look_for_end()
         remove_entry(self._shared.descriptor, f"mpi-{self._start}")
         newest = newest_turn(os.path.join(self._folder, STATE))
-        self._answer({"stopped": self._start, "done": self._done, "newest": newest})
+        self._answer({"stopped": self._start, "done": self._results.get("done"), "newest": newest})
 
     def _spawn(self) -> None:
         """Start the zygote."""
@@ -280,22 +273,16 @@ class NodeAgent:
                 os.close(descriptor)
             seen.add((status.st_dev, status.st_ino))
 
-    def _done_file(self) -> str:
-        return os.path.join(self._folder, f"done-{self._start}")
-
     def _look_for_end(self) -> None:
-        """Tell the launcher when a rank has left its exit code."""
-        if self._done is None and self._start >= 0:
+        """Tell the launcher when a rank has left its exit code, or the time of a pause."""
+        for kind, parse in (("done", int), ("paused", float)):
+            if self._start < 0 or kind in self._results:
+                continue
             with contextlib.suppress(FileNotFoundError, ValueError):
-                with open(self._done_file(), encoding="ascii") as file:
-                    self._done = int(file.read())
-                self._answer({"done": self._done, "start": self._start})
-        if self._paused is None and self._start >= 0:
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                name = os.path.join(self._folder, f"{PAUSED}{self._start}")
+                name = os.path.join(self._folder, f"{kind}-{self._start}")
                 with open(name, encoding="ascii") as file:
-                    self._paused = float(file.read())
-                self._answer({"paused": self._paused, "start": self._start})
+                    self._results[kind] = parse(file.read())
+                self._answer({kind: self._results[kind], "start": self._start})
 
     def _answer(self, message: Mapping[str, object]) -> None:
         data = json.dumps(message).encode() + b"\n"

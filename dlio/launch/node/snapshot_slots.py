@@ -17,10 +17,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 import xxhash
 
+from dlio.util.closable import Closable
 from dlio.util.whole_files import open_own, remove_file
 
 _HEAD: Final = struct.Struct("<8sqqqQ")
@@ -39,7 +40,7 @@ class StoredSnapshot:
     a reader writes to it is its own."""
 
 
-class SnapshotSlots:
+class SnapshotSlots(Closable):
     """The two slots of a writer, which owns them. Closed by the writer.
 
     Args:
@@ -84,12 +85,6 @@ class SnapshotSlots:
         finally:
             view.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Unmap the slots; their files stay."""
         for memory in self._maps:
@@ -119,11 +114,7 @@ class SnapshotSlots:
 
 
 def stored(folder: str, writer: str, check: bool = True) -> list[StoredSnapshot]:
-    """Return a writer's whole slots, the newest first.
-
-    Args:
-        check: compare checksums; False where another process has.
-    """
+    """Return a writer's whole slots, the newest first; unchecked where another process has."""
     slots = [_read(os.path.join(folder, f"{writer}.{slot}"), check) for slot in (0, 1)]
     return sorted((each for each in slots if each is not None), key=lambda each: -each.turn)
 

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
@@ -39,7 +39,7 @@ _OF_MPI: Final = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
 _NUMBER: Final = struct.Struct("<q")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _RankOrder:
     """A rank to run."""
 
@@ -48,15 +48,9 @@ class _RankOrder:
     environment: dict[str, str]
     folder: str
     streams: list[int]
-
-
-@dataclass(slots=True, eq=False)
-class _WaitingShim:
-    """A shim that waits for its rank."""
-
     start: int
     shim: socket.socket
-    request: _RankOrder
+    """It waits for the rank."""
 
 
 @dataclass(slots=True)
@@ -67,33 +61,25 @@ class _ForkedRank:
     watch: int
     """Its pidfd."""
     shim: socket.socket
-    reaped: bool = field(default=False)
+    reaped: bool = False
 
 
 def rank_environment(shim: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return a rank's environment.
-
-    Args:
-        shim: environment of its shim: that of the node's remote shell, and of mpirun.
-        given: that of the launcher, and of the agent.
-    """
+    """Return a rank's environment, from those of its shim and of the launcher, `given`."""
     of_mpi = {name: value for name, value in shim.items() if name.startswith(_OF_MPI)}
     return {**shim, **given, **of_mpi}
 
 
 class Zygote:
-    """Forks ranks until the agent closes its end.
-
-    Args:
-        listener: at which shims connect.
-        control: connected to the agent.
+    """Forks ranks for the shims that connect to `listener`, until the agent closes its end of
+    `control`.
     """
 
     def __init__(self, listener: socket.socket, control: socket.socket) -> None:
         self._listener, self._control = listener, control
         self._ranks: dict[int, _ForkedRank] = {}
         """By process."""
-        self._asked: list[_WaitingShim] = []
+        self._asked: list[_RankOrder] = []
         self._start = -1
         self._environment: dict[str, str] = {}
         self._stopping = False
@@ -125,9 +111,8 @@ class Zygote:
             due = [asked for asked in self._asked if asked.start <= self._start]
             self._asked = [asked for asked in self._asked if asked not in due]
             for asked in due:
-                request = self._fork(asked)
-                if request is not None:
-                    return request
+                if self._fork(asked):
+                    return asked
 
     def _ordered(self) -> bool:
         """Take an order of the agent; False if it is gone."""
@@ -152,28 +137,22 @@ class Zygote:
         except (EOFError, OSError, ValueError):
             connection.close()
             return
-        self._asked.append(
-            _WaitingShim(
-                asked["start"],
-                connection,
-                _RankOrder(asked["argv"], asked["environment"], asked["folder"], streams),
-            )
-        )
+        self._asked.append(_RankOrder(**asked, streams=streams, shim=connection))
 
-    def _fork(self, asked: _WaitingShim) -> _RankOrder | None:
-        """Fork a rank for a shim; returns its request in the child."""
-        connection, request = asked.shim, asked.request
-        if asked.start != self._start or len(request.streams) != _STREAMS:
+    def _fork(self, request: _RankOrder) -> bool:
+        """Fork a rank for a shim; True in the child."""
+        connection = request.shim
+        if request.start != self._start or len(request.streams) != _STREAMS:
             _close(request.streams)  # mpirun of an earlier start.
             connection.close()
-            return None
+            return False
         request.environment = rank_environment(request.environment, self._environment)
         parent = os.getpid()
         process = os.fork()
         if process == 0:
             self._leave(connection)
             end_with_parent(parent)
-            return request
+            return True
         _close(request.streams)
         watch = os.pidfd_open(process)
         rank = self._ranks[process] = _ForkedRank(process, watch, connection)
@@ -181,7 +160,7 @@ class Zygote:
         self._selector.register(watch, selectors.EVENT_READ, rank)
         with suppress(OSError):
             connection.sendall(_NUMBER.pack(process))
-        return None
+        return False
 
     def _look_for_stopped(self) -> None:
         """Kill the node's ranks if all are stopped; otherwise, they watch each other."""
@@ -239,7 +218,7 @@ class Zygote:
             each.close()
         for asked in self._asked:
             asked.shim.close()
-            _close(asked.request.streams)
+            _close(asked.streams)
         for rank in self._ranks.values():
             rank.shim.close()
             os.close(rank.watch)
@@ -270,7 +249,9 @@ def main(listener: int, control: int, modules: list[str]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     _become(request)
-    _run(request.argv)
+    # To its end, as in an interpreter of its own.
+    sys.argv = request.argv
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def _ignore(_: int, __: FrameType | None) -> None:
@@ -295,12 +276,6 @@ def _become(request: _RankOrder) -> None:
         stream.reconfigure(  # type: ignore[union-attr] # text streams of an interpreter
             line_buffering=True, write_through=bool(os.environ.get("PYTHONUNBUFFERED"))
         )
-
-
-def _run(argv: list[str]) -> None:
-    """Run a module as the main program, to its end as in an interpreter of its own."""
-    sys.argv = argv
-    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

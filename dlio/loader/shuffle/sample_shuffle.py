@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ from dlio.loader.shuffle.sample_message import (
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
 from dlio.plan.schedule import RankWindow, window_steps
 from dlio.storage.hierarchy import Hierarchy
+from dlio.util.closable import Closable
 from dlio.util.threads import Workers
 
 _FIRST_WINDOW_STEPS = 2
@@ -100,7 +101,7 @@ class _WindowReceive:
     steps: list[StepSamples]
 
 
-class Shuffle:
+class Shuffle(Closable):
     """Carries out an epoch's plan for one rank. Owner: the pipeline, which closes it.
 
     Args:
@@ -151,12 +152,6 @@ class Shuffle:
         )
         self._closing = self._worker.stopping
         self._worker.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def planned(self, number: int) -> bool:
         """True if step `number` is planned, so that `attach` does not wait."""
