@@ -14,7 +14,7 @@ _NAMES_WIDTH: Final = 28
 
 
 class TwoColumns:
-    """A help formatter of cyclopts, which prints examples of command lines below the description."""
+    """A help formatter of cyclopts that prints examples of command lines below the description."""
 
     def __init__(self, examples: "Sequence[str]" = ()) -> None:
         self._examples = examples

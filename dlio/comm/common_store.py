@@ -20,11 +20,11 @@ def common_store(comm: Communicator, timeout_s: float) -> Store:
     """
     if comm.size == 1:
         return HashStore()
-    limit = timedelta(seconds=timeout_s)
     machines = comm.allgather(own_place())
     listeners = _listeners(machines) if comm.rank == 0 else []
     with contextlib.ExitStack() as stack:
-        stack.callback(_close, listeners)
+        for each in listeners:
+            stack.callback(each.close)
         places = [listener.getsockname() for listener in listeners]
         places = [(str(host), int(port)) for host, port in comm.tell(places)]
         seen = comm.allgather([reaches(*place) for place in places])
@@ -37,17 +37,26 @@ def common_store(comm: Communicator, timeout_s: float) -> Store:
             )
         host, port = places[common[0]]
         if comm.rank > 0:
+            limit = timedelta(seconds=timeout_s)
             return TCPStore(host, port, timeout=limit, wait_for_workers=False)
         listener = listeners.pop(common[0])
         listener.setblocking(True)
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        return serve_store(listener, host, timeout_s)
+
+
+def serve_store(
+    listener: socket.socket, host: str, timeout_s: float, multi_tenant: bool = False
+) -> TCPStore:
+    """Serve torch's store at a socket that listens, and that it takes over."""
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=multi_tenant,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _listeners(places: list[str]) -> list[socket.socket]:
@@ -56,8 +65,3 @@ def _listeners(places: list[str]) -> list[socket.socket]:
         return [listen(address) for address in candidates(places)]
     except (CommError, OSError):
         return []
-
-
-def _close(listeners: list[socket.socket]) -> None:
-    for listener in listeners:
-        listener.close()

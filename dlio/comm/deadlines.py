@@ -25,12 +25,6 @@ def default_timeout_s() -> float:
     return settings().timeout_s
 
 
-def peer_timeout_s() -> float:
-    """Deadline for a peer's samples in seconds, after which they are read from the source:
-    DLIO_PEER_TIMEOUT, 30 when unset."""
-    return settings().peer_timeout_s
-
-
 def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -> None:
     """Wait until all requests are done.
 

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class PlannedMembership:
-    """The ranks that share a job's steps now. One per process; `everyone` is closed by its owner."""
+    """Ranks that share a job's steps now. One per process; `everyone` is closed by its owner."""
 
     lost = due = False
     left: tuple[int, ...] = ()

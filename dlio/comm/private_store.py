@@ -24,6 +24,7 @@ from dlio.errors import CommError
 from dlio.util.closable import Closable
 from dlio.util.private_sockets import connect, is_own, listen
 from dlio.util.threads import Workers
+from dlio.util.trusted_files import closing_descriptor
 
 STORE_NAME: Final = "store"
 """Name of the socket in its folder."""
@@ -129,11 +130,9 @@ class StoreServer(Closable):
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
-        inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
+        how = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with closing_descriptor(os.open(folder, how)) as inside:
             self._listener = listen(inside, STORE_NAME)
-        finally:
-            os.close(inside)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_out, selectors.EVENT_READ)

@@ -10,9 +10,8 @@ import contextlib
 import resource
 import socket
 import sys
-from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
+from dlio.comm.common_store import serve_store
 
 
 def main(descriptor: int, timeout_s: float) -> None:
@@ -21,15 +20,7 @@ def main(descriptor: int, timeout_s: float) -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with socket.socket(fileno=descriptor) as listener:
-        host, port = listener.getsockname()
-        served = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),
-        )
+        served = serve_store(listener, listener.getsockname()[0], timeout_s)
     sys.stdin.read()
     del served
 

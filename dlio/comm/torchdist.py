@@ -15,10 +15,11 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dlio.comm.comm_protocol import Array, Buffer, Communicator, Op, Request, broadcast_json
+from dlio.comm.common_store import serve_store
 from dlio.comm.deadlines import default_timeout_s, wait_all
 from dlio.comm.gloo import allgather_json, bytes_of, sum_options
 from dlio.comm.net.address import meeting_address
@@ -81,16 +82,7 @@ def _served(timeout_s: float) -> Store | None:
     except OSError:
         return None  # The others reach it by an address that is not its own, or torch says why not.
     with listener:
-        port = listener.getsockname()[1]
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )
+        return serve_store(listener, host, timeout_s, multi_tenant=True)
 
 
 class _GlooReduction:

@@ -50,9 +50,10 @@ from dlio.exchange.buckets import Bucket, Named
 from dlio.exchange.compress import make_compressor
 from dlio.exchange.compress.message_layout import pieces_of
 from dlio.exchange.cut import TensorCut, reshape_flats
-from dlio.exchange.exchange_base import Exchange
+from dlio.exchange.exchange_base import PeerExchange
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.peer_steps import PeerReport, PeerSteps
+from dlio.exchange.traffic import MessageTraffic
 
 _NOTICE: Final = 1
 _WEIGHTS: Final = 2
@@ -153,10 +154,8 @@ class WeightHistory:
         self._marks = deque(zip(times, weights, strict=True))
 
 
-class Asgd(Exchange, RecoveryPart[AsgdReport]):
+class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
     """Sends weights to random ranks without waiting, and merges accepted ones."""
-
-    peer_steps: PeerSteps
 
     def __init__(self, named: Named, context: ExchangeContext) -> None:
         self._comm = comm = context.comm
@@ -193,13 +192,8 @@ class Asgd(Exchange, RecoveryPart[AsgdReport]):
         self.peer_steps = PeerSteps(context.recovery)
         if self._recovery is not None:
             self._recovery.register(self)
-        self._messages = self._bytes = 0
+        self._traffic = MessageTraffic()
         self._accepted = self._refused = self._dropped = 0
-
-    @property
-    def contributors(self) -> tuple[int, ...]:
-        """Members that go on; the steps of lost ones count up to `Recovery.last_counted`."""
-        return () if self._recovery is None else self._recovery.membership.members
 
     def _listen_to_all(self) -> None:
         """Begin to exchange messages with all other ranks."""
@@ -228,7 +222,7 @@ class Asgd(Exchange, RecoveryPart[AsgdReport]):
     @torch.no_grad()
     def before_step(self) -> None:
         if self._peers and not self._started:
-            self._read()
+            self._now.read()
             self._before.copy_(self._now.flat)
             self._trail.note(time.time_ns(), self._now.flat)
             self._started = True
@@ -248,7 +242,7 @@ class Asgd(Exchange, RecoveryPart[AsgdReport]):
     def _exchange(self) -> None:
         # No wait for anybody: what has not arrived is merged at a later step.
         if not self._take():
-            self._read()
+            self._now.read()
         self._trail.note(time.time_ns(), self._now.flat)
         if self._time_to_send():
             self._send()
@@ -274,12 +268,9 @@ class Asgd(Exchange, RecoveryPart[AsgdReport]):
         self._make_bucket()
         if self._peers:
             (self._before,) = reshape_flats([self._before], [before], [self._now], cuts)
+            known = self._trail.weights
             self._trail.replace(
-                [
-                    flat
-                    for each in self._trail.weights
-                    for flat in reshape_flats([each], [before], [self._now], cuts)
-                ]
+                [reshape_flats([each], [before], [self._now], cuts)[0] for each in known]
             )
         self._out = []
 
@@ -321,9 +312,7 @@ class Asgd(Exchange, RecoveryPart[AsgdReport]):
         """Also: `accepted` and `refused` messages, those `dropped` for being of another layout, and
         the present `interval` in steps."""
         return {
-            "wait_s": 0.0,
-            "messages": float(self._messages),
-            "bytes": float(self._bytes),
+            **self._traffic.as_dict(),
             "accepted": float(self._accepted),
             "refused": float(self._refused),
             "dropped": float(self._dropped),
@@ -342,13 +331,10 @@ class Asgd(Exchange, RecoveryPart[AsgdReport]):
         for peer, request in self._expected.items():
             if not request.cancel():
                 leave(request, self._notices[peer])
-        receives: list[_IncomingMessage | _PostedReceive] = [
-            *self._arriving,
-            *self._posted.values(),
-        ]
-        for each in receives:
-            if not each.request.cancel():
-                leave(each)
+        for receives in (self._arriving, self._posted.values()):
+            for each in receives:
+                if not each.request.cancel():
+                    leave(each)
         for sent in self._sends:
             leave(sent)
         if self._named:
@@ -376,15 +362,11 @@ class Asgd(Exchange, RecoveryPart[AsgdReport]):
             self._posted[peer] = _PostedReceive(request, memory)
         return self._comm.irecv(self._notices[peer].view(np.uint8), peer, _NOTICE)
 
-    def _read(self) -> None:
-        for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
-            view.copy_(parameter)
-
     def _take(self) -> bool:
         """Merge arrived messages; True if there were any, and weights are in the bucket."""
         messages = self._collect()
         if messages:
-            self._read()
+            self._now.read()
             if not self._trail.weights:  # After a checkpoint, before the first step.
                 self._trail.note(0, self._now.flat)
             merged = self._merge(messages)
@@ -456,8 +438,7 @@ class Asgd(Exchange, RecoveryPart[AsgdReport]):
             # Only steps of its own count as the rank's way, not corrections by merges.
             for weights in known:
                 weights += shift
-        for parameter, view in zip(self._now.parameters, self._now.views, strict=True):
-            parameter.copy_(view)
+        self._now.write()
         return accepted
 
     def _accepts(self, theirs: torch.Tensor, then: torch.Tensor) -> bool:
@@ -523,5 +504,4 @@ class Asgd(Exchange, RecoveryPart[AsgdReport]):
             self._comm.isend(memory[:used], peer, _WEIGHTS),
         ]
         self._sends.append(_OutgoingMessage(peer, requests, memory, notice))
-        self._messages += 2
-        self._bytes += used + notice.nbytes
+        self._traffic.sent(2, used + notice.nbytes)

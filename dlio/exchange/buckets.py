@@ -53,6 +53,18 @@ class Bucket:
             for parameter, count, end in zip(self.parameters, counts, ends, strict=True)
         ]
 
+    @torch.no_grad()
+    def read(self) -> None:
+        """Copy the parameters into the buffer."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            view.copy_(parameter)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Copy the buffer into the parameters."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.copy_(view)
+
     def swap(self) -> None:
         """Continue in a second buffer; the next call returns to this one, whose contents stay."""
         before = (self.flat, self.views)

@@ -105,18 +105,3 @@ def reshape_state(
             for number, value in enumerate(reshape_flats(present, before, after, cuts)):
                 reshaped[f"{name}/{number}"] = value
     return reshaped
-
-
-class KeptTotals:
-    """Statistics that continue when the objects that count them are recreated."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, float] = {}
-
-    def keep(self, counts: Mapping[str, float]) -> None:
-        """Add the counts of objects that are about to be discarded."""
-        self._before = self.plus(counts)
-
-    def plus(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the counts so far plus those of the current objects."""
-        return {key: value + self._before.get(key, 0.0) for key, value in counts.items()}

@@ -116,3 +116,15 @@ class Exchange:
     def _report_contributors(self) -> None:
         if self.reports_to is not None and (contributors := self.contributors) is not None:
             self.reports_to.commit_step(contributors)
+
+
+class PeerExchange(Exchange):
+    """An exchange in which ranks step without waiting for all others."""
+
+    peer_steps: PeerSteps
+    _recovery: Recovery | None
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        """Members that go on; the steps of lost ones count up to `Recovery.last_counted`."""
+        return () if self._recovery is None else self._recovery.membership.members

@@ -20,7 +20,6 @@ exchange nothing until they have made as many steps as the furthest.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -39,10 +38,11 @@ from dlio.exchange.buckets import Bucket, Named, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
 from dlio.exchange.compress.compressor_base import Bytes
 from dlio.exchange.cut import TensorCut, reshape_state
-from dlio.exchange.exchange_base import Exchange
+from dlio.exchange.exchange_base import PeerExchange
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.pair_buffer import PairBuffer
 from dlio.exchange.peer_steps import PeerReport, PeerSteps
+from dlio.exchange.traffic import MessageTraffic
 from dlio.plan.order import Order
 
 REFRESH: Final = 64
@@ -60,7 +60,7 @@ class GossipReport(PeerReport):
     """Steps at which the rank has sent, or had no partner."""
 
 
-class Gossip(Exchange, RecoveryPart[GossipReport]):
+class Gossip(PeerExchange, RecoveryPart[GossipReport]):
     """Sends after each step; waits for and merges each bucket before its next use.
 
     A bucket's message travels while the rank waits for its next batch and while the layers before
@@ -74,8 +74,6 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
             node then gossips for its node, and its owner takes part in recoveries for it.
         peer_steps: told of the steps that are merged.
     """
-
-    peer_steps: PeerSteps
 
     def __init__(
         self,
@@ -104,8 +102,7 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
         self._find_gossipers()
         if self._recovery is not None and onward is None:
             self._recovery.register(self)
-        self._wait_s = 0.0
-        self._messages = self._bytes = 0
+        self._traffic = MessageTraffic()
 
     def _make_pairs(self) -> None:
         """Create buffers of the parameters in their current shapes, and hooks that join them."""
@@ -116,11 +113,6 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
         ]
         users = self._modules if self._spec.payload != "gradient" else ()
         self._hooks = join_before_use(users, self._groups, self._join)
-
-    @property
-    def contributors(self) -> tuple[int, ...]:
-        """Members that go on; the steps of lost ones count up to `Recovery.last_counted`."""
-        return () if self._recovery is None else self._recovery.membership.members
 
     @property
     def values(self) -> list[Bucket]:
@@ -199,11 +191,7 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
             pair.load_state(number, state)
 
     def statistics(self) -> dict[str, float]:
-        return {
-            "wait_s": self._wait_s,
-            "messages": float(self._messages),
-            "bytes": float(self._bytes),
-        }
+        return self._traffic.as_dict()
 
     def report(self) -> GossipReport:
         return GossipReport(self.peer_steps.report(), self.step)
@@ -244,11 +232,7 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
             self._comm.close()
 
     def _send(self, numbers: tuple[int, ...], whole: bool) -> None:
-        """Post this step's messages.
-
-        Args:
-            whole: send weights; otherwise gradients or changes.
-        """
+        """Post this step's messages: `whole` weights, otherwise gradients or changes."""
         try:
             self._post(numbers, whole)
         except PeerLost as lost:
@@ -292,8 +276,7 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
             # Receive first: an eager message then goes straight to its place.
             pair.requests = [comm.irecv(into, source, tag), comm.isend(message, to, tag)]
             pair.under_way = True
-            self._messages += 1
-            self._bytes += message.nbytes
+            self._traffic.sent(1, message.nbytes)
             self._progress.go()
         if to == comm.rank:
             self.merged = self.step
@@ -318,7 +301,7 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
         """Copy weights or gradients into the outgoing bucket."""
         out = pair.outgoing
         if self._spec.payload != "gradient":
-            pair.read(out)
+            out.read()
             return
         for parameter, view in zip(out.parameters, out.views, strict=True):
             if parameter.grad is None:
@@ -368,9 +351,8 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
         pair = self._pairs[number]
         if not pair.under_way:
             return
-        started = time.perf_counter()
-        self._comm.wait(pair.requests, "weights of a gossip partner")
-        self._wait_s += time.perf_counter() - started
+        with self._traffic.waiting():
+            self._comm.wait(pair.requests, "weights of a gossip partner")
         # Merged later, before the next use: attention reads its output layer without calling it,
         # and weights that change between forward and backward are refused by autograd.
         pair.requests, pair.under_way, pair.merged = [], False, True
@@ -408,7 +390,6 @@ class Gossip(Exchange, RecoveryPart[GossipReport]):
         if pair.copies is not None:
             pair.copies.add(self._pair, pair.arrived, bucket.flat)
         elif codec is not None:
-            # Both ranks move by half of the difference of their decoded messages.
             # Half of the difference of both decoded messages, not of the received and the own
             # weights: the two ranks' mean then stays the same, whatever compression has lost.
             move = bucket.flat.zero_()

@@ -15,14 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.exchange.buckets import Bucket, Named, in_buckets
+from dlio.exchange.buckets import Named, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
-from dlio.exchange.cut import KeptTotals, TensorCut, reshape_state
+from dlio.exchange.cut import TensorCut, reshape_state
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.quantised_allreduce import TAGS
 from dlio.exchange.round_commit import RoundCommit
 from dlio.exchange.sums import load_states, states_of
+from dlio.exchange.traffic import KeptTotals
 
 _FIRST_TAG: Final = 1
 
@@ -77,7 +78,7 @@ class LocalSgd(Exchange):
         self._common = [torch.empty_like(bucket.flat) for bucket in self._buckets]
         self._momentum = [torch.zeros_like(bucket.flat) for bucket in self._buckets]
         for bucket, common in zip(self._buckets, self._common, strict=True):
-            self._read(bucket)
+            bucket.read()
             common.copy_(bucket.flat)
 
     def after_step(self) -> None:
@@ -128,7 +129,7 @@ class LocalSgd(Exchange):
         everything = torch.arange(self._fragments if self._steps else 0)
         self._stale = set(state.get("stale", everything).tolist())
         for number, bucket in enumerate(self._buckets):
-            self._read(bucket)
+            bucket.read()
             common = state.get(f"common/{number}", bucket.flat)
             self._common[number].copy_(common)
             if f"momentum/{number}" in state:
@@ -165,7 +166,7 @@ class LocalSgd(Exchange):
     def sum_all(self) -> None:
         for number in self._summed:
             bucket = self._buckets[number]
-            self._read(bucket)
+            bucket.read()
             bucket.flat -= self._common[number]
             self._begun.add(number)
             self._sums[number].start(bucket.flat)
@@ -196,11 +197,4 @@ class LocalSgd(Exchange):
         else:
             common.add_(change)
         bucket.flat.copy_(common)
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-            parameter.copy_(view)
-
-    @staticmethod
-    @torch.no_grad()
-    def _read(bucket: Bucket) -> None:
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-            view.copy_(parameter)
+        bucket.write()

@@ -185,15 +185,12 @@ class NcclSum(Sum):
     """
 
     def __init__(self, group: DeviceGroup) -> None:
+        super().__init__()
         self._group = group
         self._work: dist.Work | None = None
-        self._wait_s = 0.0
-        self._messages = self._bytes = 0.0
 
     def start(self, region: torch.Tensor) -> None:
-        messages, sent = ring_traffic(self._group.size, region.nbytes)
-        self._messages += messages
-        self._bytes += sent
+        self.traffic.sent(*ring_traffic(self._group.size, region.nbytes))
         self._work = self._group.sum(region, "the sum of a bucket")
 
     def advance(self) -> bool:
@@ -201,13 +198,9 @@ class NcclSum(Sum):
 
     def wait(self, timeout_s: float | None = None) -> None:
         if self._work is not None:
-            began = time.perf_counter()
             work, self._work = self._work, None
-            self._group.wait(work, "the sum of a bucket")
-            self._wait_s += time.perf_counter() - began
-
-    def statistics(self) -> dict[str, float]:
-        return {"wait_s": self._wait_s, "messages": self._messages, "bytes": self._bytes}
+            with self.traffic.waiting():
+                self._group.wait(work, "the sum of a bucket")
 
     def close(self) -> None:
         self._work = None

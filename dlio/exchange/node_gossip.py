@@ -11,7 +11,6 @@ to take over are given to those that lack them, if any of them has all; otherwis
 Ranks that are behind exchange nothing until they have made as many steps as the furthest.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -25,12 +24,13 @@ from dlio.comm.survival.recovery import RecoveryPart
 from dlio.errors import PeerLost
 from dlio.exchange.buckets import Bucket, Named, in_buckets
 from dlio.exchange.cut import TensorCut
-from dlio.exchange.exchange_base import Exchange
+from dlio.exchange.exchange_base import PeerExchange
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.exchange.gossip import Gossip, join_before_use
 from dlio.exchange.peer_steps import PeerReport, PeerSteps
 from dlio.exchange.synchronous_sgd import SynchronousSgd
+from dlio.exchange.traffic import MessageTraffic
 
 _FIRST_TAG: Final = 1
 
@@ -46,7 +46,7 @@ class NodeGossipReport(PeerReport):
     """Number of the rank's node."""
 
 
-class NodeGossip(Exchange, RecoveryPart[NodeGossipReport]):
+class NodeGossip(PeerExchange, RecoveryPart[NodeGossipReport]):
     """Gossip of several nodes, at least one of which has several ranks.
 
     A step's gradient is the mean of the node's ranks, weighted by their samples; between nodes each
@@ -60,8 +60,6 @@ class NodeGossip(Exchange, RecoveryPart[NodeGossipReport]):
         modules: modules whose forward passes use the parameters.
         context: its communicator, of all ranks, is split and duplicated, not kept.
     """
-
-    peer_steps: PeerSteps
 
     def __init__(
         self, named: Named, modules: Iterable[nn.Module], context: ExchangeContext
@@ -109,11 +107,6 @@ class NodeGossip(Exchange, RecoveryPart[NodeGossipReport]):
         # Others may wait in their forward pass for buckets that this rank is to forward.
         if self._between is not None:
             self._between.merge_all()
-
-    @property
-    def contributors(self) -> tuple[int, ...]:
-        """Members that go on; the steps of lost ones count up to `Recovery.last_counted`."""
-        return () if self._recovery is None else self._recovery.membership.members
 
     def before_backward(self, samples: int, planned: int) -> None:
         # All ranks divide their sums by the same number, so the node's mean weighs samples alike.
@@ -248,7 +241,7 @@ class NodeGossip(Exchange, RecoveryPart[NodeGossipReport]):
         rank sent to other nodes."""
         within = self._within.statistics()
         parts = [each for each in (self._forwarder, self._follower) if each is not None]
-        others = [each.statistics() for each in parts]
+        others = [each.traffic.as_dict() for each in parts]
         between = {} if self._between is None else self._between.statistics()
         totals = {
             key: sum(each.get(key, 0.0) for each in (within, between, *others))
@@ -275,29 +268,19 @@ class _Forwarder:
     def __init__(self, node: Communicator) -> None:
         self._node = node
         self._sends: list[tuple[Request, Bucket]] = []
-        self._wait_s = 0.0
-        self._messages = self._bytes = 0
+        self.traffic = MessageTraffic()
 
     def __call__(self, number: int, bucket: Bucket) -> None:
         for peer in range(1, self._node.size):
             send = self._node.isend(bucket.bytes, peer, _FIRST_TAG + number)
             self._sends.append((send, bucket))
-            self._messages += 1
-            self._bytes += bucket.bytes.nbytes
+            self.traffic.sent(1, bucket.bytes.nbytes)
 
     def wait(self) -> None:
         """Return once the buckets may be overwritten."""
-        started = time.perf_counter()
-        self._node.wait([send for send, _ in self._sends], "this node's ranks to take weights")
-        self._wait_s += time.perf_counter() - started
+        with self.traffic.waiting():
+            self._node.wait([send for send, _ in self._sends], "this node's ranks to take weights")
         self._sends = []
-
-    def statistics(self) -> dict[str, float]:
-        return {
-            "wait_s": self._wait_s,
-            "messages": float(self._messages),
-            "bytes": float(self._bytes),
-        }
 
     def drop(self) -> None:
         """Forget messages that a loss has interrupted."""
@@ -312,11 +295,9 @@ class _Forwarder:
 
 
 class _Follower:
-    """A rank that takes over the values that its node's leader has merged.
+    """A rank that takes over the values, gradients or weights, that its node's leader has merged.
 
-    Args:
-        gradients: the values are gradients, not weights.
-        recover: called on PeerLost; None if the job ends with any rank.
+    `recover` is called on PeerLost; None if the job ends with any rank.
     """
 
     def __init__(
@@ -336,7 +317,7 @@ class _Follower:
         self._expected = self.merged = 0
         """The step whose values are expected, and the last one whose values were taken over."""
         self._make_buckets()
-        self._wait_s = 0.0
+        self.traffic = MessageTraffic()
 
     def _make_buckets(self) -> None:
         self._groups = in_buckets(self._named)
@@ -380,16 +361,15 @@ class _Follower:
         wanted = [number for number in numbers if number in self._receives]
         if self._recover is not None and wanted:
             wanted = list(self._receives)
-        started = time.perf_counter()
         try:
-            for number in wanted:
-                self._node.wait([self._receives[number]], "weights of this node's first rank")
+            with self.traffic.waiting():
+                for number in wanted:
+                    self._node.wait([self._receives[number]], "weights of this node's first rank")
         except PeerLost:
             if self._recover is None:
                 raise
             self._recover()
             return
-        self._wait_s += time.perf_counter() - started
         for number in wanted:
             del self._receives[number]
             self._take(number)
@@ -406,9 +386,6 @@ class _Follower:
                 parameter.grad = view.to(parameter.device, parameter.dtype, copy=True)
             else:
                 parameter.grad.copy_(view)
-
-    def statistics(self) -> dict[str, float]:
-        return {"wait_s": self._wait_s}
 
     def close(self) -> None:
         for hook in self._hooks:

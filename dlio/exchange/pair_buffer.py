@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from dlio.comm import Request
-from dlio.exchange.buckets import Bucket, Named
+from dlio.exchange.buckets import Named
 from dlio.exchange.buffer_placement import BufferPlacement
 from dlio.exchange.compress import Compressor, make_compressor
 from dlio.exchange.compress.compressor_base import Bytes
@@ -64,18 +64,11 @@ class PairBuffer:
             self.consensus = ConsensusMomentum(flat, spec.consensus, decay)
         self.outer: SlowWeights | None = None
         if spec.merge == "outer-pairs":
-            self.read(self.outgoing)
+            self.outgoing.read()
             self.outer = self.outer_of(self.outgoing.flat)
 
     def outer_of(self, slow: torch.Tensor) -> "SlowWeights":
         return SlowWeights(slow, self._spec.rate, self._spec.momentum)
-
-    @staticmethod
-    @torch.no_grad()
-    def read(bucket: Bucket) -> None:
-        """Copy the parameters into a bucket."""
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-            view.copy_(parameter)
 
     @torch.no_grad()
     def coast(self) -> None:
@@ -117,7 +110,7 @@ class PairBuffer:
             self.copies.load_state(copies)
         self.before = state.get(f"before/{number}", torch.empty(0)).clone()
         if self.outer is not None:
-            self.read(self.outgoing)
+            self.outgoing.read()
             self.outer = self.outer_of(state.get(f"slow/{number}", self.outgoing.flat))
             velocity = self.outer.velocity
             velocity.copy_(state.get(f"velocity/{number}", velocity))

@@ -39,8 +39,6 @@ from dlio.exchange.sums import Sum, Tensors
 
 TAGS = 2
 """Number of tags that a QuantisedAllreduce uses: its first tag and the next one."""
-
-
 _ONE_HOP = 2
 """Number of ranks for which one hop is used. It sends (p - 1) b bytes instead of 2 b (p - 1) / p:
 the same for 2 ranks, more for others."""
@@ -99,8 +97,8 @@ class QuantisedAllreduce(Sum):
         keeps: bool = False,
         decay: float = 1.0,
     ) -> None:
-        self._comm = comm
-        self._tag = tag
+        super().__init__()
+        self._comm, self._tag = comm, tag
         self._pieces = pieces_of(tensors)
         self._name, self._scratch = compressor, scratch or ChunkScratch()
         self.entries = self._pieces[-1].stop if self._pieces else 0
@@ -110,9 +108,6 @@ class QuantisedAllreduce(Sum):
         self._sends: list[Request] = []
         self._phase = _SumPhase.IDLE
         self._region = np.empty(0, np.float32)
-        self._wait_s = 0.0
-        self._messages = 0
-        self._bytes = 0
         self._cut()
 
     @property
@@ -143,10 +138,7 @@ class QuantisedAllreduce(Sum):
         self._next_rank = 0
 
     def start(self, region: torch.Tensor) -> None:
-        """Start summing `region` in place. Do not touch it before the sum is complete.
-
-        Args:
-            region: shape (entries,), contiguous.
+        """Start summing `region`, shape (entries,), in place. Do not touch it meanwhile.
 
         Raises DlioError, naming the tensor, if an entry is NaN or infinite; UsageError for a region
         of another length, or if the last sum is not complete.
@@ -201,14 +193,13 @@ class QuantisedAllreduce(Sum):
         than the communicator's deadline.
         """
         started = time.perf_counter()
-        try:
+        with self.traffic.waiting():
             while not self.advance():
                 left_s = timeout_s
                 if timeout_s is not None:
                     left_s = max(0.0, timeout_s - (time.perf_counter() - started))
-                self._comm.wait([self._awaited()], self._what(), left_s)
-        finally:
-            self._wait_s += time.perf_counter() - started
+                request, what = self._awaited()
+                self._comm.wait([request], what, left_s)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the residual and the compressors' states for a checkpoint, between two sums."""
@@ -227,14 +218,6 @@ class QuantisedAllreduce(Sum):
         for number, part in enumerate(self._parts):
             if f"part{number}" in state:
                 part.compressor.load_state(state[f"part{number}"].numpy())
-
-    def statistics(self) -> dict[str, float]:
-        """Totals since the start: seconds `wait_s` in `wait`, `messages`, `bytes` sent."""
-        return {
-            "wait_s": self._wait_s,
-            "messages": float(self._messages),
-            "bytes": float(self._bytes),
-        }
 
     def reset(self, undo: bool) -> None:
         """Drop a sum that a loss has interrupted, and go on with the ranks that are left.
@@ -278,8 +261,7 @@ class QuantisedAllreduce(Sum):
         used = part.compressor.encode(values, self.residual[part.span], part.outgoing)
         for rank in ranks:
             self._sends.append(self._comm.isend(part.outgoing[:used], rank, tag))
-        self._messages += len(ranks)
-        self._bytes += len(ranks) * used
+        self.traffic.sent(len(ranks), len(ranks) * used)
 
     def _add_shares(self) -> bool:
         """Add arrived shares to this rank's part, in rank order; return True once all are added."""
@@ -326,19 +308,12 @@ class QuantisedAllreduce(Sum):
         here[:] = 0
         part.compressor.add(message, here)
 
-    def _awaited(self) -> Request:
-        """Return one of the requests that the sum still waits for."""
+    def _awaited(self) -> tuple[Request, str]:
+        """Return one of the requests that the sum still waits for, and its name in errors."""
         if self._phase is _SumPhase.SHARES:
-            return self._share_requests[self._next_rank]
-        for part in self._parts:
-            if part.request is not None:
-                return part.request
-        return self._sends[0]
-
-    def _what(self) -> str:
-        if self._phase is _SumPhase.SHARES:
-            return f"compressed gradients of rank {self._next_rank}"
+            rank = self._next_rank
+            return self._share_requests[rank], f"compressed gradients of rank {rank}"
         for rank, part in enumerate(self._parts):
             if part.request is not None:
-                return f"the sum of compressed gradients that rank {rank} owns"
-        return "compressed gradients to leave"
+                return part.request, f"the sum of compressed gradients that rank {rank} owns"
+        return self._sends[0], "compressed gradients to leave"

@@ -28,11 +28,8 @@ class RoundSums(Protocol):
         """Drop sums that a loss has interrupted; see `dlio.exchange.sums.Sum.reset`."""
 
     def arrays(self, last: bool) -> Sequence[npt.NDArray[np.generic]]:
-        """Return the memory of a turn's sums.
-
-        Args:
-            last: of the turn that this rank has taken last; otherwise of the one after it.
-        """
+        """Return the memory of the sums of the turn that this rank has taken last, or of the one
+        after it."""
 
 
 @dataclass(frozen=True, slots=True)

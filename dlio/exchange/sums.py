@@ -27,6 +27,7 @@ from dlio.exchange.compress.message_layout import pieces_of
 from dlio.exchange.error_feedback import ErrorFeedback
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.routes import Op, route
+from dlio.exchange.traffic import MessageTraffic
 
 _HEAD: Final = 8
 """Bytes before a compressed message: its length, for ranks that forward it."""
@@ -43,6 +44,9 @@ class Sum:
     begun = True
     """False while a device is still to write the region. Later regions must not overtake it: all
     ranks begin messages in the same order."""
+
+    def __init__(self) -> None:
+        self.traffic = MessageTraffic()
 
     def start(self, region: torch.Tensor) -> None:
         """Start summing `region` in place. Do not touch it before the sum is complete."""
@@ -74,7 +78,7 @@ class Sum:
 
     def statistics(self) -> dict[str, float]:
         """Totals since the start: `wait_s`, and `messages` and `bytes` that this rank sent."""
-        raise NotImplementedError
+        return self.traffic.as_dict()
 
     def reset(self, undo: bool) -> None:
         """Drop a sum that a loss has interrupted, and continue with the survivors.
@@ -122,15 +126,12 @@ class AllreduceSum(Sum):
     """The library's own non-blocking allreduce."""
 
     def __init__(self, comm: Communicator) -> None:
+        super().__init__()
         self._comm = comm
         self._request: Request | None = None
-        self._wait_s = 0.0
-        self._messages = self._bytes = 0.0
 
     def start(self, region: torch.Tensor) -> None:
-        messages, sent = ring_traffic(self._comm.size, region.nbytes)
-        self._messages += messages
-        self._bytes += sent
+        self.traffic.sent(*ring_traffic(self._comm.size, region.nbytes))
         # The algorithm is the library's choice. A ring halves the time of 100 MB in one piece, but
         # gains nothing for several buckets of 1 MiB, or over 1 Gbit/s.
         self._request = self._comm.iallreduce(region.numpy())
@@ -142,15 +143,10 @@ class AllreduceSum(Sum):
         return self._request is None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if self._request is None:
-            return
-        began = time.perf_counter()
-        self._comm.wait([self._request], "gradients of the other ranks", timeout_s)
-        self._wait_s += time.perf_counter() - began
-        self._request = None
-
-    def statistics(self) -> dict[str, float]:
-        return {"wait_s": self._wait_s, "messages": self._messages, "bytes": self._bytes}
+        if self._request is not None:
+            with self.traffic.waiting():
+                self._comm.wait([self._request], "gradients of the other ranks", timeout_s)
+            self._request = None
 
     def reset(self, undo: bool) -> None:
         if self._request is not None:
@@ -172,6 +168,7 @@ class RoutedSum(Sum):
     """
 
     def __init__(self, context: ExchangeContext, tensors: Tensors, tag: int) -> None:
+        super().__init__()
         self._context, self._comm, self._tag = context, context.comm, tag
         self._ops = self._route()
         compressor = context.spec.compressor
@@ -195,8 +192,6 @@ class RoutedSum(Sum):
         self._receive: Request | None = None
         self._sends: list[Request] = []
         self._region = np.empty(0, np.float32)
-        self._wait_s = 0.0
-        self._messages = self._bytes = 0
 
     def _route(self) -> list[Op]:
         spec, nodes = self._context.spec, self._context.nodes()
@@ -223,7 +218,7 @@ class RoutedSum(Sum):
 
     def wait(self, timeout_s: float | None = None) -> None:
         began = time.perf_counter()
-        try:
+        with self.traffic.waiting():
             while not self.advance():
                 left_s = timeout_s
                 if timeout_s is not None:
@@ -233,8 +228,6 @@ class RoutedSum(Sum):
                     self._comm.wait([self._receive], what, left_s)
                 else:
                     self._comm.wait(self._sends[:1], "gradients to leave", left_s)
-        finally:
-            self._wait_s += time.perf_counter() - began
 
     def state(self) -> dict[str, torch.Tensor]:
         if self._codec is None:
@@ -247,13 +240,6 @@ class RoutedSum(Sum):
             self._residual.owed[:] = state["owed"].numpy()
         if self._codec is not None and "codec" in state:
             self._codec.load_state(state["codec"].numpy())
-
-    def statistics(self) -> dict[str, float]:
-        return {
-            "wait_s": self._wait_s,
-            "messages": float(self._messages),
-            "bytes": float(self._bytes),
-        }
 
     def reset(self, undo: bool) -> None:
         await_end([*self._sends, *([] if self._receive is None else [self._receive])])
@@ -319,8 +305,7 @@ class RoutedSum(Sum):
             used = int(self._outgoing[:_HEAD].view(np.uint64)[0])
             message = self._outgoing[: _HEAD + used]
         self._sends.append(self._comm.isend(message, peer, self._tag))
-        self._messages += 1
-        self._bytes += len(message)
+        self.traffic.sent(1, len(message))
 
     def _give(self) -> None:
         """Overwrite the region with the decoded message that goes down."""
@@ -395,6 +380,7 @@ class PinnedSum(Sum):
 
     def __init__(self, total: Sum, copies: PinnedCopies, host: torch.Tensor) -> None:
         self._total, self._copies, self._host = total, copies, host
+        self.traffic = total.traffic
         self._region = torch.empty(0)
 
     def start(self, region: torch.Tensor) -> None:
@@ -427,9 +413,6 @@ class PinnedSum(Sum):
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         self._total.load_state(state)
 
-    def statistics(self) -> dict[str, float]:
-        return self._total.statistics()
-
     def reset(self, undo: bool) -> None:
         # A copy that was never sent has left no residual to undo.
         self._total.reset(undo and self.begun)
@@ -449,18 +432,16 @@ class DeviceMpiSum(Sum):
     """
 
     def __init__(self, comm: Communicator) -> None:
+        super().__init__()
         assert isinstance(comm, SumsDeviceMemory)
         self._comm = comm
         self._device_sums: SumsDeviceMemory = comm
         self._written = _cuda.Event()
         self._region = torch.empty(0)
         self._request: Request | None = None
-        self._messages = self._bytes = 0.0
 
     def start(self, region: torch.Tensor) -> None:
-        messages, sent = ring_traffic(self._comm.size, region.nbytes)
-        self._messages += messages
-        self._bytes += sent
+        self.traffic.sent(*ring_traffic(self._comm.size, region.nbytes))
         self.begun = False
         self._region = region
         self._written.record(torch.cuda.current_stream(region.device))
@@ -484,9 +465,6 @@ class DeviceMpiSum(Sum):
         if self._request is not None:
             self._comm.wait([self._request], "gradients of the other ranks", timeout_s)
             self._request = None
-
-    def statistics(self) -> dict[str, float]:
-        return {"wait_s": 0.0, "messages": self._messages, "bytes": self._bytes}
 
     def reset(self, undo: bool) -> None:
         self._request, self.begun = None, True

@@ -21,12 +21,13 @@ from dlio.comm.progress_thread import ProgressThread
 from dlio.errors import PeerLost
 from dlio.exchange.buckets import Bucket, Named, in_buckets
 from dlio.exchange.buffer_placement import BufferPlacement
-from dlio.exchange.cut import KeptTotals, TensorCut, reshape_state
+from dlio.exchange.cut import TensorCut, reshape_state
 from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.quantised_allreduce import TAGS
 from dlio.exchange.round_commit import RoundCommit
 from dlio.exchange.sums import load_states, states_of
+from dlio.exchange.traffic import KeptTotals
 
 _FIRST_TAG: Final = 1
 

@@ -24,7 +24,15 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from dlio.errors import TierError
-from dlio.util.trusted_files import UntrustedFile, open_file, path_of, read_small, temporary_name
+from dlio.util.trusted_files import (
+    UntrustedFile,
+    closing_descriptor,
+    open_file,
+    open_new,
+    path_of,
+    read_small,
+    temporary_name,
+)
 from dlio.util.user_folders import open_folder, parent_of
 
 MARK: Final = ".dlio"
@@ -177,12 +185,8 @@ def _make_and_open(name: str, parent: int) -> int:
 
 def mark(folder: int, text: str = "dlio\n") -> None:
     """Mark a folder as dlio's."""
-    with suppress(FileExistsError):
-        descriptor = open_file(folder, MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            os.write(descriptor, text.encode())
-        finally:
-            os.close(descriptor)
+    with suppress(FileExistsError), open_new(folder, MARK, 0o600) as file:
+        file.write(text.encode())
 
 
 def mark_of(folder: int) -> str | None:
@@ -238,12 +242,9 @@ def remove_entry(parent: int, name: str) -> None:
 def remove_bare(parent: int, name: str) -> None:
     """Remove a folder of dlio that holds nothing but its mark; one that is in use stays."""
     with suppress(OSError):
-        folder = open_below(parent, name)
-        try:
+        with closing_descriptor(open_below(parent, name)) as folder:
             if os.listdir(folder) == [MARK]:
                 os.unlink(MARK, dir_fd=folder)
-        finally:
-            os.close(folder)
         os.rmdir(name, dir_fd=parent)
 
 
@@ -290,22 +291,19 @@ def remove_marked(parent: int, name: str) -> bool:
         folder = open_below(parent, name, private=False)
     except OSError:
         return False
-    try:
+    with closing_descriptor(folder):
         if os.fstat(folder).st_uid != os.geteuid():
             return False
         if not is_marked(folder) and os.listdir(folder):
             return False
-        empty_folder(
-            folder
-        )  # The mark goes last, so that a removal that was killed can be continued.
+        # The mark goes last, so that a removal that was killed can be continued.
+        empty_folder(folder)
         if same_folder(parent, name, folder):
             with suppress(OSError):
                 if os.listdir(folder) == [MARK]:
                     os.unlink(MARK, dir_fd=folder)
                 os.rmdir(name, dir_fd=parent)
         return True
-    finally:
-        os.close(folder)
 
 
 def lock_file(directory: int, name: str) -> int:
@@ -336,7 +334,7 @@ def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
         inner = open_below(directory, name)
     except OSError:
         return False
-    try:
+    with closing_descriptor(inner):
         try:
             held = open_file(inner, lock, os.O_RDWR)
         except FileNotFoundError:
@@ -345,16 +343,12 @@ def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
             held = open_file(inner, lock, os.O_RDWR | os.O_CREAT)
         except UntrustedFile:
             return False
-        try:
+        with closing_descriptor(held):
             # While holding the lock, so that other processes do not remove the folder, too.
             if not _lock_alone(held) or not same_folder(directory, name, inner):
                 return False
             shutil.rmtree(name, dir_fd=directory)
             return True
-        finally:
-            os.close(held)
-    finally:
-        os.close(inner)
 
 
 def _lock_alone(descriptor: int) -> bool:

@@ -5,7 +5,7 @@ from importlib import import_module
 
 
 def lazy_names(places: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the `__getattr__` of a package, from the full name of the module of each public name."""
+    """Return the `__getattr__` of a package, from the full name of each public name's module."""
 
     def find(name: str) -> object:
         if name not in places:

@@ -7,6 +7,7 @@ import struct
 from typing import Final
 
 from dlio.errors import TierError
+from dlio.util.trusted_files import closing_descriptor
 
 _BACKLOG: Final = 1024
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -33,8 +34,8 @@ def connect(folder: str, name: str, timeout_s: float | None) -> socket.socket:
 
     Raises OSError if nobody listens, TierError if the folder belongs to another user.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    how = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with closing_descriptor(os.open(folder, how)) as descriptor:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise TierError(f"{folder} is not yours alone (0700): remove it and start again")
@@ -45,8 +46,6 @@ def connect(folder: str, name: str, timeout_s: float | None) -> socket.socket:
         except BaseException:
             connection.close()
             raise
-    finally:
-        os.close(descriptor)
     return connection
 
 

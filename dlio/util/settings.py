@@ -79,24 +79,25 @@ def _zero_or_one(text: str) -> bool:
     return text == "1"
 
 
-def _from(setting: Setting) -> Any:
-    """Return a dataclass field of `Settings` for a variable."""
-    return field(default=setting.default, metadata={"setting": setting})
+def _setting(name: str, kind: str, default: Value, *rest: Any, **more: Any) -> Any:
+    """Return a dataclass field of `Settings` for a variable; arguments are those of `Setting`."""
+    setting = Setting(name, kind, default, *rest, **more)
+    return field(default=default, metadata={"setting": setting})
 
 
 def _seconds(name: str, default: float, text: str) -> Any:
     remedy = "give seconds above 0, such as 300"
     parse = _between(0, open_end=True)
-    return _from(Setting(name, "number", default, text, remedy, parse, "seconds"))
+    return _setting(name, "number", default, text, remedy, parse, "seconds")
 
 
 def _switch(name: str, text: str) -> Any:
     remedy = "give 1 for yes or 0 for no"
-    return _from(Setting(name, "0 or 1", False, text, remedy, _zero_or_one))
+    return _setting(name, "0 or 1", False, text, remedy, _zero_or_one)
 
 
 def _text(name: str, text: str, default_text: str) -> Any:
-    return _from(Setting(name, "text", None, text, "", str, default_text=default_text))
+    return _setting(name, "text", None, text, "", str, default_text=default_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +120,14 @@ class Settings:
         "Time that a rank waits for a block that another process is writing into a tier before it "
         "reads the sample from the source.",
     )
-    checked_share: float = _from(
-        Setting(
-            "DLIO_CHECK",
-            "number",
-            1.0,
-            "Share of the payloads read from tiers whose checksums are verified.",
-            "give a share of the payloads, 0 to 1",
-            _between(0, 1),
-            "share, 0 to 1",
-        )
+    checked_share: float = _setting(
+        "DLIO_CHECK",
+        "number",
+        1.0,
+        "Share of the payloads read from tiers whose checksums are verified.",
+        "give a share of the payloads, 0 to 1",
+        _between(0, 1),
+        "share, 0 to 1",
     )
     tiers: str | None = _text(
         "DLIO_TIERS",
@@ -141,42 +140,36 @@ class Settings:
         "Folder for indexes of data sets and measured speeds of tiers.",
         "dlio in XDG_CACHE_HOME or in ~/.cache",
     )
-    max_pixels: int = _from(
-        Setting(
-            "DLIO_MAX_PIXELS",
-            "integer",
-            178_956_970,
-            "Maximum size of an image; larger ones count as damaged.",
-            "give a number of pixels from 1",
-            _positive_integer,
-            "pixels",
-        )
+    max_pixels: int = _setting(
+        "DLIO_MAX_PIXELS",
+        "integer",
+        178_956_970,
+        "Maximum size of an image; larger ones count as damaged.",
+        "give a number of pixels from 1",
+        _positive_integer,
+        "pixels",
     )
-    native: bool = _from(
-        Setting(
-            "DLIO_NATIVE",
-            "0 or 1",
-            True,
-            "Decodes baseline JPEGs with dlio's own decoder, where it was built; the pixels are "
-            "the same as libjpeg-turbo's.",
-            "give 1 for yes or 0 for no",
-            _zero_or_one,
-        )
+    native: bool = _setting(
+        "DLIO_NATIVE",
+        "0 or 1",
+        True,
+        "Decodes baseline JPEGs with dlio's own decoder, where it was built; the pixels are "
+        "the same as libjpeg-turbo's.",
+        "give 1 for yes or 0 for no",
+        _zero_or_one,
     )
     follow_links: bool = _switch(
         "DLIO_FOLLOW_LINKS",
         "Follows symbolic links that lead out of a data set's folder, as --follow-links does.",
     )
-    cuda_aware: bool | None = _from(
-        Setting(
-            "DLIO_CUDA_AWARE",
-            "0 or 1",
-            None,
-            "Overrides the detection of MPI libraries that sum GPU memory without blocking.",
-            "give 1 if MPI can sum GPU memory, else 0",
-            _zero_or_one,
-            default_text="asked of the library",
-        )
+    cuda_aware: bool | None = _setting(
+        "DLIO_CUDA_AWARE",
+        "0 or 1",
+        None,
+        "Overrides the detection of MPI libraries that sum GPU memory without blocking.",
+        "give 1 if MPI can sum GPU memory, else 0",
+        _zero_or_one,
+        default_text="asked of the library",
     )
     nccl: bool = _switch(
         "DLIO_NCCL",
@@ -193,18 +186,16 @@ class Settings:
         "DLIO_NO_FORK",
         "Keeps `dlio stage` in its own process, which cannot end while a source hangs.",
     )
-    min_ranks: int | None = _from(
-        Setting(
-            "DLIO_MIN_RANKS",
-            "integer",
-            None,
-            "Fewest ranks that go on when others are lost, for ranks of `mpirun --with-ft ulfm`; "
-            "`dlio train --fault-tolerance shrink` sets it.",
-            "give a number of ranks from 1",
-            _positive_integer,
-            "ranks",
-            default_text="none: the job ends with any rank",
-        )
+    min_ranks: int | None = _setting(
+        "DLIO_MIN_RANKS",
+        "integer",
+        None,
+        "Fewest ranks that go on when others are lost, for ranks of `mpirun --with-ft ulfm`; "
+        "`dlio train --fault-tolerance shrink` sets it.",
+        "give a number of ranks from 1",
+        _positive_integer,
+        "ranks",
+        default_text="none: the job ends with any rank",
     )
     node_timeout_s: float = _seconds(
         "DLIO_NODE_TIMEOUT",
@@ -217,19 +208,17 @@ class Settings:
         "Remote shell, with options, that starts ranks on the nodes of --nodes.",
         "ssh",
     )
-    hang_after_s: float | None = _from(
-        Setting(
-            "DLIO_HANG_AFTER",
-            "number",
-            None,
-            "Time without progress after which a rank that all others of its node wait for hangs, "
-            "and is killed, in loops of your own and `dlio run` where ranks survive others; 0 for "
-            "never.",
-            "give seconds, such as 60, or 0 for never",
-            _between(0),
-            "seconds",
-            default_text="never; `dlio train` has --hang-after",
-        )
+    hang_after_s: float | None = _setting(
+        "DLIO_HANG_AFTER",
+        "number",
+        None,
+        "Time without progress after which a rank that all others of its node wait for hangs, "
+        "and is killed, in loops of your own and `dlio run` where ranks survive others; 0 for "
+        "never.",
+        "give seconds, such as 60, or 0 for never",
+        _between(0),
+        "seconds",
+        default_text="never; `dlio train` has --hang-after",
     )
     alone: bool = _switch(
         "DLIO_ALONE",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from dlio.util.trusted_files import UntrustedFile, planted
+from dlio.util.trusted_files import UntrustedFile, closing_descriptor, planted
 
 PUBLIC: Final = 0o775
 """Mode of the folders that users name; the umask takes its part from it."""
@@ -31,10 +31,8 @@ def open_folder(path: str, *, to_list: bool = True) -> int:
     at = _open_path(path)
     if not to_list:
         return at
-    try:
+    with closing_descriptor(at):
         return os.open(".", _FOLDER, dir_fd=at)
-    finally:
-        os.close(at)
 
 
 def _open_path(path: str) -> int:
@@ -97,11 +95,8 @@ def parent_of(path: str) -> Iterator[tuple[int, str]]:
     Raises OSError.
     """
     folder, name = os.path.split(path.rstrip("/") or path)
-    at = open_folder(folder or ".", to_list=False)
-    try:
+    with closing_descriptor(open_folder(folder or ".", to_list=False)) as at:
         yield at, name
-    finally:
-        os.close(at)
 
 
 def make_folders(path: str, mode: int = PUBLIC) -> int:
@@ -115,10 +110,7 @@ def make_folders(path: str, mode: int = PUBLIC) -> int:
         folder, name = os.path.split(path.rstrip("/"))
         if not name:
             raise
-        at = make_folders(folder or ".", mode)
-        try:
-            with suppress(FileExistsError):
-                os.mkdir(name, mode, dir_fd=at)
-        finally:
-            os.close(at)
+        above = make_folders(folder or ".", mode)
+        with closing_descriptor(above), suppress(FileExistsError):
+            os.mkdir(name, mode, dir_fd=above)
         return open_folder(path)

@@ -18,7 +18,7 @@ _MODE: Final = 0o664
 
 
 def check_writable(option: str, path: str) -> None:
-    """Check before a run that its result can be written. Raises UsageError, which names the option."""
+    """Check before a run that its result can be written. Raises UsageError for the option."""
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         raise UsageError(f"{option} {path}: this is a folder; name a file")

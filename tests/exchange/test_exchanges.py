@@ -246,7 +246,7 @@ def _message(weights: Sequence[float], sent_ns: int) -> _IncomingMessage:
 @torch.no_grad()
 def _move(exchange: Asgd, weight: torch.Tensor, to: Sequence[float], time_ns: int) -> None:
     weight.copy_(torch.tensor([to]))
-    exchange._read()
+    exchange._now.read()
     exchange._trail.note(time_ns, exchange._now.flat)
 
 

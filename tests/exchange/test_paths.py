@@ -106,6 +106,7 @@ class _Doubles(Sum):
     """A sum with a rank that has the same values."""
 
     def __init__(self, log: list[str]) -> None:
+        super().__init__()
         self.log = log
 
     def start(self, region: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dlio.comm.net import address, door, hub
-from dlio.comm.net.address import INTERFACE, LOOPBACK, choose_address, listen
+from dlio.comm.net.address import INTERFACE, LOOPBACK, candidates, listen
 from dlio.comm.net.door import Door
 from dlio.comm.net.keys import Answerer, Caller, Keys, RefusedConnection
 from dlio.comm.net.peer_link import FrameHead, Seal
@@ -88,7 +88,7 @@ def many_files() -> Iterator[None]:
 
 def test_ranks_of_one_node_listen_at_loopback_whatever_the_master_is_called() -> None:
     for master in (None, "127.0.1.1", "192.0.2.7", "no such host"):
-        assert choose_address(["here", "here"], master) == LOOPBACK
+        assert candidates(["here", "here"], master)[0] == LOOPBACK
 
 
 def test_ranks_of_several_nodes_listen_at_the_interface_that_faces_the_master(
@@ -98,19 +98,19 @@ def test_ranks_of_several_nodes_listen_at_the_interface_that_faces_the_master(
     monkeypatch.setattr(address, "_facing", {"master": "10.0.0.5", "self": "127.0.1.1"}.get)
     monkeypatch.setattr(address, "_of_host", lambda _: ["127.0.1.1", "10.0.0.9"])
     monkeypatch.setattr(address, "_of_all_interfaces", lambda: ["127.0.0.1", "10.0.0.7"])
-    assert choose_address(["here", "there"], "master") == "10.0.0.5"
-    assert choose_address(["here", "there"], "self") == "10.0.0.9"
+    assert candidates(["here", "there"], "master")[0] == "10.0.0.5"
+    assert candidates(["here", "there"], "self")[0] == "10.0.0.9"
     monkeypatch.setattr(address, "_of_host", lambda _: ["127.0.1.1"])
-    assert choose_address(["here", "there"], None) == "10.0.0.7"
+    assert candidates(["here", "there"], None)[0] == "10.0.0.7"
     monkeypatch.setenv(INTERFACE, "nothing0,lo")
-    assert choose_address(["here", "there"], "master") == LOOPBACK
+    assert candidates(["here", "there"], "master")[0] == LOOPBACK
     monkeypatch.setenv(INTERFACE, "nothing0")
     with pytest.raises(CommError, match=r"nothing0.*this node has .*lo"):
-        choose_address(["here", "there"], "master")
+        candidates(["here", "there"], "master")
     monkeypatch.delenv(INTERFACE)
     monkeypatch.setattr(address, "_of_all_interfaces", lambda: ["127.0.0.1", None])
     with pytest.raises(CommError, match=INTERFACE):
-        choose_address(["here", "there"], None)
+        candidates(["here", "there"], None)
 
 
 def test_a_mailbox_listens_at_one_address() -> None:

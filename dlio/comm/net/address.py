@@ -43,25 +43,16 @@ def own_place() -> str:
 def meeting_address(gather: Callable[[str], Sequence[str]]) -> str:
     """Return the address at which this rank listens. Collective over those that `gather` asks.
 
-    Raises CommError if none can be told.
-    """
-    return choose_address(gather(own_place()), os.environ.get("MASTER_ADDR"))
-
-
-def choose_address(places: Sequence[str], master: str | None) -> str:
-    """Return the address at which this rank listens.
-
-    Args:
-        places: `own_place()` of all ranks.
-        master: host that all ranks can reach; None if there is none.
-
     Raises CommError if ranks are on several nodes and no address is known that others can reach.
     """
-    return candidates(places, master)[0]
+    return candidates(gather(own_place()), os.environ.get("MASTER_ADDR"))[0]
 
 
 def candidates(places: Sequence[str], master: str | None = None) -> list[str]:
-    """Return addresses at which others may reach this rank, the likeliest first; see above."""
+    """Return addresses at which others may reach this rank, the likeliest first.
+
+    `places` are `own_place()` of all ranks, `master` a host that all can reach. Raises CommError.
+    """
     if len(set(places)) <= 1:
         return [LOOPBACK]
     if names := os.environ.get(INTERFACE):

@@ -6,7 +6,6 @@ memory: their copies are enqueued on streams, and MPI starts once they are compl
 """
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -14,14 +13,11 @@ import torch
 from mpi4py import MPI
 
 from dlio.errors import UsageError
+from dlio.util.buffer_pool import BufferLease, BufferPool
 
 _MOST_COUNT: Final = 2**31 - 1
 """Largest element count of one MPI call: counts are C ints."""
 _WORD: Final = 8
-_MOST_KEPT: Final = 4
-_MOST_WASTE: Final = 4
-"""Largest ratio of a reused buffer's size to the size asked for."""
-
 MpiBuffer = list[Any]
 """mpi4py's description of a buffer: [memory, count or (counts, offsets), datatype]."""
 
@@ -66,26 +62,9 @@ def size_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class HostMemoryPool:
-    """A pool of host memory. Reuse pays: touching new pages costs more than copying."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[torch.Tensor] = []
-
-    def take(self, size: int) -> torch.Tensor:
-        """Take a buffer of at least `size` bytes; shape (>= size,), uint8."""
-        with self._lock:
-            for k, buffer in enumerate(self._free):
-                if size <= len(buffer) <= _MOST_WASTE * size:
-                    return self._free.pop(k)
-        return torch.empty(size, dtype=torch.uint8)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        with self._lock:
-            self._free.append(buffer)
-            self._free.sort(key=len)
-            del self._free[:-_MOST_KEPT]
+def host_memory_pool() -> BufferPool:
+    """Return a pool of host memory. Reuse pays: touching new pages costs more than copying."""
+    return BufferPool(4, slack=4.0)
 
 
 class OperationMemory:
@@ -93,10 +72,10 @@ class OperationMemory:
     `finish` copies results out.
     """
 
-    def __init__(self, scratch: HostMemoryPool, device: torch.device) -> None:
+    def __init__(self, scratch: BufferPool, device: torch.device) -> None:
         self.device = device
         self._scratch = scratch
-        self._taken: list[torch.Tensor] = []
+        self._taken: list[BufferLease] = []
         self._homeward: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
         self._loaded = self._stored = None
         self._stream: torch.cuda.Stream | None = None
@@ -140,9 +119,8 @@ class OperationMemory:
         """Return scratch memory that is valid until `finish`; shape (size,), uint8."""
         if self.device.type == "cuda":
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        buffer = self._scratch.take(size)
-        self._taken.append(buffer)
-        return buffer[:size]
+        self._taken.append(self._scratch.take(size))
+        return torch.from_numpy(self._taken[-1].array)
 
     def ready(self) -> bool:
         """True once the copies started by `source` are complete."""
@@ -164,8 +142,8 @@ class OperationMemory:
             if self._stream is not None:
                 self._stored = self._stream.record_event()
         self._homeward.clear()
-        for buffer in self._taken:
-            self._scratch.give(buffer)
+        for lease in self._taken:
+            lease.release()
         self._taken.clear()
 
     def synchronize(self) -> None:

@@ -1,6 +1,6 @@
 """A torch.distributed process group on MPI: its communicators, and how operations start.
 
-Every operation (`collectives`) is one or two non-blocking MPI calls (`progress`) on bytes in host
+Every operation (`collectives`) is one or two non-blocking MPI calls (`mpi_work`) on bytes in host
 memory (`buffers`). The first and the second call use different communicators, and operations that
 callbacks start use two more. With TORCH_DISTRIBUTED_DEBUG=DETAIL, an additional first call checks
 that all ranks have called the same operation with the same sizes.
@@ -19,10 +19,18 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import Store
 
 from dlio.comm.mpi import one_at_a_time
-from dlio.comm.process_group.buffers import HostMemoryPool, OperationMemory, typed
-from dlio.comm.process_group.mpi_work import CallQueue, GroupState, JointWork, MpiCall, MpiWork
-from dlio.comm.process_group.operation_progress import OperationProgress, in_callback
+from dlio.comm.process_group.buffers import OperationMemory, host_memory_pool, typed
+from dlio.comm.process_group.mpi_work import (
+    CallQueue,
+    GroupState,
+    JointWork,
+    MpiCall,
+    MpiWork,
+    OperationProgress,
+    in_callback,
+)
 from dlio.errors import CommError, UsageError
+from dlio.util.buffer_pool import BufferPool
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -227,14 +235,14 @@ class MpiGroup(dist.ProcessGroup):
 
 
 _open_groups: list[MpiGroup] = []
-_shared: tuple[OperationProgress, HostMemoryPool] | None = None
+_shared: tuple[OperationProgress, BufferPool] | None = None
 """Shared by all groups of this process while one exists."""
 
 
-def _open_progress(group: MpiGroup) -> tuple[OperationProgress, HostMemoryPool]:
+def _open_progress(group: MpiGroup) -> tuple[OperationProgress, BufferPool]:
     global _shared
     if _shared is None:
-        _shared = (OperationProgress(), HostMemoryPool())
+        _shared = (OperationProgress(), host_memory_pool())
     _open_groups.append(group)
     return _shared
 

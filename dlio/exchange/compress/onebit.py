@@ -40,8 +40,6 @@ from dlio.exchange.compress.message_layout import (
 )
 from dlio.plan.order import mix
 
-_F32 = F32
-_U8 = Bytes
 _BLOCK: Final = 1 << 10
 _LEAST: Final = 1 << 6
 """Number of entries of the smallest block that is rotated."""
@@ -91,7 +89,7 @@ class OneBit(Compressor):
             block, at = block + blocks, at + tile.bytes
         self.max_bytes = at
 
-    def encode(self, values: _F32, residual: _F32, message: _U8) -> int:
+    def encode(self, values: F32, residual: F32, message: Bytes) -> int:
         sizes = message[: 2 * self._blocks].view(np.uint16)
         with np.errstate(all="ignore"):
             self._small.encode(values, residual, message[2 * self._blocks :])
@@ -115,13 +113,13 @@ class OneBit(Compressor):
                 np.subtract(v, self._decoded(tile, message, sizes), out=v)
         return self.max_bytes
 
-    def add(self, message: _U8, into: _F32) -> None:
+    def add(self, message: Bytes, into: F32) -> None:
         self._small.add(message[2 * self._blocks :], into)
         sizes = message[: 2 * self._blocks].view(np.uint16)
         for tile in self._tiles:
             into[tile.start : tile.stop] += self._decoded(tile, message, sizes).reshape(-1)
 
-    def _decoded(self, tile: _Tile, message: _U8, sizes: npt.NDArray[np.uint16]) -> _F32:
+    def _decoded(self, tile: _Tile, message: Bytes, sizes: npt.NDArray[np.uint16]) -> F32:
         """Decode a tile into scratch memory; shape (blocks, width)."""
         q = self._numbers(tile)
         negative = np.unpackbits(message[tile.first_byte :][: tile.bytes], count=q.size)
@@ -132,7 +130,7 @@ class OneBit(Compressor):
         np.multiply(q, of_tile.view(np.float32)[:, None], out=q)
         return np.multiply(q, flips(tile.width), out=q)
 
-    def _turn(self, w: _F32) -> None:
+    def _turn(self, w: F32) -> None:
         """Multiply each row by the Walsh-Hadamard matrix, in place.
 
         A row of W entries is laid out as a matrix and multiplied from both sides by the matrices of
@@ -149,7 +147,7 @@ class OneBit(Compressor):
         np.matmul(blocks, right, out=between)
         np.matmul(left, between, out=blocks)
 
-    def _numbers(self, tile: _Tile) -> _F32:
+    def _numbers(self, tile: _Tile) -> F32:
         """Return scratch memory for a tile's entries; shape (blocks, width)."""
         return self._scratch.floats[: tile.blocks * tile.width].reshape(tile.blocks, tile.width)
 
@@ -173,7 +171,7 @@ def turned(width: int) -> int:
 
 
 @cache
-def flips(width: int) -> _F32:
+def flips(width: int) -> F32:
     """The diagonal of D: +1 or -1 for each entry of a block; shape (width,)."""
     # The same flips for all blocks and steps: they need no seed in the message.
     odd = mix(np.arange(width, dtype=np.uint64), np.uint64(0)) & np.uint64(1)
@@ -181,7 +179,7 @@ def flips(width: int) -> _F32:
 
 
 @cache
-def walsh(width: int) -> tuple[_F32, _F32]:
+def walsh(width: int) -> tuple[F32, F32]:
     """Return two matrices, for columns and rows, whose Kronecker product is the Walsh-Hadamard
     matrix of `width` rows, a power of two."""
     bits = width.bit_length() - 1
@@ -192,7 +190,7 @@ def walsh(width: int) -> tuple[_F32, _F32]:
     return matrices[bits // 2], matrices[bits - bits // 2]
 
 
-def _to_bfloat16(values: _F32) -> npt.NDArray[np.uint16]:
+def _to_bfloat16(values: F32) -> npt.NDArray[np.uint16]:
     """Round to the nearest bfloat16 numbers and return their bits. Values are finite and >= 0."""
     bits = values.view(np.uint32)
     return np.asarray((bits + 0x7FFF + (bits >> 16 & 1)) >> 16, np.uint16)

@@ -27,7 +27,7 @@ largest entries if one is far beyond the others. The residual of an unsent entry
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -73,33 +73,6 @@ REACH: Final = 2.0**15
 significant bits of a bfloat16."""
 HEAD: Final = 3
 """Words of 32 bits per tensor in a message's head."""
-
-
-class LevelRule(Protocol):
-    """Selects the entries of a tensor to send, and the value that stands for them."""
-
-    steps: dict[int, int]
-    """State per tensor, by number."""
-
-    def level(self, tensor: int, sample: F32, ratio: float) -> float:
-        """Return the magnitude from which entries are sent, so that about one in `ratio` is.
-
-        Args:
-            sample: magnitudes of at most 1,024 entries, shape (n,); may be overwritten.
-
-        Returns 0 if the sample is all zeros and the rule has no other level.
-        """
-
-    def cut(self, sizes: F32, level: float) -> tuple[float, float]:
-        """Return (least, q) for the entries of one sign.
-
-        Entries smaller than `least` are not sent. The others are sent as q, which the caller
-        truncates to bfloat16. For v - q to be exact, q <= 2 least, and the largest v is at most
-        2^(24 - n) q, where n is the number of significant bits of q.
-
-        Args:
-            sizes: magnitudes, all at least `level`; not empty, shape (n,).
-        """
 
 
 def order_statistic(sample: F32, ratio: float) -> float:
@@ -148,21 +121,34 @@ class TensorPlan:
     """Entry at which the search for entries to send begins."""
 
 
-class AdaptiveLevel:
+class LevelRule:
     """Sends the largest entries, one in 32, as the mean of those with the same sign (Dryden et al.,
     "Communication quantization for data-parallel training of deep neural networks", MLHPC 2016).
 
     The level is an order statistic of a tensor's entries, estimated from a new random sample at
-    each step.
+    each step. Other rules override both methods.
     """
 
     def __init__(self) -> None:
         self.steps: dict[int, int] = {}
+        """State per tensor, by number."""
 
     def level(self, tensor: int, sample: F32, ratio: float) -> float:
+        """Return the magnitude from which entries are sent, so that about one in `ratio` is.
+
+        The sample, shape (n,), are magnitudes of at most 1,024 entries, and may be overwritten.
+        Returns 0 if it is all zeros and the rule has no other level.
+        """
         return order_statistic(sample, ratio)
 
     def cut(self, sizes: F32, level: float) -> tuple[float, float]:
+        """Return (least, q) for the entries of one sign, whose magnitudes are `sizes`, shape (n,):
+        not empty, all at least `level`.
+
+        Entries smaller than `least` are not sent. The others are sent as q, which the caller
+        truncates to bfloat16. For v - q to be exact, q <= 2 least, and the largest v is at most
+        2^(24 - n) q, where n is the number of significant bits of q.
+        """
         return mean_beyond(sizes, level)
 
 
@@ -470,9 +456,9 @@ def _from_bfloat16(bits: int) -> np.float32:
 
 def adaptive(pieces: Pieces, scratch: ChunkScratch) -> SparseCompressor:
     """The largest entries."""
-    return SparseCompressor(pieces, scratch, AdaptiveLevel())
+    return SparseCompressor(pieces, scratch, LevelRule())
 
 
 def ternary(pieces: Pieces, scratch: ChunkScratch) -> SparseCompressor:
     """Signs of the largest two fifths."""
-    return SparseCompressor(pieces, scratch, AdaptiveLevel(), dense=True)
+    return SparseCompressor(pieces, scratch, LevelRule(), dense=True)

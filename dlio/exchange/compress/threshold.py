@@ -10,7 +10,7 @@ from typing import Final
 
 from dlio.errors import UsageError
 from dlio.exchange.compress.message_layout import F32, ChunkScratch, Pieces
-from dlio.exchange.compress.sparse import SparseCompressor, order_statistic
+from dlio.exchange.compress.sparse import LevelRule, SparseCompressor, order_statistic
 
 SENT: Final = 1.25
 """Value sent for an entry, in multiples of the threshold."""
@@ -23,7 +23,7 @@ LOWEST: Final = -126 * STEPS
 HIGHEST: Final = 127 * STEPS
 
 
-class ThresholdLevel:
+class ThresholdLevel(LevelRule):
     """One threshold per tensor, adapted so that the desired share of entries exceeds it.
 
     It changes by a sixteenth to an eighth per message. A constant threshold, as in Strom's paper,
@@ -39,8 +39,8 @@ class ThresholdLevel:
     def __init__(self, threshold: float | None = None) -> None:
         if threshold is not None and not 0 < threshold < math.inf:
             raise UsageError(f"a threshold of {threshold}: give a number above 0")
+        super().__init__()
         self._fixed = None if threshold is None else _number(_step(threshold))
-        self.steps: dict[int, int] = {}
 
     def level(self, tensor: int, sample: F32, ratio: float) -> float:
         if self._fixed is not None:

@@ -13,7 +13,7 @@ import xxhash
 
 from dlio.comm import Communicator, world
 from dlio.comm.data_ranks import communicator
-from dlio.comm.deadlines import default_timeout_s, peer_timeout_s
+from dlio.comm.deadlines import default_timeout_s
 from dlio.comm.world import membership
 from dlio.data.agreement import check_same_order
 from dlio.data.schema import IMAGES
@@ -45,7 +45,7 @@ from dlio.storage.block_stream import BlockStream
 from dlio.storage.device_tier import DeviceTier
 from dlio.storage.mount import Mount
 from dlio.util.cores import available_cores
-from dlio.util.settings import DEVICE_TIER
+from dlio.util.settings import DEVICE_TIER, settings
 from dlio.util.units import format_bytes
 
 _MOST_THREADS: Final = 16
@@ -194,7 +194,7 @@ class PlannedEngine:
             ahead=_ahead(options.prefetch_factor, threads, factory.batch_bytes),
             skip=skip,
             timeout_s=default_timeout_s(),
-            peer_timeout_s=peer_timeout_s(),
+            peer_timeout_s=settings().peer_timeout_s,
             partners_of=partners_of,
         )
         # Alone, too, once a rank was lost, before this epoch or in it.

@@ -15,7 +15,7 @@ from dlio.exchange.compress.message_layout import CHUNK, ChunkScratch, pieces_of
 from dlio.exchange.compress.sparse import (
     ROOM,
     SHARE,
-    AdaptiveLevel,
+    LevelRule,
     SparseCompressor,
     _entries,
     _entries_of_trits,
@@ -80,11 +80,9 @@ def test_larger_shares_of_small_tensors_are_sent_within_the_same_bytes(name: str
     assert 0.8 <= conv / other / np.sqrt(2) <= 1.2
 
 
-@pytest.mark.parametrize(
-    "rule", [ThresholdLevel(0.25), AdaptiveLevel()], ids=["threshold", "adaptive"]
-)
+@pytest.mark.parametrize("rule", [ThresholdLevel(0.25), LevelRule()], ids=["threshold", "adaptive"])
 def test_every_entry_is_sent_in_turn_when_the_share_is_too_small_for_all(
-    rule: ThresholdLevel | AdaptiveLevel,
+    rule: ThresholdLevel | LevelRule,
 ) -> None:
     count = 3 * CHUNK + 64
     compressor = SparseCompressor(pieces_of([("w", (64, count // 64))]), ChunkScratch(), rule)
@@ -170,7 +168,7 @@ def test_trits_are_read_as_they_were_written(size: int, share: float, seed: int)
 def test_adaptive_sends_the_largest_entries_as_the_mean_of_their_sign(seed: int) -> None:
     count = 250_000
     compressor = SparseCompressor(
-        pieces_of([("w", (250, 1000))]), ChunkScratch(), AdaptiveLevel(), seed
+        pieces_of([("w", (250, 1000))]), ChunkScratch(), LevelRule(), seed
     )
     values = drawn("heavy", count, seed)
     values[:1000] += 0.01
