@@ -6,12 +6,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import Any, Final, TypedDict
 
 from dlio.errors import UsageError
-
-if TYPE_CHECKING:
-    from dlio.features.pruning.pruning_report import PruningReport
 
 _TIMEOUT_S: Final = 7200.0
 
@@ -26,7 +23,8 @@ class TrainedEpoch(TypedDict, total=False):
     consensus_distance: float
     bytes: dict[str, int]
     """Bytes read, by place."""
-    pruning: "PruningReport | None"
+    pruning: Any
+    """The `PruningReport` of `--prune`; None without it."""
 
 
 class TrainingReport(TypedDict):

@@ -82,14 +82,18 @@ def command(demo: DemoOptions) -> None:
 def _train(demo: DemoOptions, data: str, report: str) -> None:
     from dlio.cli.train_command import find_parts, run
     from dlio.data.reader import open_reader
-    from dlio.train.config import train_config
+    from dlio.train.config import TrainConfig, train_config
+    from dlio.util.options import options_of
 
     source, val = find_parts(data, None)
     with closing(open_reader(source)) as reader:
         size = int(reader.sizes.sum())
     nodes = min(2, demo.ranks)
-    prunes = find_spec("torch_pruning") is not None
-    if not prunes:
+    # Features may not be installed.
+    known = {each.name for each in options_of(TrainConfig)}
+    less_work: dict[str, object] = {"prune": "apoptosis", "skip_samples": True}
+    if find_spec("torch_pruning") is None:
+        less_work["prune"] = "off"
         print(f"neurons are not pruned: {how_to_install('prune')} adds pruning")
     # A new disk tier in every run, so that the demo shows how a tier fills.
     with TemporaryDirectory(prefix="tier-", dir=demo.folder) as scratch:
@@ -106,8 +110,7 @@ def _train(demo: DemoOptions, data: str, report: str) -> None:
             shuffle="global",
             tiers=f"ram:{ram}B,{scratch}:{size + (1 << 24)}B",
             report=report,
-            prune="apoptosis" if prunes else "off",
-            skip_samples=True,
+            **{name: value for name, value in less_work.items() if name in known},
         )
         run(config, demo.ranks)
 

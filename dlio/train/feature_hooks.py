@@ -35,7 +35,6 @@ that are marked as collective are called on all ranks together.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -48,11 +47,12 @@ from dlio.loader.dataloader import DataLoader
 from dlio.plan.rank_shares import RankShares
 from dlio.train.callbacks.callback_base import Run
 from dlio.train.config import TrainConfig
-from dlio.train.feature_spec import find_features
+from dlio.train.feature_spec import find_features, load_place
 from dlio.train.rank_layout import RankLayout
 from dlio.train.report import RankEpoch
 from dlio.train.step_clock import StepClock
 from dlio.train.tasks.task_base import Outputs, TrainingTask
+from dlio.util.whole_files import remove_file
 
 
 class FeatureRun(Run, Protocol):
@@ -263,7 +263,7 @@ class ActiveFeatures:
         self.by_prefix: dict[str, FeatureHooks] = {}
         """By the prefix of their tensors' names in saved states."""
         for feature, options in config.active():
-            kind = cast(type[FeatureHooks], _load(feature.hooks_of(options)))
+            kind = cast(type[FeatureHooks], load_place(feature.hooks_of(options)))
             hooks = kind(options, run)
             self.by_prefix[feature.prefix or feature.name] = hooks
             self.hooks.append(hooks)
@@ -318,7 +318,8 @@ class ActiveFeatures:
     def save(self, path: str) -> None:
         """Write or remove files that belong to the weights that have been saved at `path`."""
         for feature in find_features():
-            feature.without(path)
+            for ending in feature.files:
+                remove_file(path + ending)
         for each in self.hooks:
             each.save(path)
 
@@ -340,12 +341,6 @@ def layout_of(config: TrainConfig, comm: Communicator) -> RankLayout:
     """
     for feature, options in config.active():
         if feature.layout:
-            layout: RankLayout = _load(feature.layout)(options, config, comm)
+            layout: RankLayout = load_place(feature.layout)(options, config, comm)
             return layout
     return RankLayout(comm)
-
-
-def _load(place: str) -> Callable[..., Any]:
-    """Import the class or function at `module:name`."""
-    module, _, name = place.partition(":")
-    return cast(Callable[..., Any], getattr(import_module(module), name))

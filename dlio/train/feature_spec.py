@@ -7,11 +7,12 @@ its `FeatureHooks` take part in the run; see `dlio.train.feature_hooks`.
 The trainer knows no feature by name. What two features must not do together stands in one of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, cast
 
 from dlio.errors import UsageError
 
@@ -50,6 +51,14 @@ class FeatureSpec:
 
     fixed_options: ClassVar[tuple[str, ...]] = ()
     """Names of its options that cannot change when a run is resumed."""
+    fit_model: ClassVar[str] = ""
+    """`module:function` that gives a new model the shape of saved weights, which the feature may
+    have changed. It is called with the model, which it changes in place, the path of the weights,
+    and the `RunState` of their checkpoint; None for a file of --save. It raises DlioError for
+    another model than that of the weights."""
+    files: ClassVar[Mapping[str, str]] = {}
+    """The files that it writes next to saved weights: their contents in a word, by the ending that
+    follows the path of the weights."""
 
     def hooks_of(self, options: Any) -> str:
         """Return `hooks`, if they depend on the options."""
@@ -86,9 +95,6 @@ class FeatureSpec:
     def begin_process(self, options: Any) -> None:
         """Prepare the process before the model is made, if the feature is on."""
 
-    def without(self, path: str) -> None:
-        """Remove files that an earlier run of the feature left next to the weights at `path`."""
-
     def was_cut(self, epoch: Any) -> bool:
         """True if the feature removed parts of the model in an epoch."""
         return False
@@ -121,6 +127,12 @@ def find_features() -> tuple[FeatureSpec, ...]:
         if present:
             specs.append(entry.load()())
     return tuple(sorted(specs, key=lambda feature: (feature.order, feature.name)))
+
+
+def load_place(place: str) -> Callable[..., Any]:
+    """Import the function or class at `module:name`."""
+    module, _, name = place.partition(":")
+    return cast(Callable[..., Any], getattr(import_module(module), name))
 
 
 def option_records() -> tuple[type, ...]:

@@ -1,13 +1,15 @@
-"""Weights of an earlier run as the beginning of another (`--weights`)."""
+"""Weights of an earlier run: in a file, and in a model."""
 
 import os
 import zipfile
+from collections.abc import Mapping
 from typing import IO
 
 import torch
 from torch import nn
 
 from dlio.errors import UsageError
+from dlio.train.feature_spec import find_features, load_place
 from dlio.util.limits import open_regular
 
 
@@ -83,6 +85,35 @@ def read_weights(path: str, option: str = "--weights") -> dict[str, torch.Tensor
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{option} {path}: it is not a file of weights: {error}; give one written by --save"
+        ) from error
+
+
+def load_saved(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    path: str,
+    about: Mapping[str, object] | None = None,
+) -> None:
+    """Load the weights of an earlier run, with the shape that features have given them.
+
+    Args:
+        model: a new model, made with the same options as the trained one; changed in place.
+        path: where the weights are: a file of --save, or a checkpoint.
+        about: the `RunState` of the checkpoint; None for a file.
+
+    Raises UsageError for weights of another model, DlioError if features cannot fit the model.
+    """
+    for feature in find_features():
+        if feature.fit_model:
+            load_place(feature.fit_model)(model, path, about)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        files = [file for each in find_features() for file in each.files.items()]
+        lost = [f", or its {kind} {path}{ending} was lost" for ending, kind in files]
+        said = "" if about is not None else "".join(lost)
+        raise UsageError(
+            f"{path} holds weights of another model{said}: {str(error).splitlines()[-1].strip()}"
         ) from error
 
 

@@ -138,7 +138,7 @@ def _ended(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str,
     "argv",
     [
         ["train", "pictures", "--epochs", "5", "--lr", "1e-3", "--replica", "a", "--replica", "b"],
-        ["train", "pictures", "-n", "2", "--nan", "off", "--prune", "off", f"--seed={2**64 - 1}"],
+        ["train", "pictures", "-n", "2", "--nan", "off", f"--seed={2**64 - 1}"],
         ["stage", "data", "--tiers", "/scratch:20GiB", "--bwlimit", "1500MiB/s", "--no-resume"],
         ["stage", "data", "--include", "n01*/*", "--deadline", "60", "--verify", "none", "--pin"],
         ["pack", "data", "packed", "--split", "train=0.9,val=0.1", "--shard-size", "100MiB"],

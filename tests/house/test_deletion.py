@@ -10,11 +10,6 @@ import pytest
 
 from tests.conftest import ROOT
 
-STILL_IMPORTED = {
-    "pruning": "by `dlio export`, for weights of pruned models",
-}
-"""Features that others still import by name, and which; to become ones that they find."""
-
 
 def _load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("deletion", ROOT / "tests/house/deletion.py")
@@ -27,7 +22,7 @@ def _load() -> ModuleType:
 
 
 deletion = _load()
-FEATURES: list[str] = sorted(set(deletion.FEATURES) - set(STILL_IMPORTED))
+FEATURES: list[str] = deletion.FEATURES
 
 
 def _drawn() -> str:
@@ -50,8 +45,3 @@ def test_all_other_tests_pass_without_a_feature(feature: str, tmp_path: Path) ->
     copy = deletion.delete(feature, tmp_path)
     assert list(deletion.complaints(copy)) == []
     assert deletion.remaining_tests(copy) == ""
-
-
-def test_the_exceptions_are_still_needed(tmp_path: Path) -> None:
-    for feature in sorted(STILL_IMPORTED):
-        assert deletion.importers(deletion.delete(feature, tmp_path / feature)) != []

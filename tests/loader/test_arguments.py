@@ -294,21 +294,12 @@ def test_epochs(data: dlio.Dataset, epoch: Any) -> None:
         (lambda: transforms.Normalize(5, 5), "per channel"),  # type: ignore[arg-type]
         (lambda: transforms.Normalize([0.1], ["x"]), "per channel"),  # type: ignore[list-item]
         (lambda: transforms.Compose([5]), "function"),  # type: ignore[list-item]
-        (lambda: dlio.load_pruned(torch.nn.Linear(2, 2), pathlib.Path("/nope")), "/nope"),
     ],
 )
 def test_arguments_of_transforms(make: Callable[[], object], words: str) -> None:
     with pytest.raises(dlio.DlioError) as error:
         make()
     _is_clear(error, words)
-
-
-def test_weights_are_read_from_a_path_of_pathlib(tmp_path: pathlib.Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    torch.save(model.state_dict(), tmp_path / "w.pt")
-    assert torch.equal(
-        dlio.load_pruned(torch.nn.Linear(2, 2), tmp_path / "w.pt").weight, model.weight
-    )
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,7 @@ def test_ranks_with_one_model_skip_a_step_together() -> None:
     assert not NanGuard(skip=True).before_step(run)
 
 
+@pytest.mark.needs("pruning")
 def test_epochs_with_pruning_do_not_count_towards_early_stopping() -> None:
     ended: list[str] = []
     run: Any = SimpleNamespace(history=[], stop=ended.append)

@@ -17,7 +17,13 @@ _FILE = Path(__file__).with_name("old_checkpoints.tar.xz")
 _FEATURES: dict[str, dict[str, object]] = {"ema": {"ema": 0.9}, "skip": {"skip_samples": True}}
 
 
-@pytest.mark.parametrize("name", _FEATURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("ema", marks=pytest.mark.needs("ema")),
+        pytest.param("skip", marks=pytest.mark.needs("skipping")),
+    ],
+)
 def test_an_old_checkpoint_is_resumed(name: str, tmp_path: Path) -> None:
     with tarfile.open(_FILE) as file:
         file.extractall(tmp_path, filter="data")

@@ -5,19 +5,17 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 import torch
 from torch import nn
 
 from dlio.errors import SourceError, UsageError
-from dlio.features.pruning.pruned_file import load_pruned
-from dlio.features.pruning.pruned_layout import LayoutRecord, PrunedLayout, shrink_to
 from dlio.train.checkpoint.checkpoint_store import StoredCheckpoint, open_checkpoint
 from dlio.train.factory import split_options
 from dlio.train.model import make_model
 from dlio.train.names import DEFAULT_MODEL
-from dlio.train.weights import read_weights
+from dlio.train.weights import load_saved, read_weights
 from dlio.util.limits import check_claim
 
 IMAGE_SIZE: Final = 64
@@ -63,12 +61,7 @@ def load_trained(
     state = read_weights(path, "WEIGHTS")
     if classes is None:
         classes = _count_classes(name, size, state, path)
-    module = _made(name, classes, size, state, path)
-    try:
-        load_pruned(module, path)
-    except UsageError as error:
-        raise UsageError(f"--model {name} with --classes {classes}: {error}") from error
-    return _finished(module, name, size, path)
+    return _loaded(name, classes, size, state, path)
 
 
 def _from_checkpoint(
@@ -96,18 +89,7 @@ def _from_checkpoint(
     state = _mean_weights(checkpoint)
     if classes is None:
         classes = _count_classes(name, size, state, path)
-    module = _made(name, classes, size, state, path)
-    pruning = about.get("pruning")
-    if isinstance(pruning, Mapping):
-        shrink_to(module, PrunedLayout.from_json(cast(LayoutRecord, pruning.get("layout"))))
-    try:
-        module.load_state_dict(state)
-    except RuntimeError as error:
-        raise UsageError(
-            f"--model {name} with --classes {classes}: {path} holds weights of another model: "
-            f"{str(error).splitlines()[-1].strip()}"
-        ) from error
-    return _finished(module, name, size, path)
+    return _loaded(name, classes, size, state, path, about)
 
 
 def _check_numbers(path: str, model: str, image_size: int) -> None:
@@ -124,12 +106,18 @@ def _check_numbers(path: str, model: str, image_size: int) -> None:
         )
 
 
-def _made(
-    name: str, classes: int, image_size: int, state: Mapping[str, torch.Tensor], path: str
-) -> nn.Module:
-    """Make the model of some weights, unless it is out of proportion to them.
+def _loaded(
+    name: str,
+    classes: int,
+    image_size: int,
+    state: Mapping[str, torch.Tensor],
+    path: str,
+    about: Mapping[str, object] | None = None,
+) -> TrainedModel:
+    """Make the model of some weights, unless it is out of proportion to them, and load these.
 
-    Raises UsageError for options that do not fit, SourceError for a model that is far larger.
+    Raises UsageError for options that do not fit, or a model that does not map pictures to logits;
+    SourceError for a model that is far larger than the weights.
     """
     if ":" not in name:
         planned = _planned(name, classes, image_size).state_dict()
@@ -138,7 +126,20 @@ def _made(
             for tensors in (planned, state)
         )
         check_claim(declared, stored, f"{path}: the model {name} with {classes} classes")
-    return make_model(name, classes, image_size)
+    module = make_model(name, classes, image_size)
+    try:
+        load_saved(module, state, path, about)
+    except UsageError as error:
+        raise UsageError(f"--model {name} with --classes {classes}: {error}") from error
+    module.eval()
+    with torch.no_grad():
+        logits = module(torch.zeros(2, 3, image_size, image_size))
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2:
+        raise UsageError(
+            f"--model {name}: it does not give logits (pictures, classes): only networks that "
+            "classify pictures are exported"
+        )
+    return TrainedModel(module, name, logits.shape[1], image_size, path)
 
 
 def _planned(name: str, classes: int, image_size: int) -> nn.Module:
@@ -212,16 +213,3 @@ def _count_classes(name: str, image_size: int, state: Mapping[str, torch.Tensor]
                 f"--model {name}: {path} holds weights of another model, without {key}"
             )
     return 2  # The model has its number of classes from elsewhere.
-
-
-def _finished(module: nn.Module, name: str, image_size: int, path: str) -> TrainedModel:
-    """Return a loaded model. Raises UsageError unless it maps pictures to logits."""
-    module.eval()
-    with torch.no_grad():
-        logits = module(torch.zeros(2, 3, image_size, image_size))
-    if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2:
-        raise UsageError(
-            f"--model {name}: it does not give logits (pictures, classes): only networks that "
-            "classify pictures are exported"
-        )
-    return TrainedModel(module, name, logits.shape[1], image_size, path)

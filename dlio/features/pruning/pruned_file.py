@@ -1,15 +1,16 @@
 """Weights files of pruned models: an ordinary torch file, and its layout in a second one."""
 
 import json
-from typing import Final, TypeVar
+from collections.abc import Mapping
+from typing import Final, TypeVar, cast
 
 import torch
 from torch import nn
 
 from dlio.errors import DlioError, SourceError, UsageError
-from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
+from dlio.features.pruning.pruned_layout import LayoutRecord, PrunedLayout, shrink_to
 from dlio.features.pruning.pruning_feature import LAYOUT_SUFFIX
-from dlio.train.weights import stored_state
+from dlio.train.weights import load_saved, stored_state
 from dlio.util.arguments import PathText, named, path_in
 from dlio.util.limits import open_regular
 from dlio.util.whole_files import write_json
@@ -22,6 +23,14 @@ Module = TypeVar("Module", bound=nn.Module)
 def save_layout(path: str, layout: PrunedLayout) -> None:
     """Write PATH.layout.json for the weights at `path`."""
     write_json(path + LAYOUT_SUFFIX, layout.to_json())
+
+
+def fit_model(model: nn.Module, path: str, about: Mapping[str, object] | None) -> None:
+    """Cut a new model to the widths of pruned weights; see `FeatureSpec.fit_model`."""
+    if about is None:
+        shrink_to(model, _read_layout(path + LAYOUT_SUFFIX))
+    elif isinstance(saved := about.get("pruning"), Mapping):
+        shrink_to(model, PrunedLayout.from_json(cast(LayoutRecord, saved.get("layout"))))
 
 
 def load_pruned(model: Module, path: PathText) -> Module:
@@ -44,18 +53,11 @@ def load_pruned(model: Module, path: PathText) -> Module:
         state = stored_state(path)
     except (OSError, ValueError) as error:
         raise SourceError(f"{path}: not weights that `--save` wrote: {error}") from error
-    shrink_to(model, _layout(path + LAYOUT_SUFFIX))
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        raise UsageError(
-            f"{path} holds weights of another model, or its layout {path}{LAYOUT_SUFFIX} was lost: "
-            f"{str(error).splitlines()[-1].strip()}"
-        ) from error
+    load_saved(model, state, path)
     return model
 
 
-def _layout(path: str) -> PrunedLayout:
+def _read_layout(path: str) -> PrunedLayout:
     """Read a layout file; weights without one are of an unpruned model. Raises SourceError."""
     try:
         with open(open_regular(path), encoding="utf-8") as file:

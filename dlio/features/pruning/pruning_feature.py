@@ -10,7 +10,6 @@ from dlio.train.config import TrainConfig
 from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES
 from dlio.train.feature_spec import FeatureSpec, refuse
 from dlio.util.options import CheckedOptions, Option
-from dlio.util.whole_files import remove_file
 
 if TYPE_CHECKING:
     from dlio.train.report import EpochReport
@@ -58,6 +57,8 @@ class PruningFeature(FeatureSpec):
     options = PruningOptions
     hooks = "dlio.features.pruning.pruner:PruningHooks"
     epoch_fields: ClassVar[Mapping[str, object]] = {"pruning": None}
+    fit_model = "dlio.features.pruning.pruned_file:fit_model"
+    files: ClassVar[Mapping[str, str]] = {LAYOUT_SUFFIX: "layout"}
 
     def label(self, options: PruningOptions) -> str | None:
         return None if options.prune == "off" else f"--prune {options.prune}"
@@ -88,9 +89,6 @@ class PruningFeature(FeatureSpec):
                 f"--resume: {path} holds a pruned model: add --prune apoptosis; with "
                 "--prune-tolerance 0 hardly any more is removed"
             )
-
-    def without(self, path: str) -> None:
-        remove_file(path + LAYOUT_SUFFIX)
 
     def was_cut(self, epoch: "EpochReport") -> bool:
         pruning = epoch.features.get("pruning")

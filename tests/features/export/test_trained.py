@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,8 +14,6 @@ from dlio.errors import DlioError, SourceError, UsageError
 from dlio.features.export.check_pictures import read_pictures
 from dlio.features.export.export_options import ExportOptions
 from dlio.features.export.trained_model import load_trained
-from dlio.features.pruning.pruned_file import save_layout
-from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
 from dlio.train.checkpoint.checkpoint_store import StoredCheckpoint
 from dlio.train.model import make_model
 from tests.features.export.conftest import CLASSES, MODEL, SIZE, Trained
@@ -43,27 +40,30 @@ def test_options_that_do_not_fit_the_weights_are_named(
         load_trained(str(trained.weights), model, classes, SIZE)
 
 
+@pytest.mark.needs("pruning")
 def test_pruned_models_get_their_layout(tmp_path: Path) -> None:
-    model = make_model(MODEL, CLASSES, SIZE).eval()
-    left = np.arange(5)
-    layout = PrunedLayout(
-        1,
-        {"stages.0.conv1": left},
-        {
-            "stages.0.conv1:out": (16, left),
-            "stages.0.norm1:through": (16, left),
-            "stages.0.conv2:in": (16, left),
-        },
-    )
-    shrink_to(model, layout)
+    """Five of 16 channels are left: the others of the whole model are 0."""
+    whole = make_model(MODEL, CLASSES, SIZE).eval()
+    norm = whole.get_submodule("stages.0.norm1")
+    assert isinstance(norm, torch.nn.BatchNorm2d)
+    with torch.no_grad():
+        norm.weight[5:], norm.bias[5:] = 0.0, 0.0
+    small = whole.state_dict()
+    for name in small:
+        if name.startswith(("stages.0.conv1.", "stages.0.norm1.")) and small[name].ndim:
+            small[name] = small[name][:5].clone()
+    small["stages.0.conv2.weight"] = small["stages.0.conv2.weight"][:, :5].clone()
     path = str(tmp_path / "small.pt")
-    torch.save(model.state_dict(), path)
+    torch.save(small, path)
     with pytest.raises(UsageError, match="layout"):
         load_trained(path, MODEL, None, SIZE)
-    save_layout(path, layout)
+    left = list(range(5))
+    layers = {f"stages.0.{each}": (16, left) for each in ("conv1:out", "norm1:through", "conv2:in")}
+    layout = {"version": 1, "groups": {"stages.0.conv1": left}, "layers": layers, "counts": {}}
+    (tmp_path / "small.pt.layout.json").write_text(json.dumps(layout))
     loaded = load_trained(path, MODEL, None, SIZE).module
     x = torch.rand(2, 3, SIZE, SIZE)
-    assert torch.equal(loaded(x), model(x))
+    assert torch.allclose(loaded(x), whole(x), atol=1e-5)
     assert loaded.get_parameter("stages.0.conv1.weight").shape[0] == 5
 
 

@@ -24,7 +24,7 @@ from dlio.features.pruning.model_size import count_parameters, flops_per_sample,
 from dlio.features.pruning.model_surgery import apply
 from dlio.features.pruning.pruned_file import save_layout
 from dlio.features.pruning.pruned_layout import shrink_to
-from dlio.features.pruning.pruning_feature import PruningFeature
+from dlio.features.pruning.pruning_feature import LAYOUT_SUFFIX
 from dlio.features.pruning.pruning_pace import Schedule
 from dlio.features.pruning.removal_plan import Limits, RemovalPlan
 from tests.features.pruning.apoptosis_checks import (
@@ -341,7 +341,7 @@ def test_a_pruned_model_is_saved_loaded_and_exported_as_a_plain_small_one(tmp_pa
         exported = torch.export.export(loaded, (inputs,)).module()
         torch.testing.assert_close(exported(inputs), net(inputs))
 
-    PruningFeature().without(path)
+    (tmp_path / f"model.pt{LAYOUT_SUFFIX}").unlink()
     with pytest.raises(UsageError, match="layout"):
         dlio.load_pruned(make("residual", "relu", 4)[0], path)
     whole = make("residual", "relu", 4)[0]

@@ -77,3 +77,11 @@ def test_a_layout_that_is_no_file_does_not_wait_for_ever(weights: Path) -> None:
     os.mkfifo(f"{weights}.layout.json")
     with pytest.raises(SourceError, match="regular file"):
         load_pruned(net(), str(weights))
+
+
+def test_weights_are_read_from_a_path_of_pathlib(weights: Path) -> None:
+    stored = torch.load(weights, weights_only=True)
+    loaded = load_pruned(net(), weights).state_dict()
+    assert all(torch.equal(value, stored[name]) for name, value in loaded.items())
+    with pytest.raises(SourceError, match="/nope"):
+        load_pruned(net(), Path("/nope"))
