@@ -144,6 +144,41 @@ def _signals() -> Iterator[None]:
     assert after == before
 
 
+def _leaves_nightly_out(config: pytest.Config) -> bool:
+    return not config.getoption("--nightly") and not any("::" in each for each in config.args)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> list[pytest.Item] | None:
+    """Leave nightly functions out by day: to collect them would take seconds."""
+    marks = getattr(obj, "pytestmark", None)
+    if not name.startswith("test_") or not marks or not _leaves_nightly_out(collector.config):
+        return None
+    names = {mark.name for mark in marks}
+    return [] if "nightly" in names and "daily" not in names else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
+    """Leave nightly cases out by day, for the same reason."""
+    yield
+    if not _leaves_nightly_out(metafunc.config):
+        return
+    daily = metafunc.definition.get_closest_marker("daily")
+    # pytest offers no public way to leave a case out before its item is made.
+    cases = vars(metafunc)["_calls"]
+    kept = [
+        case
+        for case in cases
+        if (case.id in daily.args if daily else all(mark.name != "nightly" for mark in case.marks))
+    ]
+    # Without a case left, pytest would call the function without arguments; such an item is
+    # deselected below.
+    cases[:] = kept or cases
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = any("::" in each for each in config.args)

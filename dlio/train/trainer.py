@@ -6,7 +6,7 @@ import time
 import traceback
 from contextlib import ExitStack
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -23,8 +23,6 @@ from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
 from dlio.storage.tier_spec import Tiers
 from dlio.train.callbacks import make_callbacks
-from dlio.train.checkpoint import Checkpoints
-from dlio.train.checkpoint.checkpoint_callback import CheckpointCallback
 from dlio.train.checkpoint.state import restore
 from dlio.train.compute_device import choose_device
 from dlio.train.config import TrainConfig
@@ -43,6 +41,10 @@ from dlio.util.child_processes import die
 from dlio.util.cores import available_cores
 from dlio.util.heap import keep_freed_memory
 from dlio.util.whole_files import write_whole
+
+if TYPE_CHECKING:  # See `dlio.train.checkpoint`.
+    from dlio.train.checkpoint.checkpoint_callback import CheckpointCallback
+    from dlio.train.checkpoint.checkpoint_store import Checkpoints
 
 
 def train(config: TrainConfig) -> RunReport:
@@ -112,10 +114,12 @@ class TrainingRun:
         options, nodes = self._config.batches, self._config.ranks.pretend_nodes
         return make_loader(data, options, nodes, training, self._layout, device)
 
-    def _open_checkpoints(self) -> Checkpoints | None:
+    def _open_checkpoints(self) -> "Checkpoints | None":
         options, comm = self._config.checkpoints, self._comm
         if options.checkpoint is None:
             return None
+        from dlio.train.checkpoint.checkpoint_store import Checkpoints
+
         if recovery_of(comm) is None:  # Otherwise a rank leaves alone; see `departure_at`.
             self._end_requests = self._stack.enter_context(EndRequests())
         checkpoints = self._stack.enter_context(Checkpoints(options.checkpoint, comm, options.keep))
@@ -187,7 +191,9 @@ class TrainingRun:
             self._callbacks.append(self._snapshots)
         run.callbacks = [stack.enter_context(callback) for callback in self._callbacks]
 
-    def _save_regularly(self, checkpoints: Checkpoints) -> CheckpointCallback:
+    def _save_regularly(self, checkpoints: "Checkpoints") -> "CheckpointCallback":
+        from dlio.train.checkpoint.checkpoint_callback import CheckpointCallback
+
         options, requests = self._config.checkpoints, None
         if self._end_requests is not None:
             requests = make_request_channel(self._comm, parse_exchange(self._config.ranks.exchange))
@@ -298,7 +304,7 @@ def _die_of_bug(run: Worker, error: Exception) -> None:
         die()
 
 
-def _resume(run: Worker, checkpoints: Checkpoints) -> str | None:
+def _resume(run: Worker, checkpoints: "Checkpoints") -> str | None:
     """Restore the newest checkpoint and return its path; None if there is none. Collective."""
     checkpoint = checkpoints.newest()
     if checkpoint is None:

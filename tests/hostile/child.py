@@ -88,7 +88,7 @@ def inventory(path: str, _: dict[str, Any]) -> str:
 def checkpoint(path: str, options: dict[str, Any]) -> str:
     """Find the newest intact checkpoint, and read all of it."""
     from dlio.comm.single import SingleCommunicator
-    from dlio.train.checkpoint import Checkpoints
+    from dlio.train.checkpoint.checkpoint_store import Checkpoints
 
     with Checkpoints(path, SingleCommunicator()) as checkpoints:
         newest = checkpoints.newest()
@@ -102,7 +102,8 @@ def checkpoint(path: str, options: dict[str, Any]) -> str:
 
 _MODULES: Final = (
     *("h5py", "pyarrow.parquet", "zarr", "dlio.data.reader", "dlio.storage.inventory"),
-    *("dlio.storage.tier", "dlio.train.checkpoint", "dlio_readers.folder", "dlio_readers.hdf5"),
+    *("dlio.storage.tier", "dlio.train.checkpoint.checkpoint_store"),
+    *("dlio_readers.folder", "dlio_readers.hdf5"),
     *("dlio_readers.mds", "dlio_readers.parquet", "dlio_readers.shard", "dlio_readers.tables"),
     *("dlio_readers.tar", "dlio_readers.zarr", "dlio_readers.zarrstore"),
 )

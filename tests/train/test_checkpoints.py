@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import SourceError, UsageError
-from dlio.train.checkpoint import Checkpoints
-from dlio.train.checkpoint.checkpoint_store import open_checkpoint
+from dlio.train.checkpoint.checkpoint_store import Checkpoints, open_checkpoint
 from dlio.train.checkpoint.tensor_reader import contents
 from tests.conftest import in_time, is_running
 

@@ -45,6 +45,7 @@ _PRELOADED = (
     "simplejpeg",
     "dlio.cli.app",
     "dlio.cli.train_command",
+    "dlio.train.checkpoint.checkpoint_callback",
     "dlio.train.trainer",
     "dlio.integrations.script.runner",
     *(f"dlio_readers.{name}" for name in ("folder", "hdf5", "mds", "parquet", "shard", "tar")),

@@ -11,8 +11,7 @@ import torch
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.train.checkpoint import Checkpoints
-from dlio.train.checkpoint.checkpoint_store import Tensors
+from dlio.train.checkpoint.checkpoint_store import Checkpoints, Tensors
 from dlio.train.checkpoint.tensor_reader import ignore_no_dist_warning
 
 _TIMEOUT_S: Final = 1800.0

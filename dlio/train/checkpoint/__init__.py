@@ -1,5 +1,5 @@
-"""Checkpoints of a run: written in parallel during training, published only when complete."""
+"""Checkpoints of a run: written in parallel during training, published only when complete.
 
-from dlio.train.checkpoint.checkpoint_store import Checkpoints, StoredCheckpoint
-
-__all__ = ["Checkpoints", "StoredCheckpoint"]
+Nothing is imported here: `checkpoint_store` needs torch.distributed.checkpoint, which takes a
+quarter as long to import as everything else that trains, and runs without checkpoints do without.
+"""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dlio.comm.single import SingleCommunicator
-from dlio.train.checkpoint import Checkpoints
+from dlio.train.checkpoint.checkpoint_store import Checkpoints
 from tests.hostile.corpus.case import RIGHT, Ask, Case, Cases, Make
 from tests.hostile.corpus.mutate import SPECIAL, VALUES, damaged, nonsense, special_files
 

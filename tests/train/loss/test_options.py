@@ -10,7 +10,7 @@ import pytest
 
 from dlio.comm.single import SingleCommunicator
 from dlio.plan.order import Order
-from dlio.train.checkpoint import Checkpoints
+from dlio.train.checkpoint.checkpoint_store import Checkpoints
 from tests.train.loss.conftest import SAMPLES, Ran, Run, check_exact
 
 pytestmark = [pytest.mark.mpi, pytest.mark.cold("nightly")]
