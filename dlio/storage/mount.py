@@ -6,11 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from dlio.comm import Communicator
 from dlio.comm.job_nodes import JobNodes, find_nodes
@@ -41,7 +40,6 @@ from dlio.storage.block_fetcher import (
 from dlio.storage.block_stream import StreamProgress
 from dlio.storage.counters import is_fault
 from dlio.storage.decoded_tier import DecodedTier
-from dlio.storage.device_tier import DeviceTier
 from dlio.storage.file_system_kind import FileSystemKind, file_system_of
 from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.inventory import DatasetUse, make_room, remember_root, stored_data
@@ -59,6 +57,11 @@ from dlio.util.closable import Closable
 from dlio.util.live_figures import PublishedFigures, publish
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes
+
+if TYPE_CHECKING:  # `dlio stage` mounts data sets, too: torch would take most of its start.
+    import torch
+
+    from dlio.storage.device_tier import DeviceTier
 
 Layout = Literal["partition", "replicate", "auto"]
 """Each block on one node; every block on each node; or the latter if each node has room for all."""
@@ -208,9 +211,11 @@ class Mount(Closable):
         decoded = self.device_spec, self.decoded_spec
         return [*self.tiers, *(spec for spec in decoded if spec is not None)]
 
-    def on_device(self, device: torch.device) -> DeviceTier | None:
+    def on_device(self, device: "torch.device") -> "DeviceTier | None":
         """Return this rank's tier on its device, opened once; None if none is specified."""
         if self._device_tier is None and self.device_spec is not None:
+            from dlio.storage.device_tier import DeviceTier
+
             count, capacity = len(self.hierarchy.reader), self.device_spec.capacity
             self._device_tier = DeviceTier(count, capacity, device, self.hierarchy.note)
         return self._device_tier

@@ -57,9 +57,9 @@ def test_help_lists_all_commands(dlio: Dlio) -> None:
 
 
 @pytest.mark.cold
-def test_help_loads_neither_torch_nor_mpi() -> None:
+def test_help_and_staging_load_neither_torch_nor_mpi() -> None:
     text = (
-        "import sys\nfrom dlio.cli.app import make_app\nmake_app([])\n"
+        "import sys, dlio_staging.stage\nfrom dlio.cli.app import make_app\nmake_app([])\n"
         "print([m for m in ('torch', 'mpi4py', 'cv2', 'h5py', 'zarr') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -76,6 +76,8 @@ def test_importing_dlio_starts_nothing() -> None:
         " if m in sys.modules]\n"
         "dlio.open, dlio.DataLoader\n"
         "late = [m for m in ('mpi4py', 'rich', 'cyclopts', 'h5py', 'zarr') if m in sys.modules]\n"
+        "import dlio.train.trainer\n"
+        "late += [m for m in ('torch.distributed.checkpoint', 'sympy') if m in sys.modules]\n"
         "print(loaded, late, threading.active_count())"
     )
     done = subprocess.run(

@@ -12,6 +12,7 @@ import dlio
 from dlio.loader.stats import PassStats
 from dlio_staging.stage import stage
 from dlio_staging.stage_plan import StageOptions
+from tests.conftest import examples
 
 
 def _batches(data: dlio.Dataset) -> tuple[dict[int, bytes], PassStats]:
@@ -24,7 +25,7 @@ def _batches(data: dlio.Dataset) -> tuple[dict[int, bytes], PassStats]:
         return seen, loader.stats()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10**9), st.integers(0, 7), st.integers(0, 10**9))
 def test_no_flipped_bit_reaches_a_batch(
     tmp_path_factory: pytest.TempPathFactory,
