@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from torch import nn
 
 from dlio.comm import Communicator, world
 from dlio.comm.planned_membership import plan_world
@@ -24,7 +25,7 @@ from dlio.loader.dataset import Dataset
 from dlio.storage.tier_spec import Tiers
 from dlio.train.callbacks import make_callbacks
 from dlio.train.checkpoint.state import restore
-from dlio.train.compute_device import choose_device
+from dlio.train.compute_device import channels_last, choose_device
 from dlio.train.config import TrainConfig
 from dlio.train.departure import RESUME_CODE, EndRequests, departure_at
 from dlio.train.feature_hooks import layout_of
@@ -34,8 +35,10 @@ from dlio.train.run_requests import RunRequest, make_request_channel
 from dlio.train.sample_ledger import SampleLedger
 from dlio.train.state_transfer import StateTransfer
 from dlio.train.tasks.registry import make_task, resolve_config
+from dlio.train.tasks.task_base import TrainingTask
 from dlio.train.training_data import make_loader, open_data
 from dlio.train.training_progress import TrainingProgress
+from dlio.train.weights import load_weights
 from dlio.train.worker import Worker
 from dlio.util.child_processes import die
 from dlio.util.cores import available_cores
@@ -95,24 +98,24 @@ class TrainingRun:
             self._open_data(config.data.source, config.data.tiers, True)
         )
         self._config = config = resolve_config(config, data, layout.schema(data))
-        device = choose_device(config.model.device, comm)
+        self._device = device = choose_device(config.model.device, comm)
         stack.enter_context(devices_connected(comm, device))
-        self._loader = stack.enter_context(self._make_loader(data, True, device))
+        self._loader = stack.enter_context(self._make_loader(data, True))
         self._mounted = data.mount(layout.data, config.ranks.pretend_nodes)
         layout.check_order(self._mounted)
         self._held_out: DataLoader | None = None
         if config.data.val is not None:
             spare = self._mounted.spare_tiers()
             val = stack.enter_context(self._open_data(config.data.val, spare, False))
-            self._held_out = stack.enter_context(self._make_loader(val, False, device))
+            self._held_out = stack.enter_context(self._make_loader(val, False))
 
     def _open_data(self, path: str, tiers: Tiers | None, training: bool) -> Dataset:
         options, size = self._config.data, self._config.model.image_size
         return open_data(self._layout, path, options, size, tiers, training)
 
-    def _make_loader(self, data: Dataset, training: bool, device: torch.device) -> DataLoader:
+    def _make_loader(self, data: Dataset, training: bool) -> DataLoader:
         options, nodes = self._config.batches, self._config.ranks.pretend_nodes
-        return make_loader(data, options, nodes, training, self._layout, device)
+        return make_loader(data, options, nodes, training, self._layout, self._device)
 
     def _open_checkpoints(self) -> "Checkpoints | None":
         options, comm = self._config.checkpoints, self._comm
@@ -149,7 +152,15 @@ class TrainingRun:
         self._restart.end_phase("read")
         begun = self._restart.begun
         self._run = run = Worker(
-            config, layout, self._loader, self._held_out, task, begun, self._is_found
+            config,
+            layout,
+            self._device,
+            task,
+            self._make_model(task, config.data.seed, config.model.weights),
+            self._loader,
+            self._held_out,
+            begun,
+            self._is_found,
         )
         self._stack.callback(run.close)
         if run.recovery is not None:
@@ -169,6 +180,19 @@ class TrainingRun:
         policy.evicts_slow = config.survival.evict_slow
         self._callbacks = make_callbacks(config.callbacks, config.survival, comm.rank)
         self._restart.end_phase("model")
+
+    def _make_model(self, task: TrainingTask, seed: int, weights: str | None) -> nn.Module:
+        """Make the model on its device, with the weights that the run begins with.
+
+        Args:
+            weights: file of --weights.
+        """
+        torch.manual_seed(seed)
+        model = channels_last(task.make_model()).to(self._device)
+        if weights is not None and not self._is_found:
+            load_weights(weights, model, self._comm.rank)
+        self._layout.cut_layers(model)
+        return model
 
     def restore(self) -> None:
         """Continue from a copy in memory or a checkpoint, if there is one, and begin to save."""

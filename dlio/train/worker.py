@@ -25,7 +25,6 @@ from dlio.loader.dataloader import DataLoader
 from dlio.plan.epoch import is_exact
 from dlio.plan.rank_shares import RankShares
 from dlio.train.callbacks.callback_base import Callback
-from dlio.train.compute_device import channels_last, choose_device
 from dlio.train.config import TrainConfig
 from dlio.train.evaluator import Evaluator
 from dlio.train.feature_hooks import ActiveFeatures
@@ -40,7 +39,6 @@ from dlio.train.sample_ledger import SampleLedger
 from dlio.train.step_clock import StepClock
 from dlio.train.tasks.task_base import TrainingTask, batch_size
 from dlio.train.training_progress import TrainingProgress
-from dlio.train.weights import load_weights
 
 
 class RunPosition(TypedDict):
@@ -63,29 +61,26 @@ class Worker:
         self,
         config: TrainConfig,
         layout: RankLayout,
+        device: torch.device,
+        task: TrainingTask,
+        model: nn.Module,
         loader: DataLoader,
         held_out: DataLoader | None,
-        task: TrainingTask,
         begun: int | None = None,
         is_found: bool = False,
     ) -> None:
         """
         Args:
+            model: with its first weights, on the device; this rank's parts of it.
             begun: ranks when the job began, if they were started again: the global batch stays.
             is_found: a state is restored next, so that the ranks' models need not be alike.
         """
         self.config, self.loader, self.held_out = config, loader, held_out
         self.comm: Communicator = layout.comm
-        comm, self.task, self.layout, self.is_found = layout.comm, task, layout, is_found
-        self.device = choose_device(config.model.device, comm)
-        seed = config.data.seed
-        torch.manual_seed(seed)
+        self.layout, self.device, self.is_found = layout, device, is_found
+        self.task, self.model, comm, seed = task, model, layout.comm, config.data.seed
         self._convert = layout.converter(task, loader.data)
-        self.model = channels_last(task.make_model()).to(self.device)
-        if config.model.weights is not None and not is_found:
-            load_weights(config.model.weights, self.model, comm.rank)
-        layout.cut_layers(self.model)
-        self.precision = Precision(config.model.precision, self.device)
+        self.precision = Precision(config.model.precision, device)
         self._evaluator: Evaluator | None = None
         if held_out is not None:
             self._evaluator = Evaluator(self.model, task, held_out, self.precision, layout)
