@@ -95,17 +95,19 @@ def run(config: TrainConfig, ranks: int | None, backend: str = "auto") -> None:
             "there is nothing to train; give more --epochs to go on"
         )
         return
+    survival = config.survival
+    may_lose_ranks = survival.is_tolerant and config.results.replay is None
     on_ranks(
         ranks,
         train_rank,
         config,
         check=lambda: _check(config, ranks or 1),
-        min_ranks=config.survival.min_ranks if _may_lose_ranks(config) else None,
-        spares=config.survival.spares,
+        min_ranks=survival.min_ranks if may_lose_ranks else None,
+        spares=survival.spares,
         backend=backend,
         start=partial(_start_again, config) if starts_again else None,
         live=True,
-        may_end=config.checkpoints.checkpoint is not None and not _survives(config),
+        may_end=config.checkpoints.checkpoint is not None and not survival.is_tolerant,
     )
 
 
@@ -166,21 +168,13 @@ def _start_again(
             own,
             nodes=config.ranks.node_names,
             survives=config.survival.fault_tolerance == "shrink",
-            again=_survives(config),
+            again=config.survival.is_tolerant,
             min_ranks=config.survival.min_ranks,
             progress=progress,
             live=live,
             leftovers=leftovers,
         )
     )
-
-
-def _survives(config: TrainConfig) -> bool:
-    return config.survival.fault_tolerance != "off"
-
-
-def _may_lose_ranks(config: TrainConfig) -> bool:
-    return _survives(config) and config.results.replay is None
 
 
 def find_parts(source: str, val: str | None, quiet: bool = False) -> tuple[str, str | None]:

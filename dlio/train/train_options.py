@@ -325,6 +325,11 @@ class SurvivalOptions(CheckedOptions):
         ),
     ] = False
 
+    @property
+    def is_tolerant(self) -> bool:
+        """True if the run goes on, or begins again, when ranks are lost."""
+        return self.fault_tolerance != "off"
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions(CheckedOptions):

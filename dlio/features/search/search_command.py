@@ -93,7 +93,7 @@ def command(
     for name, reason in _OWN.items():
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} does not go with a search: {reason}")
-    if run.survival.fault_tolerance != "off":
+    if run.survival.is_tolerant:
         raise UsageError(
             "--fault-tolerance: trials that lose a rank go on from their checkpoints: leave it out"
         )

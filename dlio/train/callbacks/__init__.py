@@ -32,8 +32,7 @@ def make_callbacks(
         callbacks.append(WeightGuard(options.check_weights))
     if options.nan != "off":
         callbacks.append(NanGuard(skip=options.nan == "skip"))
-    survives = survival.fault_tolerance != "off"
-    if options.tensorboard is not None and (rank == 0 or survives):
+    if options.tensorboard is not None and (rank == 0 or survival.is_tolerant):
         callbacks.append(TensorBoard(options.tensorboard, options.summaries, rank))
     if options.dump_matrices is not None and rank == 0:
         callbacks.append(MatrixDump(options.dump_matrices))
