@@ -141,7 +141,9 @@ class TrainingRun:
     def build(self) -> None:
         """Make the task, the model and all that trains it."""
         config, comm, mounted, layout = self._config, self._comm, self._mounted, self._layout
-        task = make_task(config, self._data, comm, layout.schema(self._data))
+        task = make_task(
+            config.model, config.data.source, self._data, comm, layout.schema(self._data)
+        )
         machines = layout.machines(mounted)
         torch.set_num_threads(max(1, available_cores() * machines // comm.size))
         for feature, options in config.active():

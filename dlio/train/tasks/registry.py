@@ -23,17 +23,18 @@ from dlio.train.tasks.regression import RegressImages
 from dlio.train.tasks.segmentation import SegmentImages, has_masks
 from dlio.train.tasks.table_task import TableTask
 from dlio.train.tasks.task_base import TrainingTask
+from dlio.train.train_options import ModelOptions
 
-_Make = Callable[[TrainConfig, Dataset, Communicator], TrainingTask]
+_Make = Callable[[ModelOptions, str, Dataset, Communicator], TrainingTask]
 TASKS: Final[dict[str, _Make]] = dict(
     zip(
         TASK_NAMES,
         (
-            lambda config, data, _: ClassifyImages(config.model, config.data.source, data),
-            lambda config, data, _: RegressImages(config.model, data),
-            lambda config, data, _: AutoencodeImages(config.model, data),
-            lambda config, data, comm: SegmentImages(config.model, data, comm),
-            lambda config, data, comm: TableTask(config.model, data, comm),
+            lambda options, source, data, _: ClassifyImages(options, source, data),
+            lambda options, _, data, __: RegressImages(options, data),
+            lambda options, _, data, __: AutoencodeImages(options, data),
+            lambda options, _, data, comm: SegmentImages(options, data, comm),
+            lambda options, _, data, comm: TableTask(options, data, comm),
         ),
         strict=True,
     )
@@ -80,17 +81,18 @@ def resolve_config(config: TrainConfig, data: Dataset, schema: Schema) -> TrainC
 
 
 def make_task(
-    config: TrainConfig, data: Dataset, comm: Communicator, schema: Schema
+    options: ModelOptions, source: str, data: Dataset, comm: Communicator, schema: Schema
 ) -> TrainingTask:
     """Make the task of a settled configuration. Collective.
 
     Args:
+        source: of the data set, for errors.
         schema: of whole samples, of which this rank may read parts.
 
     Raises UsageError for data that lack something that the task needs.
     """
     if is_arrays(schema):
-        return make_array_task(config.model, config.data.source, data, schema, comm)
-    name = "table" if is_table(data.reader.schema) else config.model.task
+        return make_array_task(options, source, data, schema, comm)
+    name = "table" if is_table(schema) else options.task
     assert name is not None
-    return TASKS[name](config, data, comm)
+    return TASKS[name](options, source, data, comm)
