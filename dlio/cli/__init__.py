@@ -29,11 +29,8 @@ _FLAGS = ("--version", "--debug", "--help", "-h", "--install-completion")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit.
-
-    Args:
-        argv: arguments without the program's name, for a program that may go on after SystemExit;
-            None for those of the process, which ends.
+    """Run the command and exit. With arguments, without the program's name, the program may go on
+    after SystemExit; with those of the process it ends.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     guarded(lambda: run_command(tokens), ends=argv is None)
@@ -42,10 +39,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def guarded(run: Callable[[], object], ends: bool = True) -> NoReturn:
     """Run a command and exit with its code. An error is printed and ends the other ranks, too.
 
-    Args:
-        run: the command.
-        ends: this process ends afterwards, and signals that come too late change nothing about its
-            exit code; False gives SIGTERM and SIGUSR1 their former effect.
+    If this process `ends` afterwards, signals that come too late change nothing about its exit
+    code; otherwise SIGTERM and SIGUSR1 get their former effect.
     """
     from dlio.util.signals import as_command
 

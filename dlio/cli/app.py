@@ -63,10 +63,9 @@ def places() -> dict[str, str]:
 def make_app(path: Sequence[str] | None = None, rest: Sequence[str] = ()) -> App:
     """Return the cyclopts app.
 
-    Args:
-        path: the command to run, such as `("bench", "loader")`; only its module is imported, and
-            the other commands have a summary only. None loads all commands, for completion.
-        rest: arguments that the command passes on unchanged.
+    Only the module of the command at `path`, such as `("bench", "loader")`, is imported; the other
+    commands have a summary only. None loads all commands, for completion. The command passes on the
+    arguments `rest` unchanged.
     """
     app = _app("dlio", _HELP, version=__version__, version_flags=["--version"])
     app.register_install_completion_command(help="Install completion for the shell in use.")
@@ -122,12 +121,9 @@ def run_app(app: App, tokens: Sequence[str], command: Command | None = None) -> 
 
 
 def parse(command: Command, tokens: Sequence[str]) -> dict[str, object] | None:
-    """Return the records of options of a command line, by parameter, without running the command.
-
-    Args:
-        tokens: arguments without the command's name.
-
-    Returns None if the command line asks for help, or for the configuration, which is printed.
+    """Return the records of options of a command line, without the command's name, by parameter,
+    without running the command; None if it asks for help, or for the configuration, which is
+    printed.
 
     Raises UsageError for a wrong option.
     """

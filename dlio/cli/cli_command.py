@@ -65,11 +65,8 @@ class Command:
         return inspect.getdoc(self.function) or ""
 
     def run(self, given: Mapping[str, object], rest: Sequence[str] = ()) -> object:
-        """Run the command with the options of a command line.
-
-        Args:
-            given: a text, a boolean or a sequence of texts for each field, by field name.
-            rest: arguments for the field that takes the rest.
+        """Run the command with a text, a boolean or a sequence of texts for each field that is
+        given, and the arguments `rest` for the field that takes them.
 
         Raises UsageError if a value is invalid or a required one is missing.
         """

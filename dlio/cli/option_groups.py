@@ -13,12 +13,8 @@ OTHERS: Final = "Other options"
 def with_help(
     *examples: str, groups: Mapping[str, Sequence[str]] | None = None
 ) -> Callable[[_Function], _Function]:
-    """Decorate a command's function with examples and headings for its help.
-
-    Args:
-        examples: command lines.
-        groups: names of options, as fields of records, by the heading that they stand under, in the
-            order of the help.
+    """Decorate a command's function with examples, command lines, and groups for its help: names of
+    options, as fields of records, by the heading that they stand under, in the order of the help.
     """
 
     def decorate(function: _Function) -> _Function:

@@ -12,7 +12,7 @@
 | `private_store`, `script_store` | the launcher's stores: dlio's own, and torch's for scripts |
 | `world` | selects the implementation for this process |
 | `launch_environment`, `launch_detection` | the launcher of this process, and its rank |
-| `allocation`, `hostlist` | the nodes that a batch system has granted |
+| `allocation` | the nodes that a batch system has granted |
 | `job_nodes`, `data_ranks`, `devices` | facts: nodes, ranks that share data, MPI on GPU memory |
 | `gloo`, `common_store` | what torch's gloo needs: devices, and a store of all ranks |
 | `deadlines`, `progress_thread`, `funnel` | deadlines, background progress, MPI_THREAD_FUNNELED |

@@ -4,16 +4,22 @@ Slurm, PBS (Torque, PBS Pro, OpenPBS) and LSF. Outside of an allocation, and in 
 (`srun`), whose processes are started already, there is none.
 """
 
+import itertools
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dlio.comm.hostlist import expand_counts, expand_hosts
 from dlio.comm.launch_detection import slurm_step, whole_number
 from dlio.errors import UsageError
 
+_PART: Final = re.compile(r"([^\[\],]*)\[([0-9,-]+)\]|([^\[\],]+)|(,)")
+_RANGE: Final = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_MOST: Final = 100_000
+"""Largest number of hosts: more are a damaged list."""
 _BATCH_HOSTS: Final = ("batch", "login")
 """Beginnings of the names of LSF's hosts that run the script and no rank (CORAL)."""
 
@@ -33,11 +39,9 @@ class Allocation:
     def counts(self, ranks: int | None, per_node: int | None) -> dict[str, int]:
         """Return the number of ranks on each host; hosts without ranks are left out.
 
-        Args:
-            ranks: number of all ranks; None for as many as the slots, or as `per_node` makes.
-            per_node: ranks on each host; None for the slots, or for an even share of `ranks`.
-
-        Raises UsageError if that many ranks do not fit so.
+        Without `ranks` there are as many as the slots, or as `per_node` makes; without `per_node`
+        as many on each host as its slots, or an even share. Raises UsageError if they do not fit
+        so.
         """
         hosts = len(self.hosts)
         if per_node is not None:
@@ -125,3 +129,73 @@ def _lines(variable: str, path: str) -> list[str]:
         raise UsageError(
             f"{variable}={path} cannot be read ({error}): unset it outside of a job"
         ) from error
+
+
+# Lists of hosts as Slurm writes them: `n[1-3,7],login2` for n1, n2, n3, n7 and login2.
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Return the hosts of a list, in its order. Raises UsageError for a malformed list."""
+    hosts: list[str] = []
+    for pieces in _split(text):
+        names = list(itertools.islice(map("".join, itertools.product(*pieces)), _MOST + 1))
+        hosts += names
+        if len(hosts) > _MOST:
+            raise _malformed(text)
+    return tuple(hosts)
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as `2(x3),1`, for 2, 2, 2 and 1.
+
+    Raises UsageError for a malformed list.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part.strip())
+        if match is None or int(match[2] or 1) > _MOST:
+            raise _malformed(text)
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def _split(text: str) -> Iterator[list[list[str]]]:
+    """Yield each item of a list: for each of its pieces, the texts that it stands for."""
+    at = 0
+    item: list[list[str]] = []
+    while at < len(text):
+        match = _PART.match(text, at)
+        if match is None:
+            raise _malformed(text)
+        at = match.end()
+        if match[4]:
+            if not item:
+                raise _malformed(text)
+            yield item
+            item = []
+        elif match[3]:
+            item.append([match[3]])
+        else:
+            item += [[match[1]], list(_numbers(match[2], text))]
+    if not item:
+        raise _malformed(text)
+    yield item
+
+
+def _numbers(ranges: str, text: str) -> Iterator[str]:
+    """Yield the numbers of ranges such as `01-03,7`, with their leading zeros."""
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise _malformed(text)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < first + _MOST:
+            raise _malformed(text)
+        for number in range(first, last + 1):
+            yield str(number).zfill(len(match[1]))
+
+
+def _malformed(text: str) -> UsageError:
+    return UsageError(
+        f"{text[:200]!r} is not a list of Slurm's, such as n[1-3,7]: is the environment damaged?"
+    )

@@ -156,9 +156,8 @@ class Renewer(Protocol):
 class MpiCommunicator:
     """The ranks of one MPI communicator, which it owns.
 
-    Args:
-        membership: rebuilds the communicator, its duplicates and its parts when a rank is lost.
-        colours: numbers of the parts of all ranks that it is a part of, from the largest.
+    `membership` rebuilds it, its duplicates and its parts when a rank is lost. `colours` are the
+    numbers of the parts of all ranks that it is a part of, from the largest.
     """
 
     def __init__(

@@ -85,11 +85,8 @@ class _EarlyMessage:
 class Mail:
     """Messages by (source, channel, tag), in the order in which they were sent.
 
-    Owns a listening socket, the connections and the thread that moves bytes.
-
-    Args:
-        allgather: returns the values of all ranks.
-        address: at which this rank listens, and others reach it.
+    Owns a socket that listens at `address`, where others reach this rank, the connections and the
+    thread that moves bytes. `allgather` returns the values of all ranks.
     """
 
     with_body = frozenset((_WHOLE, _BODY))

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -45,8 +46,9 @@ def torch_world(group: dist.ProcessGroup | None = None) -> Communicator:
     return TorchCommunicator(store, name, rank, dist.get_world_size(group))
 
 
+@cache
 def environment_world() -> Communicator:
-    """Return a communicator of the ranks that torch's variables describe (`torchrun`). Collective.
+    """The communicator of the ranks that torch's variables describe (`torchrun`). Collective.
 
     Uses the store that they name, and leaves torch's default group alone.
 
@@ -109,10 +111,8 @@ class _GlooReduction:
 class TorchCommunicator:
     """Ranks of torch.distributed. Owns its group, sockets and thread.
 
-    Args:
-        store: the store that all ranks share.
-        name: prefix of this communicator's keys in the store; the same on all ranks, used once.
-        address: at which this rank listens; None to find it with the others.
+    `name` is the prefix of its keys in the store that all ranks share, the same on all ranks, used
+    once. It listens at `address`; without one it finds it with the others.
     """
 
     def __init__(

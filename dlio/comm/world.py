@@ -8,7 +8,6 @@ single process.
 
 import os
 import sys
-from functools import cache
 
 from dlio.comm.comm_protocol import Communicator
 from dlio.comm.launch_detection import check_launch, torchrun_place
@@ -101,24 +100,15 @@ def _ordinary_world(group: object) -> Communicator:
 
         comm = torch_world()
     elif torchrun_place() is not None:
-        comm = _torchrun_world()
+        from dlio.comm.torchdist import environment_world
+
+        comm = environment_world()
     else:
         from dlio.comm.single import SingleCommunicator
 
         comm = SingleCommunicator()
     check_launch(comm.size)
     return comm
-
-
-@cache
-def _torchrun_world() -> Communicator:
-    """Return the communicator of ranks that torchrun started, without torch's default group.
-
-    A script may still initialise that group itself, before or after. Collective.
-    """
-    from dlio.comm.torchdist import environment_world
-
-    return environment_world()
 
 
 def membership() -> Membership | None:

@@ -11,7 +11,7 @@
 | `asgd`, `local_sgd` | asynchronous weights; local SGD and DiLoCo |
 | `buckets`, `buffer_placement` | flat buffers; where they lie, how they are summed |
 | `sums`, `routes`, `quantised_allreduce`, `nccl` | the sum of a buffer over all ranks |
-| `compress`, `error_feedback` | compressors, and the residuals of their messages |
+| `compress`, `traffic` | compressors of messages; the counts of messages |
 | `round_commit`, `peer_steps` | agreement of the survivors after a loss |
 | `rank_group` | tensors between ranks within the passes of a model |
 | `cut` | cuts of parameters, and of the residuals and momenta that belong to them |

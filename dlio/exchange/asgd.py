@@ -80,8 +80,6 @@ _DEPTH: Final = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OutgoingMessage:
-    """An outgoing message and its memory."""
-
     peer: int
     requests: list[Request]
     memory: npt.NDArray[np.uint8]
@@ -90,16 +88,12 @@ class _OutgoingMessage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PostedReceive:
-    """A receive of weights, and its memory."""
-
     request: Request
     memory: npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _IncomingMessage:
-    """An incoming message and its memory."""
-
     request: Request
     peer: int
     step: int
@@ -196,7 +190,6 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
         self._accepted = self._refused = self._dropped = 0
 
     def _listen_to_all(self) -> None:
-        """Begin to exchange messages with all other ranks."""
         peers = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         self._peers = peers
         self._notices = {peer: np.zeros(4, np.int64) for peer in peers}
@@ -295,6 +288,7 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Messages under way are not part of the state: they may be lost."""
+        # Nor is the trail: nothing that arrives after a restart was sent at its times.
         if not self._started:
             return {}
         return {
@@ -472,16 +466,12 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
         if self._steps < self._interval:
             return False
         self._steps = 0
-        if len(self._sends) >= self._most or not self._ready():
+        most = max(2, _QUEUE_BYTES // max(1, self._longest))
+        if len(self._sends) >= most or not self._ready():
             self._interval = min(_LONGEST, self._interval / _SHRINKS)
             return False
         self._interval = max(1.0, _SHRINKS * self._interval)
         return True
-
-    @property
-    def _most(self) -> int:
-        """Set point of the queue, in messages."""
-        return max(2, _QUEUE_BYTES // max(1, self._longest))
 
     def _ready(self) -> list[int]:
         """Return the ranks that have taken this rank's last message."""

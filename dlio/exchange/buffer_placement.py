@@ -147,11 +147,8 @@ def _backend(devices: Sequence[torch.device], comm: Communicator) -> str:
 
 
 class BufferPlacement:
-    """The memory of an exchange's buckets, and their sums. Collective.
-
-    Args:
-        named: parameters that are exchanged.
-        needs_host: the exchange hands its buckets to others, which need host memory.
+    """The memory of the buckets of an exchange's parameters, and their sums: on the host if it
+    hands buckets to others (`needs_host`). Collective.
     """
 
     def __init__(self, named: Named, context: ExchangeContext, needs_host: bool = False) -> None:
@@ -211,11 +208,8 @@ class BufferPlacement:
 
 
 def make_host_sum(context: ExchangeContext, tensors: Tensors, tag: int) -> Sum:
-    """Create the sum of host memory that an exchange's topology and compressor need.
-
-    Args:
-        tensors: (name, shape) of the tensors in the region.
-        tag: the first of `TAGS` tags that nothing else on the communicator uses.
+    """Create the sum of host memory that an exchange's topology and compressor need, for `tensors`
+    of one region, with the first of `TAGS` tags that nothing else on the communicator uses.
     """
     spec, comm = context.spec, context.comm
     if spec.topology in ("hierarchical", "tree", "star"):

@@ -58,14 +58,8 @@ def reshape_flats(
     after: Sequence[Bucket],
     cuts: Sequence[TensorCut],
 ) -> list[torch.Tensor]:
-    """Cut flat values of the old buckets and regroup them into the new ones.
-
-    Args:
-        flats: one tensor per old bucket, at least as long as its parameters; the rest is dropped.
-        after: buckets of the same parameters in the same order, grouped in any way.
-
-    Returns:
-        One tensor per new bucket, shape (its parameters' elements,).
+    """Cut flat values of the old buckets, which may have a rest that is dropped, and regroup them
+    into new buckets of the same parameters in the same order: one tensor for each.
     """
     cut_of = {id(cut.tensor): cut for cut in cuts}
     pieces: list[torch.Tensor] = []
@@ -89,13 +83,11 @@ def reshape_state(
     cuts: Sequence[TensorCut],
     flat: Sequence[str],
 ) -> dict[str, torch.Tensor]:
-    """Return an exchange's state after a cut.
+    """Return an exchange's state after a cut: entries `<name>/<number>`, one per bucket, are cut
+    like parameters if `flat` names them.
 
     Compressors forget their memory of a tensor (adapted thresholds, positions), because it refers
     to entries that no longer exist.
-
-    Args:
-        flat: names of the entries `<name>/<number>`, one per bucket, that are cut like parameters.
     """
     reshaped = {name: value for name, value in state.items() if "/" not in name}
     for name in flat:

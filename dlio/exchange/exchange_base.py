@@ -52,14 +52,11 @@ class Exchange:
         return ()
 
     def before_backward(self, samples: int, planned: int) -> None:
-        """Announce a backward whose loss is a sum, divided by `planned / ranks`.
+        """Announce a backward whose loss is a sum over `samples` of the global batch, 0 if this
+        rank runs none, divided by `planned / ranks`, with the samples of all ranks.
 
         The averaged gradients are then those of the global batch, however unevenly its samples are
         shared.
-
-        Args:
-            samples: samples of the global batch on this rank; 0 if it runs no backward.
-            planned: samples of the global batch on all ranks.
         """
 
     def weigh(self, samples: float) -> None:

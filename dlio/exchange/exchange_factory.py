@@ -46,12 +46,10 @@ def start_exchange(
 
 
 def make_exchange(context: ExchangeContext, named: Named, modules: Iterable[nn.Module]) -> Exchange:
-    """Create the exchange that a spec describes. Collective.
+    """Create the exchange that a spec describes, for parameters that are in the same order on all
+    ranks, and modules whose forward passes use them. Collective.
 
-    Args:
-        context: its communicator is duplicated or split, not kept.
-        named: parameters with their names, in the same order on all ranks.
-        modules: modules whose forward passes use the parameters.
+    The context's communicator is duplicated or split, not kept.
     """
     from dlio.exchange.asgd import Asgd
     from dlio.exchange.gossip import Gossip

@@ -248,6 +248,8 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
     def _post(self, numbers: tuple[int, ...], whole: bool) -> None:
         comm, gossipers, own = self._comm, self._gossipers, self._own_index
         there, here = own, own
+        # Ranks that a loss found behind catch up alone: their partners of these steps wait for no
+        # message any more.
         if self.step >= self._resume:
             seed, topology = self._context.seed, self._spec.topology
             turn = self.step // self._spec.period

@@ -170,6 +170,7 @@ class LocalSgd(Exchange):
             bucket.flat -= self._common[number]
             self._begun.add(number)
             self._sums[number].start(bucket.flat)
+            # MPI moves the earlier buckets' messages only when asked, and a read takes a while.
             for each in self._summed:
                 self._sums[each].advance()
         for number in self._summed:
@@ -188,6 +189,8 @@ class LocalSgd(Exchange):
         bucket, sums = self._buckets[number], self._buckets[number].flat
         common, momentum = self._common[number], self._momentum[number]
         if self._keeps:
+            # The sums are not divided in place: a rank that lacks them may still have to be given
+            # them.
             bucket.swap()
         change = torch.div(sums, ranks, out=bucket.flat)
         if self._spec.merge == "outer":

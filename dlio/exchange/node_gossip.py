@@ -336,8 +336,8 @@ class _Follower:
         self._make_buckets()
 
     def expect(self, step: int) -> None:
-        """Post a step's receives."""
         self._expected = step
+        # Before the leader has merged anything: its messages then go straight to the buckets.
         for number, bucket in enumerate(self.buckets):
             self._receives[number] = self._node.irecv(bucket.bytes, 0, _FIRST_TAG + number)
 

@@ -50,6 +50,7 @@ class PairBuffer:
         codecs = [codec for codec in (self.codec, self.whole) if codec is not None]
         longest = max([codec.max_bytes for codec in codecs], default=0)
         self.message, self.arrived = (np.empty(longest, np.uint8) for _ in range(2))
+        # No residual next to copies: the next difference to a copy holds what a message left out.
         feedback = bool(codecs) and self.copies is None
         self.residual = flat.new_zeros(flat.numel() if feedback else 0)
         self.sends_changes = spec.payload == "delta"
@@ -156,11 +157,8 @@ class PairCopies:
         self._copies.clear()
 
     def encode(self, partner: int, weights: torch.Tensor, message: Bytes) -> int:
-        """Write the message for a partner; return its length in bytes.
-
-        Args:
-            partner: any number that both ranks of a pair mean each other by.
-            weights: this rank's; shape (entries,).
+        """Write the message for a partner, any number that both ranks of a pair mean each other by;
+        return its length in bytes.
         """
         copy = self._copies.get(partner)
         left = weights if copy is None else weights - copy
@@ -224,10 +222,8 @@ class SlowWeights:
         self.velocity = torch.zeros_like(weights)
 
     def step(self, mean: torch.Tensor) -> None:
-        """Move the slow weights towards the fast ones, and write them into `mean`.
-
-        Args:
-            mean: of the fast weights of a pair of ranks; shape (entries,).
+        """Move the slow weights towards the fast ones, whose mean over a pair of ranks is `mean`,
+        and write them into it.
         """
         mean -= self.slow
         self.velocity.mul_(self._momentum).add_(mean, alpha=self._rate)

@@ -16,13 +16,10 @@ class PeerReport(Report):
 
 
 class PeerSteps:
-    """The last step of each member that this rank has taken in.
+    """The last step of each member that this rank has taken in; nothing without a `recovery`.
 
     When a member is lost, its last step that any rank has taken in decides which of its samples
     count; see `Recovery.last_counted`.
-
-    Args:
-        recovery: None if the job ends with any rank: then nothing is noted.
     """
 
     def __init__(self, recovery: Recovery | None) -> None:
@@ -53,11 +50,7 @@ class PeerSteps:
         return tuple(self._heard.values())
 
     def reconcile(self, reports: Sequence[PeerReport]) -> None:
-        """Decide which steps of lost members count.
-
-        Args:
-            reports: of all survivors, by rank.
-        """
+        """Decide by the reports of all survivors which steps of lost members count."""
         assert self._recovery is not None
         living = frozenset(self._recovery.membership.members)
         heard = [max(steps) for steps in zip(*(each.heard for each in reports), strict=True)]

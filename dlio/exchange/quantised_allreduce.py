@@ -34,8 +34,7 @@ from dlio.comm.deadlines import await_end, leave
 from dlio.errors import UsageError
 from dlio.exchange.compress import make_compressor
 from dlio.exchange.compress.message_layout import ChunkScratch, Piece, pieces_of, split
-from dlio.exchange.error_feedback import ErrorFeedback
-from dlio.exchange.sums import Sum, Tensors
+from dlio.exchange.sums import ErrorFeedback, Sum, Tensors
 
 TAGS = 2
 """Number of tags that a QuantisedAllreduce uses: its first tag and the next one."""
@@ -176,7 +175,10 @@ class QuantisedAllreduce(Sum):
                 self._tell_sum()
             self._phase = _SumPhase.SUMS
         if self._phase is _SumPhase.SUMS:
-            self._take_sums()
+            for part in self._parts:
+                if part.request is not None and part.request.done():
+                    part.request = None
+                    self._take(part, part.incoming)
             self._sends = [request for request in self._sends if not request.done()]
             if not self._sends and not any(part.request for part in self._parts):
                 self._phase = _SumPhase.IDLE
@@ -222,10 +224,8 @@ class QuantisedAllreduce(Sum):
     def reset(self, undo: bool) -> None:
         """Drop a sum that a loss has interrupted, and go on with the ranks that are left.
 
-        The compressors forget their memory, because it refers to parts that no longer exist.
-
-        Args:
-            undo: the residual is as before the sum was started.
+        The compressors forget their memory, because it refers to parts that no longer exist. With
+        `undo` the residual is as before the sum was started.
         """
         receives = [part.request for part in self._parts if part.request is not None]
         # Buffers are in use until the requests end: dropping them here would have MPI write into
@@ -296,12 +296,6 @@ class QuantisedAllreduce(Sum):
             # The owner has the exact total, but takes the message: weights would differ between
             # ranks.
             self._take(own, own.outgoing)
-
-    def _take_sums(self) -> None:
-        for part in self._parts:
-            if part.request is not None and part.request.done():
-                part.request = None
-                self._take(part, part.incoming)
 
     def _take(self, part: _OwnedPart, message: npt.NDArray[np.uint8]) -> None:
         here = self._region[part.span]

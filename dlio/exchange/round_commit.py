@@ -49,9 +49,6 @@ class RoundCommit(RecoveryPart[RoundReport]):
 
     A turn is closed once any of the ranks that are left has all of its sums: it gives them to the
     others. Otherwise those that are left begin the turn's sums again.
-
-    Args:
-        context: that of the exchange; its `recovery` may be None.
     """
 
     def __init__(self, context: ExchangeContext, sums: RoundSums) -> None:
@@ -105,6 +102,8 @@ class RoundCommit(RecoveryPart[RoundReport]):
         self._sums.reset(undo=self._taken == newest)
         if min(closed) == newest:
             return
+        # Given, not summed again: a rank that has the sums may have stepped by them, and then has
+        # the values no more that they were made from.
         giver = closed.index(newest)
         for array in self._sums.arrays(last=self._taken == newest):
             self._context.comm.bcast(array, giver)

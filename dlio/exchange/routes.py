@@ -67,11 +67,8 @@ def doubling(rank: int, members: list[int]) -> list[Op]:
 def hierarchical(
     rank: int, node_of: npt.NDArray[np.int32], across_as_tree: bool = False
 ) -> list[Op]:
-    """Reduce to each node's first rank, by doubling among these, and back.
-
-    Args:
-        node_of: node number of each rank; shape (ranks,).
-        across_as_tree: use a tree between nodes, for messages that are encoded only once.
+    """Reduce to each node's first rank, by doubling among these, and back: `node_of` is by rank.
+    `across_as_tree` has a tree between nodes, for messages that are encoded only once.
     """
     local = np.flatnonzero(node_of == node_of[rank]).tolist()
     leaders = sorted(np.flatnonzero(node_of == node)[0].item() for node in np.unique(node_of))
@@ -86,10 +83,8 @@ def hierarchical(
 def route(
     topology: str, rank: int, node_of: npt.NDArray[np.int32], compressed: bool = False
 ) -> list[Op]:
-    """Return this rank's operations for `hierarchical`, `tree` or `star`.
-
-    Args:
-        compressed: the message that travels down is encoded once, and all ranks decode it.
+    """Return this rank's operations for `hierarchical`, `tree` or `star`. If `compressed`, the
+    message that travels down is encoded once, and all ranks decode it.
     """
     everybody = list(range(len(node_of)))
     if topology == "hierarchical":

@@ -23,8 +23,7 @@ import torch
 from dlio.comm import Communicator, Request
 from dlio.comm.deadlines import await_end, leave
 from dlio.exchange.compress import make_compressor
-from dlio.exchange.compress.message_layout import pieces_of
-from dlio.exchange.error_feedback import ErrorFeedback
+from dlio.exchange.compress.message_layout import F32, pieces_of
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.routes import Op, route
 from dlio.exchange.traffic import MessageTraffic
@@ -84,10 +83,8 @@ class Sum:
         """Drop a sum that a loss has interrupted, and continue with the survivors.
 
         Its region may be used again. Call it once all communicators are of the next generation.
-
-        Args:
-            undo: the sum is void on all ranks: residuals are as before it was started. Otherwise
-                some rank has it, and what was left out of its messages stays owed.
+        With `undo` the sum is void on all ranks: residuals are as before it was started. Otherwise
+        some rank has it, and what was left out of its messages stays owed.
         """
 
     def close(self) -> None: ...
@@ -120,6 +117,40 @@ def load_states(sums: Sequence[Sum], state: Mapping[str, torch.Tensor]) -> None:
 
 
 # Sums of host memory.
+
+
+class ErrorFeedback:
+    """A rank's residual: the part of its gradients that its messages have left out so far.
+
+    `keeps` if a sum may have to be undone, because a rank was lost in the middle of it; `decay` is
+    the share of the residual that is still owed when the next sum begins.
+    """
+
+    def __init__(self, entries: int, keeps: bool = False, decay: float = 1.0) -> None:
+        self._decay = np.float32(decay)
+        self.owed = np.zeros(entries, np.float32)
+        """Shape (entries,). A part of each checkpoint."""
+        self._before = np.zeros(entries, np.float32) if keeps else None
+
+    def keep(self) -> None:
+        """Remember the residual, before a sum is started, and let it decay."""
+        if self._before is not None:
+            self._before[:] = self.owed
+        if self._decay < 1.0:
+            # For `diloco+threshold` only, where the residual stands for the outer momentum:
+            # undecayed, it would be sent in full, however old.
+            self.owed *= self._decay
+
+    def put_back(self) -> None:
+        """Return to the last residual that was remembered."""
+        if self._before is not None:
+            self.owed[:] = self._before
+
+    def pay(self, region: F32) -> None:
+        """Add the residual to a region that is not compressed, because no other rank is left."""
+        if len(self.owed):
+            region += self.owed
+            self.owed[:] = 0
 
 
 class AllreduceSum(Sum):
@@ -158,13 +189,10 @@ class AllreduceSum(Sum):
 
 
 class RoutedSum(Sum):
-    """A sum over point-to-point messages along a route.
+    """A sum over point-to-point messages along a route, with a tag of its own.
 
     With a compressor, each hop up keeps its residual for the next sum, and all ranks receive the
     one message that the root encodes.
-
-    Args:
-        tag: a tag that nothing else on the communicator uses.
     """
 
     def __init__(self, context: ExchangeContext, tensors: Tensors, tag: int) -> None:
@@ -221,6 +249,7 @@ class RoutedSum(Sum):
         with self.traffic.waiting():
             while not self.advance():
                 left_s = timeout_s
+                # One deadline for the sum: one for each hop would grow with the tree's depth.
                 if timeout_s is not None:
                     left_s = max(0.0, timeout_s - (time.perf_counter() - began))
                 if self._receive is not None and not self._receive.done():
@@ -369,13 +398,11 @@ class CudaCopies:
 
 
 class PinnedSum(Sum):
-    """A sum by way of pinned memory: a region is sent once its copy has arrived there.
+    """A sum by way of `host`, pinned memory as long as the region, which is sent once its copy has
+    arrived there.
 
     CUDA-aware Open MPI does not replace it: its non-blocking reductions take host memory only, and
     its blocking ones copy through the host themselves.
-
-    Args:
-        host: memory for the copy; as long as the region.
     """
 
     def __init__(self, total: Sum, copies: PinnedCopies, host: torch.Tensor) -> None:

@@ -372,6 +372,7 @@ class SynchronousSgd(Exchange):
     def sum_all(self) -> None:
         if self._peer_lost:
             self._peer_lost = False
+            # Raised here, not in the hook that found it: backward is over, and `.grad` is whole.
             raise PeerLost("another rank was lost while backward ran")
         again, self._void = self._void, False
         for number, bucket in enumerate(self._buckets):
@@ -395,7 +396,7 @@ class SynchronousSgd(Exchange):
     @torch.no_grad()
     def _take_means(self) -> None:
         """Write the means into `.grad`, and begin the next step."""
-        first = 1
+        first = 1  # After the weight.
         for bucket in self._buckets:
             count = len(bucket.parameters)
             if self._carries_weight:
@@ -426,12 +427,10 @@ class SynchronousSgd(Exchange):
 
 
 def _write_means(bucket: Bucket, flags: torch.Tensor, total: torch.Tensor, scale: float) -> None:
-    """Write the means of a bucket into `.grad`; a parameter without a gradient anywhere gets none.
+    """Write the means of a bucket, times `scale`, into `.grad`.
 
-    Args:
-        flags: number of ranks with a gradient of each parameter.
-        total: sum of the ranks' weights.
-        scale: factor of the means.
+    Parameters of which no rank has a gradient, by `flags`, get none; `total` is the sum of the
+    ranks' weights.
     """
     factor: float | torch.Tensor
     if total.device.type != "cpu":

@@ -11,7 +11,7 @@ starts it again. It imports no command.
 | `torch_launch` | ranks on this machine without MPI, and the store by which they meet |
 | `relaunch` | jobs that start again |
 | `agent_links`, `node` | the agents of nodes: the launcher's side, and what runs on a node |
-| `growth`, `node_requests` | nodes that join a running job and leave it |
+| `node_requests` | nodes that join a running job and leave it |
 | `job_folder` | the temporary folder by which a launcher, its ranks and other commands meet |
 | `spread` | ranks on the nodes of an allocation, by mpirun, srun or a remote shell |
 | `node_ranks` | the process that a remote shell starts on a node |

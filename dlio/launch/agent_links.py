@@ -113,12 +113,10 @@ class _AgentLink:
 
 
 class Agents(Closable):
-    """The agents of a job; a context manager. Nodes are called as the user calls them.
+    """The agents of the job `token`; a context manager. Nodes are called as the user calls them.
 
-    Args:
-        token: name of the job.
-        environment: of the ranks, apart from variables that mean something on this host alone.
-        modules: that the zygotes import.
+    `environment` is that of the ranks, apart from variables that mean something on this host alone;
+    `modules` are those that the zygotes import.
     """
 
     def __init__(
@@ -312,7 +310,6 @@ def remote_shell() -> list[str]:
 
 
 def _command(node: str, token: str) -> list[str]:
-    """Return the command that starts an agent on a node."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     agent = module_command("dlio.launch.node.node_agent", token)

@@ -103,7 +103,6 @@ def _launch(
     start: _Starter | None,
     live: LiveLine,
 ) -> int:
-    """Start the ranks; return their exit code."""
     from dlio.launch import mpi_launch, torch_launch
 
     if len(task.encode()) > _LARGEST:

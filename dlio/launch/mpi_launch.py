@@ -186,11 +186,8 @@ def relayed(
     done_file: str | None,
     live: LiveLine,
 ) -> int:
-    """Run mpirun or another launcher, and return its exit code.
-
-    Args:
-        sorter: filter of its standard error, which is passed on.
-        done_file: file in which a rank leaves its exit code, where ranks survive others.
+    """Run mpirun or another launcher, and return its exit code, or that in `done_file`, where ranks
+    survive others. Its standard error is passed on through `sorter`.
     """
     process = started(command, environment, subprocess.PIPE if live.shown else None)
     relay = relay_output(process, sorter, live)
@@ -290,11 +287,9 @@ class ErrorFilter:
     """Filters the standard error of ranks and mpirun, line by line.
 
     An error that several ranks report is shown once. Open MPI's banners about an aborted rank are
-    held back until the end, and shown only if no rank has reported an error itself.
-
-    Args:
-        again: mpirun will be started again if it did not start its ranks.
-        survives: ranks go on when others are lost, and say so themselves.
+    held back until the end, and shown only if no rank has reported an error itself. With `again`
+    mpirun will be started again if it did not start its ranks. With `survives` ranks go on when
+    others are lost, and say so themselves.
     """
 
     def __init__(self, again: bool = False, survives: bool = False) -> None:

@@ -76,8 +76,6 @@ def _failure(ranks: "list[subprocess.Popen[bytes]]") -> int:
 
 
 class _Orders:
-    """Orders from standard input."""
-
     def __init__(self) -> None:
         self.closed = False
         self._text = b""

@@ -1,4 +1,8 @@
-"""Requests for other nodes to a job of `--nodes`: files in a folder that its launcher owns.
+"""Nodes that join a job of `--nodes` and leave it while it runs, on the launcher's side.
+
+    request -> agents start, zygotes import -> answer -> ranks pause -> started again among others
+
+Requests and answers are files in a folder that the launcher owns:
 
     <tmp>/dlio-job-<name>/nodes         number of the request, and the nodes that are asked for
     <tmp>/dlio-job-<name>/answer-<n>    what is wrong with request n; empty when its nodes are ready
@@ -9,11 +13,12 @@
 import json
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.launch.agent_links import Agents, no_agent
 from dlio.util.whole_files import write_whole
 
 _NAME: Final = "nodes"
@@ -49,14 +54,11 @@ def change_between(
     per_node: int,
     min_ranks: int,
 ) -> NodeChange:
-    """Return the changes of a request. Pure.
+    """Return the changes of a request to have the nodes `after`, of which one may have been lost,
+    in place of `before`. Pure.
 
-    Args:
-        before: nodes that the job has.
-        after: nodes that it is asked to have. One that was lost may be among them.
-        ranks: nodes with their numbers of ranks.
-        per_node: number of ranks of a node that joins.
-        min_ranks: fewest ranks that continue.
+    `ranks` are nodes with their numbers of ranks; one that joins gets `per_node`. At least
+    `min_ranks` continue.
     """
     joined = tuple(node for node in after if node not in before)
     left = tuple(node for node in before if node not in after)
@@ -102,11 +104,7 @@ class NodeRequests:
 def request_nodes(folder: str, job: str, names: str, joins: bool) -> NodeRequest:
     """Ask a job to take nodes in, or to go on without them; returns when they are ready.
 
-    Args:
-        job: name, for errors.
-        names: of nodes, with commas between them.
-
-    Raises UsageError if that is not possible.
+    `names` has commas between them. Raises UsageError if that is not possible.
     """
     request = read_request(folder)
     if request is None:
@@ -155,3 +153,93 @@ def read_request(folder: str) -> NodeRequest | None:
 def _write(folder: str, request: NodeRequest) -> None:
     text = json.dumps({"number": request.number, "nodes": request.nodes}).encode()
     write_whole(os.path.join(folder, _NAME), lambda file: file.write(text))
+
+
+class Growth:
+    """Attends to the requests of one job: a node that joins gets `per_node` ranks, and `min_ranks`
+    are the fewest that continue.
+    """
+
+    def __init__(
+        self, agents: Agents, requests: NodeRequests, per_node: int, min_ranks: int
+    ) -> None:
+        self._agents, self._requests = agents, requests
+        self._per_node, self._min_ranks = per_node, min_ranks
+        self._request: NodeRequest | None = None
+        self._change = NodeChange((), ())
+        self._is_asked = False
+        """True once ranks have been asked to pause."""
+
+    @property
+    def has_paused(self) -> bool:
+        """True if all ranks of this start have paused."""
+        return self._is_asked and self._agents.paused is not None
+
+    def attend(self, placed: Mapping[str, Sequence[int]]) -> float | None:
+        """Go on with the newest request; returns the time when all ranks had paused for it.
+
+        `placed` are the numbers of each node's ranks.
+        """
+        if self._is_asked:
+            return self._agents.paused
+        if self._request is None:
+            self._request = self._requests.new()
+            if self._request is None:
+                return None
+            self._begin(self._request, placed)
+        elif any(node not in self._agents.living for node in self._change.left):
+            self._end("it is lost meanwhile")
+        else:
+            self._prepare()
+        return None
+
+    def apply(self) -> NodeChange | None:
+        """Take in and dismiss nodes between two starts; None if nothing is due.
+
+        Whatever has ended the ranks, they need not pause any more.
+        """
+        if not self._is_asked:
+            self._requests.note(self._agents.living)  # Some may be lost.
+            return None
+        change = self._change
+        joined = tuple(node for node in change.joined if self._agents.prepared(node))
+        left = tuple(node for node in change.left if node in self._agents.living)
+        for node in joined:
+            self._agents.admit(node)
+        for node in left:
+            self._agents.dismiss(node)
+        self._request, self._is_asked = None, False
+        self._requests.note(self._agents.living)
+        return NodeChange(joined, left)
+
+    def _begin(self, request: NodeRequest, placed: Mapping[str, Sequence[int]]) -> None:
+        living = self._agents.living
+        ranks = [(node, len(placed[node])) for node in living]
+        self._change = change_between(living, request.nodes, ranks, self._per_node, self._min_ranks)
+        if self._change.problem:
+            self._end(self._change.problem)
+        elif self._change.joined or self._change.left:
+            for node in self._change.joined:
+                self._agents.prepare(node)
+        else:
+            self._end("")
+
+    def _prepare(self) -> None:
+        assert self._request is not None
+        are = {node: self._agents.prepared(node) for node in self._change.joined}
+        bad = [node for node, is_ready in are.items() if is_ready is False]
+        if bad:
+            for node in are:
+                if node not in bad:
+                    self._agents.dismiss(node)
+            self._end(no_agent(bad[0]))
+        elif all(are.values()):
+            self._requests.answer(self._request, "", self._request.nodes)
+            self._agents.pause()
+            self._is_asked = True
+
+    def _end(self, problem: str) -> None:
+        """Answer a request that changes nothing."""
+        assert self._request is not None
+        self._requests.answer(self._request, problem, self._agents.living)
+        self._request = None

@@ -25,11 +25,10 @@ from typing import Final
 import dlio.launch.node.shim
 from dlio.launch import mpi_launch
 from dlio.launch.agent_links import Agents, remote_shell
-from dlio.launch.growth import Growth
 from dlio.launch.job_folder import name_of_job, open_job_folder
 from dlio.launch.node.agent_protocol import job_folder
 from dlio.launch.node.job_starts import Incident, JobStart, Patience, living, spread
-from dlio.launch.node_requests import NodeRequests
+from dlio.launch.node_requests import Growth, NodeRequests
 from dlio.launch.rank_environment import rank_environment, root_permission
 from dlio.util.child_processes import end_groups, module_command
 from dlio.util.cores import available_cores
@@ -155,9 +154,8 @@ class _Mpirun:
 class _JobStarts:
     """The starts of a job.
 
-    Args:
-        folder: for the file that ranks leave at their end; empty with agents.
-        requests: for other nodes; None where ranks cannot pause for that.
+    `folder` is for the file that ranks leave at their end; empty with agents. `requests` are for
+    other nodes; None where ranks cannot pause for that.
     """
 
     def __init__(
@@ -309,7 +307,6 @@ class _JobStarts:
             os.close(watch)
 
     def _command(self, number: int) -> list[str]:
-        """Return the command of mpirun."""
         job = self._job
         options = ["--bind-to", "none"]
         if job.survives:
@@ -330,7 +327,6 @@ class _JobStarts:
 
 
 def _environment(job: RestartableJob) -> dict[str, str]:
-    """Return the environment of mpirun and of ranks."""
     per_node = -(-job.ranks // max(1, len(job.nodes)))
     full = {**rank_environment(per_node, job.live), **root_permission()}
     if not job.nodes:

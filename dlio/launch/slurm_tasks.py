@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from dlio.comm.hostlist import expand_counts, expand_hosts
+from dlio.comm.allocation import expand_counts, expand_hosts
 from dlio.comm.launch_detection import meeting_port, slurm_step, whole_number
 from dlio.comm.launch_environment import under_mpi
 from dlio.errors import UsageError
@@ -51,13 +51,10 @@ def task_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def become_rank(argv: Sequence[str], ranks: int | None, backend: str) -> NoReturn:
-    """Replace this task by a program that finds the other tasks: by MPI, or by torch's variables.
+    """Replace this task by a program that finds the other tasks: by MPI (`mpi`), by torch's
+    variables (`torch`), or by MPI where srun has set it up (`auto`).
 
-    Args:
-        ranks: number of ranks that the user wants; None for that of the tasks.
-        backend: `mpi`, `torch`, or `auto` for MPI where srun has set it up.
-
-    Raises UsageError if there are other tasks than wanted, or none of the ways works.
+    Raises UsageError if there are other tasks than `ranks`, or none of the ways works.
     """
     tasks = _tasks(os.environ)
     if ranks not in (None, tasks):

@@ -273,7 +273,6 @@ class _TorchJob(Closable):
                     raise subprocess.TimeoutExpired("dlio", timeout_s)
 
     def ask_to_end(self) -> None:
-        """Send SIGUSR1 to the ranks."""
         for process in self._ranks.values():
             process.send_signal(signal.SIGUSR1)  # It does nothing to one that has ended.
 
@@ -306,7 +305,6 @@ class _ScriptStore(Closable):
         self._watch.start()
 
     def close(self) -> None:
-        """End the store."""
         self._watch.close()
         if self._process is not None:
             self._process.kill()

@@ -81,16 +81,12 @@ class BlockOrder(Order):
         flat = given.reshape(-1)
         if inverse:
             block, place = self.layout.locate(flat)
-            return self._within(self.starts[self._turn(block)] + place, True).reshape(given.shape)
+            turn = Order(len(self.blocks), self.seed, self.epoch).positions(block)
+            return self._within(self.starts[turn] + place, True).reshape(given.shape)
         stored = self._within(flat, False)
         turn = np.searchsorted(self.starts, stored, side="right") - 1
         place = self.layout.starts[self.blocks[turn]] + stored - self.starts[turn]
         return self.layout.order.samples(place).reshape(given.shape)
-
-    def _turn(self, blocks: _I64) -> _I64:
-        """Return the position of each block in the order in which blocks are read."""
-        order = Order(len(self.blocks), self.seed, self.epoch)
-        return order.positions(blocks)
 
     def _within(self, positions: _I64, inverse: bool) -> _I64:
         """Positions shuffled within their windows, or back."""

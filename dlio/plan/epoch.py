@@ -24,6 +24,7 @@ from dlio.plan.rank_shares import RankShares
 from dlio.plan.schedule import (
     RankNodes,
     RankWindow,
+    assign,
     cut_window,
     deal,
     keepers_of,
@@ -186,18 +187,18 @@ class _ExactPlan:
 
     def window(self, steps: range) -> RankWindow:
         plan = self._plan
-        return plan_window(
+        dealt = assign(
             plan.order,
             plan.position,
             plan.batch_size,
             steps,
             lambda samples: plan.home[plan.layout.block_of(samples)],
             plan.ranks,
-            plan.rank,
             "batch" if plan.mode == "batch" else "global",
             plan.shares,
             plan.on_devices,
         )
+        return plan_window(dealt, plan.rank, plan.ranks.size)
 
 
 class GlobalPlan:

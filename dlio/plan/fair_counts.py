@@ -143,10 +143,8 @@ def fair_counts(weights: tuple[Fraction, ...], batch: int) -> FairCounts:
 def largest_remainder(
     weights: tuple[Fraction, ...], before: tuple[int, ...], consumed: int, count: int
 ) -> tuple[int, ...]:
-    """Return how many of `count` more samples each source gives, for the smaller batch at an end.
-
-    Args:
-        before: samples of each source in the first `consumed`.
+    """Return how many of `count` more samples each source gives, for the smaller batch at an end,
+    after `before` of each in the first `consumed`.
     """
     lacking = [
         weight * (consumed + count) - had for weight, had in zip(weights, before, strict=True)

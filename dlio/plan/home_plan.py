@@ -62,11 +62,9 @@ class _EvenSpread:
         return ours, np.where(ours, before, places - before)
 
     def place(self, numbers: _I64) -> _I64:
-        """Return the place of each own item."""
         return -(-(numbers + 1) * self.total // max(1, self.count)) - 1
 
     def other_place(self, numbers: _I64) -> _I64:
-        """Return the place of each other item."""
         return numbers * self.total // max(1, self.total - self.count)
 
 

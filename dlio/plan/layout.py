@@ -67,12 +67,9 @@ def cut_blocks(
 ) -> Layout:
     """Cut a data set into blocks of about even bytes, along a storage order.
 
-    Args:
-        sizes: payload bytes of each sample; shape (samples,). Read a stretch at a time, so that a
-            data set of any length takes little memory.
-        order: storage position -> sample index.
-        units: storage positions at which chunks or row groups begin, which are read as a whole;
-            those that are not larger than a block are not split.
+    The payload bytes of each sample are read a stretch at a time, so that a data set of any length
+    takes little memory. At the storage positions `units` chunks or row groups begin, which are read
+    as a whole; those that are not larger than a block are not split.
     """
     total = int(sizes.sum(dtype=np.int64))
     target = min(MAX_BLOCK_BYTES, max(MIN_BLOCK_BYTES, total // MIN_BLOCKS))
@@ -102,10 +99,8 @@ def _snap(
     starts: npt.NDArray[np.int64], edges: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Move block starts that would split a group to the group's nearer end, unless it is too large.
-
-    Args:
-        edges: storage positions at which groups begin, then the number of samples.
-        before: bytes before each of these.
+    Groups begin at the storage positions `edges`, of which the last is the number of samples, with
+    `before` bytes before each.
     """
     group = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, len(edges) - 2)
     low, high = edges[group], edges[group + 1]

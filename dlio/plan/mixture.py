@@ -1,11 +1,10 @@
 """A weighted mixture of sources as a formula: the sample at each position of an epoch. Pure.
 
 Each whole global batch has the largest-remainder share of every source (`dlio.plan.fair_counts`);
-its
-samples are shuffled by a key of (seed, epoch, batch). The draws from a source are numbered since
-the run began: draw g is at position g % n of the source's own epoch g // n, whose order is a keyed
-permutation (`dlio.plan.order`). So a source goes round in its own epochs, sees all its samples
-before it repeats one, and continues where the last epoch of the mixture stopped.
+its samples are shuffled by a key of (seed, epoch, batch). The draws from a source are numbered
+since the run began: draw g is at position g % n of the source's own epoch g // n, whose order is a
+keyed permutation (`dlio.plan.order`). So a source goes round in its own epochs, sees all its
+samples before it repeats one, and continues where the last epoch of the mixture stopped.
 
 An epoch consists of segments, in each of which weights and global batch are fixed. The state of a
 loader holds the segments of its epoch, with the draws before each, so that a run that is resumed
@@ -15,7 +14,7 @@ hold within each segment.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -28,12 +27,11 @@ import xxhash
 from dlio.errors import UsageError
 from dlio.plan.fair_counts import fair_counts, largest_remainder
 from dlio.plan.mixture_end import end_of
-from dlio.plan.order import MAX_SAMPLES, Order, mix
+from dlio.plan.order import GOLDEN, MAX_SAMPLES, Order, mix
 
 _I64 = npt.NDArray[np.int64]
 Weights = tuple[Fraction, ...]
 """Of each source; sum 1."""
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _KEYS: Final = 1 << 20
 """Keys of batches' shuffles that are made at a time."""
 _FRACTION: Final = re.compile(r"\d{1,2000}(/\d{1,2000})?")
@@ -117,8 +115,7 @@ class MixtureRule:
             if step >= self.schedule[-1][0]:  # All the others are the same.
                 turns = epoch
             after = begun.drawn(begun.n)
-            more = [turns * (b - a) for a, b in zip(drawn, after, strict=True)]
-            drawn = tuple(a + b for a, b in zip(drawn, more, strict=True))
+            drawn = tuple(a + turns * (b - a) for a, b in zip(drawn, after, strict=True))
             step += turns * begun.steps(drop_last)
             epoch -= turns
         return step, drawn
@@ -130,7 +127,7 @@ class MixtureRule:
         segments: list[MixtureSegment] = []
         for k in range(first, len(self.schedule)):
             weights = self.schedule[k][1]
-            before = tuple(a + b for a, b in zip(drawn, had, strict=True))
+            before = _sums(drawn, had)
             segments.append(MixtureSegment(position, batch, weights, before))
             steps = None
             if k + 1 < len(self.schedule):
@@ -142,7 +139,7 @@ class MixtureRule:
                 return MixtureEpoch(self, step, end, tuple(segments))
             assert steps is not None
             counts = fair_counts(weights, batch).totals(np.array([steps]))[0].tolist()
-            had = tuple(a + b for a, b in zip(had, counts, strict=True))
+            had = _sums(had, counts)
             position += steps * batch
         raise AssertionError("the last weights of a schedule have no end")
 
@@ -183,8 +180,8 @@ class MixtureEpoch:
         if rest:
             whole = batches * segment.batch
             last = largest_remainder(segment.weights, had, whole, rest)
-            had = tuple(a + b for a, b in zip(had, last, strict=True))
-        return tuple(a + b for a, b in zip(segment.drawn, had, strict=True))
+            had = _sums(had, last)
+        return _sums(segment.drawn, had)
 
     def resumed(self, position: int, batch: int) -> "MixtureEpoch":
         """Return the epoch as it continues at a position with other global batches.
@@ -295,7 +292,7 @@ class MixtureOrder(Order):
         place = np.empty_like(slot)
         word = f"{self.seed}/{self.epoch}/batch/{segment.position}".encode()
         keys = mix(batches.astype(np.uint64), np.uint64(xxhash.xxh3_64_intdigest(word)))
-        slots = np.arange(segment.batch, dtype=np.uint64) * _GOLDEN
+        slots = np.arange(segment.batch, dtype=np.uint64) * np.uint64(GOLDEN)
         each = max(1, _KEYS // segment.batch)
         for first in range(0, len(batches), each):
             part = slice(first, first + each)
@@ -319,6 +316,10 @@ class MixtureOrder(Order):
             result[here] = first + inner
             first += size
         return result
+
+
+def _sums(counts: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(counts, more, strict=True))
 
 
 def _written(weights: Weights) -> str:

@@ -77,13 +77,8 @@ def _until_all(counts: FairCounts, steps: int | None, room: list[int], position:
 
     if steps is not None and not through(steps):
         return None
-    low, high = (
-        -1,
-        max(
-            int((max(r, 0) + 1) / w / batch) + 2 if w else 0
-            for w, r in zip(weights, room, strict=True)
-        ),
-    )
+    each = zip(weights, room, strict=True)
+    low, high = -1, max(int((max(r, 0) + 1) / w / batch) + 2 if w else 0 for w, r in each)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if through(middle) else (middle, high)

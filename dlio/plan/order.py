@@ -263,9 +263,7 @@ def _key(seed: int, epoch: int, number: int) -> int:
     return state
 
 
-@lru_cache(maxsize=16)
-def _network(n: int, seed: int, epoch: int) -> _Network:
-    return _Network(n, seed, epoch)
+_network = lru_cache(maxsize=16)(_Network)
 
 
 @lru_cache(maxsize=16)

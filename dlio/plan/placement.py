@@ -30,6 +30,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.plan.order import GOLDEN, mix
+
 _SCORES = 1 << 16
 """Scores computed at a time: their temporaries fit in the second-level cache."""
 
@@ -142,12 +144,7 @@ def _scores(blocks: _I64, nodes: Sequence[HomeNode], weights: _F64, key: str) ->
     seeds = np.array(
         [xxhash.xxh3_64_intdigest(f"{key}/{node.name}".encode()) for node in nodes], np.uint64
     )
-    x = (blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))[:, None] ^ seeds[None, :]
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
+    x = mix((blocks.astype(np.uint64) * np.uint64(GOLDEN))[:, None] ^ seeds, np.uint64(0))
     # 52 bits and a half: exact in a float, and never 0 or 1.
     uniform = ((x >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     if (weights == weights[0]).all():

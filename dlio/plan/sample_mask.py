@@ -176,12 +176,9 @@ def _in_chunks(look_up: Callable[[_I64], _I64], values: _I64) -> _I64:
 
 
 def _turn(counts: npt.NDArray[np.integer], left: _I64) -> tuple[_I64, _I64]:
-    """Find in each row the first entry with which the running sum exceeds `left`.
-
-    Args:
-        counts: set bits of each entry, shape (n, entries); a row's sum exceeds its `left`.
-
-    Returns: (column of that entry, `left` minus the sum of the entries before it).
+    """Return the first entry of each row of `counts`, shape (n, entries), with which the running
+    sum exceeds `left`, and `left` minus the sum of the entries before it. Each row's sum exceeds
+    it.
     """
     ends = np.cumsum(counts, axis=1, dtype=np.int64)
     turn = (ends <= left[:, None]).sum(1)

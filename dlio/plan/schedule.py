@@ -141,25 +141,13 @@ def assign(
     )
 
 
-def plan_window(
-    order: Order,
-    position: int,
-    batch_size: int,
-    steps: range,
-    home_of: Callable[[_I64], _I32],
-    ranks: RankNodes,
-    rank: int,
-    mode: Mode,
-    shares: RankShares | None = None,
-    on_devices: bool = False,
-) -> RankWindow:
-    """Plan `steps` for `rank` without communication; arguments and cost as for `assign`.
+def plan_window(dealt: StepAssignment, rank: int, ranks: int) -> RankWindow:
+    """Return the work of one of `ranks` ranks in some steps, without communication.
 
-    The plans of ranks agree if all pass the same arguments: `a.sends[b]` are the samples that `b`
+    The plans of ranks agree if the steps were dealt alike: `a.sends[b]` are the samples that `b`
     expects from `a`, in the same order.
     """
-    dealt = assign(order, position, batch_size, steps, home_of, ranks, mode, shares, on_devices)
-    mine = np.flatnonzero(dealt.consumer == rank)
+    steps, mine = dealt.steps, np.flatnonzero(dealt.consumer == rank)
     per_step = np.bincount(dealt.step[mine] - steps.start, minlength=len(steps))
     pushed = np.flatnonzero(dealt.sender == rank)
     return RankWindow(
@@ -167,16 +155,13 @@ def plan_window(
         dealt.samples[mine],
         np.concatenate([[0], np.cumsum(per_step)]).astype(np.int64),
         dealt.sender[mine],
-        cut_window(dealt.samples[pushed], dealt.consumer[pushed], ranks.size),
+        cut_window(dealt.samples[pushed], dealt.consumer[pushed], ranks),
     )
 
 
 def keepers_of(samples: _I64, homes: _I32, ranks: RankNodes) -> _I32:
     """Return the rank that keeps each sample on its device, where devices keep samples: one of the
-    ranks of its home node, by a hash of the sample; of all ranks where it has none.
-
-    Args:
-        homes: home node of each sample, or -1 for nodes without ranks and the source.
+    ranks of its home node, by a hash of the sample; of all ranks where its home is -1.
     """
     number = (mix(samples.astype(np.uint64), _KEEPERS) >> np.uint64(33)).astype(np.int64)
     by_node = _stable(ranks.node_of, ranks.nodes).astype(np.int32)
@@ -217,12 +202,9 @@ def _deal_at_home(
     shares: RankShares | None,
     keepers: _I32 | None,
 ) -> _I32:
-    """Consumers of a run of steps in `batch` mode.
-
-    Args:
-        homes: home node of each sample or -1; shape (n,), by step.
-        counts: samples in each step.
-        keepers: rank of its home node that keeps each sample; None for any.
+    """Consumers of a run of steps in `batch` mode, with the home of each sample, or -1, by step,
+    and the samples in each step. `keepers` are ranks of the home nodes that keep samples; None for
+    any.
     """
     if keepers is not None:
         homes = np.where(homes >= 0, homes, ranks.node_of[keepers])

@@ -26,12 +26,8 @@ def heirs(ranks: RankNodes, left: tuple[int, ...], lost: int) -> list[int]:
 
 
 class SurvivorPlan:
-    """A plan as one of the survivors sees it.
-
-    Args:
-        plan: of all ranks that began the epoch.
-        left: the survivors.
-        rank: this one; -1 if it did not begin the epoch, which then gives it nothing.
+    """A plan of all ranks that began the epoch as one of the survivors, `left`, sees it: the given
+    rank; -1 if it did not begin the epoch, which then gives it nothing.
     """
 
     def __init__(self, plan: HomePlan, ranks: RankNodes, left: tuple[int, ...], rank: int) -> None:

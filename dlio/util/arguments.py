@@ -32,7 +32,8 @@ def unknown_word(name: str, word: object, words: Iterable[str], more: str = "") 
     another remedy, `more`.
     """
     words = list(words)
-    remedy = more or f"choose {'one of ' if len(words) > 2 else ''}{_listed(words)}"
+    joined = " or ".join(words) if len(words) == 2 else ", ".join(words)
+    remedy = more or f"choose {'one of ' if len(words) > 2 else ''}{joined}"
     close = nearest(word, words) if isinstance(word, str) else ""
     return UsageError(f"{named(name, word)}: {remedy}{close}")
 
@@ -130,9 +131,3 @@ def named(name: str, value: object) -> str:
     if len(shown) > _LONGEST:
         shown = f"{shown[:_LONGEST]}..."
     return f"{name}={shown}"
-
-
-def _listed(words: Sequence[str]) -> str:
-    if len(words) == 2:
-        return " or ".join(words)
-    return ", ".join(words)

@@ -89,7 +89,7 @@ class BufferPool:
         headroom: float = 0.0,
         allocate: Callable[[int], npt.NDArray[np.uint8]] | None = None,
     ) -> None:
-        self._allocate = allocate or _ordinary
+        self._allocate = allocate or (lambda size: np.empty(size, np.uint8))
         self._allocated = 0
         self._most_spare = most_spare
         self._slack, self._waste = slack, waste
@@ -161,7 +161,3 @@ class BufferPool:
         self._out_bytes -= len(buffer)
         self._spare.append(buffer)
         del self._spare[: len(self._spare) - self._most_spare]
-
-
-def _ordinary(size: int) -> npt.NDArray[np.uint8]:
-    return np.empty(size, np.uint8)

@@ -235,8 +235,7 @@ def remove_entry(parent: int, name: str) -> None:
         if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             shutil.rmtree(name, ignore_errors=True, dir_fd=parent)
         else:
-            with suppress(OSError):
-                os.unlink(name, dir_fd=parent)
+            os.unlink(name, dir_fd=parent)
 
 
 def remove_bare(parent: int, name: str) -> None:

@@ -78,12 +78,11 @@ class PublishedFigures(Closable):
 
 
 def publish(kind: str, figures: Callable[[], Figures]) -> PublishedFigures:
-    """Answer `dlio top` with figures of this process.
+    """Answer `dlio top` with figures of this process, of the kind `data`, `training`, `search` or
+    `work`.
 
-    Args:
-        kind: tells readers which figures these are: `data`, `training`, `search` or `work`.
-        figures: a method, called in a thread of its own when someone asks. Its object is not kept
-            alive by this.
+    `figures` is a method, called in a thread of its own when someone asks. Its object is not kept
+    alive by this.
     """
     made = PublishedFigures(kind, figures)
     _board.add(made)

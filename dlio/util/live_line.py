@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Final, Protocol, Self, TextIO
 
 from dlio.util.printable import printable
@@ -60,13 +59,10 @@ def row_of(title: str, done: float, total: float | None, note: str, columns: int
 
 
 class LiveLine:
-    """The line, drawn from `__enter__` to `__exit__` if standard output is a terminal.
+    """The line, drawn from `__enter__` to `__exit__` if `shown` and standard output is a terminal.
 
-    Thread-safe. Until ranks tell of their progress it shows `title` and the time that has passed.
-
-    Args:
-        title: work that is under way, such as `starting 2 ranks`.
-        shown: False to draw nothing, whatever standard output is.
+    Thread-safe. Until ranks tell of their progress it shows `title`, the work that is under way,
+    and the time that has passed.
     """
 
     def __init__(self, title: str, shown: bool = True) -> None:
@@ -85,12 +81,7 @@ class LiveLine:
             self._clock.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.shown:
             self._clock.close()
             with self._lock, contextlib.suppress(OSError):

@@ -129,13 +129,10 @@ class OptionField:
         return list(value) if isinstance(value, tuple) else value
 
     def convert(self, value: object, where: str) -> Value:
-        """Convert a value from a command line or a configuration file to the field's type.
+        """Convert a text, or a scalar or list of scalars from YAML or JSON, to the field's type.
 
-        Args:
-            value: a text, or a scalar or list of scalars from YAML or JSON.
-            where: beginning of an error message, such as `--epochs` or `run.yaml: epochs`.
-
-        Raises UsageError if the value does not have this field's type.
+        Raises UsageError, which begins with `where`, such as `--epochs` or `run.yaml: epochs`, if
+        the value does not have this type.
         """
         if value is None:
             if isinstance(self.default, tuple):

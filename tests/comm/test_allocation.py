@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.comm.allocation import Allocation, find_allocation
-from dlio.comm.hostlist import expand_counts, expand_hosts
+from dlio.comm.allocation import Allocation, expand_counts, expand_hosts, find_allocation
 from dlio.errors import UsageError
 
 _SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2],m07", "SLURM_NTASKS": "5"}

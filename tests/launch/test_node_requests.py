@@ -9,9 +9,9 @@ import pytest
 
 from dlio.cli.resize import ResizeOptions, join
 from dlio.errors import UsageError
-from dlio.launch.growth import Growth
 from dlio.launch.job_folder import begin_job
 from dlio.launch.node_requests import (
+    Growth,
     NodeChange,
     NodeRequest,
     NodeRequests,

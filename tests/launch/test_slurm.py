@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.comm.hostlist import expand_hosts
+from dlio.comm.allocation import expand_hosts
 from tests.conftest import in_time
 from tests.launch.slurm_lab import two_nodes
 

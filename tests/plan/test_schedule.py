@@ -116,9 +116,10 @@ def test_a_node_without_ranks_is_no_home(job: Job, mode: Mode) -> None:
 def test_one_node_never_sends(job: Job, mode: Mode) -> None:
     order, position, batch, ranks, _ = job
     alone = RankNodes(np.zeros(ranks.size, np.int32))
-    window = plan_window(
-        order, position, batch, range(3), lambda s: np.zeros(len(s), np.int32), alone, 0, mode
+    dealt = assign(
+        order, position, batch, range(3), lambda s: np.zeros(len(s), np.int32), alone, mode
     )
+    window = plan_window(dealt, 0, ranks.size)
     assert (window.senders == -1).all()
     assert not window.sends
 
@@ -214,10 +215,10 @@ def test_a_receiver_gets_one_message_per_peer_node() -> None:
     node_of = np.repeat(np.arange(3), 4).astype(np.int32)
     homes = (np.arange(5000) % 3).astype(np.int32)
     receivers: dict[int, int] = {}
+    ranks = RankNodes(node_of)
+    dealt = assign(Order(5000, 0), 0, 8, range(20), lambda s: homes[s], ranks, "global")
     for rank in range(12):
-        window = plan_window(
-            Order(5000, 0), 0, 8, range(20), lambda s: homes[s], RankNodes(node_of), rank, "global"
-        )
+        window = plan_window(dealt, rank, 12)
         senders = np.unique(window.senders[window.senders >= 0])
         assert len(senders) == 2
         assert len(set(node_of[senders])) == 2
@@ -252,5 +253,4 @@ def _all(job: Job, steps: range, mode: Mode) -> StepAssignment:
 
 
 def _plan(job: Job, steps: range, rank: int, mode: Mode) -> RankWindow:
-    order, position, batch, ranks, homes = job
-    return plan_window(order, position, batch, steps, lambda s: homes[s], ranks, rank, mode)
+    return plan_window(_all(job, steps, mode), rank, job[3].size)

@@ -81,9 +81,8 @@ def examine(
 ) -> Examination:
     """Check the nodes of all ranks. Collective; the result is the same on all ranks.
 
-    Args:
-        lost: ranks that do not find each other; their cores and GPUs are left out then.
-        mpirun: path of the launcher that `-n` uses, None if there is none.
+    Cores and GPUs of `lost` ranks, which do not find each other, are left out. `mpirun` is the path
+    of the launcher that `-n` uses, None if there is none.
     """
     node = settings().node or socket.gethostname()
     everyone = comm.allgather(node)

@@ -8,7 +8,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from dlio.util.child_processes import module_command
 
@@ -85,16 +85,12 @@ def this_process() -> MpiFacts:
     return MpiFacts(
         library=MPI.Get_library_version().split(",")[0].split("\n")[0].strip("\0 "),
         threads=levels[MPI.Query_thread()],
-        survives=_has_ulfm(MPI),
+        # MPI without ULFM does not know the errors of lost ranks.
+        survives=getattr(MPI, "ERR_PROC_FAILED", MPI.ERR_UNKNOWN) != MPI.ERR_UNKNOWN,
         cuda_aware=sums_device_memory(),
         size=MPI.COMM_WORLD.size,
         paths=paths,
     )
-
-
-def _has_ulfm(mpi: Any) -> bool:
-    """True if the library knows the errors of lost ranks."""
-    return hasattr(mpi, "ERR_PROC_FAILED") and mpi.ERR_PROC_FAILED != mpi.ERR_UNKNOWN
 
 
 if __name__ == "__main__":

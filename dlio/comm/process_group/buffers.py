@@ -7,6 +7,7 @@ memory: their copies are enqueued on streams, and MPI starts once they are compl
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -50,11 +51,7 @@ def typed(flat: torch.Tensor, kind: MPI.Datatype) -> MpiBuffer:
 
 def offsets(counts: Sequence[int]) -> list[int]:
     """Return where each of consecutive parts begins, for parts of `counts` elements."""
-    starts, at = [], 0
-    for count in counts:
-        starts.append(at)
-        at += count
-    return starts
+    return list(accumulate(counts, initial=0))[:-1]
 
 
 def size_of(tensor: torch.Tensor) -> int:

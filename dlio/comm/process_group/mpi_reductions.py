@@ -128,11 +128,8 @@ class Reduction:
 
     @torch.inference_mode()
     def fold(self, rows: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        """Reduce the ranks' `scaled` inputs, in the order of ranks.
-
-        Args:
-            rows: the inputs; shape (ranks, n), this reduction's dtype.
-            into: the result; shape (n,), the same dtype. Returned.
+        """Reduce the ranks' `scaled` inputs, of this reduction's dtype and shape (ranks, n), in the
+        order of ranks, into `into`, which is returned.
         """
         fold: Any = (_TRUTH if self.dtype == torch.bool else _OPS)[self.kind][1]
         if self.dtype == torch.uint64:

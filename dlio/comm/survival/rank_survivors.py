@@ -24,12 +24,8 @@ _H = TypeVar("_H", bound=RebuiltHandle)
 
 
 class RankSurvivors(Generic[_H]):
-    """Members of a job and their communicators, as one rank sees them; see `Membership`.
-
-    Args:
-        me: number of this rank when the job began.
-        ranks: how many there were.
-        least: fewest ranks that continue.
+    """Members of a job and their communicators, as the rank sees them that was number `me` of
+    `ranks` when the job began. `least` is the fewest that continue; see `Membership`.
     """
 
     def __init__(self, me: int, ranks: int, least: int) -> None:

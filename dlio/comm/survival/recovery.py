@@ -41,18 +41,13 @@ class RecoveryPart(Generic[_R]):
     def reconcile(self, reports: Sequence[_R], comm: Communicator) -> None:
         """Catch up with the rank that is furthest ahead, or help others to. Collective.
 
-        Called again with new reports if another rank is lost meanwhile.
-
-        Args:
-            reports: one per rank of the new generation, by rank; those of ranks that join are
-                copies of a survivor's.
+        `reports` are of the new generation, by rank; those of ranks that join are copies of a
+        survivor's. Called again with new ones if another rank is lost meanwhile.
         """
 
     def commit_step(self, contributors: Sequence[int]) -> None:
-        """Note that the batches since the last call are in the model.
-
-        Args:
-            contributors: members whose gradients the step has used.
+        """Note that the batches since the last call are in the model, with the gradients of the
+        members `contributors`.
         """
 
 
@@ -204,10 +199,8 @@ class Recovery:
             self._wait_for_call(self.elastic)
 
     def rendezvous(self, is_due: Callable[[], bool]) -> None:
-        """Let spares join and ranks leave, as requested. Collective, between two batches.
-
-        Args:
-            is_due: returns whether all ranks meet here, after the last recovery.
+        """Let spares join and ranks leave, as requested, where all meet (`is_due`, asked after the
+        last recovery). Collective, between two batches.
 
         Raises RankLeft on a rank that leaves, and AllLeave or AllPause on all ranks if all leave.
         """
@@ -232,10 +225,8 @@ class Recovery:
             self.elastic.dismiss()
 
     def commit_step(self, contributors: Sequence[int]) -> None:
-        """Tell all parts that the batches since the last call are in the model.
-
-        Args:
-            contributors: members whose gradients the step has used.
+        """Tell all parts that the batches since the last call are in the model, with the gradients
+        of the members `contributors`.
         """
         for part in list(self._parts.values()):
             part.commit_step(contributors)
@@ -317,10 +308,8 @@ class Recovery:
             _log.warning(change.sentence())
 
     def _attempt(self, meets: bool, joins: bool = False) -> bool:
-        """Make the next generation; False if a rank was lost before all were at one place.
-
-        Args:
-            joins: this rank has not adopted the others' place yet.
+        """Make the next generation; False if a rank was lost before all were at one place. One that
+        `joins` has not adopted the others' place yet.
         """
         began = time.perf_counter()
         # A rank that joins votes with None: it has no state that others could need.
@@ -384,11 +373,8 @@ def uniform(comm: Communicator, act: Callable[[], _T]) -> _T:
 
 
 def check_survival(comm: Communicator, choice: str, min_ranks: int) -> None:
-    """Raise UsageError if these ranks do not end as `--fault-tolerance` has it.
-
-    Args:
-        choice: `shrink`, `restart` or `off`.
-        min_ranks: fewest ranks that continue.
+    """Raise UsageError if these ranks do not end as `--fault-tolerance` has it: `shrink`, to
+    `min_ranks` at the fewest, `restart` or `off`.
     """
     survives = recovery_of(comm) is not None
     if choice != "shrink":

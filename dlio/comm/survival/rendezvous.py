@@ -12,13 +12,10 @@ from dlio.errors import CommTimeout
 
 
 class Rendezvous(Store):
-    """A part of another store.
+    """A part of another store, with a prefix of all keys.
 
-    Args:
-        store: a store of torch, none of whose calls waits for long.
-        prefix: of all keys.
-        check: called while a key is missing; raises an exception to give up.
-        timeout_s: deadline of each wait in seconds.
+    No call of the other one, torch's, waits for long. `check` is called while a key is missing, and
+    raises an exception to give up; `timeout_s` is the deadline of each wait.
     """
 
     def __init__(

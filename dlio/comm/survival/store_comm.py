@@ -46,10 +46,8 @@ class GlooCollectives(Protocol):
 class Generation:
     """The ranks between two losses.
 
-    Args:
-        number: of the attempt to make a generation, from 0; the same on all ranks.
-        members: numbers of its ranks when the job began, by rank.
-        report: tells all ranks that this generation is over.
+    Its number is that of the attempt to make it, from 0, the same on all ranks; `members` are the
+    numbers of its ranks when the job began. `report` tells all ranks that it is over.
     """
 
     def __init__(self, number: int, members: Sequence[int], report: Callable[[int], None]) -> None:

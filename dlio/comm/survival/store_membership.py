@@ -44,13 +44,8 @@ _Wanted: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class StoreMembership(RankSurvivors[StoreCommunicator]):
-    """The survivors of the ranks that dlio's launcher started. Collective over all of them.
-
-    Args:
-        store: the launcher's.
-        me: number of this rank.
-        ranks: how many there are.
-        least: fewest ranks that continue.
+    """The survivors of the `ranks` ranks that dlio's launcher started, of which this is `me`, and
+    `least` the fewest that continue. `store` is the launcher's. Collective over all of them.
     """
 
     def __init__(self, store: JobStore, me: int, ranks: int, least: int = 1) -> None:
@@ -69,7 +64,9 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
         self._spent: list[GenerationRanks] = []
         """Parts of closed communicators and of earlier generations."""
         self._generation = self._begin(0, self.members)
-        self._watch = Workers("dlio-deaths", self._read_events, wake=self._wake, serves_others=True)
+        self._watch = Workers(
+            "dlio-deaths", self._read_events, wake=lambda: self._report_end(-1), serves_others=True
+        )
         self._watch.start()
         try:
             everyone = self._open()
@@ -137,9 +134,6 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
     def _report_end(self, number: int) -> None:
         with suppress(CommError):
             self._events.append({"over": number, "by": self.me})
-
-    def _wake(self) -> None:
-        self._report_end(-1)
 
     # Agreement
 
@@ -361,10 +355,8 @@ def _wanted(
 ) -> list[_Wanted]:
     """Return the communicators that this rank rebuilds, in one order on all ranks. Pure.
 
-    A rank may have closed one that others have not closed yet: it is gone.
-
-    Args:
-        colours: by member of `members`, and by number of the communicator.
+    A rank may have closed one that others have not closed yet: it is gone. `colours` are by member,
+    and by number of the communicator.
     """
     common = set.intersection(*(set(map(int, each)) for each in colours))
     mine = colours[members.index(me)]

@@ -83,12 +83,9 @@ class ChunkwiseCompressor(Compressor):
             np.add(into[start:stop], w, out=into[start:stop])
 
     def encode_chunk(self, start: int, v: F32, w: F32, message: Bytes) -> None:
-        """Write the chunk's part of the message, and subtract from `v` what it says.
-
-        Args:
-            start: index of the chunk's first entry in the region.
-            v: values + residual of the chunk; on return its residual.
-            w: working memory as long as the chunk.
+        """Write the part of the message of the chunk that begins at entry `start`, and subtract
+        from `v`, its values + residual, what the message says. `w` is working memory as long as the
+        chunk.
 
         Raises DlioError, naming the tensor, if an entry is NaN or infinite.
         """

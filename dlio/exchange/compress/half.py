@@ -99,7 +99,6 @@ class Float16(ChunkwiseCompressor):
 
 
 def _typed(message: Bytes, dtype: torch.dtype) -> torch.Tensor:
-    """View a message's bytes as a tensor of numbers."""
     return torch.from_numpy(message).view(dtype)
 
 

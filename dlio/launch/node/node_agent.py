@@ -203,7 +203,6 @@ class NodeAgent:
         self._answer({"stopped": self._start, "done": self._results.get("done"), "newest": newest})
 
     def _spawn(self) -> None:
-        """Start the zygote."""
         mine, its = socket.socketpair()
         self._zygotes += 1
         with its:

@@ -41,13 +41,10 @@ class StoredSnapshot:
 
 
 class SnapshotSlots(Closable):
-    """The two slots of a writer, which owns them. Closed by the writer.
+    """The two slots of a writer in a node's folder of snapshots. The writer owns and closes them.
 
-    Args:
-        folder: of the node's snapshots.
-        writer: name of this one.
-        after: turn that the writer goes on from. Later ones are of a course that nobody goes on
-            with: they are overwritten first.
+    It goes on from the turn `after`. Later ones are of a course that nobody goes on with: they are
+    overwritten first.
     """
 
     def __init__(self, folder: str, writer: str, after: int = sys.maxsize) -> None:

@@ -41,8 +41,6 @@ _NUMBER: Final = struct.Struct("<q")
 
 @dataclass(slots=True, eq=False)
 class _RankOrder:
-    """A rank to run."""
-
     argv: list[str]
     """Name of a module, and its arguments."""
     environment: dict[str, str]
@@ -55,8 +53,6 @@ class _RankOrder:
 
 @dataclass(slots=True)
 class _ForkedRank:
-    """A rank that was forked."""
-
     process: int
     watch: int
     """Its pidfd."""
