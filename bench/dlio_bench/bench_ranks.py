@@ -1,14 +1,20 @@
-"""Ranks of the benchmarks: programs under mpirun that take a task as JSON, their only argument. The
-last line that rank 0 prints is its answer, as JSON."""
+"""Ranks of the benchmarks: functions that every rank of a job calls with the same arguments.
+
+    python -m dlio_bench.bench_ranks MODULE:FUNCTION JSON
+
+calls a function with the communicator of all ranks and the arguments in JSON. The last line that
+rank 0 prints is its result, as JSON.
+"""
 
 import json
+import pkgutil
 import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dlio.errors import UsageError
 
@@ -31,23 +37,36 @@ LINK_RATE: Final = 2e9 / 8
 TIMEOUT_S: Final = 600.0
 
 
+def rank_argv(function: Callable[..., object], task: Mapping[str, object]) -> list[str]:
+    """Return the command of one rank.
+
+    Args:
+        function: of a module, called with the communicator and the task as keywords; its result
+            and the task have a form in JSON.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    return [sys.executable, "-m", "dlio_bench.bench_ranks", name, json.dumps(task)]
+
+
 def run(
-    module: str,
+    function: Callable[..., object],
     task: Mapping[str, object],
     ranks: int,
     fabric: str = "memory",
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
-) -> dict[str, object]:
-    """Run `python -m module TASK` on `ranks` ranks and return the answer of rank 0.
+) -> dict[str, Any]:
+    """Have `ranks` ranks, of one thread each, call a function; return the result of rank 0.
 
     Args:
+        function: see `rank_argv`.
         fabric: one of FABRICS, or LINK.
 
     Raises UsageError when the ranks fail, exceed `timeout_s`, or a link cannot be set up.
     """
     from dlio.launch.mpi_launch import launch
 
+    name = function.__module__
     full = {
         "OMP_NUM_THREADS": "1",
         **FABRICS["tcp" if fabric == LINK else fabric],
@@ -55,7 +74,7 @@ def run(
     }
     try:
         done = launch(
-            [sys.executable, "-m", module, json.dumps(task)],
+            rank_argv(function, task),
             ranks,
             environment=full,
             capture=True,
@@ -64,25 +83,14 @@ def run(
         )
     except subprocess.TimeoutExpired as error:
         raise UsageError(
-            f"the ranks of {module} took more than {timeout_s:.0f} s: ask for less, or wait until "
+            f"the ranks of {name} took more than {timeout_s:.0f} s: ask for less, or wait until "
             "the machine is quiet"
         ) from error
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        raise UsageError(f"the ranks of {module} failed: {done.stderr.strip()[-800:]}")
-    results: dict[str, object] = json.loads(lines[-1])
-    return results
-
-
-def answer(work: Callable[..., Mapping[str, object]]) -> None:
-    """Call `work` with the task that `run` gave to this rank and its communicator; rank 0 prints
-    the results."""
-    from dlio.comm import world
-
-    comm = world()
-    results = work(json.loads(sys.argv[1]), comm)
-    if comm.rank == 0:
-        print(json.dumps(results), flush=True)
+        raise UsageError(f"the ranks of {name} failed: {done.stderr.strip()[-800:]}")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
 
 
 def pass_s(loader: Iterable[object], comm: "Communicator") -> float:
@@ -112,3 +120,28 @@ def _over_link(argv: list[str]) -> list[str]:
         f"exec {' '.join(shlex.quote(word) for word in argv)}"
     )
     return ["unshare", "--net", "sh", "-c", script]
+
+
+def call(function: str, text: str) -> None:
+    """Call a function as one of the ranks, and print the result on rank 0.
+
+    Ranks are those of mpirun, or, with the environment that torchrun sets, of torch.distributed.
+    """
+    import torch
+
+    from dlio.comm import world
+    from dlio.comm.launch_detection import torchrun_place
+
+    torch.set_num_threads(1)
+    if torchrun_place() is not None:
+        torch.distributed.init_process_group("gloo")
+    comm = world()
+    result = pkgutil.resolve_name(function)(comm, **json.loads(text))
+    if comm.rank == 0:
+        print(json.dumps(result), flush=True)
+    if torchrun_place() is not None:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    call(*sys.argv[1:])

@@ -1,11 +1,8 @@
 """A rank of `dlio bench shuffle --case link`: epochs over a shaped link, as training has them.
 
-Usage: python -m dlio_bench.linked_nodes JSON, in a network namespace, with torchrun's environment.
-Rank 0 prints one line of JSON.
+It runs in a network namespace, with torchrun's environment.
 """
 
-import json
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -15,19 +12,17 @@ import torch
 import torch.distributed as dist
 
 import dlio
-from dlio.comm import Communicator, world
+from dlio.comm import Communicator
 from dlio_bench.bench_ranks import pass_s
 
 
-def main(text: str) -> None:
-    """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""
-    task: dict[str, Any] = json.loads(text)
-    dist.init_process_group("gloo")
+def epochs_over_links(everyone: Communicator, **task: Any) -> dict[str, Any]:
+    """Figures of this rank's epochs in each of the task's modes, of its links, and of exchanges."""
     with (
         dlio.open(task["source"], tiers=task["tiers"], image_size=None, seed=0) as data,
         ExitStack() as stack,
     ):
-        comm = world().dup()
+        comm = everyone.dup()
         stack.callback(comm.close)
 
         def loader_of(mode: str) -> dlio.DataLoader:
@@ -44,9 +39,7 @@ def main(text: str) -> None:
         assert data.mounted is not None
         report["nodes"] = list(data.mounted.nodes.names)
         comm.barrier()
-    if dist.get_rank() == 0:
-        print(json.dumps(report), flush=True)
-    dist.destroy_process_group()
+    return report
 
 
 def _epochs(
@@ -136,7 +129,3 @@ def _made_per_s(loader: dlio.DataLoader, comm: Communicator) -> float:
             pass
         seconds = time.perf_counter() - began
     return float(loader.stats()["samples"] / seconds)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

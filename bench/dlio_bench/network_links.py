@@ -6,13 +6,13 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio_bench.bench_data import packed_noise
+from dlio_bench.bench_ranks import rank_argv
 from dlio_bench.results.repeats import ratio, spread
 
 _SAMPLE_BYTES: Final = 100_000
@@ -170,6 +170,8 @@ def _exchange(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(places: list[tuple[str, str, str]], task: dict[str, Any]) -> dict[str, Any]:
+    from dlio_bench.linked_nodes import epochs_over_links
+
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes = []
@@ -190,7 +192,7 @@ def _run(places: list[tuple[str, str, str]], task: dict[str, Any]) -> dict[str, 
             said = stack.enter_context(tempfile.TemporaryFile("w+"))
             within = ("ip", "netns", "exec", space)
             process = subprocess.Popen(
-                [*within, sys.executable, "-m", "dlio_bench.linked_nodes", json.dumps(task)],
+                [*within, *rank_argv(epochs_over_links, task)],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=said,

@@ -81,10 +81,12 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
     of one a window that is fed from the same tier and emptied into batches. The nodes are
     pretended: their messages go through shared memory, which no nodes have between them, or
     through TCP over this machine's loopback."""
+    from dlio_bench.shuffle_rank import exchange_rates
+
     results: dict[str, Any] = {}
     with packed_noise(samples, _SAMPLE_BYTES) as packed:
         for nodes, fabric in steps(itertools.product((2, 4), FABRICS)):
-            measured = _ranks("exchange", packed, nodes, 32, repeats, fabric)
+            measured = _ranks(exchange_rates, packed, nodes, 32, repeats, fabric)
             rates = measured["rates"]
             results[f"{nodes}_nodes_{fabric}"] = {
                 "moved_bytes": measured["moved"],
@@ -100,9 +102,11 @@ def exchange(repeats: int, samples: int = 4000) -> dict[str, object]:
 def decode(source: str, repeats: int) -> dict[str, object]:
     """4 ranks that decode `source`: images a second in mode `global` over those in `local`, which
     sends nothing."""
+    from dlio_bench.shuffle_rank import decode_rates
+
     results: dict[str, object] = {}
     for nodes in steps((2, 4), "{} nodes".format):
-        rates = _ranks("decode", os.path.abspath(source), nodes, 16, repeats)["rates"]
+        rates = _ranks(decode_rates, os.path.abspath(source), nodes, 16, repeats)["rates"]
         results[f"{nodes}_nodes"] = {
             "global_per_s": spread(rates["global"]),
             "local_per_s": spread(rates["local"]),
@@ -112,11 +116,15 @@ def decode(source: str, repeats: int) -> dict[str, object]:
 
 
 def _ranks(
-    case: str, source: str, nodes: int, batch_size: int, repeats: int, fabric: str = "memory"
+    function: Callable[..., object],
+    source: str,
+    nodes: int,
+    batch_size: int,
+    repeats: int,
+    fabric: str = "memory",
 ) -> dict[str, Any]:
-    task = {"case": case, "source": source, "tiers": "ram:4GiB", "batch_size": batch_size}
-    task |= {"nodes": nodes, "repeats": repeats}
-    return run("dlio_bench.shuffle_rank", task, _RANKS, fabric)
+    task = {"source": source, "tiers": "ram:4GiB", "batch_size": batch_size}
+    return run(function, {**task, "nodes": nodes, "repeats": repeats}, _RANKS, fabric)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Ranks of `dlio bench shuffle`, started by mpirun: throughput of an exchange of samples,
 compared with an Alltoallv of the same bytes, and the speed that decoding keeps meanwhile.
-
-Usage: python -m dlio_bench.shuffle_rank JSON. Rank 0 prints one line of JSON.
 """
 
 import contextlib
@@ -14,15 +12,10 @@ import numpy as np
 import dlio
 from dlio.comm import Communicator
 from dlio.plan.epoch import WINDOW_BYTES
-from dlio_bench.bench_ranks import answer, pass_s
+from dlio_bench.bench_ranks import pass_s
 
 _ROUNDS: Final = 2
 """Untimed passes before: tiers are filled, memory is made."""
-
-
-def _work(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
-    """Run this rank's part of a task."""
-    return _exchange(task, comm) if task["case"] == "exchange" else _decode(task, comm)
 
 
 def _loader(data: dlio.Dataset, task: dict[str, Any], mode: str) -> dlio.DataLoader:
@@ -36,7 +29,7 @@ def _loader(data: dlio.Dataset, task: dict[str, Any], mode: str) -> dlio.DataLoa
     )
 
 
-def _exchange(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
+def exchange_rates(comm: Communicator, **task: Any) -> dict[str, Any]:
     """Epochs in mode `global`, of samples that nobody decodes, and in turn Alltoallv of the
     bytes that each moved."""
     rates: dict[str, list[float]] = {"shuffle": [], "alltoallv": [], "fed_alltoallv": []}
@@ -126,7 +119,7 @@ def _fed_alltoallv(comm: Communicator, data: Any, nodes: int, batch_size: int) -
     return windows * part * len(peers) * size * comm.size / seconds
 
 
-def _decode(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
+def decode_rates(comm: Communicator, **task: Any) -> dict[str, Any]:
     """Images/s of an epoch in mode `local`, which sends nothing, and in `global`, in turn."""
     rates: dict[str, list[float]] = {"local": [], "global": []}
     with (
@@ -140,7 +133,3 @@ def _decode(task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
                 if number:
                     rates[mode].append(len(data) / seconds)
     return {"rates": rates}
-
-
-if __name__ == "__main__":
-    answer(_work)

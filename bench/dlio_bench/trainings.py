@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, TypedDict
 
 from dlio.errors import UsageError
@@ -33,6 +35,15 @@ class TrainingReport(TypedDict):
     config: dict[str, object]
     ranks: int
     epochs: list[TrainedEpoch]
+
+
+@contextmanager
+def kept_folder(keep: str | None) -> Iterator[str]:
+    """Make a folder for reports: `keep`, or one for the time of the `with` statement."""
+    with ExitStack() as stack:
+        folder = keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
+        os.makedirs(folder, exist_ok=True)
+        yield folder
 
 
 def trained(

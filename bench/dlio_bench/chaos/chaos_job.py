@@ -7,8 +7,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Final, Self
 
+from dlio.errors import UsageError
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.chaos.leftovers import JOB, kill, processes_of, wait_until
 from dlio_bench.chaos.scheduled_faults import (
@@ -16,8 +18,10 @@ from dlio_bench.chaos.scheduled_faults import (
     HANG,
     RAISE,
     STACKS,
+    FaultClock,
     InjectedFault,
     ScheduledFault,
+    make_schedule,
 )
 from dlio_bench.chaos.stamps import RankStamps, Stamps
 
@@ -46,40 +50,6 @@ _SIGNALS: Final = {
 _WITHOUT_CORES: Final = ("sh", "-c", 'ulimit -c 0; exec "$@"', "sh")
 """Runs a command whose crashes leave no files."""
 _TAIL: Final = 2000
-
-
-def train_argv(
-    options: ChaosOptions, source: str, folder: str, model: str, more: Sequence[str]
-) -> list[str]:
-    """Return the command of a `dlio train` that stamps its steps into `folder`."""
-    inside = (
-        f"dlio_bench.chaos.stamp_writer:StampWriter(folder={folder!r}, bench={os.getpid()}, "
-        f"pause_ms={options.pause_ms})"
-    )
-    shape = [
-        "--batch-size",
-        str(options.batch_size),
-        "--image-size",
-        str(IMAGE_SIZE),
-        "--model",
-        model,
-    ]
-    run = ["--epochs", str(options.epochs), "--seed", str(options.seed)]
-    run += ["--exchange", options.exchange, "-n", str(options.ranks)]
-    outputs = ["--trace", f"{folder}/trace.jsonl", "--report", f"{folder}/report.json"]
-    return [
-        sys.executable,
-        "-m",
-        "dlio.cli",
-        "train",
-        source,
-        *shape,
-        *run,
-        *outputs,
-        "--callback",
-        inside,
-        *more,
-    ]
 
 
 class ChaosJob:
@@ -161,6 +131,13 @@ class ChaosJob:
         with open(os.path.join(self.folder, "errors.txt"), errors="replace") as file:
             return file.read()[-_TAIL:].strip()
 
+    def finish(self, what: str = "the job") -> None:
+        """Wait for its end. Raises UsageError if it fails or hangs."""
+        while self.runs():
+            time.sleep(_LOOK_S)
+        if self.code or self.hung:
+            raise UsageError(f"{what} {'has hung' if self.hung else 'failed'}: {self.errors}")
+
     def runs(self) -> bool:
         """Return True while it runs and has not hung; reads new stamps now and then."""
         if self.code is not None:
@@ -234,3 +211,57 @@ class ChaosJob:
         self.left_processes += len(left)
         kill(left)
         self.left_files = sorted(os.listdir(self._temporary))
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosCase:
+    """Settings of the jobs of a case."""
+
+    options: ChaosOptions
+    source: str
+    """Training data."""
+    folder: str
+    """New folder; all jobs share a cache there."""
+
+    def samples(self) -> int:
+        """Return the number of samples of the training data."""
+        from dlio.data.reader import open_reader
+
+        reader = open_reader(self.source)
+        try:
+            return len(reader)
+        finally:
+            reader.close()
+
+    def clock(self, kinds: Sequence[str]) -> FaultClock:
+        """Return a clock with the schedule of faults of some kinds."""
+        own = self.options
+        return FaultClock(make_schedule(kinds, own.kills, own.every, own.spacing, own.seed))
+
+    def train_argv(self, folder: str, more: Sequence[str], model: str | None = None) -> list[str]:
+        """Return the command of a `dlio train` that stamps its steps into `folder`.
+
+        Args:
+            more: further options.
+            model: None for that of the options.
+        """
+        own = self.options
+        inside = (
+            f"dlio_bench.chaos.stamps:StampWriter(folder={folder!r}, bench={os.getpid()}, "
+            f"pause_ms={own.pause_ms})"
+        )
+        return [
+            *(sys.executable, "-m", "dlio.cli", "train", self.source),
+            *("--batch-size", str(own.batch_size), "--image-size", str(IMAGE_SIZE)),
+            *("--model", model or own.model, "--epochs", str(own.epochs), "--seed", str(own.seed)),
+            *("--exchange", own.exchange, "-n", str(own.ranks)),
+            *("--trace", f"{folder}/trace.jsonl", "--report", f"{folder}/report.json"),
+            *("--callback", inside, *more),
+        ]
+
+    def job(
+        self, argv: Sequence[str], folder: str, environment: Mapping[str, str] | None = None
+    ) -> ChaosJob:
+        """Start a job; see `ChaosJob`."""
+        cache = os.path.join(self.folder, "cache")
+        return ChaosJob(argv, folder, cache, self.options.deadline, environment)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +17,10 @@ from dlio.errors import UsageError
 from dlio.train.ledger_file import check_ledger, read_lines
 from dlio_bench.chaos.accounts import UnevenEpoch, effective_time, quantiles, uneven_epochs
 from dlio_bench.chaos.chaos_figures import figure_text
-from dlio_bench.chaos.chaos_job import ChaosJob, train_argv
-from dlio_bench.chaos.chaos_options import ChaosOptions
-from dlio_bench.chaos.fault_clock import FaultClock
+from dlio_bench.chaos.chaos_job import ChaosCase, ChaosJob
 from dlio_bench.chaos.leftovers import left_in_shared_memory, lives, shared_memory
 from dlio_bench.chaos.pretended_nodes import PretendedNodes, may_pretend, without_daemons
-from dlio_bench.chaos.scheduled_faults import make_schedule
+from dlio_bench.chaos.scheduled_faults import FaultClock
 from dlio_bench.chaos.stamps import steps_of
 
 _NAMES: Final = "ABCDEF"
@@ -77,28 +75,21 @@ class NodeJob:
     left_files: list[str] = field(default_factory=list)
 
 
-def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object]:
+def measure(case: ChaosCase) -> dict[str, object]:
     """Lose nodes by a schedule; each joins again when the others have gone on.
 
     Raises UsageError where nodes cannot be pretended, or for ranks that do not fit them.
     """
-    from dlio.data.reader import open_reader
-
+    options = case.options
     if not may_pretend():
         raise UsageError("--case nodes: this user may not have UTS namespaces; run it as root")
     if options.ranks % options.nodes:
         raise UsageError(f"--nodes {options.nodes}: -n {options.ranks} is not a multiple of it")
-    reader = open_reader(source)
-    samples = len(reader)
-    reader.close()
-    before = shared_memory()
-    faults = make_schedule(
-        options.node_kinds, options.kills, options.every, options.spacing, options.seed
-    )
-    clock, jobs, idle = FaultClock(faults), list[NodeJob](), 0
+    samples, before = case.samples(), shared_memory()
+    clock, jobs, idle = case.clock(options.node_kinds), list[NodeJob](), 0
     while clock.faults and idle < 2:
         remaining = len(clock.faults)
-        jobs.append(_job(options, source, os.path.join(folder, str(len(jobs) + 1)), samples, clock))
+        jobs.append(_job(case, os.path.join(case.folder, str(len(jobs) + 1)), samples, clock))
         idle = 0 if len(clock.faults) < remaining else idle + 1
     figures = figures_of_nodes(jobs)
     left = left_in_shared_memory(before)
@@ -161,7 +152,8 @@ class _World:
     ) -> None:
         self._job, self._nodes, self._per_node = job, nodes, per_node
         self.names = list(names)
-        self._lost = ""
+        self.lost = ""
+        """Node that has not joined again yet."""
         self._join: subprocess.Popen[bytes] | None = None
         self._since = 0.0
         """Processes that began before are those of an earlier start."""
@@ -179,7 +171,7 @@ class _World:
     def lose(self, kind: str, pick: float) -> Outage:
         """Make a fault at one of the nodes."""
         name = self.names.pop(int(pick * len(self.names)))
-        self._lost = name
+        self.lost = name
         self._since = time.monotonic()
         if kind == "cut":
             self._nodes.cut(name)
@@ -191,13 +183,13 @@ class _World:
         """Ask that the lost node joins, and note when its agent is ready."""
         if self._join is None:
             name = re.findall(r"^job (\w+):", self._job.output, re.MULTILINE)[-1]
-            argv = ["-m", "dlio.cli", "join", name, "--nodes", self._lost]
+            argv = ["-m", "dlio.cli", "join", name, "--nodes", self.lost]
             self._join = subprocess.Popen([sys.executable, *argv], env=self._job.environment)
             self._deadline = time.monotonic() + _JOIN_TIMEOUT_S
         elif self._join.poll() == 0:
             # The others train until its ranks begin, with all others, once more.
-            self.names.append(self._lost)
-            self._join, self._lost = None, ""
+            self.names.append(self.lost)
+            self._join, self.lost = None, ""
         elif self._join.poll() is not None or time.monotonic() > self._deadline:
             self.close()
             self._join = None
@@ -208,39 +200,29 @@ class _World:
             self._join.kill()
             self._join.wait()
 
-    @property
-    def lacks_one(self) -> bool:
-        """True until a lost node has joined again."""
-        return bool(self._lost)
 
-
-def _job(
-    options: ChaosOptions, source: str, folder: str, samples: int, clock: FaultClock
-) -> NodeJob:
+def _job(case: ChaosCase, folder: str, samples: int, clock: FaultClock) -> NodeJob:
     """Run a job to its end; make faults meanwhile."""
-    record = NodeJob()
+    options, record = case.options, NodeJob()
     own = os.path.join(folder, "run")
     os.makedirs(folder)
     names = _NAMES[: options.nodes]
     more = ["--nodes", ",".join(names), "--fault-tolerance", "shrink"]
-    argv = train_argv(options, source, own, options.model, more)
-    cache = os.path.join(os.path.dirname(folder), "cache")
+    argv = case.train_argv(own, more)
     with closing(PretendedNodes(Path(folder))) as nodes:
         if "cut" in options.node_kinds:
             nodes.relay()
         with (
-            ExitStack() as stack,
-            ChaosJob(argv, own, cache, options.deadline, nodes.environment) as job,
+            case.job(argv, own, nodes.environment) as job,
+            closing(_World(job, nodes, names, options.ranks // options.nodes)) as world,
         ):
-            world = _World(job, nodes, names, options.ranks // options.nodes)
-            stack.callback(world.close)
             while job.runs():
                 steps = world.first_steps()
                 if record.outages and record.outages[-1].until is None:
                     record.outages[-1].until = steps
-                elif world.lacks_one:
+                elif world.lost:
                     world.join_again()
-                fault = clock.due(steps is not None and not world.lacks_one)
+                fault = clock.due(steps is not None and not world.lost)
                 if fault is not None:
                     record.outages.append(world.lose(fault.kind, fault.picks[0]))
                     clock.faults.popleft()
@@ -251,21 +233,16 @@ def _job(
     record.errors = job.errors
     record.left_processes = job.left_processes
     record.left_files = without_daemons(job.left_files)
-    _add_report(record, own, samples, options.epochs)
+    report, trace = (os.path.join(own, name) for name in ("report.json", "trace.jsonl"))
+    if os.path.exists(report):
+        with open(report, encoding="utf-8") as file:
+            wrote = json.load(file)
+        record.losses, record.changes = wrote["losses"], wrote["changes"]
+    if record.code == 0 and os.path.exists(trace):
+        record.uneven = uneven_epochs(check_ledger(read_lines(trace), samples, options.epochs))
     disturbed = [(each.at, each.until or float("inf")) for each in record.outages]
     stamps = [stamp for rank in job.stamps.ranks for stamp in rank.losses]
     disturbed += [(s["t"] - s["seconds"], s["t"]) for s in stamps if s["change"] == "joined"]
     effective = effective_time([steps_of(job.stamps.ranks)], disturbed)
     record.counted_s, record.wall_s = effective.counted_s, effective.wall_s
     return record
-
-
-def _add_report(record: NodeJob, folder: str, samples: int, epochs: int) -> None:
-    """Add what the job's report and its trace say."""
-    report, trace = (os.path.join(folder, name) for name in ("report.json", "trace.jsonl"))
-    if os.path.exists(report):
-        with open(report, encoding="utf-8") as file:
-            wrote = json.load(file)
-        record.losses, record.changes = wrote["losses"], wrote["changes"]
-    if record.code == 0 and os.path.exists(trace):
-        record.uneven = uneven_epochs(check_ledger(read_lines(trace), samples, epochs))

@@ -3,28 +3,26 @@
 import itertools
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio_bench.chaos.accounts import confidence
-from dlio_bench.chaos.chaos_job import ChaosJob, train_argv
-from dlio_bench.chaos.chaos_options import ChaosOptions
+from dlio_bench.chaos.chaos_job import ChaosCase
 from dlio_bench.chaos.stamps import RankStamps
 from dlio_bench.chaos.torchft_job import torchft_argv
+from dlio_bench.results.repeats import spread
 from dlio_bench.results.terminal import steps
 
 _MEGABYTES: Final = (25, 100)
 _WARM_UP: Final = 5
 """Steps of a run that are left out."""
-_POLL_S: Final = 0.1
 _MODES: Final = ("off", "shrink")
 _OTHERS: Final = ("ddp", "torchft")
 """Training with --torchft, without and with torchft."""
 
 
-def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object]:
+def measure(case: ChaosCase) -> dict[str, object]:
     """Measure pairs of runs, one without and one with `--fault-tolerance shrink`, in turn.
 
     With `--torchft` also pairs without and with torchft.
@@ -35,11 +33,12 @@ def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object
 
     Raises UsageError if a run fails.
     """
+    options = case.options
     rows: list[dict[str, Any]] = []
     for megabytes in options.megabytes or _MEGABYTES:
-        row = {"parameters_MB": megabytes, **_pairs(options, source, folder, megabytes, _MODES)}
+        row = {"parameters_MB": megabytes, **_pairs(case, megabytes, _MODES)}
         if options.torchft is not None:
-            other = _pairs(options, source, folder, megabytes, _OTHERS)
+            other = _pairs(case, megabytes, _OTHERS)
             row |= {
                 key if "ddp" in key or "torchft" in key else f"torchft_{key}": figure
                 for key, figure in other.items()
@@ -56,18 +55,15 @@ def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object
     }
 
 
-def _pairs(
-    options: ChaosOptions, source: str, folder: str, megabytes: int, modes: tuple[str, str]
-) -> dict[str, Any]:
+def _pairs(case: ChaosCase, megabytes: int, modes: tuple[str, str]) -> dict[str, Any]:
     """Measure pairs of runs with a model, and return the second mode over the first."""
-    from dlio_bench.results.repeats import spread
-
+    options = case.options
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     peaks: dict[str, list[float]] = {mode: [] for mode in modes}
     for pair in steps(range(options.repeats), f"{megabytes} MB, pair {{}}".format):
         for mode in modes[:: -1 if pair % 2 else 1]:
-            own = os.path.join(folder, f"{megabytes}-{pair}-{mode}")
-            ranks = _run(options, source, own, megabytes, mode)
+            own = os.path.join(case.folder, f"{megabytes}-{pair}-{mode}")
+            ranks = _run(case, own, megabytes, mode)
             seconds[mode].append(statistics.median(step_seconds(ranks[0])))
             peaks[mode].append(max(each.peak_kib or 0 for each in ranks) / 1024)
     without, with_ = modes
@@ -83,23 +79,14 @@ def _pairs(
     }
 
 
-def _run(
-    options: ChaosOptions, source: str, folder: str, megabytes: int, mode: str
-) -> list[RankStamps]:
-    model = f"dlio_bench.chaos.stamp_writer:sized(megabytes={megabytes})"
+def _run(case: ChaosCase, folder: str, megabytes: int, mode: str) -> list[RankStamps]:
+    model = f"dlio_bench.chaos.stamps:sized(megabytes={megabytes})"
     if mode in _OTHERS:
-        argv = torchft_argv(options, source, folder, model, plain=mode == "ddp")
+        argv = torchft_argv(case.options, case.source, folder, model, plain=mode == "ddp")
     else:
-        more = ["--fault-tolerance", mode, "--lr", "0.001"]
-        argv = train_argv(options, source, folder, model, more)
-    cache = os.path.join(os.path.dirname(folder), "cache")
-    with ChaosJob(argv, folder, cache, options.deadline) as job:
-        while job.runs():
-            time.sleep(_POLL_S)
-        if job.code or job.hung:
-            raise UsageError(
-                f"a training ({mode}) {'has hung' if job.hung else 'failed'}: {job.errors}"
-            )
+        argv = case.train_argv(folder, ["--fault-tolerance", mode, "--lr", "0.001"], model)
+    with case.job(argv, folder) as job:
+        job.finish(f"a training ({mode})")
     ranks = job.stamps.ranks
     if len(step_seconds(ranks[0])) < 1:
         raise UsageError(

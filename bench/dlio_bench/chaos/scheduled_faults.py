@@ -1,7 +1,9 @@
-"""Faults, and a seeded schedule of them."""
+"""Faults, a seeded schedule of them, and the clock by which they are made."""
 
 import random
 import signal
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -84,3 +86,29 @@ def make_schedule(
         picks = (rng.random(), rng.random())
         faults.append(ScheduledFault(due_s, deck.pop(), picks, rng.uniform(0, _TWICE_S)))
     return faults
+
+
+class FaultClock:
+    """The faults that are still to be made, and the time that counts for them: it stands still
+    while no fault can be made."""
+
+    def __init__(self, faults: Sequence[ScheduledFault]) -> None:
+        self.faults = deque(faults)
+        self._passed_s = 0.0
+        self._last: float | None = None
+
+    def due(self, runs: bool) -> ScheduledFault | None:
+        """Return the next fault if its time has come.
+
+        Args:
+            runs: True if the next fault can be made now; time stands still otherwise.
+        """
+        now = time.monotonic()
+        if runs and self._last is not None:
+            self._passed_s += now - self._last
+            if self.faults:  # Until a fault is made, those after it do not come nearer.
+                self._passed_s = min(self._passed_s, self.faults[0].due_s)
+        self._last = now if runs else None
+        if runs and self.faults and self._passed_s >= self.faults[0].due_s:
+            return self.faults[0]
+        return None

@@ -4,7 +4,7 @@ import time
 from dataclasses import asdict
 from typing import Final
 
-from dlio_bench.chaos.chaos_options import ChaosOptions
+from dlio_bench.chaos.chaos_job import ChaosCase
 from dlio_bench.chaos.simulated_jobs.outcome_check import ScheduleOutcome, run_schedule
 from dlio_bench.chaos.simulated_jobs.schedule_draws import COHORTS, draw_schedule
 from dlio_bench.chaos.simulated_jobs.turns import Turns
@@ -26,12 +26,9 @@ _SHOWN: Final = {
 }
 
 
-def measure(
-    options: ChaosOptions,
-    source: str,  # noqa: ARG001
-    folder: str,  # noqa: ARG001
-) -> dict[str, object]:
+def measure(case: ChaosCase) -> dict[str, object]:
     """Run `--schedules` schedules of `--seed`, each through the code that decides in training."""
+    options = case.options
     total = ScheduleOutcome()
     wrong: list[dict[str, object]] = []
     ranks: list[int] = []

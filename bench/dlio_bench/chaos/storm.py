@@ -8,23 +8,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.ledger_file import check_ledger, read_lines
 from dlio_bench.chaos.accounts import uneven_epochs
-from dlio_bench.chaos.chaos_figures import figures_of, rows_of
-from dlio_bench.chaos.chaos_job import ChaosJob, train_argv
+from dlio_bench.chaos.chaos_figures import JobRecord, RunRecord, figures_of, rows_of
+from dlio_bench.chaos.chaos_job import ChaosCase, ChaosJob
 from dlio_bench.chaos.chaos_options import ChaosOptions
-from dlio_bench.chaos.fault_clock import FaultClock
 from dlio_bench.chaos.leftovers import left_in_shared_memory, lives, shared_memory
 from dlio_bench.chaos.pretended_nodes import PretendedNodes, without_daemons
-from dlio_bench.chaos.replays import WEIGHTS, replay
-from dlio_bench.chaos.run_records import JobRecord, RunRecord
-from dlio_bench.chaos.scheduled_faults import InjectedFault, make_schedule
+from dlio_bench.chaos.scheduled_faults import FaultClock, InjectedFault
 from dlio_bench.chaos.stamps import steps_of
-from dlio_bench.chaos.torchft_accounts import account, joins, read_batches
-from dlio_bench.chaos.torchft_job import torchft_argv
+from dlio_bench.chaos.torchft_job import account, joins, read_batches, torchft_argv
 from dlio_bench.results.terminal import steps
 
+_WEIGHTS: Final = "weights.pt"
+"""File in a job's folder."""
 _POLL_S: Final = 0.01
 _CHECKED: Final = 25
 """Steps after which ranks compare their weights."""
@@ -36,7 +36,7 @@ _REPLACED: Final = {
 }
 
 
-def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object]:
+def measure(case: ChaosCase) -> dict[str, object]:
     """Make all faults of the schedule in jobs that shrink and, if wished, in others, too.
 
     `--restart` and `--torchft` add others.
@@ -46,12 +46,7 @@ def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object
 
     Returns figures by way of surviving, and what was left behind.
     """
-    from dlio.data.reader import open_reader
-
-    reader = open_reader(source)
-    samples = len(reader)
-    reader.close()
-    before = shared_memory()
+    options, samples, before = case.options, case.samples(), shared_memory()
     result: dict[str, dict[str, object]] = {}
     said = [
         f"{options.ranks} ranks a job; {options.kills} fault(s), one in {options.every:g} s of "
@@ -59,21 +54,19 @@ def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object
     ]
     others = {"restart": options.restart, "torchft": options.torchft is not None}
     for mode in steps(("shrink", *(mode for mode, wanted in others.items() if wanted))):
-        faults = make_schedule(
-            options.kinds, options.kills, options.every, options.spacing, options.seed
-        )
-        clock = FaultClock(faults)
+        clock = case.clock(options.kinds)
         jobs: list[JobRecord] = []
         idle = 0
         while clock.faults and idle < _IDLE:
-            own = os.path.join(folder, f"{mode}-{len(jobs) + 1}")
-            job = _job(options, source, own, samples, mode, clock)
+            own = os.path.join(case.folder, f"{mode}-{len(jobs) + 1}")
+            job = _job(case, own, samples, mode, clock)
             jobs.append(job)
             idle = 0 if any(steps_of(run.ranks) for run in job.runs) else idle + 1
         if clock.faults:
             said.append(f"{mode}: {len(clock.faults)} fault(s) were not made: jobs made no steps.")
         result[mode] = figures_of(mode, jobs, samples)
-        reasons = dict.fromkeys(_reason(job) for job in jobs if job.failed)
+        errors = [job.runs[-1].errors.splitlines() for job in jobs if job.failed]
+        reasons = dict.fromkeys(lines[-1] if lines else "it said nothing" for lines in errors)
         said += [f"{mode}: a job failed: {reason}" for reason in reasons]
     left = left_in_shared_memory(before)
     said.append(
@@ -123,38 +116,25 @@ class _Refill:
             self._begun = 0.0
 
 
-def _job(
-    options: ChaosOptions, source: str, folder: str, samples: int, mode: str, clock: FaultClock
-) -> JobRecord:
-    """Run a job to its end; make faults meanwhile."""
-    record = JobRecord()
+def _job(case: ChaosCase, folder: str, samples: int, mode: str, clock: FaultClock) -> JobRecord:
+    """Run a job to its end, in several processes if it restarts; make faults meanwhile."""
+    options, record = case.options, JobRecord()
     idle = 0
     while idle < _IDLE:
         own = os.path.join(folder, str(len(record.runs) + 1))
         if mode == "torchft":
-            argv = torchft_argv(options, source, own, options.model)
-            run = _run(options, argv, own, mode, clock)
-            for rank, join in joins(run.ranks):
-                rank.losses.append(join)
-            record.runs.append(run)
-            break
-        if mode == "shrink":
-            more = ["--fault-tolerance", "shrink"]
-            more += ["--nodes", "A,B"] if options.refill else ["--backend", options.backend]
-            if parse_exchange(options.exchange).alike:
-                more += ["--check-weights", str(_CHECKED)]
-            more += ["--spares", str(options.spares)] if options.spares else []
-            more += ["--save", f"{own}/{WEIGHTS}"] if options.replay else []
+            argv = torchft_argv(options, case.source, own, options.model)
         else:
-            more = ["--checkpoint", os.path.join(folder, "checkpoints"), "--resume"]
-            more += ["--checkpoint-every", str(options.checkpoint_every)]
-        argv = train_argv(options, source, own, options.model, more)
-        run = _run(options, argv, own, mode, clock)
+            argv = case.train_argv(own, _options_of(mode, options, own, folder))
+        run = _run(case, argv, own, mode, clock)
         record.runs.append(run)
-        if mode == "shrink" or run.code == 0:
+        if mode != "restart" or run.code == 0:
             break
         idle = 0 if run.made and steps_of(run.ranks) else idle + 1
     last = record.runs[-1]
+    if mode == "torchft":
+        for rank, join in joins(last.ranks):
+            rank.losses.append(join)
     if last.code == 0 and not last.hung:
         record.epochs = options.epochs
         if mode == "torchft":
@@ -169,22 +149,42 @@ def _job(
             lines = read_lines(f"{own}/trace.jsonl")
             record.uneven = uneven_epochs(check_ledger(lines, samples, options.epochs))
             if options.replay:
-                cache = os.path.join(os.path.dirname(folder), "cache")
-                record.replay = replay(options, source, own, cache)
+                record.replay = _replay(case, own)
     return record
 
 
-def _reason(job: JobRecord) -> str:
-    """Return the last line that a job wrote to standard error."""
-    lines = job.runs[-1].errors.splitlines() if job.runs else []
-    return lines[-1] if lines else "it said nothing"
+def _options_of(mode: str, options: ChaosOptions, own: str, folder: str) -> list[str]:
+    """Return the options by which a `dlio train` survives."""
+    if mode == "restart":
+        more = ["--checkpoint", os.path.join(folder, "checkpoints"), "--resume"]
+        return [*more, "--checkpoint-every", str(options.checkpoint_every)]
+    more = ["--fault-tolerance", "shrink"]
+    more += ["--nodes", "A,B"] if options.refill else ["--backend", options.backend]
+    if parse_exchange(options.exchange).alike:
+        more += ["--check-weights", str(_CHECKED)]
+    more += ["--spares", str(options.spares)] if options.spares else []
+    return more + (["--save", f"{own}/{_WEIGHTS}"] if options.replay else [])
+
+
+def _replay(case: ChaosCase, folder: str) -> str:
+    """Replay the trace of the job in a folder without faults; see `JobRecord.replay`."""
+    own = f"{folder}-replay"
+    more = ["--replay", f"{folder}/trace.jsonl", "--save", f"{own}/{_WEIGHTS}"]
+    with case.job(case.train_argv(own, more), own) as job:
+        while job.runs():
+            time.sleep(_POLL_S)
+        if job.code != 0:
+            return "it hung" if job.hung else job.errors or f"exit code {job.code}"
+    one, other = (torch.load(os.path.join(each, _WEIGHTS)) for each in (folder, own))
+    same = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    return "equal" if same else "other"
 
 
 def _run(
-    options: ChaosOptions, argv: Sequence[str], folder: str, mode: str, clock: FaultClock
+    case: ChaosCase, argv: Sequence[str], folder: str, mode: str, clock: FaultClock
 ) -> RunRecord:
     """Run a training to its end; make faults meanwhile."""
-    cache = os.path.join(os.path.dirname(os.path.dirname(folder)), "cache")
+    options = case.options
     all_ranks = options.ranks + (options.spares if mode == "shrink" else 0)
     made: list[InjectedFault] = []
     refill = None
@@ -192,9 +192,8 @@ def _run(
         if options.refill and mode == "shrink":
             refill = _Refill(folder, options.ranks, parse_exchange(options.exchange).period)
             stack.callback(refill.close)
-        job = stack.enter_context(
-            ChaosJob(argv, folder, cache, options.deadline, refill.environment if refill else None)
-        )
+        environment = refill.environment if refill else None
+        job = stack.enter_context(case.job(argv, folder, environment))
         while job.runs():
             takes = clock.faults[0].takes if clock.faults else 0
             spare = len(job.left()) > takes and (mode != "restart" or not made)

@@ -14,44 +14,32 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
-from dlio.errors import UsageError
 from dlio.train.callbacks import Callback, Run
-from dlio_bench.chaos.chaos_job import ChaosJob, train_argv
-from dlio_bench.chaos.chaos_options import ChaosOptions
+from dlio_bench.chaos.chaos_job import ChaosCase
 
-_POLL_S: Final = 0.1
 _WORDS: Final = ("hangs and is killed", "times slower than", " lost at step", " lost: ")
 """Parts of what a job says about a rank that it suspects, or has lost."""
 
 
-def measure(options: ChaosOptions, source: str, folder: str) -> dict[str, object]:
+def measure(case: ChaosCase) -> dict[str, object]:
     """Train `options.steps` steps with pauses of `options.pause_s`, next to spinning processes.
 
     Raises UsageError if the job fails.
     """
-    from dlio.data.reader import open_reader
-
-    reader = open_reader(source)
-    in_epoch = -(-len(reader) // (options.ranks * options.batch_size))
-    reader.close()
-    options = replace(options, epochs=-(-options.steps // in_epoch))
-    own = os.path.join(folder, "job")
+    options = case.options
+    in_epoch = -(-case.samples() // (options.ranks * options.batch_size))
+    case = replace(case, options=replace(options, epochs=-(-options.steps // in_epoch)))
+    own = os.path.join(case.folder, "job")
     pauses = (
         f"dlio_bench.chaos.suspicions:Pauses(seed={options.seed}, ranks={options.ranks}, "
         f"steps={options.steps}, count={options.pauses}, seconds={options.pause_s})"
     )
     more = ["--fault-tolerance", "shrink", "--evict-slow", "--callback", pauses]
-    argv = train_argv(options, source, own, options.model, more)
-    cache = os.path.join(folder, "cache")
     began = time.monotonic()
-    with _spinning(options.spinning), ChaosJob(argv, own, cache, options.deadline) as job:
-        while job.runs():
-            time.sleep(_POLL_S)
-        if job.code or job.hung:
-            raise UsageError(f"the job {'has hung' if job.hung else 'failed'}: {job.errors}")
+    with _spinning(options.spinning), case.job(case.train_argv(own, more), own) as job:
+        job.finish()
     steps = [each.steps[-1]["step"] if each.steps else 0 for each in job.stamps.ranks]
-    with open(os.path.join(own, "output.txt"), encoding="utf-8", errors="replace") as file:
-        suspicions = suspicions_in([*file, *job.errors.splitlines()])
+    suspicions = suspicions_in([*job.output.splitlines(), *job.errors.splitlines()])
     longest = max(
         after["t"] - before["t"] for before, after in itertools.pairwise(job.stamps.ranks[0].steps)
     )

@@ -1,17 +1,14 @@
 """`--case training`: accuracy with each exchange, and the time to it."""
 
 import itertools
-import os
 import statistics
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, Final
 
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.results.repeats import deviation
 from dlio_bench.results.terminal import steps
-from dlio_bench.trainings import TrainedEpoch, TrainingReport, first_at, trained
+from dlio_bench.trainings import TrainedEpoch, TrainingReport, first_at, kept_folder, trained
 
 _COMPRESSED: Final = (
     "allreduce+onebit",
@@ -32,28 +29,18 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
     options.check_training("training")
     exchanges = options.exchanges or (*NAMES, *_COMPRESSED)
     reports: dict[str, list[TrainingReport]] = {name: [] for name in exchanges}
-    with ExitStack() as stack:
-        folder = options.keep
-        if folder is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
-        os.makedirs(folder, exist_ok=True)
+    common = {
+        **options.train_options(),
+        "source": options.source,
+        "val": options.val,
+        "epochs": options.epochs,
+    }
+    with kept_folder(options.keep) as folder:
         for seed in range(options.seeds):
             for name in steps(exchanges):
-                reports[name].append(
-                    trained(
-                        f"{name}-{seed}",
-                        folder,
-                        options.ranks,
-                        {
-                            **options.train_options(),
-                            "source": options.source,
-                            "val": options.val,
-                            "epochs": options.epochs,
-                            "exchange": name,
-                            "seed": seed,
-                        },
-                    )
-                )
+                settings = {**common, "exchange": name, "seed": seed}
+                report = trained(f"{name}-{seed}", folder, options.ranks, settings)
+                reports[name].append(report)
     finals = {name: [final_accuracy(each) for each in runs] for name, runs in reports.items()}
     goal = None
     if _YARDSTICK in finals:

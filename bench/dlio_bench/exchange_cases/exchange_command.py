@@ -21,7 +21,7 @@ CASES: Final[dict[str, str]] = {
     "slow-rank": "dlio_bench.exchange_cases.slow_rank_case:measure",
     "balance": "dlio_bench.exchange_cases.balance_case:measure",
     "placement": "dlio_bench.exchange_cases.placement_case:measure",
-    "unequal": "dlio_bench.exchange_cases.unequal_batch_case:measure",
+    "unequal": "dlio_bench.exchange_cases.balance_case:measure_unequal",
 }
 """Cases by name, and the functions that measure them: (Options) -> figures. Figures are `rows`, a
 list of mappings from headings to figures, or have other names; a figure is a number, text, or a

@@ -1,20 +1,28 @@
 """`--case messages`: messages of each exchange on 2 to 16 ranks, and its time on up to 4,096."""
 
 import math
+import statistics
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
+from dlio.comm import Communicator
+from dlio.exchange.buckets import in_buckets, trainable
+from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan import exchange_cost as model
 from dlio.plan.exchange_cost import ExchangeLoad, LinkCost
 from dlio.util.cores import available_cores
 from dlio.util.plot_files import picture
 from dlio_bench.bench_ranks import LINK, run
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
-from dlio_bench.exchange_cases.monitor import ENVIRONMENT
+from dlio_bench.exchange_cases.monitor import ENVIRONMENT, Monitor
 from dlio_bench.exchange_cases.overlap_case import fabrics_of
+from dlio_bench.exchange_cases.variants import OneBatchTraining, nodes_for, timed
+from dlio_bench.results.repeats import spread
 from dlio_bench.results.report_values import PlotCurve
 from dlio_bench.results.terminal import steps
 
@@ -25,7 +33,7 @@ _CARRIED: Final = tuple(1 << power for power in range(1, 13))
 _PARAMETERS: Final = 25_600_000
 _PER_NODE: Final = 8
 _BUCKETS: Final = 56
-"""Bytes of ResNet-50's parameters."""
+"""Buckets of ResNet-50's parameters."""
 
 
 def measure(options: ExchangeBenchOptions) -> dict[str, object]:
@@ -34,7 +42,9 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
 
     exchanges = options.exchanges or NAMES
     rows = [row for p in steps(options.counts, "{} ranks".format) for row in _counted(p, exchanges)]
-    links = {fabric: _fitted(fabric, options.repeats) for fabric in fabrics_of(options)[0]}
+    links = {
+        fabric: link_cost(fabric, _SIZES, 4 * options.repeats) for fabric in fabrics_of(options)[0]
+    }
     checks = [
         row
         for fabric, (link, _) in links.items()
@@ -96,26 +106,30 @@ def nodes_of(p: int) -> int:
     return max(2, p // 4)
 
 
+def link_cost(fabric: str, sizes: Sequence[int], repeats: int) -> tuple[LinkCost, float]:
+    """Return the cost of messages and of additions on this machine, and the fit's error.
+
+    Args:
+        sizes: bytes of the messages that are timed, `repeats` of each.
+    """
+    task = {"sizes": sizes, "repeats": repeats}
+    report = run(message_times, task, 2, fabric)
+    link, error = fit(sizes, report["crossing"])
+    return replace(link, gamma_s=report["gamma_s"]), error
+
+
 def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
-    task = {
-        "network": "perceptron",
-        "batch_size": 2,
-        "steps": _STEPS,
-        "nodes": nodes_of(p),
-        "exchanges": exchanges,
-    }
-    report: dict[str, Any] = run(
-        "dlio_bench.exchange_cases.message_count_rank", task, p, environment=ENVIRONMENT
-    )
+    task = {"nodes": nodes_of(p), "exchanges": exchanges}
+    report = run(message_counts, task, p, environment=ENVIRONMENT)
     work = ExchangeLoad(report["parameter_bytes"], report["buckets"], p // nodes_of(p))
     rows = []
-    for name, figures in report["exchanges"].items():
+    for name, ranks in report["exchanges"].items():
         row: dict[str, Any] = {"ranks": p, "exchange": name}
         for who in ("counted", "told"):
-            if who not in figures["ranks"][0]:
+            if who not in ranks[0]:
                 row["not_counted"] = report["not_counted"]
                 continue
-            messages, size = zip(*(rank[who] for rank in figures["ranks"]), strict=True)
+            messages, size = zip(*(rank[who] for rank in ranks), strict=True)
             row[f"messages_{who}"] = sum(messages) / p
             row[f"bytes_{who}"] = sum(size) / p / work.size
             if who == "counted":
@@ -129,31 +143,15 @@ def _counted(p: int, exchanges: tuple[str, ...]) -> list[dict[str, Any]]:
     return rows
 
 
-def _fitted(fabric: str, repeats: int) -> tuple[LinkCost, float]:
-    task = {"what": "messages", "sizes": _SIZES, "repeats": 4 * repeats}
-    report: dict[str, Any] = run("dlio_bench.exchange_cases.timing_rank", task, 2, fabric)
-    link, error = fit(_SIZES, report["crossing"])
-    return replace(link, gamma_s=report["gamma_s"]), error
-
-
 def _checked(
     fabric: str, link: LinkCost, p: int, exchanges: tuple[str, ...], repeats: int
 ) -> list[dict[str, Any]]:
     """Measured exchanges next to the model's, for ranks that share this machine's cores."""
-
-    from dlio_bench.results.repeats import median, spread
-
     names = [name for name in exchanges if name in model.FORMULAE]
     nodes = nodes_of(p)
     asked = [_EVERY_STEP.get(name, name) for name in names]
-    task = {
-        "what": "exchanges",
-        "network": "perceptron",
-        "nodes": nodes,
-        "repeats": repeats,
-        "exchanges": asked,
-    }
-    report: dict[str, Any] = run("dlio_bench.exchange_cases.timing_rank", task, p, fabric)
+    task = {"nodes": nodes, "repeats": repeats, "exchanges": asked}
+    report = run(exchange_times, task, p, fabric)
     # Bytes cost the cores that ranks share; the link was measured between two, and all share it.
     cores = 2 if fabric == LINK else available_cores()
     here = model.shared(link, p, cores)
@@ -170,7 +168,7 @@ def _checked(
                 "exchange": ask,
                 "measured_ms": spread([1e3 * each for each in seconds]),
                 "model_ms": 1e3 * predicted_s,
-                "model_over_measured": predicted_s / median(seconds),
+                "model_over_measured": predicted_s / statistics.median(seconds),
             }
         )
     return rows
@@ -186,10 +184,7 @@ def _carried(
     between nodes through TCP, or the substitute that was measured."""
     fitted = list(links.values())
     inside, link = links.get("memory", fitted[0]), links.get("tcp", fitted[-1])
-    if options.alpha_us is not None:
-        link = replace(link, alpha_s=options.alpha_us * 1e-6)
-    if options.bandwidth_gbs is not None:
-        link = replace(link, beta_s=1e-9 / options.bandwidth_gbs)
+    link = given_link(link, options.alpha_us, options.bandwidth_gbs)
     work = ExchangeLoad(4 * _PARAMETERS, _BUCKETS, _PER_NODE)
     names = [name for name in exchanges if name in model.FORMULAE]
     seconds = {
@@ -203,7 +198,14 @@ def _carried(
         f"{link.alpha_s * 1e6:.3g} µs a message, {1e-9 / link.beta_s:.3g} GB/s, "
         f"{_BUCKETS} buckets, nodes of {_PER_NODE}"
     )
-    return {"rows": rows, "seconds": seconds, "link": said, "parameters": asdict(link)}
+    return {"rows": rows, "seconds": seconds, "link": said}
+
+
+def given_link(link: LinkCost, alpha_us: float | None, bandwidth_gbs: float | None) -> LinkCost:
+    """Return a link with the time of a message and the bandwidth that options give, if any."""
+    if alpha_us is not None:
+        link = replace(link, alpha_s=alpha_us * 1e-6)
+    return link if bandwidth_gbs is None else replace(link, beta_s=1e-9 / bandwidth_gbs)
 
 
 # The picture of `--case messages`: seconds of a step's exchange against ranks
@@ -248,3 +250,86 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[LinkCost, flo
     link = LinkCost(max(0.0, float(alpha)), max(0.0, float(beta)))
     errors = [link.message(n) / s - 1 for n, s in zip(sizes, seconds, strict=True)]
     return link, math.sqrt(sum(error * error for error in errors) / len(errors))
+
+
+# Ranks that count messages, and ranks that time them
+
+
+def message_counts(comm: Communicator, nodes: int, exchanges: list[str]) -> dict[str, Any]:
+    """Messages and bytes a step of each rank, by exchange: `told` by the exchange, and `counted`
+    by the MPI library if it counts."""
+    try:
+        monitor, why = Monitor(), None
+    except OSError as error:
+        monitor, why = None, str(error)
+    training = OneBatchTraining("perceptron", 2, comm.rank)
+    by_exchange = {}
+    for name in exchanges:
+        # Whole periods, and at least two steps.
+        steps = max(2, parse_exchange(name).period, _STEPS)
+        exchange = training.distribute(name, nodes_for(name, nodes, comm.size))
+        comm.barrier()
+        before = (0, 0) if monitor is None else monitor.read()
+        for _ in range(steps):
+            training.step(exchange)
+        exchange.finish()
+        # Counted messages have been handed to MPI: none of a later step is among them.
+        after = (0, 0) if monitor is None else monitor.read()
+        totals = exchange.statistics()
+        comm.barrier()
+        exchange.close()
+        mine = {"told": [totals["messages"] / steps, totals["bytes"] / steps]}
+        if monitor is not None:
+            mine["counted"] = [(b - a) / steps for a, b in zip(before, after, strict=True)]
+        by_exchange[name] = comm.allgather(mine)
+    return {**_sizes(training), "not_counted": why, "exchanges": by_exchange}
+
+
+def _sizes(training: OneBatchTraining) -> dict[str, int]:
+    buckets = len(in_buckets(trainable(training.model)))
+    return {"parameter_bytes": training.bytes, "buckets": buckets}
+
+
+def message_times(comm: Communicator, sizes: list[int], repeats: int) -> dict[str, Any]:
+    """Median seconds of a message by size, where both of two ranks send at once, as exchanges do;
+    and seconds to add a byte."""
+    other = 1 - comm.rank
+    crossing = []
+    for size in sizes:
+        out, into = np.ones(size, np.uint8), np.ones(size, np.uint8)
+        seconds = []
+        for _ in range(repeats + 1):
+            comm.barrier()
+            began = time.perf_counter()
+            comm.wait([comm.irecv(into, other, 1), comm.isend(out, other, 1)], "a message")
+            seconds.append(time.perf_counter() - began)
+        crossing.append(statistics.median(seconds[1:]))
+    return {"crossing": crossing, "gamma_s": _gamma(repeats)}
+
+
+def _gamma(repeats: int, entries: int = 1 << 22) -> float:
+    there, came = np.ones(entries, np.float32), np.ones(entries, np.float32)
+    seconds = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        there += came
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:]) / (4 * entries)
+
+
+def exchange_times(
+    comm: Communicator, nodes: int, repeats: int, exchanges: list[str]
+) -> dict[str, Any]:
+    """Seconds of each exchange by step, without computing."""
+    training = OneBatchTraining("perceptron", 2, comm.rank)
+    results: dict[str, list[float]] = {name: [] for name in exchanges}
+    for _ in range(repeats):
+        for name in exchanges:
+            bare = timed(lambda: training.alone(None), 4, comm)
+            exchange = training.distribute(name, nodes_for(name, nodes, comm.size))
+            alone = partial(training.alone, exchange)
+            timed(alone, 2, comm)
+            whole = timed(alone, 4, comm)
+            results[name].append(whole - bare)
+            exchange.close()
+    return {"seconds": results, **_sizes(training)}

@@ -2,12 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
+import torch
+
+import dlio
+from dlio.comm import Communicator
 from dlio_bench.bench_ranks import FABRICS, LINK, TIMEOUT_S, run, why_no_link
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
+from dlio_bench.exchange_cases.variants import OneBatchTraining, timed
+from dlio_bench.results.repeats import spread
 from dlio_bench.results.terminal import advance, steps
 
 _EXCHANGES: Final = (
@@ -37,15 +45,13 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
     Tx, with T0 seconds of a step without it, T1 with it, and Tx of the exchange alone, of the same
     repeat. On 1 rank: the processor's seconds under `dlio.distribute` over those of the plain loop,
     less one; the median of neighbouring steps, and its 95 % confidence interval."""
-    from dlio_bench.results.repeats import spread
-
     rows, said = [], []
     fabrics, lacking = fabrics_of(options)
     if lacking is not None:
         said.append(f"No link: {lacking}")
     for fabric in fabrics:
         for name in steps(options.exchanges or _EXCHANGES):
-            runs = _ranks(2, options.repeats, (name,), options, fabric)["exchanges"][name]
+            runs = _ranks(2, hiding, options, fabric, exchange=name)["runs"]
             hidden = [1 - (t["with_s"] - t["without_s"]) / t["alone_s"] for t in runs]
             rows.append(
                 {
@@ -63,8 +69,9 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
                 }
             )
     advance("overhead of one rank", 0)
-    short = replace(options, batch_size=_OVERHEAD_BATCH)
-    alone = _ranks(1, _OVERHEAD_STEPS * options.repeats, (), short, "memory")
+    repeats = _OVERHEAD_STEPS * options.repeats
+    short = replace(options, batch_size=_OVERHEAD_BATCH, repeats=repeats)
+    alone = _ranks(1, overhead, short, "memory")
     return {
         "rows": rows,
         "overhead_of_one_rank_percent": _middle([100 * each for each in alone["overhead"]]),
@@ -86,18 +93,19 @@ def fabrics_of(options: ExchangeBenchOptions) -> tuple[list[str], str | None]:
 
 
 def _ranks(
-    ranks: int, repeats: int, exchanges: tuple[str, ...], options: ExchangeBenchOptions, fabric: str
+    ranks: int,
+    function: Callable[..., object],
+    options: ExchangeBenchOptions,
+    fabric: str,
+    **more: str,
 ) -> dict[str, Any]:
-    task = {
-        "network": options.network,
-        "batch_size": options.batch_size,
-        "steps": _STEPS,
-        "repeats": repeats,
-        "nodes": ranks,
-        "exchanges": exchanges,
-    }
+    task = {"network": options.network, "batch_size": options.batch_size, **more}
     return run(
-        "dlio_bench.exchange_cases.overlap_rank", task, ranks, fabric, timeout_s=3 * TIMEOUT_S
+        function,
+        {**task, "repeats": options.repeats},
+        ranks,
+        fabric,
+        timeout_s=3 * TIMEOUT_S,
     )
 
 
@@ -116,3 +124,55 @@ def _middle(values: Sequence[float]) -> dict[str, float]:
         "min": ordered[max(0, below - 1)],
         "max": ordered[n - max(1, below)],
     }
+
+
+# The ranks
+
+
+def hiding(
+    comm: Communicator, network: str, batch_size: int, repeats: int, exchange: str
+) -> dict[str, list[dict[str, float]]]:
+    """Per repeat, seconds of a step without an exchange, before and after; with it; and of it
+    alone."""
+    training = OneBatchTraining(network, batch_size, comm.rank)
+    runs = []
+    for _ in range(repeats):
+        before = timed(partial(training.step, None), _STEPS, comm)
+        handle = training.distribute(exchange, comm.size)
+        # Its memory is touched for the first time. Background work of a later step is under way
+        # when the time begins, and when it ends.
+        training.step(handle)
+        training.step(handle)
+        within = timed(partial(training.step, handle), _STEPS, comm)
+        handle.finish()
+        training.alone(handle)
+        alone = timed(partial(training.alone, handle), 2 * _STEPS, comm)
+        handle.close()
+        alone -= timed(partial(training.alone, None), 2 * _STEPS, comm)
+        after = timed(partial(training.step, None), _STEPS, comm)
+        runs.append({"without_s": (before + after) / 2, "with_s": within, "alone_s": alone})
+    return {"runs": runs}
+
+
+def overhead(
+    comm: Communicator, network: str, batch_size: int, repeats: int
+) -> dict[str, list[float]]:
+    """For one rank, seconds of a step under `dlio.distribute` over those of the same loop without,
+    less one; of neighbouring steps, each after one that finds out where memory is. Of the
+    processor: other processes' do not count."""
+    training = OneBatchTraining(network, batch_size, comm.rank)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-4)
+
+    def seconds() -> float:
+        training.step(None, optimizer=optimizer)
+        began = time.process_time()
+        training.step(None, optimizer=optimizer)
+        return time.process_time() - began
+
+    results = []
+    for number in range(repeats):
+        before = seconds() if number % 2 else None
+        with dlio.distribute(training.model, optimizer):
+            ours = seconds()
+        results.append(ours / (before or seconds()) - 1)
+    return {"overhead": results}

@@ -4,17 +4,20 @@ import os
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from dlio.train.callbacks import Callback, Run
+from dlio.train.report import EpochReport
 from dlio_bench.exchange_cases.accuracy_case import final_accuracy
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
+from dlio_bench.results.repeats import spread
 from dlio_bench.results.terminal import steps
-from dlio_bench.trainings import trained
+from dlio_bench.trainings import kept_folder, trained
 
 _GLOBAL_BATCH: Final = 64
 _MODES: Final = ("average", "sync", "ghost(16)")
@@ -64,14 +67,8 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
     options.check_training("placement")
     modes = options.batch_norms or _MODES
     runs: dict[str, list[list[_TrainingResult]]] = {mode: [] for mode in modes}
-    with ExitStack() as stack:
-        folder = options.keep
-        if folder is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
-        os.makedirs(folder, exist_ok=True)
-        every = [
-            (seed, mode, p) for seed in range(options.seeds) for mode in modes for p in PLACEMENTS
-        ]
+    every = [(seed, mode, p) for seed in range(options.seeds) for mode in modes for p in PLACEMENTS]
+    with kept_folder(options.keep) as folder:
         for seed, mode, placement in steps(every, lambda each: f"{each[1]}, {each[2].name}"):
             if placement is PLACEMENTS[0]:
                 runs[mode].append([])
@@ -97,7 +94,7 @@ def _train(
 ) -> _TrainingResult:
     name = f"{mode}-{PLACEMENTS.index(placement)}-{seed}"
     probe = os.path.join(folder, f"{name}.npz")
-    factory = "dlio_bench.exchange_cases.placement_probe:Probe"
+    factory = f"{Probe.__module__}:{Probe.__name__}"
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
         report = trained(
             name,
@@ -170,8 +167,6 @@ def _letters(digests: Sequence[str]) -> list[str]:
 
 
 def _spread(mode: str, seeds: Sequence[Sequence[_TrainingResult]]) -> dict[str, Any]:
-    from dlio_bench.results.repeats import spread
-
     return {
         "batch_norm": mode,
         "spread_points": spread([100 * _range(runs) for runs in seeds]),
@@ -182,3 +177,31 @@ def _spread(mode: str, seeds: Sequence[Sequence[_TrainingResult]]) -> dict[str, 
 def _range(runs: Sequence[_TrainingResult]) -> float:
     accuracies = [run.accuracy for run in runs]
     return max(accuracies) - min(accuracies)
+
+
+class Probe(Callback):
+    """A callback that writes the weights after steps 1 and 5, and a digest of those after each
+    epoch, on rank 0.
+
+    Args:
+        path: the .npz file; arrays `step1`, `step5` and `digest`.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._arrays: dict[str, Any] = {}
+
+    def after_step(self, run: Run) -> None:
+        if run.updates in _EARLY:
+            self._arrays[f"step{run.updates}"] = _flat(run)
+
+    def epoch_ends(self, run: Run, report: EpochReport) -> None:
+        if run.comm.rank == 0:
+            digest = xxhash.xxh3_128_hexdigest(_flat(run).tobytes())
+            np.savez(self._path, digest=np.array(digest), **self._arrays)
+
+
+def _flat(run: Run) -> npt.NDArray[np.float32]:
+    """Return all weights and running statistics."""
+    values = [value.detach().cpu().reshape(-1) for value in run.model.state_dict().values()]
+    return np.concatenate([value.float().numpy() for value in values])

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -23,17 +24,21 @@ class OneBatchTraining:
     """A network that is trained on one batch, again and again; the same weights on all ranks."""
 
     def __init__(self, network: str, batch_size: int, rank: int) -> None:
-        self.model = make(network)
-        self._inputs, self._labels = batch(network, batch_size, seed=rank)
+        torch.manual_seed(0)
+        if network not in NETWORKS:
+            raise UsageError(f"network {network}: choose {', '.join(NETWORKS)}")
+        make, sample = NETWORKS[network]
+        self.model = make()
+        generator = torch.Generator().manual_seed(rank)
+        self._labels = torch.randint(0, CLASSES, (batch_size,), generator=generator)
+        self._inputs = torch.randn(batch_size, *sample, generator=generator)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
         self._parameters = list(self.model.parameters())
         self.step(None)
-        self._gradients = [_gradient(parameter).clone() for parameter in self._parameters]
-
-    @property
-    def bytes(self) -> int:
+        gradients = (parameter.grad for parameter in self._parameters)
+        self._gradients = [each.clone() for each in gradients if each is not None]
+        self.bytes = 4 * sum(each.numel() for each in self._gradients)
         """Bytes of all gradients as float32."""
-        return 4 * sum(parameter.numel() for parameter in self._parameters)
 
     def distribute(self, exchange: str, nodes: int | None = None) -> ExchangeHandle:
         """Start an exchange, to be passed to `step` and `alone`. Collective."""
@@ -100,18 +105,13 @@ def _have_left(exchange: Asgd, comm: Communicator) -> None:
         time.sleep(_TURN_S)
 
 
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
 def nodes_for(exchange: str, nodes: int, ranks: int) -> int:
     """On how many nodes an exchange believes its ranks to be: `gossip` is measured between ranks,
     which is what it is between nodes."""
     return nodes if exchange.startswith("hierarchical") else ranks
 
 
-# Networks to train, and a batch for them
+# Networks to train
 
 
 CLASSES: Final = 40
@@ -126,22 +126,9 @@ def perceptron() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, CLASSES))
 
 
-def make(name: str, seed: int = 0) -> nn.Module:
-    """`resnet50` (25.6 million parameters), `small` (the trainer's, 1.2 million), `perceptron` (1.1
-    million). Raises UsageError for another name."""
-    torch.manual_seed(seed)
-    if name == "resnet50":
-        return resnet50()
-    if name == "small":
-        return SmallResNet(CLASSES, IMAGE_SIZE)
-    if name == "perceptron":
-        return perceptron()
-    raise UsageError(f"network {name}: choose resnet50, small or perceptron")
-
-
-def batch(name: str, count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (count, 3, 64, 64), or vectors (count, 512), and labels (count,)."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (512,) if name == "perceptron" else (3, IMAGE_SIZE, IMAGE_SIZE)
-    labels = torch.randint(0, CLASSES, (count,), generator=generator)
-    return torch.randn(count, *shape, generator=generator), labels
+NETWORKS: Final[dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]] = {
+    "resnet50": (resnet50, (3, IMAGE_SIZE, IMAGE_SIZE)),
+    "small": (partial(SmallResNet, CLASSES, IMAGE_SIZE), (3, IMAGE_SIZE, IMAGE_SIZE)),
+    "perceptron": (perceptron, (512,)),
+}
+"""Networks of 25.6, 1.2 (the trainer's) and 1.1 million parameters, and shapes of their samples."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import torch
 
@@ -17,6 +17,7 @@ from dlio.util.cores import available_cores
 from dlio.util.options import CheckedOptions, Option
 from dlio_bench import bench_ranks
 from dlio_bench.gpu.decode_case import decode
+from dlio_bench.gpu.gpu_exchange_rank import step_times
 from dlio_bench.gpu.gpu_measurements import GpuMeasurements, GpuRunSettings, repeated
 from dlio_bench.gpu.gpu_step import step
 from dlio_bench.gpu.handover_case import handover
@@ -53,9 +54,7 @@ def exchanges(place: GpuRunSettings, measured: GpuMeasurements) -> None:
             f"needs two GPUs, and {gpus} {'is' if gpus == 1 else 'are'} here: NCCL refuses two "
             "ranks on one"
         )
-    answer: dict[str, Any] = bench_ranks.run(
-        "dlio_bench.gpu.gpu_exchange_rank", task, 2, timeout_s=_TIMEOUT_S
-    )
+    answer = bench_ranks.run(step_times, task, 2, timeout_s=_TIMEOUT_S)
     for name, seconds in answer["seconds"].items():
         values = tuple(1e3 * each for each in seconds)
         labels = {"exchange": name, "path": answer["paths"][name]}

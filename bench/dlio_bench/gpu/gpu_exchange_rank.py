@@ -1,11 +1,6 @@
-"""Ranks of the exchanges of `dlio bench gpu`.
+"""Ranks of the exchanges of `dlio bench gpu`."""
 
-Usage: python -m dlio_bench.gpu.gpu_exchange_rank JSON. Rank 0 prints one line of JSON.
-"""
-
-import json
 import socket
-import sys
 from typing import Any
 
 import torch
@@ -13,17 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 import dlio
-from dlio.comm import Communicator, world
+from dlio.comm import Communicator
 from dlio.exchange.buffer_placement import find_path
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio_bench.exchange_cases.variants import timed
 
 
-def main(text: str) -> None:
-    """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""
-    task: dict[str, Any] = json.loads(text)
-    torch.set_num_threads(1)
-    comm = world()
+def step_times(comm: Communicator, **task: Any) -> dict[str, Any]:
+    """Seconds of steps with each exchange, and the paths that these take."""
     device = torch.device("cpu")
     if task["device"] == "cuda":
         device = torch.device("cuda", comm.rank % torch.cuda.device_count())
@@ -38,8 +30,7 @@ def main(text: str) -> None:
         paths[name] = "none" if name == "none" else _path(name, device, comm)
     if task["nccl"]:
         dist.destroy_process_group()
-    if comm.rank == 0:
-        print(json.dumps({"seconds": seconds, "paths": paths}), flush=True)
+    return {"seconds": seconds, "paths": paths}
 
 
 def _free_port(comm: Communicator) -> int:
@@ -77,7 +68,3 @@ def _step_s(name: str, task: dict[str, Any], device: torch.device, comm: Communi
     with dlio.distribute(model, optimizer, name):
         timed(step, 2, comm)
         return timed(step, task["steps"], comm)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

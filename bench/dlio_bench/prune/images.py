@@ -3,9 +3,7 @@
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final
 
@@ -20,9 +18,9 @@ from dlio.util.whole_files import write_json
 from dlio_bench.prune import removal_case
 from dlio_bench.prune.curves import TrainingCurve, summary
 from dlio_bench.prune.prune_options import IMAGES, PruneBenchOptions
-from dlio_bench.prune.rivals.network_cutter import Size
+from dlio_bench.prune.rivals import Size
 from dlio_bench.results.terminal import steps
-from dlio_bench.trainings import TrainedEpoch, TrainingReport, trained
+from dlio_bench.trainings import TrainedEpoch, TrainingReport, kept_folder, trained
 
 _WIDTH: Final = 64
 _EPOCHS: Final = 5
@@ -31,15 +29,12 @@ _SHRUNK_EPOCHS: Final = 7
 _TARGET: Final = 0.25
 """Fraction of the parameters that the variants with a given size keep, or somewhat less."""
 _RIVALS: Final = {
-    "prunetrain": ("PruneTrain", "prunetrain:PruneTrain(sizes={path!r})"),
+    "prunetrain": ("PruneTrain", "PruneTrain(sizes={path!r})"),
     "torch-pruning": (
         "torch-pruning, magnitude",
-        "torchpruning:Magnitude(sizes={path!r},steps={steps})",
+        "GroupMagnitude(sizes={path!r},steps={steps})",
     ),
-    "group-norm": (
-        "torch-pruning, group norm",
-        "torchpruning:GroupNorm(sizes={path!r},steps={steps})",
-    ),
+    "group-norm": ("torch-pruning, group norm", "GroupNorm(sizes={path!r},steps={steps})"),
 }
 """Names in tables, and callbacks, of other ways to prune, by variant."""
 
@@ -50,8 +45,8 @@ def measure(options: PruneBenchOptions) -> dict[str, object]:
     wide one after training, by magnitude; neurons removed by chance at the steps at which apoptosis
     did; and a network about as large from the start. Those that are or become small are trained for
     more epochs. Seconds are CPU time if there is one rank."""
-    with ExitStack() as stack:
-        runs = _Runs(options, stack, options.epochs or _EPOCHS)
+    with kept_folder(options.keep) as folder:
+        runs = _Runs(options, folder, options.epochs or _EPOCHS)
         width = options.width or _WIDTH
         by_name: dict[str, list[TrainingCurve]] = {}
         for seed in steps(range(options.seeds), "seed {}".format):
@@ -63,13 +58,9 @@ def measure(options: PruneBenchOptions) -> dict[str, object]:
 class _Runs:
     """Trainings of a case, by variant and seed."""
 
-    def __init__(self, options: PruneBenchOptions, stack: ExitStack, epochs: int) -> None:
+    def __init__(self, options: PruneBenchOptions, folder: str, epochs: int) -> None:
         self.source, self.val = options.check_images("images")
-        self.options, self.epochs = options, epochs
-        self.folder = options.keep or stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="dlio-bench-")
-        )
-        os.makedirs(self.folder, exist_ok=True)
+        self.options, self.folder, self.epochs = options, folder, epochs
 
     def model(self, width: int) -> torch.nn.Module:
         """As `dlio train` makes it."""
@@ -78,22 +69,18 @@ class _Runs:
 
     def report(self, name: str, seed: int, width: int, **more: Any) -> TrainingReport:
         """The report of a run, which is not repeated where its report is there."""
-        cpu = f"dlio_bench.prune.rivals.cpu:CpuTime(path={self._cpu(name, seed)!r})"
-        more["callback"] = [cpu, *more.get("callback", ())]
-        return trained(
-            f"{name}-{seed}",
-            self.folder,
-            self.options.ranks,
-            {
-                "source": self.source,
-                "val": self.val,
-                "epochs": self.epochs,
-                "seed": seed,
-                "image_size": self.options.image_size,
-                "model": f"resnet(width={width})",
-                **more,
-            },
-        )
+        cpu = f"dlio_bench.prune.rivals:CpuTime(path={self._cpu(name, seed)!r})"
+        settings = {
+            "source": self.source,
+            "val": self.val,
+            "epochs": self.epochs,
+            "seed": seed,
+            "image_size": self.options.image_size,
+            "model": f"resnet(width={width})",
+            **more,
+            "callback": [cpu, *more.get("callback", ())],
+        }
+        return trained(f"{name}-{seed}", self.folder, self.options.ranks, settings)
 
     def curve(self, name: str, seed: int, width: int, **more: Any) -> TrainingCurve:
         return self.curve_of(self.report(name, seed, width, **more), width, name, seed)
@@ -132,7 +119,8 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Trainin
         yield "magnitude, after training", _cut(runs, weights, width, rounds, unpruned)
     if "chance" in chosen:
         path = os.path.join(runs.folder, f"rounds-{seed}.json")
-        write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
+        if not os.path.exists(path):
+            write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
         by_chance = f"dlio_bench.prune.removal_case:Chance(rounds={path!r},seed={seed})"
         chance = runs.curve("chance", seed, width, epochs=epochs, callback=[by_chance])
         # Its report does not know that it was cut: to the same widths, at the same steps.
@@ -163,7 +151,7 @@ def _rival(
     path = os.path.join(runs.folder, f"sizes-{name}-{seed}.json")
     batch = int(str(report["config"]["batch_size"])) * report["ranks"]
     steps_ = epochs * math.ceil(report["epochs"][0]["samples"] / batch)
-    callback = "dlio_bench.prune.rivals." + _RIVALS[name][1].format(path=path, steps=steps_)
+    callback = "dlio_bench.prune.rivals:" + _RIVALS[name][1].format(path=path, steps=steps_)
     curve = runs.curve(name, seed, width, epochs=epochs, callback=[callback])
     with open(path, encoding="utf-8") as file:
         sizes: list[Size] = json.load(file)

@@ -19,7 +19,7 @@ from dlio_bench.results.terminal import show, working
 CASES: Final[dict[str, str]] = {
     "images": "dlio_bench.prune.images:measure",
     "tabular": "dlio_bench.prune.tabular:measure",
-    "rows": "dlio_bench.prune.rows:measure",
+    "rows": "dlio_bench.prune.tabular:measure_rows",
     "samples": "dlio_bench.prune.samples:measure",
 }
 """Cases by name, and the functions that measure them. They are imported when they run: --help

@@ -12,7 +12,6 @@ from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.model_surgery import apply
 from dlio.features.pruning.neuron_groups import ModelInput, NeuronGroup
 from dlio.features.pruning.removal_plan import RemovalPlan, weights_of
-from dlio.features.pruning.rounds import Round
 from dlio.train.callbacks.callback_base import Callback, Run
 
 
@@ -61,7 +60,7 @@ class ByChance:
     """Removes as many neurons as somebody else's rounds did, after the same steps, any of them.
 
     Args:
-        rounds: with `step`, and `widths` by group after it.
+        widths: by step, the widths of groups after it.
         told: called with the cuts.
     """
 
@@ -69,13 +68,12 @@ class ByChance:
         self,
         model: nn.Module,
         example: ModelInput,
-        rounds: Sequence[Round],
+        widths: Mapping[int, Mapping[str, int]],
         seed: int,
         told: Callable[[Sequence[TensorCut]], None] = lambda _: None,
     ) -> None:
-        self._model, self._told = model, told
+        self._model, self._widths, self._told = model, widths, told
         self._groups = find_groups(model, example).groups
-        self._widths = {each.step: each.widths for each in rounds if each.widths}
         self._generator = np.random.default_rng(seed)
 
     def step(self, done: int, optimizer: torch.optim.Optimizer) -> bool:
@@ -88,25 +86,25 @@ class ByChance:
         return True
 
 
-# A callback of `dlio train` that removes neurons by chance, when another run's rounds did
-
-
 class Chance(Callback):
-    """See `ByChance`."""
+    """A callback of `dlio train` that removes neurons by chance, as `ByChance` does.
+
+    Args:
+        rounds: file of a list in JSON, with `step` and `widths` of each round.
+    """
 
     def __init__(self, rounds: str, seed: int) -> None:
         with open(rounds, encoding="utf-8") as file:
-            self._rounds = [
-                Round(step=each["step"], parameters=0, widths=each["widths"])
-                for each in json.load(file)
-            ]
+            self._widths = {
+                each["step"]: each["widths"] for each in json.load(file) if each["widths"]
+            }
         self._seed = seed
         self._removal: ByChance | None = None
 
     def begins(self, run: Run) -> None:
         size = run.config.model.image_size
         self._removal = ByChance(
-            run.model, torch.zeros(2, 3, size, size), self._rounds, self._seed, run.exchange.reshape
+            run.model, torch.zeros(2, 3, size, size), self._widths, self._seed, run.exchange.reshape
         )
 
     def after_step(self, run: Run) -> None:

@@ -29,11 +29,15 @@ from dlio.train.optimizers import make_optimizer, usual_lr
 from dlio.util.whole_files import write_json
 from dlio_bench.prune.curves import TrainingCurve
 from dlio_bench.prune.prune_options import SAMPLES, PruneBenchOptions
-from dlio_bench.prune.skipping_rivals.contender import Make, SkippingContender, batches
-from dlio_bench.prune.skipping_rivals.density_blocking import DensityBlocking
-from dlio_bench.prune.skipping_rivals.ies import InstanceEarlyStopping
-from dlio_bench.prune.skipping_rivals.infobatch import InfoBatch
-from dlio_bench.prune.skipping_rivals.own_skipping import OwnSkipping
+from dlio_bench.prune.skipping_rivals import (
+    DensityBlocking,
+    InfoBatch,
+    InstanceEarlyStopping,
+    Make,
+    OwnSkipping,
+    SkippingContender,
+    batches,
+)
 from dlio_bench.results.repeats import deviation
 from dlio_bench.results.terminal import steps
 
@@ -47,20 +51,15 @@ _TIERS: Final = "ram:2GiB:decoded"
 _ALL: Final = "all samples"
 _SHORTER: Final = 0.8, 0.6
 """Lengths of shorter trainings on all samples, relative to the whole one."""
-_CONTENDERS: Final[dict[str, Make]] = dict(
-    zip(
-        SAMPLES,
-        (
-            *(OwnSkipping, partial(OwnSkipping, share=0.4), InfoBatch),
-            *(
-                InstanceEarlyStopping,
-                partial(InstanceEarlyStopping, threshold=0.3),
-                DensityBlocking,
-            ),
-        ),
-        strict=True,
-    )
-)
+_CONTENDERS: Final[dict[str, Make]] = {
+    "dlio": OwnSkipping,
+    "dlio(0.4)": partial(OwnSkipping, share=0.4),
+    "infobatch": InfoBatch,
+    "ies": InstanceEarlyStopping,
+    "ies(0.3)": partial(InstanceEarlyStopping, threshold=0.3),
+    "pfb": DensityBlocking,
+}
+"""By the names in SAMPLES."""
 
 
 def measure(options: PruneBenchOptions) -> dict[str, object]:
@@ -158,34 +157,29 @@ def _accuracy(model: torch.nn.Module, held_out: dlio.DataLoader) -> float:
 def table(by_name: Mapping[str, Sequence[TrainingCurve]]) -> dict[str, object]:
     """Return rows: accuracy, passes, CPU seconds, and the times less work and time than trainings
     on all samples that are as accurate."""
-    yardstick = {name: runs for name, runs in by_name.items() if name.startswith(_ALL)}
     rows: list[dict[str, Any]] = []
+    whole = by_name[_ALL]
     for name, runs in by_name.items():
-        whole = by_name[_ALL]
-        right = statistics.mean(run.accuracy[-1] for run in runs)
+        pairs = zip(runs, whole, strict=True)
         row: dict[str, Any] = {
             "variant": name,
             "held_out_percent": deviation([100 * run.accuracy[-1] for run in runs]),
             "points_gained": deviation(
-                [
-                    100 * (run.accuracy[-1] - all_.accuracy[-1])
-                    for run, all_ in zip(runs, whole, strict=True)
-                ]
+                [100 * (run.accuracy[-1] - other.accuracy[-1]) for run, other in pairs]
             ),
-            "epochs_forward": statistics.mean(run.extra["forward"] for run in runs),
-            "epochs_backward": statistics.mean(run.extra["backward"] for run in runs),
-            "epochs_of_work": statistics.mean(run.extra["work"] for run in runs),
+            "epochs_forward": _mean(runs, lambda run: run.extra["forward"]),
+            "epochs_backward": _mean(runs, lambda run: run.extra["backward"]),
+            "epochs_of_work": _mean(runs, _work),
             "cpu_seconds": deviation([run.seconds[-1] for run in runs]),
         }
-        works = {each: _mean_work(those) for each, those in yardstick.items()}
-        times = {each: _mean_seconds(those) for each, those in yardstick.items()}
-        for key, costs, mine in (
-            ("times_less_work", works, _mean_work(runs)),
-            ("times_less_cpu", times, _mean_seconds(runs)),
-        ):
-            points = [(costs[each], _mean_accuracy(those)) for each, those in yardstick.items()]
-            cost, sign = cost_of_all(right, points)
-            row[key] = f"{sign}{cost / mine:.2f}"
+        for key, cost_of in (("times_less_work", _work), ("times_less_cpu", _seconds)):
+            points = [
+                (_mean(those, cost_of), _mean(those, _accuracy_of))
+                for each, those in by_name.items()
+                if each.startswith(_ALL)
+            ]
+            cost, sign = cost_of_all(_mean(runs, _accuracy_of), points)
+            row[key] = f"{sign}{cost / _mean(runs, cost_of):.2f}"
         rows.append(row)
     return {
         "rows": rows,
@@ -219,16 +213,20 @@ def cost_of_all(accuracy: float, points: Sequence[tuple[float, float]]) -> tuple
     return ordered[-1][0], ">"
 
 
-def _mean_work(runs: Sequence[TrainingCurve]) -> float:
-    return statistics.mean(run.extra["work"] for run in runs)
+def _work(run: TrainingCurve) -> float:
+    return run.extra["work"]
 
 
-def _mean_seconds(runs: Sequence[TrainingCurve]) -> float:
-    return statistics.mean(run.seconds[-1] for run in runs)
+def _seconds(run: TrainingCurve) -> float:
+    return run.seconds[-1]
 
 
-def _mean_accuracy(runs: Sequence[TrainingCurve]) -> float:
-    return statistics.mean(run.accuracy[-1] for run in runs)
+def _accuracy_of(run: TrainingCurve) -> float:
+    return run.accuracy[-1]
+
+
+def _mean(runs: Sequence[TrainingCurve], figure: Callable[[TrainingCurve], float]) -> float:
+    return statistics.mean(map(figure, runs))
 
 
 # Curves that are kept in a folder, so that an interrupted benchmark goes on

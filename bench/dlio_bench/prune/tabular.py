@@ -1,11 +1,16 @@
-"""`--case tabular`: a wide perceptron that learns the labels of a small one for rows of numbers."""
+"""`--case tabular` and `--case rows`: a wide perceptron that learns the labels of a small one for
+rows of numbers; and one that skips rows that it has learnt.
+"""
 
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Self
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -30,6 +35,13 @@ _LAYERS: Final = 3
 _EPOCHS: Final = 6
 _SHRUNK_EPOCHS: Final = 10
 """Steps of a small network are cheap: a part of the time that they save goes into more of them."""
+_FILE_ROWS: Final = 400_000
+"""Rows of the case rows: so many that a network of this width hardly overfits, as it is best
+before any row is easy otherwise."""
+_FILE_WIDTH: Final = 128
+_FILE_EPOCHS: Final = 10
+_SKIPPING_EPOCHS: Final = 12
+"""Epochs of trainings that leave rows out: they spend a part of the saved time on more epochs."""
 _PROBE: Final = 1024
 """Rows that a round is tried with."""
 
@@ -80,44 +92,68 @@ def perceptron(widths: Sequence[int], seed: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(widths[-1], _CLASSES))
 
 
-class TabularBatches(Protocol):
-    """Batches of a task."""
-
-    def epoch(self, number: int) -> tuple[int, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
-        """How many batches, and the batches."""
-
-    @property
-    def lr_factor(self) -> float:
-        """Factor of the epoch's learning rate."""
-
-    def weigh(self, losses: torch.Tensor) -> torch.Tensor:
-        """Losses of the last batch, shape (n,), times their weights."""
+Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
 class ShuffledRows:
-    """All rows, from memory, in another order each epoch."""
-
-    lr_factor = 1.0
+    """All rows of a task, from memory, in another order each epoch."""
 
     def __init__(self, task: TabularTask, seed: int) -> None:
-        self._task, self._generator = task, torch.Generator().manual_seed(seed)
+        self._rows, self._labels = task.rows, task.labels
+        self._generator = torch.Generator().manual_seed(seed)
 
-    def epoch(self, number: int) -> tuple[int, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
-        rows, labels = self._task.rows, self._task.labels
-        order = torch.randperm(len(rows), generator=self._generator)
-        whole = len(rows) // BATCH
+    def epoch(self, number: int) -> tuple[int, float, Batches]:
+        """Number of batches, factor of the learning rate, and the batches of an epoch."""
+        whole = len(self._rows) // BATCH
+        order = torch.randperm(len(self._rows), generator=self._generator)
         parts = torch.split(order[: whole * BATCH], BATCH)
-        return whole, ((rows[part], labels[part]) for part in parts)
+        return whole, 1.0, ((self._rows[part], self._labels[part]) for part in parts)
 
     def weigh(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return losses of the last batch, shape (n,), times their weights."""
         return losses
+
+
+class RowsOfFile:
+    """Rows of a file, for `train`; with `epochs` those that a SampleSkipper keeps in a run of so
+    many."""
+
+    def __init__(self, path: str, seed: int, epochs: int | None) -> None:
+        self._loader = dlio.DataLoader(dlio.open(path), BATCH, shuffle=True, seed=seed)
+        self._skipper = epochs and dlio.SampleSkipper(self._loader, epochs, seed=seed)
+        self.extra = {"read_MB": 0.0, "trained_on": 0.0}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._skipper:
+            self._skipper.close()
+        self._loader.close()
+
+    def epoch(self, number: int) -> tuple[int, float, Batches]:
+        if not self._skipper:
+            self._loader.set_epoch(number)
+            return len(self._loader), 1.0, self._batches()
+        self._skipper.begin(number)
+        return len(self._loader), self._skipper.lr_factor, self._batches()
+
+    def _batches(self) -> Batches:
+        for batch in self._loader:
+            yield batch["rows"], batch["labels"]
+        statistics = self._loader.stats()
+        self.extra["read_MB"] += sum(statistics["bytes"].values()) / 1e6
+        self.extra["trained_on"] += statistics["samples"]
+
+    def weigh(self, losses: torch.Tensor) -> torch.Tensor:
+        return self._skipper.weigh(losses) if self._skipper else losses
 
 
 def train(
     model: nn.Module,
     task: TabularTask,
     epochs: int,
-    feed: TabularBatches,
+    feed: ShuffledRows | RowsOfFile,
     lr: float,
     after_step: Callable[[int, torch.optim.Optimizer], object] | None = None,
     apoptosis: Callable[[torch.optim.Optimizer, int], dlio.Apoptosis] | None = None,
@@ -136,14 +172,14 @@ def train(
     curve, spent, done = TrainingCurve(), 0.0, 0
     for epoch in range(epochs):
         began = time.perf_counter()
-        batches, feeding = feed.epoch(epoch)
+        batches, factor, feeding = feed.epoch(epoch)
         known = 0.0
         if pruning is not None:
             pruning.expect((epochs - epoch) * batches)
         for batch, (rows, labels) in enumerate(feeding):
             down = (1 + math.cos(math.pi * (epoch + batch / batches) / epochs)) / 2
             for group in optimizer.param_groups:
-                group["lr"] = lr * feed.lr_factor * down
+                group["lr"] = lr * factor * down
             optimizer.zero_grad(set_to_none=True)
             logits = model(rows)
             losses = cross_entropy(logits, labels, reduction="none")
@@ -171,12 +207,8 @@ def train(
 @torch.no_grad()
 def accuracy(model: nn.Module, task: TabularTask) -> float:
     """On the held-out rows."""
-    answers = torch.cat([model(rows).argmax(1) for rows in _chunks(task.held_out_rows)])
+    answers = torch.cat([model(rows).argmax(1) for rows in torch.split(task.held_out_rows, 1024)])
     return float((answers == task.held_out_labels).double().mean())
-
-
-def _chunks(rows: torch.Tensor) -> list[torch.Tensor]:
-    return [rows[start : start + 1024] for start in range(0, len(rows), 1024)]
 
 
 def hidden_widths(model: nn.Module) -> tuple[int, ...]:
@@ -230,7 +262,6 @@ def _variants(
     wide = fresh(whole)
     by_name = {"unpruned": train(wide, task, epochs, ShuffledRows(task, seed), lr)[0]}
     model = fresh(whole)
-
     pruning = pruned_by(model, task, options.tolerance)
     by_name["apoptosis"], pruned = train(
         model, task, more, ShuffledRows(task, seed), lr, apoptosis=pruning
@@ -238,7 +269,8 @@ def _variants(
     assert pruned is not None
     by_name["magnitude, after training"] = _cut(wide, task, by_name["unpruned"], pruned.groups)
     model = fresh(whole)
-    chance = removal_case.ByChance(model, task.rows[:2], pruned.rounds, seed)
+    widths = {each.step: each.widths for each in pruned.rounds if each.widths}
+    chance = removal_case.ByChance(model, task.rows[:2], widths, seed)
     by_name["by chance, as apoptosis"] = train(
         model, task, more, ShuffledRows(task, seed), lr, after_step=chance.step
     )[0]
@@ -252,24 +284,16 @@ def pruned_by(
 ) -> Callable[[torch.optim.Optimizer, int], dlio.Apoptosis]:
     """Options of the Apoptosis that `train` creates."""
 
-    def make(optimizer: torch.optim.Optimizer, steps: int) -> dlio.Apoptosis:
-        return dlio.Apoptosis(
-            model,
-            optimizer,
-            example=task.rows[:2],
-            probe=_probe(task),
-            steps=steps,
-            tolerance=tolerance,
-        )
-
-    return make
-
-
-def _probe(task: TabularTask) -> Callable[[nn.Module], torch.Tensor]:
     def probe(model: nn.Module) -> torch.Tensor:
         return cross_entropy(model(task.probe_rows), task.probe_labels)
 
-    return probe
+    def make(optimizer: torch.optim.Optimizer, steps: int) -> dlio.Apoptosis:
+        example = task.rows[:2]
+        return dlio.Apoptosis(
+            model, optimizer, example=example, probe=probe, steps=steps, tolerance=tolerance
+        )
+
+    return make
 
 
 def _cut(
@@ -283,3 +307,42 @@ def _cut(
     return TrainingCurve(
         trained.seconds[-1:], [accuracy(model, task)], [count], [hidden_widths(model)]
     )
+
+
+# The case rows
+
+
+def measure_rows(options: PruneBenchOptions) -> dict[str, object]:
+    """By seed, one after another on one thread, rows from a file through `dlio.DataLoader`: with
+    all of them, with samples left out, with neurons removed as well; and, with all samples, of as
+    many whole epochs as those that leave some out train on samples."""
+    return by_seed(options, _skipping_variants, _FILE_WIDTH, _FILE_EPOCHS)
+
+
+def _skipping_variants(
+    seed: int, widths: Sequence[int], epochs: int, options: PruneBenchOptions
+) -> dict[str, TrainingCurve]:
+    task = make_task(seed, options.rows or _FILE_ROWS)
+    more = options.longer(epochs, _SKIPPING_EPOCHS / _FILE_EPOCHS)
+    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as folder:
+        path = os.path.join(folder, "rows.npz")
+        np.savez(path, rows=task.rows.numpy(), labels=task.labels.numpy())
+        source = f"{path}::rows,labels"
+
+        def run(epochs: int, skip: bool, prune: bool) -> TrainingCurve:
+            model = perceptron(widths, seed)
+            pruning = pruned_by(model, task, options.tolerance) if prune else None
+            with RowsOfFile(source, seed, epochs if skip else None) as feed:
+                curve, _ = train(model, task, epochs, feed, options.lr, apoptosis=pruning)
+            curve.extra.update(feed.extra)
+            return curve
+
+        by_name = {
+            "unpruned": run(epochs, skip=False, prune=False),
+            "samples left out": run(more, skip=True, prune=False),
+            "both": run(more, skip=True, prune=True),
+        }
+        work = by_name["samples left out"].extra["trained_on"]
+        fewer = max(1, round(work / by_name["unpruned"].extra["trained_on"] * epochs))
+        by_name["fewer epochs"] = run(fewer, skip=False, prune=False)
+    return by_name

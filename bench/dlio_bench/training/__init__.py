@@ -4,9 +4,8 @@
 |---|---|
 | `training_command`, `training_options` | the command, and its cases |
 | `bench_networks` | networks of the field, and batches for them |
-| `training_rank`, `step_loop` | the program of the ranks, and the parts of a step |
+| `training_rank` | the ranks, and the parts of a step |
 | `scaling_measurements` | rounds of measurements on 1, 2, 4 ... ranks |
 | `forecast_check` | steps on more ranks, from those of one and two |
-| `scaling_tables` | tables, figures, curves and waterfalls |
 | `scaling_case`, `checkpoint_case`, `ettr` | the cases |
 """

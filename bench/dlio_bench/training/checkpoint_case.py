@@ -4,19 +4,17 @@ All ranks train with the first exchange that is asked for, and each writes the n
 and momenta with dlio, and with torch.distributed.checkpoint's async_save and save, in turn.
 """
 
-import json
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import count
+from itertools import repeat
 from typing import Any, Final
 
 import numpy as np
 import torch
 from rich.console import Console
 
-from dlio.comm import world
+from dlio.comm import Communicator
 from dlio.exchange.distribute import ExchangeHandle
 from dlio.util.progress_bar import ProgressBar
 from dlio.util.units import format_bytes
@@ -26,9 +24,8 @@ from dlio_bench.results.report_values import Results, Waterfall
 from dlio_bench.results.terminal import show_figures
 from dlio_bench.training.bench_networks import make_batch, make_network
 from dlio_bench.training.scaling_measurements import batch_of, side_of
-from dlio_bench.training.step_loop import BenchLoop
 from dlio_bench.training.training_options import TrainingBenchOptions
-from dlio_bench.training.training_rank import exchange_of
+from dlio_bench.training.training_rank import BenchLoop, exchange_of
 
 _EVERY: Final = 50
 """Steps from one checkpoint to the next, of which a stall is a share."""
@@ -76,9 +73,7 @@ def measure(options: TrainingBenchOptions, results: Results, _: Console) -> None
                 "seed": options.seed,
                 "folder": folder,
             }
-            answers[network] = run(
-                "dlio_bench.training.checkpoint_case", task, ranks, timeout_s=_TIMEOUT_S
-            )
+            answers[network] = run(stalls_of, task, ranks, timeout_s=_TIMEOUT_S)
             bar.update(done)
     for network, answer in answers.items():
         stalls = [Stall(**each) for each in answer["stalls"]]
@@ -111,17 +106,12 @@ def report(labels: Mapping[str, str], stalls: Sequence[Stall], size: int, result
         results.waterfalls.append(Waterfall(f"{_EVERY} steps", parts, {**labels, "method": method}))
 
 
-def main(text: str) -> None:
-    """Run this rank's part of the task in `text`, JSON; rank 0 prints the stalls."""
-    task: dict[str, Any] = json.loads(text)
-    torch.set_num_threads(1)
-    comm = world()
+def stalls_of(comm: Communicator, **task: Any) -> dict[str, Any]:
+    """Stalls of a network's steps, and bytes of a rank's checkpoint."""
     network, side, size = task["network"], task["side"], task["batch_size"]
     batch = make_batch(network, size, side, seed=task["seed"] + comm.rank)
-    loop = BenchLoop(make_network(network, side, task["seed"]), lambda: (batch for _ in count()))
-    exchange = None
-    if comm.size > 1:
-        exchange = exchange_of(task["exchange"], loop, comm)
+    loop = BenchLoop(make_network(network, side, task["seed"]), lambda: repeat(batch))
+    exchange = exchange_of(task["exchange"], loop, comm) if comm.size > 1 else None
     try:
         training = InterruptibleTraining(loop, exchange)
         training.step()
@@ -132,10 +122,4 @@ def main(text: str) -> None:
     finally:
         if exchange is not None:
             exchange.close()
-    if comm.rank == 0:
-        answer = {"stalls": [asdict(each) for each in stalls], "bytes": written}
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return {"stalls": [asdict(each) for each in stalls], "bytes": written}

@@ -7,7 +7,8 @@ from typing import Final
 
 from rich.console import Console
 
-from dlio_bench.chaos.chaos_options import ChaosOptions as ChaosOptions
+from dlio_bench.chaos.chaos_job import ChaosCase
+from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.chaos.storm import measure as measure_storm
 from dlio_bench.results.report_values import Figure, Results
 from dlio_bench.results.terminal import show
@@ -21,9 +22,10 @@ _WAYS: Final = ("shrink", "restart")
 def measure(options: TrainingBenchOptions, results: Results, _: Console) -> None:
     """Kill ranks of jobs that go on with the others, and of jobs that restart from a checkpoint."""
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as folder:
-        storm = measure_storm(
+        case = ChaosCase(
             storm_options(options), _source(options, folder), os.path.join(folder, "jobs")
         )
+        storm = measure_storm(case)
     show("ettr", {key: storm[key] for key in ("rows", "said")})
     results.figures += ettr_figures(storm)
     results.details = {**results.details, "ettr": storm}

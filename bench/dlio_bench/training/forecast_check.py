@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan.exchange_cost import ExchangeLoad, LinkCost
 from dlio.util.cores import available_cores
+from dlio_bench.exchange_cases.message_cost import given_link
 from dlio_bench.training.scaling_measurements import ScalingMeasurements, StepConditions, batch_of
 from dlio_bench.training.step_scaling import Cluster, StepTimings, compute_seconds, exchange_seconds
 from dlio_bench.training.training_options import TrainingBenchOptions
@@ -101,12 +102,7 @@ def steps_of(
 
 def link_between_nodes(options: TrainingBenchOptions, measured: ScalingMeasurements) -> LinkCost:
     """Return the link between nodes of the forecast."""
-    link = measured.links["tcp"]
-    if options.alpha_us is not None:
-        link = replace(link, alpha_s=options.alpha_us * 1e-6)
-    if options.bandwidth_gbs is not None:
-        link = replace(link, beta_s=1e-9 / options.bandwidth_gbs)
-    return link
+    return given_link(measured.links["tcp"], options.alpha_us, options.bandwidth_gbs)
 
 
 def cells(options: TrainingBenchOptions, measured: ScalingMeasurements) -> Iterator[Cell]:

@@ -2,18 +2,17 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
 from dlio.plan.exchange_cost import LinkCost
 from dlio.util.cores import available_cores
 from dlio.util.progress_bar import ProgressBar
 from dlio_bench.bench_ranks import run
-from dlio_bench.exchange_cases.message_cost import fit
+from dlio_bench.exchange_cases.message_cost import link_cost
 from dlio_bench.training.bench_networks import NETWORKS
 from dlio_bench.training.training_options import TrainingBenchOptions
-from dlio_bench.training.training_rank import NONE
+from dlio_bench.training.training_rank import NONE, measure_steps
 
 _SIZES: Final = tuple(1 << power for power in range(10, 25, 2))
 """1 KiB to 16 MiB."""
@@ -42,8 +41,6 @@ class Times:
     """By which an exchange makes a step longer than those before and after it."""
     mean_s: list[float] = field(default_factory=list)
     """A step as the mean of the ranks."""
-    cpu_s: list[float] = field(default_factory=list)
-    """Processor time of a step, of all ranks together."""
     parts_s: list[dict[str, float]] = field(default_factory=list)
 
     @property
@@ -86,7 +83,7 @@ def measure(options: TrainingBenchOptions, bar: ProgressBar) -> ScalingMeasureme
     bar.begin("links", 2)
     links = {}
     for number, fabric in enumerate(("memory", "tcp"), 1):
-        links[fabric] = _link(fabric, options.repeats)
+        links[fabric], _ = link_cost(fabric, _SIZES, 4 * options.repeats)
         bar.update(number)
     tasks = {p: _runs(options, p) for p in options.rank_counts}
     times: dict[StepConditions, Times] = defaultdict(Times)
@@ -104,9 +101,7 @@ def measure(options: TrainingBenchOptions, bar: ProgressBar) -> ScalingMeasureme
                 "data": options.data,
                 "round": number,
             }
-            answer: dict[str, Any] = run(
-                "dlio_bench.training.training_rank", task, p, timeout_s=_TIMEOUT_S
-            )
+            answer = run(measure_steps, task, p, timeout_s=_TIMEOUT_S)
             for each in answer["runs"]:
                 network, size = each["network"], each["batch_size"]
                 if "crowding" in each:
@@ -114,7 +109,10 @@ def measure(options: TrainingBenchOptions, bar: ProgressBar) -> ScalingMeasureme
                     for name, times_of in each["steps"].items():
                         crowded[network, name, size].append(times_of["added_s"])
                     continue
-                _add(times, p, each)
+                for exchange, figures in each["steps"].items():
+                    point = times[StepConditions(network, p, size, exchange)]
+                    for name, figure in figures.items():
+                        getattr(point, name).append(figure)
                 sizes[network] = (each["bytes"], each["buckets"])
             done += 1
             bar.update(done)
@@ -157,20 +155,3 @@ def _runs(options: TrainingBenchOptions, p: int) -> list[dict[str, object]]:
         }
         runs += crowded.values()
     return runs
-
-
-def _add(times: Mapping[StepConditions, Times], p: int, figures: dict[str, Any]) -> None:
-    for exchange, each in figures["steps"].items():
-        point = StepConditions(figures["network"], p, figures["batch_size"], exchange)
-        times[point].step_s.append(each["step_s"])
-        times[point].added_s.append(each["added_s"])
-        times[point].mean_s.append(each["mean_s"])
-        times[point].cpu_s.append(each["cpu_s"])
-        times[point].parts_s.append(each["parts_s"])
-
-
-def _link(fabric: str, repeats: int) -> LinkCost:
-    task = {"what": "messages", "sizes": _SIZES, "repeats": 4 * repeats}
-    report: dict[str, Any] = run("dlio_bench.exchange_cases.timing_rank", task, 2, fabric)
-    link, _ = fit(_SIZES, report["crossing"])
-    return replace(link, gamma_s=report["gamma_s"])

@@ -1,6 +1,4 @@
-"""One rank of `dlio bench train`: `python -m dlio_bench.training.training_rank JSON`.
-
-The task names runs, each of a network, a batch size and exchanges; rank 0 prints one line of JSON.
+"""The ranks of `dlio bench train`: runs, each of a network, a batch size and exchanges.
 
 Processors of shared machines change their speed within seconds. So the exchanges are
 passed through there and back, in an order drawn anew each round, and between any two of them steps
@@ -11,26 +9,27 @@ other has had its turn. Both are measured with two ranks on one core: how much l
 long their steps take, between steps of one while the other sleeps, and the time that exchanges add.
 """
 
-import json
 import math
 import os
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count, repeat
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
-from dlio.comm import Communicator, world
+from dlio.comm import Communicator
 from dlio.exchange.buckets import in_buckets, trainable
 from dlio.exchange.distribute import ExchangeHandle, distribute
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.util.heap import keep_freed_memory
 from dlio_bench.exchange_cases.variants import nodes_for
 from dlio_bench.training.bench_networks import NETWORKS, make_batch, make_network
-from dlio_bench.training.step_loop import Batches, BenchLoop, LoopTimes
 
 NONE: Final = "none"
 """Steps without any exchange."""
@@ -45,21 +44,107 @@ _AWAKE: Final = 7
 """Tag of the message that ends a rank's sleep."""
 _ALONE_S: Final = 4.0
 """After this time for each run there are no more than two passes."""
+_PARTS: Final = ("load wait", "forward and backward", "exchange", "optimizer")
+Batches = Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 
 
-def main(text: str) -> None:
-    """Run this rank's part of the task in `text`, JSON; rank 0 prints the results."""
-    task: dict[str, Any] = json.loads(text)
-    torch.set_num_threads(1)
+# Training steps in parts: loading, forward and backward, exchange, optimizer
+
+
+@dataclass(slots=True)
+class LoopTimes:
+    """Times of consecutive steps of one rank."""
+
+    steps_s: list[float] = field(default_factory=list)
+    held_s: float = 0.0
+    """Time of the calls of `before_update`, of all steps."""
+    parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
+    """Mean seconds of a step by part."""
+
+
+class BenchLoop:
+    """A network that is trained step by step.
+
+    Args:
+        batches: returns an iterator of batches; called again whenever one ends.
+    """
+
+    def __init__(self, model: nn.Module, batches: Batches) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        self.before_update: Callable[[], object] = lambda: None
+        """Called in each step before the parameters change."""
+        self._batches = batches
+        self._left = batches()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all gradients as float32."""
+        return 4 * sum(parameter.numel() for parameter in self.model.parameters())
+
+    def steps(self, count: int, exchange: ExchangeHandle | None) -> LoopTimes:
+        """Make steps and return their times."""
+        times = LoopTimes()
+        for _ in range(count):
+            self._step(exchange, times)
+        times.parts_s = {name: total / count for name, total in times.parts_s.items()}
+        return times
+
+    def _step(self, exchange: ExchangeHandle | None, times: LoopTimes) -> None:
+        began = time.perf_counter()
+        inputs, labels = self._next()
+        loaded = time.perf_counter()
+        waited = _waited(exchange)
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(cross_entropy(self.model(inputs), labels))
+        waited = _waited(exchange) - waited
+        computed = time.perf_counter()
+        if exchange is not None:
+            exchange.before_step()
+        exchanged = time.perf_counter()
+        self.before_update()
+        ready = time.perf_counter()
+        times.held_s += ready - exchanged
+        self.optimizer.step()
+        stepped = time.perf_counter()
+        if exchange is not None:
+            exchange.after_step()
+        ended = time.perf_counter()
+        times.steps_s.append(ended - began)
+        seconds = (
+            loaded - began,
+            computed - loaded - waited,
+            waited + exchanged - computed + ended - stepped,
+            stepped - ready,
+        )
+        for name, each in zip(_PARTS, seconds, strict=True):
+            times.parts_s[name] += each
+
+    def _next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = next(self._left, None)
+        if batch is None:
+            self._left = self._batches()
+            batch = next(self._left)
+        return batch
+
+
+def _waited(exchange: ExchangeHandle | None) -> float:
+    return 0.0 if exchange is None else exchange.statistics()["wait_s"]
+
+
+# The ranks
+
+
+def measure_steps(comm: Communicator, **task: Any) -> dict[str, Any]:
+    """Return the times of each run's steps by exchange, and the size of its network.
+
+    The task has `runs`, `steps`, `data` and the number of the `round`.
+    """
     keep_freed_memory()
-    comm = world()
-    runs = _alone(task, comm) if comm.size == 1 else _together(task, comm)
-    if comm.rank == 0:
-        print(json.dumps({"runs": runs}), flush=True)
+    return {"runs": (_alone if comm.size == 1 else _together)(task, comm)}
 
 
 def _together(task: dict[str, Any], comm: Communicator) -> list[dict[str, Any]]:
-    """Return the times of each run's steps by exchange, and the size of its network."""
     results = []
     for run in task["runs"]:
         with ExitStack() as stack:
@@ -74,8 +159,8 @@ def _together(task: dict[str, Any], comm: Communicator) -> list[dict[str, Any]]:
 
 
 def _alone(task: dict[str, Any], comm: Communicator) -> list[dict[str, Any]]:
-    """Return the same of a single rank, which exchanges nothing: all runs in turn, again and again,
-    because forecasts multiply their errors."""
+    """Measure a single rank, which exchanges nothing: all runs in turn, again and again, because
+    forecasts multiply their errors."""
     runs = task["runs"]
     with ExitStack() as stack:
         loops = [_loop(run, task, comm, stack) for run in runs]
@@ -125,7 +210,7 @@ def _there_and_back(
 def _mean(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     means = {
         name: float(np.mean([each[name] for each in passes]))
-        for name in ("step_s", "mean_s", "added_s", "cpu_s")
+        for name in ("step_s", "mean_s", "added_s")
     }
     parts = {
         name: float(np.mean([each["parts_s"][name] for each in passes]))
@@ -213,14 +298,13 @@ def _enough(warm: LoopTimes, steps: int, comm: Communicator) -> int:
 def _gathered(times: LoopTimes, comm: Communicator) -> dict[str, Any]:
     """Return the times of a step: its seconds are those of the slowest rank, whom an exchange
     makes all wait for."""
-    everywhere = comm.allgather((sum(times.steps_s), times.cpu_s, list(times.parts_s.values())))
-    count = len(times.steps_s)
-    parts = np.mean([parts for _, _, parts in everywhere], axis=0).tolist()
+    everywhere = comm.allgather((float(np.mean(times.steps_s)), list(times.parts_s.values())))
+    steps_s, parts_s = zip(*everywhere, strict=True)
+    parts = np.mean(parts_s, axis=0).tolist()
     return {
-        "step_s": max(seconds for seconds, _, _ in everywhere) / count,
-        "mean_s": sum(seconds for seconds, _, _ in everywhere) / len(everywhere) / count,
+        "step_s": max(steps_s),
+        "mean_s": float(np.mean(steps_s)),
         "added_s": 0.0,
-        "cpu_s": sum(cpu for _, cpu, _ in everywhere) / count,
         "parts_s": dict(zip(times.parts_s, parts, strict=True)),
     }
 
@@ -233,24 +317,19 @@ def _batches(
     name, side, count = run["network"], run["side"], run["batch_size"]
     if data is None:
         batch = make_batch(name, count, side, seed=run["seed"] + comm.rank)
-
-        def again() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            while True:
-                yield batch
-
-        return again
+        return lambda: repeat(batch)
     return _pictures(data, side, count, NETWORKS[name].channels, stack)
 
 
-def _pictures(data: str, side: int, count: int, channels: int, stack: ExitStack) -> Batches:
+def _pictures(data: str, side: int, batch_size: int, channels: int, stack: ExitStack) -> Batches:
     import dlio
     from dlio.train.model import normalised
 
     dataset = stack.enter_context(dlio.open(data, tiers="ram:1GiB", image_size=side))
     loader = stack.enter_context(
-        dlio.DataLoader(dataset, batch_size=count, shuffle=True, drop_last=True, num_workers=1)
+        dlio.DataLoader(dataset, batch_size, shuffle=True, drop_last=True, num_workers=1)
     )
-    epoch = iter(range(sys.maxsize))
+    epoch = count()
 
     def one_epoch() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         loader.set_epoch(next(epoch))
@@ -259,7 +338,3 @@ def _pictures(data: str, side: int, count: int, channels: int, stack: ExitStack)
             yield inputs[:, :channels], labels.long()
 
     return one_epoch
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

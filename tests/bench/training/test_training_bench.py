@@ -17,15 +17,15 @@ from dlio_bench.training.bench_networks import NETWORKS, make_batch, make_networ
 from dlio_bench.training.checkpoint_case import InterruptibleTraining, report
 from dlio_bench.training.ettr import ettr_figures, storm_options
 from dlio_bench.training.forecast_check import cells
+from dlio_bench.training.scaling_case import curves, figures
 from dlio_bench.training.scaling_measurements import (
     ScalingMeasurements,
     StepConditions,
     Times,
     batch_of,
 )
-from dlio_bench.training.scaling_tables import curves, figures
-from dlio_bench.training.step_loop import BenchLoop
 from dlio_bench.training.training_options import NETWORK_NAMES, TrainingBenchOptions
+from dlio_bench.training.training_rank import BenchLoop
 
 
 def test_options_name_every_network() -> None:
@@ -67,7 +67,7 @@ def measured(
 ) -> ScalingMeasurements:
     times = {
         StepConditions("vit", p, 8, exchange): Times(
-            [seconds], [seconds - step_s[p, "none"]], [seconds], [seconds], [{"exchange": 0.0}]
+            [seconds], [seconds - step_s[p, "none"]], [seconds], [{"exchange": 0.0}]
         )
         for (p, exchange), seconds in step_s.items()
     }

@@ -12,7 +12,7 @@ from torch import nn
 from dlio.cli import main
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.model_surgery import apply
-from dlio_bench.prune import images, removal_case, rows, tabular
+from dlio_bench.prune import images, removal_case, tabular
 from dlio_bench.prune.curves import TrainingCurve, sooner
 from dlio_bench.prune.prune_options import PruneBenchOptions
 
@@ -40,7 +40,7 @@ def test_variants_of_a_perceptron_are_as_large_as_each_other(
 
 
 def test_rows_that_are_left_out_are_not_read() -> None:
-    results: dict[str, Any] = rows.measure(
+    results: dict[str, Any] = tabular.measure_rows(
         PruneBenchOptions(seeds=1, epochs=6, shrunk_epochs=6, width=64, rows=6000)
     )
     curves = {name: runs[0] for name, runs in results["raw"].items()}

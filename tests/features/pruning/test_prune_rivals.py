@@ -9,8 +9,7 @@ from dlio.features.pruning.model_surgery import apply
 from dlio.features.pruning.neuron_groups import NeuronGroup
 from dlio.features.pruning.removal_plan import RemovalPlan
 from dlio.train.networks.resnet import SmallResNet
-from dlio_bench.prune.rivals.prunetrain import norms, remaining, shrink
-from dlio_bench.prune.rivals.torch_pruning import chosen
+from dlio_bench.prune.rivals import chosen, norms, remaining, shrink
 
 EXAMPLE = torch.zeros(2, 3, 32, 32)
 

@@ -14,9 +14,7 @@ from dlio.errors import UsageError
 from dlio.train.networks.resnet import SmallResNet
 from dlio_bench.prune import samples
 from dlio_bench.prune.prune_options import PruneBenchOptions
-from dlio_bench.prune.skipping_rivals.density_blocking import Density, deep, shallow
-from dlio_bench.prune.skipping_rivals.ies import LossHistory
-from dlio_bench.prune.skipping_rivals.infobatch import choose
+from dlio_bench.prune.skipping_rivals import Density, LossHistory, choose, deep, shallow
 
 
 def test_infobatch_skips_a_share_of_low_losses_and_keeps_the_sum_of_weights() -> None:

@@ -1,1 +1,0 @@
-"""Ways to train on fewer samples, for `--case samples`."""
