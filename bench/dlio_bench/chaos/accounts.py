@@ -35,6 +35,22 @@ def uneven_epochs(checked: Iterable[EpochCheck]) -> list[UnevenEpoch]:
     ]
 
 
+def uneven_totals(jobs: Sequence[Sequence[UnevenEpoch] | None]) -> dict[str, int | None]:
+    """Return the samples that were lost and doubled, and wrong lines of traces.
+
+    Args:
+        jobs: uneven epochs of each job, None for those without a trace; the figures are None if
+            no job has one.
+    """
+    uneven = [each for job in jobs for each in job or ()]
+    checked = any(job is not None for job in jobs)
+    return {
+        "samples_lost": sum(each.lost for each in uneven) if checked else None,
+        "samples_doubled": sum(each.doubled for each in uneven) if checked else None,
+        "ledger_problems": sum(each.problems for each in uneven) if checked else None,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class EffectiveSteps:
     """Time of a job, and the part of it that counts."""
@@ -109,15 +125,12 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     """
     if not values:
         return {"count": 0}
-    ordered = sorted(values)
-    ranks = {"p90": 0.9, "p99": 0.99, "max": 1.0}
+    shares = {"p90": 0.9, "p99": 0.99, "max": 1.0}
+    chosen = np.quantile(values, list(shares.values()), method="higher").tolist()
     return {
-        "count": len(ordered),
-        "median": statistics.median(ordered),
-        **{
-            name: float(np.quantile(ordered, share, method="higher"))
-            for name, share in ranks.items()
-        },
+        "count": len(values),
+        "median": statistics.median(values),
+        **dict(zip(shares, chosen, strict=True)),
     }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from dlio_bench.chaos.accounts import UnevenEpoch, effective_time, quantiles
+from dlio_bench.chaos.accounts import UnevenEpoch, effective_time, quantiles, uneven_totals
 from dlio_bench.chaos.scheduled_faults import InjectedFault
 from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
 from dlio_bench.chaos.torchft_job import next_quorum_step
@@ -100,7 +100,6 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         samples: number of the data set's samples.
     """
     runs = [run for job in jobs for run in job.runs]
-    made = [each for run in runs for each in run.made]
     felt: list[tuple[InjectedFault, float | None]] = []
     caught_up: list[float] = []
     effective, unnoticed = [], 0
@@ -119,36 +118,24 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
                 felt.append((each, until))
                 unnoticed += until is None and not job.failed and not job.hangs
                 disturbed.append((each.at, run.ended if until is None else until))
-            disturbed += run.refills
-            disturbed += [
-                (each["t"] - each["seconds"], each["t"]) for each in _changes(run.ranks, "joined")
-            ]
+            disturbed += [*run.refills, *joining_times(run.ranks)]
         effective.append(effective_time([steps_of(run.ranks) for run in job.runs], disturbed))
     losses = [loss for run in runs for loss in _changes(run.ranks, "lost")]
     joins = [join for run in runs for join in _changes(run.ranks, "joined")]
-    seconds = {
-        "recovery_s": [loss["seconds"] for loss in losses],
-        "renew_s": [loss["renew_s"] for loss in losses],
-        "settle_s": [loss["settle_s"] for loss in losses],
-        "joining_s": [join["seconds"] for join in joins],
-    }
-    counted_s, wall_s = (
-        sum(each.counted_s for each in effective),
-        sum(each.wall_s for each in effective),
-    )
-    whole = [(job, each.wall_s) for job, each in zip(jobs, effective, strict=True) if job.epochs]
-    checked = [job for job in jobs if job.uneven is not None]
-    uneven = [
-        {"job": number, **asdict(each)}
-        for number, job in enumerate(jobs, 1)
-        for each in job.uneven or ()
-    ]
+    next_step_s: dict[str, list[float]] = {each.fault.kind: [] for each, _ in felt}
+    for each, until in felt:
+        if until is not None:
+            next_step_s[each.fault.kind].append(until - each.at)
+    counted_s = sum(each.counted_s for each in effective)
+    wall_s = sum(each.wall_s for each in effective)
+    whole_s = sum(each.wall_s for job, each in zip(jobs, effective, strict=True) if job.epochs)
     replayed = [job.replay for job in jobs if job.replay]
+    dropped, beyond = ([getattr(job, key) or 0 for job in jobs] for key in ("dropped", "beyond"))
     return {
-        "faults": dict(Counter(each.fault.kind for each in made)),
-        "ranks_hurt": sum(len(each.ranks) for each in made),
+        "faults": dict(Counter(each.fault.kind for each, _ in felt)),
+        "ranks_hurt": sum(len(each.ranks) for each, _ in felt),
         "unnoticed": unnoticed,
-        "others_lost": sum(_others_lost(run) for run in runs) if mode == "shrink" else None,
+        "others_lost": sum(map(_others_lost, runs)) if mode == "shrink" else None,
         "jobs": len(jobs),
         "runs": len(runs),
         "hangs": sum(job.hangs for job in jobs),
@@ -157,51 +144,45 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         "unchecked_jobs": sum(
             job.uneven is None and job.epochs > 0 and len(job.runs) == 1 for job in jobs
         ),
-        "epochs_checked": sum(job.epochs for job in checked),
-        "samples_lost": sum(each["lost"] for each in uneven) if checked else None,
-        **{
-            f"samples_{name}": sum(each or 0 for each in values) if any(values) else None
-            for name, values in (
-                ("dropped", [job.dropped for job in jobs]),
-                ("beyond", [job.beyond for job in jobs]),
-            )
-        },
-        "samples_doubled": sum(each["doubled"] for each in uneven) if checked else None,
-        "ledger_problems": sum(each["problems"] for each in uneven) if checked else None,
+        "epochs_checked": sum(job.epochs for job in jobs if job.uneven is not None),
+        **uneven_totals([job.uneven for job in jobs]),
+        "samples_dropped": sum(dropped) or None,
+        "samples_beyond": sum(beyond) or None,
         "replays": len(replayed) or None,
         "replays_equal": replayed.count("equal") if replayed else None,
         "unequal_replays": [each for each in replayed if each != "equal"],
-        "uneven_epochs": uneven,
+        "uneven_epochs": [
+            {"job": number, **asdict(each)}
+            for number, job in enumerate(jobs, 1)
+            for each in job.uneven or ()
+        ],
         "joins": sum(len(join["ranks"]) for join in joins) or None,
         "refills": sum(len(run.refills) for run in runs) or None,
         "other_weights": sum(job.other_weights for job in jobs),
         "samples_again": sum(loss["samples_again"] for loss in losses),
-        **{key: quantiles(values) for key, values in seconds.items()},
-        "next_step_s": quantiles([until - each.at for each, until in felt if until is not None]),
+        "recovery_s": quantiles([loss["seconds"] for loss in losses]),
+        "renew_s": quantiles([loss["renew_s"] for loss in losses]),
+        "settle_s": quantiles([loss["settle_s"] for loss in losses]),
+        "joining_s": quantiles([join["seconds"] for join in joins]),
+        "next_step_s": quantiles([each for times in next_step_s.values() for each in times]),
         "next_step_s_by_fault": {
-            kind: quantiles(
-                [
-                    until - each.at
-                    for each, until in felt
-                    if until is not None and each.fault.kind == kind
-                ]
-            )
-            for kind in sorted({each.fault.kind for each in made})
+            kind: quantiles(times) for kind, times in sorted(next_step_s.items())
         },
         "caught_up_s": quantiles(caught_up),
         "ettr": counted_s / wall_s if wall_s else None,
         "counted_s": counted_s,
         "wall_s": wall_s,
-        "samples_per_s": (
-            samples * sum(job.epochs for job, _ in whole) / sum(wall for _, wall in whole)
-            if whole
-            else None
-        ),
+        "samples_per_s": (samples * sum(job.epochs for job in jobs) / whole_s if whole_s else None),
         "steps": sum(each.steps for each in effective),
         "steps_redone": sum(each.redone for each in effective),
         "left_processes": sum(run.left_processes for run in runs),
         "left_files": sorted({name for run in runs for name in run.left_files}),
     }
+
+
+def joining_times(ranks: Sequence[RankStamps]) -> list[tuple[float, float]]:
+    """Return begin and end of the times in which others were held by ranks that joined."""
+    return [(each["t"] - each["seconds"], each["t"]) for each in _changes(ranks, "joined")]
 
 
 def _others_lost(run: RunRecord) -> int:
@@ -253,10 +234,22 @@ def rows_of(result: Mapping[str, Mapping[str, object]]) -> list[dict[str, str]]:
     Args:
         result: `figures_of` each way.
     """
+    return shown_rows(_SHOWN, result)
+
+
+def shown_rows(
+    shown: Mapping[str, str], columns: Mapping[str, Mapping[str, object]]
+) -> list[dict[str, str]]:
+    """Return the rows of a table of figures: one for each that some column has.
+
+    Args:
+        shown: by key, the figure in words.
+        columns: figures of each column, by key.
+    """
     return [
-        {"figure": words, **{mode: figure_text(result[mode][key]) for mode in result}}
-        for key, words in _SHOWN.items()
-        if any(result[mode][key] not in (None, {"count": 0}) for mode in result)
+        {"figure": words, **{head: figure_text(own[key]) for head, own in columns.items()}}
+        for key, words in shown.items()
+        if any(own[key] not in (None, {"count": 0}) for own in columns.values())
     ]
 
 

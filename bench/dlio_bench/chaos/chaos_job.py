@@ -151,9 +151,7 @@ class ChaosJob:
         patience_s = self._deadline_s * (1 if self.stamps.newest else _START)
         if now - max(self.stamps.newest, self._started) > patience_s:
             self.hung = True
-            for each in self.stamps.ranks:
-                with suppress(ProcessLookupError):
-                    os.kill(each.pid, STACKS)
+            kill((each.pid for each in self.stamps.ranks), STACKS)
             time.sleep(1.0)
         return not self.hung
 

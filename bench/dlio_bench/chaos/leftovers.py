@@ -4,7 +4,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -42,11 +42,11 @@ def lives(process: int) -> bool:
         return False
 
 
-def kill(processes: list[int]) -> None:
-    """Kill processes."""
+def kill(processes: Iterable[int], number: int = signal.SIGKILL) -> None:
+    """Send a signal to processes; some may have ended."""
     for process in processes:
         with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+            os.kill(process, number)
 
 
 def shared_memory() -> set[str]:

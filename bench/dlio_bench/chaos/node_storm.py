@@ -15,8 +15,14 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.train.ledger_file import check_ledger, read_lines
-from dlio_bench.chaos.accounts import UnevenEpoch, effective_time, quantiles, uneven_epochs
-from dlio_bench.chaos.chaos_figures import figure_text
+from dlio_bench.chaos.accounts import (
+    UnevenEpoch,
+    effective_time,
+    quantiles,
+    uneven_epochs,
+    uneven_totals,
+)
+from dlio_bench.chaos.chaos_figures import joining_times, shown_rows
 from dlio_bench.chaos.chaos_job import ChaosCase, ChaosJob
 from dlio_bench.chaos.leftovers import left_in_shared_memory, lives, shared_memory
 from dlio_bench.chaos.pretended_nodes import PretendedNodes, may_pretend, without_daemons
@@ -103,19 +109,13 @@ def measure(case: ChaosCase) -> dict[str, object]:
     if clock.faults:
         said.append(f"{len(clock.faults)} fault(s) were not made: jobs made no steps.")
     said += [f"a job failed: {job.errors.splitlines()[-1:]}" for job in jobs if job.code]
-    rows = [
-        {"figure": words, "value": figure_text(figures[key])}
-        for key, words in _SHOWN.items()
-        if figures[key] not in (None, {"count": 0})
-    ]
+    rows = shown_rows(_SHOWN, {"value": figures})
     return {**figures, "shared_memory_left": left, "rows": rows, "said": said}
 
 
 def figures_of_nodes(jobs: Sequence[NodeJob]) -> dict[str, object]:
     """Return the figures of jobs whose nodes were lost."""
     outages = [each for job in jobs for each in job.outages]
-    checked = [job for job in jobs if job.uneven is not None]
-    uneven = [each for job in checked for each in job.uneven or ()]
     losses = [loss for job in jobs for loss in job.losses if loss["kind"] == "restart"]
     joins = [change for job in jobs for change in job.changes if change["kind"] == "joined"]
     wall_s = sum(job.wall_s for job in jobs)
@@ -129,9 +129,7 @@ def figures_of_nodes(jobs: Sequence[NodeJob]) -> dict[str, object]:
         "jobs": len(jobs),
         "hangs": sum(job.hung for job in jobs),
         "failed_jobs": sum(job.code != 0 and not job.hung for job in jobs),
-        "samples_lost": sum(each.lost for each in uneven) if checked else None,
-        "samples_doubled": sum(each.doubled for each in uneven) if checked else None,
-        "ledger_problems": sum(each.problems for each in uneven) if checked else None,
+        **uneven_totals([job.uneven for job in jobs]),
         "node_next_step_s": idle["node"],
         "cut_next_step_s": idle["cut"],
         "steps_redone_most": max((loss["steps_again"] for loss in losses), default=None),
@@ -241,8 +239,7 @@ def _job(case: ChaosCase, folder: str, samples: int, clock: FaultClock) -> NodeJ
     if record.code == 0 and os.path.exists(trace):
         record.uneven = uneven_epochs(check_ledger(read_lines(trace), samples, options.epochs))
     disturbed = [(each.at, each.until or float("inf")) for each in record.outages]
-    stamps = [stamp for rank in job.stamps.ranks for stamp in rank.losses]
-    disturbed += [(s["t"] - s["seconds"], s["t"]) for s in stamps if s["change"] == "joined"]
+    disturbed += joining_times(job.stamps.ranks)
     effective = effective_time([steps_of(job.stamps.ranks)], disturbed)
     record.counted_s, record.wall_s = effective.counted_s, effective.wall_s
     return record

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
+from dlio_bench.chaos.leftovers import kill
 
 _FAKESSH: Final = Path(__file__).with_name("fakessh")
 
@@ -57,9 +58,7 @@ class PretendedNodes:
     def lose(self, node: str) -> int:
         """Kill everything on a node, and take away its memory; returns the number of processes."""
         killed = self.processes(node)
-        for process in killed:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill(killed)
         memory = Path(SHARED_MEMORY, user_folder())
         for folder in memory.glob(f"*.{node}"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -74,15 +73,11 @@ class PretendedNodes:
 
         Messages of MPI go on: they do not pass through these processes.
         """
-        for process in self._relays(node):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGSTOP)
+        kill(self._relays(node), signal.SIGSTOP)
 
     def close(self) -> None:
         """End what passes words on."""
-        for process in self._relays():
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill(self._relays())
 
     def _relays(self, node: str | None = None) -> list[int]:
         path = self.folder / "relays"
@@ -92,7 +87,5 @@ class PretendedNodes:
     def kill(self, node: str, words: str) -> int:
         """Kill the processes of a node whose command line has some words; returns their number."""
         victims = [process for process, line in self.processes(node).items() if words in line]
-        for process in victims:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill(victims)
         return len(victims)
