@@ -21,6 +21,8 @@ from dlio.errors import UsageError
 if TYPE_CHECKING:
     from dlio.comm import Communicator
 
+TaskValue = Any
+"""A value in the task or the result of ranks, as JSON has it; its users know its type."""
 FABRICS: Final[dict[str, dict[str, str]]] = {
     "memory": {},
     "tcp": {
@@ -55,7 +57,7 @@ def run(
     fabric: str = "memory",
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
-) -> dict[str, Any]:
+) -> dict[str, TaskValue]:
     """Have `ranks` ranks, of one thread each, call a function; return the result of rank 0.
 
     Args:

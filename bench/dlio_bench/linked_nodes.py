@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 import dlio
 from dlio.comm import Communicator
-from dlio_bench.bench_ranks import pass_s
+from dlio_bench.bench_ranks import TaskValue, pass_s
 
 
-def epochs_over_links(everyone: Communicator, **task: Any) -> dict[str, Any]:
+def epochs_over_links(everyone: Communicator, **task: TaskValue) -> dict[str, TaskValue]:
     """Figures of this rank's epochs in each of the task's modes, of its links, and of exchanges."""
     with (
         dlio.open(task["source"], tiers=task["tiers"], image_size=None, seed=0) as data,

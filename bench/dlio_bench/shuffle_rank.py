@@ -12,7 +12,7 @@ import numpy as np
 import dlio
 from dlio.comm import Communicator
 from dlio.plan.epoch import WINDOW_BYTES
-from dlio_bench.bench_ranks import pass_s
+from dlio_bench.bench_ranks import TaskValue, pass_s
 
 _ROUNDS: Final = 2
 """Untimed passes before: tiers are filled, memory is made."""
@@ -29,7 +29,7 @@ def _loader(data: dlio.Dataset, task: dict[str, Any], mode: str) -> dlio.DataLoa
     )
 
 
-def exchange_rates(comm: Communicator, **task: Any) -> dict[str, Any]:
+def exchange_rates(comm: Communicator, **task: TaskValue) -> dict[str, TaskValue]:
     """Epochs in mode `global`, of samples that nobody decodes, and in turn Alltoallv of the
     bytes that each moved."""
     rates: dict[str, list[float]] = {"shuffle": [], "alltoallv": [], "fed_alltoallv": []}
@@ -119,7 +119,7 @@ def _fed_alltoallv(comm: Communicator, data: Any, nodes: int, batch_size: int) -
     return windows * part * len(peers) * size * comm.size / seconds
 
 
-def decode_rates(comm: Communicator, **task: Any) -> dict[str, Any]:
+def decode_rates(comm: Communicator, **task: TaskValue) -> dict[str, TaskValue]:
     """Images/s of an epoch in mode `local`, which sends nothing, and in `global`, in turn."""
     rates: dict[str, list[float]] = {"local": [], "global": []}
     with (

@@ -37,6 +37,28 @@ class TrainingReport(TypedDict):
     epochs: list[TrainedEpoch]
 
 
+def training_data(case: str, source: str | None, val: str | None) -> tuple[str, str]:
+    """Return training and held-out data. Raises UsageError if a case that trains lacks one."""
+    if source is None or val is None:
+        raise UsageError(f"--case {case} needs a data set and held-out data: SRC --val VAL")
+    return source, val
+
+
+def draw_pictures(folder: str, images: int, held_out: int = 3) -> tuple[str, str]:
+    """Draw pictures of three classes below a folder; return training and held-out data."""
+    from dlio.cli.demo_pictures import draw_dataset
+
+    drawn = os.path.join(folder, "pictures")
+    draw_dataset(drawn, images=images, validation=held_out, classes=3)
+    return os.path.join(drawn, "train"), os.path.join(drawn, "val")
+
+
+def check_plot(path: str | None) -> None:
+    """Raise UsageError if the file of --plot has the name of neither a PNG nor an SVG file."""
+    if path is not None and not path.endswith((".png", ".svg")):
+        raise UsageError(f"--plot {path}: give a name that ends in .png or .svg")
+
+
 @contextmanager
 def kept_folder(keep: str | None) -> Iterator[str]:
     """Make a folder for reports: `keep`, or one for the time of the `with` statement."""

@@ -13,8 +13,10 @@ from dlio.util.options import CheckedOptions, Option
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.figure_collection import results_of
+from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.report_values import Results
 from dlio_bench.results.terminal import advance, show, working
+from dlio_bench.trainings import draw_pictures
 
 CASES: Final[dict[str, str]] = {
     "storm": "dlio_bench.chaos.storm:measure",
@@ -55,7 +57,6 @@ def command(options: ChaosOptions, cases: ChaosCases, output: OutputOptions) -> 
     """
     from dlio_bench.chaos.chaos_job import ChaosCase
     from dlio_bench.chaos.torchft_job import torchft_versions
-    from dlio_bench.results.machine import describe_machine
 
     start = begin(output)
     torchft = None if options.torchft is None else torchft_versions(options.torchft)
@@ -107,7 +108,6 @@ def _source(options: ChaosOptions, folder: str) -> str:
 
     Raises UsageError if it cannot be opened.
     """
-    from dlio.cli.demo_pictures import draw_dataset
     from dlio.cli.train_command import find_parts
     from dlio.data.reader import open_reader
 
@@ -115,6 +115,4 @@ def _source(options: ChaosOptions, folder: str) -> str:
         source = find_parts(options.source, None)[0]
         open_reader(source).close()
         return source
-    drawn = os.path.join(folder, "pictures")
-    draw_dataset(drawn, images=_IMAGES, validation=3, classes=3)
-    return os.path.join(drawn, "train")
+    return draw_pictures(folder, _IMAGES)[0]

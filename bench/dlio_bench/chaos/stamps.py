@@ -164,7 +164,8 @@ class StampWriter(Callback):
         self._run: Run | None = None
         self._losses = self._changes = 0
         self._generation = 0
-        self._raises = self._hangs = False
+        self._fault = 0
+        """Signal of a fault to make before the next step; 0 if there is none."""
 
     def __enter__(self) -> Self:
         return self
@@ -185,9 +186,9 @@ class StampWriter(Callback):
             os.path.join(self._folder, f"stacks-{name}.txt"), "w", encoding="utf-8"
         )
         faulthandler.register(STACKS, self._stacks, all_threads=True)
-        signal.signal(RAISE, self._on_raise)
-        signal.signal(EXIT, self._on_exit)
-        signal.signal(HANG, self._on_hang)
+        signal.signal(RAISE, self._on_fault)
+        signal.signal(HANG, self._on_fault)
+        signal.signal(EXIT, lambda _, __: os._exit(0))
         # Those of ranks that this one takes the place of have been told.
         self._losses, self._changes = len(run.losses), len(run.changes)
         who = {"rank": run.comm.rank, "pid": os.getpid(), "step": run.updates}
@@ -196,9 +197,9 @@ class StampWriter(Callback):
     def before_step(self, run: Run) -> bool:
         if self._pause_s:
             time.sleep(self._pause_s)
-        if self._raises:
+        if self._fault == RAISE:
             raise RuntimeError("dlio bench chaos: a bug of this rank alone")
-        while self._hangs:
+        while self._fault == HANG:
             pass
         return True
 
@@ -227,14 +228,8 @@ class StampWriter(Callback):
         # One write: a rank that is killed leaves whole lines.
         os.write(self._file, json.dumps({"t": time.monotonic(), **line}).encode() + b"\n")
 
-    def _on_raise(self, number: int, frame: FrameType | None) -> None:
-        self._raises = True
-
-    def _on_hang(self, number: int, frame: FrameType | None) -> None:
-        self._hangs = True
-
-    def _on_exit(self, number: int, frame: FrameType | None) -> None:
-        os._exit(0)
+    def _on_fault(self, number: int, frame: FrameType | None) -> None:
+        self._fault = number
 
 
 def sized(classes: int, image_size: int, megabytes: int = 25) -> nn.Module:

@@ -177,7 +177,8 @@ class _ReplicaGroup:
     def __init__(self, settings: TorchftSettings, folder: str, rank: int) -> None:
         self._settings, self._folder, self._rank = settings, folder, rank
         self._again = os.path.exists(_ready(folder, rank))
-        self._raises = self._hangs = False
+        self._fault = 0
+        """Signal of a fault to make before the next step; 0 if there is none."""
         self._at = (0, 0)
         """Epoch, and batch of this group in it."""
 
@@ -310,14 +311,13 @@ class _ReplicaGroup:
             nonlocal written
             if not written:
                 epoch, batch = self._at
-                where = {"step": manager.current_step() + 1, "quorum": group.quorum}
-                sums = manager.is_participating()
                 line = {
                     "epoch": epoch,
                     "batch": batch,
                     "samples": self._dealt(samples),
-                    **where,
-                    "sums": sums,
+                    "step": manager.current_step() + 1,
+                    "quorum": group.quorum,
+                    "sums": manager.is_participating(),
                 }
                 os.write(self._batches, json.dumps(line).encode() + b"\n")
             written = True
@@ -378,9 +378,9 @@ class _ReplicaGroup:
         """Sleep in the place of a GPU's computing, where the ranks of dlio do; make faults."""
         if self._settings["pause_s"]:
             time.sleep(self._settings["pause_s"])
-        if self._raises:
+        if self._fault == _RAISE:
             raise RuntimeError("dlio bench chaos: a bug of this rank alone")
-        while self._hangs:
+        while self._fault == _HANG:
             pass
 
     def _load(self, state: Mapping[str, dict[str, object]]) -> None:
@@ -401,8 +401,8 @@ class _ReplicaGroup:
             os.path.join(self._folder, f"stacks-{name}.txt"), "w", encoding="utf-8"
         )
         faulthandler.register(_STACKS, self._stacks, all_threads=True)
-        signal.signal(_RAISE, self._on_raise)
-        signal.signal(_HANG, self._on_hang)
+        signal.signal(_RAISE, self._on_fault)
+        signal.signal(_HANG, self._on_fault)
         signal.signal(_EXIT, lambda _, __: os._exit(0))
 
     def _begin(self) -> None:
@@ -428,11 +428,8 @@ class _ReplicaGroup:
     def _stamp(self, line: Mapping[str, object]) -> None:
         os.write(self._stamps, json.dumps({"t": time.monotonic(), **line}).encode() + b"\n")
 
-    def _on_raise(self, number: int, frame: FrameType | None) -> None:
-        self._raises = True
-
-    def _on_hang(self, number: int, frame: FrameType | None) -> None:
-        self._hangs = True
+    def _on_fault(self, number: int, frame: FrameType | None) -> None:
+        self._fault = number
 
 
 def _finished(folder: str) -> str:

@@ -5,7 +5,6 @@ Their computation is almost all sleep, in proportion to their samples, so that a
 cores than ranks does not distort it.
 """
 
-import os
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,17 +13,17 @@ from typing import Any, Final
 from torch import nn
 
 from dlio.comm import Communicator
-from dlio_bench.bench_ranks import TIMEOUT_S, run
+from dlio_bench.bench_ranks import TIMEOUT_S, TaskValue, run
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.paced_network import PacedNetwork
 from dlio_bench.results.repeats import deviation, ratio, spread
+from dlio_bench.trainings import draw_pictures
 
 _Epochs = list[dict[str, Any]]
 
 _FACTOR: Final = 3.0
 """How many times as long the last rank takes."""
 _SAMPLE_S: Final = 0.004
-_CLASSES: Final = 3
 _RANKS: Final = (2, 3)
 """Of the case balance."""
 _EPOCHS: Final = 4
@@ -40,7 +39,7 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
     ideal is all samples over the sum of the ranks' own rates, as the run with even shares has
     measured them; ratios are to that of the same repeat."""
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
-        source, _ = _drawn(scratch, options.images, 3)
+        source, _ = draw_pictures(scratch, options.images)
         rows = [_row(source, ranks, options) for ranks in _RANKS]
     return {
         "rows": rows,
@@ -80,7 +79,7 @@ def measure_unequal(options: ExchangeBenchOptions) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
         source, val = options.source, options.val
         if source is None or val is None:
-            source, val = _drawn(scratch, options.images, _HELD_OUT)
+            source, val = draw_pictures(scratch, options.images, _HELD_OUT)
         settings = [
             {"source": source, "val": val, "exchange": name, "balance": balance, "seed": seed}
             for name in exchanges
@@ -124,15 +123,6 @@ def _sample_s(epochs: _Epochs) -> float:
     return float(statistics.median(each["seconds"] / each["samples"] for each in epochs[-_TIMED:]))
 
 
-def _drawn(folder: str, images: int, held_out: int) -> tuple[str, str]:
-    """Draw pictures; return training and held-out data."""
-    from dlio.cli.demo_pictures import draw_dataset
-
-    pictures = os.path.join(folder, "pictures")
-    draw_dataset(pictures, images=images, validation=held_out, classes=_CLASSES)
-    return os.path.join(pictures, "train"), os.path.join(pictures, "val")
-
-
 def _trained(settings: Sequence[Mapping[str, object]], epochs: int, ranks: int) -> list[_Epochs]:
     """Train with each of the settings, in the same processes; return the epochs of each."""
     task = {"epochs": epochs, "settings": settings}
@@ -142,7 +132,7 @@ def _trained(settings: Sequence[Mapping[str, object]], epochs: int, ranks: int) 
 
 
 def train_on_ranks(
-    comm: Communicator, epochs: int, settings: list[dict[str, Any]]
+    comm: Communicator, epochs: int, settings: list[dict[str, TaskValue]]
 ) -> dict[str, list[_Epochs]]:
     """One rank's trainings, one after another, with options of `TrainConfig`."""
     from dlio.train.config import train_config

@@ -10,6 +10,7 @@ from dlio.util.whole_files import check_writable
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.figure_collection import results_of
+from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.report_values import Results
 from dlio_bench.results.terminal import advance, show, working
 
@@ -51,8 +52,6 @@ def command(options: ExchangeBenchOptions, cases: ExchangeCases, output: OutputO
     backward hides, the time of a step compared with torch's DDP, accuracy, slow ranks, and
     how far results depend on where samples are computed.
     """
-    from dlio_bench.results.machine import describe_machine
-
     start = begin(output)
     if options.plot is not None:
         check_writable("--plot", options.plot)

@@ -10,8 +10,30 @@ from dlio.features.batch_norm.ghost_spec import group_size
 from dlio.train.names import DEFAULT_MODEL
 from dlio.util.options import Option, check
 from dlio_bench.bench_ranks import FABRICS, LINK
+from dlio_bench.trainings import check_plot, training_data
 
 _PACED: Final = "dlio_bench.exchange_cases.paced_network:paced_network"
+
+MessageTime = Annotated[
+    float | None,
+    Option(
+        "Time of a message between nodes in the model.",
+        unit="microseconds",
+        above=0,
+        most=sys.float_info.max,
+        default_text="as measured over TCP on this machine",
+    ),
+]
+LinkBandwidth = Annotated[
+    float | None,
+    Option(
+        "Bandwidth between nodes in the model.",
+        unit="GB/s",
+        above=0,
+        most=sys.float_info.max,
+        default_text="as measured over TCP on this machine",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +85,8 @@ class ExchangeBenchOptions:
             metavar="FILE",
         ),
     ] = None
-    alpha_us: Annotated[
-        float | None,
-        Option(
-            "Time of a message in the model.",
-            unit="microseconds",
-            above=0,
-            most=sys.float_info.max,
-            default_text="as measured",
-        ),
-    ] = None
-    bandwidth_gbs: Annotated[
-        float | None,
-        Option(
-            "Bandwidth of a link in the model.",
-            unit="GB/s",
-            above=0,
-            most=sys.float_info.max,
-            default_text="as measured",
-        ),
-    ] = None
+    alpha_us: MessageTime = None
+    bandwidth_gbs: LinkBandwidth = None
     ranks: Annotated[int, Option("Ranks of the case training.", short="-n", least=2)] = 2
     counts: tuple[int, ...] = (2, 4, 8, 16)
     """Numbers of ranks whose messages are counted."""
@@ -143,8 +147,7 @@ class ExchangeBenchOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.plot is not None and not self.plot.endswith((".png", ".svg")):
-            raise UsageError(f"--plot {self.plot}: give a name that ends in .png or .svg")
+        check_plot(self.plot)
         for each in self.exchanges:
             parse_exchange(each)
         for mode in self.batch_norms:
@@ -171,8 +174,7 @@ class ExchangeBenchOptions:
 
     def check_training(self, case: str) -> None:
         """Raise UsageError when a case that trains lacks data."""
-        if self.source is None or self.val is None:
-            raise UsageError(f"--case {case} needs a data set and held-out data: SRC --val VAL")
+        training_data(case, self.source, self.val)
 
 
 def _parsed(text: str) -> object:

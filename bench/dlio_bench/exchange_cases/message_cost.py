@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -17,7 +17,7 @@ from dlio.plan import exchange_cost as model
 from dlio.plan.exchange_cost import ExchangeLoad, LinkCost
 from dlio.util.cores import available_cores
 from dlio.util.plot_files import picture
-from dlio_bench.bench_ranks import LINK, run
+from dlio_bench.bench_ranks import LINK, TaskValue, run
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.monitor import ENVIRONMENT, Monitor
 from dlio_bench.exchange_cases.overlap_case import fabrics_of
@@ -31,6 +31,8 @@ _SIZES: Final = tuple(1 << power for power in range(10, 26))
 _STEPS: Final = 8
 _CARRIED: Final = tuple(1 << power for power in range(1, 13))
 _PARAMETERS: Final = 25_600_000
+_ADDED: Final = 1 << 22
+"""Numbers of a timed addition."""
 _PER_NODE: Final = 8
 _BUCKETS: Final = 56
 """Buckets of ResNet-50's parameters."""
@@ -255,7 +257,7 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[LinkCost, flo
 # Ranks that count messages, and ranks that time them
 
 
-def message_counts(comm: Communicator, nodes: int, exchanges: list[str]) -> dict[str, Any]:
+def message_counts(comm: Communicator, nodes: int, exchanges: list[str]) -> dict[str, TaskValue]:
     """Messages and bytes a step of each rank, by exchange: `told` by the exchange, and `counted`
     by the MPI library if it counts."""
     try:
@@ -290,36 +292,39 @@ def _sizes(training: OneBatchTraining) -> dict[str, int]:
     return {"parameter_bytes": training.bytes, "buckets": buckets}
 
 
-def message_times(comm: Communicator, sizes: list[int], repeats: int) -> dict[str, Any]:
+def message_times(comm: Communicator, sizes: list[int], repeats: int) -> dict[str, TaskValue]:
     """Median seconds of a message by size, where both of two ranks send at once, as exchanges do;
     and seconds to add a byte."""
     other = 1 - comm.rank
     crossing = []
     for size in sizes:
         out, into = np.ones(size, np.uint8), np.ones(size, np.uint8)
-        seconds = []
-        for _ in range(repeats + 1):
-            comm.barrier()
-            began = time.perf_counter()
+
+        def cross(out: Any = out, into: Any = into) -> None:
             comm.wait([comm.irecv(into, other, 1), comm.isend(out, other, 1)], "a message")
-            seconds.append(time.perf_counter() - began)
-        crossing.append(statistics.median(seconds[1:]))
-    return {"crossing": crossing, "gamma_s": _gamma(repeats)}
+
+        crossing.append(_median_s(cross, repeats, comm.barrier))
+    there, came = np.ones(_ADDED, np.float32), np.ones(_ADDED, np.float32)
+    adding_s = _median_s(lambda: np.add(there, came, out=there), repeats)
+    return {"crossing": crossing, "gamma_s": adding_s / (4 * _ADDED)}
 
 
-def _gamma(repeats: int, entries: int = 1 << 22) -> float:
-    there, came = np.ones(entries, np.float32), np.ones(entries, np.float32)
+def _median_s(
+    work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None
+) -> float:
+    """Median seconds of `work`; the first time, which is one more, does not count."""
     seconds = []
     for _ in range(repeats + 1):
+        before()
         began = time.perf_counter()
-        there += came
+        work()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:]) / (4 * entries)
+    return statistics.median(seconds[1:])
 
 
 def exchange_times(
     comm: Communicator, nodes: int, repeats: int, exchanges: list[str]
-) -> dict[str, Any]:
+) -> dict[str, TaskValue]:
     """Seconds of each exchange by step, without computing."""
     training = OneBatchTraining("perceptron", 2, comm.rank)
     results: dict[str, list[float]] = {name: [] for name in exchanges}

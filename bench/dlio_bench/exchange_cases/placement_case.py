@@ -84,7 +84,14 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
     ]
     return {
         "rows": rows,
-        "spreads": [_spread(mode, seeds) for mode, seeds in runs.items()],
+        "spreads": [
+            {
+                "batch_norm": mode,
+                "spread_points": spread([100 * _range(each) for each in seeds]),
+                "spread_points_global": spread([100 * _range(each[:-1]) for each in seeds]),
+            }
+            for mode, seeds in runs.items()
+        ],
         "said": said,
     }
 
@@ -166,17 +173,8 @@ def _letters(digests: Sequence[str]) -> list[str]:
     return ["ABCDEFGH"[distinct.index(each)] for each in digests]
 
 
-def _spread(mode: str, seeds: Sequence[Sequence[_TrainingResult]]) -> dict[str, Any]:
-    return {
-        "batch_norm": mode,
-        "spread_points": spread([100 * _range(runs) for runs in seeds]),
-        "spread_points_global": spread([100 * _range(runs[:-1]) for runs in seeds]),
-    }
-
-
 def _range(runs: Sequence[_TrainingResult]) -> float:
-    accuracies = [run.accuracy for run in runs]
-    return max(accuracies) - min(accuracies)
+    return float(np.ptp([run.accuracy for run in runs]))
 
 
 class Probe(Callback):

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 import dlio
 from dlio.comm import Communicator
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio_bench.bench_ranks import run
+from dlio_bench.bench_ranks import TaskValue, run
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.paced_network import PacedNetwork
 from dlio_bench.results.repeats import spread
@@ -61,7 +61,7 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
 
 def rates(
     comm: Communicator, exchanges: list[str], repeats: int, seconds: float
-) -> dict[str, list[dict[str, Any]]]:
+) -> dict[str, list[dict[str, TaskValue]]]:
     """Throughput of each exchange and repeat, where all ranks are alike and where one is slow."""
     return {
         name: [

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from dlio.comm import Communicator
-from dlio_bench.bench_ranks import LINK, TIMEOUT_S, run
+from dlio_bench.bench_ranks import LINK, TIMEOUT_S, TaskValue, run
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.overlap_case import fabrics_of
 from dlio_bench.exchange_cases.variants import OneBatchTraining, timed
@@ -113,7 +113,7 @@ def step_times(
     steps: int,
     repeats: int,
     exchanges: list[str],
-) -> dict[str, Any]:
+) -> dict[str, TaskValue]:
     """Seconds and bytes of steps with dlio's exchanges, and with torch's DDP over gloo and its
     hooks, in turn."""
     _start_gloo(comm)
@@ -192,10 +192,6 @@ def _ddp(
         training.step(None, ddp, optimizer)
         steps += 1
         if state is not None and state.total_numel_before_compression:
-            before, after = (
-                state.total_numel_before_compression,
-                state.total_numel_after_compression,
-            )
-            share = after / before
+            share = state.total_numel_after_compression / state.total_numel_before_compression
 
     yield step, lambda: steps * share * ring

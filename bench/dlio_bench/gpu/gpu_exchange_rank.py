@@ -11,10 +11,11 @@ import dlio
 from dlio.comm import Communicator
 from dlio.exchange.buffer_placement import find_path
 from dlio.exchange.exchange_spec import parse_exchange
+from dlio_bench.bench_ranks import TaskValue
 from dlio_bench.exchange_cases.variants import timed
 
 
-def step_times(comm: Communicator, **task: Any) -> dict[str, Any]:
+def step_times(comm: Communicator, **task: TaskValue) -> dict[str, TaskValue]:
     """Seconds of steps with each exchange, and the paths that these take."""
     device = torch.device("cpu")
     if task["device"] == "cuda":

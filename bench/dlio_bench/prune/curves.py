@@ -1,7 +1,8 @@
 """Trainings at the ends of their epochs, and summaries of several."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,6 +31,19 @@ class TrainingCurve:
         """Until held-out accuracy reached `goal`, on lines between the ends of epochs and nothing
         at the beginning; None where it never did."""
         return first_at(goal, zip(self.seconds, self.accuracy, strict=True))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch compute with one thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def summary(variants: Mapping[str, Sequence[TrainingCurve]], tolerance: float) -> dict[str, object]:
@@ -81,10 +95,8 @@ def sooner(pairs: Sequence[tuple[TrainingCurve, TrainingCurve]], less: float) ->
     """
     ratios = []
     for curve, whole in pairs:
-        first, reached = (
-            whole.seconds_to(whole.accuracy[-1]),
-            curve.seconds_to(whole.accuracy[-1] - less),
-        )
+        goal = whole.accuracy[-1]
+        first, reached = whole.seconds_to(goal), curve.seconds_to(goal - less)
         if first and reached:
             ratios.append(first / reached)
     if not ratios:

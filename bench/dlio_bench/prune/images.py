@@ -13,12 +13,13 @@ import dlio
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.model_size import count_parameters
 from dlio.features.pruning.pruning_report import RoundRecord
-from dlio.train.model import make_model, normalised
+from dlio.train.model import make_model
 from dlio.util.whole_files import write_json
 from dlio_bench.prune import removal_case
 from dlio_bench.prune.curves import TrainingCurve, summary
 from dlio_bench.prune.prune_options import IMAGES, PruneBenchOptions
 from dlio_bench.prune.rivals import Size
+from dlio_bench.prune.skipping_rivals import accuracy_on
 from dlio_bench.results.terminal import steps
 from dlio_bench.trainings import TrainedEpoch, TrainingReport, kept_folder, trained
 
@@ -176,18 +177,9 @@ def _cut(
     size = runs.options.image_size
     widths = {name: left for each in rounds for name, left in each["widths"].items()}
     removal_case.cut_by_magnitude(model, torch.zeros(2, 3, size, size), widths)
-    model.eval()
-    right = 0
-    with (
-        dlio.DataLoader(
-            dlio.open(runs.val, image_size=size, train=False), 100, shuffle=False
-        ) as loader,
-        torch.no_grad(),
-    ):
-        for images, labels in loader:
-            answers = model(normalised(images, torch.device("cpu"))).argmax(1)
-            right += int((answers == labels).sum())
-        accuracy = right / len(loader.data)
+    held_out = dlio.open(runs.val, image_size=size, train=False)
+    with dlio.DataLoader(held_out, 100, shuffle=False) as loader:
+        accuracy = accuracy_on(model, loader)
     return TrainingCurve(
         trained_.seconds[-1:],
         [accuracy],

@@ -12,6 +12,7 @@ from dlio_bench.prune.curves import TrainingCurve, draw
 from dlio_bench.prune.prune_options import PruneBenchOptions
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.figure_collection import results_of
+from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.report_values import PlotCurve as Points
 from dlio_bench.results.report_values import Results
 from dlio_bench.results.terminal import show, working
@@ -48,8 +49,6 @@ def command(options: PruneBenchOptions, cases: PruneCases, output: OutputOptions
     Time, accuracy and size are compared with a training that keeps everything, and with simpler
     ways to remove as much.
     """
-    from dlio_bench.results.machine import describe_machine
-
     wanted = cases.case or (tuple(CASES) if options.source else _WITHOUT_IMAGES)
     for name in wanted:
         if name not in _WITHOUT_IMAGES:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from dlio.errors import UsageError
 from dlio.util.options import Option, check
+from dlio_bench.trainings import check_plot, training_data
 
 SAMPLES: Final = ("dlio", "dlio(0.4)", "infobatch", "ies", "ies(0.3)", "pfb")
 """Contenders of `--case samples`; without a number with the settings of their authors."""
@@ -83,8 +83,7 @@ class PruneBenchOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.plot is not None and not self.plot.endswith((".png", ".svg")):
-            raise UsageError(f"--plot {self.plot}: give a name that ends in .png or .svg")
+        check_plot(self.plot)
 
     def longer(self, epochs: int, times: float) -> int:
         """Return the epochs of trainings that cost less: they spend part of the time they save."""
@@ -96,6 +95,4 @@ class PruneBenchOptions:
 
     def check_images(self, case: str) -> tuple[str, str]:
         """Return (training data, held-out data). Raises UsageError when one is missing."""
-        if self.source is None or self.val is None:
-            raise UsageError(f"--case {case} needs a data set and held-out data: SRC --val VAL")
-        return self.source, self.val
+        return training_data(case, self.source, self.val)

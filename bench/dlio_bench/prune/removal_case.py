@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -25,28 +26,36 @@ def by_magnitude(
         widths: by group, how many stay; of groups that are not in it, all.
     """
     weights = weights_of(model, groups)
-    keep = {}
-    for group in groups:
-        if widths.get(group.name, group.width) >= group.width:
-            continue
+
+    def largest(group: NeuronGroup, width: int) -> npt.NDArray[np.int64]:
         sums = np.zeros(group.width)
         for member in group.producers:
             weight = np.moveaxis(np.abs(weights[member.weight]), member.dim, 0)
             sums += weight.reshape(len(weight), -1).sum(1)[member.channels].sum(1)
-        largest = np.argsort(-sums, kind="stable")[: widths[group.name]]
-        keep[group.name] = np.sort(largest).astype(np.int64)
-    return RemovalPlan(keep)
+        return np.argsort(-sums, kind="stable")[:width]
+
+    return _kept(groups, widths, largest)
 
 
 def by_chance(
     groups: Sequence[NeuronGroup], widths: Mapping[str, int], generator: np.random.Generator
 ) -> RemovalPlan:
     """Keep so many of each group's neurons, any; of groups that are not in `widths`, all."""
+    return _kept(
+        groups, widths, lambda group, width: generator.choice(group.width, width, replace=False)
+    )
+
+
+def _kept(
+    groups: Sequence[NeuronGroup],
+    widths: Mapping[str, int],
+    choose: Callable[[NeuronGroup, int], npt.NDArray[np.int64]],
+) -> RemovalPlan:
+    """Return a plan that keeps the neurons that are chosen of each group that gets narrower."""
     keep = {}
     for group in groups:
         if widths.get(group.name, group.width) < group.width:
-            kept = generator.choice(group.width, widths[group.name], replace=False)
-            keep[group.name] = np.sort(kept).astype(np.int64)
+            keep[group.name] = np.sort(choose(group, widths[group.name])).astype(np.int64)
     return RemovalPlan(keep)
 
 

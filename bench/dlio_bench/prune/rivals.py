@@ -28,6 +28,13 @@ from dlio.util.whole_files import write_json
 _LITTLE: Final = 1e-6
 """Widths are rounded down; this much less is removed, so that whole numbers stay as they are."""
 _RATIO: Final = 0.5
+"""Share of each layer's channels that torch-pruning removes."""
+_ROUNDS: Final = {0.02: 0.5, 0.3: 1.0}
+"""Of it, the part that is removed by each round, by the fraction of the training before."""
+_ONCE: Final = 0.3
+"""Fraction of the training before a single cut."""
+_LASSO: Final = 0.25
+"""Share of the lasso in the first loss; the authors take 0.2 to 0.25."""
 
 
 class CpuTime(Callback):
@@ -110,13 +117,11 @@ class PruneTrain(NetworkCutter):
 
     Args:
         sizes: see `NetworkCutter`.
-        ratio: share of the lasso in the first loss; the authors take 0.2 to 0.25.
-        every: epochs between two cuts.
     """
 
-    def __init__(self, sizes: str, ratio: float = 0.25, every: int = 1) -> None:
+    def __init__(self, sizes: str) -> None:
         super().__init__(sizes)
-        self._ratio, self._every, self._penalty = ratio, every, 0.0
+        self._penalty = 0.0
 
     def begins(self, run: Run) -> None:
         super().begins(run)
@@ -127,7 +132,7 @@ class PruneTrain(NetworkCutter):
             for member in (*group.producers, *group.consumers)
         )
         first_loss = math.log(classes[-1])
-        self._penalty = self._ratio / (1 - self._ratio) * first_loss / total
+        self._penalty = _LASSO / (1 - _LASSO) * first_loss / total
 
     @torch.no_grad()
     def after_step(self, run: Run) -> None:
@@ -138,9 +143,8 @@ class PruneTrain(NetworkCutter):
                 shrink(run.model, member, step)
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
-        if (report.epoch + 1) % self._every == 0:
-            keep = {group.name: remaining(run.model, group) for group in self.groups}
-            self.cut(run, {name: left for name, left in keep.items() if len(left)})
+        keep = {group.name: remaining(run.model, group) for group in self.groups}
+        self.cut(run, {name: left for name, left in keep.items() if len(left)})
         super().epoch_ends(run, report)
 
 
@@ -187,26 +191,11 @@ class GroupMagnitude(NetworkCutter):
     Args:
         sizes: see `NetworkCutter`.
         steps: optimizer steps of the training.
-        ratio: fraction of each layer's channels to remove in all.
-        rounds: number of rounds.
-        begin, end: fractions of the training at the first and the last round.
     """
 
-    def __init__(
-        self,
-        sizes: str,
-        steps: int,
-        ratio: float = _RATIO,
-        rounds: int = 2,
-        begin: float = 0.02,
-        end: float = 0.3,
-    ) -> None:
+    def __init__(self, sizes: str, steps: int) -> None:
         super().__init__(sizes)
-        times = np.linspace(begin, end, rounds)
-        self._left = {
-            max(1, int(at * steps)): 1 - ratio * (number + 1) / rounds
-            for number, at in enumerate(times)
-        }
+        self._left = {max(1, int(at * steps)): 1 - _RATIO * part for at, part in _ROUNDS.items()}
         """Fraction of the channels that is left, by step."""
         self._whole: dict[str, int] = {}
 
@@ -230,19 +219,17 @@ class GroupNorm(NetworkCutter):
     Args:
         sizes: see `NetworkCutter`.
         steps: optimizer steps of the training.
-        ratio: fraction of each layer's channels to remove.
-        at: fraction of the training at the cut.
     """
 
-    def __init__(self, sizes: str, steps: int, ratio: float = _RATIO, at: float = 0.3) -> None:
+    def __init__(self, sizes: str, steps: int) -> None:
         super().__init__(sizes)
-        self._ratio, self._at = ratio, int(at * steps)
+        self._at = int(_ONCE * steps)
         self._pruner: Any = None
 
     def begins(self, run: Run) -> None:
         super().begins(run)
         training = run.model.training
-        self._pruner = _pruner("GroupNormPruner", run.model, self.example, self._ratio)
+        self._pruner = _pruner("GroupNormPruner", run.model, self.example, _RATIO)
         run.model.train(training)
 
     def before_step(self, run: Run) -> bool:
@@ -254,7 +241,7 @@ class GroupNorm(NetworkCutter):
         if run.updates == self._at:
             self._pruner = None
             gc.collect()  # It is part of cycles that hold on to the parameters.
-            self.cut(run, chosen(run.model, self.groups, self.example, self._ratio))
+            self.cut(run, chosen(run.model, self.groups, self.example, _RATIO))
 
 
 def chosen(

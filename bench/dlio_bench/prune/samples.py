@@ -27,7 +27,7 @@ from dlio.train.model import make_model
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer, usual_lr
 from dlio.util.whole_files import write_json
-from dlio_bench.prune.curves import TrainingCurve
+from dlio_bench.prune.curves import TrainingCurve, one_thread
 from dlio_bench.prune.prune_options import SAMPLES, PruneBenchOptions
 from dlio_bench.prune.skipping_rivals import (
     DensityBlocking,
@@ -36,6 +36,7 @@ from dlio_bench.prune.skipping_rivals import (
     Make,
     OwnSkipping,
     SkippingContender,
+    accuracy_on,
     batches,
 )
 from dlio_bench.results.repeats import deviation
@@ -72,9 +73,7 @@ def measure(options: PruneBenchOptions) -> dict[str, object]:
     variants |= {f"{_ALL}, {each} epochs": (SkippingContender, each) for each in lengths}
     variants |= {name: (_CONTENDERS[name], epochs) for name in options.chosen(SAMPLES)}
     by_name: dict[str, list[TrainingCurve]] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for seed in steps(range(options.seeds), "seed {}".format):
             for name, (make, length) in variants.items():
                 train = partial(_trained, options, source, val, seed, make, length)
@@ -88,8 +87,6 @@ def measure(options: PruneBenchOptions) -> dict[str, object]:
                 }
                 curve = kept_curve(options.keep, f"samples {name} {seed}", settings, train)
                 by_name.setdefault(name, []).append(curve)
-    finally:
-        torch.set_num_threads(threads)
     return table(by_name)
 
 
@@ -137,7 +134,7 @@ def _trained(
             contender.end(epoch, model)
             spent += time.process_time() - began
             curve.seconds.append(spent)
-            curve.accuracy.append(_accuracy(model, held))
+            curve.accuracy.append(accuracy_on(model, held))
             curve.parameters.append(sum(p.numel() for p in model.parameters()))
             curve.widths.append(())
         curve.extra["forward"] = contender.work.forward / contender.total
@@ -145,13 +142,6 @@ def _trained(
         curve.extra["work"] = contender.work.samples / contender.total
         contender.close()
     return curve
-
-
-@torch.no_grad()
-def _accuracy(model: torch.nn.Module, held_out: dlio.DataLoader) -> float:
-    model.eval()
-    right = sum(int((model(x).argmax(1) == labels).sum()) for x, labels in batches(held_out))
-    return right / len(held_out.data)
 
 
 def table(by_name: Mapping[str, Sequence[TrainingCurve]]) -> dict[str, object]:
@@ -174,11 +164,11 @@ def table(by_name: Mapping[str, Sequence[TrainingCurve]]) -> dict[str, object]:
         }
         for key, cost_of in (("times_less_work", _work), ("times_less_cpu", _seconds)):
             points = [
-                (_mean(those, cost_of), _mean(those, _accuracy_of))
+                (_mean(those, cost_of), _mean(those, _accuracy))
                 for each, those in by_name.items()
                 if each.startswith(_ALL)
             ]
-            cost, sign = cost_of_all(_mean(runs, _accuracy_of), points)
+            cost, sign = cost_of_all(_mean(runs, _accuracy), points)
             row[key] = f"{sign}{cost / _mean(runs, cost_of):.2f}"
         rows.append(row)
     return {
@@ -221,7 +211,7 @@ def _seconds(run: TrainingCurve) -> float:
     return run.seconds[-1]
 
 
-def _accuracy_of(run: TrainingCurve) -> float:
+def _accuracy(run: TrainingCurve) -> float:
     return run.accuracy[-1]
 
 

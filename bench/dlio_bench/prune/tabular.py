@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import dlio
 from dlio.features.pruning.neuron_groups import NeuronGroup
 from dlio_bench.prune import removal_case
-from dlio_bench.prune.curves import TrainingCurve, summary
+from dlio_bench.prune.curves import TrainingCurve, one_thread, summary
 from dlio_bench.prune.prune_options import PruneBenchOptions
 from dlio_bench.results.terminal import steps
 
@@ -239,14 +239,10 @@ def by_seed(
     """
     widths, epochs = [options.width or width] * _LAYERS, options.epochs or epochs
     by_variant: dict[str, list[TrainingCurve]] = {}
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for seed in steps(range(options.seeds), "seed {}".format):
             for name, curve in variants(seed, widths, epochs, options).items():
                 by_variant.setdefault(name, []).append(curve)
-    finally:
-        torch.set_num_threads(before)
     return summary(by_variant, options.tolerance)
 
 

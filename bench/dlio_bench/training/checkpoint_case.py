@@ -18,7 +18,7 @@ from dlio.comm import Communicator
 from dlio.exchange.distribute import ExchangeHandle
 from dlio.util.progress_bar import ProgressBar
 from dlio.util.units import format_bytes
-from dlio_bench.bench_ranks import run
+from dlio_bench.bench_ranks import TaskValue, run
 from dlio_bench.checkpoint_cases.stalls import STALLING, Stall, measure_stalls, stall_figures
 from dlio_bench.results.report_values import Results, Waterfall
 from dlio_bench.results.terminal import show_figures
@@ -106,7 +106,7 @@ def report(labels: Mapping[str, str], stalls: Sequence[Stall], size: int, result
         results.waterfalls.append(Waterfall(f"{_EVERY} steps", parts, {**labels, "method": method}))
 
 
-def stalls_of(comm: Communicator, **task: Any) -> dict[str, Any]:
+def stalls_of(comm: Communicator, **task: TaskValue) -> dict[str, TaskValue]:
     """Stalls of a network's steps, and bytes of a rank's checkpoint."""
     network, side, size = task["network"], task["side"], task["batch_size"]
     batch = make_batch(network, size, side, seed=task["seed"] + comm.rank)

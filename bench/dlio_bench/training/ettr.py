@@ -13,6 +13,7 @@ from dlio_bench.chaos.storm import measure as measure_storm
 from dlio_bench.results.report_values import Figure, Results
 from dlio_bench.results.terminal import show
 from dlio_bench.training.training_options import TrainingBenchOptions
+from dlio_bench.trainings import draw_pictures
 
 _RANKS: Final = 4
 _IMAGES: Final = 480
@@ -57,11 +58,7 @@ def ettr_figures(storm: Mapping[str, object]) -> list[Figure]:
 
 
 def _source(options: TrainingBenchOptions, folder: str) -> str:
-    from dlio.cli.demo_pictures import draw_dataset
-
     os.makedirs(os.path.join(folder, "jobs"))
     if options.data is not None:
         return os.path.abspath(options.data)
-    drawn = os.path.join(folder, "pictures")
-    draw_dataset(drawn, images=_IMAGES, validation=3, classes=3)
-    return os.path.join(drawn, "train")
+    return draw_pictures(folder, _IMAGES)[0]

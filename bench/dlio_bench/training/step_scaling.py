@@ -16,11 +16,10 @@ also waits until those that it hears from have had their turn: for these X(2) is
 ranks on one core. Asynchronous SGD waits for nobody, so it is forecast from ranks with a core each.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dlio.plan.exchange_cost import ExchangeLoad, LinkCost, MessageCounts, counts, seconds
+from dlio.plan.exchange_cost import ExchangeLoad, LinkCost, counts, seconds
 
 _NEVER_WAITS = frozenset({"asgd"})
 """Presets whose ranks take what has arrived and wait for nobody."""
@@ -109,17 +108,13 @@ def message_seconds(
     each_time = {"local-sgd": "allreduce", "diloco": "allreduce", "noloco": "gossip"}
     preset = each_time.get(preset, preset)
     busiest = seconds(preset, ranks, work, link, inside) / period
-    sent = _each(counts(preset, ranks, work), period)
     if cluster.cores is None:
         return busiest
+    sent = counts(preset, ranks, work)
     # Weights are merged wherever they arrive; of sums, half of what arrives is only stored.
     added = 1.0 if preset in ("gossip", "asgd") else 0.5
     each = sent.messages * link.alpha_s + sent.size * (link.beta_s + added * link.gamma_s)
-    return max(busiest, ranks * each / min(ranks, cluster.cores))
-
-
-def _each(sent: MessageCounts, period: int) -> MessageCounts:
-    return MessageCounts(sent.messages / period, sent.size / period, math.nan, math.nan)
+    return max(busiest, ranks * each / period / min(ranks, cluster.cores))
 
 
 def exchange_seconds(

@@ -1,6 +1,5 @@
 """Options of `dlio bench train`."""
 
-import sys
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
@@ -8,14 +7,13 @@ from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import NAMES, parse_exchange
 from dlio.plan.exchange_cost import FORMULAE
 from dlio.util.options import Option, check
+from dlio_bench.exchange_cases.exchange_options import LinkBandwidth, MessageTime
 from dlio_bench.file_systems import check_folder
 
 # Names of networks, for options, which must not import torch
 
 NETWORK_NAMES: Final = ("lenet", "alexnet", "googlenet", "resnet50", "vit", "lstm", "unet3d")
-"""The keys of `networks.registry.NETWORKS`."""
-
-
+"""The keys of `bench_networks.NETWORKS`."""
 CASES: Final = ("scaling", "checkpoint", "ettr")
 _LARGEST: Final = 1 << 20
 
@@ -103,26 +101,8 @@ class TrainingBenchOptions:
     per_node: Annotated[
         int, Option("Ranks of a node in the forecast; each has a core of its own.", least=1)
     ] = 8
-    alpha_us: Annotated[
-        float | None,
-        Option(
-            "Time of a message between nodes in the forecast.",
-            unit="microseconds",
-            above=0,
-            most=sys.float_info.max,
-            default_text="as measured over TCP on this machine",
-        ),
-    ] = None
-    bandwidth_gbs: Annotated[
-        float | None,
-        Option(
-            "Bandwidth between nodes in the forecast.",
-            unit="GB/s",
-            above=0,
-            most=sys.float_info.max,
-            default_text="as measured over TCP on this machine",
-        ),
-    ] = None
+    alpha_us: MessageTime = None
+    bandwidth_gbs: LinkBandwidth = None
     checkpoints: Annotated[
         str | None,
         Option(
@@ -186,11 +166,7 @@ class TrainingBenchOptions:
         if not dots:
             return tuple(sorted({_count("--forecast", w, _LARGEST) for w in _words(first)}))
         p, end = _count("--forecast", first, _LARGEST), _count("--forecast", last, _LARGEST)
-        counts = []
-        while p <= end:
-            counts.append(p)
-            p *= 2
-        return tuple(counts)
+        return tuple(p << doublings for doublings in range(max(0, end // p).bit_length()))
 
     @property
     def scalings(self) -> tuple[str, ...]:

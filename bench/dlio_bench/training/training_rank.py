@@ -28,6 +28,7 @@ from dlio.exchange.buckets import in_buckets, trainable
 from dlio.exchange.distribute import ExchangeHandle, distribute
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.util.heap import keep_freed_memory
+from dlio_bench.bench_ranks import TaskValue
 from dlio_bench.exchange_cases.variants import nodes_for
 from dlio_bench.training.bench_networks import NETWORKS, make_batch, make_network
 
@@ -135,7 +136,7 @@ def _waited(exchange: ExchangeHandle | None) -> float:
 # The ranks
 
 
-def measure_steps(comm: Communicator, **task: Any) -> dict[str, Any]:
+def measure_steps(comm: Communicator, **task: TaskValue) -> dict[str, TaskValue]:
     """Return the times of each run's steps by exchange, and the size of its network.
 
     The task has `runs`, `steps`, `data` and the number of the `round`.

@@ -5,12 +5,23 @@ import torch
 
 from dlio_bench.training.bench_networks import NETWORKS, make_batch, make_network
 
+SIDES = {
+    "lenet": 32,
+    "alexnet": 224,
+    "googlenet": 224,
+    "resnet50": 224,
+    "vit": 224,
+    "lstm": 35,
+    "unet3d": 128,
+}
+"""Pixels per side of a paper's samples; of text, words."""
+
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_has_its_papers_number_of_parameters(name: str) -> None:
     network = NETWORKS[name]
     with torch.device("meta"):
-        model = network.make(network.paper_side)
+        model = network.make(SIDES[name])
     # torch's LSTM has a second bias of 4 x 650 in each of its two layers, which the paper's lacks.
     surplus = 2 * 4 * 650 if name == "lstm" else 0
     papers = {
@@ -24,7 +35,6 @@ def test_a_network_has_its_papers_number_of_parameters(name: str) -> None:
     }
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count - surplus == papers[name]
-    assert count == network.parameters
 
 
 @pytest.mark.parametrize("name", ["lenet", "googlenet", "vit", "unet3d", "lstm"])

@@ -6,7 +6,7 @@ operations of the present one fail, but for those that are complete: these may.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
 
@@ -94,7 +94,7 @@ class MemoryNetwork:
     def event(self, cohort: Cohort) -> None:
         """Note that something happens on a cohort, at which ranks may be lost.
 
-        Raises Ended if all of its ranks are.
+        Raises TaskEnd if all of its ranks are.
         """
         self.events += 1
         while self._losses and self._losses[-1].at <= self.events:
@@ -105,44 +105,34 @@ class MemoryNetwork:
     def pause(self, cohort: Cohort) -> None:
         """Let other ranks run."""
         self.event(cohort)
-        self._turns.wait(_at_once)
+        self._turns.wait(lambda: True)
         self.event(cohort)
 
     def gather(
         self, cohort: Cohort, generation: _Generation, number: int, value: object
-    ) -> dict[Cohort, object]:
-        """Return the values of all cohorts in an operation of a generation. Raises PeerLost."""
+    ) -> _Operation:
+        """Return an operation of a generation that all have begun. Raises PeerLost."""
         self.event(cohort)
         operation = generation.operations.setdefault(number, _Operation(generation.hurt))
         operation.values[cohort] = value
         operation.arrived += len(cohort.living)
-        whole = len(generation.members)
-
-        def ended() -> bool:
-            return not cohort.living or self._failed(generation, operation) or done()
 
         def done() -> bool:
-            return operation.arrived == whole and not operation.doomed
+            return operation.arrived == len(generation.members) and not operation.doomed
 
-        self._turns.wait(ended)
+        self._wait(cohort, lambda: operation.doomed or bool(generation.renewing) or done())
         self.event(cohort)
         if not done() or (generation.hurt and self._rng.random() < _CHANCE):
             raise PeerLost("simulated")
-        return operation.values
+        return operation
 
     def agree(self, cohort: Cohort, generation: _Generation, number: int, well: bool) -> bool:
         """Return the agreement of all ranks that are left."""
         self.event(cohort)
         agreement = generation.agreements.setdefault(number, _Operation(False))
         agreement.values[cohort] = well
-
-        def ended() -> bool:
-            others = (other for other in self.cohorts if other.living)
-            return agreement.decided or all(
-                other in agreement.values or other in generation.renewing for other in others
-            )
-
-        self._turns.wait(lambda: not cohort.living or ended())
+        arrived = agreement.values, generation.renewing
+        self._wait(cohort, lambda: agreement.decided or self._all_in(*arrived))
         if cohort.living and not agreement.decided:
             agreement.decided = True
             agreement.result = all(agreement.values.values()) and not (
@@ -156,23 +146,27 @@ class MemoryNetwork:
     ) -> tuple[_Generation, list[Json]]:
         """Return the next generation and the reports of its ranks, when all have come."""
         self.event(cohort)
-        generation.renewing[cohort] = report
-
-        def ended() -> bool:
-            return generation.following is not None or all(
-                other in generation.renewing for other in self.cohorts if other.living
-            )
-
-        self._turns.wait(lambda: not cohort.living or ended())
+        renewing = generation.renewing
+        renewing[cohort] = report
+        self._wait(cohort, lambda: generation.following is not None or self._all_in(renewing))
         if cohort.living and generation.following is None:
             members = tuple(sorted(each for other in self.cohorts for each in other.living))
-            reports = [generation.renewing[self.cohort_of[member]] for member in members]
+            reports = [renewing[self.cohort_of[member]] for member in members]
             self.present = _Generation(generation.number + 1, members)
             generation.following = (self.present, reports)
             self.recoveries += 1
         self.event(cohort)
         assert generation.following is not None
         return generation.following
+
+    def _wait(self, cohort: Cohort, ready: Callable[[], bool]) -> None:
+        """Let other cohorts run until `ready()`, or until all ranks of this one are lost."""
+        self._turns.wait(lambda: not cohort.living or ready())
+
+    def _all_in(self, *arrived: Mapping[Cohort, object]) -> bool:
+        """True if each cohort with ranks that are left has arrived in one of several places."""
+        living = (cohort for cohort in self.cohorts if cohort.living)
+        return all(any(cohort in place for place in arrived) for cohort in living)
 
     def draw(self, count: int) -> int:
         """Return a number from 0 to count - 1."""
@@ -182,9 +176,6 @@ class MemoryNetwork:
         """Return the number of a new sum of some ranks' values."""
         self.summed.append(members)
         return len(self.summed) - 1
-
-    def _failed(self, generation: _Generation, operation: _Operation) -> bool:
-        return operation.doomed or bool(generation.renewing)
 
     def _lose(self, loss: PlannedLoss) -> None:
         living = sorted(member for cohort in self.cohorts for member in cohort.living)
@@ -243,15 +234,15 @@ class MemoryMembership:
 
     def gather(self, value: object) -> dict[Cohort, object]:
         """Return the values of all cohorts. Raises PeerLost."""
+        return self._operate(value).values
+
+    def _operate(self, value: object) -> _Operation:
         self._operations += 1
         return self._network.gather(self._cohort, self._generation, self._operations, value)
 
     def sum(self) -> int:
         """Return the number of the sum of all ranks' values. Raises PeerLost."""
-        self._operations += 1
-        operations, number = self._generation.operations, self._operations
-        self._network.gather(self._cohort, self._generation, number, None)
-        operation = operations[number]
+        operation = self._operate(None)
         if operation.result is None:
             operation.result = self._network.new_sum(self.members)
         return int(operation.result)
@@ -283,7 +274,3 @@ class MemoryCommunicator:
         giver = self._network.cohort_of[self._membership.members[root]]
         values = self._membership.gather(np.array(array))
         array[...] = cast(Array, values[giver])
-
-
-def _at_once() -> bool:
-    return True

@@ -1,7 +1,7 @@
 """The run of a schedule, and what must hold after it."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 
@@ -112,18 +112,25 @@ def _seen(trainer: SimulatedTrainer) -> object:
     ]
 
 
+def _optimizer_steps(
+    epoch: CohortEpoch,
+) -> Iterator[tuple[int, tuple[int, ...], list[CohortBatch]]]:
+    """Yield the number of each step's last batch, the numbers of its sums, and its batches."""
+    begin = 0
+    for last, sums in epoch.sums:
+        yield last, sums, epoch.batches[begin : last + 1]
+        begin = last + 1
+
+
 def _check_sums(epoch: CohortEpoch, network: MemoryNetwork, outcome: ScheduleOutcome) -> None:
     """Compare who counts with whose values are in the sums that were taken."""
     expected: set[tuple[int, int]] = set()
-    begin = 0
-    for last, sums in epoch.sums:
+    for last, sums, batches in _optimizer_steps(epoch):
         contributors = {network.summed[number] for number in sums}
         if len(contributors) != 1:
             outcome.disagreements.append(f"step {last} has sums of {len(contributors)} generations")
         lost = set(next(iter(contributors))) - set(epoch.writers)
-        for batch in epoch.batches[begin : last + 1]:
-            expected.update((batch.step, rank) for rank in lost)
-        begin = last + 1
+        expected.update((batch.step, rank) for batch in batches for rank in lost)
     if expected != {(step, rank) for step, rank, _ in epoch.of_lost}:
         outcome.disagreements.append("the steps that lost ranks counted in are others than noted")
 
@@ -147,9 +154,8 @@ def _check_heard(
         ever: its last step that any rank has taken in; those that have may be lost, too.
     """
     noted = {(step, rank) for step, rank, _ in epoch.of_lost}
-    begin = 0
-    for last, (number,) in epoch.sums:
-        for batch in epoch.batches[begin : last + 1]:
+    for _, (number,), batches in _optimizer_steps(epoch):
+        for batch in batches:
             for rank in set(batch.members) - set(epoch.writers):
                 counts = (batch.step, rank) in noted
                 wrong = number <= surely.get(rank, 0) and not counts
@@ -157,7 +163,6 @@ def _check_heard(
                     wrong = wrong or (number > ever.get(rank, 0) and counts)
                 if wrong:
                     outcome.disagreements.append(f"step {batch.step} of rank {rank}: {counts=}")
-        begin = last + 1
 
 
 def _times(job: SimulatedJob, epoch: CohortEpoch) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -171,15 +176,11 @@ def _times(job: SimulatedJob, epoch: CohortEpoch) -> np.ndarray[tuple[int], np.d
         if whole:
             added += (part_of(batch, each) for each in batch.members if each in writers)
         else:
-            positions = _positions(batch)
-            times[batch.dealt.order.samples(positions)] += 1
+            dealt = batch.dealt
+            begin = dealt.cursor.position + batch.number * dealt.global_batch
+            end = min(begin + dealt.global_batch, dealt.samples)
+            times[dealt.order.samples(np.arange(begin, end, dtype=np.int64))] += 1
             missing += (part_of(batch, each) for each in batch.members if each not in writers)
     np.add.at(times, np.fromiter(chain.from_iterable(added), np.int64), 1)
     np.add.at(times, np.fromiter(chain.from_iterable(missing), np.int64), -1)
     return times
-
-
-def _positions(batch: CohortBatch) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    dealt = batch.dealt
-    begin = dealt.cursor.position + batch.number * dealt.global_batch
-    return np.arange(begin, min(begin + dealt.global_batch, dealt.samples), dtype=np.int64)

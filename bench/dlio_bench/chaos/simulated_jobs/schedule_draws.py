@@ -78,7 +78,5 @@ def _cohorts(ranks: int, rng: random.Random) -> tuple[tuple[int, ...], ...]:
         return tuple((rank,) for rank in range(ranks))
     count = rng.randint(2, COHORTS)
     of = [rng.randrange(count) for _ in range(ranks)]
-    parts: list[list[int]] = [[] for _ in range(count)]
-    for rank, cohort in enumerate(of):
-        parts[cohort].append(rank)
-    return tuple(tuple(part) for part in parts if part)
+    parts = (tuple(rank for rank in range(ranks) if of[rank] == k) for k in range(count))
+    return tuple(filter(None, parts))

@@ -43,10 +43,10 @@ class Turns:
     def run(self, tasks: Sequence[Callable[[], None]], rng: random.Random) -> None:
         """Run tasks until all have ended.
 
-        Raises the first exception of a task, Stuck if none can go on.
+        Raises the first exception of a task, Deadlock if none can go on.
         """
         self._tasks, self._rng, self._error = list(tasks), rng, None
-        self._ready = [_at_once] * len(tasks)
+        self._ready = [lambda: True] * len(tasks)
         self._go[self._next()].release()
         self._back.acquire()
         if self._error is not None:
@@ -55,7 +55,7 @@ class Turns:
     def wait(self, ready: Callable[[], bool]) -> None:
         """Let other tasks run until `ready()`; called by the task that runs.
 
-        Raises Ended if another task has failed.
+        Raises TaskEnd if another task has failed.
         """
         me = self._now
         self._ready[me] = ready
@@ -99,7 +99,3 @@ class Turns:
     def _wake(self) -> None:
         for go in self._go:
             go.release()
-
-
-def _at_once() -> bool:
-    return True
