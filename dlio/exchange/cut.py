@@ -24,16 +24,12 @@ class TensorCut:
     """(dimension, indices that stay)."""
 
     def of(self, other: torch.Tensor, description: str = "a tensor") -> torch.Tensor:
-        """Cut a companion tensor the same way: a momentum, a residual, an average.
+        """Cut a companion tensor of shape `before` the same way: a momentum, a residual, an
+        average.
 
         Dimensions of size 1 stay if the model's tensor is longer there, which covers the factored
-        sums that Adafactor keeps. 0-dimensional tensors, such as step counts, stay too.
-
-        Args:
-            other: a tensor of shape `before`, apart from dimensions of size 1.
-            description: the subject of an error message.
-
-        Raises DlioError if `other` has any other shape.
+        sums that Adafactor keeps. 0-dimensional tensors, such as step counts, stay too. Raises
+        DlioError, with `description` as its subject, for a tensor of any other shape.
         """
         if other.ndim == 0:
             return other

@@ -60,12 +60,9 @@ class ExchangeHandle(Closable):
     def add(
         self, optimizer: torch.optim.Optimizer, named: Named, modules: Iterable[nn.Module] = ()
     ) -> Exchange:
-        """Start the exchange of an optimizer. Collective.
-
-        Args:
-            named: the optimizer's parameters, except those of another exchange; in the same order
-                on all ranks.
-            modules: modules whose forward passes use the parameters.
+        """Start the exchange of an optimizer, with its parameters, except those of another
+        exchange, in the same order on all ranks, and the modules whose forward passes use them.
+        Collective.
         """
         exchange = start_exchange(
             self._spec, named, modules, self._comm, self._seed, self._pretend_nodes
@@ -97,11 +94,8 @@ class ExchangeHandle(Closable):
             exchange.weigh(samples)
 
     def before_backward(self, samples: int, planned: int) -> None:
-        """Announce, in place of `weigh`, that the next loss is a sum divided by `planned / ranks`.
-
-        Args:
-            samples: samples on this rank.
-            planned: samples on all ranks.
+        """Announce, in place of `weigh`, that the next loss is a sum over this rank's `samples`,
+        divided by `planned / ranks`, with the samples of all ranks.
         """
         for exchange in self.exchanges:
             exchange.before_backward(samples, planned)

@@ -53,12 +53,10 @@ class NodeGossip(PeerExchange, RecoveryPart[NodeGossipReport]):
     node counts as one, however many ranks it has.
 
     The leader merges messages from other nodes and forwards them bucket by bucket as they arrive;
-    the other ranks join a bucket where the leader does, before its next use. All ranks of a node
-    must therefore call `finish`.
+    the other ranks join a bucket where the leader does, before its next use, by the forward passes
+    of `modules`. All ranks of a node must therefore call `finish`.
 
-    Args:
-        modules: modules whose forward passes use the parameters.
-        context: its communicator, of all ranks, is split and duplicated, not kept.
+    The context's communicator, of all ranks, is split and duplicated, not kept.
     """
 
     def __init__(

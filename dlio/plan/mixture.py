@@ -74,14 +74,11 @@ class MixtureRule:
         state: object = None,
         again: int = 0,
     ) -> "MixtureEpoch":
-        """Return an epoch, as it continues at a position with global batches of `batch` samples.
+        """Return an epoch, with `again` samples requeued at its end, as it continues at a position
+        with global batches of `batch` samples.
 
-        Args:
-            state: text of `MixtureEpoch.text` or `following`; None for an epoch of a run that has
-                used this schedule from its beginning.
-            again: number of samples that are requeued at the end.
-
-        Raises UsageError for the state of another mixture.
+        `state` is a text of `MixtureEpoch.text` or `following`; None for an epoch of a run that has
+        used this schedule from its beginning. Raises UsageError for that of another mixture.
         """
         if state is None:
             if position:

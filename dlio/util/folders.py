@@ -46,12 +46,9 @@ _RETRY_S: Final = 0.001
 def open_private(root: str, *names: str, marked: int = 0) -> int:
     """Open the folder `root`/names... and return its descriptor; create missing folders.
 
-    `root` itself must exist.
-
-    Args:
-        marked: number of the first folders that get a mark when they are made, and are refused
-            without it. In shared memory nobody can rename another user's folder, so those there
-            have no mark.
+    `root` itself must exist. The first `marked` folders get a mark when they are made, and are
+    refused without it. In shared memory nobody can rename another user's folder, so those there
+    have no mark.
 
     Raises TierError if `root` does not exist or cannot be written, or if a folder below it belongs
     to another user, is a link, is accessible to others, or is not dlio's.
@@ -84,15 +81,11 @@ def open_private(root: str, *names: str, marked: int = 0) -> int:
 
 
 def open_working(parent: int, name: str, *, text: str = "dlio\n", marked: bool = True) -> int:
-    """Open a private folder of dlio and return its descriptor; create it if it is missing.
+    """Open a private folder of dlio in another one and return its descriptor; create it if missing.
 
-    Args:
-        parent: descriptor of the folder that contains it.
-        text: of the mark of a new folder.
-        marked: mark a new folder, and refuse one that holds anything but has no mark.
-
-    Raises OSError; UntrustedFile if the folder belongs to another user, is accessible to others,
-    or is not dlio's.
+    If `marked`, a new one gets a mark with `text`, and one that holds anything but has no mark is
+    refused. Raises OSError; UntrustedFile if the folder belongs to another user, is accessible to
+    others, or is not dlio's.
     """
     descriptor = _make_and_open(name, parent)
     try:

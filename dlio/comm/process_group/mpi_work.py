@@ -114,10 +114,8 @@ class MpiWork(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for completion; on an accelerator, make the current stream wait for the results.
 
-        Args:
-            timeout: limit of this wait; zero for the operation's own deadline.
-
-        Raises CommTimeout after the deadline, CommError if the operation failed.
+        Raises CommTimeout after `timeout`, or the operation's own deadline if it is zero, CommError
+        if the operation failed.
         """
         limit_s = timeout.total_seconds()
         if limit_s <= 0:

@@ -124,12 +124,8 @@ class CommunicatorBuilder(Protocol):
     def make(
         self, parent: "StoreCommunicator", ranks: Sequence[int], colours: Sequence[int]
     ) -> "StoreCommunicator":
-        """Make a communicator of some ranks of another. Collective over all of its ranks.
-
-        Args:
-            ranks: member numbers.
-
-        Raises PeerLost.
+        """Make a communicator of some ranks, by their member numbers, of another. Collective over
+        all of its ranks. Raises PeerLost.
         """
 
     def add(self, handle: "StoreCommunicator") -> None:
