@@ -142,11 +142,7 @@ class DlioLoader:
         data = self._data = Dataset(
             reader,
             tiers=job.options.get("tiers"),
-            image_size=None,
-            train=False,
-            transform=None,
             seed=job.seed,
-            on_error="stop",
             finish=fitted,
         )
         ahead = math.ceil(job.prefetch / job.threads) if job.threads else 0

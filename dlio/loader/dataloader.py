@@ -47,10 +47,10 @@ from dlio.loader.passes import (
     Pass,
     PassCounters,
     PlannedPass,
-    SamplerOrder,
     check_state,
 )
 from dlio.loader.planned_engine.engine import epoch_plan
+from dlio.loader.sampler_pass import SamplerOrder
 from dlio.loader.stats import PassStats
 from dlio.loader.survivors import InterruptedEpoch, Survivors
 from dlio.loader.third_party import accelerate

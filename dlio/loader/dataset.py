@@ -29,6 +29,7 @@ from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.tier_spec import Tiers, choose_tiers, decoded_spec, device_spec
 from dlio.util.arguments import (
+    MOST_SEED,
     PathText,
     check_callable,
     check_flag,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 _MOST_PIXELS: Final = 8192
 _MOST_REQUESTS: Final = 4096
-_MOST_SEED: Final = 2**63 - 1
 MOST_SHOWN: Final = 1000
 """Samples of a page, at most."""
 
@@ -115,15 +115,10 @@ def open_dataset(
 
     Raises UsageError for options that cannot work, SourceError when the path is not a data set.
     """
-    one_of("on_error", on_error, ("stop", "skip"))
-    if image_size is not None:
-        image_size = whole_number("image_size", image_size, 1, _MOST_PIXELS, "pixels")
-    check_flag("train", train)
-    crops = check_crops(crops, train)
     check_flag("follow_links", follow_links, optional=True)
-    check_callable("transform", transform)
-    seed = whole_number("seed", seed, 0, _MOST_SEED)
-    choose_tiers(tiers, 0)
+    image_size, crops, seed = check_options(
+        tiers, image_size, train, crops, transform, seed, on_error
+    )
     min_visible = number_in("min_visible", min_visible, 0, "a share of a box's area")
     if min_visible > 1:
         raise UsageError(f"min_visible={min_visible:g}: give a share of a box's area, 0 to 1")
@@ -161,6 +156,25 @@ def open_dataset(
     )
 
 
+def check_options(
+    tiers: Tiers | None,
+    image_size: int | None,
+    train: bool,
+    crops: int,
+    transform: Transform | None,
+    seed: int,
+    on_error: str,
+) -> tuple[int | None, int, int]:
+    """Check options of `dlio.open` and `dlio.mix`; return (image_size, crops, seed) as integers."""
+    choose_tiers(tiers, 0)
+    if image_size is not None:
+        image_size = whole_number("image_size", image_size, 1, _MOST_PIXELS, "pixels")
+    check_flag("train", train)
+    check_callable("transform", transform)
+    one_of("on_error", on_error, ("stop", "skip"))
+    return image_size, check_crops(crops, train), whole_number("seed", seed, 0, MOST_SEED)
+
+
 class Dataset(torch.utils.data.Dataset[Sample]):
     """Samples that are read through a hierarchy of tiers. Made by `dlio.open`.
 
@@ -175,12 +189,12 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         self,
         reader: Reader,
         *,
-        tiers: Tiers | None,
-        image_size: int | None,
-        train: bool,
-        transform: Transform | None,
-        seed: int,
-        on_error: str,
+        tiers: Tiers | None = None,
+        image_size: int | None = None,
+        train: bool = False,
+        transform: Transform | None = None,
+        seed: int = 0,
+        on_error: str = "stop",
         finish: ForeignDecoder | None = None,
         requests: int | None = None,
         patches: PatchSource | None = None,
@@ -326,21 +340,11 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         Args:
             tiers: None for those of this data set.
         """
-        made = Dataset(
-            reader,
-            tiers=self.tiers if tiers is None else tiers,
-            image_size=self.image_size,
-            train=self.train,
-            transform=self._transform,
-            seed=self.seed,
-            on_error=self.on_error,
-            finish=self._finish,
-            requests=self.requests,
-            patches=self._patches,
-            min_visible=self.min_visible,
-            crops=self._crops,
-        )
-        return made.with_maps(self.maps)
+        tiers = self.tiers if tiers is None else tiers
+        # Not of this class: chosen samples of a mixture have no weights.
+        made = Dataset.__new__(Dataset)
+        made.__setstate__({**self.__getstate__(), "reader": reader, "tiers": tiers, "epoch": 0})
+        return made
 
     def with_maps(self, maps: tuple[Callable[[Sample], Sample], ...]) -> "Dataset":
         """Return a copy of this data set, not yet mounted, with these functions of samples."""

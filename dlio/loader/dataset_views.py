@@ -19,7 +19,7 @@ from dlio.data.schema import IMAGES
 from dlio.errors import SourceError, UsageError
 from dlio.loader.contract import Sample, UserDataset
 from dlio.loader.sample import label_field
-from dlio.util.arguments import named, nearest, whole_number
+from dlio.util.arguments import MOST_SEED, named, nearest, whole_number
 
 _I64 = npt.NDArray[np.int64]
 
@@ -27,7 +27,6 @@ _CLASS: Final = "class"
 """Name under which names of classes are asked for, unless a field has it."""
 _STRETCH: Final = 1024
 """Samples that are read at a time, of a block."""
-_MOST_SEED: Final = 2**63 - 1
 
 
 def where(reader: Reader, field: str, wanted: object) -> _I64:
@@ -48,7 +47,7 @@ def split(
     parts: Mapping[str, float],
 ) -> dict[str, _I64]:
     """Return the samples of each part, by name; see `Dataset.split`."""
-    seed = whole_number("seed", seed, 0, _MOST_SEED)
+    seed = whole_number("seed", seed, 0, MOST_SEED)
     edges = _edges(parts)
     owners = np.searchsorted(edges, _digests(reader, by, seed), side="right")
     result = {}

@@ -32,6 +32,7 @@ from dlio.plan.epoch import check_mode, check_shares, is_exact
 from dlio.plan.rank_shares import checked_shares
 from dlio.storage.tier_spec import Tiers, parse_tiers
 from dlio.util.arguments import (
+    MOST_SEED,
     PathText,
     check_callable,
     check_counts,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 
 _MOST_WORKERS: Final = 4096
-_MOST_SEED: Final = 2**63 - 1
 _MANY_THREADS: Final = 64
 _THREADS_A_CORE: Final = 16
 WorkerKind = Literal["thread", "process"]
@@ -178,7 +178,7 @@ class LoaderOptions:
             if isinstance(self.dataset, Dataset):
                 check_recipe(self.dataset.recipe)
         if self.seed is not None:
-            whole_number("seed", self.seed, 0, _MOST_SEED)
+            whole_number("seed", self.seed, 0, MOST_SEED)
         if self.pretend_nodes is not None:
             whole_number("pretend_nodes", self.pretend_nodes, 1, None, "nodes")
         check_callable("worker_init_fn", self.worker_init_fn)

@@ -15,15 +15,13 @@ from dlio.data.mixture_reader import MixtureReader
 from dlio.data.reader import Reader, open_reader
 from dlio.data.source import redact
 from dlio.errors import UsageError
-from dlio.image.picture import check_crops
 from dlio.loader.contract import State, Transform
-from dlio.loader.dataset import Dataset
+from dlio.loader.dataset import Dataset, check_options
 from dlio.plan.mixture import MixtureRule, Weights
 from dlio.plan.mixture_end import EXHAUSTION
-from dlio.storage.tier_spec import Tiers, choose_tiers
+from dlio.storage.tier_spec import Tiers
 from dlio.util.arguments import (
     PathText,
-    check_callable,
     check_flag,
     named,
     one_of,
@@ -42,8 +40,6 @@ _Weighted: TypeAlias = (
 )
 _MOST_SOURCES: Final = 4096
 _MOST_SAMPLES: Final = 2**40
-_MOST_PIXELS: Final = 8192
-_MOST_SEED: Final = 2**63 - 1
 
 
 class Mixture(Dataset):
@@ -53,33 +49,9 @@ class Mixture(Dataset):
     `DataLoader` draws from the sources by weight instead, see `dlio.mix`.
     """
 
-    def __init__(
-        self,
-        reader: MixtureReader,
-        mixing: MixtureRule,
-        *,
-        tiers: Tiers | None,
-        image_size: int | None,
-        train: bool,
-        crops: int,
-        transform: Transform | None,
-        seed: int,
-        on_error: str,
-    ) -> None:
-        super().__init__(
-            reader,
-            tiers=tiers,
-            image_size=image_size,
-            train=train,
-            crops=crops,
-            transform=transform,
-            seed=seed,
-            on_error=on_error,
-        )
-        self.mixing = mixing
-        """The formula's facts; replaced by `set_weights`."""
-        self.mixed = reader
-        """The reader of all sources."""
+    reader: MixtureReader
+    mixing: MixtureRule
+    """The formula's facts; replaced by `set_weights`."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -123,7 +95,7 @@ class Mixture(Dataset):
 
     def source_of(self, samples: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return the number of the source of each sample, such as of `loader.last_samples`."""
-        return self.mixed.sources_of(samples)
+        return self.reader.sources_of(samples)
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{name}: {weight:.3g}" for name, weight in self.weights.items())
@@ -185,18 +157,15 @@ def mix(
     exhaustion, samples = _policy(exhaustion, samples_per_epoch)
     weights = _exact({name: weight for name, _, weight in given}, names)
     changes = [(0, weights)]
-    for step, later in sorted(_checked_schedule(schedule).items()):
+    if schedule is not None and not isinstance(schedule, Mapping):
+        raise UsageError(f"{named('schedule', schedule)}: give weights by step, {{1000: {{...}}}}")
+    for step, later in sorted((schedule or {}).items()):
         changes.append((whole_number("step", step, 1), _exact(later, names)))
     one_of("labels", labels, ("merge", "keep"))
-    one_of("on_error", on_error, ("stop", "skip"))
-    if image_size is not None:
-        image_size = whole_number("image_size", image_size, 1, _MOST_PIXELS, "pixels")
-    check_flag("train", train)
-    crops = check_crops(crops, train)
-    check_callable("transform", transform)
-    seed = whole_number("seed", seed, 0, _MOST_SEED)
     check_flag("follow_links", follow_links, optional=True)
-    choose_tiers(tiers, 0)
+    image_size, crops, seed = check_options(
+        tiers, image_size, train, crops, transform, seed, on_error
+    )
     if not {"patch", "window"}.isdisjoint(options):
         raise UsageError("patches and windows are not mixed: dlio.open([a, b], patch=...) cuts all")
     # Readers that were opened here are closed if a later source fails; given data sets are not.
@@ -212,9 +181,8 @@ def mix(
         uses = [float(w) / size for w, size in zip(weights, sizes, strict=True)]
         joined = MixtureReader(readers, names, uses, labels)
         undo.pop_all()  # From here on, the data set closes them.
-    return Mixture(
+    mixture = Mixture(
         joined,
-        MixtureRule(names, sizes, exhaustion, samples, tuple(changes)),
         tiers=tiers,
         image_size=image_size,
         train=train,
@@ -223,6 +191,8 @@ def mix(
         seed=seed,
         on_error=on_error,
     )
+    mixture.mixing = MixtureRule(names, sizes, exhaustion, samples, tuple(changes))
+    return mixture
 
 
 def restore_weights(data: Dataset | None, state: State) -> None:
@@ -289,16 +259,6 @@ def _policy(exhaustion: str, samples: int | None) -> tuple[str, int | None]:
     if exhaustion == "repeat":
         raise UsageError("exhaustion='repeat' has no end of its own: give samples_per_epoch=")
     return exhaustion, None
-
-
-def _checked_schedule(
-    schedule: Mapping[int, Mapping[str, float]] | None,
-) -> dict[int, Mapping[str, float]]:
-    if schedule is None:
-        return {}
-    if not isinstance(schedule, Mapping):
-        raise UsageError(f"{named('schedule', schedule)}: give weights by step, {{1000: {{...}}}}")
-    return dict(schedule)
 
 
 def _exact(weights: object, names: Sequence[str]) -> Weights:

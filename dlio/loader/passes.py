@@ -14,12 +14,17 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from dlio.data.mixture_reader import MixtureReader
 from dlio.errors import UsageError
-from dlio.loader.contract import IndexBatches, Indices, State
-from dlio.loader.sampler_pass import SAMPLER_KIND, BatchesPass, SamplerPass, sampler_state
+from dlio.loader.contract import State
+from dlio.loader.sampler_pass import (
+    SAMPLER_KIND,
+    BatchesPass,
+    SamplerOrder,
+    SamplerPass,
+    sampler_state,
+)
 from dlio.loader.stats import STAGES, PassStats
 from dlio.plan.block_order import BlockOrder, window_of
 from dlio.plan.layout import Layout
@@ -153,20 +158,6 @@ class LoaderState:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerOrder:
-    """An order that a sampler of torch or of the user gives."""
-
-    sampler: Indices
-    """Yields indices."""
-    batch_sampler: IndexBatches | None
-    """torch's own over `sampler`, or a user's; None without batching."""
-    generator: torch.Generator | None
-    """Source of the sampler's random numbers; None for torch's global one."""
-    draws_seed: bool
-    """True if torch's loader would draw a base seed for workers before the sampler draws."""
-
-
-@dataclass(frozen=True, slots=True)
 class LoaderPosition:
     """A loader's position: in a pass, or between two. Immutable; each event gives another one."""
 
@@ -284,14 +275,7 @@ class LoaderPosition:
             else:
                 # A pass that is over left its random numbers where the next one begins.
                 resumed = self.resumed if self.epoch is None else None
-                batches = SamplerPass(
-                    order.sampler,
-                    order.batch_sampler,
-                    order.generator,
-                    epoch,
-                    resumed,
-                    order.draws_seed,
-                )
+                batches = SamplerPass(order, epoch, resumed)
         mask = self.mask if self.mask is not None and self.mask[0] == batches.epoch else None
         return batches, LoaderPosition(batches, mask=mask)
 

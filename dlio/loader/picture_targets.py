@@ -11,8 +11,9 @@ fields of boxes are those that the readers of COCO and YOLO give, and the same i
     mask            image           number of each pixel's class
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -50,16 +51,22 @@ def _listed(batch: list[Target], **_: object) -> list[Target]:
 collate_fn_map[Target] = _listed
 
 
-class Companion(Protocol):
-    """The part of a sample next to its picture: how it is made, and joined to pictures."""
+class Companion(ABC):
+    """The part of a sample next to its picture: how it is made, and joined to pictures.
 
-    image: str
-    """Field of the picture."""
-    is_class: bool
+    Args:
+        image: field of the picture.
+    """
+
+    is_class = False
     """True if it is the number of the picture's class."""
-    moves: bool
+    moves = False
     """True if it depends on where a crop lies, so that it cannot be kept next to decoded images."""
 
+    def __init__(self, image: str) -> None:
+        self.image = image
+
+    @abstractmethod
     def made(self, values: Mapping[str, Any], move: CropGeometry | None, name: object) -> Any:
         """Make it of a sample's fields; of a picture that is not cropped for None.
 
@@ -71,7 +78,9 @@ class Companion(Protocol):
 
     def sample(self, image: Sample, companion: Any) -> Sample:
         """Return the sample of a picture, or of a transform's result, and its companion."""
+        return image, companion
 
+    @abstractmethod
     def batch(self, images: BatchData, companions: Sequence[Any]) -> BatchData:
         """Return the batch of some pictures and their companions, which may be none."""
 
@@ -95,33 +104,24 @@ def companion_of(schema: Schema, min_visible: float = 0.0) -> Companion | None:
     return _ClassNumber(*fields) if fields is not None else None
 
 
-class _ClassNumber:
+class _ClassNumber(Companion):
     """A class number: samples are (picture, number)."""
 
     is_class = True
-    moves = False
 
     def __init__(self, image: str, label: str) -> None:
-        self.image, self._label = image, label
+        super().__init__(image)
+        self._label = label
 
     def made(self, values: Mapping[str, Any], move: CropGeometry | None, name: object) -> int:
         return int(values[self._label])
-
-    def sample(self, image: Sample, companion: int) -> Sample:
-        return image, companion
 
     def batch(self, images: BatchData, companions: Sequence[int]) -> BatchData:
         return images, torch.tensor(companions, dtype=torch.int64)
 
 
-class _NoCompanion:
+class _NoCompanion(Companion):
     """Photos without labels: samples are {name of the field: picture}."""
-
-    is_class = False
-    moves = False
-
-    def __init__(self, image: str) -> None:
-        self.image = image
 
     def made(self, values: Mapping[str, Any], move: CropGeometry | None, name: object) -> int:
         return 0
@@ -133,22 +133,15 @@ class _NoCompanion:
         return {self.image: images}
 
 
-class _MaskTarget:
+class _MaskTarget(Companion):
     """A class number of each pixel: samples are (picture, mask)."""
 
-    is_class = False
     moves = True
-
-    def __init__(self, image: str) -> None:
-        self.image = image
 
     def made(
         self, values: Mapping[str, Any], move: CropGeometry | None, name: object
     ) -> torch.Tensor:
         return torch.from_numpy(_moved_mask(values, self.image, move, name))
-
-    def sample(self, image: Sample, companion: torch.Tensor) -> Sample:
-        return image, companion
 
     def batch(self, images: BatchData, companions: Sequence[torch.Tensor]) -> BatchData:
         if not companions:
@@ -158,14 +151,13 @@ class _MaskTarget:
         return images, torch.stack(list(companions))
 
 
-class _BoxTargets:
+class _BoxTargets(Companion):
     """Boxes: samples are (picture, Target)."""
 
-    is_class = False
     moves = True
 
     def __init__(self, schema: Schema, image: str, min_visible: float) -> None:
-        self.image = image
+        super().__init__(image)
         self._kinds = schema.kinds
         self._least = min_visible
         names = [name for name, _ in schema.fields]
@@ -185,8 +177,7 @@ class _BoxTargets:
             stay = np.flatnonzero((sides > 0).all(1) & (shares >= self._least))
         target = Target(boxes=torch.from_numpy(boxes[stay].astype(np.float32)))
         for field in self._per_box:
-            if len(values[field]) != count:
-                raise _torn(field, len(values[field]), count)
+            _check_count(field, len(values[field]), count)
             target[field.removeprefix(_PER_BOX)] = torch.from_numpy(values[field][stay])
         if _KEYPOINTS in self._has:
             target[_KEYPOINTS] = torch.from_numpy(self._keypoints(values, stay, move))
@@ -198,9 +189,6 @@ class _BoxTargets:
             target[field] = decoded_field(self._kinds[field].text, values[field], name)
         return target
 
-    def sample(self, image: Sample, companion: Target) -> Sample:
-        return image, companion
-
     def batch(self, images: BatchData, companions: Sequence[Target]) -> BatchData:
         return images, list(companions)
 
@@ -208,8 +196,7 @@ class _BoxTargets:
         self, values: Mapping[str, Any], stay: npt.NDArray[np.intp], move: CropGeometry | None
     ) -> npt.NDArray[np.float32]:
         keypoints = values[_KEYPOINTS]
-        if len(keypoints) != len(values[_BOXES]):
-            raise _torn(_KEYPOINTS, len(keypoints), len(values[_BOXES]))
+        _check_count(_KEYPOINTS, len(keypoints), len(values[_BOXES]))
         if move is None:
             whole: npt.NDArray[np.float32] = keypoints.copy()
             return whole
@@ -255,5 +242,6 @@ def _moved_mask(
     return mask if move is None else np.ascontiguousarray(move.mask(mask))
 
 
-def _torn(field: str, count: int, boxes: int) -> CorruptBlock:
-    return CorruptBlock(f"field {field!r} has {count} values for {boxes} boxes")
+def _check_count(field: str, count: int, boxes: int) -> None:
+    if count != boxes:
+        raise CorruptBlock(f"field {field!r} has {count} values for {boxes} boxes")

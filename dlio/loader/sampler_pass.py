@@ -4,6 +4,7 @@ import base64
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
@@ -41,6 +42,20 @@ class _StatefulSampler(Protocol):
     def load_state_dict(self, state: Any, /) -> object: ...
 
 
+@dataclass(frozen=True, slots=True)
+class SamplerOrder:
+    """An order that a sampler of torch or of the user gives."""
+
+    sampler: Indices
+    """Yields indices."""
+    batch_sampler: IndexBatches | None
+    """torch's own over `sampler`, or a user's; None without batching."""
+    generator: torch.Generator | None
+    """Source of the sampler's random numbers; None for torch's global one."""
+    draws_seed: bool
+    """True if torch's loader would draw a base seed for workers before the sampler draws."""
+
+
 class SamplerPass:
     """The batches that a sampler yields.
 
@@ -49,23 +64,12 @@ class SamplerPass:
     sampler the random numbers that it drew are drawn again and the batches handed out are skipped.
 
     Args:
-        sampler: yields indices.
-        batch_sampler: torch's own over `sampler`, or a user's; None without batching.
-        generator: source of the sampler's random numbers; None for torch's global one.
         state: state of an earlier pass to continue; None to begin a new pass.
-        draws_seed: draw a base seed before the sampler draws, as torch's loader does.
     """
 
-    def __init__(
-        self,
-        sampler: Indices,
-        batch_sampler: IndexBatches | None,
-        generator: torch.Generator | None,
-        epoch: int,
-        state: State | None,
-        draws_seed: bool,
-    ) -> None:
+    def __init__(self, order: SamplerOrder, epoch: int, state: State | None) -> None:
         self.epoch = epoch
+        sampler, batch_sampler = order.sampler, order.batch_sampler
         # torch's own batches over the sampler can begin at any index; a user's cannot.
         self._own = batch_sampler if type(batch_sampler) is BatchSampler else None
         self._sampler: Indices = sampler if self._own is None else self._own.sampler
@@ -74,7 +78,7 @@ class SamplerPass:
         self._distributed: DistributedSampler[Any] | None = None
         if self._own is not None and type(self._sampler) is DistributedSampler:
             self._distributed = self._sampler
-        self._generator = generator or getattr(self._sampler, "generator", None)
+        self._generator = order.generator or getattr(self._sampler, "generator", None)
         self._state = state or {}
         self._batches = int(self._state.get("batches", 0))
         self._samples = int(self._state.get("consumed", 0))
@@ -84,7 +88,7 @@ class SamplerPass:
         # Where the first pass has drawn a base seed, its resumption draws one as well, whatever the
         # number of workers is by now: the samples that follow in the generator are the same only
         # then.
-        self._draws_seed = bool(self._state.get("seeded", draws_seed))
+        self._draws_seed = bool(self._state.get("seeded", order.draws_seed))
         if self._rng is not None:
             if self._generator is not None:
                 self._generator.set_state(_decoded(self._rng))

@@ -15,6 +15,7 @@ from dlio.errors import UsageError
 _CLOSE: Final = 0.5
 """Least similarity, from 0 to 1, of a word that is taken for a mistyped one."""
 _LONGEST: Final = 80
+MOST_SEED: Final = 2**63 - 1
 _Word = TypeVar("_Word")
 PathText = str | os.PathLike[str]
 """A path as users give it."""

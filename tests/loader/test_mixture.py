@@ -139,7 +139,7 @@ def test_the_bytes_of_each_source_are_counted_and_read_once(folders: tuple[str, 
         assert filler is None or filler.join(60)
         sizes = np.asarray(data.reader.sizes)
         # Also the samples that come several times are read from their source once.
-        read = data.mixed.bytes_by_source()
+        read = data.reader.bytes_by_source()
         assert read == {"a": int(sizes[:60].sum()), "b": int(sizes[60:].sum())}
         assert sum(stats["source_bytes"].values()) == stats["bytes"]["source"]
         _batches(loader)

@@ -84,16 +84,8 @@ def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> 
         owners = np.repeat(np.array(numbers, np.int64), [len(part) for part in picked])
         inner = np.concatenate(picked) if picked else np.empty(0, np.int64)
         view = SelectionReader(readers, owners, inner)
-    return Dataset(
-        view,
-        tiers=tiers,
-        image_size=None,
-        train=False,
-        transform=None,
-        seed=seed or 0,
-        on_error="stop",
-        finish=_SampleTransform(known, owners, inner),
-    )
+    transform = _SampleTransform(known, owners, inner)
+    return Dataset(view, tiers=tiers, seed=seed or 0, finish=transform)
 
 
 class _SampleTransform:
