@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.image import pixels as paint
-from dlio.image.picture import PixelChange, Pixels, PixelTransform, check_probability, check_range
+from dlio.image.picture import PixelChange, Pixels, PixelTransform, RandomChange, check_range
 from dlio.image.random_source import RandomSource
 from dlio.util.arguments import named, number_in, whole_number
 
@@ -27,6 +27,8 @@ class ColorJitter(PixelTransform):
         hue: the shift, as a part of the whole circle, is drawn from (-x, x), x at most 0.5; or from
             the (least, largest) given.
     """
+
+    _shown = tuple(_JITTERS)
 
     def __init__(
         self,
@@ -51,10 +53,6 @@ class ColorJitter(PixelTransform):
     def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return _JITTERS[change.name](pixels, change.value)
 
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={getattr(self, name)}" for name in _JITTERS)
-        return f"ColorJitter({shown})"
-
 
 class GaussianBlur(PixelTransform):
     """Blur by a Gaussian of random width.
@@ -63,6 +61,8 @@ class GaussianBlur(PixelTransform):
         kernel_size: side of the kernel in pixels, odd, or (width, height).
         sigma: the Gaussian's, in pixels; drawn uniformly from (least, largest), or fixed.
     """
+
+    _shown = ("kernel_size", "sigma")
 
     def __init__(
         self, kernel_size: int | Sequence[int], sigma: float | Sequence[float] = (0.1, 2.0)
@@ -85,27 +85,8 @@ class GaussianBlur(PixelTransform):
     def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.blur(pixels, self.kernel_size, change.value)
 
-    def __repr__(self) -> str:
-        return f"GaussianBlur(kernel_size={self.kernel_size}, sigma={self.sigma})"
 
-
-class _RandomChange(PixelTransform):
-    """One change, made with probability `p`."""
-
-    _shown: tuple[str, ...] = ()
-
-    def __init__(self, p: float) -> None:
-        self.p = check_probability(type(self).__name__, p)
-
-    def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
-        return [PixelChange(type(self).__name__)] if draws.uniform() < self.p else []
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={getattr(self, name)}" for name in (*self._shown, "p"))
-        return f"{type(self).__name__}({shown})"
-
-
-class RandomGrayscale(_RandomChange):
+class RandomGrayscale(RandomChange):
     """Replace colours by their luminance with probability `p`; channels stay."""
 
     def __init__(self, p: float = 0.1) -> None:
@@ -115,20 +96,17 @@ class RandomGrayscale(_RandomChange):
         return paint.grayscale(pixels)
 
 
-class RandomInvert(_RandomChange):
+class RandomInvert(RandomChange):
     """Invert colours with probability `p`."""
-
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__(p)
 
     def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.invert(pixels)
 
 
-class RandomPosterize(_RandomChange):
+class RandomPosterize(RandomChange):
     """Keep the `bits` highest bits of each value with probability `p`."""
 
-    _shown = ("bits",)
+    _shown = ("bits", "p")
 
     def __init__(self, bits: int, p: float = 0.5) -> None:
         super().__init__(p)
@@ -138,10 +116,10 @@ class RandomPosterize(_RandomChange):
         return paint.posterize(pixels, self.bits)
 
 
-class RandomSolarize(_RandomChange):
+class RandomSolarize(RandomChange):
     """Invert values from `threshold` on with probability `p`; values are 0 to 255."""
 
-    _shown = ("threshold",)
+    _shown = ("threshold", "p")
 
     def __init__(self, threshold: float, p: float = 0.5) -> None:
         super().__init__(p)
@@ -151,30 +129,24 @@ class RandomSolarize(_RandomChange):
         return paint.solarize(pixels, self.threshold)
 
 
-class RandomAutocontrast(_RandomChange):
+class RandomAutocontrast(RandomChange):
     """Stretch each channel to its whole range with probability `p`."""
-
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__(p)
 
     def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.autocontrast(pixels)
 
 
-class RandomEqualize(_RandomChange):
+class RandomEqualize(RandomChange):
     """Equalize each channel's histogram with probability `p`."""
-
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__(p)
 
     def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.equalize(pixels)
 
 
-class RandomAdjustSharpness(_RandomChange):
+class RandomAdjustSharpness(RandomChange):
     """Change sharpness by a factor with probability `p`: 0 is smooth, 2 twice as sharp."""
 
-    _shown = ("sharpness_factor",)
+    _shown = ("sharpness_factor", "p")
 
     def __init__(self, sharpness_factor: float, p: float = 0.5) -> None:
         super().__init__(p)

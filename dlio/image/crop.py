@@ -5,6 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
+_I64 = npt.NDArray[np.int64]
+
 TRIES: Final = 10
 """Draws of (area, ratio) for a crop; the first one that fits is taken."""
 TOP: Final = 2 * TRIES
@@ -14,6 +19,8 @@ FLIP: Final = TOP + 2
 UPEND: Final = TOP + 3
 DRAWS: Final = 2 * TRIES + 4
 """Random numbers per crop: (area, ratio) for each try, then row, column, flip, upend."""
+NUMBERS: Final = 6
+"""Numbers of a box: top, left, height, width, flip, upend."""
 _AREA: Final = 1.3
 """Cost of decoding a pixel, for that of passing one in coded rows: 2.3 ns and 1.8 ns in dlio's own
 decoder, over ImageNet's JPEGs on one core."""
@@ -134,6 +141,52 @@ class Crop:
         h = max(1, min(height, round(self.size * scale)))
         w = max(1, min(width, round(self.width * scale)))
         return Box((height - h) // 2, (width - w) // 2, h, w, False)
+
+
+def boxes_of(
+    crop: Crop, heights: _I64, widths: _I64, uniforms: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int32]:
+    """Return the parts that `crop.boxes` gives for each image; shape (n, crops, 6).
+
+    0.5 µs a box, in place of 2.6 µs one after another.
+
+    Args:
+        heights, widths: of the images, in pixels; shape (n,).
+        uniforms: numbers in [0, 1); shape (n, crops x DRAWS), in training.
+    """
+    count = len(heights)
+    if not crop.train:
+        sides = zip(heights.tolist(), widths.tolist(), strict=True)
+        whole = [crop.box(height, width, ()) for height, width in sides]
+        numbers = [[box.top, box.left, box.height, box.width, 0, 0] for box in whole]
+        middle = np.array(numbers, np.int32).reshape(count, 1, NUMBERS)
+        return np.repeat(middle, crop.crops, axis=1)
+    drawn = uniforms.reshape(count * crop.crops, DRAWS)
+    rows, columns = (np.repeat(sides, crop.crops) for sides in (heights, widths))
+    boxes = np.empty((len(drawn), NUMBERS), np.int32)
+    boxes[:, 4] = drawn[:, FLIP] < crop.flip
+    boxes[:, 5] = drawn[:, UPEND] < crop.upend
+    left = np.arange(len(drawn))
+    (smallest, largest), (low, high) = crop.scale, map(math.log, crop.ratio)
+    for k in range(TRIES):
+        own, height, width = drawn[left], rows[left], columns[left]
+        target = height * width * (smallest + (largest - smallest) * own[:, 2 * k])
+        logs = low + (high - low) * own[:, 2 * k + 1]
+        # numpy's exp may differ in the last bit.
+        ratio = np.array([math.exp(each) for each in logs.tolist()])
+        w, h = np.rint(np.sqrt(target * ratio)), np.rint(np.sqrt(target / ratio))
+        fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+        h, w, chosen = h[fits], w[fits], left[fits]
+        boxes[chosen, 0] = own[fits, TOP] * (height[fits] - h + 1)
+        boxes[chosen, 1] = own[fits, LEFT] * (width[fits] - w + 1)
+        boxes[chosen, 2], boxes[chosen, 3] = h, w
+        left = left[~fits]
+        if not len(left):
+            break
+    for k in left.tolist():
+        box = crop.box(int(rows[k]), int(columns[k]), drawn[k].tolist())
+        boxes[k, :4] = box.top, box.left, box.height, box.width
+    return boxes.reshape(count, crop.crops, NUMBERS)
 
 
 def enclosing(boxes: Sequence[Box]) -> Box:

@@ -43,17 +43,17 @@ from dlio.image.crop import Crop
 from dlio.image.decoder import opencv
 from dlio.image.mixup import CutMix, MixUp
 from dlio.image.picture import (
+    DescribedTransform,
     Picture,
     PixelChange,
     Pixels,
-    PixelTransform,
+    RandomChange,
     check_crops,
-    check_probability,
     check_range,
     shape_of,
 )
 from dlio.image.policy import RandAugment, TrivialAugmentWide
-from dlio.image.random_source import RandomSource, current_draws
+from dlio.image.random_source import current_draws
 from dlio.image.tensors import (
     ConvertImageDtype,
     Normalize,
@@ -159,8 +159,10 @@ class RandomResizedCrop(MultiCropTransform):
         return f"RandomResizedCrop(size={self.size}, scale={self.scale}, ratio={self.ratio}{more})"
 
 
-class Resize:
+class Resize(DescribedTransform):
     """Resize to (height, width) in pixels; a single number is the length of the short side."""
+
+    _shown = ("size",)
 
     def __init__(self, size: int | Sequence[int]) -> None:
         self.size = size if isinstance(size, int) else _size(size)
@@ -174,12 +176,11 @@ class Resize:
         size = (short, long) if height <= width else (long, short)
         return _resized(img, size, (0, 0, height, width))
 
-    def __repr__(self) -> str:
-        return f"Resize(size={self.size})"
 
-
-class CenterCrop:
+class CenterCrop(DescribedTransform):
     """Cut out the middle. Raises UsageError for a smaller image."""
+
+    _shown = ("size",)
 
     def __init__(self, size: int | Sequence[int]) -> None:
         self.size = _size(size)
@@ -192,19 +193,10 @@ class CenterCrop:
         left = round((width - self.size[1]) / 2)
         return _cut(img, top, left, *self.size)
 
-    def __repr__(self) -> str:
-        return f"CenterCrop(size={self.size})"
 
-
-class _Flip(PixelTransform):
+class _Flip(RandomChange):
     _axis = 0
     """Axis of a tensor of shape (..., height, width), from its end."""
-
-    def __init__(self, p: float = 0.5) -> None:
-        self.p = check_probability(type(self).__name__, p)
-
-    def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
-        return [PixelChange("flip")] if draws.uniform() < self.p else []
 
     def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         return paint.flip(pixels, self._axis + 2)
@@ -216,9 +208,6 @@ class _Flip(PixelTransform):
             return img.flip(self._axis)
         # Pillow's FLIP_LEFT_RIGHT, FLIP_TOP_BOTTOM.
         return img.transpose(0 if self._axis == -1 else 1)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(p={self.p})"
 
 
 class RandomHorizontalFlip(_Flip):

@@ -18,6 +18,7 @@ All the work releases the GIL.
 
 import math
 import os
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +32,6 @@ from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
 from dlio.image import native
 from dlio.image.crop import Box, Crop, CropRegion, are_near, enclosing
-from dlio.image.headers import damaged, declared_size
 from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
 from dlio.plan.order import keyed_uniforms
 from dlio.util.settings import settings
@@ -43,6 +43,12 @@ _FACTORS = (8, 4, 2)
 """Fractions at which libjpeg-turbo has fast inverse transforms; the others are slower than 1/1."""
 _SKIPPED = "extraneous bytes before marker 0xd9"
 """libjpeg's warning about rows below a lowered height. In a whole image it means damage."""
+
+_TIFF_WIDTH: Final = 256
+_TIFF_HEIGHT: Final = 257
+_TIFF_ORIENTATION: Final = 274
+_ON_ITS_SIDE: Final = range(5, 9)
+"""Orientations of which the rows become columns. Decoders follow those of TIFF."""
 
 
 class Decoder:
@@ -193,10 +199,6 @@ class Decoder:
                 alone += [(1, [k]) for k in groups.pop(1)]
         return [*groups.items(), *alone]
 
-    def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
-        """Return the part that is cut out of an image of this size; pure."""
-        return self.crop.box(height, width, uniforms)
-
     def factor(self, box: Box) -> int:
         """Return the fraction at which a JPEG is decoded for a crop: 1, 2, 4 or 8 for 1/8."""
         for factor in _FACTORS:
@@ -225,15 +227,15 @@ def decode_all(
         cuts: dict[int, native.NativeCrop] = {}
         alone = []
         for k, image in enumerate(images):
-            try:
-                cut = _cut(library, decoder, image, names[k], uniforms[k], outs[k])
-            except DecodeError as error:
-                shown[k] = error
-                continue
-            if cut is None:
-                alone.append(k)
-            else:
-                cuts[k], shown[k] = cut
+            shape = library.shape(image)
+            # One of too many pixels gets its error below.
+            if shape is not None and shape.height * shape.width <= MAX_PIXELS:
+                box = decoder.crop.box(shape.height, shape.width, uniforms[k].tolist())
+                if decoder.factor(box) == 1:
+                    cuts[k] = native.NativeCrop(np.frombuffer(image, np.uint8), shape, box, outs[k])
+                    shown[k] = CropRegion(box, shape.height, shape.width)
+                    continue
+            alone.append(k)
         alone += _refused(library, cuts)
     for k in alone:
         try:
@@ -261,8 +263,7 @@ def finish_all(
             if decoder.factor(box) > 1 or pixels.strides[1:] != (3, 1):
                 alone.append(k)
                 continue
-            place = box.top, box.left, box.height, box.width
-            cuts[k] = native.NativeCrop(pixels, None, *place, box.flip, box.upend, outs[k])
+            cuts[k] = native.NativeCrop(pixels, None, box, outs[k])
         alone += _refused(library, cuts)
     for k in alone:
         decoder.finish(images[k], uniforms[k], outs[k])
@@ -284,31 +285,6 @@ def _library() -> native.NativeLibrary | None:
     return library
 
 
-def _cut(
-    library: native.NativeLibrary,
-    decoder: Decoder,
-    image: Buffer,
-    name: object,
-    uniforms: npt.NDArray[np.float64],
-    out: npt.NDArray[np.uint8],
-) -> tuple[native.NativeCrop, CropRegion] | None:
-    """Return the crop of a JPEG and the part that it shows; None if it is decoded another way.
-
-    Raises DecodeError for more pixels than the limit.
-    """
-    shape = library.shape(image)
-    if shape is None:
-        return None
-    check_size(shape.height, shape.width, name)
-    box = decoder.crop.box(shape.height, shape.width, uniforms.tolist())
-    if decoder.factor(box) > 1:
-        return None
-    place = box.top, box.left, box.height, box.width
-    shown = CropRegion(box, shape.height, shape.width)
-    data = np.frombuffer(image, np.uint8)
-    return native.NativeCrop(data, shape, *place, box.flip, box.upend, out), shown
-
-
 # Whole images, and parts of JPEGs
 
 
@@ -324,7 +300,7 @@ def image_size(image: Buffer, name: object) -> tuple[int, int]:
     """Return (height, width) of an image, of most formats from its header. Raises DecodeError."""
     size = _jpeg_size(image, name)
     if size is None and bytes(image[:2]) != b"\xff\xd8":
-        size = declared_size(image, name)
+        size = _declared_size(image, name)
     if size is None:
         pixels = _decode_other(image, name)
         size = pixels.shape[0], pixels.shape[1]
@@ -405,10 +381,60 @@ def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
             return None  # Subsampling that simplejpeg has no name for, such as 4:4:1.
         check_size(height, width, name)
         return None if colours in ("CMYK", "YCCK") else (height, width)
-    size = declared_size(image, name)
+    size = _declared_size(image, name)
     if size is not None:
         check_size(*size, name)
     return None
+
+
+def _declared_size(image: Buffer, name: object) -> tuple[int, int] | None:
+    """(height, width) in the header of a file other than a JPEG; None for formats whose pixels
+    cannot be many more than their bytes: WebP has at most 16,383 pixels a side, PPM is not
+    compressed."""
+    head = bytes(image[:32])
+    if head[:8] == b"\x89PNG\r\n\x1a\n" and len(head) >= 24:
+        width, height = struct.unpack(">II", head[16:24])
+        return height, width
+    if head[:2] == b"BM" and len(head) >= 26:
+        width, height = struct.unpack("<ii", head[18:26])
+        return abs(height), width
+    if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        try:
+            return _tiff_size(image)
+        except (struct.error, KeyError) as error:
+            raise damaged(name, "its TIFF header cannot be read") from error
+    is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
+    if is_webp or (head[:1] == b"P" and head[1:2] in b"123456"):
+        return None
+    raise damaged(name, "it is not an image that dlio knows" if len(image) else "it is empty")
+
+
+def _tiff_size(image: Buffer) -> tuple[int, int]:
+    """(height, width) of a TIFF's first picture, decoded. Raises struct.error or KeyError."""
+    order = "<" if bytes(image[:2]) == b"II" else ">"
+    big = 43 in (image[2], image[3])
+    (at,) = struct.unpack_from(order + ("Q" if big else "I"), image, 8 if big else 4)
+    (entries,) = struct.unpack_from(order + ("Q" if big else "H"), image, min(at, len(image)))
+    first, entry = (at + 8, 20) if big else (at + 2, 12)
+    wanted = (_TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_ORIENTATION)
+    values: dict[int, int] = {}
+    for k in range(min(entries, (len(image) - first) // entry)):
+        tag, kind = struct.unpack_from(order + "HH", image, first + k * entry)
+        if tag in wanted:
+            value = first + k * entry + (12 if big else 8)
+            # Kind 3 is 16 bits wide; 16, in the large form alone, 64; otherwise 32.
+            letter = {3: "H", 16: "Q"}.get(kind, "I")
+            (values[tag],) = struct.unpack_from(order + letter, image, value)
+    height, width = values[_TIFF_HEIGHT], values[_TIFF_WIDTH]
+    return (width, height) if values.get(_TIFF_ORIENTATION) in _ON_ITS_SIDE else (height, width)
+
+
+def damaged(name: object, reason: str) -> DecodeError:
+    """Return the error of an image that cannot be decoded."""
+    return DecodeError(
+        f"{name} cannot be decoded: {reason} (repair or remove it; `dlio verify` lists all such "
+        "files, --on-error skip leaves them out)"
+    )
 
 
 def check_size(height: int, width: int, name: object) -> None:

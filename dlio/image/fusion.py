@@ -31,10 +31,10 @@ from dlio.image.crop_transforms import (
     Resize,
     ToDtype,
 )
-from dlio.image.device_decode.normalization import Normalization
 from dlio.image.mixup import MixingTransform
 from dlio.image.picture import Pixels, PixelTransform, Transform
 from dlio.image.random_source import KeyedRandom, stream_of
+from dlio.image.tensors import Normalization
 from dlio.image.torchvision_steps import (
     TorchvisionForm,
     flattened,

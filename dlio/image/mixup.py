@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from dlio.errors import UsageError
+from dlio.image.picture import DescribedTransform
 from dlio.image.random_source import RandomSource, current_draws
 from dlio.util.arguments import named, number_in, one_of, whole_number
 
@@ -26,7 +27,7 @@ class MixtureDraw(NamedTuple):
     all pixels."""
 
 
-class MixingTransform:
+class MixingTransform(DescribedTransform):
     """A transform of a batch (images, labels), whose labels become probabilities.
 
     Args:
@@ -37,6 +38,8 @@ class MixingTransform:
             batch, so that pixels do not depend on the number of ranks; a partner that another rank
             has is decoded once more. `rank` mixes within the rank's own batch, as torchvision does.
     """
+
+    _shown = ("alpha", "num_classes", "partners")
 
     def __init__(
         self,
@@ -124,12 +127,6 @@ class MixingTransform:
         if labels.device.type == "cpu" and len(labels) and int(labels.max()) >= count:
             raise UsageError(f"num_classes={count}: there is a label {int(labels.max())}")
         return torch.nn.functional.one_hot(labels.long(), count).float()
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(alpha={self.alpha}, num_classes={self.num_classes}, "
-            f"partners={self.partners!r})"
-        )
 
 
 class MixUp(MixingTransform):

@@ -28,7 +28,18 @@ class PixelChange(NamedTuple):
     value: Any = None
 
 
-class PixelTransform:
+class DescribedTransform:
+    """A transform whose repr is its name and its arguments, as attributes have them."""
+
+    _shown: tuple[str, ...] = ()
+    """Names of the attributes."""
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._shown)
+        return f"{type(self).__name__}({shown})"
+
+
+class PixelTransform(DescribedTransform):
     """A transform of pixels that keeps the size, in two steps: draw the changes, and do them."""
 
     def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
@@ -56,6 +67,18 @@ class PixelTransform:
             return pixels
 
         return on_pixels(type(self).__name__, painted, img) if changes else img
+
+
+class RandomChange(PixelTransform):
+    """One change, made with probability `p`."""
+
+    _shown: tuple[str, ...] = ("p",)
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = check_probability(type(self).__name__, p)
+
+    def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
+        return [PixelChange(type(self).__name__)] if draws.uniform() < self.p else []
 
 
 def on_pixels(name: str, paint: Callable[[Pixels], Pixels], img: Picture) -> Picture:

@@ -4,7 +4,7 @@ Operations and magnitudes are those of torchvision.transforms.autoaugment. Sourc
 others, "RandAugment", arXiv 1909.13719; Mueller and Hutter, "TrivialAugment", arXiv 2103.10158.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Final
 
@@ -19,17 +19,22 @@ from dlio.util.arguments import named, whole_number
 
 Interpolation = str | int | Enum
 """`nearest` or `bilinear`, Pillow's number of one, or torchvision's InterpolationMode."""
-_NAMES: Final = (
-    "ShearX",
-    "ShearY",
-    "TranslateX",
-    "TranslateY",
-    "Rotate",
-    "Brightness",
-    "Color",
-    "Contrast",
-    "Sharpness",
-)
+_Space = dict[str, npt.NDArray[np.float32] | None]
+"""Magnitudes of each operation, shape (num_magnitude_bins,); None for one without."""
+_MOVES: Final = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
+_SIGNED: Final = (*_MOVES, "Brightness", "Color", "Contrast", "Sharpness")
+"""Operations whose magnitudes are negative in half of the cases."""
+_PAINTS: Final[dict[str, Callable[[Pixels, float], Pixels]]] = {
+    "Identity": lambda pixels, _: pixels,
+    "Brightness": lambda pixels, size: paint.brightness(pixels, 1 + size),
+    "Color": lambda pixels, size: paint.saturation(pixels, 1 + size),
+    "Contrast": lambda pixels, size: paint.contrast(pixels, 1 + size),
+    "Sharpness": lambda pixels, size: paint.sharpness(pixels, 1 + size),
+    "Posterize": lambda pixels, size: paint.posterize(pixels, int(size)),
+    "Solarize": paint.solarize,
+    "AutoContrast": lambda pixels, _: paint.autocontrast(pixels),
+    "Equalize": lambda pixels, _: paint.equalize(pixels),
+}
 _MODES: Final = {"nearest": False, "bilinear": True, "0": False, "2": True}
 """Names of interpolations, and Pillow's numbers."""
 
@@ -49,11 +54,10 @@ class _AugmentationPolicy(PixelTransform):
         self._fill = tuple(numbers_in("fill", values))
         if len(self._fill) not in (1, 3):
             raise UsageError(f"{named('fill', fill)}: give one value, or one per channel")
-        self._spaces: dict[tuple[int, int], dict[str, npt.NDArray[np.float32] | None]] = {}
+        self._spaces: dict[tuple[int, int], _Space] = {}
 
-    def space(self, height: int, width: int) -> dict[str, npt.NDArray[np.float32] | None]:
-        """Magnitudes of each operation, shape (num_magnitude_bins,), or None for one without, for
-        an image of this size in pixels."""
+    def space(self, height: int, width: int) -> _Space:
+        """Return the operations and magnitudes for an image of this size in pixels."""
         raise NotImplementedError
 
     def _change(
@@ -70,31 +74,14 @@ class _AugmentationPolicy(PixelTransform):
         if magnitudes is not None:
             chosen = draws.below(len(magnitudes)) if level is None else level
             magnitude = float(magnitudes[chosen])
-        if name in _NAMES and draws.below(2):
+        if name in _SIGNED and draws.below(2):
             magnitude = -magnitude
         return PixelChange(name, magnitude)
 
     def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
         name, size = change
-        match name:
-            case "Identity":
-                return pixels
-            case "Brightness":
-                return paint.brightness(pixels, 1 + size)
-            case "Color":
-                return paint.saturation(pixels, 1 + size)
-            case "Contrast":
-                return paint.contrast(pixels, 1 + size)
-            case "Sharpness":
-                return paint.sharpness(pixels, 1 + size)
-            case "Posterize":
-                return paint.posterize(pixels, int(size))
-            case "Solarize":
-                return paint.solarize(pixels, size)
-            case "AutoContrast":
-                return paint.autocontrast(pixels)
-            case "Equalize":
-                return paint.equalize(pixels)
+        if name in _PAINTS:
+            return _PAINTS[name](pixels, size)
         return paint.affine(pixels, _matrix(name, size, pixels), self._fill, self._bilinear)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,6 +98,8 @@ class RandAugment(_AugmentationPolicy):
         fill: value of pixels from outside of the image, one or one per channel; black for None.
     """
 
+    _shown = ("num_ops", "magnitude", "num_magnitude_bins", "interpolation", "fill")
+
     def __init__(
         self,
         num_ops: int = 2,
@@ -123,7 +112,7 @@ class RandAugment(_AugmentationPolicy):
         self.num_ops = whole_number("num_ops", num_ops)
         self.magnitude = whole_number("magnitude", magnitude, 0, self.num_magnitude_bins - 1)
 
-    def space(self, height: int, width: int) -> dict[str, npt.NDArray[np.float32] | None]:
+    def space(self, height: int, width: int) -> _Space:
         part = 150.0 / 331.0
         limits = (0.3, 0.3, part * width, part * height, 30.0, 0.9, 0.9, 0.9, 0.9)
         return _space(self.num_magnitude_bins, limits, least_bits=4)
@@ -131,16 +120,11 @@ class RandAugment(_AugmentationPolicy):
     def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
         return [self._change(draws, height, width, self.magnitude) for _ in range(self.num_ops)]
 
-    def __repr__(self) -> str:
-        return (
-            f"RandAugment(num_ops={self.num_ops}, magnitude={self.magnitude}, "
-            f"num_magnitude_bins={self.num_magnitude_bins}, "
-            f"interpolation={self.interpolation!r}, fill={self.fill})"
-        )
-
 
 class TrivialAugmentWide(_AugmentationPolicy):
     """Do one random operation of random strength. Arguments as for `RandAugment`."""
+
+    _shown = ("num_magnitude_bins", "interpolation", "fill")
 
     def __init__(
         self,
@@ -150,18 +134,12 @@ class TrivialAugmentWide(_AugmentationPolicy):
     ) -> None:
         super().__init__(num_magnitude_bins, interpolation, fill)
 
-    def space(self, height: int, width: int) -> dict[str, npt.NDArray[np.float32] | None]:
+    def space(self, height: int, width: int) -> _Space:
         limits = (0.99, 0.99, 32.0, 32.0, 135.0, 0.99, 0.99, 0.99, 0.99)
         return _space(self.num_magnitude_bins, limits, least_bits=2)
 
     def draw(self, draws: RandomSource, height: int, width: int) -> list[PixelChange]:
         return [self._change(draws, height, width, None)]
-
-    def __repr__(self) -> str:
-        return (
-            f"TrivialAugmentWide(num_magnitude_bins={self.num_magnitude_bins}, "
-            f"interpolation={self.interpolation!r}, fill={self.fill})"
-        )
 
 
 def is_bilinear(interpolation: object) -> bool | None:
@@ -170,11 +148,9 @@ def is_bilinear(interpolation: object) -> bool | None:
     return _MODES.get(str(getattr(interpolation, "value", interpolation)).lower())
 
 
-def _space(
-    bins: int, limits: Sequence[float], least_bits: int
-) -> dict[str, npt.NDArray[np.float32] | None]:
-    space: dict[str, npt.NDArray[np.float32] | None] = {"Identity": None}
-    for name, limit in zip(_NAMES, limits, strict=True):
+def _space(bins: int, limits: Sequence[float], least_bits: int) -> _Space:
+    space: _Space = {"Identity": None}
+    for name, limit in zip(_SIGNED, limits, strict=True):
         space[name] = np.linspace(0.0, limit, bins, dtype=np.float32)
     steps = np.arange(bins, dtype=np.float32) / np.float32((bins - 1) / (8 - least_bits))
     space["Posterize"] = 8 - np.rint(steps)
@@ -183,14 +159,12 @@ def _space(
 
 
 def _matrix(name: str, size: float, pixels: Pixels) -> tuple[float, ...]:
-    match name:
-        case "ShearX":
-            return 1.0, size, 0.0, 0.0, 1.0, 0.0
-        case "ShearY":
-            return 1.0, 0.0, 0.0, size, 1.0, 0.0
-        case "TranslateX":
-            return 1.0, 0.0, float(-int(size)), 0.0, 1.0, 0.0
-        case "TranslateY":
-            return 1.0, 0.0, 0.0, 0.0, 1.0, float(-int(size))
-    assert name == "Rotate"
-    return paint.rotation(size, *pixels.shape[:2])
+    if name == "Rotate":
+        return paint.rotation(size, *pixels.shape[:2])
+    shift = float(-int(size))
+    return {
+        "ShearX": (1.0, size, 0.0, 0.0, 1.0, 0.0),
+        "ShearY": (1.0, 0.0, 0.0, size, 1.0, 0.0),
+        "TranslateX": (1.0, 0.0, shift, 0.0, 1.0, 0.0),
+        "TranslateY": (1.0, 0.0, 0.0, 0.0, 1.0, shift),
+    }[name]

@@ -9,7 +9,7 @@ do.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,48 +23,34 @@ CROP_STREAMS: Final = 1 << 16
 """Streams of one crop of a sample; those of its next crop follow."""
 
 
-class RandomSource(Protocol):
-    """A source of random numbers."""
-
-    def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
-        """Draw a number from [low, high)."""
-
-    def below(self, count: int) -> int:
-        """Draw a whole number from 0 to `count` - 1."""
-
-    def permutation(self, count: int) -> list[int]:
-        """Draw an order of the numbers from 0 to `count` - 1."""
-
-    def beta(self, alpha: float) -> float:
-        """Draw from the distribution Beta(alpha, alpha)."""
-
-    def normal(self, *shape: int) -> npt.NDArray[np.float32]:
-        """Draw numbers of mean 0 and variance 1."""
-
-
 class TorchRandom:
     """torch's global generator, asked as torchvision asks it."""
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
+        """Draw a number from [low, high)."""
         return float(torch.empty(1).uniform_(low, high).item())
 
     def below(self, count: int) -> int:
+        """Draw a whole number from 0 to `count` - 1."""
         return int(torch.randint(0, count, (1,)).item())
 
     def permutation(self, count: int) -> list[int]:
+        """Draw an order of the numbers from 0 to `count` - 1."""
         order: list[int] = torch.randperm(count).tolist()
         return order
 
     def beta(self, alpha: float) -> float:
+        """Draw from the distribution Beta(alpha, alpha)."""
         return float(torch._sample_dirichlet(torch.tensor([alpha, alpha]))[0])
 
     def normal(self, *shape: int) -> npt.NDArray[np.float32]:
+        """Draw numbers of mean 0 and variance 1."""
         drawn: npt.NDArray[np.float32] = torch.empty(shape, dtype=torch.float32).normal_().numpy()
         return drawn
 
 
 class KeyedRandom:
-    """Random numbers of one sample.
+    """Random numbers of one sample, drawn as `TorchRandom` draws.
 
     Args:
         seed, epoch, sample: give the same numbers wherever the sample is made.
@@ -98,6 +84,9 @@ class KeyedRandom:
 
     def normal(self, *shape: int) -> npt.NDArray[np.float32]:
         return np.random.default_rng(self.word()).standard_normal(shape, np.float32)
+
+
+RandomSource = TorchRandom | KeyedRandom
 
 
 def stream_of(step: int, crop: int = 0) -> int:

@@ -29,26 +29,9 @@ from dlio.util.object_graph import reachable
 _STREAM: Final = 62
 """Stream of the functions' random numbers; the next one is that of shared generators."""
 _DRAWING: Final = frozenset(
-    (
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "bernoulli",
-        "multinomial",
-        "normal",
-        "poisson",
-        "_sample_dirichlet",
-        "_standard_gamma",
-        "uniform_",
-        "normal_",
-        "random_",
-        "exponential_",
-        "cauchy_",
-        "geometric_",
-        "log_normal_",
-        "bernoulli_",
-    )
+    "rand randn randint randperm bernoulli multinomial normal poisson _sample_dirichlet "
+    "_standard_gamma uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ "
+    "bernoulli_".split()
 )
 """Functions and methods of torch that take `generator=`."""
 _LIKE: Final = {"rand_like": "uniform_", "randn_like": "normal_", "randint_like": "random_"}

@@ -5,20 +5,27 @@ A loader does them for the whole batch, on the device where it lies.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
 from dlio.errors import UsageError
-from dlio.image.picture import Picture, check_probability, check_range, numbers_in
+from dlio.image.picture import (
+    DescribedTransform,
+    Picture,
+    check_probability,
+    check_range,
+    numbers_in,
+)
 from dlio.image.random_source import RandomSource, current_draws
 from dlio.util.arguments import check_flag, named
 
 _TRIES: Final = 10
 
 
-class ToDtype:
+class ToDtype(DescribedTransform):
     """Convert to another type of pixels.
 
     Args:
@@ -26,6 +33,8 @@ class ToDtype:
         scale: from the whole range of one type to that of the other: 0 to 255 for uint8, 0 to 1 for
             floats. Otherwise values stay.
     """
+
+    _shown: tuple[str, ...] = ("dtype", "scale")
 
     def __init__(self, dtype: torch.dtype, scale: bool = False) -> None:
         if not isinstance(dtype, torch.dtype):
@@ -39,18 +48,14 @@ class ToDtype:
             return pixels.to(self.dtype)
         return _scaled(pixels, self.dtype)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(dtype={self.dtype}, scale={self.scale})"
-
 
 class ConvertImageDtype(ToDtype):
     """Convert to another type of pixels and scale to its range: ToDtype(dtype, scale=True)."""
 
+    _shown: tuple[str, ...] = ("dtype",)
+
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(dtype, scale=True)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(dtype={self.dtype})"
 
 
 class ToFloat(ConvertImageDtype):
@@ -63,21 +68,17 @@ class ToFloat(ConvertImageDtype):
 class ToTensor(ToFloat):
     """Make a float tensor of pixels from 0 to 1, shape (channels, height, width)."""
 
+    _shown = ()
+
     def __init__(self) -> None:
         super().__init__(torch.float32)
 
-    def __repr__(self) -> str:
-        return "ToTensor()"
 
-
-class PILToTensor:
+class PILToTensor(DescribedTransform):
     """Make a uint8 tensor of shape (channels, height, width); a tensor stays as it is."""
 
     def __call__(self, img: Picture) -> torch.Tensor:
         return _tensor(img)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
 
 
 class ToImage(PILToTensor):
@@ -91,13 +92,15 @@ class ToPureTensor(PILToTensor):
         return _tensor(img).as_subclass(torch.Tensor)
 
 
-class Normalize:
+class Normalize(DescribedTransform):
     """Compute (pixel / 255 - mean) / std for an image or a batch, on the device where it is.
 
     Args:
         mean, std: of each channel, for pixels from 0 to 1.
         dtype: of the result.
     """
+
+    _shown = ("mean", "std")
 
     def __init__(
         self,
@@ -136,11 +139,31 @@ class Normalize:
                 return made
         return made.sub_(mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1))
 
-    def __repr__(self) -> str:
-        return f"Normalize(mean={self.mean}, std={self.std})"
+
+@dataclass(frozen=True, slots=True)
+class Normalization:
+    """Normalisation of pixels: (pixel / 255 - mean) / std, computed in float32.
+
+    In float32 the result equals that of `dlio.transforms.Normalize`.
+    """
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    dtype: torch.dtype = torch.float32
+    """Of the result: float32, float16 or bfloat16."""
+
+    def scaled(self) -> tuple[list[float], list[float]]:
+        """Return (mean, std) for pixels from 0 to 255, rounded to float32."""
+        mean, std = torch.tensor(self.mean) * 255.0, torch.tensor(self.std) * 255.0
+        return mean.tolist(), std.tolist()
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Normalise pixels from 0 to 255; shape (..., 3)."""
+        mean, std = (torch.tensor(each, device=pixels.device) for each in self.scaled())
+        return ((pixels.float() - mean) / std).to(self.dtype)
 
 
-class RandomErasing:
+class RandomErasing(DescribedTransform):
     """Overwrite a rectangle of random area and aspect ratio.
 
     Args:
@@ -152,6 +175,8 @@ class RandomErasing:
 
     Source: Zhong and others, "Random Erasing Data Augmentation", arXiv 1708.04896.
     """
+
+    _shown = ("p", "scale", "ratio", "value", "inplace")
 
     def __init__(
         self,
@@ -218,12 +243,6 @@ class RandomErasing:
             raise UsageError(f"{named('value', self.value)}: the image has {channels} channels")
         part = img[..., top : top + height, left : left + width]
         part.copy_(value.to(img.device))
-
-    def __repr__(self) -> str:
-        return (
-            f"RandomErasing(p={self.p}, scale={self.scale}, ratio={self.ratio}, "
-            f"value={self.value!r}, inplace={self.inplace})"
-        )
 
 
 def _tensor(img: Picture) -> torch.Tensor:

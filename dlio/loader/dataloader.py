@@ -43,16 +43,17 @@ from dlio.loader.loader_options import (
 from dlio.loader.mixture_dataset import restore_weights
 from dlio.loader.passes import (
     FormulaOrder,
+    InterruptedEpoch,
     LoaderPosition,
     Pass,
     PassCounters,
     PlannedPass,
+    Survivors,
     check_state,
 )
 from dlio.loader.planned_engine.engine import epoch_plan
 from dlio.loader.sampler_pass import SamplerOrder
 from dlio.loader.stats import PassStats
-from dlio.loader.survivors import InterruptedEpoch, Survivors
 from dlio.loader.third_party import accelerate
 from dlio.loader.third_party.adapters import read_by_dlio
 from dlio.loader.torchdata_state.iteration_state import IterationState

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from dlio.errors import DlioError
 from dlio.loader.contract import UserDataset
@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 
 
 class DatasetThreads(Generic[_Task]):
-    """Threads in which `torch.utils.data.get_worker_info()` is true. A context manager.
+    """Threads in which `torch.utils.data.get_worker_info()` is true.
 
     Args:
         name: prefix of the threads' names.
@@ -59,12 +59,6 @@ class DatasetThreads(Generic[_Task]):
         shared: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._queues = [queue.SimpleQueue() if own_queues else shared for _ in range(count)]
         self._workers = Workers(name, self._run, count, wake=self._wake)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def start(self) -> None:
         """Start the threads, once all exists that `serve` uses."""

@@ -18,11 +18,11 @@ queue, and for the event of a copy when `_UNDER_WAY` of them have not passed.
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing
 from enum import Enum
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Protocol, Self, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -65,39 +65,9 @@ class HostMemoryKind(Enum):
     copies it, refers to it until its copy is complete."""
 
 
-class DeviceStreams(Protocol):
-    """One stream for copies, and the streams of those who use the copies. Thread-safe."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def copying(self) -> AbstractContextManager[object]:
-        """Make the copy stream the calling thread's current stream."""
-
-    def pinned(self, count: int) -> npt.NDArray[np.uint8]:
-        """Allocate page-locked memory; shape (count,)."""
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """True if the copy stream can read the tensor's memory while the host goes on."""
-
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start a copy on the current stream; return the copy, or the tensor if it is there."""
-
-    def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Start a copy into memory of the device, on the current stream."""
-
-    def record(self) -> CopyEvent:
-        """Return an event that completes with all that the copy stream has been given so far."""
-
-    def wait(self, event: CopyEvent) -> None:
-        """Have the calling thread's current stream wait for an event; the host goes on."""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor's memory, once it is freed, until the current stream has come so far."""
-
-
 class CudaStreams:
-    """Streams of a CUDA device. Owner: a loader, for all its passes.
+    """One stream of a CUDA device for copies, and the streams of those who use the copies.
+    Thread-safe. Owner: a loader, for all its passes.
 
     torch's allocator keeps freed memory by stream: a new stream for each pass would keep that of
     the passes before.
@@ -109,31 +79,39 @@ class CudaStreams:
         self._stream: Any = _cuda.Stream(device)
 
     def copying(self) -> AbstractContextManager[object]:
+        """Make the copy stream the calling thread's current stream."""
         entered: AbstractContextManager[object] = _cuda.stream(self._stream)
         return entered
 
     def pinned(self, count: int) -> npt.NDArray[np.uint8]:
+        """Allocate page-locked memory; shape (count,)."""
         return pinned_memory(count)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """True if the copy stream can read the tensor's memory while the host goes on."""
         return tensor.is_pinned()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Start a copy on the current stream; return the copy, or the tensor if it is there."""
         return tensor.to(self.device, non_blocking=True)
 
     def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Start a copy into memory of the device, on the current stream."""
         target.copy_(tensor, non_blocking=True)
 
     def record(self) -> CopyEvent:
+        """Return an event that completes with all that the copy stream has been given so far."""
         event = _cuda.Event(blocking=True)  # Waiting for it leaves the processor to others.
         event.record(self._stream)
         made: CopyEvent = event
         return made
 
     def wait(self, event: CopyEvent) -> None:
+        """Have the calling thread's current stream wait for an event; the host goes on."""
         _cuda.current_stream(self.device).wait_event(event)
 
     def keep(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's memory, once it is freed, until the current stream has come so far."""
         if tensor.device == self.device:
             tensor.record_stream(_cuda.current_stream(self.device))
 
@@ -144,7 +122,7 @@ def pinned_memory(count: int) -> npt.NDArray[np.uint8]:
     return memory
 
 
-def streams_of(device: torch.device) -> DeviceStreams | None:
+def streams_of(device: torch.device) -> CudaStreams | None:
     """Return streams for copies to a device; None if copies to it are made in place."""
     return CudaStreams(device) if device.type == "cuda" else None
 
@@ -164,17 +142,14 @@ class DeviceBatchPart(Protocol):
         """
 
 
-@dataclass(slots=True)
-class _CopiedBatch:
-    fed: BatchResult
-    event: CopyEvent | None
-    """Completes with the copy; None for an error, which has nothing to copy."""
+_Copied = tuple[BatchResult, CopyEvent | None]
+"""(batch, event that completes with its copy; None for an error, which has nothing to copy)."""
 
 
 class StagingBuffers:
     """Streams of a device and page-locked memory for copies to it. Owner: the loader."""
 
-    def __init__(self, streams: DeviceStreams) -> None:
+    def __init__(self, streams: CudaStreams) -> None:
         self.streams = streams
         self.pool = BufferPool(_MOST_SPARE, allocate=streams.pinned)
 
@@ -226,17 +201,17 @@ class _StagedCopies:
 def handed_over(feed: BatchStream, staging: StagingBuffers) -> BatchStream:
     """Yield the batches of `feed` on a device, copied ahead of their use."""
     streams = staging.streams
-    with _Copier(feed, staging) as copier:
+    with closing(_Copier(feed, staging)) as copier:
         yield None
         while (copied := copier.take()) is not None:
-            fed = copied.fed
-            if copied.event is not None:
-                streams.wait(copied.event)
+            fed, event = copied
+            if event is not None:
+                streams.wait(event)
                 # Or torch would give a freed batch to the next copy while kernels still read it.
                 for tensor in filter(_is_plain, tensors_in(fed.data)):
                     streams.keep(tensor)
                 fed.data = map_leaves(lambda leaf: _moved_rest(leaf, streams), fed.data)
-            del copied
+            del copied, event
             yield fed
             del fed
 
@@ -246,7 +221,7 @@ def _is_plain(leaf: BatchData) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
-def _moved_rest(leaf: BatchData, streams: DeviceStreams) -> BatchData:
+def _moved_rest(leaf: BatchData, streams: CudaStreams) -> BatchData:
     """Move other tensors, and objects with a `to` of their own, on their user's stream: the memory
     that they consist of is not known."""
     if _is_plain(leaf):
@@ -260,23 +235,20 @@ class _Copier:
 
     def __init__(self, feed: BatchStream, staging: StagingBuffers) -> None:
         self._feed, self._staging = feed, staging
-        self._ready: SimpleQueue[_CopiedBatch | BaseException | None] = SimpleQueue()
+        self._ready: SimpleQueue[_Copied | BaseException | None] = SimpleQueue()
         # Device memory is short: a batch that waits there is one that the model cannot use.
         self._room = threading.Semaphore(_AHEAD)
-        self._taken: list[_CopiedBatch | BaseException | None] = []
+        self._taken: list[_Copied | BaseException | None] = []
         self._under_way: deque[_StagedCopies] = deque()
         self._workers = Workers(
             "dlio-device", self._run, wake=self._room.release, stop_timeout_s=_JOIN_TIMEOUT_S
         )
         self._workers.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._workers.close()
 
-    def take(self) -> _CopiedBatch | None:
+    def take(self) -> _Copied | None:
         """Return the next batch; None after the last. Raises the error that ended the thread."""
         while not wait_serving(self._has_taken, _LOOK_S):
             if not self._workers.alive() and self._ready.empty():
@@ -304,7 +276,7 @@ class _Copier:
                     if self._workers.stopping.is_set():
                         break
                     event = None if fed.error is not None else self._copy(fed)
-                    self._ready.put(_CopiedBatch(fed, event))
+                    self._ready.put((fed, event))
                     del fed
         except BaseException as error:
             last = error
@@ -373,10 +345,13 @@ class DeviceDelivery:
         if device is not None:
             target = target_of(device)
             staging = self.staging(target)
-            feed = _in_place(feed, target) if staging is None else handed_over(feed, staging)
+            if staging is None:
+                feed = _changed(feed, lambda fed: moved(fed.data, target))
+            else:
+                feed = handed_over(feed, staging)
             next(feed)
         if transform is not None:
-            feed = _transformed(feed, transform)
+            feed = _changed(feed, partial(_transformed, transform))
             next(feed)
         return feed
 
@@ -396,27 +371,17 @@ def target_of(device: torch.device | str | int) -> torch.device:
     return target
 
 
-def _in_place(feed: BatchStream, device: torch.device) -> BatchStream:
+def _changed(feed: BatchStream, change: Callable[[BatchResult], BatchData]) -> BatchStream:
     yield None
     for fed in feed:
         assert fed is not None
         if fed.error is None:
-            fed.data = moved(fed.data, device)
+            fed.data = change(fed)
         yield fed
         del fed
 
 
-def _transformed(feed: BatchStream, transform: BatchTransform) -> BatchStream:
-    yield None
-    for fed in feed:
-        assert fed is not None
-        if fed.error is None:
-            fed.data = _transformed_batch(fed, transform)
-        yield fed
-        del fed
-
-
-def _transformed_batch(fed: BatchResult, transform: BatchTransform) -> BatchData:
+def _transformed(transform: BatchTransform, fed: BatchResult) -> BatchData:
     """Return (images, labels) or {"image": images}, transformed."""
     samples = fed.numbers()
     if isinstance(fed.data, dict):

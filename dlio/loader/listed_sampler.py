@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torch.utils.data import BatchSampler
 
 from dlio.loader.batch_stream import BatchStream
-from dlio.loader.contract import Index, State
+from dlio.loader.contract import Index
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.sampler_pass import SamplerPass
 
@@ -60,6 +60,8 @@ class ListedPass:
     def __init__(self, batches: SamplerPass) -> None:
         self._batches = batches
         self.epoch = batches.epoch
+        self.consumed, self.state = batches.consumed, batches.state
+        self.next_state = batches.next_state
         self.drawn: list[Any] = []
         """The batches."""
         self._rest: Iterator[Index] = iter(())
@@ -88,15 +90,6 @@ class ListedPass:
     @property
     def steps(self) -> int | None:
         return self._batches.steps
-
-    def consumed(self) -> None:
-        self._batches.consumed()
-
-    def state(self) -> State:
-        return self._batches.state()
-
-    def next_state(self) -> State:
-        return self._batches.next_state()
 
 
 def listed_samples(batches: ListedPass | None, samples: int) -> list[_I64] | None:

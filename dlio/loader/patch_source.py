@@ -145,23 +145,18 @@ class PatchRecipe(Recipe):
 
     @property
     def is_random(self) -> bool:
-        """True if samples are known to differ from epoch to epoch."""
         return self._source.patches.is_random or super().is_random
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of a patch."""
         return self._source.patches.patch_bytes
 
     def make(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
-        """Return (sample, seconds in the user's transform)."""
         values = self._source.cut(PatchReader.number_of(payload), self.seed, epoch)
         made: Sample = {
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             for name, value in values.items()
         }
-        if self.transform is None:
-            return made, 0.0
         return self._apply(self.transform, made, epoch, sample)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from dlio.storage.block import aligned, block_sizes
 from dlio.storage.mount import block_bytes_of
 
 _I64 = npt.NDArray[np.int64]
-SOURCE: Final = -1
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,11 @@ class Recipe(ABC):
         return self._seeded.sample(self.seed, epoch, sample, crop)
 
     def _apply(
-        self, transform: Transform, made: Sample, epoch: int, sample: int, crop: int = 0
+        self, transform: Transform | None, made: Sample, epoch: int, sample: int, crop: int = 0
     ) -> tuple[Sample, float]:
         """Return (the transform's result, seconds); an error of the transform names the sample."""
+        if transform is None:
+            return made, 0.0
         started = time.perf_counter()
         try:
             with self._drawing(epoch, sample, crop):

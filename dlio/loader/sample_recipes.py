@@ -117,8 +117,6 @@ class PictureRecipe(Recipe):
         values, name = self.fields(sample, payload), SampleName(self.reader, sample)
         picture = decoded_field("image", values[self.companion.image], name)
         beside = self.accompanying(values, None, sample)
-        if self.transform is None:
-            return self.companion.sample(picture, beside), 0.0
         if self.moves:
             whole = self.companion.sample(picture, beside)
             return self._apply(self.transform, whole, epoch, sample)
@@ -142,8 +140,6 @@ class FieldRecipe(Recipe):
     def make(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
         name = SampleName(self.reader, sample)
         made = decode_sample(self.reader.schema, payload, name)
-        if self.transform is None:
-            return made, 0.0
         return self._apply(self.transform, made, epoch, sample)
 
 

@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sized
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 
@@ -62,16 +63,12 @@ class ThreadEngine:
         if options.persistent_workers and dataset is options.dataset:
             dataset = self._kept = _copied(dataset) if self._kept is None else self._kept
         work = _BatchWork(
+            options=options,
             dataset=dataset,
             collate=collate,
-            batched=options.batched,
             threads=threads,
             ahead=threads * factor,
-            in_order=options.in_order,
-            timeout_s=options.timeout,
-            skip=options.on_error == "skip",
             pin=pinning(options),
-            init=options.worker_init_fn,
             seed=self.draw_base_seed(options) if draws_seed else self.base_seed or 0,
         )
         stats = PassCounters(None if mounted is None else mounted.hierarchy, threads, "threads")
@@ -94,25 +91,22 @@ class ThreadEngine:
 class _BatchWork:
     """The work on a batch's indices."""
 
+    options: LoaderOptions
     dataset: UserDataset
     collate: CollateFn
-    batched: bool
-    """True if an item of the pass is a list of indices, to be collated; otherwise it is one."""
     threads: int
     ahead: int
     """Batches under way at a time."""
-    in_order: bool
-    timeout_s: float
-    """For one batch; 0 waits without end."""
-    skip: bool
-    """Leave out samples for which the data set raises."""
     pin: Callable[[BatchData], BatchData] | None
-    init: Callable[[int], None] | None
-    """Called in each thread before its first sample."""
     seed: int
     """torch's base seed."""
     running: list[threading.Thread] = field(default_factory=list)
     """The threads, once they run."""
+
+    @property
+    def skip(self) -> bool:
+        """Leave out samples for which the data set raises."""
+        return self.options.on_error == "skip"
 
 
 @dataclass(slots=True)
@@ -136,8 +130,7 @@ class _ThreadBatch:
 def _feed(work: _BatchWork, batches: Pass, stats: PassCounters, spans: Spans | None) -> BatchStream:
     """Yield the batches of a pass, and the exceptions that torch's workers would raise."""
     indices = iter(batches)
-    with _ThreadPass(work, stats, spans) as threads:
-        exhausted = False
+    with closing(_ThreadPass(work, stats, spans)) as threads:
 
         def submit() -> bool:
             while threads.under_way < work.ahead:
@@ -157,7 +150,7 @@ def _feed(work: _BatchWork, batches: Pass, stats: PassCounters, spans: Spans | N
         while threads.under_way:
             batch = threads.take()
             if batch is None:
-                yield BatchResult(None, 0, None, timed_out(work.timeout_s), in_place=False)
+                yield BatchResult(None, 0, None, timed_out(work.options.timeout), in_place=False)
                 continue
             if not exhausted:
                 exhausted = submit()
@@ -193,11 +186,11 @@ class _ThreadPass:
         self._changed = threading.Condition()
         self._waiting: deque[_ThreadBatch] = deque()
         together = getattr(work.dataset, "__getitems__", None)
-        self._together = together if work.batched and together else None
+        self._together = together if work.options.batched and together else None
         self._threads = DatasetThreads[tuple[_ThreadBatch, range]](
             "dlio-fetch",
             work.threads,
-            work.init or (lambda _: None),
+            work.options.worker_init_fn or (lambda _: None),
             self._serve,
             lambda _: work.dataset,
             lambda: work.seed,
@@ -206,10 +199,7 @@ class _ThreadPass:
         self._threads.start()
         work.running.extend(self._threads.threads)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._threads.close()
 
     def _notify(self) -> None:
@@ -223,7 +213,7 @@ class _ThreadPass:
     def submit(self, indices: Any) -> None:
         """Queue the samples of a batch."""
         numbers = [indices]
-        if self._work.batched:
+        if self._work.options.batched:
             try:
                 numbers = list(indices)
             except Exception as error:
@@ -256,7 +246,7 @@ class _ThreadPass:
         None if it is not done after `timeout_s`; a later call waits on. Raises
         DlioError as `DatasetThreads.wait_for`.
         """
-        return self._threads.wait_for(self._take_done, self._work.timeout_s)
+        return self._threads.wait_for(self._take_done, self._work.options.timeout)
 
     def _take_done(self, wait_s: float) -> _ThreadBatch | None:
         with self._changed:
@@ -269,7 +259,7 @@ class _ThreadPass:
             return ready
 
     def _first_done(self) -> _ThreadBatch | None:
-        if self._work.in_order:
+        if self._work.options.in_order:
             return self._waiting[0] if self._waiting[0].done else None
         return next((batch for batch in self._waiting if batch.done), None)
 
@@ -324,7 +314,7 @@ class _ThreadPass:
                     name = f"{type(work.dataset).__name__}[{batch.numbers[slot]!r}]"
                     self._stats.skipped.append(name)
             if not batch.failed or samples:
-                batch.data = work.collate(samples if work.batched else samples[0])
+                batch.data = work.collate(samples if work.options.batched else samples[0])
                 # By the thread that made the batch. torch has a thread for it, since worker
                 # processes cannot pin memory for the loader's.
                 if work.pin is not None:

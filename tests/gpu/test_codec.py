@@ -10,8 +10,8 @@ from dlio.image.decoder import Decoder
 from dlio.image.device_decode.crop_kernel import crop_batch, find_triton
 from dlio.image.device_decode.encoded_image import EncodedImage, encoded, header_of
 from dlio.image.device_decode.jpeg_codec import DecodedCrops, JpegCodec
-from dlio.image.device_decode.normalization import Normalization
 from dlio.image.device_decode.nvimagecodec import is_installed
+from dlio.image.tensors import Normalization
 from tests.image.jpegs import drawn
 
 pytestmark = [

@@ -10,8 +10,7 @@ import torch
 
 import dlio
 from dlio.errors import UsageError
-from dlio.image.boxes import boxes_of
-from dlio.image.crop import Crop
+from dlio.image.crop import Crop, boxes_of
 from dlio.image.device_decode.crop_kernel import crop_batch
 from dlio.image.device_decode.nvimagecodec import is_installed
 

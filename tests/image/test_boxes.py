@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.image.boxes import boxes_of
-from dlio.image.crop import Crop
+from dlio.image.crop import Crop, boxes_of
 
 _CROPS = [
     Crop(224, True),

@@ -53,7 +53,7 @@ def test_pixels_are_those_of_pillow(height: int, width: int, train: bool) -> Non
     decoder = Decoder(Crop(64, train), seed=1)
     for sample in range(8):
         uniforms = decoder.draw(0, np.array([sample]))[0]
-        box = decoder.box(height, width, uniforms.tolist())
+        box = decoder.crop.box(height, width, uniforms.tolist())
         area = (box.left, box.top, box.left + box.width, box.top + box.height)
         expected = picture.crop(area).resize((64, 64), Image.Resampling.BILINEAR)
         if box.flip:
@@ -108,7 +108,7 @@ def test_pixels_depend_on_seed_epoch_and_sample_alone() -> None:
 def test_crops_are_distributed_as_torchvisions() -> None:
     n, height, width = 20_000, 300, 400
     decoder = Decoder(Crop(224, True), seed=0)
-    boxes = [decoder.box(height, width, row.tolist()) for row in decoder.draw(0, np.arange(n))]
+    boxes = [decoder.crop.box(height, width, row.tolist()) for row in decoder.draw(0, np.arange(n))]
     generator = np.random.default_rng(7)
     reference = [_torchvision_crop(generator, height, width) for _ in range(n)]
     ours = np.array([(b.top, b.left, b.height, b.width) for b in boxes])
@@ -125,7 +125,7 @@ def test_crops_are_distributed_as_torchvisions() -> None:
 @pytest.mark.parametrize(("height", "width"), [(10, 1000), (1000, 10), (1, 1)])
 def test_images_that_no_crop_fits_give_their_middle(height: int, width: int) -> None:
     decoder = Decoder(Crop(8, True), seed=0)
-    box = decoder.box(height, width, [0.999] * 24)
+    box = decoder.crop.box(height, width, [0.999] * 24)
     assert 0 < box.height <= height
     assert 0 < box.width <= width
     assert abs(2 * box.top + box.height - height) <= 1
@@ -259,7 +259,7 @@ def test_real_photographs_decode_as_pillow_has_them(imagenet: Path) -> None:
         out = np.empty((224, 224, 3), np.uint8)
         decoder.decode(image, file.name, np.empty(0), out)
         picture = Image.open(file).convert("RGB")
-        box = decoder.box(picture.height, picture.width, [])
+        box = decoder.crop.box(picture.height, picture.width, [])
         area = (box.left, box.top, box.left + box.width, box.top + box.height)
         expected = np.asarray(picture.resize((224, 224), Image.Resampling.BILINEAR, area))
         difference = np.abs(out.astype(int) - expected.astype(int)).mean()

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from dlio.image.crop import Crop
 from dlio.image.decoder import Decoder, decode_whole
 from dlio.image.device_decode import jpeg_codec as codec_module
 from dlio.image.device_decode.crop_kernel import crop_batch
-from dlio.image.device_decode.device_queue import HostQueue
 from dlio.image.device_decode.encoded_image import EncodedImage, encoded, header_of
-from dlio.image.device_decode.jpeg_codec import DecodedCrops, JpegCodec
+from dlio.image.device_decode.jpeg_codec import DecodedCrops, HostQueue, JpegCodec
 from dlio.image.device_decode.nvimagecodec import PixelBuffer, is_installed
 from tests.image.jpegs import KINDS, drawn
 
@@ -181,17 +179,13 @@ def test_damage_that_the_device_finds_is_the_cpus_error() -> None:
     assert errors > 5
 
 
-class _Recorder:
+class _Recorder(HostQueue):
     """A queue and a library of the CPU that record their calls, and check the coded bytes."""
 
     def __init__(self) -> None:
-        self.device, self.number = HOST, 0
         self.done: list[str] = []
         self._coded: list[npt.NDArray[np.uint8]] = []
         self._at_decode: list[bytes] = []
-
-    def running(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         self.done.append("send")

@@ -14,8 +14,8 @@ import torch
 from dlio.errors import UsageError
 from dlio.image.decoder import opencv
 from dlio.image.device_decode.crop_kernel import crop_batch
-from dlio.image.device_decode.normalization import Normalization
 from dlio.image.fusion import BatchTransform
+from dlio.image.tensors import Normalization
 from dlio.transforms import Normalize, RandomErasing, ToTensor
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -12,7 +12,7 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.image.device_decode import nvimagecodec
-from dlio.image.device_decode.device_queue import CudaQueue, HostQueue, queue_for
+from dlio.image.device_decode.jpeg_codec import CudaQueue, HostQueue, queue_for
 from dlio.image.device_decode.nvimagecodec import NvImageCodec, PixelBuffer
 
 

@@ -123,7 +123,7 @@ def test_real_pictures_keep_their_pixels(imagenet: Path) -> None:
         plain = Image.open(io.BytesIO(image))
         assert plain.size == (pixels.shape[1], pixels.shape[0])
         whole = decode_whole(image, "a")
-        box = decoder.box(whole.shape[0], whole.shape[1], uniforms[k].tolist())
+        box = decoder.crop.box(whole.shape[0], whole.shape[1], uniforms[k].tolist())
         if decoder.factor(box) == 1:
             from dlio.image.decoder import opencv
 

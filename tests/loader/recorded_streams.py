@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dlio.loader.delivery import CudaStreams
 from dlio.storage.device_tier import CopyEvent
 
 __all__ = ["RecordedEvent", "RecordedStreams"]
@@ -28,7 +29,7 @@ class RecordedEvent:
         self._streams.pass_until(self)
 
 
-class RecordedStreams:
+class RecordedStreams(CudaStreams):
     """Streams of the host. A copy reads its source when the event after it is passed: memory that
     is used again too early gives the wrong values.
 

@@ -21,7 +21,7 @@ from dlio.errors import DecodeError, UsageError
 from dlio.image.decoder import decode_whole, image_size
 from dlio.image.device_decode.encoded_image import header_of
 from dlio.image.device_decode.nvimagecodec import is_installed
-from dlio.loader import decode_device
+from dlio.loader import loader_options
 from tests.image.jpegs import drawn
 from tests.loader.targets_data import drawn as drawn_boxes
 from tests.loader.targets_data import write_coco
@@ -263,6 +263,6 @@ def test_what_a_device_cannot_make_is_refused(jpegs: Path, tmp_path: Path) -> No
 def test_without_the_library_the_extra_is_named(
     jpegs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_device, "is_installed", lambda: False)
+    monkeypatch.setattr(loader_options, "is_installed", lambda: False)
     with dlio.open(str(jpegs), tiers="none", image_size=16) as data:
         _refused(data, "extra gpu")

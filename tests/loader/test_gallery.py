@@ -17,8 +17,7 @@ from dlio import transforms as T  # noqa: N812
 from dlio.data.reader import open_reader
 from dlio.image.decoder import opencv
 from dlio.loader.gallery.histograms import histograms
-from dlio.loader.gallery.thumbnails import line_plot, mask_uri, picture_uri, stretched
-from dlio.loader.gallery.value_html import value_html
+from dlio.loader.gallery.value_html import line_plot, mask_uri, picture_uri, stretched, value_html
 from tests.loader.targets_data import drawn, painted, write, write_coco, write_masks
 
 EVIL = "<script>alert(1)</script>"

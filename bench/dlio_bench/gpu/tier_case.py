@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 import dlio
-from dlio.image.boxes import boxes_of
-from dlio.image.crop import Crop
+from dlio.image.crop import Crop, boxes_of
 from dlio.image.device_decode.crop_kernel import crop_batch
 from dlio.util.settings import DEVICE_TIER
 from dlio_bench.gpu.decode_case import payload_bytes

@@ -22,8 +22,8 @@ from typing import Final
 import torch
 
 from dlio.errors import UsageError
-from dlio.image.boxes import NUMBERS
-from dlio.image.device_decode.normalization import Normalization
+from dlio.image.crop import NUMBERS
+from dlio.image.tensors import Normalization
 
 IMAGE: Final = 3
 """Numbers of an image: first byte, height, width."""

@@ -11,9 +11,9 @@ any.
 
 import queue
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,9 @@ import torch
 from dlio.errors import DecodeError, DlioError
 from dlio.image.decoder import decode_whole
 from dlio.image.device_decode.crop_kernel import crop_batch
-from dlio.image.device_decode.device_queue import DeviceQueue, queue_for
 from dlio.image.device_decode.encoded_image import EncodedImage
-from dlio.image.device_decode.normalization import Normalization
 from dlio.image.device_decode.nvimagecodec import CodecLibrary, NvImageCodec, PixelBuffer
+from dlio.image.tensors import Normalization
 
 _ALIGNMENT: Final = 64
 """Bytes at whose multiples images begin in a slot's memory."""
@@ -46,10 +45,62 @@ class DecodedCrops:
     """Numbers of images that the CPU decoded in place of the device."""
 
 
+class HostQueue:
+    """The order of work on a device; here of the CPU, which does everything at once.
+
+    Everything that a decoder's slot does on a device goes through these methods, so that tests can
+    record the order without a device. One thread uses it at a time.
+    """
+
+    device = torch.device("cpu")
+    number = 0
+    """The `cudaStream_t`; 0 on the CPU."""
+
+    def running(self) -> AbstractContextManager[object]:
+        """Queue torch's work here, and allocate its memory for here."""
+        return nullcontext()
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Queue the copy of a host tensor to the device."""
+        return tensor
+
+    def wait(self) -> None:
+        """Wait until everything queued so far is done. The GIL is released."""
+
+
+class CudaQueue(HostQueue):
+    """A CUDA stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda: Any = torch.cuda  # torch gives these constructors no types.
+        self.device = device
+        self._stream = cuda.Stream(device)
+        # Waits in the driver, without spinning.
+        self._done = cuda.Event(blocking=True)
+        self.number = int(self._stream.cuda_stream)
+
+    def running(self) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return context
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Not page-locked: the driver has copied it to memory of its own when the call returns.
+        return tensor.to(self.device, non_blocking=True)
+
+    def wait(self) -> None:
+        self._done.record(self._stream)
+        self._done.synchronize()
+
+
+def queue_for(device: torch.device) -> HostQueue:
+    """Return a new queue of a device: "cpu" or "cuda"."""
+    return CudaQueue(device) if device.type == "cuda" else HostQueue()
+
+
 class _DecoderSlot:
     """A decoder, a queue and memory. One batch at a time."""
 
-    def __init__(self, library: CodecLibrary, order: DeviceQueue) -> None:
+    def __init__(self, library: CodecLibrary, order: HostQueue) -> None:
         self.library, self.queue = library, order
         self._pixels = torch.empty(0, dtype=torch.uint8, device=order.device)
 
@@ -85,7 +136,7 @@ class JpegCodec:
         timeout_s: float,
         most_bytes: int = 1 << 30,
         library: Callable[[torch.device, int], CodecLibrary] = NvImageCodec,
-        queue_of: Callable[[torch.device], DeviceQueue] = queue_for,
+        queue_of: Callable[[torch.device], HostQueue] = queue_for,
     ) -> None:
         self.device = device
         self._timeout_s, self._most_bytes = timeout_s, most_bytes

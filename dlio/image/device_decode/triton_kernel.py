@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlio.image.device_decode.normalization import Normalization
+from dlio.image.tensors import Normalization
 
 _BLOCK: Final = 256
 """Pixels of one program."""

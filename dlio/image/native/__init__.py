@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.data.schema import Buffer
+from dlio.image.crop import Box
 from dlio.util.forks import new_lock
 from dlio.util.settings import settings
 
 LIBRARY: Final = os.path.join(os.path.dirname(__file__), "_jpeg.so")
 _ROOM: Final = 128
 """Bytes behind the pixels that the library may write: `ROOM` of jpeg.h."""
-_FALLBACK: Final = "libjpeg-turbo"
 _LEAST: Final = 1 << 20
 _HELD_BYTES: Final = 1 << 20
 """The markers of a smaller file are read with the GIL held: it takes microseconds."""
@@ -50,12 +50,7 @@ class NativeCrop(NamedTuple):
     """A JPEG's bytes, shape (n,); or RGB of shape (rows, columns, 3), whose rows may be apart."""
     shape: JpegShape | None
     """Of the JPEG; None for RGB."""
-    top: int
-    left: int
-    height: int
-    width: int
-    flip: bool
-    upend: bool
+    box: Box
     out: npt.NDArray[np.uint8]
     """RGB without gaps, shape (rows, columns, 3)."""
 
@@ -64,9 +59,7 @@ class _ThreadBuffers(threading.local):
     """Memory of a thread: tables and coded data, sums of resized rows, and pixels that its next
     decode overwrites."""
 
-    work: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-    sums: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-    pixels: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+    work = sums = pixels = np.zeros(0, np.uint8)
 
     def reserve(self, work: int, pixels: int) -> None:
         """Have so many bytes for tables and coded data, and for pixels."""
@@ -185,19 +178,19 @@ class NativeLibrary:
         Returns: False for each crop that has to be made otherwise. Its `out` is undefined then.
         """
         memory, rows = self._memory, []
-        for cut in cuts:
-            if cut.shape is None:
-                pitch = cut.image.strides[0]
-                data, size = _address(cut.image) + cut.top * pitch + 3 * cut.left, 0
+        for image, shape, box, out in cuts:
+            if shape is None:
+                pitch = image.strides[0]
+                data, size = _address(image) + box.top * pitch + 3 * box.left, 0
             else:
-                pitch, data, size = 0, _address(cut.image), len(cut.image)
-                _, columns = _whole_mcus(cut.shape, cut.left, cut.width)
-                memory.reserve(cut.shape.memory, cut.height * columns * 3)
-            height, width, _ = cut.out.shape
+                pitch, data, size = 0, _address(image), len(image)
+                _, columns = _whole_mcus(shape, box.left, box.width)
+                memory.reserve(shape.memory, box.height * columns * 3)
+            height, width, _ = out.shape
             memory.reserve_sums(width)
-            box = cut.top, cut.left, cut.height, cut.width
-            end = height, width, cut.flip, cut.upend, _address(cut.out), 1
-            rows.append((data, size, pitch, *box, *end))
+            part = box.top, box.left, box.height, box.width
+            end = height, width, box.flip, box.upend, _address(out), 1
+            rows.append((data, size, pitch, *part, *end))
         tasks = np.array(rows, np.int64)
         self._crops(
             *(_address(tasks), len(tasks), _address(memory.work), len(memory.work)),
@@ -236,14 +229,13 @@ def find() -> NativeLibrary | None:
 def name() -> str:
     """Name the decoder of baseline JPEGs in use, for reports."""
     library, text = _searched or _search()
-    return text if library is not None else f"{_FALLBACK} ({text})"
+    return text if library is not None else f"libjpeg-turbo ({text})"
 
 
 def _search() -> tuple[NativeLibrary | None, str]:
     global _searched
     with _lock:
-        if _searched is None:
-            _searched = _load()
+        _searched = _searched or _load()
         return _searched
 
 

@@ -12,6 +12,7 @@ it has is found out when the batch is handed over, in the order of batches, so t
 decide which images are kept. All others are cropped on the host, copied, and put in their rows.
 """
 
+import functools
 import itertools
 import logging
 import math
@@ -28,14 +29,14 @@ from dlio.comm.deadlines import default_timeout_s
 from dlio.data.reader_contract import SampleName
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio.image.boxes import NUMBERS, boxes_of
+from dlio.image.crop import NUMBERS, boxes_of
 from dlio.image.crop_geometry import CropGeometry
 from dlio.image.device_decode.crop_kernel import crop_batch
 from dlio.image.device_decode.encoded_image import EncodedImage, encoded, header_of
 from dlio.image.device_decode.jpeg_codec import JpegCodec
 from dlio.loader.contract import BatchData, CollateFn
-from dlio.loader.decode_device import check_recipe
 from dlio.loader.delivery import HostMemoryKind, pinned_memory
+from dlio.loader.loader_options import check_recipe
 from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners, decode_partners
 from dlio.loader.planned_engine.sample_builders import BatchMemory
@@ -78,10 +79,7 @@ def device_decoded_batches(
     Raises UsageError for samples that a device cannot make.
     """
     decoder = _DeviceDecoder(check_recipe(recipe), collate, device, threads, counters)
-
-    def begin(epoch: int, samples: _I64, partners: BatchPartners | None) -> DeviceDecodeBuilder:
-        return DeviceDecodeBuilder(decoder, epoch, samples, partners)
-
+    begin = functools.partial(DeviceDecodeBuilder, decoder)
     batch_bytes = batch_size * math.prod(decoder.recipe.crop.shape)
     return BatchFactory(begin, batch_bytes, close=decoder.codec.close)
 
@@ -324,10 +322,7 @@ def device_tier_batches(
     """
     assert isinstance(recipe, CropRecipe)
     shared = _TierUse(recipe, batch_size, kind, tier, decoded)
-
-    def begin(epoch: int, samples: _I64, partners: BatchPartners | None) -> DeviceTierBuilder:
-        return DeviceTierBuilder(shared, epoch, samples, partners)
-
+    begin = functools.partial(DeviceTierBuilder, shared)
     return BatchFactory(begin, shared.batch_bytes, follow_plan=shared.follow_plan)
 
 
@@ -510,10 +505,11 @@ class _HostCrops:
 
 def _side_by_side(images: list[tuple[int, _U8]], pool: BufferPool) -> list[tuple[int, _U8]]:
     """Copy images into one piece of memory, which copies to a device start from."""
-    memory = pool.lend(sum(pixels.nbytes for _, pixels in images)) if images else None
+    if not images:
+        return []
+    memory = pool.lend(sum(pixels.nbytes for _, pixels in images))
     copied, at = [], 0
     for row, pixels in images:
-        assert memory is not None
         copy = memory[at : at + pixels.nbytes].reshape(pixels.shape)
         copy[:] = pixels
         copied.append((row, copy))

@@ -4,7 +4,6 @@ decode."""
 import functools
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -19,7 +18,6 @@ from dlio.data.agreement import check_same_order
 from dlio.data.schema import IMAGES
 from dlio.errors import UsageError
 from dlio.loader.batch_stream import BatchStream, RunningPass
-from dlio.loader.contract import CollateFn
 from dlio.loader.dataset import Dataset
 from dlio.loader.delivery import HostMemoryKind, target_of
 from dlio.loader.loader_options import LoaderOptions
@@ -66,7 +64,12 @@ class PlannedEngine:
         self._other_comm: Communicator | None = None
         self.generation = 0
         """Number of passes; the same on all ranks."""
-        self._factories = _FactoryCache()
+        self._factory: BatchFactory | None = None
+        self._made_for: tuple[object, ...] = ()
+        self._largest = 0
+        """Choices that the factory was made for, and samples of its largest batch."""
+        self._to_close: list[BatchFactory] = []
+        """Those of devices; a pass that was begun ahead may use an earlier one."""
         # Kept from pass to pass: the kernel clears the pages of fresh memory, which costs as much
         # as receiving into it.
         self._memory = MessageMemory()
@@ -130,7 +133,11 @@ class PlannedEngine:
 
     def close(self) -> None:
         """Give the communicators back, and end what decodes on devices."""
-        self._factories.close()
+        for factory in self._to_close:
+            assert factory.close is not None
+            factory.close()
+            self._factory = None
+        self._to_close.clear()
         for comm in (self._comm, self._other_comm):
             if comm is not None:
                 comm.close()
@@ -171,7 +178,7 @@ class PlannedEngine:
         """
         is_shared = isinstance(batches, PlannedPass)
         threads = options.num_workers or decode_threads(mounted)
-        factory = self._factories.get(options, data, mounted, largest, threads)
+        factory = self._factory_for(options, data, mounted, largest, threads)
         if factory.follow_plan is not None:
             factory.follow_plan(plan)
         # Made before the first block is brought, so that filling the tiers counts as this pass's.
@@ -181,7 +188,15 @@ class PlannedEngine:
         comm = self._next_comm(options)
         partners_of = None
         if data.recipe.pairs and isinstance(batches, PlannedPass) and is_exact(options.mode):
-            partners_of = _partners(batches, mounted, skip).of_step
+            # A sample is mixed with itself if its partner cannot be read.
+            partners_of = EpochPartners(
+                order=batches.order,
+                position=batches.cursor.position,
+                end=batches.samples,
+                global_batch=batches.global_batch,
+                fetch=lambda sample: mounted.hierarchy.read_one(sample)[0],
+                skip=skip,
+            ).of_step
         context = PassContext(
             hierarchy=mounted.hierarchy,
             factory=factory,
@@ -202,6 +217,30 @@ class PlannedEngine:
         stream = self._run(context, plan, mounted, comm, alone)
         next(stream)
         return RunningPass(batches, counters, stream, spans, plan if is_shared else None)
+
+    def _factory_for(
+        self, options: LoaderOptions, data: Dataset, mounted: Mount, batch_size: int, threads: int
+    ) -> BatchFactory:
+        """Return the factory of batches of up to so many samples.
+
+        Raises UsageError for options that do not go together with the data set or its tiers.
+        """
+        kind, device = _memory_kind(options), _decodes_on(options)
+        made_for = data, options.collate_fn, kind, device
+        # Torch lets `collate_fn` and others be assigned between passes, so the options are compared
+        # each time.
+        if self._factory is None or made_for != self._made_for or batch_size > self._largest:
+            if device is not None:
+                collate = None if options.collates_by_default else options.collate_fn
+                counters = mounted.hierarchy.counters
+                self._factory = device_decoded_batches(
+                    data.recipe, batch_size, collate, device, threads, counters
+                )
+                self._to_close.append(self._factory)
+            else:
+                self._factory = _on_host(options, data, mounted, batch_size, kind)
+            self._made_for, self._largest = made_for, batch_size
+        return self._factory
 
     def _run(
         self,
@@ -354,92 +393,7 @@ def _order_facts(batches: PlannedPass, mode: str) -> dict[str, object]:
     }
 
 
-def _partners(batches: PlannedPass, mounted: Mount, skip: bool) -> EpochPartners:
-    """Return the partners of samples in a pass whose batches are mixed."""
-    return EpochPartners(
-        order=batches.order,
-        position=batches.cursor.position,
-        end=batches.samples,
-        global_batch=batches.global_batch,
-        fetch=lambda sample: mounted.hierarchy.read_one(sample)[0],
-        skip=skip,
-    )
-
-
 # The kind of batches that a loader's options ask for
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _CachedFactory:
-    """A factory, and the choices that it was made for."""
-
-    data: Dataset
-    collate: CollateFn
-    kind: HostMemoryKind
-    decodes_on: torch.device | None
-    batch_size: int
-    factory: BatchFactory
-
-    def serves(self, data: Dataset, options: LoaderOptions, batch_size: int) -> bool:
-        """True if it can make batches of these options."""
-        return (
-            self.data is data
-            and self.collate is options.collate_fn
-            and self.kind is _memory_kind(options)
-            and self.decodes_on == _decodes_on(options)
-            and batch_size <= self.batch_size
-        )
-
-
-class _FactoryCache:
-    """The factory of a loader's batches, made again when its options change. Owner: the engine."""
-
-    def __init__(self) -> None:
-        self._cached: _CachedFactory | None = None
-        self._to_close: list[BatchFactory] = []
-        """A pass that was begun ahead may use an earlier one."""
-
-    def get(
-        self,
-        options: LoaderOptions,
-        data: Dataset,
-        mounted: Mount,
-        batch_size: int,
-        threads: int,
-    ) -> BatchFactory:
-        """Return the factory.
-
-        Args:
-            batch_size: samples of the largest batch.
-            threads: of the loader.
-
-        Raises UsageError for options that do not go together with the data set or its tiers.
-        """
-        # Torch lets `collate_fn` and others be assigned between passes, so the options are compared
-        # each time.
-        if self._cached is None or not self._cached.serves(data, options, batch_size):
-            kind, device = _memory_kind(options), _decodes_on(options)
-            collate = None if options.collates_by_default else options.collate_fn
-            if device is not None:
-                counters = mounted.hierarchy.counters
-                factory = device_decoded_batches(
-                    data.recipe, batch_size, collate, device, threads, counters
-                )
-                self._to_close.append(factory)
-            else:
-                factory = _on_host(options, data, mounted, batch_size, kind)
-            self._cached = _CachedFactory(
-                data, options.collate_fn, kind, device, batch_size, factory
-            )
-        return self._cached.factory
-
-    def close(self) -> None:
-        """End the decoders of devices."""
-        for factory in self._to_close:
-            assert factory.close is not None
-            factory.close()
-            self._cached = None
-        self._to_close.clear()
 
 
 def _on_host(
@@ -461,11 +415,8 @@ def _memory_kind(options: LoaderOptions) -> HostMemoryKind:
     """Kind of memory that batches are made in."""
     if options.device is not None and torch.device(options.device).type == "cuda":
         return HostMemoryKind.IN_POOL
-    return (
-        HostMemoryKind.BY_TORCH
-        if options.pin_memory and torch.cuda.is_available()
-        else HostMemoryKind.NO
-    )
+    pins = options.pin_memory and torch.cuda.is_available()
+    return HostMemoryKind.BY_TORCH if pins else HostMemoryKind.NO
 
 
 def _decodes_on(options: LoaderOptions) -> torch.device | None:

@@ -19,7 +19,7 @@ import queue
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -97,6 +97,7 @@ class Batch:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+_StageSeconds = defaultdict[str, float]
 _Task = tuple[int, int, Batch | None, list[int], bool]
 """(step, ticket, batch or None to end a thread, slots, True to look them up on a device first)."""
 
@@ -273,7 +274,7 @@ class Pipeline:
                 self._hurry.wait()
                 continue
             began = time.perf_counter()
-            spent: dict[str, float] = {}
+            spent: _StageSeconds = defaultdict(float)
             if is_sought:
                 slots = self._find(batch, slots, spent)
             else:
@@ -282,7 +283,7 @@ class Pipeline:
                 self._made(batch, len(slots), began, spent)
             del batch
 
-    def _made(self, batch: Batch, count: int, began: float, spent: dict[str, float]) -> None:
+    def _made(self, batch: Batch, count: int, began: float, spent: _StageSeconds) -> None:
         """Count slots that are made; finish the batch with the last."""
         with batch.lock:
             batch.left -= count
@@ -293,7 +294,7 @@ class Pipeline:
         if is_last:
             self._finish(batch)
 
-    def _find(self, batch: Batch, slots: list[int], spent: dict[str, float]) -> list[int]:
+    def _find(self, batch: Batch, slots: list[int], spent: _StageSeconds) -> list[int]:
         """Take those of the samples that a device has; queue the others. Return the slots taken."""
         assert batch.builder is not None
         rest = self._take(batch, slots, batch.builder.find, spent)
@@ -306,7 +307,7 @@ class Pipeline:
         batch: Batch,
         slots: list[int],
         scratch: Sequence[PayloadScratch | None],
-        spent: dict[str, float],
+        spent: _StageSeconds,
     ) -> None:
         """Make samples in their slots: from the first of five places that has each, which are a
         tier of decoded images, a peer, and the three that `Hierarchy.read` knows."""
@@ -340,16 +341,16 @@ class Pipeline:
                 transforming = builder.make_many(there, payloads)
             except BaseException as error:
                 batch.failed.update(dict.fromkeys(there, error))
-            _add(spent, "decode", time.perf_counter() - began - transforming)
+            spent["decode"] += time.perf_counter() - began - transforming
             if transforming:
-                _add(spent, "transform", transforming)
+                spent["transform"] += transforming
 
     def _take(
         self,
         batch: Batch,
         slots: list[int],
         take: Callable[[list[int]], tuple[list[int], float]],
-        spent: dict[str, float],
+        spent: _StageSeconds,
     ) -> list[int]:
         """Make those of the samples that a tier keeps decoded; return the other slots."""
         began = time.perf_counter()
@@ -364,11 +365,15 @@ class Pipeline:
             counters = self._hierarchy.counters
             counters.add("decoded", len(slots) - len(rest))
             counters.add("decode_saved_s", saved_s)
-        _add(spent, "decode", time.perf_counter() - began)
+        spent["decode"] += time.perf_counter() - began
         return rest
 
     def _payload(
-        self, step: StepSamples, slot: int, scratch: PayloadScratch | None, spent: dict[str, float]
+        self,
+        step: StepSamples,
+        slot: int,
+        scratch: PayloadScratch | None,
+        spent: _StageSeconds,
     ) -> Buffer:
         """Return a sample's payload from the first of three places that has it."""
         began = time.perf_counter()
@@ -381,7 +386,7 @@ class Pipeline:
             )
         if place != "source":  # Reads of the source are counted where they happen.
             hierarchy.counters.add_bytes(place, len(payload))
-        _add(spent, place, time.perf_counter() - began)
+        spent[place] += time.perf_counter() - began
         return payload
 
     def _sent(self, step: StepSamples, slot: int) -> Buffer | None:
@@ -394,7 +399,7 @@ class Pipeline:
         return payload
 
     def _read_directly(
-        self, batch: Batch, builder: BatchBuilder, slot: int, spent: dict[str, float]
+        self, batch: Batch, builder: BatchBuilder, slot: int, spent: _StageSeconds
     ) -> None:
         """Read a payload directly into the batch's memory."""
         began, step, hierarchy = time.perf_counter(), batch.step, self._hierarchy
@@ -408,7 +413,7 @@ class Pipeline:
             return
         if place != "source":
             hierarchy.counters.add_bytes(place, count)
-        _add(spent, place, time.perf_counter() - began)
+        spent[place] += time.perf_counter() - began
 
     def _finish(self, batch: Batch) -> None:
         """Make the batch of its slots, and mark it as done."""
@@ -438,10 +443,6 @@ class Pipeline:
         return bool(batch.failed) and not (
             self._context.skip and isinstance(_first_failure(batch.failed), _SKIPPED)
         )
-
-
-def _add(spent: dict[str, float], stage: str, seconds: float) -> None:
-    spent[stage] = spent.get(stage, 0.0) + seconds
 
 
 def _intact(batch: Batch) -> Sequence[int]:

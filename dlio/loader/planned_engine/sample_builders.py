@@ -73,7 +73,17 @@ def host_batches(
         decoded: tier of decoded images, if there is one.
     """
     if isinstance(recipe, CropRecipe):
-        return _crop_batches(recipe, batch_size, collate, kind, decoded)
+        shape = (batch_size, *recipe.crop.shape)
+        rows = 2 * batch_size if recipe.pairs else batch_size  # With room for a partner of each.
+        images = BatchMemory((rows, *shape[1:]), np.uint8, kind)
+
+        def begin_crops(
+            epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
+        ) -> CropBatchBuilder:
+            memory = images.take()
+            return CropBatchBuilder(recipe, collate, decoded, memory, epoch, samples, partners)
+
+        return BatchFactory(begin_crops, math.prod(shape))
     if collate is None and isinstance(recipe, FieldRecipe) and recipe.is_plain_arrays:
         return _array_batches(recipe, batch_size, kind)
     if collate is None:
@@ -88,32 +98,17 @@ def host_batches(
     return BatchFactory(begin, batch_size * recipe.sample_bytes, keeps_payloads=True)
 
 
-def _crop_batches(
-    recipe: CropRecipe,
-    batch_size: int,
-    collate: CollateFn | None,
-    kind: HostMemoryKind,
-    decoded: DecodedTier | None,
-) -> BatchFactory:
-    shape = (batch_size, *recipe.crop.shape)
-    rows = 2 * batch_size if recipe.pairs else batch_size  # With room for a partner of each.
-    memory = BatchMemory((rows, *shape[1:]), np.uint8, kind)
-
-    def begin(
-        epoch: int, samples: npt.NDArray[np.int64], partners: BatchPartners | None
-    ) -> CropBatchBuilder:
-        return CropBatchBuilder(recipe, collate, decoded, memory.take(), epoch, samples, partners)
-
-    return BatchFactory(begin, math.prod(shape))
-
-
 # Arrays and numbers of fixed shapes
 
 
 def _array_batches(recipe: FieldRecipe, batch_size: int, kind: HostMemoryKind) -> BatchFactory:
     schema = recipe.reader.schema
     memories = {
-        name: BatchMemory((batch_size, *_shape(schema, name)), _dtype(schema, name), kind)
+        name: BatchMemory(
+            (batch_size, *(size or 0 for size in schema.kinds[name].shape)),
+            _dtype(schema, name),
+            kind,
+        )
         for name, _ in schema.fields
     }
     parts = _parts(schema) if schema.overhead >= _DIRECT_BYTES else []
@@ -198,10 +193,6 @@ def _parts(schema: Schema) -> list[tuple[str | None, int, int]]:
     if at < schema.overhead:
         parts.append((None, at, schema.overhead))
     return parts
-
-
-def _shape(schema: Schema, name: str) -> tuple[int, ...]:
-    return tuple(size or 0 for size in schema.kinds[name].shape)
 
 
 def _dtype(schema: Schema, name: str) -> np.dtype[Any]:

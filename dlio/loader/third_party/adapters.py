@@ -65,25 +65,26 @@ def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> 
         # By identity: comparing data sets may compare their samples.
         if all(whole is not each for each in wholes):
             wholes.append(whole)
-    if isinstance(wholes[0], Dataset):
-        return _part_of_own(parts, wholes, tiers)
+    numbers = [next(k for k, w in enumerate(wholes) if w is whole) for whole, _ in parts]
+    picked = [
+        np.arange(len(whole), dtype=np.int64) if chosen is None else chosen % len(whole)
+        for whole, chosen in parts
+    ]
+    owners = np.repeat(np.array(numbers, np.int64), [len(part) for part in picked])
+    inner = np.concatenate(picked)
+    first = wholes[0]
+    if isinstance(first, Dataset):
+        # One data set of dlio has one way of decoding and one set of tiers.
+        if not all(isinstance(each, Dataset) and first.reads_like(each) for each in wholes):
+            return None
+        chosen = SelectionReader([each.reader for each in wholes], owners, inner)
+        return first.with_reader(chosen, tiers)
     known = _all_understood(wholes)
     if known is None:
         return None
     readers = [each.reader for each in known]
-    numbers = [next(k for k, w in enumerate(wholes) if w is whole) for whole, _ in parts]
-    if len(parts) == 1 and parts[0][1] is None:
-        view: Reader = readers[0]
-        owners = np.zeros(len(view), np.int64)
-        inner = np.arange(len(view), dtype=np.int64)
-    else:
-        picked = [
-            np.arange(len(readers[n]), dtype=np.int64) if chosen is None else chosen
-            for n, (_, chosen) in zip(numbers, parts, strict=True)
-        ]
-        owners = np.repeat(np.array(numbers, np.int64), [len(part) for part in picked])
-        inner = np.concatenate(picked) if picked else np.empty(0, np.int64)
-        view = SelectionReader(readers, owners, inner)
+    is_whole = len(parts) == 1 and parts[0][1] is None
+    view: Reader = readers[0] if is_whole else SelectionReader(readers, owners, inner)
     transform = _SampleTransform(known, owners, inner)
     return Dataset(view, tiers=tiers, seed=seed or 0, finish=transform)
 
@@ -105,30 +106,6 @@ class _SampleTransform:
     def __call__(self, payload: Buffer, sample: int, /) -> Sample:
         owner = self._known[int(self._owners[sample])]
         return owner.finished(payload, int(self._inner[sample]))
-
-
-def _part_of_own(
-    parts: list[_Part], wholes: list[UserDataset], tiers: Tiers | None
-) -> Dataset | None:
-    """Return chosen samples of data sets of `dlio.open`, decoded as there and in tiers like theirs.
-
-    None for samples of several that are decoded in different ways.
-    """
-    own = [each for each in wholes if isinstance(each, Dataset)]
-    first = own[0]
-    # One data set of dlio has one way of decoding and one set of tiers.
-    if len(own) < len(wholes) or not all(first.reads_like(each) for each in own):
-        return None
-    owners, indices = [], []
-    for whole, chosen in parts:
-        number = next(k for k, each in enumerate(wholes) if each is whole)
-        picked = np.arange(len(whole)) if chosen is None else chosen % len(whole)
-        indices.append(picked)
-        owners.append(np.full(len(picked), number, np.int64))
-    view = SelectionReader(
-        [each.reader for each in own], np.concatenate(owners), np.concatenate(indices)
-    )
-    return first.with_reader(view, tiers)
 
 
 def _all_understood(wholes: list[UserDataset]) -> list[AdaptedDataset] | None:

@@ -1,6 +1,7 @@
 """Loaders that save and restore the states of data sets and samplers, as torchdata's does.
 
-`keeper` holds a loader's iterator and the state that its next pass begins with; `inline` and
-`parallel` are the iterators, without and with workers; `server` is a worker's side of a parallel
-one, `transports` bring tasks to worker processes or threads; `samplers` are torch's, with states.
+`iteration_state` holds a loader's iterator and the state that its next pass begins with; the
+iterators are `inline_iterator` without workers and `parallel_iterator` with them; `worker_server`
+is a worker's side of it, `transports` bring tasks to worker processes or threads;
+`stateful_samplers` are torch's, with states.
 """

@@ -1,7 +1,7 @@
 """The iterator of a pass without workers."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,25 +10,15 @@ from torch.utils.data.graph_settings import apply_sharding
 
 from dlio.loader.contract import State
 from dlio.loader.torch_private import BaseDataLoaderIter, pin_memory
+from dlio.loader.torchdata_state import state_format as keys
 from dlio.loader.torchdata_state.state_format import (
-    DATASET_ITER_STATE,
-    DATASET_STATE,
-    FETCHER_ENDED,
-    FETCHER_STATE,
-    FINISHED,
-    INDEX_SAMPLER_STATE,
-    LEN_CALLED,
-    NUM_YIELDED,
-    SAMPLER_ITER_STATE,
-    SAMPLER_YIELDED,
-    SHARED_SEED,
     MismatchedState,
     StatefulObject,
     restore,
     state_of,
 )
 from dlio.loader.torchdata_state.stateful_samplers import resumed
-from dlio.loader.torchdata_state.worker_server import FetchOptions, fetcher_of
+from dlio.loader.torchdata_state.worker_server import FetchOptions
 
 
 class InlineIterator(BaseDataLoaderIter):
@@ -40,7 +30,6 @@ class InlineIterator(BaseDataLoaderIter):
         state: to continue from; None to start from the beginning.
         numbers: that the sampler shares with the base seed, which is drawn after its pass; None if
             it does not.
-        forward: says that batches are read again, for a data set without a state.
 
     Raises MismatchedState for the state of a loader with workers.
     """
@@ -51,9 +40,8 @@ class InlineIterator(BaseDataLoaderIter):
         sampler: Any,
         state: State | None,
         numbers: torch.Generator | None,
-        forward: Callable[[int], None],
     ) -> None:
-        if state is not None and NUM_YIELDED not in state:
+        if state is not None and keys.NUM_YIELDED not in state:
             raise MismatchedState(
                 "the state of a loader with workers, and this one has none: set num_workers to the "
                 "number that it was saved with"
@@ -72,9 +60,9 @@ class InlineIterator(BaseDataLoaderIter):
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             apply_sharding(self._dataset, self._world_size, self._rank)
         if state is None:
-            self._fetcher = fetcher_of(self._recipe, self._dataset)
+            self._fetcher = self._recipe.fetcher(self._dataset)
         else:
-            self._load(state, forward)
+            self._load(state)
             # A new pass draws the base seed before its sampler draws; a resumed one must leave the
             # generator where that pass left it.
             if numbers is not None:
@@ -100,29 +88,17 @@ class InlineIterator(BaseDataLoaderIter):
 
     def state_dict(self) -> State:
         """Return the state after the batches so far."""
-        dataset: Any = self._dataset
-        fetched = None
-        if self._recipe.iterable:
-            iterator = self._fetcher.dataset_iter
-            fetched = {
-                DATASET_ITER_STATE: state_of(iterator),
-                FETCHER_ENDED: self._fetcher.ended,
-            }
-            # A data set that is its own iterator would be saved, and restored, twice.
-            if iterator is dataset:
-                dataset = None
         # Data sets give their own dictionaries away, and change them with the next batch.
         return copy.deepcopy(
             {
-                INDEX_SAMPLER_STATE: state_of(self._index_sampler),
-                SAMPLER_ITER_STATE: state_of(self._sampler_iter),
-                SAMPLER_YIELDED: self._drawn,
-                NUM_YIELDED: self._num_yielded,
-                LEN_CALLED: self._IterableDataset_len_called,
-                SHARED_SEED: self._shared_seed,
-                FETCHER_STATE: fetched,
-                DATASET_STATE: state_of(dataset),
-                FINISHED: self.finished,
+                keys.INDEX_SAMPLER_STATE: state_of(self._index_sampler),
+                keys.SAMPLER_ITER_STATE: state_of(self._sampler_iter),
+                keys.SAMPLER_YIELDED: self._drawn,
+                keys.NUM_YIELDED: self._num_yielded,
+                keys.LEN_CALLED: self._IterableDataset_len_called,
+                keys.SHARED_SEED: self._shared_seed,
+                **self._recipe.states(self._fetcher, self._dataset),
+                keys.FINISHED: self.finished,
             }
         )
 
@@ -132,31 +108,31 @@ class InlineIterator(BaseDataLoaderIter):
             self._dataset_kind, self._auto_collation, self._collate_fn, self._drop_last
         )
 
-    def _load(self, state: State, forward: Callable[[int], None]) -> None:
-        self._drawn = state[SAMPLER_YIELDED]
+    def _load(self, state: State) -> None:
+        self._drawn = state[keys.SAMPLER_YIELDED]
         self._sampler_iter: Iterator[Any] = resumed(
             self._index_sampler,
-            state[INDEX_SAMPLER_STATE],
-            state[SAMPLER_ITER_STATE],
+            state[keys.INDEX_SAMPLER_STATE],
+            state[keys.SAMPLER_ITER_STATE],
             self._drawn,
         )
-        self._IterableDataset_len_called = state[LEN_CALLED]
-        self._shared_seed = state[SHARED_SEED]
+        self._IterableDataset_len_called = state[keys.LEN_CALLED]
+        self._shared_seed = state[keys.SHARED_SEED]
         # The data set first: `iter(dataset)`, which the fetcher calls, may begin from its state.
-        restore(self._dataset, state[DATASET_STATE])
-        self._fetcher = fetcher_of(self._recipe, self._dataset)
-        yielded = state[NUM_YIELDED]
+        restore(self._dataset, state[keys.DATASET_STATE])
+        self._fetcher = self._recipe.fetcher(self._dataset)
+        yielded = state[keys.NUM_YIELDED]
         if self._recipe.iterable:
-            iterator, fetched = self._fetcher.dataset_iter, state[FETCHER_STATE]
+            iterator, fetched = self._fetcher.dataset_iter, state[keys.FETCHER_STATE]
             if isinstance(self._dataset, StatefulObject) or isinstance(iterator, StatefulObject):
                 if fetched is not None:
-                    restore(iterator, fetched[DATASET_ITER_STATE])
-                    self._fetcher.ended = fetched[FETCHER_ENDED]
+                    restore(iterator, fetched[keys.DATASET_ITER_STATE])
+                    self._fetcher.ended = fetched[keys.FETCHER_ENDED]
             # Nothing here has a state, so the batches are read again and dropped, as torchdata
             # does.
             elif yielded:
-                forward(yielded)
+                keys.warn_of_reading_again(yielded)
                 for _ in range(yielded):
                     next(self)
         self._num_yielded = yielded
-        self.finished = state[FINISHED]
+        self.finished = state[keys.FINISHED]

@@ -1,10 +1,7 @@
 """A loader's iterator with a state, and the state that its next pass begins with."""
 
 import copy
-import logging
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,19 +16,16 @@ from dlio.loader.sampler_pass import BatchesPass
 from dlio.loader.torch_engine import fed_by, plain_loader
 from dlio.loader.torch_private import distributed_settings, share_seed
 from dlio.loader.torchdata_state.inline_iterator import InlineIterator
-from dlio.loader.torchdata_state.parallel_iterator import ParallelIterator, ResumeState, warn_beyond
+from dlio.loader.torchdata_state.parallel_iterator import ParallelIterator, ResumeState
 from dlio.loader.torchdata_state.state_format import StatefulObject
 from dlio.loader.torchdata_state.stateful_samplers import StatefulRandom, with_state
-from dlio.loader.torchdata_state.task_sampler import TaskSampler
 from dlio.loader.torchdata_state.transports import (
     ProcessTransport,
     ThreadTransport,
     Transport,
     same,
 )
-from dlio.loader.torchdata_state.worker_server import FetchOptions, WorkerServer, start
-
-_log = logging.getLogger("dlio")
+from dlio.loader.torchdata_state.worker_server import FetchOptions, TaskSampler, WorkerServer, start
 
 
 class IterationState:
@@ -57,10 +51,8 @@ class IterationState:
             random = StatefulRandom(options.sampler, options.generator)
         self._random = random
 
-    def begin(
-        self, options: LoaderOptions, length: int | None
-    ) -> InlineIterator | ParallelIterator:
-        """Begin a pass.
+    def begun(self, options: LoaderOptions, length: int | None, epoch: int) -> RunningPass:
+        """Begin a pass, as engines do.
 
         Args:
             length: of an iterable data set, if the user has asked for it.
@@ -70,33 +62,25 @@ class IterationState:
         keeps = options.persistent_workers and options.num_workers > 0
         # `state_dict` before the first batch needs the workers' states, so it has made the iterator
         # already.
-        if self._is_ahead and self.iterator is not None:
-            self._is_ahead = False
-        elif keeps and isinstance(self.iterator, ParallelIterator):
-            self._again(options, self.iterator)
-        else:
-            self._make(options, length)
-        iterator = self.iterator
-        assert iterator is not None
-        if iterator.finished:  # The state was that of the end of a pass.
-            if keeps and isinstance(iterator, ParallelIterator):
-                self._again(options, iterator)
+        is_ahead, self._is_ahead = self._is_ahead, False
+        theirs = self.iterator if is_ahead else None
+        # The state may be that of the end of a pass.
+        while theirs is None or theirs.finished:
+            if keeps and isinstance(self.iterator, ParallelIterator):
+                theirs = self._again(options, self.iterator)
             else:
-                iterator = self._make(options, length)
-        return iterator
-
-    def begun(self, options: LoaderOptions, length: int | None, epoch: int) -> RunningPass:
-        """Begin a pass, as engines do."""
-        theirs = self.begin(options, length)
+                theirs = self._make(options, length)
         steps: int | None = None
         with suppress(TypeError):  # A sampler without a length.
             sampler: Any = options.batch_sampler or options.sampler
             steps = None if options.iterable else len(sampler)
         engine = "threads" if _in_threads(options) and options.num_workers else "torch"
+        feed = _feed(theirs, options.device, options.persistent_workers)
+        next(feed)  # Up to its first `yield None`.
         return RunningPass(
             BatchesPass(epoch, None, steps),
             PassCounters(None, options.num_workers, engine),
-            feed_of(theirs, options),
+            feed,
             None,
             workers=getattr(theirs, "_workers", ()),
             iterator=theirs,
@@ -141,16 +125,18 @@ class IterationState:
             plain._IterableDataset_len_called = length
             numbers = None if self._random is None else options.generator
             own = sampler if options.iterable else None
-            made = InlineIterator(plain, own, loaded, numbers, _rereads)
+            made = InlineIterator(plain, own, loaded, numbers)
         else:
             made = self._parallel(options, sampler, length, loaded)
         self.iterator = made
         return made
 
-    def _again(self, options: LoaderOptions, iterator: ParallelIterator) -> None:
+    def _again(self, options: LoaderOptions, iterator: ParallelIterator) -> ParallelIterator:
+        seed = None
         if isinstance(options.dataset, IterDataPipe):
-            iterator.reseed(share_seed(options.generator, None))
-        iterator.again()
+            seed = share_seed(options.generator, None)
+        iterator.again(seed)
+        return iterator
 
     def _parallel(
         self, options: LoaderOptions, sampler: Any, length: int | None, state: State | None
@@ -194,22 +180,12 @@ class IterationState:
             plain = plain_loader(options, same, draws, server, start)
             return ProcessTransport(plain, draws, first, loaded is not None)
 
-        warn: Callable[[int], None] | None = None
-        if options.iterable and draws.len_called is not None:
-            warn = partial(warn_beyond, options.dataset, draws.len_called)
-        return ParallelIterator(make, draws, workers, self._every, loaded, warn, _rereads)
-
-
-def feed_of(iterator: InlineIterator | ParallelIterator, options: LoaderOptions) -> BatchStream:
-    """Return the batches of an iterator with a state, on the loader's device. None is ahead of
-    the user, so that the state is that of the batches handed out."""
-    feed = _feed(iterator, options.device, options.persistent_workers)
-    # Up to its first `yield None`.
-    next(feed)
-    return feed
+        return ParallelIterator(make, draws, workers, self._every, loaded, options.dataset)
 
 
 def _feed(iterator: InlineIterator | ParallelIterator, device: Any, keeps: bool) -> BatchStream:
+    """Yield the batches, on a device. None is ahead of the user, so that the iterator's state is
+    that of the batches handed out."""
     yield None
     try:
         for fed in fed_by(iterator):
@@ -234,11 +210,3 @@ def _in_threads(options: LoaderOptions) -> bool:
     if options.workers is not None:
         return options.workers == "thread"
     return bool(options.in_threads) and not isinstance(options.dataset, StatefulObject)
-
-
-def _rereads(batches: int) -> None:
-    _log.warning(
-        "neither the data set nor its iterator has state_dict and load_state_dict: %d batches are "
-        "read again and dropped; define them for a resumption without reading",
-        batches,
-    )

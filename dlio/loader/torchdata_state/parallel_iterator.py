@@ -6,26 +6,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
-from dlio.loader.contract import BatchData, State
+from dlio.loader.contract import BatchData, State, UserDataset
 from dlio.loader.torch_private import ExceptionWrapper
-from dlio.loader.torchdata_state.state_format import (
-    DATASET_ITER_STATE,
-    DATASET_STATE,
-    FETCHER_STATE,
-    FINISHED,
-    LAST_WORKER,
-    MAIN_SNAPSHOT,
-    NUM_WORKERS,
-    SNAPSHOT,
-    SNAPSHOT_STEP,
-    STEPS_SINCE,
-    WORKER_SNAPSHOTS,
-    MismatchedState,
-    worker_key,
-)
-from dlio.loader.torchdata_state.task_sampler import TaskSampler
+from dlio.loader.torchdata_state import state_format as keys
+from dlio.loader.torchdata_state.state_format import MismatchedState, worker_key
 from dlio.loader.torchdata_state.transports import Transport
-from dlio.loader.torchdata_state.worker_server import WorkerReply
+from dlio.loader.torchdata_state.worker_server import TaskSampler, WorkerReply
 
 
 class ResumeState:
@@ -35,37 +21,43 @@ class ResumeState:
     """
 
     def __init__(self, state: State, workers: int, iterable: bool) -> None:
-        if SNAPSHOT not in state:
+        if keys.SNAPSHOT not in state:
             raise MismatchedState(
                 f"the state of a loader without workers, and this one has {workers}: set "
                 "num_workers=0"
             )
         self.state = state
-        self.snapshot: State = state[SNAPSHOT]
-        self.main: State = self.snapshot[MAIN_SNAPSHOT]
-        if self.main[NUM_WORKERS] != workers:
+        self.snapshot: State = state[keys.SNAPSHOT]
+        self.main: State = self.snapshot[keys.MAIN_SNAPSHOT]
+        before = self.main[keys.NUM_WORKERS]
+        if before != workers:
             raise MismatchedState(
-                f"the state of a loader with {self.main[NUM_WORKERS]} workers, and this one has "
+                f"the state of a loader with {before} workers, and this one has "
                 f"{workers}: set num_workers to the number that it was saved with"
             )
-        states = self.snapshot.get(WORKER_SNAPSHOTS, {})
+        states = self.snapshot.get(keys.WORKER_SNAPSHOTS, {})
         self.workers: dict[int, State] = {
             number: states[worker_key(number)]
             for number in range(workers)
             if states.get(worker_key(number)) is not None
         }
-        self.step: int = self.snapshot[SNAPSHOT_STEP]
-        self.last: int = self.snapshot[LAST_WORKER]
-        self.steps_since: int = state[STEPS_SINCE]
+        self.step: int = self.snapshot[keys.SNAPSHOT_STEP]
+        self.last: int = self.snapshot[keys.LAST_WORKER]
+        self.steps_since: int = state[keys.STEPS_SINCE]
         self.rereads = iterable and any(
-            each[DATASET_STATE] is None and each[FETCHER_STATE][DATASET_ITER_STATE] is None
+            each[keys.DATASET_STATE] is None
+            and each[keys.FETCHER_STATE][keys.DATASET_ITER_STATE] is None
             for each in self.workers.values()
         )
         """True if workers start from the beginning, since nothing in them has a state."""
+        self.first = 0 if self.rereads else (self.last + 1) % workers
+        """The worker whose turn it is."""
 
-    def first(self, workers: int) -> int:
-        """Return the worker whose turn it is."""
-        return 0 if self.rereads else (self.last + 1) % workers
+
+def _reraise(answer: Any) -> None:
+    if isinstance(answer, ExceptionWrapper):
+        reraise: Any = answer.reraise
+        reraise()
 
 
 class ParallelIterator:
@@ -75,9 +67,7 @@ class ParallelIterator:
         make: makes the transport, for a worker to begin with, with the workers' states.
         interval: batches from one snapshot to the next; 0 for none after the first.
         loaded: state to continue from; None to start from the beginning.
-        warn_beyond: warns if there are more batches than the loader has said; None if it was not
-            asked.
-        forward: says that batches are read again, for a data set without a state.
+        dataset: for a warning.
     """
 
     def __init__(
@@ -87,25 +77,24 @@ class ParallelIterator:
         workers: int,
         interval: int,
         loaded: ResumeState | None,
-        warn_beyond: Callable[[int], None] | None,
-        forward: Callable[[int], None],
+        dataset: UserDataset,
     ) -> None:
         self._draws, self._interval = draws, interval
         self._num_workers = workers
-        self._warn_beyond = warn_beyond
+        self._dataset = dataset
         self.finished = False
         self._yielded = 0
         self._states: dict[int, State] = {} if loaded is None else dict(loaded.workers)
         self._last = workers - 1
         # Answers that came while the workers began, where order does not matter.
         self._waiting: list[tuple[int, WorkerReply | ExceptionWrapper]] = []
-        self.transport = make(0 if loaded is None else loaded.first(workers))
+        self.transport = make(0 if loaded is None else loaded.first)
         # Threads keep their transport alive, so its end follows from that of this object.
         weakref.finalize(self, self.transport._shutdown_workers).atexit = False
         try:
             self._begin()
             if loaded is not None:
-                self._resume(loaded, forward)
+                self._resume(loaded)
         except BaseException:
             self.transport._shutdown_workers()
             raise
@@ -127,21 +116,17 @@ class ParallelIterator:
             except StopIteration:
                 self.finished = True
                 raise
-            if isinstance(answer, ExceptionWrapper):
-                reraise: Any = answer.reraise
-                reraise()
+            _reraise(answer)
             assert isinstance(answer, WorkerReply)
             if answer.state is not None:
                 self._states[worker] = answer.state
             if not answer.ended:
                 return self._handed(worker, answer)
 
-    def reseed(self, shared_seed: int) -> None:
-        """Choose the seed of the next pass, for data pipes that shuffle."""
-        self._draws.shared_seed = shared_seed
-
-    def again(self) -> None:
-        """Begin another pass with the same workers."""
+    def again(self, shared_seed: int | None) -> None:
+        """Begin another pass with the same workers; data pipes that shuffle get a seed."""
+        if shared_seed is not None:
+            self._draws.shared_seed = shared_seed
         self._states = {}
         self.finished = False
         self._yielded = self._draws.yielded = 0
@@ -153,9 +138,9 @@ class ParallelIterator:
     def state_dict(self) -> State:
         """Return the state after the batches so far."""
         state: State = {
-            SNAPSHOT: self._snapshot,
-            STEPS_SINCE: self._yielded - self._snapshot[SNAPSHOT_STEP],
-            FINISHED: self.finished,
+            keys.SNAPSHOT: self._snapshot,
+            keys.STEPS_SINCE: self._yielded - self._snapshot[keys.SNAPSHOT_STEP],
+            keys.FINISHED: self.finished,
         }
         # The states below are those of the last snapshot, which the next one replaces in place.
         return copy.deepcopy(state)
@@ -176,8 +161,18 @@ class ParallelIterator:
                 main = due.popleft()[1]
             if main is not None:
                 self._take_snapshot(main)
-        if self._warn_beyond is not None:
-            self._warn_beyond(self._yielded)
+        length = self._draws.len_called
+        if self._draws.iterable and length is not None and self._yielded > length:
+            # As torch's loader does for a data set that yields more than it has said.
+            warnings.warn(
+                f"Length of IterableDataset {self._dataset} was reported to be {length}"
+                f"(when accessing len(dataloader)), but {self._yielded} samples have been fetched. "
+                "For multiprocessing data-loading, this could be caused by not properly "
+                "configuring the IterableDataset replica at each worker. Please see "
+                "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for "
+                "examples.",
+                stacklevel=2,
+            )
         data, answer.data = answer.data, None
         return data
 
@@ -187,9 +182,7 @@ class ParallelIterator:
         begun = 0
         while begun < self._num_workers:
             worker, answer = self.transport.take()
-            if isinstance(answer, ExceptionWrapper):
-                reraise: Any = answer.reraise
-                reraise()
+            _reraise(answer)
             if answer.number >= 0:  # Out of order.
                 self._waiting.append((worker, answer))
                 continue
@@ -200,19 +193,19 @@ class ParallelIterator:
 
     def _take_snapshot(self, main: State) -> None:
         self._snapshot: State = {
-            SNAPSHOT_STEP: self._yielded,
-            LAST_WORKER: self._last,
-            MAIN_SNAPSHOT: main,
-            WORKER_SNAPSHOTS: {
+            keys.SNAPSHOT_STEP: self._yielded,
+            keys.LAST_WORKER: self._last,
+            keys.MAIN_SNAPSHOT: main,
+            keys.WORKER_SNAPSHOTS: {
                 worker_key(worker): self._states[worker] for worker in sorted(self._states)
             },
         }
 
-    def _resume(self, loaded: ResumeState, forward: Callable[[int], None]) -> None:
+    def _resume(self, loaded: ResumeState) -> None:
         """Skip the batches that have been handed out since the snapshot."""
         if loaded.rereads:
             if loaded.step:
-                forward(loaded.step)
+                keys.warn_of_reading_again(loaded.step)
             # No worker has a state: all batches up to the snapshot are read again.
             for _ in range(loaded.step):
                 next(self)
@@ -222,20 +215,6 @@ class ParallelIterator:
             self._take_snapshot(loaded.main)
         for _ in range(loaded.steps_since):
             next(self)
-        if loaded.state[FINISHED]:
+        if loaded.state[keys.FINISHED]:
             next(self, None)  # Data sets may count the ends of their epochs.
-        self.finished = loaded.state[FINISHED]
-
-
-def warn_beyond(dataset: object, length: int, yielded: int) -> None:
-    """Warn, as torch's loader does, of an iterable data set that yields more than it has said."""
-    if yielded > length:
-        warnings.warn(
-            f"Length of IterableDataset {dataset} was reported to be {length}"
-            f"(when accessing len(dataloader)), but {yielded} samples have been fetched. For "
-            "multiprocessing data-loading, this could be caused by not properly configuring the "
-            "IterableDataset replica at each worker. Please see "
-            "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for "
-            "examples.",
-            stacklevel=2,
-        )
+        self.finished = loaded.state[keys.FINISHED]

@@ -1,9 +1,12 @@
 """The states that torchdata's StatefulDataLoader writes: their keys, and who takes part."""
 
+import logging
 from typing import Any, Final, Protocol, runtime_checkable
 
 from dlio.errors import UsageError
 from dlio.loader.contract import State
+
+_log = logging.getLogger("dlio")
 
 INDEX_SAMPLER_STATE: Final = "_index_sampler_state"
 SAMPLER_ITER_STATE: Final = "_sampler_iter_state"
@@ -53,6 +56,15 @@ def restore(thing: object, state: State | None) -> None:
     """Give a thing that has a state the one that it had."""
     if state is not None and isinstance(thing, StatefulObject):
         thing.load_state_dict(state)
+
+
+def warn_of_reading_again(batches: int) -> None:
+    """Log that a data set without any state is read again to resume it."""
+    _log.warning(
+        "neither the data set nor its iterator has state_dict and load_state_dict: %d batches are "
+        "read again and dropped; define them for a resumption without reading",
+        batches,
+    )
 
 
 def worker_key(number: int) -> str:

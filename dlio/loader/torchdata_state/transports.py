@@ -12,8 +12,12 @@ from dlio.loader.contract import BatchData
 from dlio.loader.dataset_threads import DatasetThreads, timed_out, worker_error
 from dlio.loader.loader_options import LoaderOptions, pinning
 from dlio.loader.torch_private import MultiProcessingDataLoaderIter
-from dlio.loader.torchdata_state.task_sampler import TaskSampler
-from dlio.loader.torchdata_state.worker_server import WorkerReply, WorkerServer, WorkerTask
+from dlio.loader.torchdata_state.worker_server import (
+    TaskSampler,
+    WorkerReply,
+    WorkerServer,
+    WorkerTask,
+)
 
 
 def same(reply: BatchData) -> BatchData:

@@ -1,7 +1,9 @@
-"""A worker's side: it asks the data set, and answers with batches and states."""
+"""Tasks for workers, drawn from a sampler, and the worker's side, which answers with batches and
+states."""
 
 import functools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -16,15 +18,9 @@ from dlio.loader.torch_private import (
     sharding_worker_init,
     worker_module,
 )
-from dlio.loader.torchdata_state.state_format import (
-    DATASET_ITER_STATE,
-    DATASET_STATE,
-    FETCHER_ENDED,
-    FETCHER_STATE,
-    WORKER_ID,
-    restore,
-    state_of,
-)
+from dlio.loader.torchdata_state import state_format as keys
+from dlio.loader.torchdata_state.state_format import restore, state_of
+from dlio.loader.torchdata_state.stateful_samplers import resumed
 
 START: Final = "start"
 RESUME: Final = "resume"
@@ -79,11 +75,23 @@ class FetchOptions:
     def iterable(self) -> bool:
         return self.kind == DatasetKind.Iterable
 
+    def fetcher(self, dataset: UserDataset) -> Any:
+        """Return torch's fetcher; for an iterable data set this begins its iterator."""
+        make: Any = DatasetKind.create_fetcher
+        return make(self.kind, dataset, self.batched, self.collate, self.drop_last)
 
-def fetcher_of(recipe: FetchOptions, dataset: UserDataset) -> Any:
-    """Return torch's fetcher; for an iterable data set this begins its iterator."""
-    make: Any = DatasetKind.create_fetcher
-    return make(recipe.kind, dataset, recipe.batched, recipe.collate, recipe.drop_last)
+    def states(self, fetcher: Any, dataset: UserDataset, ended: bool = False) -> State:
+        """Return the states of a data set and of its iterator, which a fetcher holds."""
+        fetched = None
+        if self.iterable:
+            fetched = {
+                keys.DATASET_ITER_STATE: state_of(fetcher.dataset_iter),
+                keys.FETCHER_ENDED: fetcher.ended or ended,
+            }
+            # A data set that is its own iterator would be saved, and restored, twice.
+            if fetcher.dataset_iter is dataset:
+                dataset = None
+        return {keys.DATASET_STATE: state_of(dataset), keys.FETCHER_STATE: fetched}
 
 
 @dataclass(eq=False)
@@ -154,19 +162,8 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
 
     def state(self) -> State:
         """Return the state of this worker's data set and of its iterator."""
-        dataset, fetched = self.dataset, None
-        if self.recipe.iterable:
-            fetched = {
-                DATASET_ITER_STATE: state_of(self.fetcher.dataset_iter),
-                FETCHER_ENDED: self.fetcher.ended or self.ended,
-            }
-            if self.fetcher.dataset_iter is dataset:
-                dataset = None  # Its state is there already.
-        return {
-            WORKER_ID: self.worker,
-            DATASET_STATE: state_of(dataset),
-            FETCHER_STATE: fetched,
-        }
+        states = self.recipe.states(self.fetcher, self.dataset, self.ended)
+        return {keys.WORKER_ID: self.worker, **states}
 
     def _begin(self, state: State | None) -> None:
         """Make the fetcher: the data set's state first, then its iterator, then that one's."""
@@ -174,12 +171,113 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
         # its own.
         self.ended = False
         if state is not None:
-            restore(self.dataset, state[DATASET_STATE])
-        self.fetcher = fetcher_of(self.recipe, self.dataset)
-        if state is not None and state[FETCHER_STATE] is not None and self.recipe.iterable:
-            restore(self.fetcher.dataset_iter, state[FETCHER_STATE][DATASET_ITER_STATE])
+            restore(self.dataset, state[keys.DATASET_STATE])
+        self.fetcher = self.recipe.fetcher(self.dataset)
+        if state is not None and state[keys.FETCHER_STATE] is not None and self.recipe.iterable:
+            restore(self.fetcher.dataset_iter, state[keys.FETCHER_STATE][keys.DATASET_ITER_STATE])
             # One that has ended may be at the beginning of its next epoch by now.
-            self.ended = state[FETCHER_STATE][FETCHER_ENDED]
+            self.ended = state[keys.FETCHER_STATE][keys.FETCHER_ENDED]
+
+
+class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
+    """The sampler of a plain loader whose workers run a Server.
+
+    Args:
+        index_sampler: of the user's loader.
+        ahead: batches under way at a time.
+        interval: batches from one snapshot to the next; 0 for none after the first.
+        loaded: the state to continue from, of the part that does not belong to workers.
+    """
+
+    def __init__(
+        self,
+        index_sampler: Any,
+        workers: int,
+        ahead: int,
+        interval: int,
+        iterable: bool,
+        loaded: State | None,
+    ) -> None:
+        self._index_sampler = index_sampler
+        self._workers, self._ahead, self._interval = workers, ahead, interval
+        self.iterable = iterable
+        self._loaded = loaded
+        self._verb = START
+        self._indices: Iterator[Any] = iter(())
+        self._drawn = 0
+        self._number = 0
+        self.primes = False
+        """True if the next iterator is the one that is used: torch makes one before it."""
+        self.yielded = 0
+        """Batches handed out."""
+        self.len_called: int | None = None if loaded is None else loaded[keys.LEN_CALLED]
+        self.shared_seed: int | None = None if loaded is None else loaded[keys.SHARED_SEED]
+        self.base_seed = 0 if loaded is None else loaded[keys.BASE_SEED]
+        self.state_at_beginning: State = {}
+        """State of this part before the first draw of the pass."""
+        self.snapshots: deque[tuple[int, State]] = deque()
+        """State of this part after the draw for a batch, with the batch's number."""
+
+    def __iter__(self) -> Iterator[WorkerTask]:
+        self._indices = iter(self._index_sampler)
+        self._drawn = self._number = 0
+        # torch asks for an iterator in its constructor, before `_reset` asks for the one that it
+        # uses. The sampler below has to draw for both, as it would in torch's own loader, or its
+        # random numbers differ.
+        if not self.primes:
+            return iter(())
+        self.snapshots.clear()
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._drawn = loaded[keys.SAMPLER_YIELDED]
+            self._indices = resumed(
+                self._index_sampler,
+                loaded[keys.INDEX_SAMPLER_STATE],
+                loaded[keys.SAMPLER_ITER_STATE],
+                self._drawn,
+            )
+        # Before any draw: a state that is asked for before the first batch begins the pass again.
+        self.state_at_beginning = self.state()
+        verb, self._verb = self._verb, RESUME
+        return self._tasks(verb)
+
+    def state(self) -> State:
+        """Return the state as it is now."""
+        return {
+            keys.NUM_WORKERS: self._workers,
+            keys.SAMPLER_ITER_STATE: state_of(self._indices),
+            keys.INDEX_SAMPLER_STATE: state_of(self._index_sampler),
+            keys.SAMPLER_YIELDED: self._drawn,
+            keys.LEN_CALLED: self.len_called,
+            keys.SHARED_SEED: self.shared_seed,
+            keys.BASE_SEED: self.base_seed,
+        }
+
+    def _tasks(self, verb: str) -> Iterator[WorkerTask]:
+        for worker in range(self._workers):
+            yield WorkerTask(verb, worker=worker, shared_seed=self.shared_seed)
+        for index in self._indices:
+            self._drawn += 1
+            main, worker = self._due()
+            # A copy for each batch would cost as much as the sampler's state is large: a
+            # permutation, perhaps.
+            if main:
+                self.snapshots.append((self._number, self.state()))
+            self._number += 1
+            yield WorkerTask(FETCH, self._number - 1, index, worker)
+
+    def _due(self) -> tuple[bool, bool]:
+        """Return (True if the batch may be the last one before a snapshot, True if the worker's
+        state after it may be part of one)."""
+        every, workers = self._interval, self._workers
+        if not every:
+            return False, False
+        if self.iterable:  # Which worker ends first, and so which batch comes when, is unknown.
+            reach = self.yielded % every + 1 + self._ahead
+            return reach >= every, reach + workers >= every
+        # Batches come from workers in turn, so the last batch of each worker before the snapshot is
+        # known.
+        return self._drawn % every == 0, (self._drawn - 1) % every + workers >= every
 
 
 def start(worker: int) -> None:
