@@ -246,7 +246,9 @@ def fused(transform: Transform | None) -> TransformParts:
             later.append((at, step))
         elif is_pixelwise(step) and not sealed:
             paints.append((at, step))
-        elif isinstance(step, Normalize | RandomErasing | ToDtype) or _is_last_mixer(known, at):
+        elif isinstance(step, Normalize | RandomErasing | ToDtype) or (
+            _is_mixer(step) and at == len(known) - 1
+        ):
             later.append((at, step))
             sealed = True
         else:
@@ -325,10 +327,6 @@ def _is_conversion(step: object) -> bool:
 
 def _is_mixer(step: object) -> bool:
     return isinstance(step, MixingTransform) or (isinstance(step, RandomChoice) and step.mixes)
-
-
-def _is_last_mixer(known: list[Any], at: int) -> bool:
-    return _is_mixer(known[at]) and at == len(known) - 1
 
 
 def _draw_mixture(step: Any, draws: KeyedRandom, images: torch.Tensor) -> Any:

@@ -6,7 +6,7 @@ name those places; `Any` stands in no other public signature of the loader.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch.utils.data import Sampler
 
@@ -37,3 +37,13 @@ class ScalarWriter(Protocol):
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object:
         """Record one figure of an epoch."""
+
+
+# By methods and not by torchdata's class, which need not be installed; torchdata does the same.
+@runtime_checkable
+class StatefulObject(Protocol):
+    """A data set, an iterator or a sampler that saves and restores its own state."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object: ...

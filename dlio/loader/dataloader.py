@@ -28,6 +28,7 @@ from dlio.loader.contract import (
     Sample,
     ScalarWriter,
     State,
+    StatefulObject,
     UserDataset,
 )
 from dlio.loader.dataset import Dataset
@@ -57,7 +58,6 @@ from dlio.loader.stats import PassStats
 from dlio.loader.third_party import accelerate
 from dlio.loader.third_party.adapters import read_by_dlio
 from dlio.loader.torchdata_state.iteration_state import IterationState
-from dlio.loader.torchdata_state.state_format import StatefulObject
 from dlio.loader.trace import Spans, path_of
 from dlio.plan.epoch import EpochPlan, is_exact
 from dlio.plan.rank_shares import RankShares

@@ -278,7 +278,10 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         """
         count = len(self)
         if isinstance(index, slice):
-            return torch.utils.data.Subset(self, self._sliced(index))
+            try:
+                return torch.utils.data.Subset(self, range(*index.indices(count)))
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"{named('index', index)}: {error}") from None
         try:
             number = operator.index(index)
         except (TypeError, ValueError):
@@ -315,12 +318,6 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         samples = order.samples(np.arange(count, dtype=np.int64)).tolist()
         last = epochs if self.recipe.is_random else 1
         return make_page(self.recipe, samples, range(self.epoch, self.epoch + last), self._payload)
-
-    def _sliced(self, index: slice) -> range:
-        try:
-            return range(*index.indices(len(self)))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{named('index', index)}: {error}") from None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose crops `[i]` returns."""

@@ -100,11 +100,15 @@ class Engines:
                 "a mixture's weights choose the order: leave out sampler=, batch_sampler= and "
                 "batch_size=None"
             )
-        self._warn(options, data)
-        if options.decode == "device" and choose_engine(options, data)[0] != "planned":
+        engine, reason = choose_engine(options, data)
+        if reason and not self._has_warned and holds_own(options.dataset):
+            self._has_warned = True  # Said once for samples of `dlio.open`.
+            shown = type(options.dataset).__name__
+            _log.warning("a %s is read by the engine '%s', since %s", shown, engine, reason)
+        if options.decode == "device" and engine != "planned":
             raise UsageError(
-                f"decode='device' is for batches that dlio makes itself, and "
-                f"{choose_engine(options, data)[1]}: leave decode= out"
+                f"decode='device' is for batches that dlio makes itself, and {reason}: leave "
+                "decode= out"
             )
         # Crops are drawn by epoch: without this each pass over a sampler would have those of epoch
         # 0.
@@ -116,10 +120,12 @@ class Engines:
         # order of their use, and crops are decoded into the batch, which asking sample by sample
         # cannot do.
         drawn = None
-        if in_threads and data is not None and isinstance(batches, SamplerPass):
-            drawn = self._drawn(options, batches)
+        may_list = in_threads and is_listable(options)
+        if may_list and data is not None and isinstance(batches, SamplerPass):
+            self.threads.draw_base_seed(options)
+            drawn = ListedPass(batches)
             listed = listed_samples(drawn, len(data))
-            if drawn is not None and listed is not None:
+            if listed is not None:
                 order = ListedOrder.of(listed)
                 begun = self.planned.begin_listed(options, data, batches, order, spans)
                 if drawn.error is not None:
@@ -160,21 +166,6 @@ class Engines:
         feed, theirs = torch_feed(self.iterator, batches), self.iterator
         workers = getattr(theirs, "_workers", ())
         return RunningPass(batches, stats, feed, spans, workers=workers, iterator=theirs)
-
-    def _drawn(self, options: LoaderOptions, batches: SamplerPass) -> ListedPass | None:
-        """Draw a sampler's batches in advance; None for a sampler that is asked as it goes."""
-        if not is_listable(options):
-            return None
-        self.threads.draw_base_seed(options)
-        return ListedPass(batches)
-
-    def _warn(self, options: LoaderOptions, data: Dataset | None) -> None:
-        """Say once that samples of `dlio.open` are not read by the planned engine, and why."""
-        engine, reason = choose_engine(options, data)
-        if reason and not self._has_warned and holds_own(options.dataset):
-            self._has_warned = True
-            shown = type(options.dataset).__name__
-            _log.warning("a %s is read by the engine '%s', since %s", shown, engine, reason)
 
     def take_ahead(self, batches: Pass) -> RunningPass | None:
         """Return the pass that was begun ahead if it is this one; end it otherwise."""

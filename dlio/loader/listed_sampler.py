@@ -92,9 +92,9 @@ class ListedPass:
         return self._batches.steps
 
 
-def listed_samples(batches: ListedPass | None, samples: int) -> list[_I64] | None:
+def listed_samples(batches: ListedPass, samples: int) -> list[_I64] | None:
     """Return the indices of each batch, 0 to `samples` - 1; None if some are none of these."""
-    if batches is None or not batches.is_whole or not batches.drawn:
+    if not batches.is_whole or not batches.drawn:
         return None
     listed = []
     for batch in batches.drawn:

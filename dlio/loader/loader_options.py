@@ -83,15 +83,6 @@ def check_arguments(
     number_in("timeout", timeout, 0, "seconds")
 
 
-def _check_device(device: torch.device | str | int) -> None:
-    try:
-        torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(
-            f"{named('device', device)}: give a device of torch, such as 'cpu' or 'cuda:0'"
-        ) from error
-
-
 def check_device(device: torch.device | str | int | None) -> None:
     """Raise UsageError if a loader's device cannot decode.
 
@@ -212,7 +203,13 @@ class LoaderOptions:
             if given is not None and not hasattr(given, "__iter__"):
                 raise UsageError(f"{named(name, given)}: give a sampler, or a list of indices")
         if self.device is not None:
-            _check_device(self.device)
+            try:
+                torch.device(self.device)
+            except (RuntimeError, TypeError) as error:
+                raise UsageError(
+                    f"{named('device', self.device)}: give a device of torch, such as 'cpu' or "
+                    "'cuda:0'"
+                ) from error
         if self.decode == "device":
             check_device(self.device)
             if isinstance(self.dataset, Dataset):
@@ -266,23 +263,6 @@ class LoaderOptions:
             return self.num_workers > max(_MANY_THREADS, _THREADS_A_CORE * cores)
         return self.num_workers > cores
 
-    # Warnings word for word as torch's: scripts filter them by their text.
-    def pins(self) -> bool:
-        """True if batches are pinned; warns, as torch's loader does, if they cannot be."""
-        if self.pin_memory and self.pin_memory_device:
-            warnings.warn(
-                "pin_memory_device is deprecated, the current accelerator will be used as the "
-                f"device,ignore pin_memory_device='{self.pin_memory_device}'.",
-                stacklevel=2,
-            )
-        if self.pin_memory and not torch.accelerator.is_available():
-            warnings.warn(
-                "'pin_memory' argument is set as true but no accelerator is found, "
-                "then device pinned memory won't be used.",
-                stacklevel=2,
-            )
-        return self.pin_memory and torch.accelerator.is_available()
-
     def formula(
         self, seed: int, samples: int, data: Dataset | None, survivors: Survivors | None
     ) -> FormulaOrder:
@@ -326,8 +306,23 @@ SAME_NAMES: Final = tuple(
 
 
 def pinning(options: LoaderOptions) -> Callable[[BatchData], BatchData] | None:
-    """Return a function that copies a batch of any structure into page-locked memory, or None."""
-    if not options.pins():
+    """Return a function that copies a batch of any structure into page-locked memory; None if
+    batches are not pinned. Warns, as torch's loader does, if they cannot be."""
+    # Warnings word for word as torch's: scripts filter them by their text.
+    if options.pin_memory and options.pin_memory_device:
+        warnings.warn(
+            "pin_memory_device is deprecated, the current accelerator will be used as the "
+            f"device,ignore pin_memory_device='{options.pin_memory_device}'.",
+            stacklevel=2,
+        )
+    has_accelerator = torch.accelerator.is_available()
+    if options.pin_memory and not has_accelerator:
+        warnings.warn(
+            "'pin_memory' argument is set as true but no accelerator is found, "
+            "then device pinned memory won't be used.",
+            stacklevel=2,
+        )
+    if not (options.pin_memory and has_accelerator):
         return None
     accelerator = torch.accelerator.current_accelerator()
     device = None if accelerator is None else accelerator.type

@@ -364,17 +364,13 @@ class PlannedPass:
         self.shares = order.shares
         self.dealt = order.shares or RankShares.even(order.batch_size, order.ranks)
         self.global_batch = order.global_batch
-        self._steps = steps_in_epoch(
+        self.steps = steps_in_epoch(
             self.samples, cursor.position, self.global_batch, order.drop_last
         )
         self._end = self.samples
         if order.drop_last:
-            self._end = cursor.position + self._steps * self.global_batch
+            self._end = cursor.position + self.steps * self.global_batch
         self._step = 0
-
-    @property
-    def steps(self) -> int:
-        return self._steps
 
     @property
     def own_batch(self) -> int:
@@ -387,7 +383,7 @@ class PlannedPass:
         return min(self.global_batch, max(self.dealt.counts) * (1 + lost))
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self._steps):
+        for step in range(self.steps):
             yield self.part(step, self.formula.rank)
 
     def part(self, step: int, rank: int) -> list[int]:

@@ -5,13 +5,13 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from dlio.errors import UsageError
-from dlio.loader.contract import Index, IndexBatches, Indices, State
+from dlio.loader.contract import Index, IndexBatches, Indices, State, StatefulObject
 
 SAMPLER_KIND: Final = "sampler"
 _FORMAT: Final = 2
@@ -31,15 +31,6 @@ def sampler_state(epoch: int, batches: int, consumed: int) -> State:
         "batches": batches,
         "consumed": consumed,
     }
-
-
-@runtime_checkable
-class _StatefulSampler(Protocol):
-    """A sampler that saves and restores its own state, as torchdata's do."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +65,7 @@ class SamplerPass:
         self._own = batch_sampler if type(batch_sampler) is BatchSampler else None
         self._sampler: Indices = sampler if self._own is None else self._own.sampler
         self._whole: Iterable[Any] = self._sampler if batch_sampler is None else batch_sampler
-        self._stateful = self._sampler if isinstance(self._sampler, _StatefulSampler) else None
+        self._stateful = self._sampler if isinstance(self._sampler, StatefulObject) else None
         self._distributed: DistributedSampler[Any] | None = None
         if self._own is not None and type(self._sampler) is DistributedSampler:
             self._distributed = self._sampler
@@ -93,7 +84,9 @@ class SamplerPass:
             if self._generator is not None:
                 self._generator.set_state(_decoded(self._rng))
         elif self._distributed is None and self._stateful is None:
-            self._rng = _encoded(self._random_state())
+            generator = self._generator
+            state_now = torch.get_rng_state() if generator is None else generator.get_state()
+            self._rng = _encoded(state_now)
         if isinstance(self._sampler, DistributedSampler) and "sampler_epoch" in self._state:
             self._sampler.set_epoch(int(self._state["sampler_epoch"]))
 
@@ -206,11 +199,6 @@ class SamplerPass:
             # times if the data set has fewer samples than ranks.
             rest += (whole * -(-missing // count))[:missing]
         return rest[sampler.rank :: ranks]
-
-    def _random_state(self) -> torch.Tensor:
-        if self._generator is not None:
-            return self._generator.get_state()
-        return torch.get_rng_state()
 
 
 class BatchesPass:

@@ -66,7 +66,11 @@ class RankGroups:
         return self._passed().meets
 
     def _passed(self) -> _GroupChange:
-        while len(self._switches) > 1 and self._is_passed(self._switches[1]):
+        # Where ranks do not wait for each other, a lost rank may have counted in steps that this
+        # rank has not made yet.
+        while len(self._switches) > 1 and self._switches[1].taken <= self.taken:
+            if not self.evaluates and self._switches[1].steps > self.steps:
+                break
             del self._switches[0]
         return self._switches[0]
 
@@ -112,10 +116,3 @@ class RankGroups:
         assert self._recovery is not None
         membership = self._recovery.membership
         self._switches = [_GroupChange(-1, 0, 0, membership.members, membership.due)]
-
-    def _is_passed(self, switch: _GroupChange) -> bool:
-        if switch.taken > self.taken:
-            return False
-        # Where ranks do not wait for each other, a lost rank may have counted in steps that this
-        # rank has not made yet.
-        return self.evaluates or switch.steps <= self.steps

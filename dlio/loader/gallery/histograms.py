@@ -40,22 +40,14 @@ def histograms(reader: Reader) -> list[Histogram]:
     The sizes of pictures are those of up to 256 samples, of 64 MiB at most. A picture that is
     damaged is left out.
     """
-    made = [_of_bytes(reader)]
+    made = [_binned("bytes of a sample", np.asarray(reader.sizes), format_bytes)]
     sides = _picture_sides(reader)
     if len(sides):
         which = "all" if len(sides) == len(reader) else f"{len(sides):,} of {len(reader):,}"
         for k, name in ((1, "width"), (0, "height")):
-            made.append(_binned(f"{name} in pixels, {which} pictures", sides[:, k], _plain))
+            made.append(_binned(f"{name} in pixels, {which} pictures", sides[:, k], "{:,}".format))
     classes = _of_classes(reader)
     return [*made, classes] if classes is not None else made
-
-
-def _of_bytes(reader: Reader) -> Histogram:
-    return _binned("bytes of a sample", np.asarray(reader.sizes), format_bytes)
-
-
-def _plain(value: int) -> str:
-    return f"{value:,}"
 
 
 def _binned(title: str, values: npt.NDArray[np.int64], shown: Callable[[int], str]) -> Histogram:

@@ -122,14 +122,6 @@ def _real(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
     return np.asarray(plain, np.float64)
 
 
-def svg_over(height: int, width: int, parts: Sequence[str]) -> str:
-    """Return an SVG that lies over a picture, in the picture's pixels."""
-    if not parts:
-        return ""
-    inner = "".join(parts)
-    return f'<svg viewBox="0 0 {width} {height}" preserveAspectRatio="none">{inner}</svg>'
-
-
 def outlines(
     boxes: npt.NDArray[np.float32],
     names: Sequence[str],
@@ -235,7 +227,10 @@ def figure(
             f'<text class="part" x="{left + 0.3 * letters:.2f}" '
             f'y="{top + down - 0.4 * letters:.2f}" font-size="{letters:.2f}">{escape(name)}</text>'
         )
-    layers.append(svg_over(height, width, drawn))
+    if drawn:
+        inner = "".join(drawn)
+        view = f'viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
+        layers.append(f"<svg {view}>{inner}</svg>")
     lines = [escape(caption), f"{width} &times; {height}"]
     if note:
         lines.append(f"{escape(str(pixels.dtype))}, {escape(note)}")
@@ -373,9 +368,7 @@ def _as_image(array: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[..., 0]
     fits = array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)
-    if not fits or min(array.shape[:2]) < _LEAST_SIDE:
-        return None
-    return array
+    return array if fits and min(array.shape[:2]) >= _LEAST_SIDE else None
 
 
 def _slices(volume: npt.NDArray[Any], kind: str) -> str:

@@ -192,12 +192,19 @@ class DeviceDecodeBuilder(BatchBuilder):
             rows += self._gather_partners(rows)
             count += len(self._partners)
         coded = [row for row in rows if row in self._encoded]
-        crops = self._recipe.crop.crops
+        crops, shape = self._recipe.crop.crops, self._recipe.crop.shape[-3:]
         made = self._decoder.codec.crops(
             [self._encoded[row] for row in coded],
             [range(row * crops, (row + 1) * crops) for row in coded],
             (self._recipe.crop.size, self._recipe.crop.width),
-            self._ready_rows(rows),
+            {
+                row * crops + k: part
+                for row in rows
+                if row in self._ready
+                for k, part in enumerate(
+                    self._ready[row].reshape(-1, *self._recipe.crop.shape[-3:])
+                )
+            },
             count * crops,
             self._decoder.normal,
         )
@@ -210,17 +217,14 @@ class DeviceDecodeBuilder(BatchBuilder):
         self._encoded.clear()
         self._ready.clear()
         self._coded = memoryview(b"")
-        self.failed.update(self._without_partners(failed))
-
-    def _ready_rows(self, rows: Sequence[int]) -> dict[int, _U8]:
-        """Return the rows of `Codec.crops` for crops that the CPU has made."""
-        crops, shape = self._recipe.crop.crops, self._recipe.crop.shape[-3:]
-        return {
-            row * crops + k: part
-            for row in rows
-            if row in self._ready
-            for k, part in enumerate(self._ready[row].reshape(-1, *shape))
-        }
+        for sample, row in list(self._partners.items()):
+            error = failed.pop(row, None)
+            if error is not None:
+                assert self._pairs is not None
+                if not self._pairs.skip:
+                    raise error
+                del self._partners[sample]  # Its sample is mixed with itself.
+        self.failed.update(failed)
 
     def _gather_partners(self, slots: Sequence[int]) -> list[int]:
         """Gather partners that are not among the samples; return their rows."""
@@ -239,17 +243,6 @@ class DeviceDecodeBuilder(BatchBuilder):
                 continue
             self._partners[sample] = row
         return list(self._partners.values())
-
-    def _without_partners(self, failed: dict[int, Exception]) -> dict[int, Exception]:
-        """Leave out partners that failed; return the errors of slots. Raises a partner's error."""
-        for sample, row in list(self._partners.items()):
-            error = failed.pop(row, None)
-            if error is not None:
-                assert self._pairs is not None
-                if not self._pairs.skip:
-                    raise error
-                del self._partners[sample]
-        return failed
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:
         recipe, crops, samples = self._recipe, self._crops, self.samples

@@ -241,7 +241,11 @@ class Shuffle(Closable):
                 self._go_alone()
         except BaseException as error:
             self._failed(error)
-            self._abandon()
+            # Keep alive the memory that MPI may still read and write.
+            for receive in self._receives:
+                leave(receive.request, receive.buffer)
+            for send in self._sends:
+                leave(*send)
 
     def _go_alone(self) -> None:
         """A rank is lost: drop all messages, whose samples are read here, and exchange no more."""
@@ -474,13 +478,6 @@ class Shuffle(Closable):
                 self._cancel(receive)
             else:
                 leave(receive.request, receive.buffer)
-        for send in self._sends:
-            leave(*send)
-
-    def _abandon(self) -> None:
-        """Keep alive the memory that MPI may still read and write."""
-        for receive in self._receives:
-            leave(receive.request, receive.buffer)
         for send in self._sends:
             leave(*send)
 

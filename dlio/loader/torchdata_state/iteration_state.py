@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import IterDataPipe, RandomSampler
 
 from dlio.loader.batch_stream import BatchStream, RunningPass
-from dlio.loader.contract import State
+from dlio.loader.contract import State, StatefulObject
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.nested_batches import map_leaves
 from dlio.loader.passes import PassCounters
@@ -17,7 +17,6 @@ from dlio.loader.torch_engine import fed_by, plain_loader
 from dlio.loader.torch_private import distributed_settings, share_seed
 from dlio.loader.torchdata_state.inline_iterator import InlineIterator
 from dlio.loader.torchdata_state.parallel_iterator import ParallelIterator, ResumeState
-from dlio.loader.torchdata_state.state_format import StatefulObject
 from dlio.loader.torchdata_state.stateful_samplers import StatefulRandom, with_state
 from dlio.loader.torchdata_state.transports import (
     ProcessTransport,

@@ -1,10 +1,10 @@
 """The states that torchdata's StatefulDataLoader writes: their keys, and who takes part."""
 
 import logging
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 from dlio.errors import UsageError
-from dlio.loader.contract import State
+from dlio.loader.contract import State, StatefulObject
 
 _log = logging.getLogger("dlio")
 
@@ -35,16 +35,6 @@ class MismatchedState(UsageError, AssertionError):
 
     Also an AssertionError, which torchdata raises for it.
     """
-
-
-# By methods and not by torchdata's class, which need not be installed; torchdata does the same.
-@runtime_checkable
-class StatefulObject(Protocol):
-    """A data set, an iterator or a sampler that saves and restores its own state."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any, /) -> object: ...
 
 
 def state_of(thing: object) -> Any:

@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from dlio.loader.contract import IndexBatches, Indices, State
+from dlio.loader.contract import IndexBatches, Indices, State, StatefulObject
 from dlio.loader.torch_private import InfiniteConstantSampler
-from dlio.loader.torchdata_state.state_format import StatefulObject, restore, state_of
+from dlio.loader.torchdata_state.state_format import restore, state_of
 
 _CHUNK: Final = 32
 """Draws at a time with replacement."""
