@@ -201,9 +201,7 @@ class DeviceDecodeBuilder(BatchBuilder):
                 row * crops + k: part
                 for row in rows
                 if row in self._ready
-                for k, part in enumerate(
-                    self._ready[row].reshape(-1, *self._recipe.crop.shape[-3:])
-                )
+                for k, part in enumerate(self._ready[row].reshape(-1, *shape))
             },
             count * crops,
             self._decoder.normal,
