@@ -106,8 +106,7 @@ class Crop:
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
         """Return the part that is cut out of an image of this size, in pixels.
 
-        Args:
-            uniforms: numbers in [0, 1), DRAWS of them in training.
+        In training `uniforms` are DRAWS numbers in [0, 1).
         """
         if not self.train:
             return self._middle(height, width)
@@ -198,13 +197,11 @@ def enclosing(boxes: Sequence[Box]) -> Box:
 
 
 def are_near(boxes: Sequence[Box], width: int) -> bool:
-    """True if decoding what encloses some parts of a JPEG costs less than decoding one by one.
+    """True if decoding what encloses some parts of a JPEG of this width in pixels costs less than
+    decoding one by one.
 
     Together, pixels between the parts are decoded in vain. One by one, the coded rows of the whole
     width above and around each part have to be passed again.
-
-    Args:
-        width: of the image, in pixels.
     """
     whole = enclosing(boxes)
     vain = whole.height * whole.width - sum(box.height * box.width for box in boxes)

@@ -18,12 +18,7 @@ _F32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class CropGeometry:
-    """The way from an image to a crop of it.
-
-    Args:
-        shown: the part of the image.
-        height, width: of the crop, in pixels.
-    """
+    """The way from the part of an image that is shown to a crop of height x width pixels."""
 
     shown: CropRegion
     height: int
@@ -35,12 +30,10 @@ class CropGeometry:
         return self.shown.box.flip != self.shown.box.upend
 
     def boxes(self, boxes: _F32) -> tuple[_F32, _F64]:
-        """Return (boxes clipped to the crop, share of each box's area that the crop shows).
+        """Return (boxes clipped to the crop, share of each box's area that the crop shows), for
+        boxes as left, top, right, bottom in pixels of the image; shape (n, 4).
 
         A box that the crop does not show has no area and a share of 0.
-
-        Args:
-            boxes: left, top, right, bottom, in pixels of the image; shape (n, 4).
         """
         part = self.shown.box
         given = np.asarray(boxes, np.float64).reshape(-1, 4)
@@ -75,11 +68,8 @@ class CropGeometry:
         return made
 
     def mask(self, mask: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Return the part of a mask, resized to its nearest pixels.
-
-        Args:
-            mask: class or instance of each pixel of the image; shape (..., height, width).
-        """
+        """Return the part of a mask, of shape (..., height, width), resized to its nearest
+        pixels."""
         part = self.shown.box
         rows = _nearest(part.top, part.height, self.height, self.shown.height)
         columns = _nearest(part.left, part.width, self.width, self.shown.width)

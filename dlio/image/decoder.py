@@ -174,13 +174,8 @@ class Decoder:
     def _decodes(
         self, image: Buffer, boxes: Sequence[Box], width: int
     ) -> list[tuple[int, list[int]]]:
-        """Return (factor, numbers of the boxes that are cut out) for each decoding of a JPEG.
-
-        Pixels are those of decoding for each box alone.
-
-        Args:
-            width: of the image, in pixels.
-        """
+        """Return (factor, numbers of the boxes that are cut out) for each decoding of a JPEG of
+        this width. Pixels are those of decoding for each box alone."""
         if len(boxes) == 1:
             return [(self.factor(boxes[0]), [0])]
         groups: dict[int, list[int]] = {}
@@ -346,11 +341,8 @@ def _is_free(box: Box, factor: int) -> bool:
 
 
 def scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
-    """Return the box in an image that was decoded at 1/factor, to the nearest pixel.
-
-    Args:
-        shape: of that image: (rows, columns).
-    """
+    """Return the box in an image of shape (rows, columns) that was decoded at 1/factor, to the
+    nearest pixel."""
     top, left = round(box.top / factor), round(box.left / factor)
     return Box(
         top,
@@ -363,10 +355,8 @@ def scaled(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
 
 
 def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
-    """(height, width) of a JPEG that simplejpeg decodes; None for everything else.
-
-    Raises DecodeError when the header declares more pixels than the limit.
-    """
+    """(height, width) of a JPEG that simplejpeg decodes; None for everything else. Raises
+    DecodeError when the header declares more pixels than the limit."""
     if bytes(image[:2]) == b"\xff\xd8":
         library = native.find()
         shape = None if library is None else library.shape(image)

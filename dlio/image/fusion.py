@@ -62,11 +62,8 @@ _MOVING: Final = (
 
 
 def check_pixelwise(transform: Transform | None, path: str) -> None:
-    """Raise UsageError if a transform of crops has a known step that moves pixels.
-
-    Args:
-        path: of the data set, for the message.
-    """
+    """Raise UsageError if a transform of crops has a known step that moves pixels; `path` is the
+    data set's."""
     steps = getattr(transform, "transforms", None)
     for step in steps if isinstance(steps, list | tuple) else [transform]:
         name = type(step).__name__
@@ -272,13 +269,8 @@ def _rest(
     form: str,
     whole: Transform | None = None,
 ) -> Transform:
-    """Return a transform of a uint8 tensor for steps from a number on.
-
-    Args:
-        later: steps before that number which come first.
-        form: of images at the beginning of the pipeline.
-        whole: the pipeline itself, if all of it is left.
-    """
+    """Return a transform of a uint8 tensor, in a form at the beginning, for steps from a number on,
+    behind the `later` ones; `whole` is the pipeline itself, if all of it is left."""
     if form == "tensor":
         return whole or Compose([step for _, step in later] + steps[at:])
     end = next((k for k in range(at, len(steps)) if known[k] is None), len(steps))

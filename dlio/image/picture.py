@@ -141,11 +141,8 @@ def check_probability(name: str, p: object, least: float = 0.0) -> float:
 
 
 def check_crops(crops: object, train: bool = True) -> int:
-    """Return the number of crops of each image. Raises UsageError.
-
-    Args:
-        train: False if they are not random.
-    """
+    """Return the number of crops of each image, which are random with `train`. Raises
+    UsageError."""
     number = whole_number("crops", crops, 1, _MOST_CROPS, "crops")
     if number > 1 and not train:
         raise UsageError(

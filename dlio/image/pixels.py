@@ -127,12 +127,8 @@ def equalize(pixels: Pixels) -> Pixels:
 
 
 def blur(pixels: Pixels, kernel: Sequence[int], sigma: float) -> Pixels:
-    """Convolve with a Gaussian, mirrored at the edges.
-
-    Args:
-        kernel: (width, height) in pixels, odd.
-        sigma: of the Gaussian, in pixels.
-    """
+    """Convolve with a Gaussian of `sigma` pixels, mirrored at the edges; `kernel` is (width,
+    height) in pixels, odd."""
     cv2 = opencv()
     across, down = (_gaussian(size, sigma) for size in kernel)
     made = cv2.sepFilter2D(pixels, -1, across, down, borderType=cv2.BORDER_REFLECT_101)

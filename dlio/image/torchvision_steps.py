@@ -51,11 +51,8 @@ def recognised(step: object) -> Transform | None:
 
 
 def form_after(step: object, form: str) -> str:
-    """Return the form in which torchvision's pipelines hold an image after a step.
-
-    Args:
-        form: before it: `pil` for a picture of Pillow, `tensor`, or `tv` for a tv_tensor.
-    """
+    """Return the form in which torchvision's pipelines hold an image after a step: `pil` for a
+    picture of Pillow, `tensor`, or `tv` for a tv_tensor."""
     name = type(step).__name__
     if name in ("ToTensor", "PILToTensor"):
         return "tensor"
@@ -65,11 +62,8 @@ def form_after(step: object, form: str) -> str:
 
 
 class TorchvisionForm:
-    """Hand an image on in the form in which torchvision's next transform expects it.
-
-    Args:
-        form: see `form_after`.
-    """
+    """Hand an image on in the form (see `form_after`) in which torchvision's next transform expects
+    it."""
 
     def __init__(self, form: str) -> None:
         self.form = form
@@ -142,10 +136,6 @@ def _members(step: Any) -> list[Any]:
     return known
 
 
-def _dtype(step: Any) -> Any:
-    return T.ToDtype(step.dtype, bool(step.scale))
-
-
 def _pair(values: Any) -> list[Any]:
     return list(values) if isinstance(values, Iterable) else [values, values]
 
@@ -179,7 +169,7 @@ _KNOWN: Final[dict[str, Callable[[Any], Any]]] = {
     "RandomSolarize": lambda step: T.RandomSolarize(step.threshold, step.p),
     "RandomVerticalFlip": lambda step: T.RandomVerticalFlip(step.p),
     "Resize": _resized,
-    "ToDtype": _dtype,
+    "ToDtype": lambda step: T.ToDtype(step.dtype, bool(step.scale)),
     "ToImage": lambda _: T.ToImage(),
     "ToPureTensor": lambda _: T.ToPureTensor(),
     "ToTensor": lambda _: T.ToTensor(),

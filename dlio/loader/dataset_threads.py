@@ -76,11 +76,8 @@ class DatasetThreads(Generic[_Task]):
     def wait_for(
         self, ready: Callable[[float], _Result | None], timeout_s: float
     ) -> _Result | None:
-        """Return the first result of `ready` that is not None; None after `timeout_s`.
-
-        Args:
-            ready: waits for a result for so many seconds at most.
-            timeout_s: 0 waits without end.
+        """Return the first result of `ready`, which waits for one for so many seconds at most, that
+        is not None; None after `timeout_s`, where 0 waits without end.
 
         Raises DlioError if the loader is closed meanwhile, or if no thread is left.
         """

@@ -64,14 +64,10 @@ def split(
 def results_reader(
     data: UserDataset, reader: Reader, random: bool, function: Callable[[Sample], Sample]
 ) -> Reader:
-    """Return a reader of a function's results, for `Dataset.map`.
+    """Return a reader of a function's results, for `Dataset.map`; `reader` has the samples'
+    payloads.
 
-    Args:
-        data: the samples.
-        reader: of their payloads.
-        random: samples are different in each epoch.
-
-    Raises UsageError for samples that are not the same each time.
+    Raises UsageError for samples that are not the same in each epoch.
     """
     if random:
         raise UsageError(

@@ -333,14 +333,11 @@ class DeviceDelivery:
         device: torch.device | str | int | None,
         transform: BatchTransform | None,
     ) -> BatchStream:
-        """Return the batches of `feed` on a device, transformed there.
+        """Return the batches of `feed` on a device, transformed there; None for either leaves them
+        as they are.
 
         On CUDA a thread copies them on a stream of its own, ahead of their use. On other devices
         they are copied when they are handed out.
-
-        Args:
-            device: where they are to be; where they are for None.
-            transform: None to leave them as they are.
         """
         if device is not None:
             target = target_of(device)

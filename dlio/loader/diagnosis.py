@@ -46,12 +46,8 @@ def report(stats: PassStats, epoch: int, writer: ScalarWriter | None) -> None:
 
 
 def diagnose(stats: PassStats, cores: int) -> str:
-    """Return one line: the rate, the waiting, the bottleneck and its remedy. Pure.
-
-    Args:
-        stats: result of `DataLoader.stats`.
-        cores: that this process may use.
-    """
+    """Return one line: the rate, the waiting, the bottleneck and its remedy, for so many cores.
+    Pure."""
     seconds = max(stats["seconds"], 1e-9)
     rate = f"{stats['samples'] / seconds:,.0f} samples/s"
     first = stats["first_batch_s"] or 0.0

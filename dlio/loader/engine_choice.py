@@ -32,8 +32,7 @@ def choose_engine(options: LoaderOptions, data: Dataset | None) -> tuple[str, st
     """Return the engine of a pass (`planned`, `threads` or `torch`), and why it is not `planned`;
     "" if it is.
 
-    Args:
-        data: the data set as dlio reads it; None if it is asked for samples.
+    `data` is the data set as dlio reads it; None if it is asked for samples.
     """
     if options.iterable:
         return "torch", "an iterable data set has no indices"
@@ -87,11 +86,8 @@ class Engines:
         spans: Spans | None,
         iterator: Any,
     ) -> RunningPass:
-        """Have threads, or torch's own engines, ask the data set for samples.
-
-        Args:
-            data: the data set as dlio reads it; None if it is asked for samples.
-            iterator: torch's own, whose worker processes are used again.
+        """Have threads, or torch's own engines, ask the data set for samples; the worker processes
+        of `iterator` are used again.
 
         Raises UsageError for options that the engine lacks.
         """

@@ -266,14 +266,11 @@ class LoaderOptions:
     def formula(
         self, seed: int, samples: int, data: Dataset | None, survivors: Survivors | None
     ) -> FormulaOrder:
-        """Return the order of a pass that is dlio's own, and this rank's part of it.
+        """Return the order of a pass that is dlio's own over so many samples, and this rank's part
+        of it.
 
-        Args:
-            samples: number of samples in the data set.
-            data: the data set as dlio reads it; None if it is asked for samples.
-            survivors: None if no rank was lost.
-
-        Raises UsageError if chosen shares do not fit the ranks.
+        `data` is the data set as dlio reads it; None if it is asked for samples. Raises UsageError
+        if chosen shares do not fit the ranks.
         """
         assert self.batch_size is not None
         (rank, ranks), shares = place(self.group, self.mesh), None

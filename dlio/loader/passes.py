@@ -272,11 +272,8 @@ class LoaderPosition:
         return following.mixture if following.cursor.epoch == epoch else None
 
     def positions(self, samples: int, order: FormulaOrder) -> int:
-        """Return the number of positions of the current epoch, or of the next one.
-
-        Args:
-            samples: in the data set.
-        """
+        """Return the number of positions of the current epoch, or of the next one, of a data set of
+        so many samples."""
         if order.mixing is None:
             return samples if self.mask is None else self.mask[1].count
         current = self.current
@@ -287,12 +284,8 @@ class LoaderPosition:
         return batches.whole
 
     def open(self, order: FormulaOrder | SamplerOrder | None) -> "tuple[Pass, LoaderPosition]":
-        """Make the next pass: resumed, of the epoch that was chosen, or of the next epoch.
-
-        Args:
-            order: None for an iterable data set.
-
-        Returns: (the pass, the place at its beginning).
+        """Make the next pass: resumed, of the epoch that was chosen, or of the next epoch; return
+        it with the place at its beginning. `order` is None for an iterable data set.
 
         Raises UsageError for a state that does not fit the order.
         """
@@ -318,12 +311,10 @@ class LoaderPosition:
 
 
 class PlannedPass:
-    """This rank's part of each global batch of an order that is a formula.
+    """This rank's part of each global batch of an order that is a formula, which the state `begun`
+    fits.
 
-    Args:
-        begun: state to begin with.
-        order: fits the state.
-        mask: an epoch, and the samples that it uses; other epochs use all samples.
+    `mask` is an epoch, and the samples that it uses; other epochs use all samples.
 
     Raises UsageError for an invalid state, or for a state in the middle of an epoch of another
     source order, of other samples, or of a mode that binds it to another number of ranks.
@@ -404,11 +395,8 @@ class PlannedPass:
         )
 
     def bind(self, mode: str, homes: str | None) -> None:
-        """Record that the order of this pass follows from a mode and from the homes of blocks.
-
-        Args:
-            homes: digest of the home nodes; None for a mode whose order is the same on any number
-                of ranks and nodes.
+        """Record that the order of this pass follows from a mode and from the digest of the blocks'
+        homes, which is None for a mode whose order is the same on any number of ranks and nodes.
 
         Raises UsageError when the pass continues one of another mode, or with other homes.
         """
@@ -537,10 +525,8 @@ class PlannedPass:
 
 
 def check_state(given: object, formula: tuple[int, int] | None) -> State:
-    """Return a copy of a state that fits a loader.
-
-    Args:
-        formula: (seed, samples) of the loader's order; None if it follows a sampler.
+    """Return a copy of a state that fits a loader with the order of (seed, samples); None if it
+    follows a sampler.
 
     Raises UsageError for the state of another kind of order, and of another data set or seed.
     """
@@ -599,13 +585,7 @@ class StageTimes:
 @dataclass(slots=True)
 class PassCounters:
     """Counts of one pass: the hierarchy's counters since it began, the threads' time, the
-    consumer's waiting.
-
-    Args:
-        threads: that make batches.
-        engine: `planned`, `threads` or `torch`.
-        images: True if samples have images to decode; None if that is unknown.
-    """
+    consumer's waiting. The fields' names are those of `PassStats`."""
 
     hierarchy: Hierarchy | None = None
     threads: int = 0

@@ -163,12 +163,7 @@ class PatchRecipe(Recipe):
 def open_patches(
     copies: Sequence[Sequence[Reader]], options: PatchOptions, given: Mapping[str, object]
 ) -> PatchSource:
-    """Return the patches of a data set.
-
-    Args:
-        copies: readers of each copy of the data set, which make it up together.
-        options: of the patches.
-        given: the readers' options.
+    """Return the patches of a data set; `copies` has the readers that make up each copy of it.
 
     Raises UsageError if patches do not fit the arrays.
     """

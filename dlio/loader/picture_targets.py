@@ -52,11 +52,8 @@ collate_fn_map[Target] = _listed
 
 
 class Companion(ABC):
-    """The part of a sample next to its picture: how it is made, and joined to pictures.
-
-    Args:
-        image: field of the picture.
-    """
+    """The part of a sample next to its picture, which is the field `image`: how it is made, and
+    joined to pictures."""
 
     is_class = False
     """True if it is the number of the picture's class."""
@@ -68,10 +65,8 @@ class Companion(ABC):
 
     @abstractmethod
     def made(self, values: Mapping[str, Any], move: CropGeometry | None, name: object) -> Any:
-        """Make it of a sample's fields; of a picture that is not cropped for None.
-
-        Args:
-            name: names the sample in errors.
+        """Make it of a sample's fields; of a picture that is not cropped for None. `name` is for
+        errors.
 
         Raises DecodeError for a damaged mask, CorruptBlock for fields that contradict each other.
         """
@@ -88,8 +83,7 @@ class Companion(ABC):
 def companion_of(schema: Schema, min_visible: float = 0.0) -> Companion | None:
     """Return the companion of a data set of pictures; None for samples of another kind.
 
-    Args:
-        min_visible: least share of its area with which a box stays in a crop.
+    A box stays in a crop that shows `min_visible` of its area.
     """
     kinds = {name: kind.text for name, kind in schema.kinds.items()}
     images = [name for name, kind in kinds.items() if kind in IMAGES and name != _MASK]

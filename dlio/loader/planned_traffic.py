@@ -208,75 +208,61 @@ def messages_of(job: ForecastJob, dealt: StepAssignment) -> WindowMessages:
     return WindowMessages(pairs // size, pairs % size, payload.astype(np.int64), counts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EpochTraffic:
     """Totals of an epoch after the first, over all ranks."""
 
     steps: int
-    windows: int
-    samples: int
-    payload: int
-    """Payload bytes of all samples consumed."""
-    moved: int
-    """Payload bytes sent between nodes."""
-    messages: int
-    wire: int
-    """Bytes of all messages, including their tables."""
-    source: int
-    """Payload bytes read from the source."""
-    tiers: tuple[int, ...]
-    """Payload bytes read from each tier, fastest first, for local use or for sending."""
     link_out: _I64
     """Message bytes that each node sends; shape (nodes,)."""
     link_in: _I64
     """Message bytes that each node receives; shape (nodes,)."""
-    peers: int
+    windows: int = 0
+    samples: int = 0
+    payload: int = 0
+    """Payload bytes of all samples consumed."""
+    moved: int = 0
+    """Payload bytes sent between nodes."""
+    messages: int = 0
+    wire: int = 0
+    """Bytes of all messages, including their tables."""
+    source: int = 0
+    """Payload bytes read from the source."""
+    tiers: tuple[int, ...] = ()
+    """Payload bytes read from each tier, fastest first, for local use or for sending."""
+    peers: int = 0
     """Number of ranks that send to the rank with the most senders."""
-    window_bytes: int
+    window_bytes: int = 0
     """Largest number of message bytes that a rank receives in one window."""
 
 
 def traffic(job: ForecastJob, epoch: int = 1) -> EpochTraffic:
     """Count the traffic of an epoch, planned as in a real run."""
-    nodes = len(job.nodes)
-    out, into = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
-    count, payload, moved, wire, messages, source = 0, 0, 0, 0, 0, 0
+    nodes, node_of = len(job.nodes), job.ranks.node_of
     tiers = np.zeros(max(1, max(len(node.capacities) for node in job.nodes)), np.int64)
-    largest = 0
-    windows = 0
+    made = EpochTraffic(job.steps, np.zeros(nodes, np.int64), np.zeros(nodes, np.int64))
     pairs: list[_I64] = []
     for dealt in job.dealt(epoch):
-        windows += 1
         sizes = job.bytes_of(dealt.samples)
         block = job.layout.block_of(dealt.samples)
         home, tier = job.placement.home[block], job.placement.tier[block]
-        held = np.where((home == job.ranks.node_of[dealt.consumer]) | (dealt.sender >= 0), tier, -1)
+        held = np.where((home == node_of[dealt.consumer]) | (dealt.sender >= 0), tier, -1)
         tiers += np.bincount(held[held >= 0], sizes[held >= 0], len(tiers)).astype(np.int64)
-        source += int(sizes[held < 0].sum())
+        made.source += int(sizes[held < 0].sum())
         sent = messages_of(job, dealt)
-        count, payload = count + len(sizes), payload + int(sizes.sum())
-        moved, wire = moved + int(sent.payload.sum()), wire + int(sent.wire.sum())
-        messages += len(sent.sender)
-        out += np.bincount(job.ranks.node_of[sent.sender], sent.wire, nodes).astype(np.int64)
-        into += np.bincount(job.ranks.node_of[sent.receiver], sent.wire, nodes).astype(np.int64)
+        made.windows += 1
+        made.samples += len(sizes)
+        made.payload += int(sizes.sum())
+        made.moved += int(sent.payload.sum())
+        made.wire += int(sent.wire.sum())
+        made.messages += len(sent.sender)
+        made.link_out += np.bincount(node_of[sent.sender], sent.wire, nodes).astype(np.int64)
+        made.link_in += np.bincount(node_of[sent.receiver], sent.wire, nodes).astype(np.int64)
         if len(sent.sender):
             each = np.bincount(sent.receiver, sent.wire, job.ranks.size)
-            largest = max(largest, int(each.max()))
+            made.window_bytes = max(made.window_bytes, int(each.max()))
             pairs.append(sent.sender * job.ranks.size + sent.receiver)
     met = np.unique(np.concatenate(pairs)) if pairs else np.empty(0, np.int64)
-    peers = int(np.bincount(met % job.ranks.size, minlength=1).max())
-    return EpochTraffic(
-        job.steps,
-        windows,
-        count,
-        payload,
-        moved,
-        messages,
-        wire,
-        source,
-        tuple(int(read) for read in tiers),
-        out,
-        into,
-        peers,
-        largest,
-    )
+    made.tiers = tuple(tiers.tolist())
+    made.peers = int(np.bincount(met % job.ranks.size, minlength=1).max())
+    return made

@@ -110,11 +110,8 @@ class Recipe(ABC):
             raise self._mismatch(sample, error) from error
 
     def accompanying(self, values: dict[str, Any], move: CropGeometry | None, sample: int) -> Any:
-        """Make the companion of a picture, of a payload's fields. Raises as `make`.
-
-        Args:
-            move: of the picture's crop; None for the whole picture.
-        """
+        """Make the companion of a picture, of a payload's fields; `move` is that of its crop, None
+        for the whole picture. Raises as `make`."""
         assert self.companion is not None
         try:
             return self.companion.made(values, move, SampleName(self.reader, sample))
@@ -152,12 +149,7 @@ class CropRecipe(Recipe):
     """Crops of images: (crop or the transform's result, its label or target).
 
     A crop is a uint8 tensor of shape (3, height, width); several are one of shape (crops, 3,
-    height, width).
-
-    Args:
-        transform: the user's, whole.
-        parts: of the transform.
-        through_decoded: crops are cut out of images that a tier keeps decoded.
+    height, width). Those `through_decoded` are cut out of images that a tier keeps decoded.
     """
 
     crops = True
@@ -218,13 +210,9 @@ class CropRecipe(Recipe):
         payloads: Sequence[Buffer],
         uniforms: Sequence[npt.NDArray[np.float64]],
     ) -> list[Any]:
-        """Decode the crops of samples into their slots; return companions, or errors in their
-        places.
-
-        Args:
-            slots: RGB, of the crop's shape.
-            uniforms: the sample's row of `decoder.draw`.
-        """
+        """Decode the crops of samples into their slots (RGB, of the crop's shape); return
+        companions, or errors in their places. `uniforms` are the samples' rows of
+        `decoder.draw`."""
         made: list[Any] = [None] * len(samples)
         # An error takes its sample's place: the others of the call are made.
         fields: dict[int, dict[str, Any]] = {}
@@ -254,10 +242,8 @@ class CropRecipe(Recipe):
         return made
 
     def prepare(self, sample: int, payload: Buffer) -> tuple[npt.NDArray[np.uint8], Any, float]:
-        """Decode an image as tiers of decoded images keep it. Raises as `make`.
-
-        Returns: (pixels, see `Decoder.prepare`; its companion; seconds that decoding took).
-        """
+        """Decode an image as tiers of decoded images keep it; return (pixels, see
+        `Decoder.prepare`; its companion; seconds that decoding took). Raises as `make`."""
         values = self.fields(sample, payload)
         beside = self.accompanying(values, None, sample)
         began = time.thread_time()  # Leaves out the time in which other threads ran.

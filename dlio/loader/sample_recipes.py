@@ -158,12 +158,8 @@ class ForeignRecipe(Recipe):
 
 
 class MappedRecipe(Recipe):
-    """Samples of another recipe that go through the user's functions, for `Dataset.map`.
-
-    Args:
-        inner: makes the samples.
-        maps: called one after another, each with the result of the one before.
-    """
+    """Samples of another recipe that go through the user's functions, one after another, for
+    `Dataset.map`."""
 
     where = "a function of map()"
 

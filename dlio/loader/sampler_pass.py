@@ -18,12 +18,8 @@ _FORMAT: Final = 2
 
 
 def sampler_state(epoch: int, batches: int, consumed: int) -> State:
-    """Return the part of a state that all passes have which do not follow a formula.
-
-    Args:
-        batches: handed out.
-        consumed: samples in them.
-    """
+    """Return the part of a state that all passes have which do not follow a formula: batches that
+    were handed out, and the samples in them."""
     return {
         "format": _FORMAT,
         "kind": SAMPLER_KIND,
@@ -48,14 +44,11 @@ class SamplerOrder:
 
 
 class SamplerPass:
-    """The batches that a sampler yields.
+    """The batches that a sampler yields, from the place on that `state` has.
 
     How a pass is resumed in the middle depends on the sampler: one with `state_dict` restores its
     own state; torch's DistributedSampler is recomputed, for any number of ranks; with any other
     sampler the random numbers that it drew are drawn again and the batches handed out are skipped.
-
-    Args:
-        state: state of an earlier pass to continue; None to begin a new pass.
     """
 
     def __init__(self, order: SamplerOrder, epoch: int, state: State | None) -> None:
@@ -202,12 +195,8 @@ class SamplerPass:
 
 
 class BatchesPass:
-    """A pass over an iterable data set: batches are counted, and skipped to resume.
-
-    Args:
-        state: of an earlier pass to continue; None to begin.
-        steps: batches of the pass; None if that is unknown.
-    """
+    """A pass over an iterable data set: batches are counted, and skipped to continue an earlier
+    pass. `steps` is None if their number is unknown."""
 
     def __init__(self, epoch: int, state: State | None, steps: int | None = None) -> None:
         self.steps = steps

@@ -52,10 +52,8 @@ class ThreadEngine:
     ) -> RunningPass:
         """Begin the work of a pass.
 
-        Args:
-            dataset: to ask: the loader's own, or dlio's view of it.
-            mounted: tiers behind the data set, for the counts.
-            draws_seed: False if the base seed of this pass has been drawn.
+        `dataset` is the loader's own, or dlio's view of it, with tiers `mounted` behind it;
+        `draws_seed` is False if the base seed of this pass has been drawn.
         """
         factor = 2 if options.prefetch_factor is None else max(1, options.prefetch_factor)
         # torch's persistent workers were given the data set once: attributes that a user assigns
@@ -77,10 +75,8 @@ class ThreadEngine:
         return RunningPass(batches, stats, feed, spans, workers=work.running)
 
     def draw_base_seed(self, options: LoaderOptions) -> int:
-        """Draw the base seed that torch's loader draws before a sampler draws its numbers.
-
-        Persistent workers keep theirs. Returns the seed in force.
-        """
+        """Draw the base seed that torch's loader draws before a sampler draws its numbers; return
+        it. Persistent workers keep theirs."""
         if self.base_seed is None or not options.persistent_workers:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=options.generator)
             self.base_seed = int(drawn.item())
@@ -241,11 +237,8 @@ class _ThreadPass:
             self._waiting.append(failed)
 
     def take(self) -> _ThreadBatch | None:
-        """Return the next batch that is done: the oldest one, unless any order will do.
-
-        None if it is not done after `timeout_s`; a later call waits on. Raises
-        DlioError as `DatasetThreads.wait_for`.
-        """
+        """Return the next batch that is done: the oldest one, unless any order will do. None if it
+        is not done in time; a later call waits on. Raises as `DatasetThreads.wait_for`."""
         return self._threads.wait_for(self._take_done, self._work.options.timeout)
 
     def _take_done(self, wait_s: float) -> _ThreadBatch | None:

@@ -37,11 +37,8 @@ class TorchEngine:
         batches: Pass,
         kept: BaseDataLoaderIter | None,
     ) -> BaseDataLoaderIter:
-        """Begin a pass with torch's iterator.
-
-        Args:
-            kept: the iterator of persistent workers, which is used again; None to make one.
-        """
+        """Begin a pass with torch's iterator; `kept` is that of persistent workers, which is used
+        again."""
         self._indices.batches = batches
         loader = plain_loader(options, collate, self._indices)
         # torch's iterator compares what it yields with the length that its loader was asked for.
@@ -79,12 +76,10 @@ def plain_loader(
     server: UserDataset = None,
     start: Callable[[int], None] | None = None,
 ) -> "torch.utils.data.DataLoader[Any]":
-    """Return a loader of torch with a loader's options.
+    """Return a loader of torch with a loader's options, and `indices` as the sampler of its items.
 
-    Args:
-        indices: sampler of its items: batches, if the loader makes batches.
-        server: a data set in place of the loader's own, that makes whole batches.
-        start: called in each worker process for that data set.
+    Workers serve batches of `server`, if given, in place of the loader's own data set, and begin by
+    `start`.
     """
     given: dict[str, Any] = {}
     if server is not None:

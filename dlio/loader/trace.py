@@ -29,10 +29,8 @@ class Spans:
                 self._rows.append(row)
 
     def write(self, path: str, rank: int) -> None:
-        """Write the spans as JSON in the format of Chrome's trace viewer.
-
-        Raises UsageError when the file cannot be written.
-        """
+        """Write the spans as JSON in the format of Chrome's trace viewer. Raises UsageError when
+        the file cannot be written."""
         with self._lock:
             rows = list(self._rows)
         names = {thread: name for _, _, _, thread, name, _ in rows}

@@ -19,7 +19,7 @@ from dlio.image.device_decode import jpeg_codec as codec_module
 from dlio.image.device_decode.crop_kernel import crop_batch
 from dlio.image.device_decode.encoded_image import EncodedImage, encoded, header_of
 from dlio.image.device_decode.jpeg_codec import DecodedCrops, HostQueue, JpegCodec
-from dlio.image.device_decode.nvimagecodec import PixelBuffer, is_installed
+from dlio.image.device_decode.nvimagecodec import NvImageCodec, PixelBuffer, is_installed
 from tests.image.jpegs import KINDS, drawn
 
 pytestmark = pytest.mark.skipif(
@@ -179,7 +179,7 @@ def test_damage_that_the_device_finds_is_the_cpus_error() -> None:
     assert errors > 5
 
 
-class _Recorder(HostQueue):
+class _Recorder(HostQueue, NvImageCodec):
     """A queue and a library of the CPU that record their calls, and check the coded bytes."""
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ An image that the device does not decode is decoded by the CPU, which names the 
 any.
 """
 
+import itertools
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +24,7 @@ from dlio.errors import DecodeError, DlioError
 from dlio.image.decoder import decode_whole
 from dlio.image.device_decode.crop_kernel import crop_batch
 from dlio.image.device_decode.encoded_image import EncodedImage
-from dlio.image.device_decode.nvimagecodec import CodecLibrary, NvImageCodec, PixelBuffer
+from dlio.image.device_decode.nvimagecodec import NvImageCodec, PixelBuffer
 from dlio.image.tensors import Normalization
 
 _ALIGNMENT: Final = 64
@@ -100,7 +101,7 @@ def queue_for(device: torch.device) -> HostQueue:
 class _DecoderSlot:
     """A decoder, a queue and memory. One batch at a time."""
 
-    def __init__(self, library: CodecLibrary, order: HostQueue) -> None:
+    def __init__(self, library: NvImageCodec, order: HostQueue) -> None:
         self.library, self.queue = library, order
         self._pixels = torch.empty(0, dtype=torch.uint8, device=order.device)
 
@@ -135,7 +136,7 @@ class JpegCodec:
         threads: int,
         timeout_s: float,
         most_bytes: int = 1 << 30,
-        library: Callable[[torch.device, int], CodecLibrary] = NvImageCodec,
+        library: Callable[[torch.device, int], NvImageCodec] = NvImageCodec,
         queue_of: Callable[[torch.device], HostQueue] = queue_for,
     ) -> None:
         self.device = device
@@ -211,7 +212,8 @@ class JpegCodec:
     ) -> None:
         """Decode and crop a run of the images."""
         own, order = images[run.start : run.stop], slot.queue
-        places, total = _places([_bytes(image) for image in own])
+        rooms = [-(-_bytes(image) // _ALIGNMENT) * _ALIGNMENT for image in own]
+        *places, total = itertools.accumulate(rooms, initial=0)
         pixels = slot.pixels(total)
         into = [
             PixelBuffer(pixels, at, image.part.height, image.part.width)
@@ -257,15 +259,6 @@ class JpegCodec:
             yield slot
         finally:
             self._free.put(slot)
-
-
-def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return (where each of consecutive stretches of memory begins, bytes of all)."""
-    places, at = [], 0
-    for size in sizes:
-        places.append(at)
-        at += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return places, at
 
 
 def _bytes(image: EncodedImage) -> int:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -72,34 +72,9 @@ class _DevicePixels:
         }
 
 
-class CodecLibrary(Protocol):
-    """Decodes batches of JPEGs into memory of the caller. One call of `decode` at a time."""
-
-    def source(self, image: npt.NDArray[np.uint8], part: tuple[int, int, int, int]) -> object:
-        """Return a part of an image, for `decode`; None if it cannot be decoded. From any thread.
-
-        Args:
-            image: a JPEG's bytes, which are not copied.
-            part: (top, left, bottom, right), in pixels.
-        """
-
-    def decode(
-        self, sources: Sequence[object], into: Sequence[PixelBuffer], stream: int
-    ) -> list[bool]:
-        """Decode parts of images; False for those that could not be decoded.
-
-        Args:
-            sources: results of `source`, of which none is None.
-            into: memory for RGB, on the library's device; all in one tensor.
-            stream: the `cudaStream_t` in whose order the pixels are written.
-        """
-
-    def close(self) -> None:
-        """End the library's threads."""
-
-
 class NvImageCodec:
-    """A decoder of nvImageCodec.
+    """A decoder of nvImageCodec, of batches of JPEGs into memory of the caller. One call of `decode`
+    at a time.
 
     Args:
         device: "cpu" or a CUDA device.
@@ -136,6 +111,12 @@ class NvImageCodec:
         )
 
     def source(self, image: npt.NDArray[np.uint8], part: tuple[int, int, int, int]) -> object:
+        """Return a part of an image, for `decode`; None if it cannot be decoded. From any thread.
+
+        Args:
+            image: a JPEG's bytes, which are not copied.
+            part: (top, left, bottom, right), in pixels.
+        """
         module = self._module
         try:
             source = module.CodeStream(image)
@@ -148,6 +129,13 @@ class NvImageCodec:
     def decode(
         self, sources: Sequence[object], into: Sequence[PixelBuffer], stream: int
     ) -> list[bool]:
+        """Decode parts of images; False for those that could not be decoded.
+
+        Args:
+            sources: results of `source`, of which none is None.
+            into: memory for RGB, on the library's device; all in one tensor.
+            stream: the `cudaStream_t` in whose order the pixels are written.
+        """
         if not sources:
             return []
         module, pixels = self._module, into[0].pixels
@@ -163,6 +151,7 @@ class NvImageCodec:
         return [image is not None for image in done]
 
     def close(self) -> None:
+        """End the library's threads."""
         self._decoder = None
 
 

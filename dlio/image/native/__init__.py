@@ -151,14 +151,11 @@ class NativeLibrary:
     def resize(
         self, pixels: npt.NDArray[np.uint8], flip: bool, upend: bool, out: npt.NDArray[np.uint8]
     ) -> bool:
-        """Resize RGB into `out` as OpenCV's INTER_LINEAR does, then mirror it.
+        """Resize RGB of shape (rows, columns, 3), whose rows may be apart, into `out` as OpenCV's
+        INTER_LINEAR does, then mirror it.
 
         False if this is not possible: pixels or rows of `out` have gaps between them, or the
         processor has no AVX2.
-
-        Args:
-            pixels: shape (rows, columns, 3); its rows may be apart.
-            out: of another shape (rows, columns, 3).
         """
         rows, columns, _ = out.shape
         if pixels.strides[1:] != (3, 1) or out.strides != (3 * columns, 3, 1):
@@ -256,10 +253,8 @@ def _load() -> tuple[NativeLibrary | None, str]:
 
 
 def agrees(library: NativeLibrary) -> bool:
-    """True if the library decodes a few small images as libjpeg-turbo does.
-
-    libjpeg-turbo's results depend on the processor and on the version.
-    """
+    """True if the library decodes a few small images as libjpeg-turbo does, whose results depend on
+    the processor and on the version."""
     import simplejpeg
 
     for image in _samples():
@@ -272,11 +267,8 @@ def agrees(library: NativeLibrary) -> bool:
 
 
 def resizes_alike(library: NativeLibrary, resize: Callable[..., npt.NDArray[np.uint8]]) -> bool:
-    """True if the library resizes a few small images as `resize` does: OpenCV's with INTER_LINEAR.
-
-    OpenCV's results depend on the processor and on the version. The result is kept in
-    `library.resizes`.
-    """
+    """True if the library resizes a few small images as `resize` does: OpenCV's with INTER_LINEAR,
+    whose results depend on the processor and on the version. Kept in `library.resizes`."""
     if library.resizes is None:
         noise = np.random.default_rng(0).integers(0, 256, (61, 83, 3), np.uint8)
         alike = True

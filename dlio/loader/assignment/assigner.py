@@ -238,12 +238,8 @@ class BatchAssigner(RecoveryPart[BatchReport]):
             yield from self._schedule.of_lost(self._survivors())
 
     def trail(self, since: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
-        """Yield (step, optimizer steps before it, ranks, member, samples) of the epoch's batches
-        in the model, of all ranks.
-
-        Args:
-            since: number of batches to leave out.
-        """
+        """Yield (step, optimizer steps before it, ranks, member, samples) of the epoch's batches in
+        the model, of all ranks, but for the first `since` ones."""
         schedule, survivors = self._schedule, self._survivors()
         for each in schedule.committed[since:]:
             batch, span = each.batch, each.batch.span
@@ -362,9 +358,7 @@ class BatchAssigner(RecoveryPart[BatchReport]):
 class ElasticIterator:
     """The iterator of one pass that continues when ranks are lost.
 
-    Args:
-        assigner: of its loader.
-        length: batches of the pass if no rank is lost.
+    `length` has the batches of the pass if no rank is lost.
     """
 
     def __init__(self, assigner: BatchAssigner, length: int) -> None:

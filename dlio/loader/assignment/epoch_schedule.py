@@ -114,9 +114,7 @@ class EpochSchedule(EpochState):
     def begin_pass(self, planned: PlannedPass, members: tuple[int, ...], earlier: int) -> None:
         """Note that a pass begins, of which an epoch has several if ranks are lost.
 
-        Args:
-            members: ranks that share it.
-            earlier: batches of the epoch before it was resumed from a checkpoint, at least.
+        `earlier` batches of the epoch, at least, came before it was resumed from a checkpoint.
         """
         self.position, self.pass_end = planned.cursor.position, planned.samples
         if self.has_begun:
@@ -150,9 +148,7 @@ class EpochSchedule(EpochState):
         """Return samples that lost ranks were assigned, that no exchange has, and that are not
         requeued yet; by (step, member).
 
-        Args:
-            open_exchange: number of the exchange under way, for its batches too; None to leave
-                these out.
+        `open_exchange` is the exchange under way, for its batches too; None leaves these out.
         """
         batches = self.committed
         if open_exchange is not None:

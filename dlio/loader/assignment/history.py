@@ -97,12 +97,8 @@ class SpanRecord:
         )
 
     def planned(self, formula: FormulaOrder, mask: tuple[int, SampleMask] | None) -> PlannedPass:
-        """Return the pass.
-
-        Args:
-            formula: this rank's order, of which all but the ranks' shares is the same.
-            mask: an epoch, and the samples that it uses; None for all.
-        """
+        """Return the pass; `formula` is this rank's order, of which all but the ranks' shares is
+        the same."""
         order = replace(
             formula,
             batch_size=self.batch_size,

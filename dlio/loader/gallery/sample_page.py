@@ -118,11 +118,7 @@ def make_page(
 ) -> SamplePage:
     """Return the page of some samples; a sample that cannot be read or decoded shows its error.
 
-    Args:
-        recipe: makes the samples of payloads.
-        samples: indices.
-        epochs: whose crops are shown; one is enough for samples that do not change.
-        read: returns the payload of a sample.
+    Crops of `epochs` are shown; one is enough for samples that do not change.
     """
     reader = recipe.reader
     failed: list[str] = []

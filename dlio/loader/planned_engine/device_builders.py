@@ -68,13 +68,8 @@ def device_decoded_batches(
     threads: int,
     counters: Counters,
 ) -> BatchFactory:
-    """Return the factory of batches that a device decodes.
-
-    Args:
-        collate: a collate function of the user, which gets crops on the device; None for torch's.
-        device: "cpu" or a CUDA device.
-        threads: of the loader.
-        counters: get the counts of images and bytes.
+    """Return the factory of batches that a device decodes, "cpu" or a CUDA device; the user's
+    collate function gets crops on it.
 
     Raises UsageError for samples that a device cannot make.
     """
@@ -302,12 +297,7 @@ def device_tier_batches(
     """Return the factory of batches of images, some of which are in a tier on the device.
 
     A batch is as `CropBatchBuilder` makes it, with a part in place of its images that the hand-over
-    makes on the device.
-
-    Args:
-        kind: of the batches' memory on the host.
-        tier: on the device.
-        decoded: tier of decoded images in RAM, for those that the device has no room for.
+    makes on the device. `decoded` is a tier in RAM for images that the device has no room for.
 
     Raises UsageError for data sets with transforms of single samples.
     """
@@ -587,11 +577,8 @@ class _TierBatchPart:
         return images, boxes
 
     def _with_crops(self, made: torch.Tensor | None, copies: DeviceCopies) -> torch.Tensor:
-        """Put the crops that were made on the host in their rows.
-
-        Args:
-            made: the other rows; None if there are none.
-        """
+        """Put the crops that were made on the host in their rows; `made` has the other rows, if
+        any."""
         used = 1 + max(self.crop_of.values(), default=-1)
         crops = copies.to_device(torch.from_numpy(self.crops.first(used)))
         if self.shared.normal is not None:

@@ -144,14 +144,11 @@ class PlannedEngine:
         self._comm = self._other_comm = None
 
     def _check_order(self, batches: PlannedPass | None, mode: str) -> None:
-        """Compare the ranks' orders before the first pass. Collective.
+        """Compare the ranks' orders before the first pass; None if each rank has one of its own.
+        Collective.
 
         Later passes follow from it, unless a rank alone chooses another epoch. Ranks that may be
         lost, and spares, which take no part yet, are not waited for here.
-
-        Args:
-            batches: the pass; None if each rank has an order of its own.
-            mode: how samples are dealt to ranks.
         """
         comm = self._comm
         if comm is None or comm.size == 1 or self.generation or membership() is not None:
@@ -171,11 +168,8 @@ class PlannedEngine:
         largest: int,
         spans: Spans | None,
     ) -> RunningPass:
-        """Begin the work of a pass along a plan.
-
-        Args:
-            largest: samples of this rank's largest batch.
-        """
+        """Begin the work of a pass along a plan, whose largest batch has so many samples of this
+        rank."""
         is_shared = isinstance(batches, PlannedPass)
         threads = options.num_workers or decode_threads(mounted)
         factory = self._factory_for(options, data, mounted, largest, threads)
@@ -250,12 +244,8 @@ class PlannedEngine:
         comm: Communicator,
         alone: bool,
     ) -> BatchStream:
-        """Yield None when the work of a pass has begun, then its batches.
-
-        Args:
-            comm: for this loader's messages alone.
-            alone: this rank exchanges no samples with others.
-        """
+        """Yield None when the work of a pass has begun, then its batches. An `alone` rank exchanges
+        no samples with others."""
         hierarchy, generation = mounted.hierarchy, self.generation
         with ExitStack() as stack:
             planner = _hurry_first_batch(mounted, plan)
@@ -291,12 +281,8 @@ class PlannedEngine:
 
 
 def epoch_plan(batches: PlannedPass, mounted: Mount, mode: str, ranks: RankNodes) -> EpochPlan:
-    """Return the facts of a pass that all its ranks agree on.
-
-    Args:
-        ranks: those that share the pass; those that began it, of an inexact one that survivors
-            continue.
-    """
+    """Return the facts of a pass that all its ranks agree on; `ranks` are those that share it, or
+    that began it, of an inexact one that survivors continue."""
     formula = batches.formula
     home = mounted.placement.home
     if (blocks := blocks_of(batches.order)) is not None:
@@ -427,10 +413,8 @@ def _decodes_on(options: LoaderOptions) -> torch.device | None:
 
 
 def _device_tier(options: LoaderOptions, mounted: Mount) -> DeviceTier | None:
-    """Return the tier on the device of the batches; None if none is specified.
-
-    Raises UsageError for a loader that cannot use it.
-    """
+    """Return the tier on the device of the batches; None if none is specified. Raises UsageError
+    for a loader that cannot use it."""
     spec = mounted.device_spec
     if spec is None:
         return None

@@ -82,17 +82,11 @@ def decode_partners(
 ) -> tuple[_I64, _I64, _I64]:
     """Decode the partners that are not among a batch's samples into the rows behind them.
 
-    Args:
-        partners: of the samples.
-        samples: shape (n,).
-        make: makes an image, called with (row, sample, the sample's row of `Decoder.draw`), and
-            returns its label; its errors leave the row as it is.
-        labels: shape (n,).
+    `make` makes an image, called with (row, sample, the sample's row of `Decoder.draw`), and
+    returns its label; its errors leave the row as it is.
 
-    Returns: (labels of the samples and of m partners, the m partners, the image of each sample's
-    partner).
-
-    Raises as `Recipe.make`.
+    Returns: (labels of the n samples and of m partners, the m partners, the image of each sample's
+    partner). Raises as `Recipe.make`.
     """
     count, wanted = len(samples), partners.partners.tolist()
     row = {sample: k for k, sample in reversed(list(enumerate(samples.tolist())))}

@@ -30,14 +30,10 @@ _DIRECT_BYTES: Final = 1 << 16
 
 
 class BatchMemory:
-    """Arrays for batches, used again as soon as nothing refers to them. Thread-safe.
+    """Arrays of a shape for batches, used again as soon as nothing refers to them. Thread-safe.
 
     Fresh memory for each batch would cost as much as reading into it: the kernel has to clear its
     pages first.
-
-    Args:
-        shape: of one batch.
-        kind: page-locked or not, and whose copies to a GPU it waits for.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, kind: HostMemoryKind) -> None:
@@ -65,13 +61,8 @@ def host_batches(
     kind: HostMemoryKind,
     decoded: DecodedTier | None,
 ) -> BatchFactory:
-    """Return the factory of batches that are made in the host's memory.
-
-    Args:
-        batch_size: samples of the largest batch.
-        collate: a collate function of the user; None for torch's own.
-        decoded: tier of decoded images, if there is one.
-    """
+    """Return the factory of batches that are made in the host's memory, of `batch_size` samples at
+    most; `collate` is None for torch's own."""
     if isinstance(recipe, CropRecipe):
         shape = (batch_size, *recipe.crop.shape)
         rows = 2 * batch_size if recipe.pairs else batch_size  # With room for a partner of each.

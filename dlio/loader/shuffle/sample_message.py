@@ -169,12 +169,10 @@ def announce(
 
 
 class SizedReceive:
-    """The receipt of a message of any size; a `Request`. Used by one thread.
+    """The receipt of a message of any size, in memory that is taken when its size is known; a
+    `Request`. Used by one thread.
 
     Between two ranks, messages with one tag arrive in the order in which they were sent.
-
-    Args:
-        memory: the message's memory is taken from it when its size is known.
     """
 
     def __init__(self, comm: RankMessages, memory: MessageMemory, source: int, tag: int) -> None:

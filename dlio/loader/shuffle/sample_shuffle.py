@@ -51,12 +51,10 @@ _MOST_WINDOW_STEPS = 32
 
 
 def windows_of(plan: EpochPlan, mean_bytes: float) -> list[range]:
-    """Return the steps of each window, the same on all ranks.
+    """Return the steps of each window, the same on all ranks, for samples of this mean size in
+    bytes.
 
     On one node a window needs no memory but its plan, so windows are as long as possible there.
-
-    Args:
-        mean_bytes: mean payload bytes of a sample.
     """
     length = _MOST_WINDOW_STEPS
     if plan.ranks.nodes > 1:
@@ -98,7 +96,8 @@ class _WindowReceive:
     buffer: npt.NDArray[np.uint8]
     window: int
     sender: int
-    steps: list[StepSamples]
+    steps: list[StepSamples] = field(default_factory=list)
+    """The steps that want its samples."""
 
 
 class Shuffle(Closable):
@@ -296,8 +295,7 @@ class Shuffle(Closable):
     def _start(self, number: int) -> None:
         steps = self._windows[number]
         window = self._window(number)
-        tag = self._tag_base + number % _WINDOW_TAGS
-        incoming = [] if self._alone else self._receive_window(window, tag)
+        incoming = [] if self._alone else self._receive_window(window, number)
         # A peer that was late once is not waited for: each of its steps would cost a deadline.
         late = np.isin(window.senders, list(self._late))
         self._hierarchy.counters.add("late", int(late.sum()))
@@ -321,9 +319,10 @@ class Shuffle(Closable):
             )
         # A late peer's message is received all the same, for it may match none that is posted
         # later.
-        for sender, buffer, request in incoming:
-            wanting = [] if sender in self._late else made
-            self._receives.append(_WindowReceive(request, buffer, number, sender, wanting))
+        for receive in incoming:
+            receive.steps = [] if receive.sender in self._late else made
+        self._receives += incoming
+        tag = self._tag(number)
         with self._condition:
             self._steps.update((step.number, step) for step in made)
             self._condition.notify_all()
@@ -340,31 +339,33 @@ class Shuffle(Closable):
                 self._go_alone()
             self._progress()
 
-    def _receive_window(
-        self, window: RankWindow, tag: int
-    ) -> list[tuple[int, npt.NDArray[np.uint8], Request]]:
+    def _receive_window(self, window: RankWindow, number: int) -> list[_WindowReceive]:
         """Post the receives of a window; nothing if a rank is lost meanwhile."""
-        incoming: list[tuple[int, npt.NDArray[np.uint8], Request]] = []
+        incoming: list[_WindowReceive] = []
         try:
             for sender in np.unique(window.senders[window.senders >= 0]).tolist():
                 owed = window.samples[window.senders == sender]
-                incoming.append((sender, *self._receive(sender, owed, tag)))
+                incoming.append(self._receive(sender, owed, number))
         except PeerLost:
-            for _, buffer, request in incoming:
-                leave(request, buffer)
+            for receive in incoming:
+                leave(receive.request, receive.buffer)
             self._go_alone()
             return []
         return incoming
 
-    def _receive(
-        self, sender: int, owed: npt.NDArray[np.int64], tag: int
-    ) -> tuple[npt.NDArray[np.uint8], Request]:
-        """Post the receive of a message with the samples that a rank owes."""
+    def _receive(self, sender: int, owed: npt.NDArray[np.int64], number: int) -> _WindowReceive:
+        """Post the receive of a window's message with the samples that a rank owes."""
+        tag = self._tag(number)
         if self._announced:
-            arriving = SizedReceive(self._messages, self._memory, sender, tag)
-            return np.empty(0, np.uint8), arriving
-        buffer = self._memory.take(message_bytes(self._hierarchy.reader.sizes[owed]))
-        return buffer, self._messages.irecv(buffer, sender, tag)
+            buffer = np.empty(0, np.uint8)
+            request: Request = SizedReceive(self._messages, self._memory, sender, tag)
+        else:
+            buffer = self._memory.take(message_bytes(self._hierarchy.reader.sizes[owed]))
+            request = self._messages.irecv(buffer, sender, tag)
+        return _WindowReceive(request, buffer, number, sender)
+
+    def _tag(self, window: int) -> int:
+        return self._tag_base + window % _WINDOW_TAGS
 
     def _window(self, number: int) -> RankWindow:
         # In this thread: planning an epoch of a mixture takes a while, and the user's thread does
@@ -505,11 +506,8 @@ class Shuffle(Closable):
                 leave(request, answers[peer])
 
     def _settle(self, peer: int, planned: int) -> None:
-        """Settle the messages of windows that only this rank or only `peer` has planned.
-
-        Args:
-            planned: number of windows that the peer has planned.
-        """
+        """Settle the messages of windows that only this rank or only `peer`, with so many planned,
+        has planned."""
         for receive in [r for r in self._receives if r.sender == peer and r.window >= planned]:
             self._cancel(receive)
             self._receives.remove(receive)
@@ -517,6 +515,4 @@ class Shuffle(Closable):
             window = self._window(number)
             owed = window.samples[window.senders == peer]
             if len(owed):
-                tag = self._tag_base + number % _WINDOW_TAGS
-                buffer, request = self._receive(peer, owed, tag)
-                self._receives.append(_WindowReceive(request, buffer, number, peer, []))
+                self._receives.append(self._receive(peer, owed, number))

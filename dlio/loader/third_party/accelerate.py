@@ -16,11 +16,8 @@ class PreparedLoader(Protocol):
 
 
 class Registration:
-    """Tells Accelerate which loader is active in a pass, and when its last batch has come.
-
-    Args:
-        length: batches of the pass; None if that is unknown.
-    """
+    """Tells Accelerate which loader is active in a pass of so many batches, None if that is
+    unknown, and when its last batch has come."""
 
     def __init__(self, loader: PreparedLoader, length: int | None) -> None:
         self._loader, self._length = loader, length

@@ -45,9 +45,7 @@ def read_by_dlio(data: UserDataset, tiers: Tiers | None, seed: int | None = None
     """Return a map-style data set as dlio reads it; None if torch's way is to be taken.
 
     With `tiers`, the samples of a data set that dlio does not understand are kept in them too.
-
-    Args:
-        seed: of the random numbers of transforms; None for 0.
+    `seed` is that of the transforms' random numbers; None for 0.
     """
     dataset = adapted(data, tiers, seed)
     if dataset is None and tiers is not None:

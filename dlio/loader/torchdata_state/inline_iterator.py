@@ -8,26 +8,20 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.graph_settings import apply_sharding
 
-from dlio.loader.contract import State
+from dlio.loader.contract import State, StatefulObject
 from dlio.loader.torch_private import BaseDataLoaderIter, pin_memory
 from dlio.loader.torchdata_state import state_format as keys
-from dlio.loader.torchdata_state.state_format import (
-    MismatchedState,
-    StatefulObject,
-    restore,
-    state_of,
-)
+from dlio.loader.torchdata_state.state_format import MismatchedState, restore, state_of
 from dlio.loader.torchdata_state.stateful_samplers import resumed
 from dlio.loader.torchdata_state.worker_server import FetchOptions
 
 
 class InlineIterator(BaseDataLoaderIter):
-    """torch's iterator without workers, with a state.
+    """torch's iterator without workers, with a state to continue from.
 
     Args:
         plain: a loader of torch.
         sampler: of the items, in place of the plain loader's; None for that.
-        state: to continue from; None to start from the beginning.
         numbers: that the sampler shares with the base seed, which is drawn after its pass; None if
             it does not.
 

@@ -51,10 +51,8 @@ class IterationState:
         self._random = random
 
     def begun(self, options: LoaderOptions, length: int | None, epoch: int) -> RunningPass:
-        """Begin a pass, as engines do.
-
-        Args:
-            length: of an iterable data set, if the user has asked for it.
+        """Begin a pass, as engines do; `length` of an iterable data set, if the user has asked for
+        it.
 
         Raises MismatchedState for a loaded state of another number of workers.
         """
@@ -203,9 +201,7 @@ def _moved(leaf: Any, device: Any) -> Any:
 
 def _in_threads(options: LoaderOptions) -> bool:
     """True for threads: if they are asked for, or if the data set has no state of its own.
-
-    torchdata's data sets with a state expect a process: its random numbers may be a part of it.
-    """
+    torchdata's data sets with a state expect a process: its random numbers may be a part of it."""
     if options.workers is not None:
         return options.workers == "thread"
     return bool(options.in_threads) and not isinstance(options.dataset, StatefulObject)

@@ -23,12 +23,8 @@ def with_state(
     batch_sampler: IndexBatches | None,
     random: "StatefulRandom | None",
 ) -> Any:
-    """Return the sampler of a loader's items, with a state where torch's own has none.
-
-    Args:
-        batch_sampler: torch's own over `sampler`, or a user's; None without batching.
-        random: takes the place of torch's default sampler of `shuffle=True`; None otherwise.
-    """
+    """Return the sampler of a loader's items, with a state where torch's own has none; `random`
+    takes the place of torch's default sampler of `shuffle=True`."""
     indices = random or sampler
     if batch_sampler is None:
         return indices
@@ -38,11 +34,8 @@ def with_state(
 
 
 def resumed(index_sampler: Any, sampler_state: Any, iter_state: Any, yielded: int) -> Any:
-    """Return the iterator of a pass that is resumed.
-
-    Args:
-        yielded: items that it had yielded; skipped where nothing else is known.
-    """
+    """Return the iterator of a pass that is resumed; the `yielded` items are skipped where nothing
+    else is known."""
     restore(index_sampler, sampler_state)
     iterator: Any = iter(index_sampler)
     # It yields None for ever: there is nothing to skip.
@@ -55,11 +48,8 @@ def resumed(index_sampler: Any, sampler_state: Any, iter_state: Any, yielded: in
 
 
 class StatefulRandom(RandomSampler):
-    """torch's RandomSampler, which draws all its numbers from a generator of its own.
-
-    Args:
-        generator: to draw from; None for a new one, whose seed is drawn from torch's global one.
-    """
+    """torch's RandomSampler, which draws all its numbers from a generator of its own; for None from
+    a new one, whose seed is drawn from torch's global one."""
 
     def __init__(self, source: RandomSampler, generator: torch.Generator | None) -> None:
         # As torch does in `RandomSampler.__iter__`, but once: later passes draw from the same

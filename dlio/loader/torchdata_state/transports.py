@@ -49,11 +49,8 @@ class _Turns:
         self.ended: set[int] = set()
 
     def take(self, under_way: list[int]) -> int | None:
-        """Return the next worker; None if all have ended.
-
-        Args:
-            under_way: tasks of each worker, which bound its part unless answers come in order.
-        """
+        """Return the next worker; None if all have ended. Their tasks under way bound their parts
+        unless answers come in order."""
         for _ in range(self._workers):
             worker, self._next = self._next, (self._next + 1) % self._workers
             # As torch shares out the batches under way among the workers that are left.
@@ -196,11 +193,9 @@ class ThreadTransport:
         wanted = self._taken if self._in_order else None
         while wanted not in self._early:
             number, worker, answer = self._answer()
-            if wanted is None:
-                self._early[number] = worker, answer
-                wanted = number
-                break
             self._early[number] = worker, answer
+            if not self._in_order:
+                wanted = number
         worker, answer = self._early.pop(wanted)
         self._taken += 1
         self._under_way[worker] -= 1
