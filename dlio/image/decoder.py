@@ -32,7 +32,14 @@ from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
 from dlio.image import native
 from dlio.image.crop import Box, Crop, CropRegion, are_near, enclosing
-from dlio.image.jpeg import cut, interval_starts, parse_frame, touched
+from dlio.image.jpeg import (
+    cut,
+    good_interval,
+    interval_starts,
+    parse_frame,
+    touched,
+    with_kept_starts,
+)
 from dlio.plan.order import keyed_uniforms
 from dlio.util.settings import settings
 
@@ -90,14 +97,8 @@ class Decoder:
         else:
             factor = next((f for f in _FACTORS if min(size) >= f * self._short), 1)
             pixels, _, _ = _decode_jpeg(image, name, size, Box(0, 0, *size, flip=False), factor)
-        scale = self._short / min(pixels.shape[:2])
-        if scale >= 1:
-            return pixels.copy()
-        rows, columns = (max(1, round(side * scale)) for side in pixels.shape[:2])
-        small: npt.NDArray[np.uint8] = opencv().resize(
-            pixels, (columns, rows), interpolation=opencv().INTER_AREA
-        )
-        return small
+        small = resized(pixels, self._short)
+        return pixels.copy() if small is pixels else small
 
     def finish(
         self,
@@ -536,7 +537,41 @@ def _decode_other(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
     return rgb
 
 
-# Its own limit, as it reads headers that dlio does not; and damage is not to be printed, too.
+# Encoding
+
+
+def encode_with_restarts(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
+    """Return a 4:2:0 JPEG whose rows are restart intervals, with a segment of their offsets.
+
+    Args:
+        pixels: RGB, shape (height, width, 3).
+    """
+    cv2 = opencv()
+    options = [
+        *(cv2.IMWRITE_JPEG_QUALITY, quality),
+        *(cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420),
+        *(cv2.IMWRITE_JPEG_RST_INTERVAL, good_interval(pixels.shape[1], 16)),
+        *(cv2.IMWRITE_JPEG_OPTIMIZE, 1),
+    ]
+    done, data = cv2.imencode(".jpg", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), options)
+    if not done:
+        raise ValueError(f"OpenCV cannot encode {pixels.shape}")
+    return with_kept_starts(data.data)
+
+
+def resized(pixels: npt.NDArray[np.uint8], short_side: int) -> npt.NDArray[np.uint8]:
+    """Return an image shrunk to a short side in pixels; images are never enlarged."""
+    cv2 = opencv()
+    height, width = pixels.shape[:2]
+    scale = short_side / min(height, width)
+    if scale >= 1:
+        return pixels
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    made: npt.NDArray[np.uint8] = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
+    return made
+
+
+# OpenCV has its own limit, as it reads headers that dlio does not; and damage is not to be printed.
 _OPENCV: Final = {"OPENCV_IO_MAX_IMAGE_PIXELS": str(MAX_PIXELS), "OPENCV_LOG_LEVEL": "SILENT"}
 _cv2: ModuleType | None = None
 _jpeg: ModuleType | None = None

@@ -87,9 +87,8 @@ def _changed(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -
     options = plan.options
     if not plan.images or (options.resize is None and not options.restart_rows):
         return list(payloads)
-    from dlio.image.decoder import decode_whole
+    from dlio.image.decoder import decode_whole, encode_with_restarts, resized
     from dlio.image.jpeg import with_restarts
-    from dlio.image.jpeg_encoder import encode_with_restarts, resized
 
     changed: list[Buffer] = []
     for payload, name in zip(payloads, names, strict=True):

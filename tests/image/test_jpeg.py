@@ -11,7 +11,7 @@ from PIL import Image
 
 from dlio.errors import DecodeError
 from dlio.image.crop import Crop
-from dlio.image.decoder import Decoder, decode_whole
+from dlio.image.decoder import Decoder, decode_whole, encode_with_restarts, resized
 from dlio.image.jpeg import (
     IntervalRange,
     cut,
@@ -22,7 +22,6 @@ from dlio.image.jpeg import (
     with_kept_starts,
     with_restarts,
 )
-from dlio.image.jpeg_encoder import encode_with_restarts, resized
 from tests.conftest import examples
 
 

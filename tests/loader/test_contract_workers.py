@@ -25,7 +25,7 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import dlio
-from dlio.loader.worker_info import clear_worker_info, set_worker_info
+from dlio.loader.dataset_threads import clear_worker_info, set_worker_info
 from tests.loader.datasets import Numbers, Stream, plain
 from tests.loader.leftovers import nothing_is_left
 

@@ -73,8 +73,7 @@ class _DevicePixels:
 
 
 class NvImageCodec:
-    """A decoder of nvImageCodec, of batches of JPEGs into memory of the caller. One call of `decode`
-    at a time.
+    """Decodes batches of JPEGs into memory of the caller. One call of `decode` at a time.
 
     Args:
         device: "cpu" or a CUDA device.

@@ -50,7 +50,7 @@ def build(folder: str = HERE, flags: tuple[str, ...] = (), portable: bool = Fals
     is_x86 = platform.machine().lower() in ("x86_64", "amd64") and "arm64" not in machine
     fast = is_x86 and not portable and sysconfig.get_config_var("SIZEOF_VOID_P") == 8
     units: list[tuple[str, str, list[str]]]
-    units = [(name, name + ".c", []) for name in ("header", "crop", "many", "scan")]
+    units = [(name, name + ".c", []) for name in ("header", "crop", "scan")]
     if fast:
         units += [("scan_avx2", "scan.c", _AVX2), ("resize", "resize.c", _AVX2)]
     shared = [*_FLAGS, *_WARNINGS, *machine, *flags, *(["-DDLIO_AVX2"] if fast else [])]
