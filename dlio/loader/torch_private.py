@@ -10,8 +10,8 @@ differ, a comment says so.
 
 `ExceptionWrapper`: errors of threads have the type and text that those of worker processes have.
 
-`worker_module`: `get_worker_info()` is made true in threads by replacing its body (`dataset_threads`);
-its `WorkerInfo`, `_worker_info` and, from 2.13 on, `_RNG` are used.
+`worker_module`: `get_worker_info()` is made true in threads by replacing its body
+(`dataset_threads`); its `WorkerInfo`, `_worker_info` and, from 2.13 on, `_RNG` are used.
 
 `pin_memory`: pins batches of any structure, as torch's loader does.
 
