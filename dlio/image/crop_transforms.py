@@ -125,7 +125,8 @@ class RandomResizedCrop(MultiCropTransform):
     ) -> None:
         self.size = _size(size)
         self.crops = check_crops(crops)
-        self.scale, self.ratio = _range("scale", scale), _range("ratio", ratio)
+        self.scale = check_range("scale", scale, above=0)
+        self.ratio = check_range("ratio", ratio, above=0)
 
     @staticmethod
     def get_params(
@@ -191,7 +192,10 @@ class CenterCrop(DescribedTransform):
             raise UsageError(f"CenterCrop({self.size}) of {height} x {width} pixels: resize first")
         top = round((height - self.size[0]) / 2)
         left = round((width - self.size[1]) / 2)
-        return _cut(img, top, left, *self.size)
+        height, width = self.size
+        if isinstance(img, torch.Tensor):
+            return img[..., top : top + height, left : left + width]
+        return img.crop((left, top, left + width, top + height))
 
 
 class _Flip(RandomChange):
@@ -247,12 +251,6 @@ def _resized(img: Picture, size: tuple[int, int], box: tuple[int, int, int, int]
     return made if img.ndim == 4 else made[0]
 
 
-def _cut(img: Picture, top: int, left: int, height: int, width: int) -> Picture:
-    if isinstance(img, torch.Tensor):
-        return img[..., top : top + height, left : left + width]
-    return img.crop((left, top, left + width, top + height))
-
-
 def _size(size: int | Sequence[int]) -> tuple[int, int]:
     sides = tuple(size) if isinstance(size, list | tuple) else (size,)
     if len(sides) == 1:
@@ -264,7 +262,3 @@ def _size(size: int | Sequence[int]) -> tuple[int, int]:
             f"{named('size', size)}: give a number of pixels from 1 to 8192, or (height, width)"
         ) from None
     return height, width
-
-
-def _range(name: str, values: Sequence[float]) -> tuple[float, float]:
-    return check_range(name, values, above=0)

@@ -16,6 +16,7 @@ intervals that the crop touches. Several crops of one image are cut out of one d
 All the work releases the GIL.
 """
 
+import functools
 import math
 import os
 import struct
@@ -573,32 +574,26 @@ def resized(pixels: npt.NDArray[np.uint8], short_side: int) -> npt.NDArray[np.ui
 
 # OpenCV has its own limit, as it reads headers that dlio does not; and damage is not to be printed.
 _OPENCV: Final = {"OPENCV_IO_MAX_IMAGE_PIXELS": str(MAX_PIXELS), "OPENCV_LOG_LEVEL": "SILENT"}
-_cv2: ModuleType | None = None
-_jpeg: ModuleType | None = None
 
 
+@functools.cache
 def opencv() -> ModuleType:
     """Return OpenCV, loaded at first use, without threads of its own."""
-    global _cv2
-    if _cv2 is None:
-        # It reads them when it is loaded. Processes that this one starts shall not inherit them.
-        added = {name: value for name, value in _OPENCV.items() if name not in os.environ}
-        os.environ.update(added)
-        try:
-            import cv2
-        finally:
-            for name in added:
-                os.environ.pop(name, None)
-
-        cv2.setNumThreads(0)
-        _cv2 = cv2
-    return _cv2
+    # It reads them when it is loaded. Processes that this one starts shall not inherit them.
+    added = {name: value for name, value in _OPENCV.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        import cv2
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+    cv2.setNumThreads(0)
+    return cv2
 
 
+@functools.cache
 def _simplejpeg() -> ModuleType:
-    global _jpeg
-    if _jpeg is None:
-        import simplejpeg
+    import simplejpeg
 
-        _jpeg = simplejpeg
-    return _jpeg
+    module: ModuleType = simplejpeg
+    return module

@@ -65,16 +65,8 @@ class DatasetThreads(Generic[_Task]):
         self._datasets, self._seed = datasets, seed
         shared: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._queues = [queue.SimpleQueue() if own_queues else shared for _ in range(count)]
-        self._workers = Workers(name, self._run, count, wake=self._wake)
-
-    def start(self) -> None:
-        """Start the threads, once all exists that `serve` uses."""
-        self._workers.start()
-
-    @property
-    def threads(self) -> tuple[threading.Thread, ...]:
-        """The threads, in the order of their numbers."""
-        return self._workers.threads
+        self.workers = Workers(name, self._run, count, wake=self._wake)
+        """The threads: started by the caller, once all exists that `serve` uses, and closed."""
 
     def put(self, task: _Task, thread: int = 0) -> None:
         """Queue a task; for one thread if each has a queue of its own."""
@@ -92,11 +84,11 @@ class DatasetThreads(Generic[_Task]):
         # Polled, although a result wakes the caller at once: threads that a fork has lost, or that
         # the interpreter has ended, can notify nobody.
         while (result := ready(_POLL_S)) is None:
-            if self._workers.stopping.is_set():
+            if self.workers.stopping.is_set():
                 raise DlioError("the loader was closed while a batch was awaited: keep it open")
             if timeout_s and time.monotonic() > deadline:
                 return None
-            if not self._workers.alive() and (result := ready(0.0)) is None:
+            if not self.workers.alive() and (result := ready(0.0)) is None:
                 raise DlioError(
                     "the loader's threads have ended before this batch was made, as they do "
                     "in a forked process: make a new iterator with iter(loader)"
@@ -104,10 +96,6 @@ class DatasetThreads(Generic[_Task]):
             if result is not None:
                 return result
         return result
-
-    def close(self) -> None:
-        """Stop and join the threads."""
-        self._workers.close()
 
     def _wake(self) -> None:
         for each in self._queues:
@@ -124,7 +112,7 @@ class DatasetThreads(Generic[_Task]):
             except BaseException:
                 refusal = worker_error(number)
             while (task := self._queues[number].get()) is not None:
-                if self._workers.stopping.is_set():
+                if self.workers.stopping.is_set():
                     break
                 self._serve(number, task, refusal)
                 del task  # Or a waiting thread would keep a batch's memory.

@@ -192,11 +192,11 @@ class _ThreadPass:
             lambda: work.seed,
             stopped=self._notify,
         )
-        self._threads.start()
-        work.running.extend(self._threads.threads)
+        self._threads.workers.start()
+        work.running.extend(self._threads.workers.threads)
 
     def close(self) -> None:
-        self._threads.close()
+        self._threads.workers.close()
 
     def _notify(self) -> None:
         with self._changed:

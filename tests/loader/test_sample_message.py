@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlio.loader.shuffle.sample_message import (
-    MessageMemory,
     message_bytes,
+    message_memory,
     pack_message,
     pack_payloads,
     unpack_message,
@@ -22,7 +22,7 @@ def _packed(
     sent: list[bytes | None], compress: bool = False
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     sizes = np.array([7 if payload is None else len(payload) for payload in sent], np.int64)
-    message = MessageMemory().take(message_bytes(sizes))
+    message = message_memory().lend(message_bytes(sizes))
     message[:] = 0xEE
 
     def read(k: int, into: memoryview) -> tuple[int, int] | None:
@@ -99,18 +99,18 @@ def test_payloads_of_sizes_that_the_receiver_does_not_know_arrive_whole_or_not_a
 
 
 def test_memory_is_reused_when_nothing_refers_to_it() -> None:
-    memory = MessageMemory()
-    first = memory.take(1000)
+    memory = message_memory()
+    first = memory.lend(1000)
     address = first.ctypes.data
     view = first.data[10:20]
     del first
-    second = memory.take(1000)
+    second = memory.lend(1000)
     assert second.ctypes.data != address
     del view
-    assert memory.take(900).ctypes.data == address
+    assert memory.lend(900).ctypes.data == address
     # A much smaller message gets memory of its own, not to occupy a large one.
-    assert memory.take(10).ctypes.data not in (address, second.ctypes.data)
-    held = [memory.take(100) for _ in range(200)]
+    assert memory.lend(10).ctypes.data not in (address, second.ctypes.data)
+    held = [memory.lend(100) for _ in range(200)]
     assert len({each.ctypes.data for each in held}) == 200
     del held
     memory.take(5000)

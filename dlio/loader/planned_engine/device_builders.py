@@ -60,37 +60,22 @@ _FIRST: Final = 0
 # Crops of images that a device decodes
 
 
-def device_decoded_batches(
-    recipe: Recipe,
-    batch_size: int,
-    collate: CollateFn | None,
-    device: torch.device,
-    threads: int,
-    counters: Counters,
-) -> BatchFactory:
-    """Return the factory of batches that a device decodes, "cpu" or a CUDA device; the user's
-    collate function gets crops on it.
+class DeviceDecoder:
+    """The shared part of batches that a device decodes, "cpu" or a CUDA device; a user's collate
+    function gets crops on it. Owner of `codec`: the factory.
 
     Raises UsageError for samples that a device cannot make.
     """
-    decoder = _DeviceDecoder(check_recipe(recipe), collate, device, threads, counters)
-    begin = functools.partial(DeviceDecodeBuilder, decoder)
-    batch_bytes = batch_size * math.prod(decoder.recipe.crop.shape)
-    return BatchFactory(begin, batch_bytes, close=decoder.codec.close)
-
-
-class _DeviceDecoder:
-    """The shared part of batches that a device decodes. Owner of `codec`: the factory."""
 
     def __init__(
         self,
-        recipe: CropRecipe,
+        recipe: Recipe,
         collate: CollateFn | None,
         device: torch.device,
         threads: int,
         counters: Counters,
     ) -> None:
-        self.recipe, self.collate, self.counters = recipe, collate, counters
+        self.recipe, self.collate, self.counters = check_recipe(recipe), collate, counters
         steps = recipe.batch_transform
         self.normal = None if steps is None else steps.normal
         """Done by the kernel that crops; the other steps of a whole batch follow."""
@@ -101,6 +86,12 @@ class _DeviceDecoder:
         """Memory for the bytes of batches: with fresh memory, threads would wait for its pages."""
         self._to_say = threading.Lock()
         """Held from the first word about the CPU's part on."""
+
+    def factory(self, batch_size: int) -> BatchFactory:
+        """Return the factory of batches of so many samples at most."""
+        batch_bytes = batch_size * math.prod(self.recipe.crop.shape)
+        begin = functools.partial(DeviceDecodeBuilder, self)
+        return BatchFactory(begin, batch_bytes, close=self.codec.close)
 
     def by_cpu(self, names: Sequence[object]) -> None:
         """Count images that the CPU decodes in place of the device, and say so once."""
@@ -121,7 +112,7 @@ class DeviceDecodeBuilder(BatchBuilder):
 
     def __init__(
         self,
-        decoder: _DeviceDecoder,
+        decoder: DeviceDecoder,
         epoch: int,
         samples: _I64,
         partners: BatchPartners | None,
@@ -287,37 +278,24 @@ def _wait(tensor: torch.Tensor) -> None:
 # Crops of images that a device keeps decoded
 
 
-def device_tier_batches(
-    recipe: Recipe,
-    batch_size: int,
-    kind: HostMemoryKind,
-    tier: DeviceTier,
-    decoded: DecodedTier | None,
-) -> BatchFactory:
-    """Return the factory of batches of images, some of which are in a tier on the device.
+class DeviceTierCrops:
+    """The shared part of batches of images, some of which are in a tier on the device.
 
     A batch is as `CropBatchBuilder` makes it, with a part in place of its images that the hand-over
     makes on the device. `decoded` is a tier in RAM for images that the device has no room for.
 
     Raises UsageError for data sets with transforms of single samples.
     """
-    assert isinstance(recipe, CropRecipe)
-    shared = _TierUse(recipe, batch_size, kind, tier, decoded)
-    begin = functools.partial(DeviceTierBuilder, shared)
-    return BatchFactory(begin, shared.batch_bytes, follow_plan=shared.follow_plan)
-
-
-class _TierUse:
-    """The shared part of batches whose images a device keeps."""
 
     def __init__(
         self,
-        recipe: CropRecipe,
+        recipe: Recipe,
         batch_size: int,
         kind: HostMemoryKind,
         tier: DeviceTier,
         decoded: DecodedTier | None,
     ) -> None:
+        assert isinstance(recipe, CropRecipe)
         if recipe.transforms:
             raise UsageError(
                 f"{recipe.reader.path}: transform= changes single images on the host, and the tier "
@@ -342,6 +320,11 @@ class _TierUse:
             allocate=pinned_memory if in_pool else None,
         )
 
+    def factory(self) -> BatchFactory:
+        """Return the factory of the batches."""
+        begin = functools.partial(DeviceTierBuilder, self)
+        return BatchFactory(begin, self.batch_bytes, follow_plan=self.follow_plan)
+
     def follow_plan(self, plan: EpochPlan) -> None:
         """Note the plan of a pass, before its first batch."""
         self.keeps = plan.keeps
@@ -354,7 +337,7 @@ class DeviceTierBuilder(BatchBuilder):
     finds_whole = True
 
     def __init__(
-        self, shared: _TierUse, epoch: int, samples: _I64, partners: BatchPartners | None
+        self, shared: DeviceTierCrops, epoch: int, samples: _I64, partners: BatchPartners | None
     ) -> None:
         super().__init__(samples)
         self._shared, self._epoch, self._pairs = shared, epoch, partners
@@ -502,7 +485,7 @@ def _side_by_side(images: list[tuple[int, _U8]], pool: BufferPool) -> list[tuple
 class _TierBatchPart:
     """The images of a batch, until it is handed over."""
 
-    shared: _TierUse
+    shared: DeviceTierCrops
     samples: _I64
     labels: _I64
     """Of the samples, and of partners behind them."""

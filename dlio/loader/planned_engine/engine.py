@@ -23,12 +23,12 @@ from dlio.loader.delivery import HostMemoryKind, target_of
 from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.passes import Pass, PassCounters, PlannedPass
 from dlio.loader.planned_engine.batch_builders import BatchFactory
-from dlio.loader.planned_engine.device_builders import device_decoded_batches, device_tier_batches
+from dlio.loader.planned_engine.device_builders import DeviceDecoder, DeviceTierCrops
 from dlio.loader.planned_engine.mixup_partners import EpochPartners
 from dlio.loader.planned_engine.pipeline import PassContext, Pipeline
 from dlio.loader.planned_engine.sample_builders import host_batches
 from dlio.loader.recipe import CropRecipe
-from dlio.loader.shuffle.sample_message import MessageMemory
+from dlio.loader.shuffle.sample_message import message_memory
 from dlio.loader.shuffle.sample_shuffle import Shuffle, windows_of
 from dlio.loader.trace import Spans
 from dlio.plan.block_order import BlockOrder
@@ -72,7 +72,7 @@ class PlannedEngine:
         """Those of devices; a pass that was begun ahead may use an earlier one."""
         # Kept from pass to pass: the kernel clears the pages of fresh memory, which costs as much
         # as receiving into it.
-        self._memory = MessageMemory()
+        self._memory = message_memory()
 
     def mount(self, options: LoaderOptions, data: Dataset) -> Mount:
         """Open the data set's tiers, once. Collective over the ranks that share the data."""
@@ -227,9 +227,8 @@ class PlannedEngine:
             if device is not None:
                 collate = None if options.collates_by_default else options.collate_fn
                 counters = mounted.hierarchy.counters
-                self._factory = device_decoded_batches(
-                    data.recipe, batch_size, collate, device, threads, counters
-                )
+                decoder = DeviceDecoder(data.recipe, collate, device, threads, counters)
+                self._factory = decoder.factory(batch_size)
                 self._to_close.append(self._factory)
             else:
                 self._factory = _on_host(options, data, mounted, batch_size, kind)
@@ -392,7 +391,7 @@ def _on_host(
         decoded = mounted.decoded(recipe.decoder.recipe)
     tier = _device_tier(options, mounted)
     if tier is not None:
-        return device_tier_batches(recipe, batch_size, kind, tier, decoded)
+        return DeviceTierCrops(recipe, batch_size, kind, tier, decoded).factory()
     collate = None if options.collates_by_default else options.collate_fn
     return host_batches(recipe, batch_size, collate, kind, decoded)
 

@@ -23,7 +23,7 @@ from dlio.comm.survival.membership import RankMessages
 from dlio.data.schema import Buffer
 from dlio.errors import CommError, CorruptBlock
 from dlio.storage.block import decompress_exactly
-from dlio.util.buffer_pool import BufferPool, PoolStatistics
+from dlio.util.buffer_pool import BufferPool
 from dlio.util.memory import new_memory
 
 ENTRY_BYTES: Final = 16
@@ -136,24 +136,14 @@ def unpack_message(
     return payloads + [None] * (len(sizes) - len(payloads))
 
 
-class MessageMemory:
-    """Memory of messages, used again once nobody refers to a message or a part of it. Thread-safe.
+def message_memory() -> BufferPool:
+    """Return memory of messages, lent until nobody refers to a message or a part of it.
 
     The payloads of a message are used in its memory, each by another decode thread, so it has as
     many holders as samples.
     """
-
-    def __init__(self) -> None:
-        # New pages for each message cost as much as its copy.
-        self._pool = BufferPool(_MOST_SPARE, slack=_SLACK, headroom=_HEADROOM)
-
-    def take(self, count: int) -> npt.NDArray[np.uint8]:
-        """Return `count` uninitialised bytes, aligned to eight; shape (count,)."""
-        return self._pool.lend(count)
-
-    def statistics(self) -> PoolStatistics:
-        """Count the memory that is in use and that is spare."""
-        return self._pool.statistics()
+    # New pages for each message cost as much as its copy.
+    return BufferPool(_MOST_SPARE, slack=_SLACK, headroom=_HEADROOM)
 
 
 # Messages of unknown size
@@ -175,7 +165,7 @@ class SizedReceive:
     Between two ranks, messages with one tag arrive in the order in which they were sent.
     """
 
-    def __init__(self, comm: RankMessages, memory: MessageMemory, source: int, tag: int) -> None:
+    def __init__(self, comm: RankMessages, memory: BufferPool, source: int, tag: int) -> None:
         self._comm, self._memory = comm, memory
         self._source, self._tag = source, tag
         self._size = np.zeros(8, np.uint8)
@@ -202,7 +192,7 @@ class SizedReceive:
                 f"rank {self._source} announced a message of {size} bytes: check that all ranks "
                 "run the same version of dlio"
             )
-        self._buffer = self._memory.take(size)[:size]
+        self._buffer = self._memory.lend(size)[:size]
         self._request = self._comm.irecv(self._buffer, self._source, self._tag)
         return False
 

@@ -29,11 +29,11 @@ from dlio.data.reader_contract import abilities_of
 from dlio.errors import DlioError, PeerLost
 from dlio.loader.shuffle.sample_message import (
     ENTRY_BYTES,
-    MessageMemory,
     SizedReceive,
     UncheckedPayload,
     announce,
     message_bytes,
+    message_memory,
     message_of,
     pack_message,
     pack_payloads,
@@ -42,6 +42,7 @@ from dlio.loader.shuffle.sample_message import (
 from dlio.plan.epoch import EpochPlan, WindowPlan, plan_epoch
 from dlio.plan.schedule import RankWindow, window_steps
 from dlio.storage.hierarchy import Hierarchy
+from dlio.util.buffer_pool import BufferPool
 from dlio.util.closable import Closable
 from dlio.util.threads import Workers
 
@@ -119,7 +120,7 @@ class Shuffle(Closable):
         hierarchy: Hierarchy,
         plan: EpochPlan,
         generation: int,
-        memory: MessageMemory | None = None,
+        memory: BufferPool | None = None,
         planner: WindowPlan | None = None,
         alone: bool = False,
     ) -> None:
@@ -141,7 +142,7 @@ class Shuffle(Closable):
         self._consumed_step = 0
         self._receives: list[_WindowReceive] = []
         self._sends: list[tuple[Request, Any]] = []
-        self._memory = memory if memory is not None else MessageMemory()
+        self._memory = memory if memory is not None else message_memory()
         self._give_up = -1
         self._late: set[int] = set()
         """Ranks whose message was given up; nobody waits for them until one of theirs arrives."""
@@ -360,7 +361,7 @@ class Shuffle(Closable):
             buffer = np.empty(0, np.uint8)
             request: Request = SizedReceive(self._messages, self._memory, sender, tag)
         else:
-            buffer = self._memory.take(message_bytes(self._hierarchy.reader.sizes[owed]))
+            buffer = self._memory.lend(message_bytes(self._hierarchy.reader.sizes[owed]))
             request = self._messages.irecv(buffer, sender, tag)
         return _WindowReceive(request, buffer, number, sender)
 
@@ -389,7 +390,7 @@ class Shuffle(Closable):
             payloads = [self._attempt(partial(hierarchy.read, *each)) for each in where]
             message = pack_payloads([None if each is None else each[0] for each in payloads])
         else:
-            message = pack_message(self._memory.take(message_bytes(sizes)), sizes, read)
+            message = pack_message(self._memory.lend(message_bytes(sizes)), sizes, read)
         hierarchy.counters.add("sent", len(message) - ENTRY_BYTES * len(samples))
         hierarchy.counters.add("messages")
         return message

@@ -167,9 +167,9 @@ class ThreadTransport:
             lambda: self._draws.base_seed,
             own_queues=True,
         )
-        self._workers = self._threads.threads
+        self._workers = self._threads.workers.threads
         self._begin(first)
-        self._threads.start()
+        self._threads.workers.start()
 
     def _begin(self, first: int) -> None:
         self._turns = _Turns(self._num_workers, first, None if self._in_order else self._ahead)
@@ -248,7 +248,7 @@ class ThreadTransport:
         return reply
 
     def _shutdown_workers(self) -> None:
-        self._threads.close()
+        self._threads.workers.close()
 
 
 def _copied(server: WorkerServer) -> WorkerServer:
