@@ -181,7 +181,7 @@ def _draw(options: ListOptions) -> None:
         return
     from dlio.data.reader import open_reader
     from dlio.loader.gallery.histograms import bars_html, histograms
-    from dlio.loader.gallery.sample_page import page_of
+    from dlio.loader.gallery.sample_page import SamplePage
     from dlio.loader.gallery.value_html import shortened
 
     reader = open_reader(options.path)
@@ -194,7 +194,7 @@ def _draw(options: ListOptions) -> None:
         bars = "".join(map(bars_html, made))
         title = shortened(redact(options.path))
         body = f'<div class="dlio"><header><h1>{title}</h1></header>{bars}</div>'
-        page_of(f"{redact(options.path)} - dlio ls", body).save(options.html)
+        SamplePage(f"{redact(options.path)} - dlio ls", body).save(options.html)
         if not options.as_json:
             print_line(f"{options.html}: {len(made)} histograms")
 

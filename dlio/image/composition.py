@@ -62,7 +62,16 @@ class Compose(MultiCropTransform):
         return f"Compose({self.transforms})"
 
 
-class RandomApply(PixelTransform):
+class _MemberTransform(PixelTransform):
+    """Changes of pixels that are drawn and made by transforms in it."""
+
+    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
+        member, inner = change.value
+        painted: Pixels = member.paint(pixels, inner)
+        return painted
+
+
+class RandomApply(_MemberTransform):
     """Apply transforms one after the other, all of them with probability `p`, or none."""
 
     def __init__(self, transforms: Sequence[Transform], p: float = 0.5) -> None:
@@ -78,11 +87,6 @@ class RandomApply(PixelTransform):
             for change in _member(member).draw(draws, height, width)
         ]
 
-    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
-        member, inner = change.value
-        painted: Pixels = member.paint(pixels, inner)
-        return painted
-
     def __call__(self, img: Picture) -> Picture:
         if is_pixelwise(self):
             return super().__call__(img)
@@ -95,7 +99,7 @@ class RandomApply(PixelTransform):
         return f"RandomApply({self.transforms}, p={self.p})"
 
 
-class RandomChoice(PixelTransform):
+class RandomChoice(_MemberTransform):
     """Apply one of several transforms, chosen at random: of images, or MixUp and CutMix of batches.
 
     Args:
@@ -144,11 +148,6 @@ class RandomChoice(PixelTransform):
         member = self.choose(draws)
         assert isinstance(member, MixingTransform)
         return member.draw(draws, height, width)
-
-    def paint(self, pixels: Pixels, change: PixelChange) -> Pixels:
-        member, inner = change.value
-        painted: Pixels = member.paint(pixels, inner)
-        return painted
 
     def __call__(self, *img: Picture) -> Picture:
         if is_pixelwise(self):

@@ -465,7 +465,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         else:
             begun = engines.begin_foreign(options, in_threads, data, batches, spans, self._iterator)
             if options.persistent_workers and options.num_workers:
-                self._iterator = engines.iterator
+                self._iterator = begun.iterator or self._iterator  # For the same processes.
         device = options.device
         if device is None and "accelerate.state" in sys.modules:
             device = accelerate.device(self)

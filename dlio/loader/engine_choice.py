@@ -71,8 +71,6 @@ class Engines:
         self.delivered = DeviceDelivery()
         self.ahead: RunningPass | None = None
         """The next pass, if it has begun while the last batches of the current one are used."""
-        self.iterator: Any = None
-        """torch's own iterator of the last pass, for a pass with the same worker processes."""
         self._crops = 0
         """Epoch of the crops of the last pass that followed a sampler."""
         self._has_warned = False
@@ -158,8 +156,8 @@ class Engines:
         if options.on_error == "skip":
             raise UsageError("on_error='skip' works with threads: set num_workers=1 or more")
         stats = PassCounters(None if mounted is None else mounted.hierarchy, engine="torch")
-        self.iterator = self.torch.iterator(options, collate, batches, iterator)
-        feed, theirs = torch_feed(self.iterator, batches), self.iterator
+        theirs = self.torch.iterator(options, collate, batches, iterator)
+        feed = torch_feed(theirs, batches)
         workers = getattr(theirs, "_workers", ())
         return RunningPass(batches, stats, feed, spans, workers=workers, iterator=theirs)
 

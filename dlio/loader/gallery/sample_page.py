@@ -81,7 +81,7 @@ _Part = tuple[str, tuple[float, float, float, float]]
 
 @dataclass(frozen=True, slots=True)
 class SamplePage:
-    """A page of samples, which notebooks show by themselves."""
+    """A page of HTML, which notebooks show by themselves; texts in it are escaped."""
 
     title: str
     body: str = field(repr=False)
@@ -135,12 +135,7 @@ def make_page(
         )
     marks = _toggles(recipe)
     body = f'<div class="dlio">{_head(recipe, len(samples))}{marks}{"".join(cards)}</div>'
-    return page_of(f"{reader.path} - dlio view", body, failed)
-
-
-def page_of(title: str, body: str, failed: Sequence[str] = ()) -> SamplePage:
-    """Return a page of HTML that has been made elsewhere; texts in it are escaped."""
-    return SamplePage(title, body, tuple(failed))
+    return SamplePage(f"{reader.path} - dlio view", body, tuple(failed))
 
 
 def _head(recipe: Recipe, count: int) -> str:

@@ -8,6 +8,7 @@ the names of their classes, so that neither torchvision nor `datasets` need be i
 
 import io
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,7 +57,7 @@ def read_by_dlio(data: UserDataset, tiers: Tiers | None, seed: int | None = None
 def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> Dataset | None:
     """Return a data set of another library as dlio reads it; None for one it cannot read."""
     parts = _parts(data)
-    if parts is None:
+    if not parts:
         return None
     wholes: list[UserDataset] = []
     for whole, _ in parts:
@@ -97,9 +98,7 @@ class _SampleTransform:
         inner: npt.NDArray[np.int64],
     ) -> None:
         self._known, self._owners, self._inner = known, owners, inner
-        self.functions: Sequence[object] = [
-            function for each in known for function in each.functions
-        ]
+        self.functions = [function for each in known for function in each.functions]
 
     def __call__(self, payload: Buffer, sample: int, /) -> Sample:
         owner = self._known[int(self._owners[sample])]
@@ -126,20 +125,13 @@ def _parts(data: UserDataset) -> list[_Part] | None:
     """The parts of a data set in the order of its indices; None if one is of an unknown class."""
     if isinstance(data, Dataset) or _is_folder(data) or is_image_set(data):
         return [(data, None)]
-    names = {(each.__module__.split(".")[0], each.__name__) for each in [type(data)]}
-    if names == {("torch", "Subset")}:
+    kind = type(data).__module__.split(".")[0], type(data).__name__
+    if kind == ("torch", "Subset"):
         inner = _parts(data.dataset)
-        if inner is None:
-            return None
-        return _picked(inner, np.asarray(data.indices, np.int64))
-    if names == {("torch", "ConcatDataset")}:
-        parts: list[_Part] = []
-        for each in data.datasets:
-            inner = _parts(each)
-            if inner is None:
-                return None
-            parts += inner
-        return parts
+        return None if inner is None else _picked(inner, np.asarray(data.indices, np.int64))
+    if kind == ("torch", "ConcatDataset"):
+        known = [each for each in map(_parts, data.datasets) if each is not None]
+        return list(chain(*known)) if len(known) == len(data.datasets) else None
     return None
 
 
@@ -188,21 +180,19 @@ def _is_folder(data: UserDataset) -> bool:
 def _reader_of(folder: Any) -> Reader | None:
     """A reader of the same files in the same order; None if dlio lists other files."""
     reader = open_reader(str(folder.root))
-    if reader.format != "folder":
-        reader.close()
-        return None
-    names = [reader.name(sample) for sample in range(len(reader))]
-    labels = [int(label) for label in reader.labels]
     # Files may have been added since, `is_valid_file` may leave some out, and `find_classes` may
     # number classes in another way.
-    same = len(names) == len(folder.samples) and all(
-        path.endswith(name) and label == number
-        for (path, number), name, label in zip(folder.samples, names, labels, strict=True)
-    )
-    if not same:
-        reader.close()
-        return None
-    return reader
+    if (
+        reader.format == "folder"
+        and len(reader) == len(folder.samples)
+        and all(
+            path.endswith(reader.name(sample)) and int(reader.labels[sample]) == number
+            for sample, (path, number) in enumerate(folder.samples)
+        )
+    ):
+        return reader
+    reader.close()
+    return None
 
 
 class _TorchvisionFolder:
