@@ -98,7 +98,7 @@ class _SampleTransform:
         inner: npt.NDArray[np.int64],
     ) -> None:
         self._known, self._owners, self._inner = known, owners, inner
-        self.functions = [function for each in known for function in each.functions]
+        self.functions: Sequence[object] = [own for each in known for own in each.functions]
 
     def __call__(self, payload: Buffer, sample: int, /) -> Sample:
         owner = self._known[int(self._owners[sample])]
