@@ -133,10 +133,10 @@ def shape_of(img: Picture) -> tuple[int, int]:
         ) from None
 
 
-def check_probability(name: str, p: object, least: float = 0.0) -> float:
+def check_probability(name: str, p: object) -> float:
     """Return a probability. Raises UsageError; `name` is the transform's."""
-    if isinstance(p, bool) or not isinstance(p, int | float) or not least <= p <= 1:
-        raise UsageError(f"{name}(p={p!r}): give a probability from {least:g} to 1")
+    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:
+        raise UsageError(f"{name}(p={p!r}): give a probability from 0 to 1")
     return p
 
 
@@ -151,7 +151,7 @@ def check_crops(crops: object, train: bool = True) -> int:
     return number
 
 
-def numbers_in(name: str, values: object, unit: str = "numbers") -> list[float]:
+def numbers_in(name: str, values: object) -> list[float]:
     """Return a list of finite numbers. Raises UsageError."""
     try:
         if isinstance(values, str | bytes) or not isinstance(values, Iterable):
@@ -160,7 +160,7 @@ def numbers_in(name: str, values: object, unit: str = "numbers") -> list[float]:
     except (TypeError, ValueError):
         numbers = [math.nan]
     if not all(map(math.isfinite, numbers)):
-        raise UsageError(f"{named(name, values)}: give a list of {unit}")
+        raise UsageError(f"{named(name, values)}: give a list of numbers")
     return numbers
 
 

@@ -163,12 +163,13 @@ def outlines(
     return parts
 
 
-def line_plot(values: npt.NDArray[np.generic], width: int = 280, height: int = 80) -> str:
+def line_plot(values: npt.NDArray[np.generic]) -> str:
     """Return an SVG of values over their numbers, least and greatest of each stretch.
 
     Args:
         values: numbers; shape (n,).
     """
+    width, height = 280, 80
     floats = _real(values)
     floats = floats[np.isfinite(floats)]
     if not len(floats):

@@ -33,7 +33,6 @@ from dlio.loader.shuffle.sample_message import (
     UncheckedPayload,
     announce,
     message_bytes,
-    message_memory,
     message_of,
     pack_message,
     pack_payloads,
@@ -108,7 +107,7 @@ class Shuffle(Closable):
         comm: for this shuffle's messages alone, used only by its thread.
         hierarchy: of this rank's node.
         generation: number of this pass over the loader, the same on all ranks.
-        memory: memory for messages, shared by passes; None for memory of its own.
+        memory: for messages, shared by passes.
         planner: planner of `plan` if there is one; otherwise the shuffle's thread makes it.
         alone: read all of this rank's samples from its tiers or the source, and exchange none: a
             rank of the plan has been lost. It comes to that, too, when one is lost meanwhile.
@@ -120,9 +119,9 @@ class Shuffle(Closable):
         hierarchy: Hierarchy,
         plan: EpochPlan,
         generation: int,
-        memory: BufferPool | None = None,
-        planner: WindowPlan | None = None,
-        alone: bool = False,
+        memory: BufferPool,
+        planner: WindowPlan | None,
+        alone: bool,
     ) -> None:
         self._messages = messages_of(comm)
         self._alone = alone
@@ -142,7 +141,7 @@ class Shuffle(Closable):
         self._consumed_step = 0
         self._receives: list[_WindowReceive] = []
         self._sends: list[tuple[Request, Any]] = []
-        self._memory = memory if memory is not None else message_memory()
+        self._memory = memory
         self._give_up = -1
         self._late: set[int] = set()
         """Ranks whose message was given up; nobody waits for them until one of theirs arrives."""
