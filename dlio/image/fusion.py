@@ -34,7 +34,6 @@ from dlio.image.crop_transforms import (
 from dlio.image.mixup import MixingTransform
 from dlio.image.picture import Pixels, PixelTransform, Transform
 from dlio.image.random_source import KeyedRandom, stream_of
-from dlio.image.tensors import Normalization
 from dlio.image.torchvision_steps import (
     TorchvisionForm,
     flattened,
@@ -119,14 +118,13 @@ class BatchTransform:
         return any(_is_mixer(step) for _, step in self._steps)
 
     @property
-    def normal(self) -> Normalization | None:
+    def normal(self) -> Normalize | None:
         """The normalisation that comes first, if the kernel that crops on a device can do it with
         the same result: of three channels, in float32."""
         step = self._steps[0][1] if self._steps else None
         if not isinstance(step, Normalize) or step.dtype != torch.float32 or len(step.mean) != 3:
             return None
-        (red, green, blue), (one, two, three) = step.mean, step.std
-        return Normalization((red, green, blue), (one, two, three))
+        return step
 
     @property
     def pairs(self) -> bool:

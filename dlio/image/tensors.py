@@ -5,7 +5,6 @@ A loader does them for the whole batch, on the device where it lies.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -139,26 +138,13 @@ class Normalize(DescribedTransform):
                 return made
         return made.sub_(mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1))
 
-
-@dataclass(frozen=True, slots=True)
-class Normalization:
-    """Normalisation of pixels: (pixel / 255 - mean) / std, computed in float32.
-
-    In float32 the result equals that of `dlio.transforms.Normalize`.
-    """
-
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    dtype: torch.dtype = torch.float32
-    """Of the result: float32, float16 or bfloat16."""
-
     def scaled(self) -> tuple[list[float], list[float]]:
         """Return (mean, std) for pixels from 0 to 255, rounded to float32."""
         mean, std = torch.tensor(self.mean) * 255.0, torch.tensor(self.std) * 255.0
         return mean.tolist(), std.tolist()
 
-    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Normalise pixels from 0 to 255; shape (..., 3)."""
+    def of_bytes(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Normalize pixels from 0 to 255 of shape (..., channels), computing in float32."""
         mean, std = (torch.tensor(each, device=pixels.device) for each in self.scaled())
         return ((pixels.float() - mean) / std).to(self.dtype)
 

@@ -11,7 +11,7 @@ from dlio.image.device_decode.crop_kernel import crop_batch, find_triton
 from dlio.image.device_decode.encoded_image import EncodedImage, encoded, header_of
 from dlio.image.device_decode.jpeg_codec import DecodedCrops, JpegCodec
 from dlio.image.device_decode.nvimagecodec import is_installed
-from dlio.image.tensors import Normalization
+from dlio.image.tensors import Normalize
 from tests.image.jpegs import drawn
 
 pytestmark = [
@@ -41,15 +41,13 @@ def _batch(seed: int) -> Batch:
     return pixels, *numbers, torch.tensor(factors, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
-    "normal", [None, Normalization((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)), "bfloat16"]
-)
+@pytest.mark.parametrize("normal", [None, Normalize((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)), "bfloat16"])
 def test_the_kernel_has_the_pixels_of_the_host_in_a_cuda_graph(
-    normal: Normalization | str | None,
+    normal: Normalize | str | None,
 ) -> None:
     assert find_triton() is not None
     if normal == "bfloat16":
-        normal = Normalization((0.5, 0.4, 0.3), (0.2, 0.3, 0.4), torch.bfloat16)
+        normal = Normalize((0.5, 0.4, 0.3), (0.2, 0.3, 0.4), torch.bfloat16)
     assert not isinstance(normal, str)
     size, first, second = (65, 43), _batch(1), _batch(2)
     room = torch.empty(max(len(first[0]), len(second[0])), dtype=torch.uint8, device="cuda")

@@ -15,7 +15,6 @@ from dlio.errors import UsageError
 from dlio.image.decoder import opencv
 from dlio.image.device_decode.crop_kernel import crop_batch
 from dlio.image.fusion import BatchTransform
-from dlio.image.tensors import Normalization
 from dlio.transforms import Normalize, RandomErasing, ToTensor
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -104,9 +103,9 @@ def test_images_are_shrunk_to_means_of_blocks_first() -> None:
 def test_normalised_crops_equal_normalize() -> None:
     batch = _batch(1, 5, 90)
     plain = crop_batch(*batch, (24, 31))
-    made = crop_batch(*batch, (24, 31), normal=Normalization(_MEAN, _STD))
+    made = crop_batch(*batch, (24, 31), normal=Normalize(_MEAN, _STD))
     assert torch.equal(made, Normalize(_MEAN, _STD)(plain))
-    half = crop_batch(*batch, (24, 31), normal=Normalization(_MEAN, _STD, torch.bfloat16))
+    half = crop_batch(*batch, (24, 31), normal=Normalize(_MEAN, _STD, torch.bfloat16))
     assert torch.equal(half, made.to(torch.bfloat16))
 
 
@@ -160,8 +159,8 @@ def test_triton_kernel_gives_the_same_pixels(monkeypatch: pytest.MonkeyPatch) ->
     small = _shrunk(batch, factors.tolist())[2]
     for normal, boxes, given in (
         (None, batch[2], None),
-        (Normalization(_MEAN, _STD), small, factors),
-        (Normalization(_MEAN, _STD, torch.bfloat16), batch[2], None),
+        (Normalize(_MEAN, _STD), small, factors),
+        (Normalize(_MEAN, _STD, torch.bfloat16), batch[2], None),
     ):
         wanted = crop_batch(*batch[:2], boxes, (11, 9), normal=normal, factors=given)
         out = torch.empty((5, 11, 9, 3), dtype=wanted.dtype)
@@ -191,7 +190,7 @@ def test_triton_kernel_compiles_for_a_gpu(dtype: str, monkeypatch: pytest.Monkey
 def test_which_normalisation_the_kernel_does() -> None:
     """The others are left to the steps of a whole batch, which then have uint8 crops."""
     normal = Normalize(_MEAN, _STD)
-    assert BatchTransform([(1, normal)], 0, 0).normal == Normalization(_MEAN, _STD)
+    assert BatchTransform([(1, normal)], 0, 0).normal is normal
     for steps in ([], [(1, Normalize(_MEAN, _STD, torch.float16))], [(1, ToTensor()), (2, normal)]):
         assert BatchTransform(steps, 0, 0).normal is None
     batch = _batch(6, 3, 60)

@@ -23,7 +23,7 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.image.crop import NUMBERS
-from dlio.image.tensors import Normalization
+from dlio.image.tensors import Normalize
 
 IMAGE: Final = 3
 """Numbers of an image: first byte, height, width."""
@@ -39,7 +39,7 @@ def crop_batch(
     boxes: torch.Tensor,
     size: tuple[int, int],
     out: torch.Tensor | None = None,
-    normal: Normalization | None = None,
+    normal: Normalize | None = None,
     factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cut a crop out of each image of a batch, and resize it.
@@ -159,7 +159,7 @@ def _crop(
     boxes: torch.Tensor,
     factors: torch.Tensor | None,
     out: torch.Tensor,
-    normal: Normalization | None,
+    normal: Normalize | None,
 ) -> None:
     """The form in operations of torch; `out` has shape (n, height, width, 3)."""
     height, width = out.shape[1:3]
@@ -176,7 +176,7 @@ def _crop(
             made = (_area if shrinks else _linear)(part, height, width)
             mirrored = [axis for axis, does in ((0, upend), (1, flip)) if does]
             made = made.flip(mirrored) if mirrored else made
-        out[k] = made if normal is None else normal(made)
+        out[k] = made if normal is None else normal.of_bytes(made)
 
 
 def _shrunk(image: torch.Tensor, box: tuple[int, int, int, int], factor: int) -> torch.Tensor:

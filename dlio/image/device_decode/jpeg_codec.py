@@ -25,7 +25,7 @@ from dlio.image.decoder import decode_whole
 from dlio.image.device_decode.crop_kernel import crop_batch
 from dlio.image.device_decode.encoded_image import EncodedImage
 from dlio.image.device_decode.nvimagecodec import NvImageCodec, PixelBuffer
-from dlio.image.tensors import Normalization
+from dlio.image.tensors import Normalize
 
 _ALIGNMENT: Final = 64
 """Bytes at whose multiples images begin in a slot's memory."""
@@ -168,7 +168,7 @@ class JpegCodec:
         size: tuple[int, int],
         ready: dict[int, npt.NDArray[np.uint8]],
         count: int,
-        normal: Normalization | None = None,
+        normal: Normalize | None = None,
     ) -> DecodedCrops:
         """Decode images and cut their crops out; return when the device is done.
 
@@ -194,7 +194,7 @@ class JpegCodec:
                     order.wait()
                 if ready:
                     crops = order.send(torch.from_numpy(np.stack(list(ready.values()))))
-                    crops = crops if normal is None else normal(crops)
+                    crops = crops if normal is None else normal.of_bytes(crops)
                     numbers = order.send(torch.tensor(list(ready)))
                     made.crops[numbers] = crops.permute(0, 3, 1, 2)
             finally:
@@ -207,7 +207,7 @@ class JpegCodec:
         images: Sequence[EncodedImage],
         rows: Sequence[Sequence[int]],
         run: range,
-        normal: Normalization | None,
+        normal: Normalize | None,
         made: DecodedCrops,
     ) -> None:
         """Decode and crop a run of the images."""

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlio.image.tensors import Normalization
+from dlio.image.tensors import Normalize
 
 _BLOCK: Final = 256
 """Pixels of one program."""
@@ -24,7 +24,7 @@ def crop(
     boxes: torch.Tensor,
     factors: torch.Tensor | None,
     out: torch.Tensor,
-    normal: Normalization | None,
+    normal: Normalize | None,
 ) -> None:
     """Launch the kernel on the current stream; arguments as for `crop_batch`, which checks them.
 

@@ -3,7 +3,7 @@
 import copy
 import queue
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,22 +23,6 @@ from dlio.loader.torchdata_state.worker_server import (
 def same(reply: BatchData) -> BatchData:
     """Return the argument: the collate function of workers that answer by themselves."""
     return reply
-
-
-class Transport(Protocol):
-    """Brings tasks to workers, each to the next worker in turn, and answers back in order."""
-
-    def take(self) -> tuple[int, Any]:
-        """Return (worker, answer): a WorkerReply, or torch's wrapper of an exception.
-
-        Raises StopIteration after the last one.
-        """
-
-    def again(self) -> None:
-        """Begin another pass with the same workers."""
-
-    def _shutdown_workers(self) -> None:
-        """End the workers."""
 
 
 class _Turns:
@@ -63,7 +47,8 @@ class _Turns:
 
 
 class ProcessTransport(MultiProcessingDataLoaderIter):
-    """torch's worker processes.
+    """torch's worker processes. A transport brings tasks to workers, each to the next worker in
+    turn, and answers back in order.
 
     Args:
         plain: a loader of torch: a WorkerServer is its data set, a TaskSampler its sampler.
@@ -94,9 +79,14 @@ class ProcessTransport(MultiProcessingDataLoaderIter):
         super()._reset(loader, first_iter)
 
     def again(self) -> None:
+        """Begin another pass with the same workers."""
         self._reset(self._plain)
 
     def take(self) -> tuple[int, Any]:
+        """Return (worker, answer): a WorkerReply, or torch's wrapper of an exception.
+
+        Raises StopIteration after the last one.
+        """
         following: Any = self._next_data
         taken: tuple[int, Any] = following()
         return taken
@@ -249,6 +239,9 @@ class ThreadTransport:
 
     def _shutdown_workers(self) -> None:
         self._threads.workers.close()
+
+
+Transport = ProcessTransport | ThreadTransport
 
 
 def _copied(server: WorkerServer) -> WorkerServer:
