@@ -4,10 +4,10 @@ import atexit
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +91,7 @@ def _has_ended(feed: BatchStream) -> bool:
     return inspect.getgeneratorstate(feed) == inspect.GEN_CLOSED
 
 
-class LoaderIterator:
+class LoaderIterator(Iterator[BatchData]):
     """The iterator of one pass. An exception in place of a batch does not end it.
 
     Args:
@@ -108,9 +108,6 @@ class LoaderIterator:
         self._theirs = begun.iterator
         self._ended_by = ""
         """What has ended the pass before its last batch; "" if nothing has."""
-
-    def __iter__(self) -> Self:
-        return self
 
     def __len__(self) -> int:
         """Batches of the pass. Raises TypeError if the data set does not know."""

@@ -10,7 +10,7 @@ itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -355,7 +355,7 @@ class BatchAssigner(RecoveryPart[BatchReport]):
         return True
 
 
-class ElasticIterator:
+class ElasticIterator(Iterator[BatchData]):
     """The iterator of one pass that continues when ranks are lost.
 
     `length` has the batches of the pass if no rank is lost.
@@ -373,9 +373,6 @@ class ElasticIterator:
     def coming(self) -> int:
         """Return the number of batches that come after this one; see `BatchAssigner.coming`."""
         return self._assigner.coming()
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> BatchData:
         return next(self._batches)

@@ -3,8 +3,8 @@
 import copy
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from dlio.loader.contract import BatchData, State, UserDataset
 from dlio.loader.torch_private import ExceptionWrapper
@@ -60,7 +60,7 @@ def _reraise(answer: Any) -> None:
         reraise()
 
 
-class ParallelIterator:
+class ParallelIterator(Iterator[BatchData]):
     """Batches of one pass after another, with a state.
 
     Args:
@@ -98,9 +98,6 @@ class ParallelIterator:
         except BaseException:
             self.transport._shutdown_workers()
             raise
-
-    def __iter__(self) -> Self:
-        return self
 
     def __getattr__(self, name: str) -> Any:
         # People who look into torch's iterator, such as Lightning, find its attributes here.

@@ -66,7 +66,7 @@ class StatefulRandom(RandomSampler):
         return _RandomPass(self)
 
 
-class _RandomPass:
+class _RandomPass(Iterator[int]):
     """A pass of a StatefulRandom."""
 
     def __init__(self, sampler: StatefulRandom) -> None:
@@ -76,9 +76,6 @@ class _RandomPass:
         self._before = sampler.numbers.get_state()
         self._yielded = 0
         self._drawn: Iterator[int] = iter(self._draw())
-
-    def __iter__(self) -> Iterator[int]:
-        return self
 
     def __next__(self) -> int:
         if self._yielded >= self._sampler.num_samples:
@@ -118,16 +115,13 @@ class StatefulBatches(BatchSampler):
         return _BatchSamplerPass(self)
 
 
-class _BatchSamplerPass:
+class _BatchSamplerPass(Iterator[list[int]]):
     """A pass of a StatefulBatches."""
 
     def __init__(self, batches: StatefulBatches) -> None:
         self._batches = batches
         self._indices: Iterator[Any] = iter(batches.sampler)
         self._yielded = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self
 
     def __next__(self) -> list[int]:
         batch = list(islice(self._indices, self._batches.batch_size))
