@@ -464,8 +464,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             begun = engines.planned.begin(options, data, batches, spans)
         else:
             begun = engines.begin_foreign(options, in_threads, data, batches, spans, self._iterator)
-            if options.persistent_workers and options.num_workers:
-                self._iterator = begun.iterator or self._iterator  # For the same processes.
+            keeps = options.persistent_workers and options.num_workers
+            if keeps and begun.iterator is not None:
+                self._iterator = begun.iterator  # A pass with the same processes uses it again.
         device = options.device
         if device is None and "accelerate.state" in sys.modules:
             device = accelerate.device(self)
