@@ -7,7 +7,6 @@ The idea is that of neuron apoptosis (Siegel, Daily and Vishnu, arXiv 1610.00790
 | `neuron_groups` | values: groups of coupled neurons, and their members in each layer |
 | `group_search` | search a model for groups, heads of attention included |
 | `dependency_graph` | translate torch-pruning's dependency graph into groups |
-| `activations` | classify the operations between a layer and its consumers |
 | `group_verifier` | confirm each group on a copy of the model |
 | `target_widths` | widths for a given fraction of the parameters |
 | `layer_sides` | tensors and attributes of a layer, per side and dimension |
@@ -21,7 +20,6 @@ The idea is that of neuron apoptosis (Siegel, Daily and Vishnu, arXiv 1610.00790
 | `pruned_file` | weights files of pruned models |
 | `pruning_pace` | when rounds happen, and how much each may remove (pure) |
 | `plan_trials` | try removal plans on a copy of the model |
-| `pruning_sums` | reductions that give all ranks the same decision |
 | `statistics_window` | the statistics of one round, and the time that they cost |
 | `rounds` | the record of one round |
 | `apoptosis` | `dlio.Apoptosis`, which runs all of the above during training |

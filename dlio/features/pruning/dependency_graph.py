@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.features.pruning.activations import IDENTITY, classify
 from dlio.features.pruning.layer_sides import (
     Side,
     is_depthwise,
@@ -33,6 +32,26 @@ from dlio.util.extras import how_to_install
 
 _MOST_PATHS: Final = 1000
 _UNKNOWN: Final = (None, None)
+_IDENTITY: Final = Activation("identity", 1.0, True)
+_OTHER: Final = Activation("other", float("inf"), False)
+_KINDS: Final = {
+    "relu": Activation("relu", 1.0, True),
+    "sigmoid": Activation("sigmoid", 0.25, False),
+    "tanh": Activation("tanh", 1.0, False),
+    # Upper bounds of the slopes of x Phi(x), its tanh approximation, and x sigmoid(x).
+    "gelu": Activation("gelu", 1.13, False),
+    "silu": Activation("silu", 1.1, False),
+    "softplus": Activation("softplus", 1.0, False),
+    "hardtanh": Activation("hardtanh", 1.0, False),
+    "logsigmoid": Activation("logsigmoid", 1.0, False),
+}
+_NEUTRAL: Final = (
+    # These move, select or average values within each channel. They have slope 1 at most and
+    # commute with positive factors.
+    *("view", "unsafeview", "reshape", "transpose", "permute", "squeeze", "unsqueeze"),
+    *("tbackward", "clone", "alias", "tocopy", "mean", "maxpool", "avgpool", "adaptiveavgpool"),
+    *("cat", "adaptivemaxpool", "mkldnnmaxpool", "mkldnnadaptiveavgpool"),
+)
 
 
 class _UntraceableLayer(Exception):
@@ -245,7 +264,7 @@ def _activation(
         return None, ""
     if bool(norm) != bool(parts["through"]):
         return None, ""
-    return (path[0] if path and isinstance(path[0], Activation) else IDENTITY), norm
+    return (path[0] if path and isinstance(path[0], Activation) else _IDENTITY), norm
 
 
 def _paths(
@@ -266,7 +285,7 @@ def _paths(
             elif module in graph.names:
                 yield _UNKNOWN
             else:
-                step = None if _is_inside(after, consumers) else classify(after.grad_fn)
+                step = None if _is_inside(after, consumers) else _classify(after.grad_fn)
                 stack.append((after, path if step is None else (*path, step)))
     yield _UNKNOWN
 
@@ -328,3 +347,21 @@ def _why_not(name: str, module: nn.Module) -> str:
 def _line(error: Exception) -> str:
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _classify(grad_fn: object) -> Activation | None:
+    """Return the activation of an autograd node.
+
+    None for an operation that leaves each channel's values in proportion, such as a reshape or a
+    pooling; _OTHER for an unknown operation.
+    """
+    name = str(grad_fn.name()).lower() if hasattr(grad_fn, "name") else ""
+    if name.startswith("leakyrelu"):
+        slope = abs(float(getattr(grad_fn, "_saved_negative_slope", float("inf"))))
+        return Activation("leaky_relu", max(1.0, slope), True)
+    for kind, activation in _KINDS.items():
+        if name.startswith(kind):
+            return activation
+    if name.lstrip("_").startswith(_NEUTRAL):
+        return None
+    return _OTHER

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,7 +17,6 @@ from dlio.comm import Communicator
 from dlio.features.pruning.input_statistics import Statistics
 from dlio.features.pruning.model_surgery import apply
 from dlio.features.pruning.neuron_groups import NeuronGroup
-from dlio.features.pruning.pruning_sums import reduced, total
 from dlio.features.pruning.removal_plan import Limits, RemovalPlan, plan_removals, weights_of
 from dlio.train.model_copies import bare_copy
 
@@ -27,6 +27,16 @@ _PARTS: Final = 4
 
 Probe = Callable[[nn.Module], tuple[float, float]]
 """Return (sum of losses, number of samples) of a model on this rank; (0, 0) without samples."""
+
+
+def reduced(statistics: Statistics, comm: Communicator) -> Statistics:
+    """Merge the statistics of all ranks. Collective."""
+    if comm.size == 1:
+        return statistics
+    sums, peaks = statistics.sums(), statistics.peaks()
+    comm.wait([comm.iallreduce(sums)], "statistics of neurons")
+    comm.wait([comm.iallreduce(peaks, "max")], "peaks of neurons")
+    return statistics.reduced(sums, peaks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,10 @@ class PlanTrials:
         if plan is not None:
             self._tries += 1
             apply(copy, self._groups, plan)
-        losses, count = total(list(self._probe(copy)), self._comm)
+        sums = np.array(self._probe(copy), np.float64)
+        self._comm.wait([self._comm.iallreduce(sums)], "the loss of a trial")
+        # An allreduce may add in a different order on each rank.
+        self._comm.bcast(sums)
+        losses, count = sums.tolist()
         loss = losses / count if count else math.inf
         return loss if math.isfinite(loss) else math.inf
