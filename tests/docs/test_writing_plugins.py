@@ -1,4 +1,4 @@
-"""The guides to writing a reader and a compressor: packages are built and tested as written there."""
+"""The guides to writing a reader and a compressor: their packages are built and tested."""
 
 import os
 import re

@@ -1,6 +1,8 @@
 """ONNX files answer as the model does, on any batch, or are not written."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,30 @@ def _export(trained: Trained, output: Path, **more: object) -> list[str]:
     return lines
 
 
+Exported = Callable[[str], tuple[Path, list[str]]]
+"""From a kind of input to a folder with model.onnx and report.json, and the lines printed."""
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """Exports, each made once: they take seconds."""
+
+    @cache
+    def export(kind: str) -> tuple[Path, list[str]]:
+        folder = tmp_path_factory.mktemp(kind)
+        report = str(folder / "report.json")
+        return folder, _export(trained, folder / "model.onnx", input=kind, report=report)
+
+    return export
+
+
 @pytest.mark.parametrize("kind", ["uint8", "float32"])
 @pytest.mark.daily("uint8")
 def test_a_file_answers_as_the_model_on_any_batch(
-    trained: Trained, tmp_path: Path, kind: str, onnxruntime: Any
+    trained: Trained, exported: Exported, kind: str, onnxruntime: Any
 ) -> None:
-    lines = _export(trained, tmp_path / "model.onnx", input=kind)
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    folder, lines = exported(kind)
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
     (described,) = session.get_inputs()
     assert described.name == "images"
     assert described.type == {"uint8": "tensor(uint8)", "float32": "tensor(float)"}[kind]
@@ -58,10 +77,10 @@ def test_a_file_answers_as_the_model_on_any_batch(
 
 
 def test_the_file_keeps_the_names_of_the_classes(
-    trained: Trained, tmp_path: Path, onnxruntime: Any
+    trained: Trained, exported: Exported, onnxruntime: Any
 ) -> None:
-    _export(trained, tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    folder, _ = exported("uint8")
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
     names = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
     assert names == sorted(path.name for path in trained.val.iterdir())
 
@@ -121,10 +140,10 @@ def test_networks_by_name_are_exported(name: str, size: int) -> None:
     assert torch.allclose(OnnxModel(packed).logits(images), expected, atol=1e-3 * scale)
 
 
-def test_figures_are_written_as_json(trained: Trained, tmp_path: Path) -> None:
-    _export(trained, tmp_path / "model.onnx", report=str(tmp_path / "report.json"))
-    report = json.loads((tmp_path / "report.json").read_text())
+def test_figures_are_written_as_json(trained: Trained, exported: Exported) -> None:
+    folder, _ = exported("uint8")
+    report = json.loads((folder / "report.json").read_text())
     assert report["format"] == "onnx"
-    assert report["bytes"] == (tmp_path / "model.onnx").stat().st_size
+    assert report["bytes"] == (folder / "model.onnx").stat().st_size
     assert report["samples"] == len(trained.held_out)
     assert report["accuracy_onnx"] == report["accuracy_model"]
