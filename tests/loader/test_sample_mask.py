@@ -16,7 +16,7 @@ from dlio.errors import UsageError
 from tests.loader.sample_mask_checks import BATCH, CASES
 
 BODY = str(Path(__file__).with_name("sample_mask_checks.py"))
-N = 203
+N = 103
 
 
 @pytest.fixture(scope="module")

@@ -143,9 +143,9 @@ def test_a_scan_skips_large_values_and_happens_once(
 
 @pytest.fixture(scope="module")
 def long_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """400 records of 100 kB. TensorBoard's writer takes seconds for their checksums."""
+    """200 records of 100 kB. TensorBoard's writer takes seconds for their checksums."""
     path = tmp_path_factory.mktemp("records") / "x.tfrecord"
-    write(path, (example({"a": [bytes(100_000)], "z": [k]}) for k in range(400)))
+    write(path, (example({"a": [bytes(100_000)], "z": [k]}) for k in range(200)))
     return path
 
 
@@ -165,7 +165,7 @@ def test_a_scan_reads_through_where_requests_are_slow_and_bytes_are_not(
     bandwidth: float,
     reads_through: bool,
 ) -> None:
-    count, size = 400, 100_000
+    count, size = 200, 100_000
     clock = Clock(monkeypatch, latency_s, bandwidth)
     reader = TfRecordReader(str(long_records))
     assert reader.labels.tolist() == list(range(count))
