@@ -56,18 +56,15 @@ class LoaderStateTests(ABC):
     def test_the_rest_is_the_same_from_every_step(self) -> None:
         whole = _batches(self.make())
         for step in range(len(whole)):
-            resumed = self.twin()
-            resumed.load_state_dict(self._state_after(step))
-            assert _batches(resumed) == whole[step:], f"resumed after {step} of {len(whole)} steps"
+            rest = _batches(self._resumed(self._state_after(step)))
+            assert rest == whole[step:], f"resumed after {step} of {len(whole)} steps"
 
     def test_a_state_at_the_end_leads_to_the_next_epoch(self) -> None:
         loader = self.make()
         steps = len(_batches(loader))
         state = loader.state_dict()
         following = _batches(loader)
-        resumed = self.twin()
-        resumed.load_state_dict(state)
-        after = _batches(resumed)
+        after = _batches(self._resumed(state))
         assert len(after) == steps
         if self.follows:
             assert after == following
@@ -78,8 +75,7 @@ class LoaderStateTests(ABC):
         loader = self.make()
         _batches(loader)
         following = _batches(loader)
-        resumed = self.twin()
-        resumed.load_state_dict(self._state_after(1))
+        resumed = self._resumed(self._state_after(1))
         _batches(resumed)
         assert _batches(resumed) == following
 
@@ -104,11 +100,7 @@ class LoaderStateTests(ABC):
     def test_loading_leaves_the_state_as_it_is(self) -> None:
         state = self._state_after(1)
         before = copy.deepcopy(state)
-        rests = []
-        for _ in range(2):
-            resumed = self.twin()
-            resumed.load_state_dict(state)
-            rests.append(_batches(resumed))
+        rests = [_batches(self._resumed(state)) for _ in range(2)]
         assert state == before
         assert rests[0] == rests[1]
 
@@ -116,9 +108,7 @@ class LoaderStateTests(ABC):
         state = self._state_after(1)
         whole = _batches(self.make())
         for written in (json.loads(_as_json(state)), pickle.loads(pickle.dumps(state))):  # noqa: S301
-            resumed = self.twin()
-            resumed.load_state_dict(written)
-            assert _batches(resumed) == whole[1:]
+            assert _batches(self._resumed(written)) == whole[1:]
 
     def test_a_state_is_replaced_by_the_one_loaded_last(self) -> None:
         resumed = self.twin()
@@ -127,17 +117,20 @@ class LoaderStateTests(ABC):
         assert _batches(resumed) == _batches(self.make())[1:]
 
     def test_a_state_that_was_loaded_is_the_state(self) -> None:
-        state = self._state_after(1)
-        resumed = self.twin()
-        resumed.load_state_dict(state)
-        again = self.twin()
-        again.load_state_dict(resumed.state_dict())
+        resumed = self._resumed(self._state_after(1))
+        again = self._resumed(resumed.state_dict())
         assert _batches(again) == _batches(self.make())[1:]
 
     def test_a_state_that_makes_no_sense_is_refused(self) -> None:
         for state in ({"kind": "nonsense"}, {"format": -1, "epoch": -1}):
             with pytest.raises((DlioError, ValueError)):
                 self.make().load_state_dict(state)
+
+    def _resumed(self, state: State) -> StatefulLoader:
+        """A twin that has loaded a state."""
+        loader = self.twin()
+        loader.load_state_dict(state)
+        return loader
 
     def _state_after(self, steps: int) -> State:
         """The state of a fresh loader after some steps."""

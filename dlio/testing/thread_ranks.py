@@ -61,15 +61,15 @@ class _RankGroup:
             self.receives[key].popleft().arrived = self.messages[key].popleft()
 
 
-class _CompletedSend:
-    """A send: its message has been copied."""
+class _RankRequest:
+    """A request that is done at once: a send, whose message has been copied."""
 
     def done(self) -> bool:
-        """True: there is nothing to wait for."""
+        """True if there is nothing to wait for any more."""
         return True
 
     def cancel(self) -> bool:
-        """True: its buffer is not used any more."""
+        """True: only `done` touches a buffer."""
         return True
 
 
@@ -100,7 +100,7 @@ class _PendingReceive:
         return True
 
 
-class _PendingReduction:
+class _PendingReduction(_RankRequest):
     """A reduction that waits for the other ranks."""
 
     def __init__(self, group: _RankGroup, meeting: _Collective, array: Array, op: str) -> None:
@@ -120,12 +120,8 @@ class _PendingReduction:
         self._taken = True
         return True
 
-    def cancel(self) -> bool:
-        """True: only `done` touches the array."""
-        return True
 
-
-class _Arrival:
+class _Arrival(_RankRequest):
     """Waits until all ranks have joined a collective."""
 
     def __init__(self, group: _RankGroup, meeting: _Collective) -> None:
@@ -135,10 +131,6 @@ class _Arrival:
         """True if all ranks have joined."""
         self._group.job.check()
         return len(self._meeting.values) == self._group.size
-
-    def cancel(self) -> bool:
-        """True: it has no buffer."""
-        return True
 
 
 class ThreadCommunicator:
@@ -175,7 +167,7 @@ class ThreadCommunicator:
         with self._group.lock:
             self._group.messages[key].append(bytes(data))
             self._group.match(key)
-        return _CompletedSend()
+        return _RankRequest()
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
         """Receive at most `len(into)` bytes. Raises CommError for a rank that does not exist."""

@@ -15,7 +15,6 @@ from dlio.train.ledger_file import LedgerLine, check_ledger
 from dlio.util.shared_folders import SHARED_MEMORY, SharedFolder, user_folder
 from dlio_bench.chaos.accounts import (
     UnevenEpoch,
-    confidence,
     effective_time,
     quantiles,
     uneven_epochs,
@@ -109,14 +108,6 @@ def test_quantiles_are_values_that_were_measured() -> None:
     assert quantiles(values) == {"count": 100, "median": 50.5, "p90": 91, "p99": 100, "max": 100}
     assert quantiles([3.0]) == {"count": 1, "median": 3, "p90": 3, "p99": 3, "max": 3}
     assert quantiles([]) == {"count": 0}
-
-
-def test_the_interval_of_confidence_is_of_the_median() -> None:
-    values = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.03, 5.0]
-    low, high = confidence(values, seed=1)
-    assert 0.98 <= low <= 1.005 <= high < 5
-    assert confidence(values, seed=1) == (low, high)
-    assert confidence([2.0], seed=0) == (2.0, 2.0)
 
 
 def test_the_same_seed_draws_the_same_faults_of_all_kinds() -> None:

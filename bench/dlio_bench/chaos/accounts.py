@@ -3,14 +3,11 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from dlio.train.ledger_file import EpochCheck
 from dlio_bench.chaos.stamps import FinishedStep
-
-_DRAWS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +129,3 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
         "median": statistics.median(values),
         **dict(zip(shares, chosen, strict=True)),
     }
-
-
-def confidence(values: Sequence[float], seed: int, share: float = 0.95) -> tuple[float, float]:
-    """Return a confidence interval of the median, by the bootstrap's percentiles.
-
-    Args:
-        values: at least one.
-        share: confidence.
-
-    Source: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13.
-    """
-    rng = np.random.default_rng(seed)
-    drawn = rng.choice(np.asarray(values), (_DRAWS, len(values)))
-    low, high = np.quantile(np.median(drawn, axis=1), [(1 - share) / 2, (1 + share) / 2])
-    return float(low), float(high)
