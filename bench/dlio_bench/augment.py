@@ -73,11 +73,7 @@ def augment(repeats: int, image_size: int, pictures: int = _PICTURES) -> dict[st
     return report
 
 
-def _seconds(
-    paint: Callable[[Any, PixelChange], Any],
-    images: Sequence[Any],
-    drawn: Sequence[list[PixelChange]],
-) -> float:
+def _seconds(paint: Any, images: Sequence[Any], drawn: Sequence[list[PixelChange]]) -> float:
     started = time.thread_time()
     for number, changes in enumerate(drawn):
         image = images[number % len(images)]

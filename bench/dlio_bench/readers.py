@@ -218,9 +218,10 @@ def _array_peer(
     library: str, path: str, opened: Any, close: Callable[[], None] = lambda: None
 ) -> _Peer:
     """Rows of an array; those of a mapped file are copied into memory."""
+    count = opened.shape[0]
 
     def whole() -> int:
-        return sum(np.array(opened[k : k + _BLOCK]).nbytes for k in range(0, len(opened), _BLOCK))
+        return sum(np.array(opened[k : k + _BLOCK]).nbytes for k in range(0, count, _BLOCK))
 
     return _Peer(library, path, lambda i: np.array(opened[i]).nbytes, whole, close)
 

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from dlio.cli.app import run_function
 from dlio.util.options import CheckedOptions, Option
@@ -87,19 +87,19 @@ class SlowMount(CheckedOptions):
         latency_ms = self.latency_ms
         if self.emulate is None and latency_ms is None:
             latency_ms = 5.0
-        if latency_ms is not None:
-            each = latency_ms / 1e3
-            profile = replace(profile, latency_s=each, open_latency_s=each, metadata_latency_s=each)
-        if self.open_latency_ms is not None:
-            profile = replace(profile, open_latency_s=self.open_latency_ms / 1e3)
-        if self.bandwidth is not None:
-            rate = float(parse_bytes(self.bandwidth.removesuffix("/s")))
-            profile = replace(profile, bandwidth=rate)
-        if self.eio_rate is not None:
-            profile = replace(profile, error_share=self.eio_rate)
-        if self.hang_rate is not None:
-            profile = replace(profile, hang_share=self.hang_rate)
-        return profile if self.seed is None else replace(profile, seed=self.seed)
+        latency_s = None if latency_ms is None else latency_ms / 1e3
+        open_s = latency_s if self.open_latency_ms is None else self.open_latency_ms / 1e3
+        rate = self.bandwidth and float(parse_bytes(self.bandwidth.removesuffix("/s")))
+        given: dict[str, Any] = {
+            "latency_s": latency_s,
+            "metadata_latency_s": latency_s,
+            "open_latency_s": open_s,
+            "bandwidth": rate,
+            "error_share": self.eio_rate,
+            "hang_share": self.hang_rate,
+            "seed": self.seed,
+        }
+        return replace(profile, **{key: each for key, each in given.items() if each is not None})
 
 
 def main(options: SlowMount) -> None:

@@ -6,8 +6,9 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import xxhash
 
@@ -218,59 +219,50 @@ class EmulatedFolder:
         return self.fsync(path, datasync, fh)
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> None:
-        self._change(path)
-        os.truncate(self._path(path), length)
+        self._change(path, os.truncate, length)
 
     def fallocate(self, path: str, mode: int, offset: int, size: int, fh: int) -> int:
         if mode:
             raise OSError(errno.EOPNOTSUPP, "only whole ranges are reserved")
-        self._change(path)
-        os.posix_fallocate(fh, offset, size)
+        self._change(path, lambda _: os.posix_fallocate(fh, offset, size))
         return 0
 
     def mkdir(self, path: str, mode: int) -> None:
-        self._change(path)
-        os.mkdir(self._path(path), mode)
+        self._change(path, os.mkdir, mode)
 
     def unlink(self, path: str) -> None:
-        self._change(path)
-        os.unlink(self._path(path))
+        self._change(path, os.unlink)
 
     def rmdir(self, path: str) -> None:
-        self._change(path)
-        os.rmdir(self._path(path))
+        self._change(path, os.rmdir)
 
     def rename(self, old: str, new: str) -> None:
-        self._change(old)
-        os.rename(self._path(old), self._path(new))
+        self._change(old, os.rename, self._path(new))
 
     def link(self, target: str, source: str) -> None:
-        self._change(target)
-        os.link(self._path(source), self._path(target))
+        self._change(target, lambda made: os.link(self._path(source), made))
 
     def symlink(self, target: str, source: str) -> None:
-        self._change(target)
-        os.symlink(source, self._path(target))
+        self._change(target, lambda made: os.symlink(source, made))
 
     def chmod(self, path: str, mode: int) -> None:
-        self._change(path)
-        os.chmod(self._path(path), mode)
+        self._change(path, os.chmod, mode)
 
     def chown(self, path: str, uid: int, gid: int) -> None:
-        self._change(path)
-        os.lchown(self._path(path), uid, gid)
+        self._change(path, os.lchown, uid, gid)
 
     def utimens(self, path: str, times: tuple[int, int] | None = None) -> None:
-        self._change(path)
-        os.utime(self._path(path), ns=times or (time.time_ns(), time.time_ns()))
+        self._change(path, os.utime, None, ns=times or (time.time_ns(), time.time_ns()))
 
     def _check_writable(self) -> None:
         if not self._writable:
             raise OSError(errno.EROFS, "read only")
 
-    def _change(self, path: str) -> None:
+    def _change(self, path: str, call: Callable[..., object], *arguments: Any, **more: Any) -> None:
+        """Answer a change of names or attributes: a call of the path in the folder below."""
         self._check_writable()
         self._answer(self._metadata, "changes", path)
+        call(self._path(path), *arguments, **more)
 
     def _answer(self, pace: RequestPace, kind: str, path: str) -> None:
         """Count a request without bytes, and wait until it is answered."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
-from dlio.util.units import exact_bytes, format_bytes, format_seconds, parse_bytes, parse_seconds
+from dlio.util.units import exact_bytes, parse_bytes, parse_seconds
 
 _PART: Final = re.compile(r"([a-z0-9-]+)(?:\((.*)\))?")
 
@@ -70,35 +70,6 @@ class Profile:
         """False if the storage is to be used as it is."""
         return self != Profile(seed=self.seed)
 
-    def describe(self) -> str:
-        """Return the figures in words, for tables and reports."""
-        words = []
-        for name, seconds in (
-            ("read", self.latency_s),
-            ("open", self.open_latency_s),
-            ("metadata", self.metadata_latency_s),
-            ("write", self.write_latency_s),
-            ("fsync", self.sync_latency_s),
-        ):
-            if seconds:
-                words.append(f"{format_seconds(seconds)} a {name}".replace("a open", "an open"))
-        for name, rate in (
-            ("in all", self.bandwidth),
-            ("a file", self.each_bandwidth),
-            ("written", self.write_bandwidth),
-        ):
-            if rate is not None:
-                words.append(f"{format_bytes(rate)}/s {name}")
-        if self.metadata_rate is not None:
-            words.append(f"{self.metadata_rate:,.0f} metadata operations/s")
-        if self.tail_share:
-            words.append(f"{self.tail_share:.3g} of requests {self.tail_times:g} times as long")
-        if self.error_share:
-            words.append(f"{self.error_share:.3g} of reads fail")
-        if self.hang_share:
-            words.append(f"{self.hang_share:.3g} of reads hang")
-        return ", ".join(words) or "as it is"
-
     def spec(self) -> str:
         """Return text that `parse_profile` turns into this profile."""
         parts = []
@@ -113,33 +84,49 @@ class Profile:
 NAMED: Final[dict[str, Profile]] = {
     "none": Profile(),
     "lustre-busy": Profile(
+        # One to two seeks of a 7,200 rpm disk (8.5 ms each, by data sheets), which a random read
+        # of an OST waits for behind another job's.
         latency_s=0.010,
+        # An MDT round trip and a layout, with others waiting.
         open_latency_s=0.005,
         metadata_latency_s=0.002,
         sync_latency_s=0.010,
+        # One job's share; a file has one stripe by default (Lustre manual, stripe_count), and thus
+        # one OST's array.
         bandwidth=400 * 2**20,
         each_bandwidth=200 * 2**20,
         write_bandwidth=300 * 2**20,
+        # Contention: the slowest of 100 requests in 0.2 s.
         tail_share=0.01,
         tail_times=20.0,
+        # One client's share of an MDS.
         metadata_rate=1000.0,
     ),
+    # By AWS, Performance guidelines for S3.
     "s3": Profile(
+        # Small objects answer in roughly 100-200 ms; less within a region of today.
         latency_s=0.060,
         metadata_latency_s=0.030,
         write_latency_s=0.010,
         sync_latency_s=0.100,
+        # One concurrent request for each 85 to 90 MB/s.
         each_bandwidth=85 * 10**6,
         write_bandwidth=500 * 10**6,
+        # Retry the slowest few per cent.
         tail_share=0.01,
         tail_times=5.0,
+        # GET and HEAD requests a second and prefix.
         metadata_rate=5500.0,
     ),
     "nfs": Profile(
+        # A round trip of 0.2 ms and a server with an SSD, with others waiting.
         latency_s=0.001,
+        # Close-to-open consistency: LOOKUP, OPEN and GETATTR (RFC 7530).
         open_latency_s=0.001,
         metadata_latency_s=0.0005,
+        # COMMIT, a turn of a 7,200 rpm disk (8.3 ms).
         sync_latency_s=0.008,
+        # 1 Gbit/s Ethernet without its headers.
         bandwidth=117 * 10**6,
         write_bandwidth=117 * 10**6,
         tail_share=0.01,
@@ -147,33 +134,7 @@ NAMED: Final[dict[str, Profile]] = {
         metadata_rate=3000.0,
     ),
 }
-"""Profiles by name; `REASONS` says why."""
-
-REASONS: Final[dict[str, dict[str, str]]] = {
-    "lustre-busy": {
-        "10 ms a read": "one to two seeks of a 7,200 rpm disk (8.5 ms each, by data sheets), which "
-        "a random read of an OST waits for behind another job's",
-        "5 ms an open": "an MDT round trip and a layout, with others waiting",
-        "400 MiB/s, 200 MiB/s a file": "one job's share; a file has one stripe by default "
-        "(Lustre manual, stripe_count), and thus one OST's array",
-        "1 % of requests 20 times as long": "contention: the slowest of 100 requests in 0.2 s",
-        "1,000 metadata operations/s": "one client's share of an MDS",
-    },
-    "s3": {
-        "60 ms to the first byte": "AWS, Performance guidelines for S3: small objects answer in "
-        "roughly 100-200 ms; less within a region of today",
-        "85 MB/s a request": "AWS, the same: one concurrent request for each 85 to 90 MB/s",
-        "5,500 operations/s": "AWS, the same: GET and HEAD requests a second and prefix",
-        "1 % of requests 5 times as long": "AWS, the same: retry the slowest few per cent",
-    },
-    "nfs": {
-        "1 ms a read": "a round trip of 0.2 ms and a server with an SSD, with others waiting",
-        "117 MB/s": "1 Gbit/s Ethernet without its headers",
-        "1 ms an open": "close-to-open consistency: LOOKUP, OPEN and GETATTR (RFC 7530)",
-        "8 ms an fsync": "COMMIT, a turn of a 7,200 rpm disk (8.3 ms)",
-    },
-}
-"""The reason of each figure of a named profile."""
+"""Profiles by name."""
 
 
 def _share(text: str) -> float:

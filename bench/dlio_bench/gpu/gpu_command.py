@@ -1,6 +1,5 @@
 """`dlio bench gpu`: options, the cases in turn, the report."""
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from dlio.launch.mpi_launch import find_mpirun
 from dlio.util.cores import available_cores
 from dlio.util.options import CheckedOptions, Option
 from dlio_bench import bench_ranks
+from dlio_bench.bench_data import drawn_pictures
 from dlio_bench.gpu.decode_case import decode
 from dlio_bench.gpu.gpu_exchange_rank import step_times
 from dlio_bench.gpu.gpu_measurements import GpuMeasurements, GpuRunSettings, repeated
@@ -40,7 +40,7 @@ def exchanges(place: GpuRunSettings, measured: GpuMeasurements) -> None:
     except UsageError as error:
         measured.skipped["exchange"] = str(error)
         return
-    gpus = _gpus(place)
+    gpus = torch.cuda.device_count() if place.device.type == "cuda" else 0
     task = {
         "device": place.device.type,
         "steps": place.steps,
@@ -59,12 +59,6 @@ def exchanges(place: GpuRunSettings, measured: GpuMeasurements) -> None:
         values = tuple(1e3 * each for each in seconds)
         labels = {"exchange": name, "path": answer["paths"][name]}
         measured.figures.append(Figure("step of two ranks", "ms", values, labels, "lower"))
-
-
-def _gpus(place: GpuRunSettings) -> int:
-    import torch
-
-    return torch.cuda.device_count() if place.device.type == "cuda" else 0
 
 
 CASES: Final[dict[str, Callable[[GpuRunSettings, GpuMeasurements], None]]] = {
@@ -165,7 +159,7 @@ def measure(
     expect(len(case.case))
     ends = time.monotonic() + 60 * case.minutes
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch, _one_thread(case.device):
-        place = case.place(case.source or _drawn(scratch, _DRAWN[case.device]), scratch)
+        place = case.place(case.source or drawn_pictures(scratch, _DRAWN[case.device]), scratch)
         if case.device == "cuda":
             place = replace(place, source=repeated(place, _LEAST_BATCHES))
         for name in case.case:
@@ -198,14 +192,6 @@ def _run(name: str, place: GpuRunSettings, measured: GpuMeasurements) -> None:
         measured.skipped[name] = f"failed: {type(error).__name__}: {str(error).strip()[-400:]}"
 
 
-def _drawn(scratch: str, count: int) -> str:
-    from dlio.cli.demo_pictures import draw_dataset
-
-    folder = os.path.join(scratch, "drawn")
-    draw_dataset(folder, images=count, validation=10, threads=available_cores())
-    return os.path.join(folder, "train")
-
-
 def command(case: GpuCase, output: OutputOptions) -> None:
     """Measure dlio on a GPU: decoding, the decoded tier, hand-over, steps, exchanges.
 
@@ -215,7 +201,6 @@ def command(case: GpuCase, output: OutputOptions) -> None:
     started = begin(output)
 
     def results(measured: GpuMeasurements) -> Results:
-        versions = {"cuda": torch.version.cuda}
         return Results(
             "gpu",
             settings=asdict(case),
@@ -224,7 +209,7 @@ def command(case: GpuCase, output: OutputOptions) -> None:
             ratios=measured.ratios,
             notes=measured.notes,
             details={"skipped": dict(measured.skipped), "gpu": _gpu()},
-            versions=versions,
+            versions={"cuda": torch.version.cuda},
         )
 
     with working("gpu"):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from dlio import DataLoader
+from dlio_bench.bench_data import files_below
+from dlio_bench.results.repeats import ratio, turns
 from dlio_bench.results.report_values import Figure, Ratio
 
 
@@ -50,8 +52,7 @@ class GpuMeasurements:
 
     def ratio(self, name: str, over: list[float], under: list[float]) -> None:
         """Add the ratio of repeats measured in turn."""
-        values = tuple(a / b for a, b in zip(over, under, strict=True))
-        self.ratios.append(Ratio(name, values))
+        self.ratios.append(Ratio(name, tuple(ratio(over, under)["all"])))
 
 
 def passes(loader: DataLoader, place: GpuRunSettings) -> Callable[[], int]:
@@ -75,24 +76,18 @@ def rates_in_turn(
     for run in contenders.values():
         run()
     rates: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in range(repeats):
-        names = list(contenders)
-        for name in names if repeat % 2 == 0 else names[::-1]:
-            began = time.perf_counter()
-            count = contenders[name]()
-            rates[name].append(count / (time.perf_counter() - began))
+    for _, name in turns(contenders, repeats):
+        began = time.perf_counter()
+        count = contenders[name]()
+        rates[name].append(count / (time.perf_counter() - began))
     return rates
 
 
 def repeated(place: GpuRunSettings, batches: int) -> str:
     """Return a folder with the images for so many batches: the source, or one of links to its
     images under several names."""
-    names = [
-        os.path.join(folder, name)
-        for folder, _, files in os.walk(place.source)
-        for name in files
-        if name.lower().endswith((".jpg", ".jpeg"))
-    ]
+    files = files_below(place.source)
+    names = [path for path in files if path.lower().endswith((".jpg", ".jpeg"))]
     times = -(-batches * place.batch_size // max(1, len(names)))
     if times <= 1:
         return place.source
@@ -103,8 +98,3 @@ def repeated(place: GpuRunSettings, batches: int) -> str:
         for number in range(times):
             os.symlink(os.path.abspath(path), os.path.join(made, inside, f"{number}-{name}"))
     return made
-
-
-def tiers_for(size: int) -> str:
-    """Return a RAM tier with room for so many payload bytes."""
-    return f"ram:{int(1.2 * size) + (64 << 20)}B"

@@ -1,8 +1,7 @@
 """Training steps of a ResNet-50: fed by dlio, and on one batch that stays on the device."""
 
 import itertools
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ import dlio.transforms as T  # noqa: N812 - as everybody calls them
 from dlio.train.compute_device import channels_last
 from dlio.train.networks.resnet import resnet50
 from dlio.train.precision import Precision
-from dlio_bench.gpu.decode_case import loader_of, payload_bytes
-from dlio_bench.gpu.gpu_measurements import GpuMeasurements, GpuRunSettings, tiers_for
+from dlio_bench.bench_data import payload_bytes, ram_tier
+from dlio_bench.gpu.decode_case import loader_of
+from dlio_bench.gpu.gpu_measurements import GpuMeasurements, GpuRunSettings, rates_in_turn
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -28,7 +28,7 @@ def step(place: GpuRunSettings, measured: GpuMeasurements) -> None:
     from dlio.image.device_decode.nvimagecodec import REMEDY, is_installed
 
     size = payload_bytes(place.source)
-    blocks = tiers_for(size)
+    blocks = ram_tier(size)
     ways = {"threads": blocks, "processes": blocks}
     if is_installed():
         ways["device"] = blocks
@@ -54,7 +54,8 @@ def step(place: GpuRunSettings, measured: GpuMeasurements) -> None:
             for _ in range(len(loader) + 2):  # Fills the tiers; the device compiles and chooses.
                 training(*next(fed))
             sources = {"fed": fed, "resident": itertools.repeat(next(fed))}
-            rates = _in_turn(sources, training, place)
+            contenders = {key: _steps(each, training, place) for key, each in sources.items()}
+            rates = rates_in_turn(contenders, place.repeats)
             fed.close()
         measured.rates(f"ResNet-50 step, {name}", rates)
         measured.ratio(f"ResNet-50 step, {name}: fed / resident", rates["fed"], rates["resident"])
@@ -65,19 +66,16 @@ def _endless(loader: Any) -> Generator[Any, None, None]:
         yield from loader
 
 
-def _in_turn(
-    sources: dict[str, Iterator[Any]], training: "_ResNetTraining", place: GpuRunSettings
-) -> dict[str, list[float]]:
-    rates: dict[str, list[float]] = {name: [] for name in sources}
-    for _ in range(place.repeats):
-        for name, batches in sources.items():
-            place.wait()
-            began = time.perf_counter()
-            for _ in range(place.steps):
-                training(*next(batches))
-            place.wait()
-            rates[name].append(place.steps * place.batch_size / (time.perf_counter() - began))
-    return rates
+def _steps(
+    batches: Iterator[Any], training: "_ResNetTraining", place: GpuRunSettings
+) -> Callable[[], int]:
+    def run() -> int:
+        for _ in range(place.steps):
+            training(*next(batches))
+        place.wait()
+        return place.steps * place.batch_size
+
+    return run
 
 
 class _ResNetTraining:

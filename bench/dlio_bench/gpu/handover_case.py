@@ -1,15 +1,15 @@
 """The hand-over: a loop of computation on the device that the loader feeds."""
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import torch
 
 import dlio
-from dlio_bench.gpu.decode_case import payload_bytes
-from dlio_bench.gpu.gpu_measurements import GpuMeasurements, GpuRunSettings, tiers_for
-from dlio_bench.gpu.gpu_profile import traced
+from dlio_bench.bench_data import payload_bytes, ram_tier
+from dlio_bench.gpu.gpu_measurements import GpuMeasurements, GpuRunSettings
 from dlio_bench.results.report_values import Figure
 
 _SPARE: Final = 1.5
@@ -21,7 +21,7 @@ def handover(place: GpuRunSettings, measured: GpuMeasurements) -> None:
     """Time of a pass whose computation takes 1.5 times as long as its loading, compared with the
     computation alone on one resident batch; seconds that `next` waited; with CUDA also the trace of
     a pass: time of copies that kernels cover, and waits of the host."""
-    tiers = tiers_for(payload_bytes(place.source))
+    tiers = ram_tier(payload_bytes(place.source))
     with (
         dlio.open(place.source, tiers=tiers, image_size=place.image_size) as data,
         dlio.DataLoader(
@@ -108,3 +108,66 @@ def _trace(run: Callable[[], object], place: GpuRunSettings, measured: GpuMeasur
         Figure("hand-over, waits of the host", "", (float(sums.waits),), better="lower"),
     ]
     measured.notes.append("hand-over: one wait of the host ends the traced pass itself")
+
+
+# Copies, kernels and waits in a trace of torch.profiler
+
+Span = tuple[float, float]
+"""Beginning and end, in microseconds."""
+
+
+class _ProfilerEvent(Protocol):
+    """An event of `torch.profiler.profile.events()`."""
+
+    name: str
+    device_type: object
+
+    @property
+    def time_range(self) -> Any: ...
+
+
+_WAITS: Final = ("cudaDeviceSynchronize", "cudaStreamSynchronize")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSums:
+    """Sums over a trace."""
+
+    copies_us: float
+    """Time of copies to the device."""
+    covered_us: float
+    """Part of it in which kernels ran."""
+    waits: int
+    """Calls by which the host waited for the device or for a whole stream."""
+
+
+def traced(events: Iterable[_ProfilerEvent]) -> TraceSums:
+    """Sum up the events of a profile."""
+    copies: list[Span] = []
+    kernels: list[Span] = []
+    waits = 0
+    for event in events:
+        name, span = event.name, (event.time_range.start, event.time_range.end)
+        if name in _WAITS:
+            waits += 1
+        elif "HtoD" in name:
+            copies.append(span)
+        elif str(event.device_type).endswith("CUDA") and not name.startswith(("Mem", "mem")):
+            kernels.append(span)
+    total = sum(end - begin for begin, end in copies)
+    return TraceSums(total, covered(copies, kernels), waits)
+
+
+def covered(spans: Sequence[Span], by: Sequence[Span]) -> float:
+    """Return the length of the parts of `spans` that lie in the union of `by`."""
+    union: list[list[float]] = []
+    for begin, end in sorted(by):
+        if union and begin <= union[-1][1]:
+            union[-1][1] = max(union[-1][1], end)
+        else:
+            union.append([begin, end])
+    return sum(
+        max(0.0, min(end, there[1]) - max(begin, there[0]))
+        for begin, end in spans
+        for there in union
+    )

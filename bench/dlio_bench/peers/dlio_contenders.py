@@ -8,43 +8,26 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
+from dlio_bench.bench_data import ram_tier
 from dlio_bench.peers.standalone.runners.protocol import Pass, Task, serve
-
-
-def _dlio(task: Task) -> Pass:
-    """dlio from its RAM tier, over the files as they are."""
-    return _loader(task, _folder(task))
-
-
-def _dlio_rows(task: Task) -> Pass:
-    """The same pictures packed losslessly, with restart rows."""
-    from dlio_staging.pack_folder import pack
-
-    pack(_folder(task), f"{task.scratch}/packed")
-    return _loader(task, f"{task.scratch}/packed")
-
-
-def _dlio_256(task: Task) -> Pass:
-    """The same pictures packed at a shorter edge of 256 pixels, quality 90."""
-    return _loader(task, _small(task))
-
-
-def _dlio_raw(task: Task) -> Pass:
-    """Those of 256 pixels, from a tier of decoded pictures."""
-    return _loader(task, _small(task), f",ram:{len(task.files) * _DECODED + (64 << 20)}B:decoded")
-
 
 _DECODED: Final = 256 * 512 * 3
 """Room for each decoded picture, on average, in bytes."""
 
 
-def _small(task: Task) -> str:
+def _packed(task: Task, **options: Any) -> str:
     from dlio_staging.pack_folder import pack
 
-    pack(_folder(task), f"{task.scratch}/packed", resize=256, quality=90)
+    pack(_folder(task), f"{task.scratch}/packed", **options)
     return f"{task.scratch}/packed"
+
+
+def _small(task: Task) -> str:
+    """The same pictures packed at a shorter edge of 256 pixels, quality 90."""
+    return _packed(task, resize=256, quality=90)
 
 
 def _folder(task: Task) -> str:
@@ -54,32 +37,19 @@ def _folder(task: Task) -> str:
 def _loader(task: Task, path: str, more_tiers: str = "") -> Pass:
     import dlio
 
-    room = sum(os.path.getsize(file) for file in task.files)
-    tiers = f"ram:{int(1.2 * room) + (64 << 20)}B{more_tiers}"
-    data = dlio.open(path, tiers=tiers, image_size=task.size)
+    size = sum(map(os.path.getsize, task.files))
+    data = dlio.open(path, tiers=ram_tier(size) + more_tiers, image_size=task.size)
     loader = dlio.DataLoader(
         data, task.batch_size, shuffle=True, num_workers=task.workers, persistent_workers=True
     )
-    return _each(loader)
+    return lambda: iter(loader)
 
 
-def _each(loader: Any) -> Pass:
-    def run() -> Iterator[tuple[Any, Any]]:
-        yield from loader
-
-    return run
-
-
-def _torch(task: Task, floats: bool = False) -> Pass:
+def _torch(task: Task, floats: bool) -> Pass:
     """torch's loader, which decodes with Pillow in its processes."""
     from dlio_bench.pillow import PillowImages
 
     return _of_torch(PillowImages(task.files, task.labels, task.size, floats), task)
-
-
-def _torch_floats(task: Task) -> Pass:
-    """torch's loader with ToTensor."""
-    return _torch(task, floats=True)
 
 
 def _torch_dlio_data(task: Task) -> Pass:
@@ -92,15 +62,14 @@ def _torch_dlio_data(task: Task) -> Pass:
 def _of_torch(data: Any, task: Task) -> Pass:
     import torch
 
-    return _each(
-        torch.utils.data.DataLoader(
-            data,
-            task.batch_size,
-            shuffle=True,
-            num_workers=task.workers,
-            persistent_workers=task.workers > 0,
-        )
+    loader = torch.utils.data.DataLoader(
+        data,
+        task.batch_size,
+        shuffle=True,
+        num_workers=task.workers,
+        persistent_workers=task.workers > 0,
     )
+    return lambda: iter(loader)
 
 
 def _ceiling(task: Task) -> Pass:
@@ -178,14 +147,16 @@ def _bare(task: Task, one: Callable[[int, bytes, Any], None]) -> Pass:
 
 MAKERS: Final[dict[str, Callable[[Task], Pass]]] = {
     "ceiling": _ceiling,
-    "dlio": _dlio,
-    "dlio_256": _dlio_256,
-    "dlio_raw": _dlio_raw,
-    "dlio_rows": _dlio_rows,
+    "dlio": lambda task: _loader(task, _folder(task)),
+    "dlio_256": lambda task: _loader(task, _small(task)),
+    "dlio_raw": lambda task: _loader(
+        task, _small(task), f",ram:{len(task.files) * _DECODED + (64 << 20)}B:decoded"
+    ),
+    "dlio_rows": lambda task: _loader(task, _packed(task)),
     "full_decode": _full_decode,
-    "torch": _torch,
+    "torch": partial(_torch, floats=False),
     "torch_dlio_data": _torch_dlio_data,
-    "torch_floats": _torch_floats,
+    "torch_floats": partial(_torch, floats=True),
 }
 """Functions that prepare a contender's data and return its pass, by name."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dlio.errors import UsageError
 from dlio_bench.peers.process import ContenderFigures, ContenderProcess
 from dlio_bench.peers.standalone.runners.protocol import checksum
+from dlio_bench.results.repeats import turns
 
 
 @dataclass(slots=True)
@@ -88,19 +89,19 @@ def race(
                 outcome.cold[name] = passes(running[name], 1).first_batch_s
             except UsageError as error:
                 leave(name, error)
-        for repeat in range(repeats):
-            order = list(running)
-            for name in order if repeat % 2 == 0 else order[::-1]:
-                progress(f"{name}: pass {repeat + 1} of {repeats}")
-                try:
-                    # The first is not timed: its memory may have been taken away meanwhile.
-                    timed = passes(running[name], 2)
-                except UsageError as error:
-                    leave(name, error)
-                    continue
-                outcome.rates.setdefault(name, []).append(timed.samples / timed.seconds)
-                outcome.cpu.setdefault(name, []).append(timed.cpu_s / (2 * timed.samples))
-                outcome.first.setdefault(name, []).append(timed.first_batch_s)
+        for repeat, name in turns(running, repeats):
+            if name not in running:
+                continue
+            progress(f"{name}: pass {repeat + 1} of {repeats}")
+            try:
+                # The first is not timed: its memory may have been taken away meanwhile.
+                timed = passes(running[name], 2)
+            except UsageError as error:
+                leave(name, error)
+                continue
+            outcome.rates.setdefault(name, []).append(timed.samples / timed.seconds)
+            outcome.cpu.setdefault(name, []).append(timed.cpu_s / (2 * timed.samples))
+            outcome.first.setdefault(name, []).append(timed.first_batch_s)
         for name, contender in running.items():
             outcome.footprint[name] = contender.footprint()
     return outcome

@@ -10,7 +10,7 @@ import pytest
 from dlio.errors import UsageError
 from dlio_bench.emulated.emulated_folder import EmulatedFolder, RequestPace, Share
 from dlio_bench.emulated.emulation_options import Emulation
-from dlio_bench.emulated.profile import NAMED, REASONS, Profile, parse_profile
+from dlio_bench.emulated.profile import NAMED, Profile, parse_profile
 from dlio_bench.slowfs import SlowMount
 
 
@@ -36,10 +36,6 @@ def test_named_profiles_survive_being_text(name: str) -> None:
     assert parse_profile(name) == NAMED[name]
     odd = replace(NAMED[name], seed=7, error_share=0.001, hang_share=1e-7)
     assert parse_profile(odd.spec()) == odd
-
-
-def test_named_profiles_have_reasons() -> None:
-    assert set(REASONS) == set(NAMED) - {"none"}
 
 
 def test_parts_are_mixed() -> None:

@@ -1,6 +1,6 @@
-"""NVIDIA DALI's pipeline on the processor: crops are drawn, then only they are decoded."""
+"""NVIDIA DALI's pipeline: crops are drawn, then only they are decoded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -8,37 +8,56 @@ import numpy as np
 from .protocol import Pass, Task
 
 
-def dali(task: Task) -> Pass:
-    """Return a pass of a pipeline that reads the files and ends in uint8 HWC."""
+def pipeline_of(
+    reader: Mapping[str, Any],
+    size: int,
+    batch_size: int,
+    workers: int,
+    device: int | None = None,
+    **decoder: Any,
+) -> Any:
+    """Return a pipeline that draws random resized crops of files, and decodes only these.
+
+    Args:
+        reader: arguments of DALI's reader of files.
+        size: side of the crops in pixels.
+        device: number of the GPU; None for the processor.
+        decoder: further arguments of DALI's decoder.
+    """
     from nvidia.dali import fn, pipeline_def, types
 
     def pictures() -> Any:
         encoded, labels = fn.readers.file(
-            files=task.files,
-            labels=task.labels,
-            random_shuffle=True,
-            initial_fill=min(1024, len(task.files)),
-            pad_last_batch=True,
-            name="reader",
+            random_shuffle=True, pad_last_batch=True, name="reader", **reader
         )
         images = fn.decoders.image_random_crop(
             encoded,
-            device="cpu",
+            device="cpu" if device is None else "mixed",
             output_type=types.RGB,
             random_area=[0.08, 1.0],
             random_aspect_ratio=[3 / 4, 4 / 3],
             num_attempts=10,
+            **decoder,
         )
         images = fn.resize(
-            images, size=[task.size, task.size], interp_type=types.INTERP_LINEAR, antialias=False
+            images, size=[size, size], interp_type=types.INTERP_LINEAR, antialias=False
         )
-        return fn.flip(images, horizontal=fn.random.coin_flip()), labels
+        flipped = fn.flip(images, horizontal=fn.random.coin_flip())
+        return flipped, labels if device is None else labels.gpu()
 
     make: Any = pipeline_def(
-        pictures, batch_size=task.batch_size, num_threads=task.workers, device_id=None, seed=1
+        pictures, batch_size=batch_size, num_threads=workers, device_id=device, seed=1
     )
     pipeline = make()
     pipeline.build()
+    return pipeline
+
+
+def dali(task: Task) -> Pass:
+    """Return a pass of a pipeline on the processor that ends in uint8 HWC."""
+    fill = min(1024, len(task.files))
+    reader = {"files": task.files, "labels": task.labels, "initial_fill": fill}
+    pipeline = pipeline_of(reader, task.size, task.batch_size, task.workers)
 
     def run() -> Iterator[tuple[Any, Any]]:
         left = len(task.files)

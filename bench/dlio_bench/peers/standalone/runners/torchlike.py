@@ -5,7 +5,6 @@ import importlib
 import io
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any, Final
 
 from .crops import cropped
@@ -18,7 +17,6 @@ _OPERATORS: Final = 60
 
 def webdataset(task: Task) -> Pass:
     """Return a pass over tar files, one or more for each worker."""
-    import torch
     import webdataset as wds
 
     shards = max(4, task.workers)
@@ -37,17 +35,12 @@ def webdataset(task: Task) -> Pass:
 
     urls = f"{task.scratch}/{{000..{shards - 1:03d}}}.tar"
     data = wds.WebDataset(urls, shardshuffle=shards, empty_check=False).shuffle(1000).map(sample)
-    return _each(
-        torch.utils.data.DataLoader(
-            data, task.batch_size, num_workers=task.workers, persistent_workers=True
-        )
-    )
+    return _of_torch(data, task)
 
 
 def mosaic(task: Task) -> Pass:
     """Return a pass over MosaicML Streaming's shards."""
     let_torchvision_load()
-    import torch
     from streaming import MDSWriter, StreamingDataset
 
     with MDSWriter(out=task.scratch, columns={"image": "bytes", "label": "int"}) as out:
@@ -60,11 +53,7 @@ def mosaic(task: Task) -> Pass:
             return _chw(cropped(io.BytesIO(item["image"]), task.size)), item["label"]
 
     data = Pictures(local=task.scratch, shuffle=True, batch_size=task.batch_size)
-    return _each(
-        torch.utils.data.DataLoader(
-            data, task.batch_size, num_workers=task.workers, persistent_workers=True
-        )
-    )
+    return _of_torch(data, task)
 
 
 def litdata(task: Task) -> Pass:
@@ -86,7 +75,16 @@ def litdata(task: Task) -> Pass:
     loader = ld.StreamingDataLoader(
         data, batch_size=task.batch_size, num_workers=task.workers, persistent_workers=True
     )
-    return _each(loader)
+    return lambda: iter(loader)
+
+
+def _of_torch(data: Any, task: Task) -> Pass:
+    import torch
+
+    loader = torch.utils.data.DataLoader(
+        data, task.batch_size, num_workers=task.workers, persistent_workers=True
+    )
+    return lambda: iter(loader)
 
 
 def _as_item(pair: tuple[str, int]) -> dict[str, Any]:
@@ -101,13 +99,6 @@ def _chw(pixels: Any) -> Any:
     import torch
 
     return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
-def _each(loader: Any) -> Pass:
-    def run() -> Iterator[tuple[Any, Any]]:
-        yield from loader
-
-    return run
 
 
 def let_torchvision_load() -> None:
