@@ -2,11 +2,11 @@
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from dlio.errors import UsageError
-from dlio.util.mount_points import holding, parse_mounts, read_mounts, unescaped
+from dlio.util.mount_points import MountPoint, holding, parse_mounts, read_mounts, unescaped
 
 _MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 _REMOTE: Final = (
@@ -16,14 +16,9 @@ _REMOTE: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class FileSystem:
+class FileSystem(MountPoint):
     """A mounted file system, and what its kind says of its caches."""
 
-    mountpoint: str
-    type: str
-    source: str
-    device: str
-    """As in `dlio.util.mount_points.MountPoint`."""
     options: str = ""
     upper: str = ""
     """Folder that an overlay writes to."""
@@ -55,14 +50,7 @@ def file_system_of(path: str, mounts: str | None = None) -> FileSystem:
     if held is None:
         return FileSystem("/", "unknown", "", "0:0")
     upper = re.search(r"(?:^|,)upperdir=([^,]*)", held.options)
-    return FileSystem(
-        mountpoint=held.mountpoint,
-        type=held.type,
-        source=held.source,
-        device=held.device,
-        options=held.options,
-        upper=unescaped(upper[1]) if upper else "",
-    )
+    return FileSystem(**asdict(held), upper=unescaped(upper[1]) if upper else "")
 
 
 def check_folder(path: str) -> None:

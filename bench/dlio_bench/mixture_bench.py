@@ -1,18 +1,26 @@
-"""Randomness of the samples of each mode, and accuracy of a network trained on them."""
+"""Randomness of the samples of each mode and source order, and accuracy of a network trained on
+them."""
 
-import json
+import itertools
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+
+from dlio_bench.bench_data import packed_noise
+from dlio_bench.trainings import trained
 
 MODES: Final = ("batch", "global", "ring", "partial(0.1)", "local")
 _NODES, _SAMPLES, _BINS = 8, 80_000, 16
 _EPOCHS: Final = 8
+_PARTS: Final = 8
+"""Parts of the data, as they are stored, on which a batch should draw evenly."""
+_SAMPLE_BYTES: Final = 4096
+_GLOBAL_BATCH: Final = 1024
 
 
 def statistics() -> dict[str, dict[str, float]]:
@@ -50,7 +58,12 @@ def statistics() -> dict[str, dict[str, float]]:
             if before:
                 repeated.append(len(mine & before) / len(mine))
             before = mine
-            uneven += _unevenness(windows, job.steps)
+            cuts = range(0, job.steps - 1, max(1, job.steps // 16))
+            batches = (
+                np.concatenate([w.samples[w.starts[k] : w.starts[k + 1]] for w in windows])
+                for k in cuts
+            )
+            uneven += _unevenness(batches, _SAMPLES)
         expected = table.sum() / table.size
         chi2 = float(((table - expected) ** 2 / expected).sum())
         # Each epoch's margins are fixed: each sample once, each place once.
@@ -64,15 +77,15 @@ def statistics() -> dict[str, dict[str, float]]:
     return by_mode
 
 
-def _unevenness(windows: Sequence[Any], steps: int) -> list[float]:
-    """For some global batches, the root mean square deviation of the eighths' counts, over that of
-    a uniformly random draw."""
+def _unevenness(batches: Iterable[npt.NDArray[np.int64]], samples: int) -> list[float]:
+    """For each batch, the root mean square deviation of the counts of the data's eighths, over that
+    of a uniformly random draw."""
     deviations = []
-    for step in range(0, steps - 1, max(1, steps // 16)):
-        batch = np.concatenate([w.samples[w.starts[step] : w.starts[step + 1]] for w in windows])
-        counts = np.bincount(batch * 8 // _SAMPLES, minlength=8)
-        expected = len(batch) / 8
-        deviations.append(math.sqrt(((counts - expected) ** 2).mean() / (expected * 7 / 8)))
+    for batch in batches:
+        counts = np.bincount(batch * _PARTS // samples, minlength=_PARTS)
+        expected = len(batch) / _PARTS
+        chance = expected * (1 - 1 / _PARTS)
+        deviations.append(math.sqrt(((counts - expected) ** 2).mean() / chance))
     return deviations
 
 
@@ -82,21 +95,65 @@ def training(
     """Held-out accuracy of a small network trained in each mode, by seed; `source` is meant to be
     sorted by class."""
     accuracies: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for seed in range(seeds):
-        for mode in MODES:
-            report = os.path.join(os.path.dirname(os.path.abspath(source)), f".mix-{os.getpid()}")
-            argv = ["train", source, "--val", held_out, "-n", str(ranks), "--shuffle", mode]
-            argv += ["--pretend-nodes", str(ranks), "--epochs", str(epochs), "--seed", str(seed)]
-            try:
-                subprocess.run(
-                    [sys.executable, "-m", "dlio.cli", *argv, "--report", report],
-                    stdout=subprocess.DEVNULL,
-                    timeout=3600,
-                    check=True,
-                )
-                with open(report, encoding="utf-8") as file:
-                    accuracies[mode].append(json.load(file)["epochs"][-1]["val_accuracy"])
-            finally:
-                if os.path.exists(report):
-                    os.unlink(report)
+    options = {"source": source, "val": held_out, "pretend_nodes": ranks, "epochs": epochs}
+    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as folder:
+        for seed, mode in itertools.product(range(seeds), MODES):
+            one = {**options, "shuffle": mode, "seed": seed}
+            report = trained(f"{mode}-{seed}", folder, ranks, one)
+            accuracies[mode].append(report["epochs"][-1]["val_accuracy"])
     return accuracies
+
+
+# Gain of `--source-order block` where samples are small and no tier holds them
+
+
+def source_order(
+    orders: Sequence[str] = ("sample", "block(4)", "block(16)", "block(64)"),
+    samples: int = 60_000,
+    at_most: int = 12_000,
+    latency_s: float = 0.002,
+) -> dict[str, object]:
+    """Samples a second of small ones, in shards behind slowfs, that no tier holds; requests
+    a sample; and, of the order alone, how unevenly a global batch of 1,024 draws on eighths of the
+    data as they are stored, in units of a random draw (1.0 is a uniformly random draw).
+
+    Args:
+        at_most: samples that are timed of each pass.
+    """
+    import dlio
+    from dlio_bench.emulated.emulated_mount import slow_mount, stats
+
+    results: dict[str, Any] = {}
+    with packed_noise(samples, _SAMPLE_BYTES) as packed:
+        for order in orders:
+            with (
+                slow_mount(packed, latency_s=latency_s) as slow,
+                dlio.open(slow, tiers="none") as source,
+                dlio.DataLoader(
+                    source, 64, shuffle=True, source_order=order, num_workers=4
+                ) as loader,
+            ):
+                before = stats(slow)["reads"]
+                began, seen = time.perf_counter(), 0
+                for _ in loader:
+                    seen += len(loader.last_samples)
+                    if seen >= at_most:
+                        break
+                seconds = time.perf_counter() - began
+                results[order] = {
+                    "samples_per_s": seen / seconds,
+                    "reads_a_sample": (stats(slow)["reads"] - before) / seen,
+                    "unevenness": _unevenness_of(source.reader.layout, order),
+                }
+    return results
+
+
+def _unevenness_of(layout: Any, source_order: str) -> float:
+    from dlio.plan.block_order import BlockOrder, window_of
+    from dlio.plan.order import Order
+
+    count, window = int(layout.starts[-1]), window_of(source_order)
+    order = Order(count, 1) if window is None else BlockOrder(count, 1, 0, True, layout, window)
+    stored = layout.order.positions(order.samples(np.arange(count, dtype=np.int64)))
+    batches = stored[: count // _GLOBAL_BATCH * _GLOBAL_BATCH].reshape(-1, _GLOBAL_BATCH)
+    return float(np.sqrt(np.mean(np.square(_unevenness(batches, count)))))

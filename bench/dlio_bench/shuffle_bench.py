@@ -172,9 +172,8 @@ def command(options: ShuffleBenchOptions, output: OutputOptions) -> None:
     how well each mode mixes.
     """
     from dlio_bench.capacity import capacity
-    from dlio_bench.mixture_bench import statistics, training
+    from dlio_bench.mixture_bench import source_order, statistics, training
     from dlio_bench.network_links import link
-    from dlio_bench.sourceorder import source_order
 
     start = begin(output)
     source, repeats = str(options.source), options.repeats

@@ -29,7 +29,6 @@ from dlio_bench.checkpoint_cases.stalls import (
     measure_stalls,
     stall_figures,
 )
-from dlio_bench.emulated.emulated_mount import emulated
 from dlio_bench.emulated.emulation_options import Emulation
 from dlio_bench.file_systems import check_folder
 from dlio_bench.results.envelope import begin, finish
@@ -181,14 +180,15 @@ def run_checkpoint(case: CheckpointCase, emulation: Emulation, output: OutputOpt
 @contextlib.contextmanager
 def _folder(path: str, emulation: Emulation, comm: Communicator) -> Iterator[str]:
     """A folder of all ranks, behind emulated storage if wanted; removed afterwards."""
-    with contextlib.ExitStack() as stack:
-        scratch = place = ""
-        if comm.rank == 0:
-            scratch = tempfile.mkdtemp(prefix="dlio-bench-checkpoint-", dir=path)
-            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-            place = stack.enter_context(emulated(scratch, emulation.profile))
-        yield comm.tell(place)
-        comm.barrier()
+    scratch = ""
+    if comm.rank == 0:
+        scratch = tempfile.mkdtemp(prefix="dlio-bench-checkpoint-", dir=path)
+    try:
+        with emulation.mounted(scratch, comm) as place:
+            yield place
+    finally:
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _check_room(folder: str, size: int, comm: Communicator) -> None:

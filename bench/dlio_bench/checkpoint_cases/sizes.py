@@ -6,47 +6,35 @@ counts them in its workloads of ZeRO stage 3: 2 bytes a parameter for the model 
 Dubey et al., "The Llama 3 Herd of Models" (2024), table 3; `1t` is MLPerf Storage's.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
 
 _HALF, _OPTIMIZER = 2, 12
+_VOCABULARY: Final = 128256
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderSizes:
-    """A decoder-only transformer with grouped queries and a gated feed-forward network."""
-
-    layers: int
-    hidden: int
-    feed_forward: int
-    heads: int
-    key_heads: int
-    vocabulary: int
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters; input and output embeddings are separate."""
-        keys = self.hidden * self.key_heads // self.heads
-        attention = 2 * self.hidden * (self.hidden + keys)
-        layer = attention + 3 * self.hidden * self.feed_forward + 2 * self.hidden
-        return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
+def _parameters(layers: int, hidden: int, feed_forward: int, heads: int, key_heads: int) -> int:
+    """Parameters of a decoder-only transformer with grouped queries and a gated feed-forward
+    network; input and output embeddings are separate."""
+    keys = hidden * key_heads // heads
+    layer = 2 * hidden * (hidden + keys) + 3 * hidden * feed_forward + 2 * hidden
+    return layers * layer + 2 * _VOCABULARY * hidden + hidden
 
 
 _DECODERS: Final = {
-    "llama_8b": DecoderSizes(32, 4096, 14336, 32, 8, 128256),
-    "llama_70b": DecoderSizes(80, 8192, 28672, 64, 8, 128256),
-    "llama_405b": DecoderSizes(126, 16384, 53248, 128, 8, 128256),
-    "llama_1t": DecoderSizes(128, 25872, 98304, 192, 32, 128256),
+    "llama_8b": _parameters(32, 4096, 14336, 32, 8),
+    "llama_70b": _parameters(80, 8192, 28672, 64, 8),
+    "llama_405b": _parameters(126, 16384, 53248, 128, 8),
+    "llama_1t": _parameters(128, 25872, 98304, 192, 32),
 }
 MODELS: Final[dict[str, int]] = {
     # float32 weights and momentum of 25.6 million parameters; He et al. (2015).
     "resnet50": 2 * 4 * 25_557_032,
     # DLIO, configs/workload/unet3d_h100.yaml: model.model_size.
     "unet3d": 499_153_191,
-    **{name: (_HALF + _OPTIMIZER) * each.parameters for name, each in _DECODERS.items()},
+    **{name: (_HALF + _OPTIMIZER) * each for name, each in _DECODERS.items()},
 }
 """Bytes of all ranks' checkpoint, by model."""
 

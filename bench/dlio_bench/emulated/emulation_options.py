@@ -1,11 +1,14 @@
 """`--emulate` of the benchmarks."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
+from dlio.comm.comm_protocol import Communicator
 from dlio.errors import UsageError
 from dlio.util.options import Option, check
-from dlio_bench.emulated.emulated_mount import why_not
+from dlio_bench.emulated.emulated_mount import emulated, why_not
 from dlio_bench.emulated.profile import Profile, parse_profile
 
 
@@ -30,6 +33,20 @@ class Emulation:
     def profile(self) -> Profile:
         """The parsed profile."""
         return parse_profile(self.emulate)
+
+    @contextmanager
+    def mounted(self, path: str, comm: Communicator, *, writable: bool = True) -> Iterator[str]:
+        """The path at which all ranks of a machine find a folder behind the storage. Collective.
+
+        Args:
+            path: the folder, on rank 0, which mounts the storage for all of them.
+        """
+        with ExitStack() as stack:
+            mounted = ""
+            if comm.rank == 0:
+                mounted = stack.enter_context(emulated(path, self.profile, writable=writable))
+            yield comm.tell(mounted)
+            comm.barrier()
 
     def check_possible(self, nodes: int = 1) -> None:
         """Raise UsageError where this machine cannot emulate storage, or other nodes take part."""

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from dlio.comm.launch_environment import shows_terminal
 from dlio.util.progress_bar import ProgressBar
 from dlio_bench.results.report_values import Figure, Ratio, labels_text
 
@@ -84,7 +85,8 @@ def console() -> "Console":
     """Return a console as wide as the terminal; 130 columns where the output is none."""
     from rich.console import Console
 
-    own = Console()
+    # mpirun gives ranks a pseudo-terminal even if their output ends in a file.
+    own = Console(force_terminal=shows_terminal(), force_interactive=False)
     return own if own.is_terminal else Console(width=max(_WIDE, own.width))
 
 

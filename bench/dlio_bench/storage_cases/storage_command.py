@@ -5,16 +5,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Final
 
-from rich.console import Console
-
 from dlio.cli.option_records import OutputOptions, RankOptions
-from dlio.comm.launch_environment import shows_terminal
 from dlio.comm.world import world
 from dlio.launch.command_ranks import on_ranks
 from dlio_bench.emulated.emulation_options import Emulation
 from dlio_bench.file_systems import check_folder
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.report_values import Figure, Results
+from dlio_bench.results.terminal import console, show_notes
 from dlio_bench.storage_cases.claim import remove_unclaimed
 from dlio_bench.storage_cases.latencies import PERCENTILES, Latencies
 from dlio_bench.storage_cases.metadata import MetadataRate, measure_metadata
@@ -23,9 +21,10 @@ from dlio_bench.storage_cases.storage_job import StorageMeasurements, data_folde
 from dlio_bench.storage_cases.storage_options import StorageCase
 from dlio_bench.storage_cases.storage_table import (
     checks_of,
+    headline,
     rules_as_json,
     rules_table,
-    show_tables,
+    show_epochs,
 )
 from dlio_bench.storage_cases.summary import (
     LoaderEpochFigures,
@@ -37,7 +36,6 @@ from dlio_bench.storage_cases.summary import (
 )
 from dlio_bench.storage_cases.utilisation import LEFT_OUT
 
-_WIDTH: Final = 100
 _METADATA_THREADS: Final = 4
 
 
@@ -214,19 +212,17 @@ def _show(
     checked: Mapping[str, list[Check]],
     results: Results,
 ) -> None:
-    console = Console(width=_WIDTH, force_terminal=shows_terminal(), force_interactive=False)
-    show_tables(measured, epochs, console)
+    for line in headline(measured):
+        print(line)
+    show_epochs(epochs)
     for each in results.ratios:
-        epoch = each.labels.get("epoch", "")
         shown = ", ".join(f"{value:.2f}" for value in each.values)
-        console.print(f"{each.name}, epoch {epoch}: {shown}", highlight=False)
+        print(f"{each.name}, epoch {each.labels.get('epoch', '')}: {shown}")
     for rate in rates:
-        console.print(
+        print(
             f"metadata, {rate.operation}: {rate.per_second:,.0f}/s, p99 "
-            f"{1e3 * rate.percentile(0.99):.2f} ms",
-            highlight=False,
+            f"{1e3 * rate.percentile(0.99):.2f} ms"
         )
     if checked:
-        console.print(rules_table(checked, f"rules of MLPerf Storage {case.rules}"))
-    for note in results.notes:
-        console.print(f"note: {note}", highlight=False)
+        console().print(rules_table(checked, f"rules of MLPerf Storage {case.rules}"))
+    show_notes([f"note: {note}" for note in results.notes])

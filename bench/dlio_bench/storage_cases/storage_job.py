@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -12,11 +12,10 @@ import numpy as np
 
 from dlio.comm.comm_protocol import Communicator
 from dlio.comm.job_nodes import JobNodes, find_nodes
-from dlio_bench.emulated.emulated_mount import emulated
+from dlio_bench.bench_processes import cpu_s, pss, tree
 from dlio_bench.emulated.emulation_options import Emulation
 from dlio_bench.results.repeats import turns
 from dlio_bench.storage_cases.accelerator import Accelerator
-from dlio_bench.storage_cases.accounting import ResourceAccount
 from dlio_bench.storage_cases.claim import claimed
 from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest
 from dlio_bench.storage_cases.contenders.torch_loader import (
@@ -92,7 +91,7 @@ def measure(
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         progress = stack.enter_context(RankProgress(comm.rank == 0))
         own = stack.enter_context(_generated(case, workload, comm, progress))
-        mounted = stack.enter_context(_mounted(case.path, emulation, comm))
+        mounted = stack.enter_context(emulation.mounted(case.path, comm, writable=False))
         read = _moved(own, case.path, mounted)
         place = LoaderShare(read, comm.rank, comm.size, case.tiers)
         compared = own.data_bytes <= _COMPARED_BYTES
@@ -134,7 +133,8 @@ def _run(
     accelerator = Accelerator(
         workload.step_s, workload.step_s_stdev, workload.seed + 1000 * comm.rank + repeat
     )
-    with ResourceAccount() as account, ExitStack() as stack:
+    account = _ResourceAccount()
+    with ExitStack() as stack:
         contender = _contender(name, place)
         stack.callback(contender.close)
         progress.begin(f"{name}, repeat {repeat + 1}", contender.steps * workload.epochs)
@@ -145,8 +145,43 @@ def _run(
             epoch = runner.epoch(contender, accelerator, number, name, shown, account.look)
             epochs.append(epoch.to_json())
         steps, left_out = contender.steps, contender.left_out
-    mine = {"epochs": epochs, **asdict(account.taken)}
+        taken = account.taken()
+    mine = {"epochs": epochs, **taken}
     return LoaderRun(name, repeat, comm.allgather(mine), steps, left_out)
+
+
+class _ResourceAccount:
+    """Use of the machine by this process and all below it; memory is that of the moments of `look`.
+
+    Memory is not watched all the time: while the system adds up the pages of a process, none of its
+    threads can have new memory.
+    """
+
+    def __init__(self) -> None:
+        self._memory_before, self._cpu_s, _ = _used()
+        self._memory, self._processes = 0, 1
+
+    def look(self) -> None:
+        """Look at the memory; takes milliseconds per GiB."""
+        memory, _, processes = _used()
+        self._memory = max(self._memory, memory)
+        self._processes = max(self._processes, processes)
+
+    def taken(self) -> dict[str, float]:
+        """Return seconds on processors, and the largest memory, beyond that of the beginning, and
+        number of processes that were seen."""
+        self.look()
+        return {
+            "cpu_s": _used()[1] - self._cpu_s,
+            "memory_bytes": max(0, self._memory - self._memory_before),
+            "processes": self._processes,
+        }
+
+
+def _used() -> tuple[int, float, int]:
+    """Return (bytes of memory, seconds on processors, number of processes)."""
+    pids = tree(os.getpid())
+    return 1024 * sum(map(pss, pids)), sum(map(cpu_s, pids)), len(pids)
 
 
 def _contender(name: str, place: LoaderShare) -> RankLoader:
@@ -175,20 +210,6 @@ def _generated(
             ranks=comm.size,
             barrier=comm.barrier,
         )
-
-
-@contextmanager
-def _mounted(path: str, emulation: Emulation, comm: Communicator) -> Iterator[str]:
-    """The path at which the ranks read: rank 0 mounts emulated storage for all of them."""
-    if not emulation.profile.emulates:
-        yield path
-        return
-    with ExitStack() as stack:
-        mounted = ""
-        if comm.rank == 0:
-            mounted = stack.enter_context(emulated(path, emulation.profile, writable=False))
-        yield comm.tell(mounted)
-        comm.barrier()
 
 
 def _moved(generated: GeneratedData, path: str, mounted: str) -> GeneratedData:

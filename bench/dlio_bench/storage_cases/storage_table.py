@@ -1,4 +1,4 @@
-"""The measurement as tables for a terminal of 100 columns."""
+"""The measurement as tables."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -7,11 +7,11 @@ from statistics import mean, median
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from dlio.util.units import format_bytes
+from dlio_bench.results.terminal import table
 from dlio_bench.storage_cases.latencies import PERCENTILES
 from dlio_bench.storage_cases.rules import DISCLAIMER, Check, Outcome, TrainingFacts, check_training
 from dlio_bench.storage_cases.storage_job import StorageMeasurements
@@ -40,44 +40,36 @@ def headline(measured: StorageMeasurements) -> Iterator[str]:
         )
 
 
-def show_tables(
-    measured: StorageMeasurements, epochs: Sequence[LoaderEpochFigures], console: Console
-) -> None:
-    """Print the headline, and the table of epochs."""
-    for line in headline(measured):
-        console.print(line, highlight=False)
-    console.print(epoch_table(epochs))
-
-
-def epoch_table(epochs: Sequence[LoaderEpochFigures]) -> Table:
-    """Return a row for each loader and epoch: medians over the repeats."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("loader", min_width=6, overflow="fold")
-    for head in ("epoch", "AU, %", "samples/s", "MiB/s"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for head in ("epoch, s", "of least, %", "first, s", "p50, ms", "p99", "p99.9", "cached"):
-        table.add_column(head, justify="right")
+def show_epochs(epochs: Sequence[LoaderEpochFigures]) -> None:
+    """Print a row for each loader and epoch: medians over the repeats."""
+    heads = (
+        *("loader", "epoch", "AU, %", "samples/s", "MiB/s", "epoch, s", "of least, %"),
+        *("first, s", "p50, ms", "p99", "p99.9", "cached"),
+    )
+    rows = []
     for loader in dict.fromkeys(each.loader for each in epochs):
         for number in sorted({each.epoch for each in epochs}):
             group = [each for each in epochs if (each.loader, each.epoch) == (loader, number)]
             cached = [each.cached_percent for each in group if each.cached_percent is not None]
             possible = [each.of_possible for each in group if each.of_possible is not None]
-            table.add_row(
-                loader if number == 1 else "",
-                str(number),
-                _middle([each.au for each in group], 1),
-                _middle([each.samples_per_s for each in group], 1),
-                _middle([each.mib_per_s for each in group], 1),
-                _middle([each.seconds for each in group], 2),
-                _middle(possible, 1),
-                _middle([each.first_batch_s for each in group], 2),
-                *(
-                    _middle([1e3 * each.batches.percentile(share) for each in group], 1)
-                    for share in PERCENTILES
-                ),
-                f"{median(cached):.0f}%" if cached else "unknown",
+            rows.append(
+                (
+                    loader if number == 1 else "",
+                    str(number),
+                    _middle([each.au for each in group], 1),
+                    _middle([each.samples_per_s for each in group], 1),
+                    _middle([each.mib_per_s for each in group], 1),
+                    _middle([each.seconds for each in group], 2),
+                    _middle(possible, 1),
+                    _middle([each.first_batch_s for each in group], 2),
+                    *(
+                        _middle([1e3 * each.batches.percentile(share) for each in group], 1)
+                        for share in PERCENTILES
+                    ),
+                    f"{median(cached):.0f}%" if cached else "unknown",
+                )
             )
-    return table
+    table("epochs, medians of the repeats", heads, rows)
 
 
 def _middle(values: Sequence[float], digits: int) -> str:
@@ -102,26 +94,26 @@ def rules_table(checked: Mapping[str, Sequence[Check]], title: str | None = None
         checked: checks by what was run, such as loaders: the same rules, in the same order.
         title: of the table.
     """
-    table = Table(
+    drawn = Table(
         box=SIMPLE_HEAD,
         title=title,
         title_justify="left",
         caption=DISCLAIMER,
         caption_justify="left",
     )
-    table.add_column("rule")
+    drawn.add_column("rule")
     for name in checked:
-        table.add_column(escape(name))
-    table.add_column("wanted")
-    table.add_column("source", no_wrap=True)
+        drawn.add_column(escape(name))
+    drawn.add_column("wanted")
+    drawn.add_column("source", no_wrap=True)
     for row in zip(*checked.values(), strict=True):
         outcomes = (f"[{_STYLES[each.outcome]}]{each.outcome}[/]" for each in row)
         cells = [
             f"{outcome}: {escape(each.measured)}"
             for outcome, each in zip(outcomes, row, strict=True)
         ]
-        table.add_row(row[0].rule, *cells, row[0].wanted, row[0].source)
-    return table
+        drawn.add_row(row[0].rule, *cells, row[0].wanted, row[0].source)
+    return drawn
 
 
 def rules_as_json(checks: Iterable[Check]) -> dict[str, object]:

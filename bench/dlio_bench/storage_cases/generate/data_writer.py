@@ -96,25 +96,20 @@ def generate(
     sizes = sample_sizes(workload)
     _check_shape(workload)
     started = time.monotonic()
-    names = [_path_of_file(workload, number) for number in range(workload.files)]
-    if rank == 0:
-        with _explained(folder):
-            _prepare(workload, folder, names, sizes)
+    data = _DataFiles(workload, folder, sizes)
+    with _explained(folder):
+        if rank == 0:
+            data.prepare()
     barrier()
     with _explained(folder):
-        missing = [
-            number
-            for number in range(rank, workload.files, ranks)
-            if not _is_complete(folder, names, number, sizes, workload)
-        ]
-        shown = progress or RankProgress(False)
-        _write(workload, folder, names, sizes, missing, threads, shown)
+        missing = data.missing(range(rank, workload.files, ranks))
+        data.write(missing, threads, progress or RankProgress(False))
         if missing:
             _sync(folder)
     barrier()
-    paths = tuple(os.path.join(folder, name) for name in names)
     with _explained(folder):
-        file_sizes = _file_sizes(paths, threads)
+        with ThreadPoolExecutor(threads, "dlio-generate") as pool:
+            file_sizes = np.array(list(pool.map(os.path.getsize, data.paths)), np.int64)
         if rank == 0:
             _finish(workload, folder, file_sizes)
     barrier()
@@ -124,7 +119,7 @@ def generate(
         source=source,
         options=options,
         field=field,
-        files=paths,
+        files=data.paths,
         sizes=sizes,
         file_bytes=int(file_sizes.sum()),
         written_files=len(missing),
@@ -145,53 +140,98 @@ def _check_shape(workload: Workload) -> None:
         )
 
 
-def _prepare(
-    workload: Workload, folder: str, names: Sequence[str], sizes: npt.NDArray[np.int64]
-) -> None:
-    """Check the folder and its room, and make the folders of the data."""
-    parent = os.path.dirname(os.path.abspath(folder))
-    if not os.path.isdir(parent):
-        raise UsageError(f"{folder} cannot be made: {parent} does not exist; create it")
-    with suppress(FileExistsError):
-        os.mkdir(folder)
-    stamp = check_folder(folder, workload)
-    if stamp is None:
-        write_stamp(folder, workload)
-    missing = [
-        number
-        for number in range(workload.files)
-        if not _is_complete(folder, names, number, sizes, workload)
-    ]
-    _check_room(workload, folder, missing, sizes)
-    for name in (*_folder_names(workload), _VALID):
-        os.makedirs(os.path.join(folder, name), exist_ok=True)
-    store = _store_name(workload)
-    if store and not os.path.exists(os.path.join(folder, store, _STORE_COMPLETE)):
-        of_files = [_class_of_file(workload, number) for number in range(workload.files)]
-        labels = np.repeat(np.array(of_files, np.int64), workload.samples_per_file)
-        make_store(os.path.join(folder, store), workload, labels, int(sizes[0]))
+class _DataFiles:
+    """The files of a workload, to be written."""
 
+    def __init__(self, workload: Workload, folder: str, sizes: npt.NDArray[np.int64]) -> None:
+        self._workload, self._folder, self._sizes = workload, folder, sizes
+        self.paths = tuple(
+            os.path.join(folder, _path_of_file(workload, number))
+            for number in range(workload.files)
+        )
 
-def _check_room(
-    workload: Workload, folder: str, missing: Sequence[int], sizes: npt.NDArray[np.int64]
-) -> None:
-    """Raise UsageError unless files fit into the file system; network file systems with quotas
-    show what is left of these."""
-    payload = sum(int(sizes[_rows(workload, number)].sum()) for number in missing)
-    needed = payload + len(missing) * workload.samples_per_file * _OWN_BYTES
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if needed > free:
-        raise UsageError(
-            f"{folder}: {format_bytes(needed)} are to be written, but {format_bytes(free)} are "
-            "free: name a folder with more room, or fewer files (dataset.num_files_train)"
-        )
-    # Some file systems make inodes as they need them, and name none.
-    if status.f_files and len(missing) > status.f_favail:
-        raise UsageError(
-            f"{folder}: {len(missing):,} files are to be written, but {status.f_favail:,} inodes "
-            "are free: name another folder, or fewer files (dataset.num_files_train)"
-        )
+    def prepare(self) -> None:
+        """Check the folder and its room, and make the folders of the data."""
+        workload, folder = self._workload, self._folder
+        parent = os.path.dirname(os.path.abspath(folder))
+        if not os.path.isdir(parent):
+            raise UsageError(f"{folder} cannot be made: {parent} does not exist; create it")
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+        if check_folder(folder, workload) is None:
+            write_stamp(folder, workload)
+        self._check_room(self.missing(range(workload.files)))
+        for name in (*_folder_names(workload), _VALID):
+            os.makedirs(os.path.join(folder, name), exist_ok=True)
+        store = _store_name(workload)
+        if store and not os.path.exists(os.path.join(folder, store, _STORE_COMPLETE)):
+            of_files = [_class_of_file(workload, number) for number in range(workload.files)]
+            labels = np.repeat(np.array(of_files, np.int64), workload.samples_per_file)
+            make_store(os.path.join(folder, store), workload, labels, int(self._sizes[0]))
+
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Return the numbers of those files that are not there, or not complete."""
+        return [number for number in numbers if not self._is_complete(number)]
+
+    def write(self, missing: Sequence[int], threads: int, progress: RankProgress) -> None:
+        """Write files; each appears complete or not at all."""
+        if missing:
+            total = sum(map(self._bytes_of, missing))
+            progress.begin(f"generating {self._workload.name}", total)
+        done = 0
+        for written in _in_threads(self._write_one, missing, threads):
+            done += written
+            progress.update(done)
+
+    def _check_room(self, missing: Sequence[int]) -> None:
+        """Raise UsageError unless files fit into the file system; network file systems with quotas
+        show what is left of these."""
+        needed = sum(map(self._bytes_of, missing))
+        needed += len(missing) * self._workload.samples_per_file * _OWN_BYTES
+        status = os.statvfs(self._folder)
+        free = status.f_bavail * status.f_frsize
+        if needed > free:
+            raise UsageError(
+                f"{self._folder}: {format_bytes(needed)} are to be written, but "
+                f"{format_bytes(free)} are free: name a folder with more room, or fewer files "
+                "(dataset.num_files_train)"
+            )
+        # Some file systems make inodes as they need them, and name none.
+        if status.f_files and len(missing) > status.f_favail:
+            raise UsageError(
+                f"{self._folder}: {len(missing):,} files are to be written, but "
+                f"{status.f_favail:,} inodes are free: name another folder, or fewer files "
+                "(dataset.num_files_train)"
+            )
+
+    def _rows(self, number: int) -> slice:
+        first = number * self._workload.samples_per_file
+        return slice(first, first + self._workload.samples_per_file)
+
+    def _bytes_of(self, number: int) -> int:
+        return int(self._sizes[self._rows(number)].sum())
+
+    def _is_complete(self, number: int) -> bool:
+        try:
+            return os.path.getsize(self.paths[number]) >= self._bytes_of(number)
+        except FileNotFoundError:
+            return False
+
+    def _write_one(self, number: int) -> int:
+        workload, rows = self._workload, self._rows(number)
+        label = _class_of_file(workload, number)
+        part = FilePart(workload, number, label, self._sizes[rows], rows.start)
+        path, temporary = self.paths[number], self.paths[number] + _TEMPORARY
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        try:
+            WRITERS[workload.format](temporary, part)
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        return self._bytes_of(number)
 
 
 def _finish(workload: Workload, folder: str, sizes: npt.NDArray[np.int64]) -> None:
@@ -207,65 +247,6 @@ def _finish(workload: Workload, folder: str, sizes: npt.NDArray[np.int64]) -> No
             "and generate it again"
         )
     write_stamp(folder, workload, digest)
-
-
-def _rows(workload: Workload, number: int) -> slice:
-    first = number * workload.samples_per_file
-    return slice(first, first + workload.samples_per_file)
-
-
-def _is_complete(
-    folder: str,
-    names: Sequence[str],
-    number: int,
-    sizes: npt.NDArray[np.int64],
-    workload: Workload,
-) -> bool:
-    try:
-        size = os.stat(os.path.join(folder, names[number])).st_size
-    except FileNotFoundError:
-        return False
-    return size >= int(sizes[_rows(workload, number)].sum())
-
-
-def _write(
-    workload: Workload,
-    folder: str,
-    names: Sequence[str],
-    sizes: npt.NDArray[np.int64],
-    missing: Sequence[int],
-    threads: int,
-    progress: RankProgress,
-) -> None:
-    if missing:
-        total = sum(int(sizes[_rows(workload, number)].sum()) for number in missing)
-        progress.begin(f"generating {workload.name}", total)
-
-    def write(number: int) -> int:
-        rows = _rows(workload, number)
-        part = FilePart(
-            workload=workload,
-            number=number,
-            label=_class_of_file(workload, number),
-            sizes=sizes[rows],
-            first=rows.start,
-        )
-        path = os.path.join(folder, names[number])
-        with suppress(FileNotFoundError):
-            os.unlink(path + _TEMPORARY)
-        try:
-            WRITERS[workload.format](path + _TEMPORARY, part)
-            os.replace(path + _TEMPORARY, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(path + _TEMPORARY)
-            raise
-        return int(part.sizes.sum())
-
-    done = 0
-    for written in _in_threads(write, missing, threads):
-        done += written
-        progress.update(done)
 
 
 def _in_threads(
@@ -285,12 +266,6 @@ def _in_threads(
             yield from (each.result() for each in done)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _file_sizes(paths: Sequence[str], threads: int) -> npt.NDArray[np.int64]:
-    with ThreadPoolExecutor(threads, "dlio-generate") as pool:
-        sizes = pool.map(lambda path: os.stat(path).st_size, paths, chunksize=1)
-        return np.fromiter(sizes, np.int64, len(paths))
 
 
 def _sync(folder: str) -> None:
