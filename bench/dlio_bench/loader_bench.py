@@ -21,8 +21,7 @@ from dlio_bench.feed_bench import arrays, decoded, slow
 from dlio_bench.latent import mapstyle, shown
 from dlio_bench.peers.contender_table import CASES, CONTENDERS, RATIOS, cpu_ratio
 from dlio_bench.peers.environments import missing, runner_command, runner_environment
-from dlio_bench.peers.process import ContenderProcess
-from dlio_bench.peers.race import race
+from dlio_bench.peers.process import ContenderProcess, race
 from dlio_bench.peers.standalone.runners.protocol import Task
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import collect, results_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dlio.cli import main
+from dlio_bench.gpu.gpu_cases import covered, traced
 from dlio_bench.gpu.gpu_command import CASES
-from dlio_bench.gpu.handover_case import covered, traced
 from dlio_bench.results import envelope
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -17,11 +17,11 @@ from dlio.comm.comm_protocol import Communicator
 from dlio.comm.world import world
 from dlio.errors import CorruptBlock, UsageError
 from dlio.launch.command_ranks import on_ranks
+from dlio.util.arguments import nearest
 from dlio.util.options import Option, check
 from dlio.util.units import format_bytes, parse_bytes
 from dlio_bench.bench_data import files_below
 from dlio_bench.checkpoint_cases.methods import METHODS, random_state
-from dlio_bench.checkpoint_cases.sizes import MODELS, checkpoint_bytes
 from dlio_bench.checkpoint_cases.stalls import (
     STALLING,
     Stall,
@@ -37,6 +37,53 @@ from dlio_bench.results.report_values import Figure, Ratio, Results
 from dlio_bench.results.terminal import show_figures, show_notes
 from dlio_bench.storage_cases.page_cache import drop
 from dlio_bench.storage_cases.rank_progress import RankProgress
+
+_HALF, _OPTIMIZER = 2, 12
+_VOCABULARY: Final = 128256
+
+
+def _parameters(layers: int, hidden: int, feed_forward: int, heads: int, key_heads: int) -> int:
+    """Parameters of a decoder-only transformer with grouped queries and a gated feed-forward
+    network; input and output embeddings are separate."""
+    keys = hidden * key_heads // heads
+    layer = 2 * hidden * (hidden + keys) + 3 * hidden * feed_forward + 2 * hidden
+    return layers * layer + 2 * _VOCABULARY * hidden + hidden
+
+
+_DECODERS: Final = {
+    "llama_8b": _parameters(32, 4096, 14336, 32, 8),
+    "llama_70b": _parameters(80, 8192, 28672, 64, 8),
+    "llama_405b": _parameters(126, 16384, 53248, 128, 8),
+    "llama_1t": _parameters(128, 25872, 98304, 192, 32),
+}
+MODELS: Final[dict[str, int]] = {
+    # float32 weights and momentum of 25.6 million parameters; He et al. (2015).
+    "resnet50": 2 * 4 * 25_557_032,
+    # DLIO, configs/workload/unet3d_h100.yaml: model.model_size.
+    "unet3d": 499_153_191,
+    **{name: (_HALF + _OPTIMIZER) * each for name, each in _DECODERS.items()},
+}
+"""Bytes of all ranks' checkpoint, by model."""
+
+
+def checkpoint_bytes(model: str, ranks: int, scale: float) -> int:
+    """Return the bytes that one rank writes.
+
+    Args:
+        model: one of MODELS.
+        scale: share of the model's bytes.
+
+    Raises UsageError for an unknown model.
+    """
+    if model not in MODELS:
+        raise UsageError(
+            f"--model {model}: choose one of {', '.join(MODELS)}{nearest(model, MODELS)}"
+        )
+    return max(1, round(MODELS[model] * scale / ranks))
+
+
+# The command
+
 
 _CASES: Final = ("write", "stall")
 _MIB: Final = 1 << 20

@@ -16,12 +16,9 @@ from dlio.util.cores import available_cores
 from dlio.util.options import CheckedOptions, Option
 from dlio_bench import bench_ranks
 from dlio_bench.bench_data import drawn_pictures
-from dlio_bench.gpu.decode_case import decode
+from dlio_bench.gpu.gpu_cases import decode, handover, step, tier
 from dlio_bench.gpu.gpu_exchange_rank import step_times
 from dlio_bench.gpu.gpu_measurements import GpuMeasurements, GpuRunSettings, repeated
-from dlio_bench.gpu.gpu_step import step
-from dlio_bench.gpu.handover_case import handover
-from dlio_bench.gpu.tier_case import tier
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.report_values import Figure, Results
 from dlio_bench.results.terminal import advance, expect, show_figures, show_notes, working

@@ -4,10 +4,9 @@ Each has a process of its own that speaks the protocol of `standalone.runners.pr
 other libraries run in environments of their own, for their requirements contradict each other's
 and ours; `dlio bench peers install` makes them.
 
-    table.py         who takes part, and in which environment
-    environments.py  makes the environments
-    process.py       one contender's process: asked, paused, ended; every answer has a deadline
-    race.py          passes of all contenders in turn
-    own.py           the programs of dlio and torch
-    standalone/      the programs of other libraries, which import nothing of dlio
+    contender_table   who takes part, and in which environment
+    environments      makes the environments
+    process           contenders' processes: asked, paused, ended; passes of all in turn
+    dlio_contenders   the programs of dlio and torch
+    standalone        the programs of other libraries, which import nothing of dlio
 """

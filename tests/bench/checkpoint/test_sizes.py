@@ -3,7 +3,7 @@
 import pytest
 
 from dlio.errors import UsageError
-from dlio_bench.checkpoint_cases.sizes import MODELS, checkpoint_bytes
+from dlio_bench.checkpoint_cases.checkpoint_command import MODELS, checkpoint_bytes
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from dlio.cli import main
 from dlio_bench.results.envelope import envelope
 from dlio_bench.results.html.document import page
-from dlio_bench.results.html.plots import plot, waterfall
-from dlio_bench.results.html.scales import format_number, linear, logarithmic
+from dlio_bench.results.html.plots import format_number, linear, logarithmic, plot, waterfall
 from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Results, Waterfall
 from dlio_bench.results.saved_report import read_report
 

@@ -12,11 +12,11 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio_bench.storage_cases.accelerator import Accelerator
 from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest
-from dlio_bench.storage_cases.contenders.sample_formats import is_sequential
 from dlio_bench.storage_cases.contenders.torch_loader import (
     FactoryLoader,
     StorageDlioLoader,
     TorchLoader,
+    is_sequential,
 )
 from dlio_bench.storage_cases.epochs import Digests, Runner, StorageRankEpoch
 from dlio_bench.storage_cases.generate import GeneratedData, generate

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dlio_bench.storage_cases.dlio_keys import read_job
 from dlio_bench.storage_cases.rules import TrainingFacts, check_training
-from dlio_bench.storage_cases.storage_table import rules_as_json, rules_table
+from dlio_bench.storage_cases.storage_command import rules_as_json, rules_table
 
 GIB = 1 << 30
 WORKLOAD = read_job("unet3d_h100", ["dataset.num_files_train=7000"]).workload

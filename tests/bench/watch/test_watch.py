@@ -11,7 +11,7 @@ from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio_bench.results.report_values import Figure
 from dlio_bench.watch import watch_command as watched
-from dlio_bench.watch.judge import PARTS, WatchPart, from_json, judge, normalised, to_json
+from dlio_bench.watch.watch_command import PARTS, WatchPart, from_json, judge, normalised, to_json
 
 TINY = WatchPart(
     ("readers", "--samples", "64", "--sample-bytes", "64", "--repeats", "3", "--format", "shard"),

@@ -12,8 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from dlio_bench.results.html.plots import plain_labels, plot, strip, waterfall
-from dlio_bench.results.html.scales import format_number
+from dlio_bench.results.html.plots import format_number, plain_labels, plot, strip, waterfall
 from dlio_bench.results.repeats import ENOUGH, interval_of_median, median
 from dlio_bench.results.report_values import Figure, PlotCurve, Ratio
 from dlio_bench.results.saved_report import SavedReport
