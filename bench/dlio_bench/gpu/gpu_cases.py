@@ -1,4 +1,4 @@
-"""Cases of `dlio bench gpu`: decoding, the tier of decoded images, training steps, the hand-over."""
+"""Cases of `dlio bench gpu`: decoding, the tier of decoded images, steps, the hand-over."""
 
 import importlib.util
 import itertools
@@ -31,7 +31,6 @@ from dlio_bench.gpu.gpu_measurements import (
     rates_in_turn,
 )
 from dlio_bench.results.report_values import Figure
-
 
 # Decoding of JPEGs into crops: by the loader's threads, and on the device by nvImageCodec
 
@@ -123,7 +122,7 @@ def _best_of_dali(place: GpuRunSettings, measured: GpuMeasurements) -> Callable[
 def _dali_pass(place: GpuRunSettings, load: float) -> Callable[[], int]:
     from dlio_bench.peers.standalone.runners.dali import pipeline_of
 
-    pipeline = pipeline_of(
+    count, next_batch = pipeline_of(
         {"file_root": place.source},
         place.image_size,
         place.batch_size,
@@ -131,11 +130,10 @@ def _dali_pass(place: GpuRunSettings, load: float) -> Callable[[], int]:
         place.device.index or 0,
         hw_decoder_load=load,
     )
-    count = int(pipeline.epoch_size("reader"))
 
     def run() -> int:
         for _ in range(-(-count // place.batch_size)):
-            pipeline.run()
+            next_batch()
         place.wait()
         return count
 

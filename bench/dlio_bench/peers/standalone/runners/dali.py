@@ -1,6 +1,6 @@
 """NVIDIA DALI's pipeline: crops are drawn, then only they are decoded."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,14 +9,15 @@ from .protocol import Pass, Task
 
 
 def pipeline_of(
-    reader: Mapping[str, Any],
+    reader: Mapping[str, object],
     size: int,
     batch_size: int,
     workers: int,
     device: int | None = None,
-    **decoder: Any,
-) -> Any:
-    """Return a pipeline that draws random resized crops of files, and decodes only these.
+    **decoder: float,
+) -> tuple[int, Callable[[], object]]:
+    """Return the samples of a pass, and a function that makes the next batch of one: random
+    resized crops of files, of which only the crops are decoded.
 
     Args:
         reader: arguments of DALI's reader of files.
@@ -50,19 +51,20 @@ def pipeline_of(
     )
     pipeline = make()
     pipeline.build()
-    return pipeline
+    return int(pipeline.epoch_size("reader")), pipeline.run
 
 
 def dali(task: Task) -> Pass:
     """Return a pass of a pipeline on the processor that ends in uint8 HWC."""
     fill = min(1024, len(task.files))
     reader = {"files": task.files, "labels": task.labels, "initial_fill": fill}
-    pipeline = pipeline_of(reader, task.size, task.batch_size, task.workers)
+    _, next_batch = pipeline_of(reader, task.size, task.batch_size, task.workers)
 
     def run() -> Iterator[tuple[Any, Any]]:
         left = len(task.files)
         while left > 0:
-            images, labels = pipeline.run()
+            batch: Any = next_batch()
+            images, labels = batch
             # The reader fills the last batch by repetition.
             count = min(left, task.batch_size)
             left -= count
