@@ -15,10 +15,8 @@ from dlio.cli.option_records import OutputOptions
 from dlio.data.reader import open_reader
 from dlio.errors import UsageError
 from dlio.util.options import CheckedOptions, Option
-from dlio_bench.augment import augment
 from dlio_bench.bench_data import drawn_pictures
-from dlio_bench.feed_bench import arrays, decoded, slow
-from dlio_bench.latent import mapstyle, shown
+from dlio_bench.loader_cases import arrays, augment, decoded, mapstyle, shown, slow
 from dlio_bench.peers.contender_table import CASES, CONTENDERS, RATIOS, cpu_ratio
 from dlio_bench.peers.environments import missing, runner_command, runner_environment
 from dlio_bench.peers.process import ContenderProcess, race

@@ -144,10 +144,8 @@ def command(case: ReaderCase, formats: Formats, output: OutputOptions) -> None:
 
 
 def _pass(reader: Any) -> int:
-    total = 0
-    for block in range(reader.layout.blocks):
-        total += sum(len(payload) for payload in reader.read(reader.layout.samples_of(block)))
-    return total
+    blocks = map(reader.layout.samples_of, range(reader.layout.blocks))
+    return sum(len(payload) for block in blocks for payload in reader.read(block))
 
 
 def _random(reader: Any, chosen: Any) -> int:
@@ -155,7 +153,7 @@ def _random(reader: Any, chosen: Any) -> int:
 
 
 def _chosen_alone(peer: _Peer, chosen: Any) -> int:
-    return sum(peer.one(int(i)) for i in chosen)
+    return sum(map(peer.one, chosen.tolist()))
 
 
 def _body(generator: Any, case: ReaderCase) -> bytes:

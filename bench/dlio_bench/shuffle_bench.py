@@ -171,9 +171,7 @@ def command(options: ShuffleBenchOptions, output: OutputOptions) -> None:
     Cases are the plans of a thousand ranks, exchanges among 4 ranks, reads with partial tiers, and
     how well each mode mixes.
     """
-    from dlio_bench.capacity import capacity
-    from dlio_bench.mixture_bench import source_order, statistics, training
-    from dlio_bench.network_links import link
+    from dlio_bench.shuffle_cases import capacity, link, source_order, statistics, training
 
     start = begin(output)
     source, repeats = str(options.source), options.repeats

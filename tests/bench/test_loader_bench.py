@@ -7,10 +7,8 @@ import pytest
 
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
-from dlio_bench.augment import augment
-from dlio_bench.feed_bench import arrays
-from dlio_bench.latent import mapstyle, shown
 from dlio_bench.loader_bench import LoaderCase, LoaderChoice, command, measure
+from dlio_bench.loader_cases import arrays, augment, mapstyle, shown
 from dlio_staging.pack_folder import pack
 
 

@@ -22,7 +22,7 @@ from dlio_bench.peers.contender_table import (
     PeerEnvironment,
     cpu_ratio,
 )
-from dlio_bench.peers.peers_command import PeersChoice, command
+from dlio_bench.peers.environments import PeersChoice, command
 from dlio_bench.peers.process import ContenderProcess, race
 from dlio_bench.peers.standalone.runners import protocol
 from dlio_bench.peers.standalone.runners.protocol import Task, checksum

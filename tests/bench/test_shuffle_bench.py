@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from dlio.cli import main
-from dlio_bench.capacity import capacity
-from dlio_bench.mixture_bench import MODES, statistics
-from dlio_bench.network_links import NoNamespaces, link
 from dlio_bench.shuffle_bench import exchange, plan
+from dlio_bench.shuffle_cases import MODES, NoNamespaces, capacity, link, statistics
 
 
 def test_partial_tiers_read_no_more_than_they_lack(pictures: Path) -> None:

@@ -61,16 +61,11 @@ class RequestPace:
         time.sleep(max(0.0, until - time.monotonic()))
 
 
-class RequestDraws:
-    """Chances drawn from a seed, the same in each run with the same requests."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def draw(self, *what: object) -> float:
-        """Return a number between 0 and 1 that depends on the seed and on `what`."""
-        text = " ".join(map(str, (self._seed, *what)))
-        return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogateescape")) / _WHOLE
+def _drawn(seed: int, *what: object) -> float:
+    """Return a number between 0 and 1 that depends on the seed and on `what`, the same in each run
+    with the same requests."""
+    text = " ".join(map(str, (seed, *what)))
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogateescape")) / _WHOLE
 
 
 STATS: Final = ".slowfs-stats"
@@ -87,8 +82,6 @@ _KINDS: Final = (
 class _OpenFile:
     """An open file."""
 
-    descriptor: int
-    path: str
     number: int
     """Number of the file's opening, from 0: the tail is drawn anew."""
     share: Share | None
@@ -111,7 +104,6 @@ class EmulatedFolder:
         self._open = RequestPace(profile.open_latency_s, metadata)
         self._metadata = RequestPace(profile.metadata_latency_s, metadata)
         self._sync = RequestPace(profile.sync_latency_s)
-        self._draws = RequestDraws(profile.seed)
         self._lock = threading.Lock()
         self._asked = dict.fromkeys(_KINDS, 0)
         self._files: dict[int, _OpenFile] = {}
@@ -167,7 +159,7 @@ class EmulatedFolder:
             return len(part)
         profile, file = self._profile, self._files[fh]
         if profile.error_share or profile.hang_share:
-            drawn = self._draws.draw(path, offset)
+            drawn = _drawn(profile.seed, path, offset)
             if drawn < profile.error_share:
                 self._read.wait()
                 raise OSError(errno.EIO, "injected")
@@ -275,7 +267,7 @@ class EmulatedFolder:
     def _times(self, *request: object) -> float:
         """Return the factor of a request's latency."""
         profile = self._profile
-        if profile.tail_share and self._draws.draw(*request) < profile.tail_share:
+        if profile.tail_share and _drawn(profile.seed, *request) < profile.tail_share:
             return profile.tail_times
         return 1.0
 
@@ -286,7 +278,7 @@ class EmulatedFolder:
             if self._profile.tail_share:
                 self._opened[path] = number + 1
             share = None if each is None else Share(each)
-            self._files[descriptor] = _OpenFile(descriptor, path, number, share)
+            self._files[descriptor] = _OpenFile(number, share)
         return descriptor
 
     def _path(self, path: str) -> str:

@@ -78,20 +78,21 @@ class ContenderProcess(Closable):
         except OSError as error:
             self._said.close()
             raise UsageError(f"{name} cannot be started: {error}") from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
 
     def close(self) -> None:
         """End the process and all workers of its own."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._requests.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._kill()
         self._end_group()
-        self._process.stdout.close()
+        self._answers.close()
         self._said.close()
 
     def get_ready(self) -> dict[str, str]:
@@ -126,11 +127,10 @@ class ContenderProcess(Closable):
         return sum(cpu_s(pid) for pid in tree(self._process.pid))
 
     def _ask(self, request: Mapping[str, object], to: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
         deadline = time.monotonic() + self._patience_s
         with contextlib.suppress(OSError):  # A broken pipe: the reason follows.
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            self._requests.write(json.dumps(request).encode() + b"\n")
+            self._requests.flush()
         while (line := self._line(deadline)) is not None:
             if line.startswith(MARK):
                 answer: dict[str, Any] = json.loads(line[len(MARK) :])
@@ -147,8 +147,7 @@ class ContenderProcess(Closable):
 
     def _line(self, deadline: float) -> str | None:
         """Next line of the process; None when it has ended or the deadline has passed."""
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
+        descriptor = self._answers.fileno()
         while b"\n" not in self._left:
             wait = min(deadline - time.monotonic(), _LOOK_S)
             if wait <= 0:

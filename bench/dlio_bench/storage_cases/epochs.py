@@ -9,12 +9,11 @@ import numpy.typing as npt
 
 from dlio.comm.comm_protocol import Communicator
 from dlio.errors import CorruptBlock, SourceError
-from dlio_bench.storage_cases.accelerator import Accelerator
 from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest
 from dlio_bench.storage_cases.latencies import Latencies
 from dlio_bench.storage_cases.page_cache import PageDrop, drop, resident
 from dlio_bench.storage_cases.served_bytes import Meter, ServedBytes
-from dlio_bench.storage_cases.utilisation import StepTimes
+from dlio_bench.storage_cases.utilisation import Accelerator, StepTimes
 
 Digests = npt.NDArray[np.int64]
 """Digest of each sample; shape (samples,). Empty if samples are not compared."""

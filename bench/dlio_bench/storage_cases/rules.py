@@ -17,7 +17,6 @@ DISCLAIMER: Final = (
     "carry MLPerf's name come from MLCommons' own tool and review."
 )
 Outcome = Literal["passed", "failed", "unknown", "not applicable"]
-Division = Literal["closed", "open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,6 @@ _CLOSED: Final = (
     *("storage.storage_root", "storage.storage_type"),
 )
 """Keys that may differ from the workload in the closed division."""
-_OPEN: Final = (
-    *_CLOSED,
-    *("framework", "dataset.format", "dataset.num_samples_per_file", "reader.data_loader"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +91,7 @@ class TrainingFacts:
     """True if results are written to another file system than the data's."""
 
 
-def check_training(
-    facts: TrainingFacts, version: str = "v2.0", division: Division = "closed"
-) -> list[Check]:
+def check_training(facts: TrainingFacts, version: str = "v2.0") -> list[Check]:
     """Hold a training run against the rules of a version; see VERSIONS.
 
     A rule of which the facts are not known is `unknown`, which is not passed.
@@ -124,8 +117,7 @@ def check_training(
     mean = sum(facts.au) / len(facts.au) if facts.au else 0.0
     steps = workload.samples // (facts.ranks * workload.batch_size)
     size = workload.samples * workload.sample_bytes
-    allowed = _CLOSED if division == "closed" else _OPEN
-    strange = [key for key in facts.overridden if key not in allowed]
+    strange = [key for key in facts.overridden if key not in _CLOSED]
     hosts = set(facts.ranks_by_host)
     memory = facts.memory_bytes
     checks = [
@@ -156,7 +148,7 @@ def check_training(
         ),
         check("steps in an epoch", steps >= _LEAST_STEPS, f"{steps:,}", "at least 500", "7"),
         check(
-            f"parameters of the {division} division",
+            "parameters of the closed division",
             not strange,
             f"changed: {', '.join(strange)}" if strange else "unchanged",
             "only those that the division allows to change",

@@ -15,7 +15,6 @@ from dlio.comm.job_nodes import JobNodes, find_nodes
 from dlio_bench.bench_processes import cpu_s, pss, tree
 from dlio_bench.emulated.emulation_options import Emulation
 from dlio_bench.results.repeats import turns
-from dlio_bench.storage_cases.accelerator import Accelerator
 from dlio_bench.storage_cases.claim import claimed
 from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest
 from dlio_bench.storage_cases.contenders.torch_loader import (
@@ -33,6 +32,7 @@ from dlio_bench.storage_cases.page_cache import drop
 from dlio_bench.storage_cases.rank_progress import RankProgress
 from dlio_bench.storage_cases.served_bytes import Meter
 from dlio_bench.storage_cases.storage_options import StorageCase
+from dlio_bench.storage_cases.utilisation import Accelerator
 from dlio_bench.storage_cases.workload import Workload
 
 _COMPARED_BYTES: Final = 8 << 30
@@ -135,7 +135,11 @@ def _run(
     )
     account = _ResourceAccount()
     with ExitStack() as stack:
-        contender = _contender(name, place)
+        contender: RankLoader
+        if name == "torch":
+            contender = TorchLoader(place)
+        else:
+            contender = StorageDlioLoader(place) if name == "dlio" else FactoryLoader(name, place)
         stack.callback(contender.close)
         progress.begin(f"{name}, repeat {repeat + 1}", contender.steps * workload.epochs)
         epochs = []
@@ -182,12 +186,6 @@ def _used() -> tuple[int, float, int]:
     """Return (bytes of memory, seconds on processors, number of processes)."""
     pids = tree(os.getpid())
     return 1024 * sum(map(pss, pids)), sum(map(cpu_s, pids)), len(pids)
-
-
-def _contender(name: str, place: LoaderShare) -> RankLoader:
-    if name == "torch":
-        return TorchLoader(place)
-    return StorageDlioLoader(place) if name == "dlio" else FactoryLoader(name, place)
 
 
 def data_folder(path: str, workload: Workload) -> str:

@@ -2,7 +2,7 @@
 
 import time
 
-from dlio_bench.storage_cases.accelerator import Accelerator
+from dlio_bench.storage_cases.utilisation import Accelerator
 
 
 def test_a_step_is_at_least_as_long_as_asked_for() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio_bench.storage_cases.accelerator import Accelerator
 from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest
 from dlio_bench.storage_cases.contenders.torch_loader import (
     FactoryLoader,
@@ -21,6 +20,7 @@ from dlio_bench.storage_cases.contenders.torch_loader import (
 from dlio_bench.storage_cases.epochs import Digests, Runner, StorageRankEpoch
 from dlio_bench.storage_cases.generate import GeneratedData, generate
 from dlio_bench.storage_cases.generate.content import payload
+from dlio_bench.storage_cases.utilisation import Accelerator
 from dlio_bench.storage_cases.workload import FORMATS, Format, Workload
 
 _VARYING: tuple[Format, ...] = ("folder", "npz", "tar", "parquet", "tfrecord", "native")

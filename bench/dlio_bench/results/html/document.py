@@ -10,12 +10,16 @@ import html
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final
 
+from dlio.errors import UsageError, printable
+from dlio.util.options import Option, check
+from dlio.util.whole_files import check_writable, write_whole
 from dlio_bench.results.html.plots import format_number, plain_labels, plot, strip, waterfall
 from dlio_bench.results.repeats import ENOUGH, interval_of_median, median
 from dlio_bench.results.report_values import Figure, PlotCurve, Ratio
-from dlio_bench.results.saved_report import SavedReport
+from dlio_bench.results.saved_report import SavedReport, find_reports, read_report
 
 _ROWS_OPEN: Final = 40
 """Figures of a report from which on their table is folded."""
@@ -210,3 +214,35 @@ def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 def _class(head: str) -> str:
     return ' class="number"' if head.startswith("#") else ""
+
+
+# The command
+
+
+@dataclass(frozen=True, slots=True)
+class HtmlOptions:
+    """The options of `dlio bench html`."""
+
+    sources: Annotated[
+        tuple[str, ...],
+        Option("Reports of --report, or folders of them.", positional=True, metavar="DIR|FILE"),
+    ]
+    output: Annotated[str, Option("File to write.", metavar="FILE")] = "page.html"
+    title: Annotated[str, Option("Heading of the page.", metavar="TEXT")] = "dlio bench"
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.sources:
+            raise UsageError("dlio bench html: name reports, or a folder of them")
+
+
+def command(options: HtmlOptions) -> None:
+    """Make a self-contained page of reports: tables, ratios with intervals, and plots.
+
+    The page is one file without scripts. It fetches nothing.
+    """
+    check_writable("--output", options.output)
+    reports = [read_report(path) for path in find_reports(options.sources)]
+    text = page(reports, options.title).encode(errors="replace")
+    write_whole(options.output, lambda file: file.write(text))
+    print(f"{printable(options.output)}: {len(reports)} reports, {len(text):,} bytes")

@@ -1,26 +1,36 @@
-"""Two more cases of `dlio bench loader`: large arrays, and pictures on a slow file system."""
+"""Cases of `dlio bench loader`: large arrays, a slow file system, decoded images, map-style data,
+transforms."""
 
 import contextlib
 import os
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 import dlio
 from dlio.data.reader import open_reader
+from dlio.errors import UsageError
+from dlio.image import crop_transforms as T  # noqa: N812 - as everybody calls them
+from dlio.image.picture import PixelChange, PixelTransform
+from dlio.image.random_source import KeyedRandom
+from dlio.loader.contract import Sample
 from dlio.plan.order import Order
 from dlio.storage.block import read_info
+from dlio.util.extras import how_to_install
 from dlio.util.threads import Workers
 from dlio_bench.bench_data import bytes_below, files_below, ram_tier
 from dlio_bench.bench_processes import variable
 from dlio_bench.emulated.emulated_mount import slow_mount
 from dlio_bench.pillow import PillowImages
+from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.repeats import ratio, spread, turns
 from dlio_bench.results.terminal import steps
 from dlio_bench.storage_cases.page_cache import drop
@@ -252,3 +262,256 @@ def _read_all(files: list[str]) -> float:
     with Workers("dlio-bench", read, len(files)) as running:
         running.wait()
     return time.perf_counter() - started
+
+
+# A map-style data set that waits for each sample, behind tiers
+
+
+_WIDTH: Final = 32
+_MAP_TIERS: Final = "ram:256MiB"
+
+
+class LatentSource(torch.utils.data.Dataset[Sample]):
+    """Samples that take a while each, as those of a data base or of an object store do.
+
+    A sample is (float32 tensor of shape (3, 32, 32), number); varying ones have 1 to 32 columns.
+
+    Args:
+        samples: number of samples.
+        latency_s: seconds that each takes, without computing.
+        run: distinguishes data sets whose tiers must not be shared.
+    """
+
+    def __init__(self, samples: int, latency_s: float, varying: bool, run: int = 0) -> None:
+        self._latency_s, self._varying, self._run = latency_s, varying, run
+        self.calls = np.zeros(samples, np.int64)
+        """Calls for each sample; shape (samples,)."""
+        self.most = 0
+        """Calls under way at a time, at most."""
+        self._now = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __getitem__(self, index: int) -> Sample:
+        with self._lock:
+            self.calls[index] += 1
+            self._now += 1
+            self.most = max(self.most, self._now)
+        time.sleep(self._latency_s)
+        with self._lock:
+            self._now -= 1
+        columns = 1 + (index + self._run) % _WIDTH if self._varying else _WIDTH
+        return torch.full((3, _WIDTH, columns), float(index + self._run)), index
+
+
+def mapstyle(
+    repeats: int, workers: int, batch_size: int, samples: int = 512, latency_s: float = 0.025
+) -> dict[str, object]:
+    """The same data set without and with `tiers=`, in turn: seconds of two epochs and to the first
+    batch, counted from the making of the loader; requests in flight at most; calls per sample.
+
+    Once with samples of one shape, once with varying ones. The ratios are those of one repeat's
+    runs, with tiers over without.
+    """
+    report: dict[str, object] = {
+        "samples": samples,
+        "latency_s": latency_s,
+        "workers": workers,
+        "batch_size": batch_size,
+        "machine": describe_machine(("dlio", "torch", "numpy")),
+    }
+    for shapes in ("fixed", "varying"):
+        runs: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
+        order = list(turns(runs, repeats))
+        for repeat, name in steps(order, f"{shapes} shapes, repeat {{0[0]}}".format):
+            data = LatentSource(samples, latency_s, shapes == "varying", repeat)
+            tiers = _MAP_TIERS if name == "with" else None
+            runs[name].append(_map_epochs(data, tiers, workers, batch_size))
+        report[shapes] = _compared(runs)
+    return report
+
+
+def shown(report: dict[str, object]) -> list[str]:
+    """Return sentences on the calls that a report of `mapstyle` counts."""
+    lines = []
+    for shapes in ("fixed", "varying"):
+        part: Any = report[shapes]
+        for name in ("without", "with"):
+            flight, calls = part[name]["in_flight_most"], part[name]["calls_per_sample"]
+            lines.append(
+                f"{shapes} shapes, {name} tiers: {flight} requests in flight at most; "
+                f"calls per sample {calls['epoch_1']} in the first epoch, {calls['both']} in both"
+            )
+    return lines
+
+
+_SHOWN: Final = ("first_batch_s", "epoch_1_s", "epoch_2_s")
+
+
+def _map_epochs(
+    data: LatentSource, tiers: str | None, workers: int, batch_size: int
+) -> dict[str, float]:
+    """Figures of two epochs over a data set."""
+    figures: dict[str, float] = {}
+    began = time.perf_counter()
+    with dlio.DataLoader(
+        data, batch_size, shuffle=True, num_workers=workers, tiers=tiers, collate_fn=list
+    ) as loader:
+        for epoch in (1, 2):
+            count = 0
+            for batch in loader:
+                figures.setdefault("first_batch_s", time.perf_counter() - began)
+                count += len(batch)
+            if count != len(data):
+                raise AssertionError(f"an epoch had {count} of {len(data)} samples")
+            figures[f"epoch_{epoch}_s"] = time.perf_counter() - began
+            figures[f"least_{epoch}"] = int(data.calls.min())
+            figures[f"most_{epoch}"] = int(data.calls.max())
+            began = time.perf_counter()
+    figures["in_flight"] = data.most
+    return figures
+
+
+def _compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    part: dict[str, Any] = {}
+    for name, figures in runs.items():
+        part[name] = {key: spread([run[key] for run in figures]) for key in _SHOWN}
+        part[name]["in_flight_most"] = max(run["in_flight"] for run in figures)
+        calls = {"epoch_1": _calls(figures, 1), "both": _calls(figures, 2)}
+        part[name]["calls_per_sample"] = calls
+    for key in _SHOWN:
+        part[f"{key}_with_over_without"] = ratio(
+            [run[key] for run in runs["with"]], [run[key] for run in runs["without"]]
+        )
+    return part
+
+
+def _calls(figures: list[dict[str, float]], epoch: int) -> list[float]:
+    """Least and greatest number of calls for a sample until the end of an epoch."""
+    return [
+        min(run[f"least_{epoch}"] for run in figures),
+        max(run[f"most_{epoch}"] for run in figures),
+    ]
+
+
+# Microseconds a picture of dlio's transforms, compared with Pillow's that torchvision calls
+
+
+_PICTURES: Final = 200
+_TRANSFORMS: Final[dict[str, PixelTransform]] = {
+    "ColorJitter": T.ColorJitter(0.4, 0.4, 0.4, 0.1),
+    "TrivialAugmentWide": T.TrivialAugmentWide(),
+    "RandAugment": T.RandAugment(),
+    "RandomGrayscale": T.RandomGrayscale(1),
+    "RandomSolarize": T.RandomSolarize(128, 1),
+    "RandomEqualize": T.RandomEqualize(1),
+    "RandomAutocontrast": T.RandomAutocontrast(1),
+    "RandomAdjustSharpness": T.RandomAdjustSharpness(2, 1),
+    "RandomHorizontalFlip": T.RandomHorizontalFlip(1),
+    "GaussianBlur": T.GaussianBlur(23),
+}
+
+
+def augment(repeats: int, image_size: int, pictures: int = _PICTURES) -> dict[str, object]:
+    """Measure the processor time of each transform, in turn with Pillow, over pictures of noise.
+
+    Both do the same changes, drawn beforehand: dlio to arrays, Pillow to its own images. Blurs have
+    no reference, as torchvision leaves Pillow for them.
+    """
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise UsageError(
+            f"the reference needs Pillow: {how_to_install('bench', 'pillow')}"
+        ) from error
+    generator = np.random.default_rng(0)
+    noise = generator.integers(0, 256, (4, 8, 8, 3), np.uint8)
+    size = (image_size, image_size)
+    images = [PIL.Image.fromarray(each).resize(size) for each in noise]
+    arrays = [np.array(image) for image in images]
+    report: dict[str, object] = {
+        "machine": describe_machine(["opencv-python-headless", "pillow", "numpy"]),
+        "image_size": image_size,
+        "pictures": pictures,
+    }
+    for name, transform in steps(_TRANSFORMS.items(), itemgetter(0)):
+        drawn = [
+            transform.draw(KeyedRandom(0, 0, number, 64), image_size, image_size)
+            for number in range(pictures)
+        ]
+        ours: list[float] = []
+        theirs: list[float] = []
+        for _ in range(repeats):
+            ours.append(_seconds(transform.paint, arrays, drawn))
+            if name != "GaussianBlur":
+                theirs.append(_seconds(_by_pillow, images, drawn))
+        figures: dict[str, object] = {"us": spread([1e6 * each / pictures for each in ours])}
+        if theirs:
+            figures["pillow_us"] = spread([1e6 * each / pictures for each in theirs])
+            figures["pillow_over_dlio"] = ratio(theirs, ours)
+        report[name] = figures
+    return report
+
+
+def _seconds(paint: Any, images: Sequence[Any], drawn: Sequence[list[PixelChange]]) -> float:
+    started = time.thread_time()
+    for number, changes in enumerate(drawn):
+        image = images[number % len(images)]
+        for change in changes:
+            image = paint(image, change)
+    return time.thread_time() - started
+
+
+def _by_pillow(image: Any, change: PixelChange) -> Any:
+    """The same change by Pillow, as torchvision makes it."""
+    from PIL import Image, ImageEnhance, ImageOps
+
+    name, value = change
+    enhancers: dict[str, Any] = {
+        "brightness": ImageEnhance.Brightness,
+        "contrast": ImageEnhance.Contrast,
+        "color": ImageEnhance.Color,
+        "saturation": ImageEnhance.Color,
+        "sharpness": ImageEnhance.Sharpness,
+    }
+    if name.lower() in enhancers:
+        factor = value if name.islower() else 1 + value
+        return enhancers[name.lower()](image).enhance(factor)
+    if name == "hue":
+        return _turned(image, value)
+    if name in ("Posterize", "Solarize"):
+        made: Callable[..., Any] = getattr(ImageOps, name.lower())
+        return made(image, int(value))
+    if name == "Rotate":
+        return image.rotate(value, Image.Resampling.NEAREST)
+    if name.startswith(("Shear", "Translate")):
+        matrix = {
+            "ShearX": (1, value, 0, 0, 1, 0),
+            "ShearY": (1, 0, 0, value, 1, 0),
+            "TranslateX": (1, 0, -int(value), 0, 1, 0),
+            "TranslateY": (1, 0, 0, 0, 1, -int(value)),
+        }[name]
+        return image.transform(image.size, Image.Transform.AFFINE, matrix)
+    plain: dict[str, Callable[[Any], Any]] = {
+        "Identity": lambda image: image,
+        "AutoContrast": ImageOps.autocontrast,
+        "Equalize": ImageOps.equalize,
+        "RandomAutocontrast": ImageOps.autocontrast,
+        "RandomEqualize": ImageOps.equalize,
+        "RandomGrayscale": lambda image: image.convert("L").convert("RGB"),
+        "RandomSolarize": lambda image: ImageOps.solarize(image, 128),
+        "RandomAdjustSharpness": lambda image: ImageEnhance.Sharpness(image).enhance(2),
+        "flip": lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+    }
+    return plain[name](image)
+
+
+def _turned(image: Any, shift: float) -> Any:
+    """torchvision's adjust_hue of a picture."""
+    from PIL import Image
+
+    hue, saturation, value = image.convert("HSV").split()
+    turned: npt.NDArray[np.uint8] = np.array(hue) + np.int32(shift * 255).astype(np.uint8)
+    return Image.merge("HSV", (Image.fromarray(turned), saturation, value)).convert("RGB")
