@@ -272,14 +272,13 @@ def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -
             table(text, headings, rows, left=2)
     show_notes([f"left out: {name} ({why})" for name, why in report["absent"].items()])
     ratios = [
-        (key.replace("_over_", " / "), _median(report[key], ".2f"), _by_cpu(report, key))
+        (
+            key.replace("_over_", " / "),
+            _median(report[key], ".2f"),
+            "-" if (cpu := cpu_ratio(report, key)) is None else f"{cpu:.2f}",
+        )
         for key in RATIOS
         if key in report
     ]
     if ratios:
         table("ratios", ("ratio", "samples/s, median (min to max)", "by CPU time"), ratios)
-
-
-def _by_cpu(report: dict[str, Any], key: str) -> str:
-    cpu = cpu_ratio(report, key)
-    return "-" if cpu is None else f"{cpu:.2f}"

@@ -1,5 +1,4 @@
-"""Randomness of the samples of each mode and source order, and accuracy of a network trained on
-them."""
+"""Cases of `dlio bench shuffle`: how random samples are, partial tiers, and shaped links."""
 
 import contextlib
 import itertools

@@ -21,15 +21,16 @@ from dlio.util.arguments import nearest
 from dlio.util.options import Option, check
 from dlio.util.units import format_bytes, parse_bytes
 from dlio_bench.bench_data import files_below
-from dlio_bench.checkpoint_cases.methods import METHODS, random_state
-from dlio_bench.checkpoint_cases.stalls import (
+from dlio_bench.checkpoint_cases.methods import (
+    METHODS,
     STALLING,
     Stall,
     StallTraining,
     measure_stalls,
+    random_state,
     stall_figures,
 )
-from dlio_bench.emulated.emulation_options import Emulation
+from dlio_bench.emulated.emulated_mount import Emulation
 from dlio_bench.file_systems import check_folder
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.repeats import ratio, turns

@@ -1,7 +1,6 @@
 """`dlio bench gpu`: everything that dlio does on a GPU, in one run of a few minutes.
 
     gpu_command         options, the cases in turn, exchanges of two ranks, the report
-    gpu_measurements    parts that cases share: settings, rates, reasons to skip
     gpu_cases           decoding, the tier of decoded images, training steps, the hand-over
     gpu_exchange_rank   the ranks of the exchanges
 

@@ -16,9 +16,16 @@ from dlio.util.cores import available_cores
 from dlio.util.options import CheckedOptions, Option
 from dlio_bench import bench_ranks
 from dlio_bench.bench_data import drawn_pictures
-from dlio_bench.gpu.gpu_cases import decode, handover, step, tier
+from dlio_bench.gpu.gpu_cases import (
+    GpuMeasurements,
+    GpuRunSettings,
+    decode,
+    handover,
+    repeated,
+    step,
+    tier,
+)
 from dlio_bench.gpu.gpu_exchange_rank import step_times
-from dlio_bench.gpu.gpu_measurements import GpuMeasurements, GpuRunSettings, repeated
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.report_values import Figure, Results
 from dlio_bench.results.terminal import advance, expect, show_figures, show_notes, working
@@ -163,7 +170,12 @@ def measure(
             if time.monotonic() > ends:
                 measured.skipped[name] = f"the {case.minutes:g} minutes of --minutes were over"
             else:
-                _run(name, place, measured)
+                try:
+                    CASES[name](place, measured)
+                except (DlioError, OSError, RuntimeError, ImportError) as error:
+                    # The other cases are worth their figures on a machine that is lent for minutes.
+                    reason = f"{type(error).__name__}: {str(error).strip()[-400:]}"
+                    measured.skipped[name] = f"failed: {reason}"
             advance(name)
             after_each(measured)
     return measured
@@ -179,14 +191,6 @@ def _one_thread(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _run(name: str, place: GpuRunSettings, measured: GpuMeasurements) -> None:
-    try:
-        CASES[name](place, measured)
-    except (DlioError, OSError, RuntimeError, ImportError) as error:
-        # The other cases are worth their figures on a machine that is lent for minutes.
-        measured.skipped[name] = f"failed: {type(error).__name__}: {str(error).strip()[-400:]}"
 
 
 def command(case: GpuCase, output: OutputOptions) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -138,16 +139,12 @@ def _measure(operation: str, folders: Sequence[str], files: int) -> MetadataRate
     return MetadataRate(operation, files * len(folders), seconds, latencies)
 
 
-def _create(path: str) -> None:
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-
-
-def _open(path: str) -> None:
-    os.close(os.open(path, os.O_RDONLY))
+def _open(path: str, flags: int = os.O_RDONLY) -> None:
+    os.close(os.open(path, flags, 0o600))
 
 
 _OPERATE: Final[dict[str, Callable[[str], object]]] = {
-    "create": _create,
+    "create": partial(_open, flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL),
     "stat": os.stat,
     "open": _open,
     "list": os.listdir,

@@ -15,7 +15,7 @@ from dlio.cli.option_records import OutputOptions, RankOptions
 from dlio.comm.world import world
 from dlio.launch.command_ranks import on_ranks
 from dlio.util.units import format_bytes
-from dlio_bench.emulated.emulation_options import Emulation
+from dlio_bench.emulated.emulated_mount import Emulation
 from dlio_bench.file_systems import check_folder
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.report_values import Figure, Results

@@ -13,7 +13,7 @@ import numpy as np
 from dlio.comm.comm_protocol import Communicator
 from dlio.comm.job_nodes import JobNodes, find_nodes
 from dlio_bench.bench_processes import cpu_s, pss, tree
-from dlio_bench.emulated.emulation_options import Emulation
+from dlio_bench.emulated.emulated_mount import Emulation
 from dlio_bench.results.repeats import turns
 from dlio_bench.storage_cases.claim import claimed
 from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest

@@ -19,7 +19,7 @@ from dlio.exchange.distribute import ExchangeHandle
 from dlio.util.progress_bar import ProgressBar
 from dlio.util.units import format_bytes
 from dlio_bench.bench_ranks import TaskValue, run
-from dlio_bench.checkpoint_cases.stalls import STALLING, Stall, measure_stalls, stall_figures
+from dlio_bench.checkpoint_cases.methods import STALLING, Stall, measure_stalls, stall_figures
 from dlio_bench.results.report_values import Results, Waterfall
 from dlio_bench.results.terminal import show_figures
 from dlio_bench.training.bench_networks import make_batch, make_network

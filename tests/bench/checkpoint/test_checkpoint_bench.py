@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from dlio.comm.single import SingleCommunicator
-from dlio_bench.checkpoint_cases.methods import METHODS, random_state
-from dlio_bench.checkpoint_cases.stalls import StallTraining, measure_stalls
+from dlio_bench.checkpoint_cases.methods import METHODS, StallTraining, measure_stalls, random_state
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "dd"])

@@ -9,7 +9,7 @@ import pytest
 
 from dlio.errors import UsageError
 from dlio_bench.emulated.emulated_folder import EmulatedFolder, RequestPace, Share
-from dlio_bench.emulated.emulation_options import Emulation
+from dlio_bench.emulated.emulated_mount import Emulation
 from dlio_bench.emulated.profile import NAMED, Profile, parse_profile
 from dlio_bench.slowfs import SlowMount
 

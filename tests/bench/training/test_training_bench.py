@@ -11,7 +11,7 @@ import torch
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.plan.exchange_cost import LinkCost
-from dlio_bench.checkpoint_cases.stalls import measure_stalls
+from dlio_bench.checkpoint_cases.methods import measure_stalls
 from dlio_bench.results.report_values import Results
 from dlio_bench.training.bench_networks import NETWORKS, make_batch, make_network
 from dlio_bench.training.checkpoint_case import InterruptibleTraining, report
