@@ -17,9 +17,9 @@ from dlio_bench.storage_cases.contenders.torch_loader import (
     TorchLoader,
     is_sequential,
 )
-from dlio_bench.storage_cases.epochs import Digests, Runner, StorageRankEpoch
 from dlio_bench.storage_cases.generate import GeneratedData, generate
 from dlio_bench.storage_cases.generate.content import payload
+from dlio_bench.storage_cases.storage_job import Digests, Runner, StorageRankEpoch
 from dlio_bench.storage_cases.utilisation import Accelerator
 from dlio_bench.storage_cases.workload import FORMATS, Format, Workload
 
