@@ -156,18 +156,19 @@ def _chosen_alone(peer: _Peer, chosen: Any) -> int:
     return sum(map(peer.one, chosen.tolist()))
 
 
-def _body(generator: Any, case: ReaderCase) -> bytes:
-    return b"\xff\xd8\xff\xe0" + bytes(generator.bytes(case.sample_bytes - 4))
+def _bodies(case: ReaderCase) -> Iterator[bytes]:
+    generator = np.random.default_rng(0)
+    for _ in range(case.samples):
+        yield b"\xff\xd8\xff\xe0" + generator.bytes(case.sample_bytes - 4)
 
 
 def _folder(folder: str, case: ReaderCase) -> _Peer:
-    generator = np.random.default_rng(0)
     files = []
-    for i in range(case.samples):
+    for i, body in enumerate(_bodies(case)):
         path = f"{folder}/data/class{i % 10}/{i:06d}.jpg"
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
-            file.write(_body(generator, case))
+            file.write(body)
         files.append(path)
 
     def one(i: int) -> int:
@@ -186,11 +187,10 @@ def _shard(folder: str, case: ReaderCase) -> _Peer:
 def _tar(folder: str, case: ReaderCase) -> _Peer:
     import tarfile
 
-    generator = np.random.default_rng(0)
     path = f"{folder}/a.tar"
     with tarfile.open(path, "w") as archive:
-        for i in range(case.samples):
-            for extension, data in (("jpg", _body(generator, case)), ("cls", b"%d" % (i % 10))):
+        for i, body in enumerate(_bodies(case)):
+            for extension, data in (("jpg", body), ("cls", b"%d" % (i % 10))):
                 info = tarfile.TarInfo(f"{i:06d}.{extension}")
                 info.size = len(data)
                 archive.addfile(info, io.BytesIO(data))
@@ -269,10 +269,9 @@ def _parquet(folder: str, case: ReaderCase) -> _Peer:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    generator = np.random.default_rng(0)
     path = f"{folder}/a.parquet"
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    rows = [{"bytes": _body(generator, case), "path": None} for _ in range(case.samples)]
+    rows = [{"bytes": body, "path": None} for body in _bodies(case)]
     table = pa.table(
         {"image": pa.array(rows, kind), "label": [i % 10 for i in range(case.samples)]}
     )
@@ -295,8 +294,7 @@ def _parquet(folder: str, case: ReaderCase) -> _Peer:
 
 def _npy(folder: str, case: ReaderCase) -> _Peer:
     path = f"{folder}/a.npy"
-    generator = np.random.default_rng(0)
-    np.save(path, generator.integers(0, 99, (case.samples, case.sample_bytes // 4)).astype("f4"))
+    np.save(path, np.concatenate([rows for _, rows in _rows(case)]))
     opened = np.load(path, mmap_mode="r")
 
     return _array_peer("numpy, mapped", path, opened)
@@ -305,11 +303,9 @@ def _npy(folder: str, case: ReaderCase) -> _Peer:
 def _mds(folder: str, case: ReaderCase) -> _Peer:
     """Shards as MosaicML's writer has them, compared with a reader written from their description:
     MosaicML's own needs more packages than reading takes."""
-    generator = np.random.default_rng(0)
-    bodies = [_body(generator, case) for _ in range(case.samples)]
     parts = [
         np.uint32(len(body)).tobytes() + body + np.int64(i % 10).tobytes()
-        for i, body in enumerate(bodies)
+        for i, body in enumerate(_bodies(case))
     ]
     ends = np.cumsum([4 * (case.samples + 2), *map(len, parts)]).astype("<u4")
     raw = np.uint32(case.samples).tobytes() + ends.tobytes() + b"".join(parts)

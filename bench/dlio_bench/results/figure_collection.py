@@ -77,9 +77,11 @@ def collect(report: Mapping[str, object]) -> tuple[list[Figure], list[Ratio]]:
     return figures, ratios
 
 
-def _leaves(
-    value: object, path: tuple[str, ...], labels: dict[str, str]
-) -> Iterator[tuple[tuple[str, ...], dict[str, str], tuple[float, ...]]]:
+_Leaf = tuple[tuple[str, ...], dict[str, str], tuple[float, ...]]
+"""A path, labels and values."""
+
+
+def _leaves(value: object, path: tuple[str, ...], labels: dict[str, str]) -> Iterator[_Leaf]:
     if isinstance(value, Mapping):
         if all(_number(value.get(key)) for key in _TOP):
             every = value.get("all")
@@ -97,17 +99,12 @@ def _leaves(
             yield from _row(row, where, labels)
 
 
-def _row(
-    row: Mapping[str, Any], path: tuple[str, ...], labels: dict[str, str]
-) -> Iterator[tuple[tuple[str, ...], dict[str, str], tuple[float, ...]]]:
+def _row(row: Mapping[str, Any], path: tuple[str, ...], labels: dict[str, str]) -> Iterator[_Leaf]:
     """Yield the figures of a row: its texts and whole numbers are labels, its others figures."""
-    own = {
-        **labels,
-        **{
-            key.replace("_", " "): str(cell)
-            for key, cell in row.items()
-            if _is_word(cell) or (isinstance(cell, int) and key in _COUNTS)
-        },
+    own = labels | {
+        key.replace("_", " "): str(cell)
+        for key, cell in row.items()
+        if _is_word(cell) or (isinstance(cell, int) and key in _COUNTS)
     }
     for key, cell in row.items():
         if isinstance(cell, Mapping):
@@ -134,13 +131,8 @@ def _named(path: Sequence[str]) -> tuple[str, str, Better, bool, list[str]]:
                 groups = match.groupdict()
                 words = " ".join(filter(None, (groups.get("name"), groups.get("rest"))))
                 whole = (groups.get("unit") or "") + unit
-                return (
-                    words.replace("_", " ") or _USUAL.get(whole, "size"),
-                    whole,
-                    better,
-                    False,
-                    (rest),
-                )
+                name = words.replace("_", " ") or _USUAL.get(whole, "size")
+                return name, whole, better, False, rest
     rest = [each.replace("_", " ") for each in path[:-1] if each not in _CONTAINERS]
     return path[-1].replace("_", " ") if path else "", "", "", False, rest
 

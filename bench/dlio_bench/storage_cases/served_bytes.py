@@ -95,19 +95,16 @@ class Meter:
     """Counters of this process, its children, and the storage below a folder.
 
     Children that have ended count once their parents have waited for them.
+
+    Args:
+        folder: where the data is, as the processes name it.
     """
 
-    def __init__(self, folder: str, pid: int | None = None) -> None:
-        """
-        Args:
-            folder: where the data is, as the processes name it.
-            pid: root of the process tree; None for this process.
-        """
+    def __init__(self, folder: str) -> None:
         self.file_system: FileSystem = file_system_of(folder)
-        self._pid = os.getpid() if pid is None else pid
         self._device = _device_of(self.file_system)
         # Some kernels and sandboxes do not count what processes fetch.
-        self._counted = "read_bytes" in _io_of(self._pid)
+        self._counted = "read_bytes" in _io_of(os.getpid())
         top = self.file_system.mountpoint
         is_slowfs = self.file_system.fuse and os.path.exists(os.path.join(top, STATS))
         self._slowfs = top if is_slowfs else None
@@ -145,7 +142,7 @@ class Meter:
     def snapshot(self) -> ServedBytes:
         """Return the counters now."""
         asked = requests = fetched = 0
-        for pid in descendants(self._pid):
+        for pid in descendants(os.getpid()):
             counts = _io_of(pid)
             asked += counts.get("rchar", 0)
             requests += counts.get("syscr", 0)
