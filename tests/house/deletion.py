@@ -5,9 +5,9 @@
 
 For each feature, a copy of the checkout lacks `dlio/features/FEATURE`, `tests/features/FEATURE`,
 its entry points and contracts in pyproject.toml, its examples (`examples/FEATURE_*`), the
-benchmarks that measure it with their tests, and the documentation's code blocks that use it. In
-the copy, nothing imports the feature, and `dlio` neither offers its commands and options nor fails
-without them.
+benchmarks that measure it with their tests, and the documentation's code blocks that use it and
+references to its names. In the copy, nothing imports the feature, and `dlio` neither offers its
+commands and options nor fails without them.
 """
 
 import argparse
@@ -32,7 +32,11 @@ PRODUCT = ("dlio", "readers", "staging", "bench")
 _LAZY = "dlio/__init__.py"
 """The table of public names: the modules of features are imported when a name is used."""
 _BUILT = ("dlio/image/native/*.so",)
-_FENCE = re.compile(r"^```.*?^```$\n?", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^```.*?^```$\n?"
+    r"|^::: [^\n]*\n(?: {4}[^\n]*\n)*",  # A name whose docstring the reference shows.
+    re.MULTILINE | re.DOTALL,
+)
 _DEADLINE_S = 3600
 
 
@@ -183,11 +187,11 @@ def _drop_lines(path: Path, words: Sequence[str]) -> None:
 
 
 def _drop_blocks(folder: Path, words: Sequence[str]) -> None:
-    """Delete the code blocks of README.md and docs/ that use the feature."""
+    """Delete the code blocks and references of README.md and docs/ that use the feature."""
     pattern = re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in words))
     for path in [folder / "README.md", *(folder / "docs").rglob("*.md")]:
         text = path.read_text(encoding="utf-8")
-        left = _FENCE.sub(lambda m: "" if pattern.search(m.group()) else m.group(), text)
+        left = _BLOCK.sub(lambda m: "" if pattern.search(m.group()) else m.group(), text)
         if left != text:
             path.write_text(left, encoding="utf-8")
 
