@@ -74,15 +74,22 @@ class ArrowStream:
             self._scan(at)
         if self.schema is None:
             raise SourceError(f"{file.name} is cut off: it has no schema; restore it")
+        self.count = len(self.batches)
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
 
-    def rows(self, number: int) -> int:
-        """Return the rows of a record batch as its metadata claim."""
-        return self.batches[number].rows
+    def check(self, number: int, names: Sequence[str]) -> int:
+        """Return the rows of a record batch. Raises SourceError if it claims too many."""
+        rows = self.batches[number].rows
+        if not 0 <= rows <= 8 * self._file.size:
+            raise SourceError(
+                f"{self._file.name}, record batch {number}, claims {rows} rows: it is damaged; "
+                "restore it"
+            )
+        return rows
 
-    def table(self, number: int, names: list[str]) -> ArrowTable:
+    def table(self, number: int, names: Sequence[str]) -> ArrowTable:
         """Return columns of a record batch, validated. Raises any error of pyarrow."""
         import pyarrow as pa
 
@@ -232,34 +239,13 @@ class ArrowReader(RowGroupReader):
             files += _saved(url) or _listed(url)
         if not files:
             raise SourceError(f"{self.path} holds no Arrow files")
-        self._setup(path, files)
+        self._setup(path, files, ArrowStream)
 
     @staticmethod
     def recognises(path: str) -> str | None:
         if lie_at(path, _SUFFIXES, marker=_PARTS):
             return None
         return "is neither a .arrow or .feather nor a folder of them"
-
-    def _opened_file(self, file: File) -> ArrowStream:
-        return ArrowStream(file)
-
-    def _schema_of(self, opened: ArrowStream) -> Any:
-        return opened.schema
-
-    def _count_groups(self, opened: ArrowStream) -> int:
-        return len(opened.batches)
-
-    def _check_group(self, number: int, group: int, names: Sequence[str]) -> int:
-        rows = self._open(number).rows(group)
-        if not 0 <= rows <= 8 * self._files[number].size:
-            raise SourceError(
-                f"{self._files[number].name}, record batch {group}, claims {rows} rows: it is "
-                "damaged; restore it"
-            )
-        return int(rows)
-
-    def _table(self, opened: ArrowStream, group: int, names: Sequence[str]) -> Any:
-        return opened.table(group, list(names))
 
 
 def _saved(url: str) -> list[str]:

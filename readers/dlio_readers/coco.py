@@ -56,21 +56,9 @@ class CocoFile:
             ) from error
         if not isinstance(whole, dict):
             raise SourceError(f"{self.name} is not an object of images and annotations")
-        self._parts: dict[str, list[Record]] = {}
-        for part in ("images", "annotations", "categories"):
-            self._parts[part] = self._records(whole, part)
-
-    @property
-    def images(self) -> list[Record]:
-        return self._parts["images"]
-
-    @property
-    def annotations(self) -> list[Record]:
-        return self._parts["annotations"]
-
-    @property
-    def categories(self) -> list[Record]:
-        return self._parts["categories"]
+        self.images = self._records(whole, "images")
+        self.annotations = self._records(whole, "annotations")
+        self.categories = self._records(whole, "categories")
 
     def _records(self, whole: Record, part: str) -> list[Record]:
         records = whole.get(part)
@@ -87,8 +75,8 @@ class CocoFile:
 
     def at(self, part: str, number: int) -> str:
         """Return the name of a record."""
-        records = self._parts.get(part)
-        known = records[number].get("id") if records is not None else None
+        records: list[Record] = getattr(self, part, [])  # None before they are checked.
+        known = records[number].get("id") if records else None
         about = f" (id {known})" if isinstance(known, int | str) else ""
         return f"{self.name}, {part}[{number}]{about}"
 
@@ -129,10 +117,11 @@ def joined(
         points = []
     elif keypoints and not points:
         raise SourceError(f"{main.name} has no keypoints: its categories name none")
-    rows = _AnnotationRows(main, len(points))
+    kept: list[tuple[int, int, int]] = []
+    """(number, picture, label) of each annotation."""
+    boxes, poses = [], []
     for k, record in enumerate(main.annotations):
-        crowd = bool(record.get("iscrowd"))
-        if crowd and not crowds:
+        if record.get("iscrowd") and not crowds:
             continue
         image = main.whole("annotations", k, record, "image_id", _MAX_ID)
         if image not in place:
@@ -140,52 +129,73 @@ def joined(
         category = main.whole("annotations", k, record, "category_id", _MAX_ID)
         if category not in label_of:
             main.fail("annotations", k, f"its category {category} is not among the categories")
-        rows.add(k, record, place[image], label_of[category], crowd, extra)
-    return _annotations(main, rows, names, ids, declared, classes, points, masks, crowds, outside)
+        kept.append((k, place[image], label_of[category]))
+        boxes.append(_box(main, k, record))
+        if points:
+            poses.append(_pose(main, k, record, extra, len(points)))
+    rows = np.array(kept, np.int64).reshape(-1, 3)
+    edges = _edges(main, rows, np.array(boxes, np.float64).reshape(-1, 4), declared, outside)
+    # Boxes of some area, in the order of their pictures.
+    stay = np.flatnonzero((edges[:, 2:] > edges[:, :2]).all(axis=1))
+    stay = stay[np.argsort(rows[stay, 1], kind="stable")]
+    numbers = rows[stay, 0].tolist()
+    counts = np.bincount(rows[stay, 1], minlength=len(names)).astype(np.int64)
+    if counts.max(initial=0) > MAX_BOXES:
+        crowded = int(counts.argmax())
+        main.fail("images", crowded, f"it has {counts[crowded]} boxes, over {MAX_BOXES}")
+    made = Annotations(
+        names,
+        counts,
+        edges[stay].astype(np.float32),
+        rows[stay, 2],
+        classes,
+        ids=ids,
+        declared=declared,
+    )
+    if points:
+        made.keypoints = np.array(poses, np.float32).reshape(-1, len(points), 3)[stay]
+        made.pairs = mirrored_pairs(points)
+    if crowds:
+        marks = [bool(main.annotations[k].get("iscrowd")) for k in numbers]
+        made.crowds = np.array(marks, np.uint8)
+    if masks:
+        made.segments = _segments(main, numbers, counts)
+    return made
 
 
-class _AnnotationRows:
-    """Annotations, one after another, as the file has them."""
+def _box(file: CocoFile, number: int, record: Record) -> list[float]:
+    box = record.get("bbox")
+    if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
+        shown = "nothing" if box is None else repr(box)[:60]
+        file.fail("annotations", number, f"its bbox is {shown}, not four numbers")
+    return box
 
-    def __init__(self, file: CocoFile, points: int) -> None:
-        self._file, self._points = file, points
-        self.numbers: list[int] = []
-        self.pictures: list[int] = []
-        self.labels: list[int] = []
-        self.crowds: list[bool] = []
-        self.boxes: list[Any] = []
-        self.keypoints: list[Any] = []
 
-    def add(
-        self,
-        number: int,
-        record: Record,
-        picture: int,
-        label: int,
-        crowd: bool,
-        extra: dict[int, Any],
-    ) -> None:
-        box = record.get("bbox")
-        if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
-            shown = "nothing" if box is None else repr(box)[:60]
-            self._file.fail("annotations", number, f"its bbox is {shown}, not four numbers")
-        self.boxes.append(box)
-        self.numbers.append(number)
-        self.pictures.append(picture)
-        self.labels.append(label)
-        self.crowds.append(crowd)
-        if not self._points:
-            return
-        points = record.get("keypoints", extra.get(record.get("id", -1)))
-        if points is None:
-            self.keypoints.append([0.0] * (3 * self._points))
-            return
-        fits = isinstance(points, list) and len(points) == 3 * self._points
-        if not fits or not all(map(_is_number, points)):
-            self._file.fail(
-                "annotations", number, f"its keypoints are not {3 * self._points} numbers"
-            )
-        self.keypoints.append(points)
+def _pose(
+    file: CocoFile, number: int, record: Record, extra: dict[int, Any], count: int
+) -> list[float]:
+    """Return x, y and visibility of each of `count` keypoints; zeros without any."""
+    points = record.get("keypoints", extra.get(record.get("id", -1)))
+    if points is None:
+        return [0.0] * (3 * count)
+    fits = isinstance(points, list) and len(points) == 3 * count
+    if not fits or not all(map(_is_number, points)):
+        file.fail("annotations", number, f"its keypoints are not {3 * count} numbers")
+    return list(points)
+
+
+def _edges(
+    file: CocoFile,
+    rows: npt.NDArray[np.int64],
+    boxes: npt.NDArray[np.float64],
+    declared: npt.NDArray[np.int64],
+    outside: str,
+) -> npt.NDArray[np.float64]:
+    """Return left, top, right and bottom of boxes, checked."""
+    boxes[:, 2:] += boxes[:, :2]
+    sides = declared[rows[:, 1]][:, ::-1].astype(np.float64)
+    sides[sides == 0] = math.nan
+    return check_boxes(boxes, sides, outside, lambda k: file.at("annotations", int(rows[k, 0])))
 
 
 def _is_number(value: object) -> bool:
@@ -256,51 +266,6 @@ def _categories(file: CocoFile, labels: str) -> tuple[list[str], dict[int, int],
             "classes from 0 with labels='contiguous'"
         )
     return [named.get(k, "") for k in range(largest + 1)], {k: k for k in named}, points
-
-
-def _annotations(
-    file: CocoFile,
-    rows: _AnnotationRows,
-    names: list[str],
-    ids: npt.NDArray[np.int64],
-    declared: npt.NDArray[np.int64],
-    classes: list[str],
-    points: list[str],
-    masks: bool,
-    crowds: bool,
-    outside: str,
-) -> Annotations:
-    """Check boxes, and sort annotations by picture."""
-    pictures = np.array(rows.pictures, np.int64)
-    boxes = np.array(rows.boxes, np.float64).reshape(-1, 4)
-    boxes[:, 2:] += boxes[:, :2]
-    sides = declared[pictures][:, ::-1].astype(np.float64)
-    sides[sides == 0] = math.nan
-    boxes = check_boxes(boxes, sides, outside, lambda k: file.at("annotations", rows.numbers[k]))
-    stay = np.flatnonzero((boxes[:, 2:] > boxes[:, :2]).all(axis=1))
-    stay = stay[np.argsort(pictures[stay], kind="stable")]
-    counts = np.bincount(pictures[stay], minlength=len(names)).astype(np.int64)
-    if counts.max(initial=0) > MAX_BOXES:
-        crowded = int(counts.argmax())
-        file.fail("images", crowded, f"it has {counts[crowded]} boxes, over {MAX_BOXES}")
-    made = Annotations(
-        names,
-        counts,
-        boxes[stay].astype(np.float32),
-        np.array(rows.labels, np.int64)[stay],
-        classes,
-        ids=ids,
-        declared=declared,
-    )
-    if points:
-        shape = (len(rows.numbers), len(points), 3)
-        made.keypoints = np.array(rows.keypoints, np.float32).reshape(shape)[stay]
-        made.pairs = mirrored_pairs(points)
-    if crowds:
-        made.crowds = np.array(rows.crowds, np.uint8)[stay]
-    if masks:
-        made.segments = _segments(file, [rows.numbers[k] for k in stay.tolist()], counts)
-    return made
 
 
 def _segments(file: CocoFile, numbers: list[int], counts: npt.NDArray[np.int64]) -> list[str]:

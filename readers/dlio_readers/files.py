@@ -37,7 +37,7 @@ from dlio_readers.columns import storable
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
 from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import PathReader, concurrently
-from dlio_readers.ranges import ranged_array
+from dlio_readers.ranges import StoredArray
 from dlio_readers.rehearsal import rehearse
 
 # Medical images, one a file: NIfTI, as it is or gzipped, and DICOM; their headers are read first
@@ -99,12 +99,12 @@ def nifti_array(file: File) -> ChunkedArray:
         return ChunkedArray(file.name, shape, own, shape, unpacked)
     if wanted > file.size:
         raise SourceError(f"{file.name} is cut off: {file.size} bytes instead of {wanted}")
-    stored = ranged_array(file, file.name, offset, shape, dtype, fortran=True)
+    stored = StoredArray(file, offset, shape[::-1], dtype)  # The first dimension varies fastest.
 
     def scaled(box: Box) -> npt.NDArray[Any]:
-        return _scaled(stored.read(box), scale, own)
+        return _scaled(stored.read(box[::-1]).T, scale, own)
 
-    return ChunkedArray(file.name, shape, own, stored.chunks, scaled)
+    return ChunkedArray(file.name, shape, own, stored.sides[::-1], scaled)
 
 
 def dicom_array(file: File) -> ChunkedArray:

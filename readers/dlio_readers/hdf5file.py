@@ -20,7 +20,6 @@ from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.decompression_limits import exceeds
 from dlio.util.forks import new_rlock
 from dlio.util.limits import MAX_ABSENT_ROWS, check_claim, parsing
-from dlio.util.memory import new_memory
 from dlio_readers.columns import (
     ENDS,
     SCHEMA,
@@ -35,7 +34,7 @@ from dlio_readers.columns import (
     slab,
     storable,
 )
-from dlio_readers.ranges import ranged_array, read_slab
+from dlio_readers.ranges import StoredArray
 from dlio_readers.rehearsal import note_opening
 
 # Chunks of HDF5 data sets, checked before the HDF5 library takes memory for them
@@ -274,7 +273,7 @@ class Hdf5File:
         if offset is not None and self.file.local_path is not None and plain:
             if offset + dataset.nbytes > self.file.size:
                 raise SourceError(f"{self.file.name} is cut off: restore it")
-            return _ContiguousDataset(self.file, offset, tuple(dataset.shape), dataset.dtype)
+            return StoredArray(self.file, offset, tuple(dataset.shape), dataset.dtype)
         shape, sides = tuple(dataset.shape), dataset.chunks
         return _ChunkedDataset(self, dataset.name, chunks, shape, dataset.dtype, sides)
 
@@ -358,35 +357,6 @@ class _ChunkedDataset:
         """Return the array with its chunks, or with parts in their place if it has none."""
         sides = self._sides or plain_chunks(self.shape, self.dtype.itemsize)
         return ChunkedArray(where, self.shape, self.dtype, sides, self.__getitem__)
-
-
-class _ContiguousDataset:
-    """A contiguous data set, read from the file directly and in parallel."""
-
-    def __init__(
-        self, file: File, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> None:
-        self._file, self._offset = file, offset
-        self.shape, self.dtype = shape, dtype
-        self._row = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
-
-    def chunked(self, where: str) -> ChunkedArray:
-        """Return the array with parts of it in place of chunks."""
-        return ranged_array(self._file, where, self._offset, self.shape, self.dtype)
-
-    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
-        parts = key if isinstance(key, tuple) else (key,)
-        if parts[0] is Ellipsis:
-            parts = (slice(None),)
-        first, last, _ = parts[0].indices(self.shape[0])
-        if len(parts) > 1:
-            part = read_slab(self._file, self._offset, self.shape, self.dtype, parts)
-            if part is not None:
-                return part
-        memory = new_memory((last - first) * self._row)
-        self._file.read_into(self._offset + first * self._row, memory)
-        rows = np.frombuffer(memory, self.dtype).reshape(last - first, *self.shape[1:])
-        return rows[(slice(None), *parts[1:])] if len(parts) > 1 else rows
 
 
 class _ValuesColumn:

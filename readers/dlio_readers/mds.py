@@ -30,7 +30,7 @@ from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
-from dlio_readers.path_reader import PathReader
+from dlio_readers.path_reader import PathReader, neighbours
 
 _VERSION: Final = 1
 _INDEX: Final = "index.json"
@@ -168,22 +168,13 @@ class MdsReader(PathReader):
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)
         payloads: list[bytes | memoryview] = [b""] * len(samples)
-        order = np.argsort(samples, kind="stable")
-        shard_of = np.searchsorted(self._firsts, samples, side="right") - 1
-        start = 0
-        for k in range(1, len(order) + 1):
-            here, before = order[k] if k < len(order) else -1, order[k - 1]
-            near = k < len(order) and samples[here] <= samples[before] + 1
-            if near and shard_of[here] == shard_of[before]:
-                continue
-            low, high = int(samples[order[start]]), int(samples[before]) + 1
-            number = int(shard_of[before])
+        for low, high, slots in neighbours(samples, self._firsts):
+            shard = self._shards[int(np.searchsorted(self._firsts, low, side="right")) - 1]
             first = int(self._starts[low])
-            end = int(self._starts[high - 1]) + self._length(high - 1)
-            data = self._shards[number].read(first, end - first)
-            slots = order[start:k].tolist()
-            self._fill(payloads, slots, samples, self._shards[number].file, data, first)
-            start = k
+            data = shard.read(first, int(self._starts[high - 1]) + self._length(high - 1) - first)
+            with parsing(lambda: f"{shard.file.name}, sample {samples[slot]},"):  # noqa: B023
+                for slot in slots:
+                    payloads[slot] = self._payload(int(samples[slot]), data, first)
         return payloads
 
     def close(self) -> None:
@@ -193,20 +184,6 @@ class MdsReader(PathReader):
     def _length(self, sample: int) -> int:
         """Stored bytes of a sample, including its column sizes."""
         return int(self._bodies[sample, -1])
-
-    def _fill(
-        self,
-        payloads: list[bytes | memoryview],
-        slots: list[int],
-        samples: npt.NDArray[np.int64],
-        file: PersistentFile,
-        data: memoryview,
-        first: int,
-    ) -> None:
-        """Set the payloads of neighbours in a shard, whose bytes from `first` on are `data`."""
-        with parsing(lambda: f"{file.name}, sample {samples[slot]},"):
-            for slot in slots:
-                payloads[slot] = self._payload(int(samples[slot]), data, first)
 
     def _payload(self, sample: int, data: memoryview, first: int) -> bytes | memoryview:
         start = int(self._starts[sample]) - first

@@ -5,17 +5,13 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from dlio.data.chunked_array import ChunkedArray, plain_chunks
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.source import File, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import check_claim
-from dlio.util.memory import new_memory
 from dlio_readers.columns import Arrays
-from dlio_readers.ranges import ranged_array, read_slab
+from dlio_readers.ranges import StoredArray
 
 _HEAD_BYTES: Final = 1 << 12
 _MAX_RAW: Final = 16 << 30
@@ -28,52 +24,21 @@ def numpy_arrays(file: File) -> Mapping[str, Arrays]:
 
 def chunked_array(array: Arrays, where: str) -> ChunkedArray:
     """Return an array with parts of it in place of chunks."""
-    if isinstance(array, NpyArray):
+    if isinstance(array, StoredArray):
         return array.chunked(where)
     sides = plain_chunks(array.shape, array.dtype.itemsize)
     return ChunkedArray(where, tuple(array.shape), array.dtype, sides, array.__getitem__)
 
 
-class NpyArray:
-    """An uncompressed array in a file, read in place."""
-
-    def __init__(self, file: File, head: NpyHead, start: int) -> None:
-        if head.fortran and len(head.shape) > 1:
-            raise SourceError(f"{file.name} is in Fortran order: write it in C order")
-        self._file, self._start = file, start + head.offset
-        self.shape = head.shape
-        self.dtype = np.dtype(head.dtype)
-        self._stored = np.dtype(head.descr)
-        self._row = head.nbytes // max(1, head.shape[0]) if head.shape else head.nbytes
-
-    def chunked(self, where: str) -> ChunkedArray:
-        """Return the array with parts of it in place of chunks."""
-        return ranged_array(self._file, where, self._start, self.shape, self._stored)
-
-    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
-        parts = key if isinstance(key, tuple) else (key,)
-        if len(parts) > 1:
-            part = read_slab(self._file, self._start, self.shape, self._stored, parts)
-            if part is not None:
-                return part.astype(self.dtype, copy=False)
-        first, last, _ = parts[0].indices(self.shape[0])
-        memory = new_memory(max(0, last - first) * self._row)
-        self._file.read_into(self._start + first * self._row, memory)
-        return self.rows_of(memory)[(slice(None), *parts[1:])]
-
-    @property
-    def range(self) -> tuple[File, int, int]:
-        """(file, offset, bytes) of the data."""
-        return self._file, self._start, self.shape[0] * self._row
-
-    def rows_of(self, data: memoryview) -> npt.NDArray[np.generic]:
-        """Return the rows whose bytes are `data`."""
-        rows = np.frombuffer(data, self._stored).reshape(-1, *self.shape[1:])
-        return rows.astype(self.dtype, copy=False)
+def _npy(file: File) -> StoredArray:
+    return _stored(file, _head(file.read(0, _HEAD_BYTES), file.size, file.name), 0)
 
 
-def _npy(file: File) -> NpyArray:
-    return NpyArray(file, _head(file.read(0, _HEAD_BYTES), file.size, file.name), 0)
+def _stored(file: File, head: NpyHead, start: int) -> StoredArray:
+    """Return the array of a .npy file that begins at byte `start` of a file, read in place."""
+    if head.fortran and len(head.shape) > 1:
+        raise SourceError(f"{file.name} is in Fortran order: write it in C order")
+    return StoredArray(file, start + head.offset, head.shape, head.descr)
 
 
 def _head(data: bytes, size: int, name: str) -> NpyHead:
@@ -95,7 +60,7 @@ def _npz(file: File) -> dict[str, Any]:
                 if member.compress_type == zipfile.ZIP_STORED:
                     start = _data_start(file, member)
                     head = _head(file.read(start, _HEAD_BYTES), member.file_size, name)
-                    arrays[key] = NpyArray(file, head, start)
+                    arrays[key] = _stored(file, head, start)
                     continue
                 if member.file_size > _MAX_RAW:
                     raise SourceError(f"{name} of {member.file_size} bytes is too large")

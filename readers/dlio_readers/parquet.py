@@ -14,52 +14,36 @@ from dlio_readers.rowgroups import RowGroupReader, lie_at
 _SUFFIXES: Final = (".parquet", ".parq")
 
 
-class ParquetReader(RowGroupReader):
-    """Read Parquet files. Samples are numbered in the order of files, row groups and rows.
+class ParquetGroups:
+    """The row groups of a Parquet file. Raises SourceError if it is damaged."""
 
-    Columns of `struct<bytes, path>` or binary become images or bytes, depending on their content;
-    strings become text, numbers and booleans scalars, lists of numbers arrays.
-
-    Args:
-        path: a file, a folder, a pattern or a list, with the names of columns after `::`.
-
-    Raises SourceError for damaged files, nulls, and column types that samples cannot have.
-    """
-
-    format = "parquet"
-
-    def __init__(self, path: str | Sequence[str]) -> None:
-        self._setup(path, files_below(split_paths(path)[0], _SUFFIXES))
-
-    @staticmethod
-    def recognises(path: str) -> str | None:
-        return None if lie_at(path, _SUFFIXES) else "is neither a .parquet nor a folder of them"
-
-    def _opened_file(self, file: File) -> Any:
+    def __init__(self, file: File) -> None:
         import pyarrow.parquet as pq
 
+        self._file = file
         try:
-            return pq.ParquetFile(file.local_path or file.open())
+            self._opened = pq.ParquetFile(file.local_path or file.open())
         except Exception as error:
             raise SourceError(
                 f"{file.name} is not a Parquet file, or is damaged: {error}"
             ) from error
+        self.schema: Any = self._opened.schema_arrow
+        self.count = int(self._opened.metadata.num_row_groups)
 
-    def _schema_of(self, opened: Any) -> Any:
-        return opened.schema_arrow
+    def close(self) -> None:
+        """Close the file."""
+        self._opened.close()
 
-    def _count_groups(self, opened: Any) -> int:
-        return int(opened.metadata.num_row_groups)
+    def table(self, group: int, names: Sequence[str]) -> Any:
+        """Read columns of a row group as an Arrow table."""
+        return self._opened.read_row_group(group, columns=names, use_threads=False)
 
-    def _table(self, opened: Any, group: int, names: Sequence[str]) -> Any:
-        return opened.read_row_group(group, columns=names, use_threads=False)
-
-    def _check_group(self, number: int, group: int, names: Sequence[str]) -> int:
+    def check(self, group: int, names: Sequence[str]) -> int:
         """Return the rows of a row group, which may take some memory for its stored bytes.
 
         Raises SourceError if the metadata are implausible.
         """
-        metadata = self._open(number).metadata
+        metadata = self._opened.metadata
         facts = metadata.row_group(group)
         columns = [facts.column(k) for k in range(facts.num_columns)]
         widths = {
@@ -72,21 +56,21 @@ class ParquetReader(RowGroupReader):
             for each in columns
         )
         if facts.num_rows < 0 or any(each.num_values < 0 for each in columns):
-            raise SourceError(f"{self._files[number].name}: its metadata are damaged: restore it")
+            raise SourceError(f"{self._file.name}: its metadata are damaged: restore it")
         stored = sum(max(0, each.total_compressed_size) for each in columns)
-        stored = min(stored, self._files[number].size)
-        check_claim(declared, stored, f"{self._files[number].name}, row group {group},")
-        self._check_repeats(number, group, columns, stored)
+        stored = min(stored, self._file.size)
+        check_claim(declared, stored, f"{self._file.name}, row group {group},")
+        self._check_repeats(group, columns, stored)
         return int(facts.num_rows)
 
-    def _check_repeats(self, number: int, group: int, columns: Sequence[Any], stored: int) -> None:
+    def _check_repeats(self, group: int, columns: Sequence[Any], stored: int) -> None:
         """Check the texts and bytes of a row group that are stored once and stand in many rows.
 
         They are measured as indices into their dictionary, which take no memory for their repeats.
 
         Raises SourceError if they become implausibly many bytes.
         """
-        where = f"{self._files[number].name}, row group {group},"
+        where = f"{self._file.name}, row group {group},"
         paths = [
             each.path_in_schema
             for each in columns
@@ -98,10 +82,11 @@ class ParquetReader(RowGroupReader):
             return
         import pyarrow.parquet as pq
 
-        file = self._files[number]
         with (
             parsing(where),
-            pq.ParquetFile(file.local_path or file.open(), read_dictionary=paths) as opened,
+            pq.ParquetFile(
+                self._file.local_path or self._file.open(), read_dictionary=paths
+            ) as opened,
         ):
             for path in paths:
                 column = opened.read_row_group(group, columns=[path], use_threads=False).column(0)
@@ -128,3 +113,25 @@ def _expanded(values: Any) -> int:
     )
     # Whole numbers of Python, which do not overflow.
     return sum(n * size for n, size in zip(counts.tolist(), lengths.to_pylist(), strict=True))
+
+
+class ParquetReader(RowGroupReader):
+    """Read Parquet files. Samples are numbered in the order of files, row groups and rows.
+
+    Columns of `struct<bytes, path>` or binary become images or bytes, depending on their content;
+    strings become text, numbers and booleans scalars, lists of numbers arrays.
+
+    Args:
+        path: a file, a folder, a pattern or a list, with the names of columns after `::`.
+
+    Raises SourceError for damaged files, nulls, and column types that samples cannot have.
+    """
+
+    format = "parquet"
+
+    def __init__(self, path: str | Sequence[str]) -> None:
+        self._setup(path, files_below(split_paths(path)[0], _SUFFIXES), ParquetGroups)
+
+    @staticmethod
+    def recognises(path: str) -> str | None:
+        return None if lie_at(path, _SUFFIXES) else "is neither a .parquet nor a folder of them"

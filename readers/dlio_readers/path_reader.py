@@ -95,13 +95,23 @@ def split_paths(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return [url for url, _ in parts], next((names for _, names in reversed(parts) if names), ())
 
 
-def neighbours(samples: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, list[int]]]:
+def neighbours(
+    samples: npt.NDArray[np.int64], begins: npt.NDArray[np.int64] | None = None
+) -> Iterator[tuple[int, int, list[int]]]:
     """Yield runs of samples that follow one another: (first, after the last, slots in `samples`).
 
     A sample that is asked for twice is in its run twice.
+
+    Args:
+        begins: the first sample of each file, ascending; a run is in one of them.
     """
+    if len(samples) == 1:
+        yield int(samples[0]), int(samples[0]) + 1, [0]
+        return
     order = np.argsort(samples, kind="stable")
     ordered = samples[order]
-    cuts = np.flatnonzero(np.diff(ordered) > 1) + 1
-    for slots in np.split(order, cuts) if len(order) else ():
+    gaps = np.diff(ordered) > 1
+    if begins is not None:
+        gaps |= np.diff(np.searchsorted(begins, ordered, side="right")) > 0
+    for slots in np.split(order, np.flatnonzero(gaps) + 1) if len(order) else ():
         yield int(samples[slots[0]]), int(samples[slots[-1]]) + 1, slots.tolist()

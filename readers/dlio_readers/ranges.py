@@ -1,4 +1,4 @@
-"""Parts of arrays that lie in a file as they are: only the bytes of a part are read."""
+"""Arrays that lie in a file as they are: only the bytes of the rows, or of a part, are read."""
 
 import math
 from collections.abc import Sequence
@@ -15,82 +15,89 @@ _LEAST_RUN: Final = 4096
 """Consecutive bytes of a part that are worth a request: storage reads no less than a page."""
 
 
-def ranged_array(
-    file: File,
-    where: str,
-    offset: int,
-    shape: Sequence[int],
-    stored: npt.DTypeLike,
-    *,
-    fortran: bool = False,
-) -> ChunkedArray:
-    """Return an array that lies in a file without gaps; parts of up to 1 MiB are its chunks.
+class StoredArray:
+    """An array in C order, without gaps in a file, read in place. Thread-safe.
 
     Args:
-        where: for errors.
         offset: of the first element, in bytes.
         stored: type of the elements, with their byte order.
-        fortran: the first dimension varies fastest.
     """
-    dtype = np.dtype(stored)
-    order = tuple(shape)[::-1] if fortran else tuple(shape)
-    chunks = plain_chunks(order, dtype.itemsize)
 
-    def read(box: Box) -> npt.NDArray[Any]:
-        if not fortran:
-            return _read(file, offset, order, dtype, box)
-        return _read(file, offset, order, dtype, box[::-1]).T
+    def __init__(
+        self, file: File, offset: int, shape: tuple[int, ...], stored: npt.DTypeLike
+    ) -> None:
+        self._file, self._offset, self.shape = file, offset, shape
+        self._stored = np.dtype(stored)
+        self.dtype = self._stored.newbyteorder("=")
+        self._row = math.prod(shape[1:]) * self._stored.itemsize
+        self.sides = plain_chunks(shape, self._stored.itemsize)
+        """Sides of the parts, of up to 1 MiB, that stand for its chunks."""
 
-    own = chunks[::-1] if fortran else chunks
-    return ChunkedArray(where, tuple(shape), dtype.newbyteorder("="), own, read)
+    def chunked(self, where: str) -> ChunkedArray:
+        """Return the array with parts of it in place of chunks."""
+        return ChunkedArray(where, self.shape, self.dtype, self.sides, self.read)
 
+    @property
+    def range(self) -> tuple[File, int, int]:
+        """(file, offset, bytes) of the data."""
+        return self._file, self._offset, self.shape[0] * self._row
 
-def read_slab(
-    file: File,
-    offset: int,
-    shape: tuple[int, ...],
-    dtype: np.dtype[np.generic],
-    parts: Sequence[slice | int],
-) -> npt.NDArray[np.generic] | None:
-    """Read a part of some rows alone; None if it is all of them, or many small pieces of each.
+    def rows_of(self, data: memoryview) -> npt.NDArray[Any]:
+        """Return the rows whose bytes are `data`."""
+        rows = np.frombuffer(data, self._stored).reshape(-1, *self.shape[1:])
+        return rows.astype(self.dtype, copy=False)
 
-    Args:
-        offset: of the array's first element, in bytes.
-        dtype: of the elements, as they are stored.
-        parts: of the leading dimensions, rows first.
-    """
-    sides = [slice(None)] * len(shape)
-    sides[: len(parts)] = [p if isinstance(p, slice) else slice(p, p + 1) for p in parts]
-    bounds = [side.indices(size) for side, size in zip(sides, shape, strict=True)]
-    box = tuple(slice(first, max(first, last)) for first, last, _ in bounds)
-    counts = [side.stop - side.start for side in box]
-    if not math.prod(counts) or counts[1:] == list(shape[1:]):
-        return None
-    axis = max(k for k, count in enumerate(counts) if count < shape[k] or k == 0)
-    if axis > 1 and math.prod(counts[axis:]) * dtype.itemsize < _LEAST_RUN:
-        return None
-    steps = [slice(None, None, step) for _, _, step in bounds]
-    inner = zip(parts[1:], steps[1:], strict=False)
-    key = [0 if not isinstance(part, slice) else step for part, step in inner]
-    return _read(file, offset, shape, dtype, box)[(slice(None), *key)]
+    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
+        parts = key if isinstance(key, tuple) else (key,)
+        if parts[0] is Ellipsis:
+            parts = (slice(None),)
+        if len(parts) > 1:
+            part = self._slab(parts)
+            if part is not None:
+                return part.astype(self.dtype, copy=False)
+        first, last, _ = parts[0].indices(self.shape[0])
+        memory = new_memory(max(0, last - first) * self._row)
+        self._file.read_into(self._offset + first * self._row, memory)
+        return self.rows_of(memory)[(slice(None), *parts[1:])]
 
+    def _slab(self, parts: Sequence[slice | int]) -> npt.NDArray[Any] | None:
+        """Read a part of some rows alone; None if it is all of them, or many small pieces of each.
 
-def _read(
-    file: File, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], box: Box
-) -> npt.NDArray[Any]:
-    """Read a part of an array in C order, each run of consecutive bytes with one request."""
-    sides = tuple(part.stop - part.start for part in box)
-    memory = new_memory(math.prod(sides) * dtype.itemsize)
-    whole = len(shape)
-    while whole and sides[whole - 1] == shape[whole - 1]:
-        whole -= 1
-    outer = max(0, whole - 1)
-    """Dimensions before those that a run covers."""
-    run = math.prod(sides[outer:]) * dtype.itemsize
-    steps = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
-    first = offset + sum(part.start * step for part, step in zip(box, steps, strict=True))
-    if run:
-        for number, place in enumerate(np.ndindex(*sides[:outer])):
-            at = first + sum(k * step for k, step in zip(place, steps, strict=False))
-            file.read_into(at, memory[number * run : (number + 1) * run])
-    return np.frombuffer(memory, dtype).reshape(sides)
+        Args:
+            parts: of the leading dimensions, rows first.
+        """
+        shape = self.shape
+        sides = [slice(None)] * len(shape)
+        sides[: len(parts)] = [p if isinstance(p, slice) else slice(p, p + 1) for p in parts]
+        bounds = [side.indices(size) for side, size in zip(sides, shape, strict=True)]
+        box = tuple(slice(first, max(first, last)) for first, last, _ in bounds)
+        counts = [side.stop - side.start for side in box]
+        if not math.prod(counts) or counts[1:] == list(shape[1:]):
+            return None
+        axis = max(k for k, count in enumerate(counts) if count < shape[k] or k == 0)
+        if axis > 1 and math.prod(counts[axis:]) * self._stored.itemsize < _LEAST_RUN:
+            return None
+        steps = [slice(None, None, step) for _, _, step in bounds]
+        inner = zip(parts[1:], steps[1:], strict=False)
+        key = [0 if not isinstance(part, slice) else step for part, step in inner]
+        return self.read(box)[(slice(None), *key)]
+
+    def read(self, box: Box) -> npt.NDArray[Any]:
+        """Read a part, as it is stored, each run of consecutive bytes with one request."""
+        shape, itemsize = self.shape, self._stored.itemsize
+        sides = tuple(part.stop - part.start for part in box)
+        memory = new_memory(math.prod(sides) * itemsize)
+        whole = len(shape)
+        while whole and sides[whole - 1] == shape[whole - 1]:
+            whole -= 1
+        outer = max(0, whole - 1)
+        """Dimensions before those that a run covers."""
+        run = math.prod(sides[outer:]) * itemsize
+        steps = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
+        first = sum(part.start * step for part, step in zip(box, steps, strict=True))
+        if run:
+            for number, place in enumerate(np.ndindex(*sides[:outer])):
+                at = first + sum(k * step for k, step in zip(place, steps, strict=False))
+                into = memory[number * run : (number + 1) * run]
+                self._file.read_into(self._offset + at, into)
+        return np.frombuffer(memory, self._stored).reshape(sides)

@@ -4,10 +4,9 @@ A group is decoded as a whole, and the last few are kept, for callers that read 
 """
 
 import json
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -201,47 +200,51 @@ def lie_at(path: str, suffixes: tuple[str, ...], marker: str = "") -> bool:
     return marker in names or any(name.lower().endswith(suffixes) for name in names)
 
 
-class RowGroupReader(PathReader, ABC):
+class GroupedFile(Protocol):
+    """A file of groups of rows, open."""
+
+    schema: ArrowSchema
+    count: int
+    """Number of groups."""
+
+    def check(self, group: int, names: Sequence[str]) -> int:
+        """Return the rows of a group, if its columns take plausible memory. Raises SourceError."""
+
+    def table(self, group: int, names: Sequence[str]) -> Any:
+        """Read columns of a group as an Arrow table. Any error names no file."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class RowGroupReader(PathReader):
     """Base class: samples are numbered in the order of files, groups and rows.
 
-    A subclass opens files, counts and reads groups, and calls `_setup`.
+    A subclass calls `_setup`.
     """
 
     format: str
     labels: npt.NDArray[np.int64]
     fingerprint: str
 
-    @abstractmethod
-    def _opened_file(self, file: File) -> Any:
-        """Open a file with the library; it has a method `close`."""
-
-    @abstractmethod
-    def _schema_of(self, opened: Any) -> Any:
-        """Return Arrow's schema of an open file."""
-
-    @abstractmethod
-    def _count_groups(self, opened: Any) -> int:
-        """Return the number of groups of an open file."""
-
-    @abstractmethod
-    def _check_group(self, number: int, group: int, names: Sequence[str]) -> int:
-        """Return the rows of a group, if its columns take plausible memory. Raises SourceError."""
-
-    @abstractmethod
-    def _table(self, opened: Any, group: int, names: Sequence[str]) -> Any:
-        """Read columns of a group as an Arrow table. Any error names no file."""
-
-    def _setup(self, path: str | Sequence[str], files: Sequence[str]) -> None:
+    def _setup(
+        self,
+        path: str | Sequence[str],
+        files: Sequence[str],
+        open_file: Callable[[File], GroupedFile],
+    ) -> None:
         """Index the files, or take their index from the cache.
 
         Args:
             path: as the user gave it, with the names of columns after `::`.
             files: that it stands for.
+            open_file: opens one of them with the library.
         """
+        self._open_file = open_file
         names = split_paths(path)[1]
         self._files = [File(url) for url in files]
         rehearse(self.format, "pyarrow", path, self._files)
-        self._opened: dict[int, Any] = {}
+        self._opened: dict[int, GroupedFile] = {}
         self._lock = new_rlock()
         self._kept: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
         kind = f"{self.format}-" + ("-".join(names)[:64].replace("/", "_") or "all")
@@ -315,7 +318,7 @@ class RowGroupReader(PathReader, ABC):
 
     def _read_group(self, file: int, group: int, names: Sequence[str]) -> Any:
         try:
-            return self._table(self._open(file), group, list(names))
+            return self._open(file).table(group, list(names))
         except SourceError:
             raise
         except Exception as error:
@@ -323,12 +326,12 @@ class RowGroupReader(PathReader, ABC):
                 f"{self._files[file].name}, row group {group}, cannot be read: {error}"
             ) from error
 
-    def _open(self, number: int) -> Any:
+    def _open(self, number: int) -> GroupedFile:
         with self._lock:
             if number not in self._opened:
                 file = self._files[number]
                 note_opening(file.name)
-                self._opened[number] = self._opened_file(file)
+                self._opened[number] = self._open_file(file)
             return self._opened[number]
 
     def _where(self, file: int, group: int, name: str) -> str:
@@ -336,7 +339,7 @@ class RowGroupReader(PathReader, ABC):
 
     def _build(self, names: Sequence[str]) -> Arrays:
         """Index sizes and labels of all rows; reads all chosen columns once."""
-        first = self._schema_of(self._open(0))
+        first = self._open(0).schema
         chosen = list(names) or first.names
         for name in chosen:
             if name not in first.names:
@@ -347,13 +350,13 @@ class RowGroupReader(PathReader, ABC):
         groups, counts = [], []
         for number in range(len(self._files)):
             opened = self._open(number)
-            if not self._schema_of(opened).equals(first, check_metadata=False):
+            if not opened.schema.equals(first, check_metadata=False):
                 raise SourceError(
                     f"{self._files[number].name} has other columns than {self._files[0].name}"
                 )
-            for group in range(self._count_groups(opened)):
+            for group in range(opened.count):
                 groups.append((number, group))
-                counts.append(self._check_group(number, group, chosen))
+                counts.append(opened.check(group, chosen))
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         # Equal values take next to nothing in a file, and their sizes and labels do in memory.
         stored = sum(file.size for file in self._files)

@@ -18,8 +18,9 @@ from dlio_readers.columns import (
     slab,
     volumes_of,
 )
-from dlio_readers.npyfile import NpyArray, chunked_array, numpy_arrays
+from dlio_readers.npyfile import chunked_array, numpy_arrays
 from dlio_readers.path_reader import concurrently, split_paths
+from dlio_readers.ranges import StoredArray
 from dlio_readers.texttable import open_text_tables
 
 _TEXTS: Final = (".csv", ".tsv")
@@ -60,7 +61,7 @@ class TablesReader(ColumnReader):
         samples: Samples | None = None,
     ) -> None:
         self._names: list[str] = []
-        self._stored: list[dict[str, NpyArray]] = []
+        self._stored: list[dict[str, StoredArray]] = []
         self._arrays: dict[str, list[ChunkedArray]] = {}
         paths, names = split_paths(path)
         urls = _files_of(paths)
@@ -82,7 +83,7 @@ class TablesReader(ColumnReader):
         self._files_are_samples = volumes
         if volumes and select is None:
             self._stored = [
-                {n: a for n in arrays if isinstance(a := each[n], NpyArray)} for each in opened
+                {n: a for n in arrays if isinstance(a := each[n], StoredArray)} for each in opened
             ]
             # Not those that are compressed, which are in memory already.
             self._random_access = all(len(each) == len(arrays) for each in self._stored)

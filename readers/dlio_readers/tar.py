@@ -12,9 +12,9 @@ random access and are refused.
 import json
 import re
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, Final
 
 import lz4.block
@@ -31,7 +31,6 @@ from dlio.data.source import File, Source, expand, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
-from dlio.util.forks import new_lock
 from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
 from dlio_readers.path_reader import PathReader
@@ -56,8 +55,8 @@ class Lz4Frame:
         self._at, self._stored = index["frame_at"], index["frame_stored"]
         self._raw_bytes = int(index["frame_raw"][0])
         self.size = int(index["frame_raw"][1])
-        self._kept: OrderedDict[int, bytes] = OrderedDict()
-        self._lock = new_lock()
+        self.block = lru_cache(_KEPT_BLOCKS)(self._block)
+        """Returns a decompressed block by its number."""
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` with decompressed bytes from `offset` on. Raises SourceError."""
@@ -66,17 +65,13 @@ class Lz4Frame:
             number, start = divmod(offset + done, self._raw_bytes)
             if number >= len(self._at):
                 raise SourceError(f"{self._file.name} ends early: it was cut off; restore it")
-            part = self._block(number)[start : start + len(into) - done]
+            part = self.block(number)[start : start + len(into) - done]
             if not part:
                 raise SourceError(f"{self._file.name} ends early: it was cut off; restore it")
             into[done : done + len(part)] = part
             done += len(part)
 
     def _block(self, number: int) -> bytes:
-        with self._lock:
-            if number in self._kept:
-                self._kept.move_to_end(number)
-                return self._kept[number]
         stored = int(self._stored[number])
         data = self._file.read(int(self._at[number]), abs(stored))
         if stored > 0:
@@ -84,10 +79,6 @@ class Lz4Frame:
                 data = lz4.block.decompress(data, uncompressed_size=self._raw_bytes)
             except lz4.block.LZ4BlockError as error:
                 raise SourceError(f"{self._file.name}: LZ4 data is damaged; restore it") from error
-        with self._lock:
-            self._kept[number] = data
-            while len(self._kept) > _KEPT_BLOCKS:
-                self._kept.popitem(last=False)
         return data
 
 
@@ -134,7 +125,7 @@ def frame_index(file: File) -> Arrays:
         "frame_stored": np.array(sizes, np.int64),
         "frame_raw": np.array([raw_bytes, raw_bytes * len(places)], np.int64),
     }
-    last = Lz4Frame(file, index)._block(len(places) - 1)
+    last = Lz4Frame(file, index).block(len(places) - 1)
     index["frame_raw"][1] = raw_bytes * (len(places) - 1) + len(last)
     return index
 
