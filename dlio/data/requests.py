@@ -10,7 +10,7 @@ Requests of readers that use a library of the format's own (HDF5, Parquet) are n
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 from dlio.util.forks import new_lock
@@ -50,20 +50,10 @@ class _RequestTimer:
             each.append(seconds)
 
 
-class _NoTimer:
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
+_UNTIMED: Final = nullcontext()
 
 
-_UNTIMED: Final = _NoTimer()
-
-
-def request() -> _RequestTimer | _NoTimer:
+def request() -> AbstractContextManager[None]:
     """Return a context manager around one request; it measures if anybody observes."""
     return _RequestTimer() if _observers else _UNTIMED
 

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from dlio.util.live_figures import publish
@@ -16,12 +16,21 @@ _FIRST_NEWS_S: Final = 2.0
 
 
 class ByteProgress:
-    """Display of progress in bytes, called with the bytes done so far. This one shows nothing, but
-    to `dlio top`."""
+    """Display of progress in bytes, called with the bytes done so far; `dlio top` shows it, too.
 
-    def __init__(self, total: int, title: str) -> None:
+    Args:
+        bar: to draw; without one nothing is shown, or lines are printed.
+        lines: print a line every ten seconds.
+    """
+
+    def __init__(
+        self, total: int, title: str, bar: ProgressBar | None = None, *, lines: bool = False
+    ) -> None:
         self._total, self._title = total, title
+        self._bar, self._lines = bar, lines
         self._done = 0
+        self._started = time.monotonic()
+        self._next = self._started + _FIRST_NEWS_S
 
     def figures(self) -> dict[str, object]:
         """Return the bytes done and those of the whole work."""
@@ -30,36 +39,16 @@ class ByteProgress:
     def total(self, total: int) -> None:
         """Set the bytes of the whole work, when they become known later."""
         self._total = total
+        if self._bar is not None:
+            self._bar.update(total=total)
 
     def __call__(self, done: int) -> None:
         """Show that `done` bytes of the work are done."""
         self._done = done
-
-
-class _TerminalProgress(ByteProgress):
-    def __init__(self, total: int, title: str, bar: ProgressBar) -> None:
-        super().__init__(total, title)
-        self._bar = bar
-
-    def total(self, total: int) -> None:
-        super().total(total)
-        self._bar.update(total=total)
-
-    def __call__(self, done: int) -> None:
-        super().__call__(done)
-        self._bar.update(done)
-
-
-class _LineProgress(ByteProgress):
-    def __init__(self, total: int, title: str) -> None:
-        super().__init__(total, title)
-        self._started = time.monotonic()
-        self._next = self._started + _FIRST_NEWS_S
-
-    def __call__(self, done: int) -> None:
-        super().__call__(done)
+        if self._bar is not None:
+            self._bar.update(done)
         now = time.monotonic()
-        if now < self._next:
+        if not self._lines or now < self._next:
             return
         self._next = now + _NEWS_EVERY_S
         rate = done / (now - self._started)
@@ -81,21 +70,12 @@ def show_progress(total: int, shown: bool, title: str = "staging") -> Iterator[B
     """
     from dlio.comm.launch_environment import shows_terminal
 
-    if not shown or not total:
-        with _published(ByteProgress(total, title)) as quiet:
-            yield quiet
-    elif shows_terminal():
-        with (
-            ProgressBar(title, total=total, in_bytes=True, transient=True, to_stderr=True) as bar,
-            _published(_TerminalProgress(total, title, bar)) as drawn,
-        ):
-            yield drawn
-    else:
-        with _published(_LineProgress(total, title)) as line_wise:
-            yield line_wise
-
-
-@contextmanager
-def _published(shown: ByteProgress) -> Iterator[ByteProgress]:
-    with publish("work", shown.figures):
-        yield shown
+    shown = shown and bool(total)
+    with ExitStack() as stack:
+        bar = None
+        if shown and shows_terminal():
+            drawn = ProgressBar(title, total=total, in_bytes=True, transient=True, to_stderr=True)
+            bar = stack.enter_context(drawn)
+        progress = ByteProgress(total, title, bar, lines=shown and bar is None)
+        stack.enter_context(publish("work", progress.figures))
+        yield progress
