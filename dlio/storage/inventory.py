@@ -145,7 +145,9 @@ class DatasetUse:
         holder = {"host": socket.gethostname(), "since": time.time()}
         try:
             os.write(self._lock, json.dumps(holder).encode())
-            _write_json(self._folder, "about.json", about, replace=False)
+            if "about.json" not in os.listdir(self._folder):
+                text = json.dumps(about).encode()
+                write_whole_at(self._folder, "about.json", lambda file: file.write(text))
             self._forget_the_dead()
         except OSError as error:
             self.close()
@@ -154,7 +156,12 @@ class DatasetUse:
     def add_hits(self, count: int) -> None:
         """Add to the count of samples read from here; without effect where it cannot be written."""
         if count and self._folder >= 0:
-            with contextlib.suppress(OSError), _exclusive(self._folder, "hits") as file:
+            flags = os.O_RDWR | os.O_CREAT
+            with (
+                contextlib.suppress(OSError),
+                closing_descriptor(open_file(self._folder, "hits", flags)) as file,
+            ):
+                fcntl.flock(file, fcntl.LOCK_EX)
                 before = _number(os.pread(file, 64, 0))
                 os.pwrite(file, f"{before + count:<20d}\n".encode(), 0)
 
@@ -280,13 +287,11 @@ def set_pinned(root: str, fingerprint: str, pinned: bool) -> None:
             folder = open_below(base, fingerprint)
         except OSError as error:
             raise TierError(f"{root} holds no data set {fingerprint}") from error
-        try:
+        with closing_descriptor(folder):
             if pinned:
                 os.close(open_file(folder, _PINNED, os.O_WRONLY | os.O_CREAT))
             else:
                 remove_entry(folder, _PINNED)
-        finally:
-            os.close(folder)
 
 
 def _look(root: str, base: int, name: str) -> StoredDataset:
@@ -361,17 +366,12 @@ def _lease(folder: int, name: str) -> DatasetLease:
 def _is_held(folder: int, name: str) -> bool:
     """True if a live process holds the lock of a lease."""
     try:
-        descriptor = open_file(folder, name, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with closing_descriptor(open_file(folder, name, os.O_RDONLY)) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
-    finally:
-        os.close(descriptor)
     return False
 
 
@@ -400,30 +400,11 @@ def _locked(root: str, how: int) -> Iterator[int]:
         os.close(base)
 
 
-@contextlib.contextmanager
-def _exclusive(folder: int, name: str) -> Iterator[int]:
-    file = open_file(folder, name, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
-    finally:
-        os.close(file)
-
-
 def _sweep(base: int) -> None:
     """Remove the remains of evictions that were killed."""
     for name in os.listdir(base):
         if name.startswith(_EVICTED):
             remove_marked(base, name)
-
-
-def _write_json(folder: int, name: str, value: Any, *, replace: bool) -> None:
-    if not replace:
-        with contextlib.suppress(FileNotFoundError):
-            os.stat(name, dir_fd=folder)
-            return
-    data = json.dumps(value).encode()
-    write_whole_at(folder, name, lambda file: file.write(data))
 
 
 def _read_json(folder: int, name: str) -> dict[str, Any]:

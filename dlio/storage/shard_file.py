@@ -39,8 +39,13 @@ class RowArray(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _ShardPosition:
-    """The place of a shard in its data set."""
+class ShardIndex:
+    """The index of one shard of a data set: its footer.
+
+    When it is read, blocks are in memory, and samples may stay in the file: they are read from it
+    when they are asked for, never mapped, because touching mapped pages of a file that was
+    truncated kills a process.
+    """
 
     fingerprint: str
     """Fingerprint of the whole data set, the same in all its shards; 32 hex digits."""
@@ -52,19 +57,9 @@ class _ShardPosition:
     """Sample index of the shard's first sample."""
     total: int
     """Samples in all shards."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardIndex(_ShardPosition):
-    """The index of a shard, as it is read.
-
-    Blocks are in memory. Samples may stay in the file: they are read from it when they are asked
-    for, never mapped, because touching mapped pages of a file that was truncated kills a process.
-    """
-
-    offsets: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.integer[Any]]
     """File offset of each block, and of the footer; shape (blocks + 1,)."""
-    counts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.integer[Any]]
     """Samples in each block; shape (blocks,)."""
     sizes: RowArray
     """Payload bytes of each sample; uint32."""
@@ -74,8 +69,12 @@ class ShardIndex(_ShardPosition):
     """Sample names, UTF-8, one after another; uint8."""
     name_ends: RowArray
     """End of each name in `names`; uint64."""
-    payload_bytes: int
-    """Sum of `sizes`."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Sum of `sizes`."""
+        firsts = range(0, len(self.sizes), _CHUNK)
+        return sum(int(self.sizes[k : k + _CHUNK].sum(dtype=np.int64)) for k in firsts)
 
     def names_of(self, first: int, stop: int) -> list[bytes]:
         """Return the names of neighbouring samples, in UTF-8.
@@ -91,24 +90,6 @@ class ShardIndex(_ShardPosition):
         blob = self.names[start : ends[-1]].tobytes()
         starts = [start, *ends[:-1]]
         return [blob[a - start : b - start] for a, b in zip(starts, ends, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardFooter(_ShardPosition):
-    """The index of one shard of a data set, as it is written."""
-
-    offsets: npt.NDArray[np.uint64]
-    """File offset of each block, and of the footer; shape (blocks + 1,)."""
-    counts: npt.NDArray[np.uint32]
-    """Samples in each block; shape (blocks,)."""
-    sizes: npt.NDArray[np.uint32]
-    """Payload bytes of each sample; shape (samples,)."""
-    labels: npt.NDArray[np.int64]
-    """Class of each sample; shape (samples,)."""
-    names: Buffer
-    """Sample names, UTF-8, one after another."""
-    name_ends: npt.NDArray[np.uint64]
-    """End of each name in `names`; shape (samples,)."""
 
     def encode(self) -> bytes:
         """Return the bytes of the footer."""
@@ -129,13 +110,13 @@ class ShardFooter(_ShardPosition):
         # Widest first, so that every array is aligned.
         arrays = [
             self.offsets.astype("<u8"),
-            self.labels.astype("<i8"),
-            self.name_ends.astype("<u8"),
+            self.labels[:].astype("<i8"),
+            self.name_ends[:].astype("<u8"),
             self.counts.astype("<u4"),
-            self.sizes.astype("<u4"),
+            self.sizes[:].astype("<u4"),
         ]
         body = b"".join(array.tobytes() for array in arrays)
-        return _META_LENGTH.pack(len(text)) + text + body + bytes(self.names)
+        return _META_LENGTH.pack(len(text)) + text + body + bytes(self.names[:])
 
 
 class ShardWriter:
@@ -164,7 +145,7 @@ class ShardWriter:
         write_all(self._descriptor, pieces)
         self.offsets.append(self.offsets[-1] + sum(len(piece) for piece in pieces))
 
-    def finish(self, footer: ShardFooter) -> None:
+    def finish(self, footer: ShardIndex) -> None:
         """Write footer and trailer, and sync the file to disk."""
         text = footer.encode()
         trailer = _TRAILER.pack(
@@ -301,7 +282,6 @@ def _decode(text: _FooterBytes, footer_start: int) -> ShardIndex:
         raise ValueError("its blocks overlap")
     if not _rises_to(rows["name_ends"], len(rows["names"])):
         raise ValueError("its names do not add up")
-    sizes = rows["sizes"]
     return ShardIndex(
         fingerprint=_fingerprint(meta["fingerprint"]),
         schema=Schema.from_rows(meta["schema"]),
@@ -312,14 +292,10 @@ def _decode(text: _FooterBytes, footer_start: int) -> ShardIndex:
         total=_count(meta["total"]),
         offsets=offsets.astype(np.int64),
         counts=counts.astype(np.int64),
-        sizes=sizes,
+        sizes=rows["sizes"],
         labels=rows["labels"],
         names=rows["names"],
         name_ends=rows["name_ends"],
-        payload_bytes=sum(
-            int(sizes[first : first + _CHUNK].sum(dtype=np.int64))
-            for first in range(0, samples, _CHUNK)
-        ),
     )
 
 

@@ -49,7 +49,7 @@ from dlio.util.limits import open_regular
 from dlio.util.memory import new_memory
 from dlio.util.settings import settings
 from dlio.util.shared_folders import SharedFolder, user_folder
-from dlio.util.trusted_files import open_file, publish_file
+from dlio.util.trusted_files import closing_descriptor, open_file, publish_file
 from dlio.util.units import format_bytes
 
 
@@ -99,7 +99,7 @@ class Tier(Closable):
         self._table_bytes = 0
         self.hits = 0
         """Samples that this process has read from here."""
-        self._share = checked_share()
+        self._share = settings().checked_share
         self._claimed: set[int] = set()
         self._claims_of = os.getpid()
         """The process whose claims the open file holds."""
@@ -107,14 +107,15 @@ class Tier(Closable):
         if self.kind == "ram":
             self._shared = SharedFolder(names[-1])
             self.path = self._shared.path
-            self._folder = os.dup(self._shared.descriptor)
+            self.folder = os.dup(self._shared.descriptor)
+            """Descriptor of the tier's folder, open until `close`."""
         else:
-            self._folder = open_private(spec.root, *names, marked=2)
+            self.folder = open_private(spec.root, *names, marked=2)
         self.writable = True
         """False for a tier on a read-only file system, whose blocks can be read."""
         self._claims = -1
         try:
-            self._claims = open_file(self._folder, "claims", os.O_RDWR | os.O_CREAT)
+            self._claims = open_file(self.folder, "claims", os.O_RDWR | os.O_CREAT)
             self._remove_leftovers()
         except OSError as error:
             if error.errno == errno.EROFS:
@@ -131,25 +132,20 @@ class Tier(Closable):
         if self._shared is not None:
             keep(self._shared.alive)
 
-    @property
-    def folder(self) -> int:
-        """Descriptor of the tier's folder, open until `close`."""
-        return self._folder
-
     def free_bytes(self) -> int:
         """Return the bytes that are free on the tier's file system."""
-        status = os.fstatvfs(self._folder)
+        status = os.fstatvfs(self.folder)
         return status.f_bavail * status.f_frsize
 
     def blocks(self) -> set[int]:
         """Return the numbers of the blocks that are published now."""
-        names = os.listdir(self._folder)
+        names = os.listdir(self.folder)
         return {int(match[1]) for name in names if (match := _BLOCK.fullmatch(name)) is not None}
 
     def has(self, block: int) -> bool:
         """True if a block is published."""
         try:
-            os.stat(_name(block), dir_fd=self._folder, follow_symlinks=False)
+            os.stat(_name(block), dir_fd=self.folder, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return True
@@ -197,7 +193,7 @@ class Tier(Closable):
         in_memory = self._shared is not None
         # Keeping descriptors open was tried: with random reads of 512 blocks every second one
         # opened its file anyway. Keeping the tables, and opening for each read, is twice as fast.
-        descriptor = _open_held(_name(block), self._folder) if in_memory else self._open(block)
+        descriptor = _open_held(_name(block), self.folder) if in_memory else self._open(block)
         try:
             with self._lock:
                 self.hits += 1
@@ -212,41 +208,32 @@ class Tier(Closable):
 
     def check(self, block: int) -> BlockInfo:
         """Read and check all of a published block. Raises CorruptBlock, FileNotFoundError."""
-        descriptor = self._open(block)
-        try:
+        with closing_descriptor(self._open(block)) as descriptor:
             info = self._info(block, descriptor)
             scratch = PayloadScratch()
             for place in range(len(info)):
                 info.read(descriptor, place, scratch)
             return info
-        finally:
-            os.close(descriptor)
 
     def digest(self, block: int) -> int:
         """Return the xxh3_64 of a published block's header and table, from its header."""
         with self._lock:
             info = self._tables.get(block)
         if info is None:
-            descriptor = self._open(block)
-            try:
+            with closing_descriptor(self._open(block)) as descriptor:
                 info = self._info(block, descriptor)
-            finally:
-                os.close(descriptor)
         return info.digest
 
     def read_whole(self, block: int) -> memoryview:
         """Return a published block, checked. Raises CorruptBlock, FileNotFoundError."""
-        descriptor = self._open(block)
-        try:
+        with closing_descriptor(self._open(block)) as descriptor:
             # Read, not mapped: mapped pages count as the process's own, and a file that is cut off
             # meanwhile kills by SIGBUS.
             memory = new_memory(os.fstat(descriptor).st_size)
             read_exactly(descriptor, memory, 0, self.path)
-            info = check_block(memory, os.path.join(self.path, _name(block)), 0)
-            self._check_own(block, info)
-            return memory
-        finally:
-            os.close(descriptor)
+        info = check_block(memory, os.path.join(self.path, _name(block)), 0)
+        self._check_own(block, info)
+        return memory
 
     def publish(self, block: int, pieces: Sequence[Buffer]) -> None:
         """Write a block; it appears complete or not at all.
@@ -262,19 +249,16 @@ class Tier(Closable):
         temporary = f"tmp.{block:08d}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            descriptor = open_file(self._folder, temporary, flags)
-            try:
+            with closing_descriptor(open_file(self.folder, temporary, flags)) as descriptor:
                 # Touching shared memory that is full kills the process by SIGBUS; reserving it is
                 # an error.
                 _reserve(descriptor, size)
                 write_all(descriptor, pieces)
                 if self.kind != "ram":
                     os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            publish_file(self._folder, temporary, _name(block))
+            publish_file(self.folder, temporary, _name(block))
         except BaseException as error:
-            remove_entry(self._folder, temporary)
+            remove_entry(self.folder, temporary)
             if isinstance(error, OSError):
                 raise self._unwritten(error, block, size) from error
             raise
@@ -291,7 +275,7 @@ class Tier(Closable):
         try:
             if self.kind != "ram":
                 os.fsync(descriptor)
-            publish_file(self._folder, name, _name(block))
+            publish_file(self.folder, name, _name(block))
         except OSError as error:
             raise self._unwritten(error, block, os.fstat(descriptor).st_size) from error
 
@@ -316,7 +300,7 @@ class Tier(Closable):
         with self._lock:
             self._drop_table(block)
         with suppress(FileNotFoundError):
-            unlink(self._folder, _name(block))
+            unlink(self.folder, _name(block))
 
     def claim(self, block: int) -> bool:
         """Become the one process that fills `block`; False while another one is.
@@ -337,7 +321,7 @@ class Tier(Closable):
         # its own.
         if self._claims_of == os.getpid() or self._claims < 0:
             return
-        inherited, self._claims = self._claims, open_file(self._folder, "claims", os.O_RDWR)
+        inherited, self._claims = self._claims, open_file(self.folder, "claims", os.O_RDWR)
         os.close(inherited)
         self._claims_of = os.getpid()
         self._claimed.clear()
@@ -352,19 +336,19 @@ class Tier(Closable):
     def close(self) -> None:
         """Close the tier's files. The last process that closes a RAM tier removes it."""
         with self._lock:
-            if self._folder < 0:
+            if self.folder < 0:
                 return
-            for descriptor in (self._claims, self._folder):
+            for descriptor in (self._claims, self.folder):
                 if descriptor >= 0:
                     with suppress(OSError):
                         os.close(descriptor)
             # A thread that was held up by a hung source must not use another file's descriptor.
-            self._claims = self._folder = -1
+            self._claims = self.folder = -1
         if self._shared is not None:
             self._shared.close()
 
     def _open(self, block: int) -> int:
-        return open_regular(_name(block), os.O_NOFOLLOW, dir_fd=self._folder)
+        return open_regular(_name(block), os.O_NOFOLLOW, dir_fd=self.folder)
 
     def _info(self, block: int, descriptor: int) -> BlockInfo:
         """Read a block's header and table, without keeping them as reads of samples do."""
@@ -397,22 +381,14 @@ class Tier(Closable):
 
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of dead writers, whose claims are free."""
-        for name in os.listdir(self._folder):
+        for name in os.listdir(self.folder):
             match = _TEMPORARY.fullmatch(name)
             if match is None:
                 continue
             block = int(match[1])
             if self.claim(block):
-                remove_entry(self._folder, name)
+                remove_entry(self.folder, name)
                 self.release(block)
-
-
-def checked_share() -> float:
-    """Return DLIO_CHECK, the share of the payloads read from tiers whose checksums are verified.
-
-    Raises UsageError when it is invalid.
-    """
-    return settings().checked_share
 
 
 def _name(block: int) -> str:
@@ -440,33 +416,31 @@ class LostTier(Tier):
         self.writable = False
         self.hits = 0
 
+    # Nothing is held, or taken; there is nothing to close.
+
     def keep(self) -> None:
-        """Do nothing."""
+        pass
 
     def free_bytes(self) -> int:
-        """Return 0."""
         return 0
 
     def blocks(self) -> set[int]:
-        """Return no blocks."""
         return set()
 
     def has(self, block: int) -> bool:
-        """Return False."""
         return False
 
     def discard(self, block: int) -> None:
-        """Do nothing."""
+        pass
 
     def release(self, block: int) -> None:
-        """Do nothing."""
+        pass
 
     def claim(self, block: int) -> bool:
-        """Return False."""
         return False
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
 
 # The tiers of a node

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from dlio.data.schema import IMAGES, Buffer, Kind, Schema
 from dlio.errors import UsageError
 from dlio.storage.block import encode_block
-from dlio.storage.shard_file import SUFFIX, ShardFooter, ShardWriter
+from dlio.storage.shard_file import SUFFIX, ShardIndex, ShardWriter
 from dlio.util.whole_files import open_own
 
 CHUNK_BYTES: Final = 1 << 20
@@ -138,7 +138,7 @@ class NativeWriter:
         shard = self._shard
         ends = np.cumsum([len(name) for name in self._names], dtype=np.uint64)
         self._writer.finish(
-            ShardFooter(
+            ShardIndex(
                 fingerprint=shard.fingerprint,
                 schema=shard.schema,
                 classes=shard.classes,
@@ -150,7 +150,7 @@ class NativeWriter:
                 counts=np.array(self._counts, np.uint32),
                 sizes=np.array(self._sizes, np.uint32),
                 labels=np.array(self._labels, np.int64),
-                names=b"".join(self._names),
+                names=np.frombuffer(b"".join(self._names), np.uint8),
                 name_ends=ends,
             )
         )

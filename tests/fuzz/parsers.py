@@ -21,7 +21,7 @@ from dlio.image.decoder import decode_whole
 from dlio.image.jpeg import IntervalRange, cut, interval_starts, parse_frame
 from dlio.storage.block import ALIGN, ENTRY, HEADER, check_block, encode_block, read_info
 from dlio.storage.manifest import Manifest
-from dlio.storage.shard_file import ShardFooter, ShardWriter, read_footer
+from dlio.storage.shard_file import ShardIndex, ShardWriter, read_footer
 from dlio.storage.tier_spec import parse_tiers
 from dlio.train.checkpoint.tensor_reader import CONTENTS, contents
 from dlio.util.decompression_limits import CODECS, exceeds
@@ -166,7 +166,7 @@ def sound() -> dict[str, bytes]:
         with ShardWriter(path) as writer:
             writer.write_block([made])
             writer.finish(
-                ShardFooter(
+                ShardIndex(
                     fingerprint=FINGERPRINT,
                     schema=IMAGE_LABEL,
                     classes=("a", "b"),
@@ -178,7 +178,7 @@ def sound() -> dict[str, bytes]:
                     counts=np.array([4], np.uint32),
                     sizes=np.array([len(each) for each in payloads], np.uint32),
                     labels=np.zeros(4, np.int64),
-                    names=b"abcd",
+                    names=np.frombuffer(b"abcd", np.uint8),
                     name_ends=np.arange(1, 5, dtype=np.uint64),
                 )
             )

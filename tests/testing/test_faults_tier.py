@@ -163,7 +163,7 @@ class _LeavesLeftovers(Tier):
 
 class _TakesItsBlocksAlong(Tier):
     def close(self) -> None:
-        for name in os.listdir(self.path) if self._folder >= 0 else []:
+        for name in os.listdir(self.path) if self.folder >= 0 else []:
             if name.endswith(".blk"):
                 os.unlink(Path(self.path) / name)
         super().close()
@@ -171,7 +171,7 @@ class _TakesItsBlocksAlong(Tier):
 
 class _ClosesOnce(Tier):
     def close(self) -> None:
-        if self._folder < 0:
+        if self.folder < 0:
             raise ValueError("closed already")
         super().close()
 

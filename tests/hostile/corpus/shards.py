@@ -11,7 +11,7 @@ import xxhash
 
 from dlio.data.schema import IMAGE_LABEL
 from dlio.storage.block import encode_block
-from dlio.storage.shard_file import ShardFooter, ShardWriter
+from dlio.storage.shard_file import ShardIndex, ShardWriter
 from tests.hostile.corpus.case import ERROR, RIGHT, Ask, Case, Cases, Make
 from tests.hostile.corpus.mutate import damaged, nonsense, special_files
 
@@ -53,7 +53,7 @@ def shard(folder: Path, number: int, shards: int, **changes: Any) -> Path:
             "names": b"".join(names),
             "name_ends": np.cumsum([len(name) for name in names]).astype(np.uint64),
         }
-        writer.finish(ShardFooter(**{**fields, **changes}))
+        writer.finish(ShardIndex(**{**fields, **changes}))
     return path
 
 
