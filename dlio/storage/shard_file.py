@@ -9,7 +9,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import xxhash
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock
 from dlio.storage.block import DescriptorlessFile, file_size, read_exactly, write_all
+from dlio.util.closable import Closable
 from dlio.util.memory import new_memory
 from dlio.util.whole_files import open_own
 
@@ -119,7 +120,7 @@ class ShardIndex:
         return _META_LENGTH.pack(len(text)) + text + body + bytes(self.names[:])
 
 
-class ShardWriter:
+class ShardWriter(Closable):
     """Writes one shard file: blocks, then the footer. Works as a context manager.
 
     The file is complete only after `finish`. Until then it has no trailer, and every reader
@@ -134,10 +135,8 @@ class ShardWriter:
         self.offsets = [0]
         """File offsets of the blocks so far, and of the next block or the footer."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the file."""
         os.close(self._descriptor)
 
     def write_block(self, pieces: Sequence[Buffer]) -> None:

@@ -156,7 +156,7 @@ class NativeWriter:
         )
 
     def close(self) -> None:
-        self._writer.__exit__()
+        self._writer.close()
 
 
 class TarWriter:
