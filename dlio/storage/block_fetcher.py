@@ -26,7 +26,7 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.storage.block import encode_block
-from dlio.storage.counters import Counters, RunNotes
+from dlio.storage.counters import RunNotes
 from dlio.storage.file_system_kind import file_system_of
 from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.tier import Tier, TierTargets
@@ -357,11 +357,24 @@ class Fetcher:
         raise NotImplementedError
 
     def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
-        """Begin to read the samples of a first batch; see `Hierarchy.hurry`."""
+        """Begin to read the samples of a first batch, many at a time, ahead of their blocks.
+
+        Does so for a source whose samples are single files or objects. Each payload is kept for its
+        block, which other processes leave to this one; so nothing is read twice.
+
+        Args:
+            samples: indices; shape (batch,).
+            then: called when they are read, in a thread of this fetcher's, or now. Never called by
+                two threads at once, nor after `settle`.
+        """
         raise NotImplementedError
 
     def expect(self, samples: npt.NDArray[np.int64]) -> None:
-        """Begin to read samples that are going to be taken, in this order."""
+        """Begin to read samples that are going to be taken, where that takes a while each.
+
+        Args:
+            samples: indices, in the order of their use; shape (n,).
+        """
 
     def forget(self, samples: npt.NDArray[np.int64]) -> None:
         """Let go of samples that were expected and are not going to be taken."""
@@ -401,14 +414,13 @@ class BlockFetcher(Fetcher):
         reader: Reader,
         targets: TierTargets,
         requests: SourceRequests,
-        counters: Counters,
         notes: RunNotes,
         *,
         check: bool,
         fill_timeout_s: float | None,
     ) -> None:
         self._reader, self._targets, self._requests = reader, targets, requests
-        self._counters, self._notes = counters, notes
+        self._counters, self._notes = notes.counters, notes
         self._early = EarlyPayloads()
         self._hurry: Workers | None = None
         self._hurry_lock = threading.Lock()
@@ -542,7 +554,7 @@ class BlockFetcher(Fetcher):
         return None if payload is None else (payload, "source")
 
     def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
-        """Begin to read the samples whose blocks have not arrived; see `Hierarchy.hurry`."""
+        """Begin to read the samples whose blocks have not arrived."""
         # A first batch of 64 samples touches about 64 blocks. Waiting for all of these, of some MiB
         # each, takes far longer than reading 64 files. So where samples are files of their own,
         # those of a first batch are read first. Each payload is kept for its block, which this

@@ -136,7 +136,7 @@ class BlockStream:
                 block = self._turn()
                 if block is not None:
                     # If another rank is filling it, nobody needs to wait here.
-                    self._hierarchy.fill(block, timeout_s=0)
+                    self._hierarchy.block_fetcher.fill(block, timeout_s=0)
         except Exception:
             # A source that hung and answers at last finds the folder closed.
             if not self._closing.is_set():

@@ -18,6 +18,13 @@ from dlio.util.printable import printable
 
 PLACES = ("source", "peer", "ram", "disk")
 """Places that a sample can be read from."""
+# fmt: off
+_REPORTED: Final = (
+    "bytes", "healed", "tier_errors", "moved_bytes", "late", "single_bytes", "sent", "messages",
+    "decoded", "decode_saved_s", "device_images", "device_bytes", "fallbacks",
+)
+# fmt: on
+"""Counters in reports, in this order."""
 
 
 @dataclass(slots=True)
@@ -82,22 +89,8 @@ class Counters:
         """Return all counts, for a report."""
         sources = {} if self.by_source is None else {"source_bytes": self.by_source()}
         with self._lock:
-            return {
-                **sources,
-                "bytes": dict(self.bytes),
-                "healed": self.healed,
-                "tier_errors": self.tier_errors,
-                "moved_bytes": self.moved_bytes,
-                "late": self.late,
-                "single_bytes": self.single_bytes,
-                "sent": self.sent,
-                "messages": self.messages,
-                "decoded": self.decoded,
-                "decode_saved_s": self.decode_saved_s,
-                "device_images": self.device_images,
-                "device_bytes": self.device_bytes,
-                "fallbacks": self.fallbacks,
-            }
+            counts = {name: getattr(self, name) for name in _REPORTED}
+        return {**sources, **counts, "bytes": dict(self.bytes)}
 
 
 # Sentences for users, and faults of tiers
@@ -155,7 +148,7 @@ class RunNotes:
     """Sentences that users should read once: failures that were handled, decisions. Thread-safe."""
 
     def __init__(self, counters: Counters) -> None:
-        self._counters = counters
+        self.counters = counters
         self._lock = new_lock()
         self._events: list[str] = []
         self._faults: set[tuple[str, str, int | None]] = set()
@@ -176,7 +169,7 @@ class RunNotes:
             then: consequence, as the end of a sentence.
         """
         number = _number(error)
-        self._counters.add("tier_errors")
+        self.counters.add("tier_errors")
         with self._lock:
             if (path, doing, number) in self._faults:
                 return

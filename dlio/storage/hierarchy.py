@@ -27,7 +27,7 @@ from dlio.storage.block import PayloadScratch, scatter
 from dlio.storage.block_fetcher import BlockFetcher, Fetcher, SourceRequests
 from dlio.storage.counters import Counters, RunNotes
 from dlio.storage.sample_fetcher import SampleFetcher
-from dlio.storage.tier import PinnedTiers, Tier, TierTargets
+from dlio.storage.tier import Tier, TierTargets
 from dlio.util.closable import Closable
 from dlio.util.forks import new_lock
 
@@ -47,7 +47,7 @@ class Hierarchy(Closable):
     Args:
         reader: the source.
         tiers: fastest first.
-        pins: the tier that each block is kept in.
+        pinned: number of the tier that each block is kept in, -1 for none; shape (blocks,).
         ranks: number of ranks in the job, which share the budget of samples read on their own.
         requests: reads whole blocks of the source; owned. Default: one request at a time.
         check: read each block that is brought back from its tier, and compare.
@@ -61,7 +61,7 @@ class Hierarchy(Closable):
         self,
         reader: Reader,
         tiers: Sequence[Tier],
-        pins: PinnedTiers,
+        pinned: npt.NDArray[np.int8],
         *,
         ranks: int = 1,
         requests: SourceRequests | None = None,
@@ -71,44 +71,28 @@ class Hierarchy(Closable):
     ) -> None:
         self.reader = reader
         self.counters = Counters(by_source=abilities_of(reader).bytes_by_source)
-        self.targets = TierTargets(tiers, pins)
+        self.targets = TierTargets(tiers, pinned)
+        self.tiers, self.pinned = self.targets.tiers, pinned
         self.run_notes = RunNotes(self.counters)
         self._requests = requests or SourceRequests(reader)
         self.block_fetcher = BlockFetcher(
             reader,
             self.targets,
             self._requests,
-            self.counters,
             self.run_notes,
             check=check,
             fill_timeout_s=fill_timeout_s,
         )
-        self._reads = TierReads(
-            reader, self.targets, self.block_fetcher, self.counters, self.run_notes, ranks
-        )
+        self._reads = TierReads(reader, self.targets, self.block_fetcher, self.run_notes, ranks)
         flow = abilities_of(reader).flow if flow is None else flow
         self.sample_fetcher: SampleFetcher | None = None
         """Reads the samples of a source with a latency; None where whole blocks are read."""
         if flow is not None:
             self.sample_fetcher = SampleFetcher(
-                self._requests,
-                flow,
-                self.targets,
-                self.block_fetcher,
-                self.counters,
-                self.run_notes,
+                self._requests, flow, self.targets, self.block_fetcher, self.run_notes
             )
-        self._fetcher: Fetcher = self.sample_fetcher or self.block_fetcher
-
-    @property
-    def tiers(self) -> list[Tier]:
-        """The tiers, fastest first."""
-        return self.targets.tiers
-
-    @property
-    def pins(self) -> PinnedTiers:
-        """The tier that each block is kept in."""
-        return self.targets.pins
+        self.fetcher: Fetcher = self.sample_fetcher or self.block_fetcher
+        """Brings samples from the source, ahead of their use where that takes a while."""
 
     # Samples
 
@@ -184,7 +168,7 @@ class Hierarchy(Closable):
         Samples read ahead of their blocks come first, then the tiers, then the source. Reading is
         a part of the search: a block may be removed, or prove damaged, after it was found.
         """
-        early = self._fetcher.take(sample, block, place)
+        early = self.fetcher.take(sample, block, place)
         if early is None:
             result = self._reads.read(sample, block, from_tier)
             if result is not None:
@@ -210,50 +194,7 @@ class Hierarchy(Closable):
             )
         scatter(payload, pieces)
 
-    # Samples ahead of their use
-
-    def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
-        """Begin to read the samples of a first batch, many at a time, ahead of their blocks.
-
-        Does so for a source whose samples are single files or objects. Each payload is kept for its
-        block, which other processes leave to this one; so nothing is read twice.
-
-        Args:
-            samples: indices; shape (batch,).
-            then: called when they are read, in a thread of this hierarchy's, or now. Never called
-                by two threads at once, nor after `settle`.
-        """
-        self._fetcher.hurry(samples, then)
-
-    def expect(self, samples: npt.NDArray[np.int64]) -> None:
-        """Begin to read samples that are about to be read, where that takes a while each.
-
-        Args:
-            samples: indices, in the order of their use; shape (n,).
-        """
-        self._fetcher.expect(samples)
-
-    def forget(self, samples: npt.NDArray[np.int64]) -> None:
-        """Let go of samples that were expected and are not going to be read now."""
-        self._fetcher.forget(samples)
-
-    def pace(self, lacking: int) -> None:
-        """Throttle reading ahead while `lacking` samples are ready to be taken."""
-        self._fetcher.pace(lacking)
-
-    def settle(self) -> None:
-        """End the work that `hurry` began; its `then` is not called after this."""
-        self._fetcher.settle()
-
     # Blocks
-
-    def fill(self, block: int, timeout_s: float | None = None) -> bool:
-        """Bring a block into its tier unless it is there; True when it is there now.
-
-        False when it cannot be kept (`BlockFetcher.can_fill`), or when another process that fills
-        it did not finish within `timeout_s`.
-        """
-        return self.block_fetcher.fill(block, timeout_s)
 
     def missing(self) -> int:
         """Count the blocks pinned here that are not in their tier."""
@@ -265,8 +206,8 @@ class Hierarchy(Closable):
                 here.append(set())
                 then = "its blocks are read from elsewhere"
                 self.run_notes.tier_failed(tier.path, "read", error, then)
-        pinned = np.flatnonzero(self.pins.tier >= 0)
-        return sum(int(block) not in here[self.pins.tier[block]] for block in pinned)
+        pinned = np.flatnonzero(self.pinned >= 0)
+        return sum(int(block) not in here[self.pinned[block]] for block in pinned)
 
     def drop_streamed(self, block: int) -> None:
         """Remove a streamed block from its tier."""
@@ -281,14 +222,10 @@ class Hierarchy(Closable):
         replicas = abilities_of(self.reader).summary
         return self.run_notes.all() if replicas is None else [*self.run_notes.all(), replicas()]
 
-    def note(self, event: str) -> None:
-        """Remember a sentence that users should read; see `notes`."""
-        self.run_notes.add(event)
-
     def close(self) -> None:
         """Stop reading ahead and close the tiers."""
-        self.settle()
-        self._fetcher.close()
+        self.fetcher.settle()
+        self.fetcher.close()
         self._requests.close()
         self.targets.close()
 
@@ -311,12 +248,11 @@ class TierReads:
         reader: Reader,
         targets: TierTargets,
         blocks: BlockFetcher,
-        counters: Counters,
         notes: RunNotes,
         ranks: int,
     ) -> None:
         self._reader, self._targets, self._blocks = reader, targets, blocks
-        self._counters, self._notes = counters, notes
+        self._counters, self._notes = notes.counters, notes
         self._lock = new_lock()
         self._renewed: set[int] = set()
         self.budget_bytes = int(_ON_THEIR_OWN_SHARE * data_bytes(reader) / ranks)

@@ -44,7 +44,7 @@ from dlio.storage.file_system_kind import FileSystemKind, file_system_of
 from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.inventory import DatasetUse, make_room, remember_root, stored_data
 from dlio.storage.sample_fetcher import SampleFiller
-from dlio.storage.tier import LostTier, PinnedTiers, Tier
+from dlio.storage.tier import LostTier, Tier
 from dlio.storage.tier_spec import (
     Tiers,
     TierSpec,
@@ -144,7 +144,7 @@ class Mount(Closable):
         """
         if self._filler is None and self.hierarchy.missing():
             reader = self.hierarchy.reader
-            wanted = self.hierarchy.pins.tier >= 0
+            wanted = self.hierarchy.pinned >= 0
             if self.hierarchy.sample_fetcher is not None:
                 self._filler = SampleFiller(self.hierarchy.sample_fetcher, reader, order, wanted)
                 return self._filler
@@ -202,7 +202,7 @@ class Mount(Closable):
             reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
             name = f"{reader.fingerprint}.{node}.{recipe}"
             capacity = self.decoded_spec.capacity
-            self._decoded = DecodedTier(name, len(reader), capacity, self.hierarchy.note)
+            self._decoded = DecodedTier(name, len(reader), capacity, self.hierarchy.run_notes.add)
         return self._decoded
 
     @property
@@ -217,7 +217,7 @@ class Mount(Closable):
             from dlio.storage.device_tier import DeviceTier
 
             count, capacity = len(self.hierarchy.reader), self.device_spec.capacity
-            self._device_tier = DeviceTier(count, capacity, device, self.hierarchy.note)
+            self._device_tier = DeviceTier(count, capacity, device, self.hierarchy.run_notes.add)
         return self._device_tier
 
     # The ranks of the job
@@ -264,7 +264,7 @@ class Mount(Closable):
         if os.getpid() != self._process:
             return
         self._publish_no_more()
-        self.hierarchy.settle()
+        self.hierarchy.fetcher.settle()
         if self._filler is not None:
             self._filler.close()
         disks = [tier for tier in self.hierarchy.tiers if tier.kind == "disk"]
@@ -304,7 +304,7 @@ class Mount(Closable):
                     "root": spec.root,
                     "capacity": spec.capacity,
                     "used": int(self.block_bytes[list(tier.blocks())].sum()),
-                    "wanted": int(self.block_bytes[self.hierarchy.pins.tier == number].sum()),
+                    "wanted": int(self.block_bytes[self.hierarchy.pinned == number].sum()),
                 }
                 for number, (spec, tier) in enumerate(
                     zip(self.tiers, self.hierarchy.tiers, strict=False)
@@ -390,8 +390,8 @@ def mount(
         placement = place(block_bytes, placed, reader.fingerprint)
         if not is_parsed(tiers):
             _check_size(specs, block_bytes)
-        pins = _pins(placement, placed, block_bytes, nodes.here, options.layout)
-        _check_room(opened, pins.tier, block_bytes)
+        pinned = _pinned_tiers(placement, placed, block_bytes, nodes.here, options.layout)
+        _check_room(opened, pinned, block_bytes)
         # Ranks do not report their reads to each other: each gets an equal share of the rate.
         rate = None if options.rate is None else options.rate / comm.size
         source_requests = undo.enter_context(
@@ -400,7 +400,7 @@ def mount(
         hierarchy = Hierarchy(
             reader,
             opened,
-            pins,
+            pinned,
             ranks=comm.size,
             requests=source_requests,
             check=options.check,
@@ -522,20 +522,20 @@ def _gather_capacities(
     ]
 
 
-def _pins(
+def _pinned_tiers(
     placement: Placement,
     nodes: Sequence[HomeNode],
     block_bytes: npt.NDArray[np.int64],
     here: int,
     layout: Layout,
-) -> PinnedTiers:
+) -> npt.NDArray[np.int8]:
     """Return the tier of this node that keeps each block.
 
     Raises UsageError when a replica has no room.
     """
     room = min(sum(node.capacities) for node in nodes) >= int(block_bytes.sum())
     if layout == "partition" or (layout == "auto" and not room):
-        return PinnedTiers(np.where(placement.home == here, placement.tier, -1).astype(np.int8))
+        return np.where(placement.home == here, placement.tier, -1).astype(np.int8)
     alone = place(block_bytes, [nodes[here]], "copy")
     if (alone.tier < 0).any():
         raise UsageError(
@@ -543,7 +543,7 @@ def _pins(
             f"{format_bytes(sum(nodes[here].capacities))}, a copy of the data set needs "
             f"{format_bytes(int(block_bytes.sum()))}: give them more, or choose partition"
         )
-    return PinnedTiers(alone.tier)
+    return alone.tier
 
 
 def block_bytes_of(reader: Reader) -> npt.NDArray[np.int64]:

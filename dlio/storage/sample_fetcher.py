@@ -35,7 +35,7 @@ from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierFull
 from dlio.plan.order import Order
 from dlio.storage.block_fetcher import BlockFetcher, Fetcher, SourceRequests
-from dlio.storage.counters import Counters, RunNotes
+from dlio.storage.counters import RunNotes
 from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.tier import Tier, TierTargets
 from dlio.util.forks import new_lock
@@ -323,13 +323,12 @@ class SampleFetcher(Fetcher):
         flow: Flow,
         targets: TierTargets,
         blocks: BlockFetcher,
-        counters: Counters,
         notes: RunNotes,
     ) -> None:
         reader = requests.reader
         self._reader, self._flow, self._targets = reader, flow, targets
         self._requests = requests
-        self._blocks, self._counters, self._notes = blocks, counters, notes
+        self._blocks, self._counters, self._notes = blocks, notes.counters, notes
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -364,7 +363,7 @@ class SampleFetcher(Fetcher):
 
     def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
         """Begin to read the samples of a first batch, and call `then` now."""
-        pins = self._targets.pins.tier[self._reader.layout.block_of(samples)]
+        pins = self._targets.pinned[self._reader.layout.block_of(samples)]
         self.expect(samples[pins >= 0])  # Samples of streamed blocks come with these.
         then()
 

@@ -23,7 +23,6 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -446,18 +445,6 @@ class LostTier(Tier):
 # The tiers of a node
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedTiers:
-    """The tier of this node that keeps each block for the whole job."""
-
-    tier: npt.NDArray[np.int8]
-    """Number of the tier, -1 for blocks that this node does not keep; shape (blocks,)."""
-
-
-def _never(_: int) -> bool:
-    return False
-
-
 class TierTargets:
     """A node's tiers, and which of them each block belongs in.
 
@@ -468,13 +455,14 @@ class TierTargets:
 
     Args:
         tiers: fastest first.
+        pinned: number of the tier that keeps each block for the whole job, -1 for blocks that this
+            node does not keep; shape (blocks,).
     """
 
-    def __init__(self, tiers: Sequence[Tier], pins: PinnedTiers) -> None:
-        self.tiers = list(tiers)
-        self.pins = pins
+    def __init__(self, tiers: Sequence[Tier], pinned: npt.NDArray[np.int8]) -> None:
+        self.tiers, self.pinned = list(tiers), pinned
         self._streamed: npt.NDArray[np.bool_] | None = None
-        self._is_over: Callable[[int], bool] = _never
+        self._is_over: Callable[[int], bool] = lambda _: False
 
     @property
     def can_stream(self) -> bool:
@@ -484,7 +472,7 @@ class TierTargets:
     def add_stream_tier(self, tier: Tier) -> None:
         """Append the tier that streamed blocks go through."""
         self.tiers.append(tier)
-        self._streamed = np.zeros(len(self.pins.tier), np.bool_)
+        self._streamed = np.zeros(len(self.pinned), np.bool_)
 
     def stream(self, blocks: npt.NDArray[np.bool_], is_over: Callable[[int], bool]) -> None:
         """Stream these blocks too, except for those that are pinned.
@@ -495,19 +483,19 @@ class TierTargets:
                 read again.
         """
         assert self._streamed is not None
-        self._streamed |= blocks & (self.pins.tier < 0)
+        self._streamed |= blocks & (self.pinned < 0)
         self._is_over = is_over
 
     def number(self, block: int) -> int:
         """Return the number of the tier that a block belongs in, -1 for none."""
-        number = int(self.pins.tier[block])
+        number = int(self.pinned[block])
         if number < 0 and self._streamed is not None and self._streamed[block]:
             return len(self.tiers) - 1
         return number
 
     def is_pinned(self, block: int) -> bool:
         """True for a block that a tier keeps, False for one that is streamed or in no tier."""
-        return bool(self.pins.tier[block] >= 0)
+        return bool(self.pinned[block] >= 0)
 
     def is_over(self, block: int) -> bool:
         """True for a streamed block that is not needed any more in this pass."""

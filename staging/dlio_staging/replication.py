@@ -83,4 +83,4 @@ def _turn(mounted: Mount, out: tuple[int, list[int]], into: tuple[int, list[int]
 
 def _tier(mounted: Mount, block: int) -> Tier:
     """Return the tier of this node that a block is pinned in."""
-    return mounted.hierarchy.tiers[int(mounted.hierarchy.pins.tier[block])]
+    return mounted.hierarchy.tiers[int(mounted.hierarchy.pinned[block])]

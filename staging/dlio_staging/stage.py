@@ -99,7 +99,7 @@ def stage(
     )
     with mount(reader, disks, world(), options.pretend_nodes, options=how) as mounted:
         chosen = chosen_blocks(reader, options)
-        tiers = mounted.hierarchy.pins.tier
+        tiers = mounted.hierarchy.pinned
         wanted = chosen[tiers[chosen] >= 0]
         unplaced = chosen[(tiers[chosen] < 0) & (mounted.placement.home[chosen] < 0)]
         done = start_report(reader, mounted, options.layout)
@@ -262,7 +262,7 @@ def _discard_damaged(mounted: Mount, wanted: npt.NDArray[np.int64]) -> int:
     part = ranks.index(mounted.comm.rank)
     damaged = 0
     for block in wanted[part :: len(ranks)].tolist():
-        tier = mounted.hierarchy.tiers[int(mounted.hierarchy.pins.tier[block])]
+        tier = mounted.hierarchy.tiers[int(mounted.hierarchy.pinned[block])]
         try:
             tier.check(block)
         except FileNotFoundError:

@@ -160,7 +160,7 @@ def plan_tiers(mounted: Mount, wanted: npt.NDArray[np.int64]) -> dict[str, list[
     """Return the plans of all nodes' tiers as JSON objects, by node name. Collective."""
     plans = []
     for number, tier in enumerate(mounted.hierarchy.tiers):
-        blocks = wanted[mounted.hierarchy.pins.tier[wanted] == number]
+        blocks = wanted[mounted.hierarchy.pinned[wanted] == number]
         missing = np.setdiff1d(blocks, np.fromiter(tier.blocks(), np.int64))
         sizes = mounted.block_bytes
         plans.append(
@@ -181,13 +181,13 @@ def plan_tiers(mounted: Mount, wanted: npt.NDArray[np.int64]) -> dict[str, list[
 def bytes_to_read(mounted: Mount, own: npt.NDArray[np.int64]) -> int:
     """Return the bytes of the blocks in `own` that are not in their tiers yet."""
     here = [tier.blocks() for tier in mounted.hierarchy.tiers]
-    tiers = mounted.hierarchy.pins.tier
+    tiers = mounted.hierarchy.pinned
     return sum(int(mounted.block_bytes[b]) for b in own.tolist() if b not in here[tiers[b]])
 
 
 def is_present(mounted: Mount, block: int) -> bool:
     """True if a block that is pinned on this node is in its tier."""
-    return mounted.hierarchy.tiers[int(mounted.hierarchy.pins.tier[block])].has(block)
+    return mounted.hierarchy.tiers[int(mounted.hierarchy.pinned[block])].has(block)
 
 
 # Results

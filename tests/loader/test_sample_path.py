@@ -76,7 +76,9 @@ def test_a_sample_goes_the_way_that_is_documented(pictures: Path) -> None:
             mounted = data.mounted
             assert mounted is not None
             for block in range(data.reader.layout.blocks):
-                assert mounted.hierarchy.fill(block, 60)  # Whoever fills it, it is there now.
+                assert mounted.hierarchy.block_fetcher.fill(
+                    block, 60
+                )  # Whoever fills it, it is there now.
         with Calls() as reading:
             assert sum(1 for _ in loader) == 3
     calls = documented(path)

@@ -18,7 +18,7 @@ from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.block_fetcher import BlockFetcher, BlockFiller, SourceRequests, blocks_in_order
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.tier import PinnedTiers, Tier
+from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
 from tests.conftest import in_time
 
@@ -78,7 +78,7 @@ def make(tmp_path: Path) -> Make:
             for name in ("fast", "slow")
         ]
         pinned = (np.arange(reader.layout.blocks) % 3 - 1).astype(np.int8)  # -1, 0, 1, -1 ...
-        return Hierarchy(reader, tiers, PinnedTiers(pinned))
+        return Hierarchy(reader, tiers, pinned)
 
     return hierarchy
 
@@ -103,9 +103,9 @@ def test_pinned_blocks_are_read_once_and_the_rest_each_time(make: Make) -> None:
         assert first <= 1.005 * reader.sizes.sum() + reader.sizes.max()
         assert (
             _read_all(hierarchy).count("disk")
-            == (hierarchy.pins.tier[reader.layout.block_of(np.arange(N))] >= 0).sum()
+            == (hierarchy.pinned[reader.layout.block_of(np.arange(N))] >= 0).sum()
         )
-        pinned = hierarchy.pins.tier[reader.layout.block_of(np.arange(N))] >= 0
+        pinned = hierarchy.pinned[reader.layout.block_of(np.arange(N))] >= 0
         assert (reader.reads[~pinned] == 2).all()
         assert hierarchy.counters.bytes["source"] - first == reader.sizes[~pinned].sum()
 
@@ -113,7 +113,7 @@ def test_pinned_blocks_are_read_once_and_the_rest_each_time(make: Make) -> None:
 def test_processes_of_a_node_share_blocks_and_work(make: Make) -> None:
     reader = MemoryReader()
     with make(reader) as one, make(reader) as two:
-        wanted = one.pins.tier >= 0
+        wanted = one.pinned >= 0
         order = Order(N, 0)
 
         def blocks() -> Iterator[int]:
@@ -128,7 +128,7 @@ def test_processes_of_a_node_share_blocks_and_work(make: Make) -> None:
         assert one.missing() == two.missing() == 0
         assert reader.reads.max() == 1
         read = [hierarchy.counters.bytes["source"] for hierarchy in (one, two)]
-        pinned = one.pins.tier[reader.layout.block_of(np.arange(N))] >= 0
+        pinned = one.pinned[reader.layout.block_of(np.arange(N))] >= 0
         assert sum(read) == reader.sizes[pinned].sum()
 
 
@@ -152,7 +152,7 @@ def test_damage_in_a_tier_is_healed_from_the_source_and_counted(make: Make) -> N
         _read_all(hierarchy)
         read = hierarchy.counters.bytes["source"]
         _read_all(hierarchy)
-        pinned = hierarchy.pins.tier[reader.layout.block_of(np.arange(N))] >= 0
+        pinned = hierarchy.pinned[reader.layout.block_of(np.arange(N))] >= 0
         assert hierarchy.counters.healed == damaged
         assert hierarchy.counters.bytes["source"] - read == reader.sizes[~pinned].sum()
         assert "checksum" in hierarchy.notes()[0]
@@ -183,7 +183,7 @@ def test_an_unreadable_sample_does_not_affect_others(make: Make) -> None:
     reader = MemoryReader()
     with make(reader) as hierarchy:
         blocks, places = reader.layout.locate(np.arange(N, dtype=np.int64))
-        reader.broken = int(np.flatnonzero(hierarchy.pins.tier[blocks] == 0)[0])
+        reader.broken = int(np.flatnonzero(hierarchy.pinned[blocks] == 0)[0])
         for sample in range(N):
             where = int(blocks[sample]), int(places[sample])
             if sample == reader.broken:
@@ -211,7 +211,7 @@ def test_waiting_for_a_slow_filler_ends(make: Make) -> None:
     reader = MemoryReader()
     with make(reader) as one, make(reader) as two:
         two.block_fetcher.fill_timeout_s = 0.1
-        block = int(np.flatnonzero(one.pins.tier == 0)[0])
+        block = int(np.flatnonzero(one.pinned == 0)[0])
         assert one.tiers[0].claim(block)  # And never fills it.
         two._reads.budget_bytes = 0
         samples = reader.layout.samples_of(block)
@@ -220,7 +220,7 @@ def test_waiting_for_a_slow_filler_ends(make: Make) -> None:
         assert bytes(payload) == reader.payloads[samples[0]]
         assert "slow or stopped" in two.notes()[0]
         one.tiers[0].release(block)
-        assert two.fill(block)
+        assert two.block_fetcher.fill(block)
 
 
 def test_blocks_come_in_the_order_of_their_first_use() -> None:
@@ -238,7 +238,7 @@ def _two_jobs(reader: MemoryReader, folder: Path) -> list[Hierarchy]:
     jobs = []
     for _ in range(2):
         tier = Tier(TierSpec("disk", str(folder), 1 << 30), "x", fingerprint=reader.fingerprint)
-        pins = PinnedTiers(np.zeros(reader.layout.blocks, np.int8))
+        pins = np.zeros(reader.layout.blocks, np.int8)
         jobs.append(Hierarchy(reader, [tier], pins, requests=SourceRequests(reader, 4)))
     return jobs
 
@@ -258,7 +258,7 @@ def test_a_first_batch_is_read_before_its_blocks_and_nothing_twice(tmp_path: Pat
         )
 
     for seed, job in enumerate(jobs):
-        job.hurry(batches[seed], functools.partial(fill, job, seed))
+        job.fetcher.hurry(batches[seed], functools.partial(fill, job, seed))
     for job, batch in zip(jobs, batches, strict=True):
         for sample in batch.tolist():
             block, place = (int(part[0]) for part in reader.layout.locate(np.array([sample])))
@@ -283,16 +283,16 @@ def test_the_work_after_a_first_batch_is_done_by_one_thread_at_a_time(tmp_path: 
         go.wait(60)
         events.append("ends")
 
-    job.hurry(np.arange(40), then)
+    job.fetcher.hurry(np.arange(40), then)
     assert begun.wait(60)
-    second = threading.Thread(target=job.hurry, args=(np.arange(40), then))
+    second = threading.Thread(target=job.fetcher.hurry, args=(np.arange(40), then))
     second.start()
     second.join(0.2)
     go.set()
     second.join(60)
     assert events == ["begins", "ends"] * 2
-    job.settle()
-    job.hurry(np.arange(40), then)
+    job.fetcher.settle()
+    job.fetcher.hurry(np.arange(40), then)
     assert events == ["begins", "ends"] * 2
     job.close()
     other.close()
@@ -302,11 +302,11 @@ def test_blocks_that_were_claimed_for_a_first_batch_are_released(tmp_path: Path)
     reader = MemoryReader()
     jobs = _two_jobs(reader, tmp_path)
     read = threading.Event()
-    jobs[0].hurry(np.arange(N), lambda: read.set())
+    jobs[0].fetcher.hurry(np.arange(N), lambda: read.set())
     assert read.wait(60)
-    assert not jobs[1].fill(0, timeout_s=0)
+    assert not jobs[1].block_fetcher.fill(0, timeout_s=0)
     jobs[0].close()
-    assert jobs[1].fill(0, timeout_s=0)
+    assert jobs[1].block_fetcher.fill(0, timeout_s=0)
     jobs[1].close()
 
 
@@ -315,7 +315,7 @@ def test_a_patient_reader_does_not_give_up_with_an_impatient_one(
 ) -> None:
     reader = MemoryReader()
     mine, others = _two_jobs(reader, tmp_path)
-    tier = others.tiers[others.pins.tier[0]]
+    tier = others.tiers[others.pinned[0]]
     assert tier.claim(0)
     fill_or_wait = BlockFetcher._fill_or_wait
     trying, released = threading.Event(), threading.Event()
@@ -328,11 +328,13 @@ def test_a_patient_reader_does_not_give_up_with_an_impatient_one(
         return filled
 
     monkeypatch.setattr(BlockFetcher, "_fill_or_wait", slowly)
-    impatient = threading.Thread(target=lambda: mine.fill(0, timeout_s=0))
+    impatient = threading.Thread(target=lambda: mine.block_fetcher.fill(0, timeout_s=0))
     impatient.start()
     assert trying.wait(60)
     brought: list[bool] = []
-    patient = threading.Thread(target=lambda: brought.append(mine.fill(0, timeout_s=60)))
+    patient = threading.Thread(
+        target=lambda: brought.append(mine.block_fetcher.fill(0, timeout_s=60))
+    )
     patient.start()
     time.sleep(0.05)
     tier.release(0)

@@ -8,7 +8,7 @@ import pytest
 import dlio
 from dlio.plan.layout import Layout
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.tier import PinnedTiers, Tier
+from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
 from dlio_staging.stage import stage
 from dlio_staging.stage_plan import StageOptions
@@ -26,10 +26,8 @@ def _tiers(tmp_path: Path) -> list[Tier]:
 def _fill(reader: MemoryReader, tmp_path: Path, tier: int) -> None:
     """Have all blocks in one tier only."""
     blocks = reader.layout.blocks
-    with Hierarchy(
-        reader, _tiers(tmp_path), PinnedTiers(np.full(blocks, tier, np.int8))
-    ) as hierarchy:
-        assert all(hierarchy.fill(block) for block in range(blocks))
+    with Hierarchy(reader, _tiers(tmp_path), np.full(blocks, tier, np.int8)) as hierarchy:
+        assert all(hierarchy.block_fetcher.fill(block) for block in range(blocks))
     reader.reads[:] = 0
 
 
@@ -53,12 +51,12 @@ def test_a_block_that_any_tier_has_is_not_read_from_the_source(
     _fill(reader, tmp_path, tier)
     blocks = reader.layout.blocks
     pins = np.arange(blocks) % 3 - 1 if pinned is None else np.full(blocks, pinned)
-    with Hierarchy(reader, _tiers(tmp_path), PinnedTiers(pins.astype(np.int8))) as hierarchy:
-        hierarchy.hurry(np.arange(64), lambda: None)
+    with Hierarchy(reader, _tiers(tmp_path), pins.astype(np.int8)) as hierarchy:
+        hierarchy.fetcher.hurry(np.arange(64), lambda: None)
         _read_all(hierarchy)
         _read_all(hierarchy)
         for block in range(blocks):
-            hierarchy.fill(block)
+            hierarchy.block_fetcher.fill(block)
         assert hierarchy.missing() == 0
         assert hierarchy.counters.bytes["source"] == 0
         # Blocks of the fast tier are brought there from the slow one, once.
@@ -80,8 +78,8 @@ def test_a_damaged_block_of_a_slower_tier_is_read_from_the_source(tmp_path: Path
     data[-20] ^= 4
     path.write_bytes(data)
     blocks = reader.layout.blocks
-    with Hierarchy(reader, _tiers(tmp_path), PinnedTiers(np.zeros(blocks, np.int8))) as hierarchy:
-        assert all(hierarchy.fill(block) for block in range(blocks))
+    with Hierarchy(reader, _tiers(tmp_path), np.zeros(blocks, np.int8)) as hierarchy:
+        assert all(hierarchy.block_fetcher.fill(block) for block in range(blocks))
         assert hierarchy.counters.healed == 1
         _read_all(hierarchy)
     assert (reader.reads == (reader.layout.block_of(np.arange(N)) == 0)).all()
@@ -105,6 +103,6 @@ def test_memory_is_filled_from_what_was_staged(
             assert loader.stats()["bytes"]["source"] == 0
         mounted = data.mounted
         assert mounted is not None
-        home = mounted.hierarchy.pins.tier
+        home = mounted.hierarchy.pinned
         wanted = int(mounted.block_bytes[home == 0].sum())
         assert mounted.hierarchy.counters.moved_bytes == wanted

@@ -19,7 +19,7 @@ from dlio.plan.order import Order
 from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.sample_fetcher import BackgroundLimit, SampleFiller
-from dlio.storage.tier import PinnedTiers, Tier
+from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
 from tests.conftest import in_time, is_running
 
@@ -87,7 +87,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def hierarchy(reader: Waiting, capacity: int = 1 << 20) -> Hierarchy:
         tier = Tier(TierSpec("disk", str(tmp_path), capacity), "d", "n")
         pinned = np.where(np.arange(reader.layout.blocks) == 3, -1, 0).astype(np.int8)
-        made.append(Hierarchy(reader, [tier], PinnedTiers(pinned), fill_timeout_s=30))
+        made.append(Hierarchy(reader, [tier], pinned, fill_timeout_s=30))
         return made[-1]
 
     yield hierarchy
@@ -113,7 +113,7 @@ def _pinned(hierarchy: Hierarchy) -> list[int]:
 def test_samples_complete_their_blocks_as_they_go_by(make: Make) -> None:
     reader = Waiting()
     hierarchy = make(reader)
-    hierarchy.expect(np.arange(N)[::-1])
+    hierarchy.fetcher.expect(np.arange(N)[::-1])
     assert [_take(hierarchy, sample) for sample in range(N)] == ["source"] * N
     assert hierarchy.sample_fetcher is not None
     hierarchy.sample_fetcher.drain(threading.Event())
@@ -158,7 +158,7 @@ def test_records_of_a_container_that_follow_one_another_take_one_request(make: M
     hierarchy = make(reader)
     pinned = _pinned(hierarchy)
     reader.asked.clear()
-    hierarchy.expect(np.array(pinned))
+    hierarchy.fetcher.expect(np.array(pinned))
     reader.gate.set()
     assert {_take(hierarchy, sample) for sample in pinned} <= {"source", "disk"}
     assert (reader.reads[pinned] == 1).all()
@@ -171,7 +171,7 @@ def test_records_of_a_container_that_follow_one_another_take_one_request(make: M
 def test_samples_that_are_files_are_asked_for_one_by_one(make: Make) -> None:
     reader = Waiting(requests=1)
     hierarchy = make(reader)
-    hierarchy.expect(np.array(_pinned(hierarchy)))
+    hierarchy.fetcher.expect(np.array(_pinned(hierarchy)))
     assert {_take(hierarchy, sample) for sample in _pinned(hierarchy)} <= {"source", "disk"}
     assert all(len(each) == 1 for each in reader.asked)
 
@@ -182,7 +182,7 @@ def test_processes_of_a_node_read_each_sample_once_between_them(make: Make) -> N
     order = Order(N, 5)
     everything = np.arange(one.layout.blocks) != 3
     for hierarchy in hierarchies:
-        hierarchy.expect(np.arange(N))
+        hierarchy.fetcher.expect(np.arange(N))
     fillers = []
     for hierarchy in hierarchies:
         assert hierarchy.sample_fetcher is not None
@@ -272,7 +272,7 @@ def test_samples_that_are_needed_go_before_those_that_fill(make: Make) -> None:
     filler = SampleFiller(hierarchy.sample_fetcher, reader, order, np.ones(N // EACH, np.bool_))
     wanted = _pinned(hierarchy)[-1]
     taken = threading.Thread(target=_take, args=(hierarchy, wanted))
-    hierarchy.expect(np.array([wanted]))
+    hierarchy.fetcher.expect(np.array([wanted]))
     taken.start()
     reader.gate.set()
     taken.join(60)
@@ -329,11 +329,11 @@ def test_few_requests_are_in_flight_while_enough_samples_are_ready(make: Make) -
     reader.flow.raise_to(8)
     reader.gate.clear()
     hierarchy = make(reader)
-    hierarchy.pace(0)
-    hierarchy.expect(np.array(_pinned(hierarchy)))
+    hierarchy.fetcher.pace(0)
+    hierarchy.fetcher.expect(np.array(_pinned(hierarchy)))
     assert in_time(lambda: len(reader.asked) >= 2)
     assert not in_time(lambda: len(reader.asked) > 2, 0.3)
-    hierarchy.pace(5)  # Five are lacking: none is ready.
+    hierarchy.fetcher.pace(5)  # Five are lacking: none is ready.
     assert in_time(lambda: len(reader.asked) >= 8)
     reader.gate.set()
     assert {_take(hierarchy, sample) for sample in _pinned(hierarchy)} <= {"source", "disk"}
@@ -352,7 +352,7 @@ def test_few_samples_are_read_ahead_of_need_as_long_as_others_are_taken(
     reader.flow.raise_to(8)
     hierarchy = make(reader)
     mine, others = _pinned(hierarchy)[:3], _pinned(hierarchy)[3:]
-    hierarchy.expect(np.array(mine))
+    hierarchy.fetcher.expect(np.array(mine))
     _take(hierarchy, mine[0])
     assert in_time(lambda: len(reader.asked) == len(mine))
     now = 60.0
@@ -374,8 +374,8 @@ def test_a_forked_child_does_not_wait_for_a_lock_of_its_parent(make: Make) -> No
     with hierarchy.sample_fetcher._lock:  # As a thread holds it at the moment of the fork.
         child = os.fork()
         if child == 0:
-            hierarchy.pace(0)
-            hierarchy.expect(np.arange(N))
+            hierarchy.fetcher.pace(0)
+            hierarchy.fetcher.expect(np.arange(N))
             os._exit(0)
     ended = in_time(lambda: not is_running(child))
     if not ended:

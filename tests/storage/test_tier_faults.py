@@ -12,7 +12,7 @@ import pytest
 import dlio
 from dlio.errors import TierError
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.tier import PinnedTiers, Tier
+from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import TierSpec
 from dlio_staging.stage import stage
 from dlio_staging.stage_plan import StageOptions
@@ -43,7 +43,7 @@ def _hierarchy(reader: MemoryReader, tmp_path: Path) -> tuple[Hierarchy, Ill]:
     for name in ("fast", "slow"):
         (tmp_path / name).mkdir(exist_ok=True)
         tiers.append(Ill(TierSpec("disk", str(tmp_path / name), 1 << 30), "d", "n"))
-    pins = PinnedTiers((np.arange(reader.layout.blocks) % 3 - 1).astype(np.int8))
+    pins = (np.arange(reader.layout.blocks) % 3 - 1).astype(np.int8)
     return Hierarchy(reader, tiers, pins), tiers[0]
 
 
@@ -80,7 +80,7 @@ def test_a_failing_tier_is_gone_on_without(
             _read_all(hierarchy)
         ill.failing = dict.fromkeys(CALLS if call == "all" else [call], number)
         for block in range(reader.layout.blocks):
-            hierarchy.fill(block)
+            hierarchy.block_fetcher.fill(block)
         hierarchy.missing()
         _read_all(hierarchy)
         assert "disk" in _read_all(hierarchy)  # The other tier is well.
@@ -99,7 +99,7 @@ def test_a_damaged_block_that_cannot_be_removed_is_not_served(number: int, tmp_p
     hierarchy, ill = _hierarchy(reader, tmp_path)
     with hierarchy:
         for block in range(reader.layout.blocks):
-            hierarchy.fill(block)
+            hierarchy.block_fetcher.fill(block)
         ill.failing = {"discard": number, "publish": number}
         for path in Path(ill.path).glob("*.blk"):
             data = bytearray(path.read_bytes())

@@ -321,7 +321,7 @@ def _hurry_first_batch(mounted: Mount, plan: EpochPlan) -> WindowPlan | None:
     # A sample of a mixture may occur twice, and is read once.
     _, firsts = np.unique(wanted, return_index=True)
     wanted = wanted[np.sort(firsts)]
-    mounted.hierarchy.hurry(wanted, functools.partial(mounted.fill, plan.order))
+    mounted.hierarchy.fetcher.hurry(wanted, functools.partial(mounted.fill, plan.order))
     return planner
 
 

@@ -122,7 +122,7 @@ class Pipeline:
         self._lock = threading.Lock()
         self._complete = 0
         """Batches that are done, and not taken yet."""
-        self._hierarchy.pace(sys.maxsize)  # Another pass may have had samples enough.
+        self._hierarchy.fetcher.pace(sys.maxsize)  # Another pass may have had samples enough.
         self._hurry = threading.Event()
         self._hurry.set()
         self._workers = Workers("dlio-decode", self._run, context.threads, wake=self._wake)
@@ -182,9 +182,9 @@ class Pipeline:
         """Stop the threads after the task that each is at."""
         self._workers.close()
         self._shuffle.close()
-        self._hierarchy.pace(sys.maxsize)
+        self._hierarchy.fetcher.pace(sys.maxsize)
         for batch in self._under_way:
-            self._hierarchy.forget(batch.step.samples)
+            self._hierarchy.fetcher.forget(batch.step.samples)
 
     def _wait(self, batch: Batch) -> None:
         started = time.monotonic()
@@ -222,7 +222,7 @@ class Pipeline:
         def queue_slots(slots: list[int]) -> None:
             if not may_be_decoded:
                 missing = [slot for slot in slots if step.payloads[slot] is None]
-                self._hierarchy.expect(step.samples[missing])
+                self._hierarchy.fetcher.expect(step.samples[missing])
             if finds_whole:
                 self._queue.put((step.number, next(self._ticket), batch, slots, True))
             else:
@@ -243,7 +243,7 @@ class Pipeline:
         with self._lock:
             self._complete += change
             lacking = max(_LEAST_READY, ahead // 4) - self._complete
-            self._hierarchy.pace(max(0, lacking) * samples)
+            self._hierarchy.fetcher.pace(max(0, lacking) * samples)
             if 2 * self._complete < ahead or self._workers.stopping.is_set():
                 self._hurry.set()
             else:

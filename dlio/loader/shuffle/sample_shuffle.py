@@ -377,7 +377,7 @@ class Shuffle(Closable):
     def _pack(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         hierarchy = self._hierarchy
         # All at once: of a source with a latency, samples would come one after another otherwise.
-        hierarchy.expect(samples)
+        hierarchy.fetcher.expect(samples)
         blocks, places = hierarchy.reader.layout.locate(samples)
         sizes = np.asarray(hierarchy.reader.sizes[samples], np.int64)
         where = list(zip(samples.tolist(), blocks.tolist(), places.tolist(), strict=True))
