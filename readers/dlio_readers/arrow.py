@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias
 from dlio.data.source import File, Source, expand, files_below, inside, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_claim, parsing
-from dlio_readers.path_reader import split_paths
-from dlio_readers.rowgroups import RowGroupReader, lie_at
+from dlio_readers.path_reader import lie_at, split_paths
+from dlio_readers.rowgroups import RowGroupReader
 
 # Arrow IPC files and streams: where their record batches lie, and their sizes when decompressed
 #

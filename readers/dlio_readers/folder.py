@@ -10,9 +10,10 @@ import io
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -119,7 +120,14 @@ class FolderReader(ListedReader):
         )
 
     def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:
-        return _fits(index)
+        sizes, names, ends = index["sizes"], index["names"], index["name_ends"]
+        rows = [index[name] for name in ("labels", "sizes", "changed", "name_ends")]
+        if any(each.shape != (len(sizes),) or each.dtype != np.int64 for each in rows):
+            return False
+        last = ends[-1] if len(ends) else 0
+        rising = (np.diff(ends) >= 0).all() and (not len(ends) or ends[0] >= 0)
+        right = (sizes >= 0).all() and (sizes <= MAX_SAMPLE_BYTES).all()
+        return bool(rising and right and names.dtype == np.uint8 and names.shape == (last,))
 
     def _list(self) -> tuple[Arrays, bool]:
         source, started = self._source, time.time()
@@ -145,21 +153,9 @@ class FolderReader(ListedReader):
         )
 
 
-def _fits(index: Arrays) -> bool:
-    """True if the arrays of a cached listing are of one data set."""
-    sizes, names, ends = index["sizes"], index["names"], index["name_ends"]
-    rows = [index[name] for name in ("labels", "sizes", "changed", "name_ends")]
-    if any(each.shape != (len(sizes),) or each.dtype != np.int64 for each in rows):
-        return False
-    last = ends[-1] if len(ends) else 0
-    rising = (np.diff(ends) >= 0).all() and (not len(ends) or ends[0] >= 0)
-    right = (sizes >= 0).all() and (sizes <= MAX_SAMPLE_BYTES).all()
-    return bool(rising and right and names.dtype == np.uint8 and names.shape == (last,))
-
-
 def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, Any]]:
     """List class folders recursively."""
-    listed = _walk(source, classes)
+    listed = _Walk(source).run(classes)
     folders = {"": source.modified_ns()}
     parts: list[_FolderFiles] = []
     labels = []
@@ -307,47 +303,30 @@ def _numbered(labels: Sequence[str]) -> tuple[npt.NDArray[np.int64], list[str]]:
     return numbers, [str(number) for number in range(int(numbers.max()) + 1)]
 
 
-def _walk(source: Source, folders: Sequence[str]) -> list[_FolderFiles]:
-    """List all folders at and below `folders` in parallel."""
-    listed: list[_FolderFiles] = []
-    with ThreadPoolExecutor(_LISTING_THREADS) as pool:
-        walk = _Walk(source)
-        left: set[Future[_ListingStep]] = {
-            pool.submit(walk.list_folder, name, ()) for name in folders
-        }
-        try:
-            while left:
-                done, left = wait(left, return_when=FIRST_COMPLETED)
-                for future in done:
-                    step = future.result()
-                    listed += step.listed
-                    left |= {pool.submit(walk.list_folder, *each) for each in step.below}
-                    left |= {pool.submit(_look_at, source, *files) for files in step.files}
-        finally:
-            for future in left:
-                future.cancel()
-    return listed
-
-
-@dataclass(frozen=True, slots=True)
-class _ListingStep:
-    """The result of one listing task, and the tasks that follow from it."""
-
-    listed: list[_FolderFiles]
-    below: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
-    """Folders to list, and the folders that links to them were followed from."""
-    files: list[tuple[str, int, list[str]]] = field(default_factory=list)
-    """(folder, its modification time, names) of files whose sizes are to be read."""
-
-
 class _Walk:
-    """The listing of a data set's folders."""
+    """The listing of a data set's folders in parallel: each task returns those that follow it."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._links = FolderLinks()
+        self.listed: list[_FolderFiles] = []
 
-    def list_folder(self, folder: str, came_by: tuple[str, ...]) -> _ListingStep:
+    def run(self, folders: Sequence[str]) -> list[_FolderFiles]:
+        """List all folders at and below `folders`."""
+        with ThreadPoolExecutor(_LISTING_THREADS) as pool:
+            left: set[Future[list[_Task]]] = {
+                pool.submit(self._list_folder, name, ()) for name in folders
+            }
+            try:
+                while left:
+                    done, left = wait(left, return_when=FIRST_COMPLETED)
+                    left |= {pool.submit(task) for each in done for task in each.result()}
+            finally:
+                for future in left:
+                    future.cancel()
+        return self.listed
+
+    def _list_folder(self, folder: str, came_by: tuple[str, ...]) -> "list[_Task]":
         """List one folder.
 
         Args:
@@ -361,18 +340,26 @@ class _Walk:
         if not source.local:
             entries = source.listing(folder)
             images = [e for e in entries if not e.folder and e.name.lower().endswith(PICTURES)]
-            inner = [(f"{folder}/{entry.name}", came_by) for entry in entries if entry.folder]
-            return _ListingStep([_listed(folder, modified_ns, images)], inner)
+            self.listed.append(_listed(folder, modified_ns, images))
+            inner = [entry.name for entry in entries if entry.folder]
+            return [partial(self._list_folder, f"{folder}/{name}", came_by) for name in inner]
         rows = source.names(folder)
         names = [n for n, inside in rows if not inside and n.lower().endswith(PICTURES)]
-        below = [(f"{folder}/{name}", came_by) for name, inside in rows if inside]
         parts = [names[k : k + _LOOKED_AT] for k in range(0, len(names), _LOOKED_AT)] or [[]]
-        return _ListingStep([], below, [(folder, modified_ns, part) for part in parts])
+        below = [name for name, inside in rows if inside]
+        return [
+            *(partial(self._list_folder, f"{folder}/{name}", came_by) for name in below),
+            *(partial(self._look_at, folder, modified_ns, part) for part in parts),
+        ]
+
+    def _look_at(self, folder: str, modified_ns: int, names: list[str]) -> "list[_Task]":
+        """Read the sizes of files."""
+        entries = [self._source.entry(folder, name) for name in names]
+        self.listed.append(_listed(folder, modified_ns, [entry for entry in entries if entry]))
+        return []
 
 
-def _look_at(source: Source, folder: str, modified_ns: int, names: list[str]) -> _ListingStep:
-    entries = [source.entry(folder, name) for name in names]
-    return _ListingStep([_listed(folder, modified_ns, [entry for entry in entries if entry])])
+_Task = Callable[[], "list[_Task]"]
 
 
 def _listed(folder: str, modified_ns: int, images: Sequence[Entry]) -> _FolderFiles:

@@ -8,7 +8,7 @@ from typing import Final
 
 from dlio.data.chunked_array import ChunkedArray
 from dlio.data.open_files import PersistentFile
-from dlio.data.source import File, Source, expand, files_below, own_name, split_fields
+from dlio.data.source import File, Source, expand, files_below, split_fields
 from dlio.errors import SourceError
 from dlio_readers.columns import (
     Column,
@@ -19,7 +19,7 @@ from dlio_readers.columns import (
     volumes_of,
 )
 from dlio_readers.hdf5file import HDF5_SUFFIXES, Hdf5File
-from dlio_readers.path_reader import split_paths
+from dlio_readers.path_reader import lie_at, split_paths
 from dlio_readers.rehearsal import rehearse
 
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
@@ -84,14 +84,11 @@ class Hdf5Reader(ColumnReader):
 
     @staticmethod
     def recognises(path: str) -> str | None:
-        url = split_fields(expand(path)[0])[0]
-        if own_name(url).endswith(HDF5_SUFFIXES):
+        if lie_at(path, HDF5_SUFFIXES):
             return None
-        source = Source(url)
-        if source.is_folder():
-            names = [name.lower() for name, _ in source.names()]
-            has_file = any(name.endswith(HDF5_SUFFIXES) for name in names)
-            return None if has_file else "holds no .h5 file"
+        url = split_fields(expand(path)[0])[0]
+        if Source(url).is_folder():
+            return "holds no .h5 file"
         try:
             return None if File(url).read(0, 8) == _MAGIC else "does not begin like an HDF5 file"
         except SourceError:

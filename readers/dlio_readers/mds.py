@@ -19,15 +19,13 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.index import Arrays, cached_index
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import PathRules
 from dlio.data.schema import Schema, array_kind
 from dlio.data.source import Source, expand
 from dlio.errors import SourceError
-from dlio.plan.layout import cut_blocks
-from dlio.plan.order import Order
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.path_reader import PathReader, neighbours
@@ -131,14 +129,11 @@ class MdsReader(PathReader):
             for k, field in enumerate(self._fields)
             if not self.schema.kinds[field.name].fixed
         }
-        self.sizes = self.schema.payload_sizes(total, known)
         self.classes: Sequence[str] = []
         self._labels: npt.NDArray[np.int64] | None = None
-        self.layout = cut_blocks(self.sizes, Order(total, 0, shuffled=False))
-        stamps = [f"{shard.file.url} {shard.file.stamp}" for shard in self._shards]
-        self.fingerprint = fingerprint_of(
-            "mds", _VERSION, self.schema.to_json(), *stamps, self.layout.starts
-        )
+        files = [shard.file for shard in self._shards]
+        self.sizes = self.schema.payload_sizes(total, known)
+        self._lay_out(_VERSION, files, self.sizes)
 
     @staticmethod
     def recognises(path: str) -> str | None:

@@ -8,8 +8,8 @@ import numpy as np
 from dlio.data.source import File, files_below
 from dlio.errors import SourceError
 from dlio.util.limits import check_claim, is_plausible, parsing
-from dlio_readers.path_reader import split_paths
-from dlio_readers.rowgroups import RowGroupReader, lie_at
+from dlio_readers.path_reader import lie_at, split_paths
+from dlio_readers.rowgroups import RowGroupReader
 
 _SUFFIXES: Final = (".parquet", ".parq")
 

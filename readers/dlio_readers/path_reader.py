@@ -8,10 +8,12 @@ from typing import Any, Final, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.index import fingerprint_of
 from dlio.data.links import following_links, links_followed
 from dlio.data.schema import Schema
-from dlio.data.source import split_fields
-from dlio.plan.layout import Layout
+from dlio.data.source import File, Source, expand, own_name, split_fields
+from dlio.plan.layout import Layout, cut_blocks
+from dlio.plan.order import Order
 from dlio.storage.file_system_kind import file_system_of
 
 # The same question about many files, put to a network's storage many at a time
@@ -55,6 +57,8 @@ class PathReader:
     path: str
     schema: Schema
     classes: Sequence[str] = ()
+    format: str
+    fingerprint: str
     layout: Layout
     _again: _Again
 
@@ -78,6 +82,25 @@ class PathReader:
     def close(self) -> None:
         """Nothing is open between calls."""
 
+    def _lay_out(
+        self,
+        version: int,
+        files: Sequence[File],
+        sizes: npt.NDArray[np.int64],
+        units: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Set the layout, in the order of the files, and the fingerprint; the schema is set before.
+
+        Args:
+            version: of the reader's index.
+            units: first sample of each run that is decoded together.
+        """
+        self.layout = cut_blocks(sizes, Order(len(sizes), 0, shuffled=False), units)
+        stamps = [f"{file.url} {file.stamp}" for file in files]
+        self.fingerprint = fingerprint_of(
+            self.format, version, self.schema.to_json(), *stamps, self.layout.starts
+        )
+
 
 def _opened(
     kind: type[PathReader],
@@ -87,6 +110,24 @@ def _opened(
 ) -> PathReader:
     with following_links(follow_links):
         return kind(*given, **options)
+
+
+def lie_at(
+    path: str, suffixes: tuple[str, ...], marker: str = "", *, has_fields: bool = True
+) -> bool:
+    """True if a path is a file with one of some suffixes, or a folder that has one.
+
+    Args:
+        marker: name of another file that such a folder may have instead.
+        has_fields: names of fields may stand after `::`.
+    """
+    first = expand(path)[0]
+    url = split_fields(first)[0] if has_fields else first
+    if own_name(url).endswith(suffixes):
+        return True
+    source = Source(url)
+    names = [name for name, _ in source.names()] if source.is_folder() else []
+    return marker in names or any(name.lower().endswith(suffixes) for name in names)
 
 
 def split_paths(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

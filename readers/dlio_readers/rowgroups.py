@@ -11,13 +11,11 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.index import Arrays, cached_index
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import DTYPES, Schema, array_kind
-from dlio.data.source import File, Source, expand, own_name, split_fields
+from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
-from dlio.plan.layout import cut_blocks
-from dlio.plan.order import Order
 from dlio.util.arguments import nearest
 from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing
@@ -186,20 +184,6 @@ _VERSION: Final = 1
 _KEPT_BYTES: Final = 64 << 20
 
 
-def lie_at(path: str, suffixes: tuple[str, ...], marker: str = "") -> bool:
-    """True if a path is a file with one of some suffixes, or a folder that has one.
-
-    Args:
-        marker: name of another file that such a folder may have instead.
-    """
-    url = split_fields(expand(path)[0])[0]
-    if own_name(url).endswith(suffixes):
-        return True
-    source = Source(url)
-    names = [name for name, _ in source.names()] if source.is_folder() else []
-    return marker in names or any(name.lower().endswith(suffixes) for name in names)
-
-
 class GroupedFile(Protocol):
     """A file of groups of rows, open."""
 
@@ -225,7 +209,6 @@ class RowGroupReader(PathReader):
 
     format: str
     labels: npt.NDArray[np.int64]
-    fingerprint: str
 
     def _setup(
         self,
@@ -257,14 +240,9 @@ class RowGroupReader(PathReader):
         total = int(self._starts[-1])
         variable = [n for n, _ in self.schema.fields if not self.schema.kinds[n].fixed]
         bodies = {name: index["bodies"][:, k] for k, name in enumerate(variable)}
-        self.sizes = self.schema.payload_sizes(total, bodies)
         self.labels = index["labels"]
-        units = self._starts[:-1]
-        self.layout = cut_blocks(self.sizes, Order(total, 0, shuffled=False), units)
-        stamps = [f"{file.url} {file.stamp}" for file in self._files]
-        self.fingerprint = fingerprint_of(
-            self.format, _VERSION, self.schema.to_json(), *stamps, self.layout.starts
-        )
+        self.sizes = self.schema.payload_sizes(total, bodies)
+        self._lay_out(_VERSION, self._files, self.sizes, self._starts[:-1])
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)

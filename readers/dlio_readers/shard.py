@@ -26,7 +26,7 @@ from dlio.storage.block import (
 from dlio.storage.shard_file import SUFFIX, ShardIndex, read_footer
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
-from dlio_readers.path_reader import PathReader
+from dlio_readers.path_reader import PathReader, neighbours
 
 _OPENED_AT_A_TIME = 16
 _NAMES = 1024
@@ -142,7 +142,6 @@ class ShardReader(PathReader):
         blocks, places = self.layout.locate(np.asarray(samples, np.int64))
         for block in np.unique(blocks):
             here = np.flatnonzero(blocks == block)
-            here = here[np.argsort(places[here], kind="stable")]
             self._read_block(int(block), here, places[here], payloads)
         return payloads
 
@@ -169,16 +168,12 @@ class ShardReader(PathReader):
         file, start, length = self.file_of(block)
         with _opened(file) as opened:
             info = self._info(block, opened, file, start, length)
-            if places[-1] >= len(info):
+            if places.max() >= len(info):
                 raise CorruptBlock(
                     f"{file.name}: block {block} has fewer samples than its index says"
                 )
-            run: list[int] = []
-            for k in range(len(places)):
-                run.append(k)
-                if k + 1 == len(places) or places[k + 1] > places[k] + 1:
-                    self._read_run(info, opened, slots[run], places[run], payloads)
-                    run = []
+            for _, _, run in neighbours(places):
+                self._read_run(info, opened, slots[run], places[run], payloads)
 
     def _read_run(
         self,

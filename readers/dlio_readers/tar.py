@@ -21,19 +21,17 @@ import lz4.block
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, Names, cached_index, fingerprint_of
+from dlio.data.index import Arrays, Names, cached_index
 from dlio.data.labels import TAR_LABEL_NAMES
 from dlio.data.npy import NpyHead, read_npy_head
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import LABEL, Schema, array_kind
-from dlio.data.source import File, Source, expand, files_below, own_name
+from dlio.data.source import File, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
-from dlio.plan.layout import cut_blocks
-from dlio.plan.order import Order
 from dlio.util.limits import parsing
 from dlio.util.memory import new_memory
-from dlio_readers.path_reader import PathReader
+from dlio_readers.path_reader import PathReader, lie_at
 
 # Random access into LZ4 frames of independent blocks
 
@@ -329,21 +327,14 @@ class TarReader(PathReader):
             for k, name in enumerate(names)
         }
         total = int(self._firsts[-1])
-        self.sizes = self.schema.payload_sizes(total, bodies)
         label = next((name for name in TAR_LABEL_NAMES if kinds and name in names), None)
         if label is not None and self.schema.kinds[label].text == "int64":
             k = names.index(label)
             self.labels = np.concatenate([part["number"][:, k] for part in parts])
         else:
             self.labels = np.zeros(total, np.int64)
-        self.layout = cut_blocks(self.sizes, Order(total, 0, shuffled=False))
-        self.fingerprint = fingerprint_of(
-            "tar",
-            _VERSION,
-            self.schema.to_json(),
-            *[f"{file.url} {file.stamp}" for file in self._files],
-            self.layout.starts,
-        )
+        self.sizes = self.schema.payload_sizes(total, bodies)
+        self._lay_out(_VERSION, self._files, self.sizes)
         self._frames = [
             Lz4Frame(file, part) if "frame_at" in part else None
             for file, part in zip(self._files, parts, strict=True)
@@ -351,15 +342,8 @@ class TarReader(PathReader):
 
     @staticmethod
     def recognises(path: str) -> str | None:
-        first = expand(path)[0]
-        if own_name(first).endswith(SUFFIXES):
-            return None
-        source = Source(first)
-        if source.is_folder() and any(
-            name.lower().endswith(SUFFIXES) for name, _ in source.names()
-        ):
-            return None
-        return "is neither a .tar nor a folder of them"
+        found = lie_at(path, SUFFIXES, has_fields=False)
+        return None if found else "is neither a .tar nor a folder of them"
 
     def name(self, sample: int) -> str:
         file = int(np.searchsorted(self._firsts, sample, side="right")) - 1

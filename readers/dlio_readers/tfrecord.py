@@ -10,21 +10,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, cached_index, fingerprint_of
+from dlio.data.index import Arrays, cached_index
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import MAX_FIELDS, MAX_PAYLOAD, Schema, array_kind
 from dlio.data.source import File, Source, expand, inside, own_name, split_fields
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio.plan.layout import cut_blocks
-from dlio.plan.order import Order
 from dlio.util.arguments import nearest
 from dlio.util.memory import new_memory
 from dlio_readers.columns import looks_like
@@ -49,8 +47,8 @@ _SLOW_S: Final = 2e-3
 _GZIP: Final = b"\x1f\x8b"
 
 
-class WholeRecord:
-    """A record's data in memory."""
+class RecordBytes:
+    """A record's data, in memory."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -59,10 +57,11 @@ class WholeRecord:
         return len(self._data)
 
     def part(self, start: int, end: int) -> bytes:
+        """Return some of its bytes."""
         return bytes(self._data[start:end])
 
 
-class LazyRecord:
+class LazyRecord(RecordBytes):
     """A record's data in a file, of which only those parts are read that are asked for."""
 
     def __init__(self, window: "_Window", at: int, size: int) -> None:
@@ -198,15 +197,6 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MOST_KEY: Final = 1 << 12
 """Bytes of a feature's name."""
 _VARINT_BYTES: Final = 10
-
-
-class RecordBytes(Protocol):
-    """The bytes of a record: a memoryview, or one that reads them when they are asked for."""
-
-    def __len__(self) -> int: ...
-
-    def part(self, start: int, end: int) -> bytes:
-        """Return some of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -620,11 +610,7 @@ class TfRecordReader(PathReader):
         self._starts: list[int] = index["starts"].tolist()
         bodies = {name: index["bodies"][:, k] for k, name in enumerate(head["variable"])}
         self.sizes = self.schema.payload_sizes(len(self._at), bodies)
-        self.layout = cut_blocks(self.sizes, Order(len(self._at), 0, shuffled=False))
-        stamps = [f"{file.url} {file.stamp}" for file in self._files]
-        self.fingerprint = fingerprint_of(
-            "tfrecord", _VERSION, self.schema.to_json(), *stamps, self.layout.starts
-        )
+        self._lay_out(_VERSION, self._files, self.sizes)
         bases = [os.path.basename(file.name) for file in self._files]
         full = [file.name for file in self._files]
         self._names = bases if len(set(bases)) == len(bases) else full
@@ -697,7 +683,7 @@ class TfRecordReader(PathReader):
     def _payload(self, sample: int, stored: memoryview) -> bytes | memoryview:
         file, number = self._locate(sample)
         where = f"{self._files[file].name}, record {number},"
-        record = WholeRecord(check_data(stored, where))
+        record = RecordBytes(check_data(stored, where))
         try:
             features = features_of(record)
             values = {

@@ -19,8 +19,8 @@ from dlio.data.source import File
 from dlio.errors import CorruptBlock, DlioError, SourceError, UsageError
 from dlio.storage.file_system_kind import file_system_of
 from dlio_readers.tfrecord import (
+    RecordBytes,
     TfRecordReader,
-    WholeRecord,
     count_of,
     features_of,
     floats_of,
@@ -288,7 +288,7 @@ _bytes = st.lists(st.binary(max_size=200), min_size=1, max_size=3)
 @given(st.dictionaries(st.text(max_size=20), st.one_of(_numbers, _floats, _bytes), max_size=8))
 @settings(max_examples=examples(60), deadline=None)
 def test_the_parser_agrees_with_protobuf(values: dict[str, list[object]]) -> None:
-    record = WholeRecord(memoryview(example(values)))
+    record = RecordBytes(memoryview(example(values)))
     features = features_of(record)
     assert features.keys() == values.keys()
     for name, each in values.items():
@@ -308,7 +308,7 @@ def test_numbers_may_be_written_one_by_one() -> None:
     feature = b"\x1a" + bytes([len(ints)]) + ints
     entry = b"\x0a\x01a\x12" + bytes([len(feature)]) + feature
     features = b"\x0a" + bytes([len(entry)]) + entry
-    record = WholeRecord(memoryview(b"\x0a" + bytes([len(features)]) + features))
+    record = RecordBytes(memoryview(b"\x0a" + bytes([len(features)]) + features))
     assert ints_of(record, features_of(record)["a"]).tolist() == [1, 300]
 
 
@@ -317,15 +317,15 @@ def test_numbers_may_be_written_one_by_one() -> None:
 def test_no_record_ends_in_anything_but_a_result_or_an_error(noise: bytes, at: int) -> None:
     plain = example(_records(1)[0])
     data = plain[:at] + noise + plain[at + len(noise) :]
-    record = WholeRecord(memoryview(data))
+    record = RecordBytes(memoryview(data))
     with contextlib.suppress(DlioError):
         assert all(count_of(record, each) <= len(data) for each in features_of(record).values())
 
 
 @pytest.mark.parametrize("numbers", [[0], [127], [128], [999], [1, 300, 2], [-1], [2**63 - 1]])
 def test_few_numbers_are_those_of_many(numbers: list[int]) -> None:
-    record = WholeRecord(memoryview(example({"x": numbers})))
+    record = RecordBytes(memoryview(example({"x": numbers})))
     feature = features_of(record)["x"]
     assert ints_of(record, feature).tolist() == numbers
-    many = WholeRecord(memoryview(example({"x": numbers * 9})))
+    many = RecordBytes(memoryview(example({"x": numbers * 9})))
     assert ints_of(many, features_of(many)["x"]).tolist() == numbers * 9
