@@ -132,7 +132,7 @@ def command(options: TierBenchOptions, output: OutputOptions) -> None:
     `dlio plan` uses the figures, and reads that can go to several copies of a source begin with
     the fastest.
     """
-    from dlio.data.speeds import remember
+    from dlio.data.replicas import remember
     from dlio.storage.tier_spec import parse_tiers
     from dlio.util.units import parse_bytes
 

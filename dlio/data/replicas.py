@@ -3,6 +3,10 @@
 Each read goes to the replica that is expected to finish it first, and to another one if it fails.
 """
 
+import json
+import math
+import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,10 +15,125 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.index import cache_folder, open_cache
 from dlio.data.reader_contract import Abilities, Reader, StoredBlocks, abilities_of
-from dlio.data.speeds import ReadSpeed, measured
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.util.forks import new_lock
+from dlio.util.trusted_files import read_small
+from dlio.util.whole_files import unwritable, write_whole_at
+
+# Latency and bandwidth of the places that data is read from
+#
+# `dlio bench tiers` measures them once; later reads, including their waiting, correct the figures.
+#
+#     <cache>/bandwidths.json
+#     {host: {place: {"latency_s": .., "bytes_per_s": .., "measured": ..}}}
+
+_FILE: Final = "bandwidths.json"
+_MOST: Final = 1 << 20
+_LATENCY_S: Final = 1e-3
+_RATE: Final = 1e9
+"""Bytes per second of a place that was not measured."""
+_LEARNED: Final = 0.2
+"""Weight of the latest read in the estimate."""
+_FORGOTTEN: Final = 0.01
+"""Share of the learned correction that is lost with each read for which the place was not chosen,
+so that a place that was slow for a while is tried again."""
+
+
+class ReadSpeed:
+    """Expected duration of a place's reads. Thread-safe."""
+
+    def __init__(self, latency_s: float = _LATENCY_S, rate: float = _RATE) -> None:
+        self._first = (latency_s, 1 / rate)
+        self._latency_s, self._s_per_byte = self._first
+        self._waiting = 0
+        self._lock = new_lock()
+
+    def expected_s(self, count: int) -> float:
+        """Return the seconds until `count` more bytes arrive, after those that are being read."""
+        with self._lock:
+            return self._latency_s + (self._waiting + count) * self._s_per_byte
+
+    def begins(self, count: int) -> tuple[int, int, float]:
+        """Say that a read of `count` bytes begins; returns a value for `ends`."""
+        with self._lock:
+            self._waiting += count
+            return count, self._waiting, time.monotonic()
+
+    def ends(self, began: tuple[int, int, float], failed: bool = False) -> None:
+        """Say that a read has ended, so that its speed is learned unless it failed.
+
+        Args:
+            began: the value from `begins`.
+        """
+        count, queued, at = began
+        self.learn(count, queued, None if failed else time.monotonic() - at)
+
+    def forget(self) -> None:
+        """Say that another place was chosen: return a little towards the first estimate."""
+        with self._lock:
+            for name, first in zip(("_latency_s", "_s_per_byte"), self._first, strict=True):
+                now = getattr(self, name)
+                setattr(self, name, now * (first / now) ** _FORGOTTEN)
+
+    def learn(self, count: int, queued: int, seconds: float | None) -> None:
+        """Say that a read has ended.
+
+        Args:
+            count: its bytes.
+            queued: bytes that were under way when it began, its own included.
+            seconds: its duration, None when it failed.
+        """
+        with self._lock:
+            self._waiting -= count
+            if seconds is None:
+                return
+            # Both parts change by the same factor: their proportion cannot be observed.
+            expected = self._latency_s + queued * self._s_per_byte
+            factor = math.exp(_LEARNED * math.log(max(seconds, 1e-9) / expected))
+            self._latency_s *= factor
+            self._s_per_byte *= factor
+
+
+def measured(place: str) -> tuple[float, float] | None:
+    """Return (seconds of a small request, bytes per second) of a place, None if not measured."""
+    entry = _everything().get(platform.node(), {}).get(place)
+    try:
+        latency_s, rate = float(entry["latency_s"]), float(entry["bytes_per_s"])
+    except (TypeError, KeyError, ValueError):
+        return None
+    return (latency_s, rate) if latency_s > 0 and rate > 0 else None
+
+
+def remember(place: str, latency_s: float, rate: float) -> str:
+    """Store the measured figures of a place on this machine, and return the path of the file.
+
+    Raises UsageError when it cannot be written.
+    """
+    everything = _everything()
+    here = everything.setdefault(platform.node(), {})
+    here[place] = {"latency_s": latency_s, "bytes_per_s": rate, "measured": time.time()}
+    text = json.dumps(everything, indent=2).encode()
+    path = os.path.join(cache_folder(), _FILE)
+    try:
+        with open_cache() as cache:
+            write_whole_at(cache, _FILE, lambda file: file.write(text))
+    except OSError as error:
+        raise unwritable(path, error) from error
+    return path
+
+
+def _everything() -> dict[str, Any]:
+    try:
+        with open_cache() as cache:
+            content = json.loads(read_small(cache, _FILE, _MOST))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+# Replicas
 
 T = TypeVar("T")
 _REST_S: Final = 30.0
@@ -99,15 +218,15 @@ class ReplicatedReader:
         while len(tried) < len(self._replicas):
             replica = self._choose(size, tried)
             tried.append(replica)
-            watch = replica.speed.begins(size)
+            began = replica.speed.begins(size)
             try:
                 result = read(replica)
             except (SourceError, CorruptBlock) as error:
-                watch.ends(failed=True)
+                replica.speed.ends(began, failed=True)
                 self._blame(replica)
                 failed = failed or error
                 continue
-            watch.ends()
+            replica.speed.ends(began)
             with self._lock:
                 replica.bytes += size
                 if at is not None:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.mixture_reader import MixtureReader
+from dlio.data.concatenation import MixtureReader
 from dlio.data.reader import Reader, open_reader
 from dlio.data.source import redact
 from dlio.errors import UsageError

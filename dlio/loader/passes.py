@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.mixture_reader import MixtureReader
+from dlio.data.concatenation import MixtureReader
 from dlio.errors import UsageError
 from dlio.loader.contract import State
 from dlio.loader.sampler_pass import (

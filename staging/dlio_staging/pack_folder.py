@@ -16,16 +16,25 @@ import contextlib
 import fcntl
 import functools
 import json
+import multiprocessing
 import os
 import secrets
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
+from typing import Any, Final, TypeVarTuple
+
+import numpy as np
+import xxhash
 
 from dlio.comm import Communicator, world
 from dlio.data.agreement import check_same_data
 from dlio.data.reader import open_reader
-from dlio.errors import DlioError, SourceError, TierFull, UsageError
+from dlio.data.schema import Buffer, Schema
+from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError
 from dlio.storage.block import NO_ROOM
 from dlio.util.arguments import path_in, unknown_word
 from dlio.util.folders import (
@@ -36,18 +45,307 @@ from dlio.util.folders import (
     open_working,
     remove_entry,
     remove_marked,
+    remove_path,
     rename,
     same_folder,
     seal,
 )
-from dlio.util.trusted_files import UntrustedFile, open_file, path_of, read_small
+from dlio.util.trusted_files import (
+    UntrustedFile,
+    closing_descriptor,
+    open_file,
+    path_of,
+    read_small,
+)
 from dlio.util.units import format_bytes
 from dlio.util.user_folders import make_folders, open_folder, parent_of
 from dlio.util.whole_files import take_lock, write_whole_at
 from dlio_staging.pack_plan import VERSION, PackOptions, PackPlan
-from dlio_staging.pack_shard import TEMPORARY, find_record, read_record, write_shard
-from dlio_staging.pack_writers import WRITERS
-from dlio_staging.pipe_workers import in_processes
+from dlio_staging.pack_writers import WRITERS, ShardRequest, file_name
+
+# Worker processes that share nothing but pipes
+#
+# Executors and queues of Python's library have named semaphores in shared memory, which stay there
+# when a whole job is killed at once, as by the memory limit of its control group.
+
+_SAFE_PATH: Final = "PYTHONSAFEPATH"
+Arguments = TypeVarTuple("Arguments")
+
+
+def in_processes(
+    function: Callable[[*Arguments], int], tasks: Sequence[tuple[*Arguments]], workers: int
+) -> Iterator[int]:
+    """Call `function` in worker processes; yield the results as they come, in any order.
+
+    Args:
+        function: of a module, which the workers import.
+        tasks: its arguments.
+        workers: number of processes.
+
+    Raises what `function` raises, SourceError if a worker dies. No process is left then.
+    """
+    context = _context()
+    left = list(reversed(tasks))
+    processes = {}
+    try:
+        for _ in range(min(workers, len(left))):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, function), daemon=True)
+            process.start()
+            theirs.close()
+            processes[ours] = process
+            ours.send(left.pop())
+        busy = list(processes)
+        while busy:
+            ready = wait(busy)
+            for each in [each for each in busy if each in ready]:
+                yield _result(each)
+                if left:
+                    each.send(left.pop())
+                else:
+                    busy.remove(each)
+                    each.close()
+    except BaseException:
+        for process in processes.values():
+            process.terminate()
+        raise
+    finally:
+        for ours, process in processes.items():
+            ours.close()
+            process.join()
+
+
+def _result(ours: Connection) -> int:
+    try:
+        error, result = ours.recv()
+    except (EOFError, ConnectionError) as lost:
+        raise SourceError(
+            "a worker process was killed: is there enough memory? Run again with fewer --workers"
+        ) from lost
+    if error is not None:
+        raise error
+    return int(result)
+
+
+def _serve(theirs: Connection, function: Callable[..., int]) -> None:
+    """Run in a worker: do one task after another, until the pipe is closed."""
+    # The main process handles Ctrl-C, and ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            task = theirs.recv()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer: tuple[Exception | None, int] = (None, function(*task))
+        except Exception as error:
+            answer = (error, 0)
+        try:
+            theirs.send(answer)
+        except ConnectionError:
+            return
+
+
+def _context() -> ForkServerContext:
+    """Return the context of worker processes.
+
+    Their server is started here, such that it imports nothing from the current folder.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        ensure_running()
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
+    return multiprocessing.get_context("forkserver")
+
+
+# Writing one shard of a packing: under a temporary name, read back, compared and renamed
+
+_DONE: Final = "done"
+_MOST_RECORD: Final = 1 << 12
+TEMPORARY: Final = ".tmp-"
+"""Prefix of the names of shards that are not complete and verified."""
+
+
+def write_shard(
+    folder: int, plan: PackPlan, number: int, shard: int, report: Callable[[int], None]
+) -> int:
+    """Write a shard, verify it and record it as done; return the payload bytes that were read.
+
+    Args:
+        folder: descriptor of the folder of the packing, in which nobody else can write.
+        number: position of the shard's part in the plan.
+        shard: number of the shard in its part.
+        report: called with the payload bytes read so far after each block.
+
+    Raises SourceError when a sample cannot be read, CorruptBlock when the file reads back
+    differently.
+    """
+    part, options, reader = plan.parts[number], plan.options, plan.reader
+    blocks = np.flatnonzero(part.shard_of == shard)
+    first, last = int(part.starts[blocks[0]]), int(part.starts[blocks[-1] + 1])
+    description = ShardRequest(
+        schema=plan.schema,
+        classes=tuple(reader.classes),
+        fingerprint=part.fingerprint,
+        number=shard,
+        shards=part.shards,
+        first=first,
+        total=len(part.samples),
+        blocks=tuple(blocks.tolist()),
+        samples=last - first,
+        compress=options.compress,
+    )
+    inside = plan.path(os.path.join(path_of(folder), "data"), part)
+    name = file_name(options.format, shard, options.compress)
+    temporary = os.path.join(inside, TEMPORARY + name)
+    remove_path(temporary)
+    digests: list[int] = []
+    written = read = 0
+    writer = WRITERS[options.format](temporary, description)
+    try:
+        for block in blocks.tolist():
+            samples = part.samples[part.starts[block] : part.starts[block + 1]]
+            payloads = reader.read(samples)
+            read += sum(len(payload) for payload in payloads)
+            names = [reader.name(sample) for sample in samples.tolist()]
+            changed = _changed(plan, payloads, names)
+            digests += [xxhash.xxh3_64_intdigest(payload) for payload in changed]
+            labels = reader.labels[samples].tolist()
+            writer.write(block, changed, names, labels)
+            written += sum(len(payload) for payload in changed)
+            report(read)
+        writer.finish()
+    finally:
+        writer.close()
+    _read_back(temporary, plan.schema, digests, description)
+    rename(temporary, os.path.join(inside, name))
+    size = _file_bytes(os.path.join(inside, name))
+    _write_record(folder, number, shard, {"data_bytes": written, "file_bytes": size})
+    return read
+
+
+def _changed(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -> list[Buffer]:
+    """Return the payloads, their images resized or with restart markers if the options say so."""
+    options = plan.options
+    if not plan.images or (options.resize is None and not options.restart_rows):
+        return list(payloads)
+    from dlio.image.decoder import decode_whole, encode_with_restarts, resized
+    from dlio.image.jpeg import with_restarts
+
+    changed: list[Buffer] = []
+    for payload, name in zip(payloads, names, strict=True):
+        values = plan.reader.schema.split(payload)
+        same = True
+        for field in plan.images:
+            encoded: bytes | None
+            if options.resize is not None:
+                pixels = resized(decode_whole(values[field], name), options.resize)
+                encoded = encode_with_restarts(pixels, options.quality)
+            else:
+                encoded = with_restarts(values[field])
+            if encoded is not None:
+                values[field], same = encoded, False
+        changed.append(payload if same else plan.schema.join(values))
+    return changed
+
+
+def _read_back(path: str, schema: Schema, digests: Sequence[int], shard: ShardRequest) -> None:
+    """Read a file and compare it with the payloads that were written. Raises CorruptBlock.
+
+    Args:
+        path: temporary name of the file.
+        digests: xxh3_64 of the payloads, in the order of the file.
+    """
+    if path.endswith(".dlio"):
+        _read_back_native(path, digests, shard)
+        return
+    named = path.replace(TEMPORARY, "")
+    rename(path, named)  # Readers recognise formats and groups of files by their names.
+    try:
+        with contextlib.closing(open_reader(named)) as reader:
+            same = reader.schema == schema and len(reader) == len(digests)
+            for start in range(0, len(reader) if same else 0, 256):
+                samples = np.arange(start, min(start + 256, len(reader)), dtype=np.int64)
+                actual = [xxhash.xxh3_64_intdigest(payload) for payload in reader.read(samples)]
+                same = same and actual == digests[start : start + len(actual)]
+    finally:
+        rename(named, path)
+    if not same:
+        raise CorruptBlock(f"{named} differs from the data written to it: check the disk")
+
+
+def _read_back_native(path: str, digests: Sequence[int], shard: ShardRequest) -> None:
+    """Verify the blocks of a native shard and compare their checksums. Raises CorruptBlock."""
+    from dlio.storage.block import check_block
+    from dlio.storage.shard_file import read_footer
+
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        footer = read_footer(descriptor, path)
+        actual: list[int] = []
+        for k, block in enumerate(shard.blocks):
+            start, end = int(footer.offsets[k]), int(footer.offsets[k + 1])
+            memory = memoryview(os.pread(descriptor, end - start, start))
+            info = check_block(memory, path, start)
+            if info.block != block:
+                raise CorruptBlock(f"{path}: block {info.block} is in the place of {block}")
+            actual += info.table["xxh3"].tolist()
+        if actual != list(digests):
+            raise CorruptBlock(f"{path} differs from the data written to it: check the disk")
+    finally:
+        os.close(descriptor)
+
+
+def _record_name(part: int, shard: int) -> str:
+    return f"{part}-{shard}.json"
+
+
+def _write_record(folder: int, part: int, shard: int, record: dict[str, int]) -> None:
+    """Record a shard as complete, durably."""
+    text = json.dumps(record).encode()
+    with closing_descriptor(open_below(folder, _DONE, private=False)) as done:
+        write_whole_at(done, _record_name(part, shard), lambda file: file.write(text))
+
+
+def find_record(folder: int, part: int, shard: int) -> dict[str, int] | None:
+    """Return the record of a complete shard (`data_bytes`, `file_bytes`); None without one."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        with closing_descriptor(open_below(folder, _DONE, private=False)) as done:
+            text = read_small(done, _record_name(part, shard), _MOST_RECORD)
+        record: dict[str, int] = json.loads(text)
+        return record
+    return None
+
+
+def read_record(folder: int, task: tuple[int, int]) -> dict[str, int]:
+    """Return the record of a complete shard. Raises SourceError without one.
+
+    Args:
+        task: (position of the part, number of the shard).
+    """
+    record = find_record(folder, *task)
+    if record is None:
+        path = os.readlink(path_of(folder))
+        raise SourceError(f"{path} was changed while packing: pack it again")
+    return record
+
+
+def _file_bytes(path: str) -> int:
+    if os.path.isfile(path):
+        return os.path.getsize(path)
+    return sum(
+        os.path.getsize(os.path.join(folder, name))
+        for folder, _, names in os.walk(path)
+        for name in names
+    )
+
+
+# The folder
 
 _LOCK: Final = "lock"
 _PLAN: Final = "plan.json"

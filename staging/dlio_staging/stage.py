@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import Annotated, Final
 
 import numpy as np
@@ -13,11 +15,15 @@ import numpy.typing as npt
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import ConfigFile, OutputOptions, RankOptions
+from dlio.comm.launch_environment import under_mpi, under_torch
 from dlio.data.reader_contract import Reader, data_bytes
-from dlio.errors import SourceError, TierError, UsageError
+from dlio.errors import CorruptBlock, SourceError, TierError, UsageError
 from dlio.launch.command_ranks import on_ranks
+from dlio.storage.block import check_block
 from dlio.storage.mount import Mount, MountOptions, mount
+from dlio.storage.tier import Tier
 from dlio.util.arguments import PathText, path_in
+from dlio.util.child_processes import end_with_parent
 from dlio.util.options import Option
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
@@ -37,6 +43,157 @@ from dlio_staging.stage_plan import (
     shortfall,
     start_report,
 )
+
+# Copies of blocks from node to node, so that each block is read from the source only once
+#
+# Nodes exchange in rounds: in round s, node i sends the blocks of which it is the home to node
+# i + s and receives from node i - s, so that each link carries one stream at a time. All nodes
+# first agree on the blocks that each one lacks; sender and receiver then know the transfers without
+# requests.
+
+_AT_A_TIME = 4
+"""Blocks in flight from one node to another."""
+_TAG = 3
+
+
+def replicate(mounted: Mount, wanted: npt.NDArray[np.int64], deadline: float | None) -> int | None:
+    """Copy the blocks that this node lacks from the nodes that have read them. Collective.
+
+    Args:
+        wanted: the blocks that this node is to hold in the end.
+        deadline: time of `time.monotonic` at which to stop; None for no limit.
+
+    Returns the bytes received; None when the deadline came first. Raises TierError when a node
+    cannot send one of its blocks.
+    """
+    comm, ranks, here = mounted.comm, mounted.ranks, mounted.nodes.here
+    leaders = [int(ranks.local(node)[0]) for node in range(len(mounted.nodes.names))]
+    leads = comm.rank == leaders[here]
+    lacking = [b for b in wanted.tolist() if not _tier(mounted, b).has(b)] if leads else []
+    lacking_of = comm.allgather(lacking)
+    received = 0
+    late = False
+    if leads:
+        for shift in range(1, len(leaders)):
+            to, source = (here + shift) % len(leaders), (here - shift) % len(leaders)
+            sends = [b for b in lacking_of[leaders[to]] if mounted.placement.home[b] == here]
+            gets = [b for b in lacking if mounted.placement.home[b] == source]
+            # Sender and receiver compute the same number of turns from the same lists.
+            for turn in range(0, max(len(sends), len(gets)), _AT_A_TIME):
+                received += _turn(
+                    mounted,
+                    (leaders[to], sends[turn : turn + _AT_A_TIME]),
+                    (leaders[source], gets[turn : turn + _AT_A_TIME]),
+                )
+            late = deadline is not None and time.monotonic() > deadline
+    comm.barrier()
+    return None if late else received
+
+
+def _turn(mounted: Mount, out: tuple[int, list[int]], into: tuple[int, list[int]]) -> int:
+    """Send and receive a few blocks at once; return the bytes received.
+
+    Args:
+        out: (rank to send to, blocks to send).
+        into: (rank to receive from, blocks to receive).
+
+    Raises TierError when a block of this node is damaged or another block arrives.
+    """
+    comm, sizes = mounted.comm, mounted.block_bytes
+    memory = [memoryview(bytearray(int(sizes[block]))) for block in into[1]]
+    requests = [comm.irecv(each, into[0], _TAG) for each in memory]
+    for block in out[1]:
+        try:
+            data = _tier(mounted, block).read_whole(block)
+        except (CorruptBlock, OSError) as error:
+            raise TierError(f"block {block} cannot be sent to other nodes: {error}") from error
+        requests.append(comm.isend(data, out[0], _TAG))
+    comm.wait(requests, f"{len(into[1])} blocks from rank {into[0]}")
+    for block, data in zip(into[1], memory, strict=True):
+        info = check_block(data, f"block {block} from rank {into[0]}", 0)
+        if info.block != block or info.fingerprint != mounted.hierarchy.reader.fingerprint:
+            raise TierError(f"rank {into[0]} sent block {info.block} instead of {block}")
+        _tier(mounted, block).publish(block, [data])
+    return sum(len(each) for each in memory)
+
+
+def _tier(mounted: Mount, block: int) -> Tier:
+    """Return the tier of this node that a block is pinned in."""
+    return mounted.hierarchy.tiers[int(mounted.hierarchy.pinned[block])]
+
+
+# A way out of commands whose source hangs
+#
+# A thread in a system call on a hung file system keeps its process from ending, even by SIGKILL. So
+# a command reads its source in a child process. The parent touches no source; it ends when the
+# child's first thread has ended.
+
+_PATIENCE_S: Final = 5.0
+_CHILD_POLL_S: Final = 0.02
+_HUNG: Final = 2
+
+
+def abandonable() -> None:
+    """Continue in a child process; the parent waits, forwards signals and exits as the child does.
+
+    Call it before any thread is started. In a rank, whose launcher ends it, nothing happens.
+    """
+    if under_mpi() or under_torch() or settings().no_fork:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        # A group of its own: a terminal's Ctrl-C comes once, through the parent.
+        os.setpgid(0, 0)
+        end_with_parent(parent)
+        return
+    os._exit(_wait(child))
+
+
+def _wait(child: int) -> int:
+    """Wait for the child and return the exit code; end by the same signal if it was killed."""
+
+    def forward(number: int, _: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, forward)
+    ended_at: float | None = None
+    delay = 0.001
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                with suppress(OSError):  # The handling of SIGKILL cannot be set.
+                    signal.signal(-code, signal.SIG_DFL)
+                os.kill(os.getpid(), -code)
+            return code
+        if _has_ended(child):
+            ended_at = ended_at or time.monotonic()
+            if time.monotonic() - ended_at > _PATIENCE_S:
+                print_line(
+                    f"dlio: process {child} is left behind: it waits for a file system that hangs",
+                    sys.stderr,
+                )
+                return _HUNG
+        time.sleep(delay)
+        delay = min(_CHILD_POLL_S, delay * 1.5)
+
+
+def _has_ended(pid: int) -> bool:
+    """True if a process's first thread has ended, even if others keep the process alive."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return False
+
+
+# Staging
 
 STOPPED: Final = 3
 """Exit code when the deadline passes before all blocks are in place."""
@@ -152,7 +309,7 @@ def stage_rank(staging: StageArguments, options: StageOptions, output: OutputOpt
 
     Raises SystemExit with one of the command's exit codes.
     """
-    from dlio_staging.hung_source import abandonable
+    from dlio_staging.stage import abandonable
 
     abandonable()
     from dlio.comm import world
@@ -209,7 +366,7 @@ def _bring(
         raise TierError(f"{len(missing)} of {len(own)} blocks could not be staged: {reasons}")
     copies = any(comm.allgather(len(own) != len(wanted)))
     if complete and copies:
-        from dlio_staging.replication import replicate
+        from dlio_staging.stage import replicate
 
         copied = replicate(mounted, wanted, deadline)
         complete = all(comm.allgather(copied is not None))

@@ -14,8 +14,7 @@ import dlio
 from dlio.cli import main
 from dlio.data.reader import open_reader
 from dlio.data.reader_contract import StoredBlocks
-from dlio.data.replicas import ReplicatedReader, replicated
-from dlio.data.speeds import ReadSpeed, measured
+from dlio.data.replicas import ReadSpeed, ReplicatedReader, measured, replicated
 from dlio.errors import SourceError, UsageError
 from dlio_staging.pack_folder import pack
 
@@ -76,9 +75,9 @@ def test_a_copy_that_was_slow_for_a_while_is_tried_again() -> None:
 def test_waiting_reads_count() -> None:
     speed = ReadSpeed(0.001, 1e6)
     idle = speed.expected_s(1000)
-    watch = speed.begins(100_000)
+    began = speed.begins(100_000)
     assert speed.expected_s(1000) == pytest.approx(idle + 0.1)
-    watch.ends(failed=True)
+    speed.ends(began, failed=True)
     assert speed.expected_s(1000) == pytest.approx(idle)
 
 

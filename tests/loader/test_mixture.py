@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 import dlio
-from dlio.data.mixture_reader import MixtureReader
+from dlio.data.concatenation import MixtureReader
 from dlio.data.reader import Reader, open_reader
 from dlio.data.selection import SelectionReader
 from dlio.errors import UsageError

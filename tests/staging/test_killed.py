@@ -11,8 +11,7 @@ import pytest
 
 from dlio.data.reader import open_reader
 from dlio.errors import SourceError
-from dlio_staging.pack_folder import pack
-from dlio_staging.pipe_workers import in_processes
+from dlio_staging.pack_folder import in_processes, pack
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = Path("/dev/shm")

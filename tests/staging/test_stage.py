@@ -378,7 +378,7 @@ def test_wrong_usage_is_refused_in_one_line(pictures: Path, scratch: Path, tmp_p
 
 
 def test_a_killed_staging_process_ends_its_command_with_the_same_status() -> None:
-    body = "import os; from dlio_staging.hung_source import abandonable; abandonable(); "
+    body = "import os; from dlio_staging.stage import abandonable; abandonable(); "
     body += "os.kill(os.getpid(), 9)"
     done = subprocess.run(
         [sys.executable, "-c", body], capture_output=True, text=True, timeout=400, check=False

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
-from dlio.data.speeds import measured
+from dlio.data.replicas import measured
 from dlio.errors import UsageError
 from dlio.storage.tier_spec import TierSpec, parse_tiers
 from dlio.util.options import CheckedOptions, Option, check

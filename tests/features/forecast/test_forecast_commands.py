@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dlio.cli import main
-from dlio.data.speeds import remember
+from dlio.data.replicas import remember
 
 
 def _said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
