@@ -342,8 +342,8 @@ class TarReader(PathReader):
 
     @staticmethod
     def recognises(path: str) -> str | None:
-        found = lie_at(path, SUFFIXES, has_fields=False)
-        return None if found else "is neither a .tar nor a folder of them"
+        is_tar = lie_at(path, SUFFIXES, has_fields=False)
+        return None if is_tar else "is neither a .tar nor a folder of them"
 
     def name(self, sample: int) -> str:
         file = int(np.searchsorted(self._firsts, sample, side="right")) - 1

@@ -34,7 +34,9 @@ def test_a_block_that_comes_while_old_ones_are_removed_is_kept(tmp_path: Path) -
         return True
 
     targets = SimpleNamespace(stream=lambda here, is_over: None, streamed_blocks=streamed)
-    hierarchy = SimpleNamespace(targets=targets, drop_streamed=drop, fill=fill)
+    hierarchy = SimpleNamespace(
+        targets=targets, drop_streamed=drop, block_fetcher=SimpleNamespace(fill=fill)
+    )
     numbers = np.arange(10)
     order = SimpleNamespace(
         blocks=numbers, starts=np.arange(11), span=lambda: (numbers, numbers + 1)
