@@ -13,6 +13,7 @@ from typing import Final
 import xxhash
 
 from dlio.util.limits import open_regular
+from dlio.util.trusted_files import closing_descriptor
 
 _BLOCK: Final = 4096
 _BLOCKS: Final = 8
@@ -61,8 +62,7 @@ def content_sample(path: str, blocks: int = _BLOCKS) -> str:
 
     Raises OSError.
     """
-    descriptor = open_regular(path)
-    try:
+    with closing_descriptor(open_regular(path)) as descriptor:
         size = os.fstat(descriptor).st_size
         digest = xxhash.xxh3_64()
         if size <= blocks * _BLOCK:
@@ -71,8 +71,6 @@ def content_sample(path: str, blocks: int = _BLOCKS) -> str:
             for at in spread(size - _BLOCK + 1, blocks):
                 digest.update(os.pread(descriptor, _BLOCK, at))
         return digest.hexdigest()
-    finally:
-        os.close(descriptor)
 
 
 def store_sample(root: str) -> str:

@@ -117,18 +117,8 @@ def cached_index(
     for file in files:
         urls.update(f"{file.url}\n".encode("utf-8", "surrogateescape"))
         states.update(f"{file.url}\n{file.state}\n".encode("utf-8", "surrogateescape"))
-    state = states.hexdigest()
-    with _entry(kind, urls.hexdigest()) as folder:
-        index = _load(folder, state)
-        if index is not None:
-            return index
-        with _alone(folder):
-            index = _load(folder, state)
-            if index is None:
-                arrays = build()
-                _save(folder, state, arrays)
-                index = _load(folder, state) or arrays
-    return index
+    every, state = urls.hexdigest(), states.hexdigest()
+    return _index(kind, every, state, lambda _: True, lambda: (build(), True))
 
 
 def kept_index(
@@ -147,29 +137,42 @@ def kept_index(
         good: True if an index is still valid.
         build: returns the arrays, and True if they may be kept.
     """
-    key = xxhash.xxh3_64_hexdigest(f"{version} {url}".encode("utf-8", "surrogateescape"))
-    with _entry(kind, key) as folder:
-        index = _load(folder, _KEPT)
-        if index is not None and good(index):
-            return index
-        with _alone(folder):
-            index = _load(folder, _KEPT)
-            if index is None or not good(index):
-                index, keep = build()
-                if keep:
-                    _save(folder, _KEPT, index)
-                    index = _load(folder, _KEPT) or index
-                elif folder is not None:
-                    remove_entry(folder, _KEPT)
-    return index
+    return _index(kind, _key_of(version, url), _KEPT, good, build)
 
 
 def forget_index(kind: str, version: int, url: str) -> None:
     """Have `kept_index` build its index again, because it has turned out to be wrong."""
-    key = xxhash.xxh3_64_hexdigest(f"{version} {url}".encode("utf-8", "surrogateescape"))
-    with _entry(kind, key) as folder:
+    with _entry(kind, _key_of(version, url)) as folder:
         if folder is not None:
             remove_entry(folder, _KEPT)
+
+
+def _key_of(version: int, url: str) -> str:
+    return xxhash.xxh3_64_hexdigest(f"{version} {url}".encode("utf-8", "surrogateescape"))
+
+
+def _index(
+    kind: str,
+    key: str,
+    name: str,
+    good: Callable[[Arrays], bool],
+    build: Callable[[], tuple[Arrays, bool]],
+) -> Arrays:
+    """Return an index from the cache if it is good there, otherwise as one process builds it."""
+    with _entry(kind, key) as folder:
+        index = _load(folder, name)
+        if index is not None and good(index):
+            return index
+        with _alone(folder):
+            index = _load(folder, name)
+            if index is None or not good(index):
+                index, keep = build()
+                if keep:
+                    _save(folder, name, index)
+                    index = _load(folder, name) or index
+                elif folder is not None:
+                    remove_entry(folder, name)
+    return index
 
 
 def fingerprint_of(kind: str, version: int, *parts: str | bytes | npt.NDArray[np.generic]) -> str:

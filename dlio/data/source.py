@@ -11,8 +11,8 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,29 +120,25 @@ class Source(FsspecHandle):
 
     def is_folder(self, name: str = "") -> bool:
         """True if a path is a folder. Raises SourceError when that cannot be found out."""
-        if self._files is None:
-            return os.path.isdir(self.path(name))
-        try:
-            return bool(self._files.isdir(self.path(name)))
-        except Exception as error:
-            raise self._failed(name, error) from error
+        return self._ask("isdir", os.path.isdir, name)
 
     def exists(self, name: str = "") -> bool:
         """True if a path exists. Raises SourceError when that cannot be found out."""
+        return self._ask("exists", os.path.exists, name)
+
+    def _ask(self, question: str, local: Callable[[str], bool], name: str) -> bool:
         if self._files is None:
-            return os.path.exists(self.path(name))
+            return local(self.path(name))
         try:
-            return bool(self._files.exists(self.path(name)))
+            return bool(getattr(self._files, question)(self.path(name)))
         except Exception as error:
             raise self._failed(name, error) from error
 
     def modified_ns(self, name: str = "") -> int:
         """Return the time of a folder's last change, 0 where it is unknown."""
-        if self._files is None:
-            try:
+        with suppress(OSError):
+            if self._files is None:
                 return os.stat(self.path(name)).st_mtime_ns
-            except OSError:
-                return 0
         return 0
 
     def listing(self, name: str = "") -> list[Entry]:
@@ -238,15 +234,8 @@ class Source(FsspecHandle):
                     status = row.stat()
                 except FileNotFoundError:
                     continue  # A dangling link: torchvision cannot read it either.
-                entries.append(
-                    Entry(
-                        row.name,
-                        row.is_dir(),
-                        status.st_size,
-                        status.st_mtime_ns,
-                        status.st_ctime_ns,
-                    )
-                )
+                times = status.st_mtime_ns, status.st_ctime_ns
+                entries.append(Entry(row.name, row.is_dir(), status.st_size, *times))
         return entries
 
     def _failed(self, name: str, error: Exception) -> SourceError:

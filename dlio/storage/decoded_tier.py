@@ -31,7 +31,7 @@ from dlio.storage.block import NO_ROOM, decompress_exactly
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 from dlio.util.shared_folders import SharedFolder
-from dlio.util.trusted_files import open_file
+from dlio.util.trusted_files import closing_descriptor, open_file
 
 _MOST_CHUNK: Final = 16 << 20
 _LEAST_CHUNK: Final = 1 << 20
@@ -79,11 +79,8 @@ class DecodedTier:
         self._form = "raw"
         self._decode_s = self._back_s = 0.0
         self._room = self._open("room", 8)
-        descriptor = self._open("index", 8 * _FIELDS * samples)
-        try:
+        with closing_descriptor(self._open("index", 8 * _FIELDS * samples)) as descriptor:
             table = mmap.mmap(descriptor, 8 * _FIELDS * samples)
-        finally:
-            os.close(descriptor)
         # Mapped, unlike blocks: the folder is this user's alone, nobody cuts its files off, and an
         # image is used where it lies.
         self._index = np.frombuffer(table, np.uint64).reshape(samples, _FIELDS)
@@ -231,16 +228,14 @@ class DecodedTier:
             if taken + self._chunk > self.capacity:
                 return False
             number = taken // self._chunk + 1
-            descriptor = self._open(f"slab.{number}", 0)
-            try:
-                os.posix_fallocate(descriptor, 0, self._chunk)
-                memory = mmap.mmap(descriptor, self._chunk)
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                return False
-            finally:
-                os.close(descriptor)
+            with closing_descriptor(self._open(f"slab.{number}", 0)) as descriptor:
+                try:
+                    os.posix_fallocate(descriptor, 0, self._chunk)
+                    memory = mmap.mmap(descriptor, self._chunk)
+                except OSError as error:
+                    if error.errno not in NO_ROOM:
+                        raise
+                    return False
             os.pwrite(self._room, (taken + self._chunk).to_bytes(8, "little"), 0)
         finally:
             fcntl.flock(self._room, fcntl.LOCK_UN)
@@ -259,10 +254,8 @@ class DecodedTier:
                 )
             except FileNotFoundError:
                 return None
-            try:
+            with closing_descriptor(descriptor):
                 slab = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-            finally:
-                os.close(descriptor)
             # Two threads may map a slab at the same time; one of the mappings is dropped.
             with self._lock:
                 slab = self._slabs.setdefault(number, slab)

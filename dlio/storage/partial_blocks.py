@@ -20,10 +20,10 @@ disk.
 import fcntl
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -76,7 +76,9 @@ class PartialBlocks:
         self._layout, self._schema, self._sizes = reader.layout, reader.schema, reader.sizes
         self._hex = reader.fingerprint
         self._is_exact = not abilities_of(reader).sizes_are_estimates
-        self._plans: OrderedDict[int, _PartialLayout] = OrderedDict()
+        # A plan has 16 bytes a sample: for a data set of millions they would add up.
+        self._plan = lru_cache(_PLANS)(self._find_plan)
+        """Returns where the samples of a block go; None if their sizes are not known."""
         self._schema_bytes = len(reader.schema.to_json().encode())
         self._table_at = table_offset(self._schema_bytes)
         self._folder = os.dup(tier.folder)
@@ -332,21 +334,13 @@ class PartialBlocks:
                 at = self._table_at + ENTRY.itemsize * place
                 os.pwrite(descriptor, bytes(ENTRY.itemsize), at)
 
-    def _plan(self, block: int) -> "_PartialLayout | None":
-        """Return where the samples of a block go; None if their sizes are not known."""
+    def _find_plan(self, block: int) -> "_PartialLayout | None":
         # Estimated sizes, as of images that are encoded when they are read: payloads lie in the
         # order in which they came, and the block is written again from them.
         if not self._is_exact:
             return None
-        with self._lock:
-            plan = self._plans.get(block)
-            if plan is None:
-                sizes = np.asarray(self._sizes[self._layout.samples_of(block)], np.int64)
-                plan = self._plans[block] = _PartialLayout.of(sizes, self._table_at)
-                # A plan has 16 bytes a sample: for a data set of millions they would add up.
-                if len(self._plans) > _PLANS:
-                    self._plans.popitem(last=False)
-            return plan
+        sizes = np.asarray(self._sizes[self._layout.samples_of(block)], np.int64)
+        return _PartialLayout.of(sizes, self._table_at)
 
     def _remove(self, block: int) -> None:
         with suppress(FileNotFoundError):

@@ -225,7 +225,9 @@ def write_shard(
     _read_back(temporary, plan.schema, digests, description)
     rename(temporary, os.path.join(inside, name))
     size = _file_bytes(os.path.join(inside, name))
-    _write_record(folder, number, shard, {"data_bytes": written, "file_bytes": size})
+    record = json.dumps({"data_bytes": written, "file_bytes": size}).encode()
+    with closing_descriptor(open_below(folder, _DONE, private=False)) as done:
+        write_whole_at(done, f"{number}-{shard}.json", lambda file: file.write(record))
     return read
 
 
@@ -284,8 +286,7 @@ def _read_back_native(path: str, digests: Sequence[int], shard: ShardRequest) ->
     from dlio.storage.block import check_block
     from dlio.storage.shard_file import read_footer
 
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closing_descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
         footer = read_footer(descriptor, path)
         actual: list[int] = []
         for k, block in enumerate(shard.blocks):
@@ -297,26 +298,13 @@ def _read_back_native(path: str, digests: Sequence[int], shard: ShardRequest) ->
             actual += info.table["xxh3"].tolist()
         if actual != list(digests):
             raise CorruptBlock(f"{path} differs from the data written to it: check the disk")
-    finally:
-        os.close(descriptor)
-
-
-def _record_name(part: int, shard: int) -> str:
-    return f"{part}-{shard}.json"
-
-
-def _write_record(folder: int, part: int, shard: int, record: dict[str, int]) -> None:
-    """Record a shard as complete, durably."""
-    text = json.dumps(record).encode()
-    with closing_descriptor(open_below(folder, _DONE, private=False)) as done:
-        write_whole_at(done, _record_name(part, shard), lambda file: file.write(text))
 
 
 def find_record(folder: int, part: int, shard: int) -> dict[str, int] | None:
     """Return the record of a complete shard (`data_bytes`, `file_bytes`); None without one."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         with closing_descriptor(open_below(folder, _DONE, private=False)) as done:
-            text = read_small(done, _record_name(part, shard), _MOST_RECORD)
+            text = read_small(done, f"{part}-{shard}.json", _MOST_RECORD)
         record: dict[str, int] = json.loads(text)
         return record
     return None
@@ -508,13 +496,11 @@ def _working(shown: str, destination: str, comm: Communicator) -> Iterator[_Pack
 def _opened(shown: str, token: str) -> Iterator[int]:
     """Open the folder that another process of this packing has made; yields the descriptor."""
     with parent_of(shown) as (parent, name):
-        folder = open_below(parent, name)
-    try:
+        opened = open_below(parent, name)
+    with closing_descriptor(opened) as folder:
         if mark_of(folder) != token:
             raise UsageError(f"{shown} was exchanged while packing: pack it again")
         yield folder
-    finally:
-        os.close(folder)
 
 
 @contextlib.contextmanager
@@ -539,13 +525,11 @@ def _prepare(work: _PackFolder, plan: PackPlan) -> None:
     for name in ("data", "done"):
         os.close(make_folders(os.path.join(work.path, name)))
     for part in plan.parts:
-        inside = make_folders(plan.path(os.path.join(work.path, "data"), part))
-        try:
+        made = make_folders(plan.path(os.path.join(work.path, "data"), part))
+        with closing_descriptor(made) as inside:
             for name in os.listdir(inside):
                 if name.startswith(TEMPORARY):
                     remove_entry(inside, name)
-        finally:
-            os.close(inside)
     if known != plan.key:
         text = json.dumps({"key": plan.key, "version": VERSION}).encode()
         write_whole_at(work.folder, _PLAN, lambda file: file.write(text))

@@ -20,6 +20,7 @@ from dlio.data.schema import IMAGES, Buffer, Kind, Schema
 from dlio.errors import UsageError
 from dlio.storage.block import encode_block
 from dlio.storage.shard_file import SUFFIX, ShardIndex, ShardWriter
+from dlio.util.trusted_files import closing_descriptor
 from dlio.util.whole_files import open_own
 
 CHUNK_BYTES: Final = 1 << 20
@@ -471,11 +472,8 @@ def _magic(value: memoryview) -> str:
 
 
 def _fsync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with closing_descriptor(os.open(path, os.O_RDONLY)) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # A file whose errors are kept for later

@@ -119,19 +119,18 @@ def _damage(
     except OSError as error:
         return f"{path} cannot be opened: {error.strerror}"
     try:
-        info = read_info(descriptor, path)
-        if info.block != block:
-            return f"{path} holds block {info.block}"
-        scratch = PayloadScratch()
-        for place in range(len(info)):
-            result.bytes += len(info.read(descriptor, place, scratch))
-            result.samples += 1
-        if digest is not None and info.digest != digest:
-            return f"{path} is not the block that was staged"
+        with closing_descriptor(descriptor):
+            info = read_info(descriptor, path)
+            if info.block != block:
+                return f"{path} holds block {info.block}"
+            scratch = PayloadScratch()
+            for place in range(len(info)):
+                result.bytes += len(info.read(descriptor, place, scratch))
+                result.samples += 1
     except (DlioError, OSError) as error:
         return str(error)
-    finally:
-        os.close(descriptor)
+    if digest is not None and info.digest != digest:
+        return f"{path} is not the block that was staged"
     return None
 
 
