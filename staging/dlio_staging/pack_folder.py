@@ -35,7 +35,8 @@ from dlio.data.agreement import check_same_data
 from dlio.data.reader import open_reader
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError
-from dlio.storage.block import NO_ROOM
+from dlio.storage.block import NO_ROOM, check_block
+from dlio.storage.shard_file import read_footer
 from dlio.util.arguments import path_in, unknown_word
 from dlio.util.folders import (
     MARK,
@@ -283,9 +284,6 @@ def _read_back(path: str, schema: Schema, digests: Sequence[int], shard: ShardRe
 
 def _read_back_native(path: str, digests: Sequence[int], shard: ShardRequest) -> None:
     """Verify the blocks of a native shard and compare their checksums. Raises CorruptBlock."""
-    from dlio.storage.block import check_block
-    from dlio.storage.shard_file import read_footer
-
     with closing_descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
         footer = read_footer(descriptor, path)
         actual: list[int] = []

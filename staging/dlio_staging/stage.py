@@ -15,13 +15,20 @@ import numpy.typing as npt
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import ConfigFile, OutputOptions, RankOptions
+from dlio.comm import world
 from dlio.comm.launch_environment import under_mpi, under_torch
+from dlio.data.reader import open_reader
 from dlio.data.reader_contract import Reader, data_bytes
+from dlio.data.replicas import ReplicatedReader, replicated
 from dlio.errors import CorruptBlock, SourceError, TierError, UsageError
 from dlio.launch.command_ranks import on_ranks
 from dlio.storage.block import check_block
+from dlio.storage.block_fetcher import BlockFiller, filler_threads
+from dlio.storage.inventory import evict, set_pinned, stored_data
+from dlio.storage.manifest import Manifest, write_manifest
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.tier import Tier
+from dlio.storage.tier_spec import choose_tiers
 from dlio.util.arguments import PathText, path_in
 from dlio.util.child_processes import end_with_parent
 from dlio.util.options import Option
@@ -229,11 +236,6 @@ def stage(
     Raises UsageError without a disk tier, and TierError when some blocks cannot be fetched; those
     that were fetched stay.
     """
-    from dlio.comm import world
-    from dlio.data.reader import open_reader
-    from dlio.data.replicas import ReplicatedReader, replicated
-    from dlio.storage.tier_spec import choose_tiers
-
     path = path_in("path", path)
     started = time.monotonic()
     deadline = None if options.deadline_s is None else started + options.deadline_s
@@ -309,11 +311,7 @@ def stage_rank(staging: StageArguments, options: StageOptions, output: OutputOpt
 
     Raises SystemExit with one of the command's exit codes.
     """
-    from dlio_staging.stage import abandonable
-
     abandonable()
-    from dlio.comm import world
-
     if not staging.resume and not staging.dry_run:
         _evict_earlier(staging.source, options.tiers)
     done = stage(staging.source, options, dry=staging.dry_run, quiet=False)
@@ -385,8 +383,6 @@ def _read_blocks(
 
     Raises SourceError when the source delivers nothing for the time of DLIO_TIMEOUT.
     """
-    from dlio.storage.block_fetcher import BlockFiller, filler_threads
-
     hierarchy = mounted.hierarchy
     threads = filler_threads(mounted.block_bytes, mounted.requests)
     moved, moved_at = -1, time.monotonic()
@@ -413,8 +409,6 @@ def _discard_damaged(mounted: Mount, wanted: npt.NDArray[np.int64]) -> int:
 
     Each rank of a node verifies a part of the node's blocks.
     """
-    from dlio.errors import CorruptBlock
-
     ranks = mounted.ranks.local(mounted.nodes.here).tolist()
     part = ranks.index(mounted.comm.rank)
     damaged = 0
@@ -432,9 +426,6 @@ def _discard_damaged(mounted: Mount, wanted: npt.NDArray[np.int64]) -> int:
 
 def _write_manifests(reader: Reader, mounted: Mount, *, pin: bool) -> None:
     """Write each tier's manifest, and pin the data if asked to; done by one rank of each node."""
-    from dlio.storage.inventory import set_pinned
-    from dlio.storage.manifest import Manifest, write_manifest
-
     if mounted.ranks.local(mounted.nodes.here)[0] != mounted.comm.rank:
         return
     about = {
@@ -456,11 +447,6 @@ def _write_manifests(reader: Reader, mounted: Mount, *, pin: bool) -> None:
 
 def _evict_earlier(source: str, tiers: str | None) -> None:
     """Evict the blocks of this data set that earlier runs have staged. Collective."""
-    from dlio.comm import world
-    from dlio.data.reader import open_reader
-    from dlio.storage.inventory import evict, stored_data
-    from dlio.storage.tier_spec import choose_tiers
-
     reader = open_reader(source)
     if world().rank == 0:
         for spec in choose_tiers(tiers, data_bytes(reader)):
