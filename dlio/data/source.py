@@ -132,7 +132,7 @@ class Source(FsspecHandle):
         try:
             return bool(getattr(self._files, question)(self.path(name)))
         except Exception as error:
-            raise self._failed(name, error) from error
+            raise failed(self.path(name), error) from error
 
     def modified_ns(self, name: str = "") -> int:
         """Return the time of a folder's last change, 0 where it is unknown."""
@@ -148,7 +148,7 @@ class Source(FsspecHandle):
                 return sorted(self._scan(name), key=lambda entry: entry.name)
             rows = self._files.ls(self.path(name), detail=True)
         except Exception as error:
-            raise self._failed(name, error) from error
+            raise failed(self.path(name), error) from error
         entries = [
             Entry(
                 row["name"].rstrip("/").rsplit("/", 1)[-1],
@@ -178,7 +178,7 @@ class Source(FsspecHandle):
                 with os.scandir(self.path(name)) as entries:
                     rows = sorted((entry.name, entry.is_dir()) for entry in entries)
             except OSError as error:
-                raise self._failed(name, error) from error
+                raise failed(self.path(name), error) from error
         if seen is not None:
             seen[key] = rows
         return rows
@@ -218,7 +218,7 @@ class Source(FsspecHandle):
         except SourceError:
             raise
         except Exception as error:
-            raise self._failed(name, error) from error
+            raise failed(self.path(name), error) from error
         return data
 
     def check_link(self, path: str) -> None:
@@ -237,9 +237,6 @@ class Source(FsspecHandle):
                 times = status.st_mtime_ns, status.st_ctime_ns
                 entries.append(Entry(row.name, row.is_dir(), status.st_size, *times))
         return entries
-
-    def _failed(self, name: str, error: Exception) -> SourceError:
-        return failed(self.path(name), error)
 
 
 class File(FsspecHandle):

@@ -27,7 +27,7 @@ from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.loader.sample_recipes import ForeignDecoder, MappedRecipe, recipe_for
 from dlio.plan.order import Order
 from dlio.storage.mount import Mount, MountOptions, mount
-from dlio.storage.tier_spec import Tiers, choose_tiers, decoded_spec, device_spec
+from dlio.storage.tier_spec import Tiers, choose_tiers, decoded_spec
 from dlio.util.arguments import (
     MOST_SEED,
     PathText,
@@ -496,7 +496,7 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         return self._make_recipe() if abilities_of(self.reader).is_inspected else None
 
     def _make_recipe(self) -> Recipe:
-        through_decoded = any(find(self.tiers) for find in (decoded_spec, device_spec))
+        through_decoded = any(decoded_spec(self.tiers, kind) for kind in ("ram", "gpu"))
         if through_decoded and self.maps:
             raise UsageError(
                 f"tiers={self.tiers!r}: map() makes samples one by one, and decoded tiers keep "

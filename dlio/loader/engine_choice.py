@@ -23,7 +23,7 @@ from dlio.loader.thread_engine import ThreadEngine
 from dlio.loader.torch_engine import TorchEngine, torch_feed
 from dlio.loader.trace import Spans
 from dlio.plan.listed_order import ListedOrder
-from dlio.storage.tier_spec import device_spec
+from dlio.storage.tier_spec import decoded_spec
 
 _log = logging.getLogger("dlio")
 
@@ -128,7 +128,7 @@ class Engines:
                     # begins now and not with the first batch.
                     next(begun.feed)
                 return begun
-        spec = None if data is None else device_spec(data.tiers)
+        spec = None if data is None else decoded_spec(data.tiers, "gpu")
         if spec is not None:
             raise UsageError(
                 f"tier {spec} is for batches that dlio makes in its own threads and order: leave "

@@ -50,7 +50,6 @@ from dlio.storage.tier_spec import (
     TierSpec,
     choose_tiers,
     decoded_spec,
-    device_spec,
     is_parsed,
 )
 from dlio.util.closable import Closable
@@ -356,7 +355,7 @@ def mount(
     nodes = find_nodes(comm, pretend_nodes)
     ranks = RankNodes(nodes.node_of)
     specs = choose_tiers(tiers, data_bytes(reader), nodes.per_machine)
-    folder, on_device = nodes.names[nodes.here], device_spec(tiers)
+    folder, on_device = nodes.names[nodes.here], decoded_spec(tiers, "gpu")
     block_bytes = block_bytes_of(reader)
     source = file_system_of(reader.path)
     requests = options.requests or source.requests(reader.objects)

@@ -456,7 +456,11 @@ class SampleFetcher(Fetcher):
         while not task.done:
             assert task.ended is not None
             if not task.ended.wait(_LOOK_S) and time.monotonic() > deadline:
-                raise self._late(sample)
+                raise SourceError(
+                    f"{self._reader.name(sample)} was not read within "
+                    f"{self._blocks.fill_timeout_s:.0f} s: the source hangs, or is slower than "
+                    "that (DLIO_FILL_TIMEOUT sets the deadline)"
+                )
             if self._stopping.is_set() and not task.done:
                 raise SourceError(f"sample {sample} was given up: the tiers are being closed")
         with self._lock:
@@ -536,12 +540,6 @@ class SampleFetcher(Fetcher):
             crew.close(max(0.0, deadline - time.monotonic()))
         for pieces in self._pieces.values():
             pieces.close()
-
-    def _late(self, sample: int) -> SourceError:
-        return SourceError(
-            f"{self._reader.name(sample)} was not read within {self._blocks.fill_timeout_s:.0f} "
-            "s: the source hangs, or is slower than that (DLIO_FILL_TIMEOUT sets the deadline)"
-        )
 
     def _fetches(self, block: int) -> bool:
         """True for a block that was not seen in a tier and that is not streamed, in the process
@@ -691,7 +689,11 @@ class SampleFetcher(Fetcher):
         computed, self._own.computed = now - getattr(self._own, "computed", 0.0), now
         self._flow.ends(began, computed, crowded=self._tasks.queued and not self._is_calm())
         # Whoever waits for samples does not wait until they are in a tier.
-        self._hand_over(tasks, payloads)
+        with self._lock:
+            for task, payload in zip(tasks, payloads, strict=True):
+                task.payload = payload
+                if task.wanted:
+                    self._tasks.finish(task)
         blocks: dict[int, dict[int, Buffer]] = {}
         for task, payload in zip(tasks, payloads, strict=True):
             self._counters.add_bytes("source", len(payload))
@@ -699,13 +701,6 @@ class SampleFetcher(Fetcher):
         for block, by_place in blocks.items():
             if self._keeps(block):
                 self._keep(block, by_place)
-
-    def _hand_over(self, tasks: Sequence[SampleRead], payloads: Sequence[Buffer]) -> None:
-        with self._lock:
-            for task, payload in zip(tasks, payloads, strict=True):
-                task.payload = payload
-                if task.wanted:
-                    self._tasks.finish(task)
 
     def _keep(self, block: int, samples: Mapping[int, Buffer]) -> None:
         """Add samples, by place, to their block."""

@@ -168,18 +168,9 @@ def choose_tiers(tiers: Tiers | None, data_bytes: int, nodes_here: int = 1) -> l
     return specs if specs or not given else default_tiers(data_bytes, nodes_here)
 
 
-def decoded_spec(tiers: Tiers | None) -> TierSpec | None:
-    """Return the tier of decoded images in RAM, None if none is specified. Raises UsageError."""
-    return _decoded(tiers, "ram")
-
-
-def device_spec(tiers: Tiers | None) -> TierSpec | None:
-    """Return the tier of decoded images on each rank's device, None if none is specified. Raises
-    UsageError."""
-    return _decoded(tiers, "gpu")
-
-
-def _decoded(tiers: Tiers | None, kind: str) -> TierSpec | None:
+def decoded_spec(tiers: Tiers | None, kind: str = "ram") -> TierSpec | None:
+    """Return the tier of decoded images in RAM, or with `gpu` that on each rank's device; None if
+    none is specified. Raises UsageError."""
     if tiers is None:
         tiers = settings().tiers or "none"
     specs = parse_tiers(tiers)

@@ -9,7 +9,7 @@ from dlio.data.reader import Reader, open_reader
 from dlio.image import crop_transforms
 from dlio.loader.dataloader import DataLoader
 from dlio.loader.dataset import Dataset
-from dlio.storage.tier_spec import Tiers, device_spec
+from dlio.storage.tier_spec import Tiers, decoded_spec
 from dlio.train.array_fields import is_arrays, is_table
 from dlio.train.rank_layout import RankLayout
 from dlio.train.train_options import BatchOptions, DataOptions
@@ -111,7 +111,7 @@ def _hands_over(data: Dataset, decode: str, device: torch.device | None) -> bool
     """True if the loader hands out batches on the model's device: where the device decodes or keeps
     images, and where a GPU can have crops ahead of their use, without boxes or masks whose
     values the host checks."""
-    if decode == "device" or device_spec(data.tiers) is not None:
+    if decode == "device" or decoded_spec(data.tiers, "gpu") is not None:
         return True
     on_gpu = device is not None and device.type == "cuda"
     return on_gpu and data.crops and not data.recipe.moves

@@ -81,6 +81,7 @@ class AnnotatedReader(ListedReader, PathReader):
 
     def __init__(self, source: Source, kind: str, build: Callable[[], Annotations]) -> None:
         self._build = build
+        self.abilities = Abilities(box_counts=self._box_counts)
         index, head = self._open(source, kind)
         self.schema = Schema(tuple((name, kind) for name, kind in head["fields"]))
         self._index, self._relative = index, bool(head["relative"])
@@ -92,10 +93,6 @@ class AnnotatedReader(ListedReader, PathReader):
         self.labels = np.zeros(len(self._files), np.int64)
         self.sizes = self._payload_sizes()
         self._cut()
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(box_counts=self._box_counts)
 
     def _box_counts(self) -> dict[str, int]:
         labels = self._index["box_labels"]

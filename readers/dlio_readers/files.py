@@ -236,6 +236,7 @@ class FilesReader(PathReader):
 
     def __init__(self, path: str | Sequence[str]) -> None:
         self._rows, self.classes, self._paired = _find(path)
+        self.abilities = Abilities(chunked=self._chunked, files_are_samples=True)
         self._urls = [url for row in self._rows for url in row.urls]
         self._sides = len(self._rows[0].urls)
         self._files = files = concurrently(File, self._urls, self._urls[0])
@@ -304,10 +305,6 @@ class FilesReader(PathReader):
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         return [self._payload(int(sample)) for sample in samples]
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(chunked=self._chunked, files_are_samples=True)
 
     def _chunked(self) -> dict[str, list[ChunkedArray]]:
         return {

@@ -205,28 +205,28 @@ class Hdf5File:
             return arrays
 
     def columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
+        """Return the columns that samples are made of, by field. Raises SourceError, UsageError."""
         with self.lock, parsing(self.file.name):
-            return self._columns(names, select)
-
-    def _columns(self, names: Sequence[str], select: Select) -> dict[str, Column]:
-        root = self.handle()
-        sets = self._find(root, names)
-        shapes = {name: tuple(each.shape) for name, each in sets.items() if each.shape is not None}
-        packed = parse_schema(root.attrs.get(SCHEMA), self.file.name)
-        if packed is not None:
-            self.packed_schema, self.classes = packed
-            names = names or [name for name, _ in self.packed_schema.fields]
-        chosen, self.count = choose(self.file.name, shapes, names)
-        columns: dict[str, Column] = {}
-        for name in chosen:
-            dataset = sets[name]
-            if "classes" in dataset.attrs:
-                self.classes = [
-                    text.decode() if isinstance(text, bytes) else str(text)
-                    for text in dataset.attrs["classes"]
-                ]
-            columns[name] = self._column(name, dataset, sets, select)
-        return columns
+            root = self.handle()
+            sets = self._find(root, names)
+            shapes = {
+                name: tuple(each.shape) for name, each in sets.items() if each.shape is not None
+            }
+            packed = parse_schema(root.attrs.get(SCHEMA), self.file.name)
+            if packed is not None:
+                self.packed_schema, self.classes = packed
+                names = names or [name for name, _ in self.packed_schema.fields]
+            chosen, self.count = choose(self.file.name, shapes, names)
+            columns: dict[str, Column] = {}
+            for name in chosen:
+                dataset = sets[name]
+                if "classes" in dataset.attrs:
+                    self.classes = [
+                        text.decode() if isinstance(text, bytes) else str(text)
+                        for text in dataset.attrs["classes"]
+                    ]
+                columns[name] = self._column(name, dataset, sets, select)
+            return columns
 
     def _column(self, name: str, dataset: Any, sets: Mapping[str, Any], select: Select) -> Column:
         import h5py

@@ -16,8 +16,8 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import version
+from pkgutil import resolve_name
 from typing import Final
 
 import numpy as np
@@ -36,9 +36,9 @@ _SILENT_S: Final = 600.0
 _POLL_S: Final = 0.02
 _REMEDY: Final = "it is damaged, or was made to do so; restore it"
 _READERS: Final = {
-    "arrow": ("dlio_readers.arrow", "ArrowReader"),
-    "hdf5": ("dlio_readers.hdf5", "Hdf5Reader"),
-    "parquet": ("dlio_readers.parquet", "ParquetReader"),
+    "arrow": "dlio_readers.arrow:ArrowReader",
+    "hdf5": "dlio_readers.hdf5:Hdf5Reader",
+    "parquet": "dlio_readers.parquet:ParquetReader",
 }
 
 
@@ -147,9 +147,8 @@ def main() -> None:
     """Open and read the files that standard input names, as the child of `rehearse`."""
     end_with_parent(int(sys.argv[2]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    module, name = _READERS[sys.argv[1]]
     path = json.load(sys.stdin)
-    reader_class = getattr(import_module(module), name)
+    reader_class = resolve_name(_READERS[sys.argv[1]])
     # Errors are for the parent to find again, and to report.
     with contextlib.suppress(DlioError, MemoryError):
         reader = reader_class(path if len(path) > 1 else path[0])

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -137,12 +138,9 @@ def open_text_tables(
         columns[FEATURES] = _joined(parts, lambda part: _Matrix(part, numbers))
     for name in chosen:
         number, own = header.index(name), classes if name == label else []
-        columns[name] = _column(parts, number, kinds[name], own)
+        make = partial(_TextColumn, number=number, kind=kinds[name], classes=own)
+        columns[name] = _joined(parts, make)
     return TextTable(columns, sum(part.count for part in parts), classes)
-
-
-def _column(parts: Sequence[_TableFile], number: int, kind: str, classes: list[str]) -> Column:
-    return _joined(parts, lambda part: _TextColumn(part, number, kind, classes))
 
 
 def _joined(parts: Sequence[_TableFile], make: Callable[[_TableFile], Column]) -> Column:

@@ -43,7 +43,6 @@ from dlio_staging.stage_plan import (
     blocks_to_read,
     bytes_to_read,
     chosen_blocks,
-    is_present,
     plan_tiers,
     print_plan,
     print_result,
@@ -358,7 +357,7 @@ def _bring(
     with show_progress(bytes_to_read(mounted, own), shown) as progress:
         ended = _read_blocks(mounted, own, deadline, progress)
     complete = all(comm.allgather(ended))
-    missing = [block for block in own.tolist() if not is_present(mounted, block)]
+    missing = [block for block in own.tolist() if not _tier(mounted, block).has(block)]
     if complete and any(comm.allgather(len(missing))):
         reasons = "; ".join(mounted.hierarchy.notes()[:3]) or "see the errors of other ranks"
         raise TierError(f"{len(missing)} of {len(own)} blocks could not be staged: {reasons}")
@@ -413,7 +412,7 @@ def _discard_damaged(mounted: Mount, wanted: npt.NDArray[np.int64]) -> int:
     part = ranks.index(mounted.comm.rank)
     damaged = 0
     for block in wanted[part :: len(ranks)].tolist():
-        tier = mounted.hierarchy.tiers[int(mounted.hierarchy.pinned[block])]
+        tier = _tier(mounted, block)
         try:
             tier.check(block)
         except FileNotFoundError:

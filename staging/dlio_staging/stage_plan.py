@@ -185,11 +185,6 @@ def bytes_to_read(mounted: Mount, own: npt.NDArray[np.int64]) -> int:
     return sum(int(mounted.block_bytes[b]) for b in own.tolist() if b not in here[tiers[b]])
 
 
-def is_present(mounted: Mount, block: int) -> bool:
-    """True if a block that is pinned on this node is in its tier."""
-    return mounted.hierarchy.tiers[int(mounted.hierarchy.pinned[block])].has(block)
-
-
 # Results
 _ASSUMED_RATE: Final = 200 << 20
 """Bytes per second that a node is assumed to get from the source when no limit is given."""

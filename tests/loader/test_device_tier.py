@@ -15,7 +15,7 @@ import torch
 import dlio
 from dlio.errors import DlioError, UsageError
 from dlio.storage.device_tier import DeviceTier
-from dlio.storage.tier_spec import TierSpec, device_spec, parse_tiers
+from dlio.storage.tier_spec import TierSpec, decoded_spec, parse_tiers
 from dlio.util.settings import DEVICE_TIER
 from tests.loader.recorded_streams import RecordedStreams
 
@@ -228,7 +228,9 @@ def test_specifications_are_parsed_and_others_refused_with_the_remedy() -> None:
     spec, _ = parse_tiers("gpu:40GiB:decoded,ram:2GiB")
     assert spec == TierSpec("gpu", "gpu", 40 << 30, True)
     assert str(spec) == "gpu:40GiB:decoded"
-    assert device_spec("ram:1GiB:decoded,gpu:1GiB:decoded") == TierSpec("gpu", "gpu", 1 << 30, True)
+    assert decoded_spec("ram:1GiB:decoded,gpu:1GiB:decoded", "gpu") == TierSpec(
+        "gpu", "gpu", 1 << 30, True
+    )
     with pytest.raises(UsageError, match="write gpu:1GiB:decoded"):
         parse_tiers("gpu:1GiB")
 
