@@ -4,13 +4,13 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from dlio.data.source import File, Source, expand, files_below, inside, own_name
 from dlio.errors import SourceError, UsageError
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.path_reader import lie_at, split_paths
-from dlio_readers.rowgroups import RowGroupReader
+from dlio_readers.rowgroups import ArrowTable, RowGroupReader
 
 # Arrow IPC files and streams: where their record batches lie, and their sizes when decompressed
 #
@@ -19,9 +19,6 @@ from dlio_readers.rowgroups import RowGroupReader
 # Of the metadata only numbers are taken here, bounded by the file's size; pyarrow reads the rest.
 #
 # Source: arrow.apache.org/docs/format/Columnar.html, Message.fbs.
-
-ArrowTable: TypeAlias = Any
-"""A pyarrow.Table, which has no types."""
 
 _FILE_MAGIC: Final = b"ARROW1"
 _FEATHER_1: Final = b"FEA1"

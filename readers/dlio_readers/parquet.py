@@ -9,7 +9,7 @@ from dlio.data.source import File, files_below
 from dlio.errors import SourceError
 from dlio.util.limits import check_claim, is_plausible, parsing
 from dlio_readers.path_reader import lie_at, split_paths
-from dlio_readers.rowgroups import RowGroupReader
+from dlio_readers.rowgroups import ArrowTable, RowGroupReader
 
 _SUFFIXES: Final = (".parquet", ".parq")
 
@@ -34,7 +34,7 @@ class ParquetGroups:
         """Close the file."""
         self._opened.close()
 
-    def table(self, group: int, names: Sequence[str]) -> Any:
+    def table(self, group: int, names: Sequence[str]) -> ArrowTable:
         """Read columns of a row group as an Arrow table."""
         return self._opened.read_row_group(group, columns=names, use_threads=False)
 

@@ -42,7 +42,7 @@ class StoredArray:
         """(file, offset, bytes) of the data."""
         return self._file, self._offset, self.shape[0] * self._row
 
-    def rows_of(self, data: memoryview) -> npt.NDArray[Any]:
+    def rows_of(self, data: memoryview) -> npt.NDArray[np.generic]:
         """Return the rows whose bytes are `data`."""
         rows = np.frombuffer(data, self._stored).reshape(-1, *self.shape[1:])
         return rows.astype(self.dtype, copy=False)
@@ -82,7 +82,7 @@ class StoredArray:
         key = [0 if not isinstance(part, slice) else step for part, step in inner]
         return self.read(box)[(slice(None), *key)]
 
-    def read(self, box: Box) -> npt.NDArray[Any]:
+    def read(self, box: Box) -> npt.NDArray[np.generic]:
         """Read a part, as it is stored, each run of consecutive bytes with one request."""
         shape, itemsize = self.shape, self._stored.itemsize
         sides = tuple(part.stop - part.start for part in box)

@@ -33,6 +33,8 @@ ArrowType: TypeAlias = Any
 """A pyarrow.DataType."""
 ArrowColumn: TypeAlias = Any
 """A pyarrow.ChunkedArray, or one of its chunks."""
+ArrowTable: TypeAlias = Any
+"""A pyarrow.Table."""
 ArrowSchema: TypeAlias = Any
 """A pyarrow.Schema."""
 Decoded: TypeAlias = Any
@@ -194,7 +196,7 @@ class GroupedFile(Protocol):
     def check(self, group: int, names: Sequence[str]) -> int:
         """Return the rows of a group, if its columns take plausible memory. Raises SourceError."""
 
-    def table(self, group: int, names: Sequence[str]) -> Any:
+    def table(self, group: int, names: Sequence[str]) -> ArrowTable:
         """Read columns of a group as an Arrow table. Any error names no file."""
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import os
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from dlio.storage.block import encode_block
 from dlio.storage.shard_file import SUFFIX, ShardIndex, ShardWriter
 from dlio.util.trusted_files import closing_descriptor
 from dlio.util.whole_files import open_own
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 CHUNK_BYTES: Final = 1 << 20
 """Approximate size of a chunk in HDF5 files."""
@@ -498,7 +501,7 @@ class UnfailingFile(io.FileIO):
         if self._error is not None:
             raise self._error
 
-    def readinto(self, into: bytearray | memoryview) -> int:  # type: ignore[override]
+    def readinto(self, into: "WriteableBuffer", /) -> int:
         """Fill `into`; with zeros where nothing was written."""
         view = memoryview(into)
         done = 0
@@ -510,7 +513,7 @@ class UnfailingFile(io.FileIO):
         view[done:] = bytes(len(view) - done)
         return len(view)
 
-    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
+    def write(self, data: "ReadableBuffer", /) -> int:
         """Write bytes, unless an error came before."""
         view = memoryview(data)
         done = 0
