@@ -71,7 +71,9 @@ def test_a_full_disk_is_one_line(
         check=False,
     )
     assert done.returncode == 2, done
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert "disk is full" in done.stderr
-    assert str(small_disk) in done.stderr
+    # On a busy machine, progress is told meanwhile.
+    said = [line for line in done.stderr.splitlines() if not line.startswith("packing: ")]
+    assert len(said) == 1, done.stderr
+    assert "disk is full" in said[0]
+    assert str(small_disk) in said[0]
     assert sorted(small_disk.iterdir()) == before
