@@ -294,7 +294,7 @@ class Walk:
                 stay = f"{module.name}.{owner.name}.{method.name}({', '.join(sorted(used))})"
                 if used and stay not in self.stays:
                     self.stays.append(stay)
-                    self._calls(module, owner, method, used)
+                    self._calls(module, owner, method, used | _aliases(method, used))
 
     def _calls(
         self, module: Module, owner: ast.ClassDef | None, node: ast.AST, roots: set[str]
@@ -329,6 +329,15 @@ def _root(node: ast.AST) -> str:
             return f"self.{node.attr}"
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _aliases(node: ast.AST, roots: set[str]) -> set[str]:
+    """Return local names that are assigned from a root, or from an attribute of one."""
+    return {
+        target.id
+        for target, value in _assignments(node)
+        if isinstance(target, ast.Name) and _root(value) in roots
+    }
 
 
 def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
