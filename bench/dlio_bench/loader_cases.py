@@ -500,7 +500,7 @@ def _by_pillow(image: Any, change: PixelChange) -> Any:
         "RandomGrayscale": lambda image: image.convert("L").convert("RGB"),
         "RandomSolarize": lambda image: ImageOps.solarize(image, 128),
         "RandomAdjustSharpness": lambda image: ImageEnhance.Sharpness(image).enhance(2),
-        "flip": lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+        "RandomHorizontalFlip": lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
     }
     return plain[name](image)
 
