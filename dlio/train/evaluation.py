@@ -99,7 +99,7 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
             comm.size,
             time.perf_counter() - began,
             metrics,
-            task.watch,
+            task.objective.watch,
         )
 
 

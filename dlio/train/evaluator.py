@@ -60,17 +60,18 @@ class Evaluator:
         self._model.load_state_dict(state)
         self._model.eval()
         prepare(self._model)
-        sums = np.zeros(self._task.sum_count, np.int64)
+        objective = self._task.objective
+        sums = np.zeros(objective.sum_count, np.int64)
         self._loader.set_epoch(0)
         for batch in self._loader:
             if batch_size(batch):
                 inputs, targets = self._convert(batch, device)
                 with self._precision.casting():
                     outputs = self._model(inputs)
-                sums += self._task.sums(self._whole(outputs), self._layout.gather(targets))
+                sums += objective.sums(self._whole(outputs), self._layout.gather(targets))
         comm = self._layout.data
         comm.wait([comm.iallreduce(sums)], "the metrics")
-        metrics = self._task.metrics(sums)
+        metrics = objective.metrics(sums)
         return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
     def _whole(self, outputs: Outputs) -> Outputs:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypedDict
 
-import numpy as np
-
 from dlio.comm.launch_environment import shows_terminal
 from dlio.comm.survival.recovery import MeasuredLoss
 from dlio.loader.stats import PassStats
@@ -21,34 +19,7 @@ from dlio.util.printable import printable
 from dlio.util.units import format_bytes
 
 
-class LoaderCounts(TypedDict):
-    """Counts of one rank's loader in one epoch."""
-
-    bytes: dict[str, int]
-    sent: int
-    messages: int
-    late: int
-    healed: int
-    tier_errors: int
-    decoded: int
-    decode_saved_s: float
-
-
-def loader_counts(stats: PassStats) -> LoaderCounts:
-    """Return the counts of a pass over a data set of dlio."""
-    return {
-        "bytes": stats["bytes"],
-        "sent": stats["sent"],
-        "messages": stats["messages"],
-        "late": stats["late"],
-        "healed": stats["healed"],
-        "tier_errors": stats["tier_errors"],
-        "decoded": stats["decoded"],
-        "decode_saved_s": stats["decode_saved_s"],
-    }
-
-
-class RankEpoch(LoaderCounts, total=False):
+class RankEpoch(TypedDict, total=False):
     """Measurements of one rank in one epoch."""
 
     share: int
@@ -58,64 +29,15 @@ class RankEpoch(LoaderCounts, total=False):
     sums: list[float]
     """Sum of losses, correct answers, samples."""
     seconds: float
-    stall_s: float
-    first_batch_s: float | None
+    loader: PassStats
     exchange_wait_s: float
     exchange_bytes: float
     step_ms: list[float]
     """Median and 95th percentile, in milliseconds."""
     left_out: int
     skip_share: float
-    skipped: list[str]
-    notes: list[str]
     features: dict[str, Any]
     """Measurements of the features that are on, by their prefixes."""
-
-
-def measured_epoch(
-    stats: PassStats,
-    *,
-    share: int,
-    computed_per_s: float | None,
-    sums: list[float],
-    seconds: float,
-    exchanged: Mapping[str, float],
-    updates_s: Sequence[float],
-    left_out: int,
-    skip_share: float,
-    features: dict[str, Any],
-) -> RankEpoch:
-    """Return the measurements as other ranks get them.
-
-    Args:
-        stats: counts of the loader.
-        share: samples of a whole step.
-        computed_per_s: samples per second.
-        sums: of losses, correct answers and samples.
-        exchanged: differences of the exchange's statistics.
-        updates_s: seconds of each optimizer step.
-        left_out: optimizer steps left out.
-        skip_share: share of the data set's samples that the epoch skips.
-        features: measurements of features.
-    """
-    steps_ms = np.array(updates_s) * 1000 if updates_s else np.zeros(1)
-    return {
-        "share": share,
-        "computed_per_s": computed_per_s,
-        "sums": sums,
-        "seconds": seconds,
-        "stall_s": stats["stall_s"],
-        "first_batch_s": stats["first_batch_s"],
-        "exchange_wait_s": exchanged["wait_s"],
-        "exchange_bytes": exchanged["bytes"],
-        "step_ms": [float(np.median(steps_ms)), float(np.quantile(steps_ms, 0.95))],
-        "left_out": left_out,
-        "skip_share": skip_share,
-        **loader_counts(stats),
-        "skipped": stats["skipped"],
-        "notes": stats["notes"],
-        "features": features,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,50 +165,44 @@ class EpochReport:
         epoch: int,
         ranks: Sequence[RankEpoch],
         val_accuracy: float | None,
-        consensus: float,
+        consensus_distance: float,
         peak_lr: float,
         samples: int = 0,
     ) -> "EpochReport":
-        """Combine the measurements of all ranks.
+        """Combine the measurements of all ranks, in rank order, with fields that differ from these.
 
         Args:
-            ranks: the measurements, in rank order.
-            val_accuracy: accuracy on the held-out samples.
-            consensus: see `consensus_distance`.
             samples: that the epoch has, if measurements of some were lost with ranks.
         """
         loss, correct, count = (sum(rank["sums"][k] for rank in ranks) for k in range(3))
         trained = max(int(count), samples)
         seconds = max(rank["seconds"] for rank in ranks)
-        first = [rank["first_batch_s"] for rank in ranks if rank["first_batch_s"] is not None]
+        loaders: list[Any] = [rank["loader"] for rank in ranks]
+        first = [each["first_batch_s"] for each in loaders if each["first_batch_s"] is not None]
+        summed = ("messages", "late", "healed", "tier_errors", "decoded", "decode_saved_s")
         return cls(
             epoch=epoch,
             seconds=seconds,
             samples=trained,
             samples_per_s=trained / seconds,
-            stall_fraction=_mean([rank["stall_s"] / rank["seconds"] for rank in ranks]),
+            stall_fraction=_mean([rank["loader"]["stall_s"] / rank["seconds"] for rank in ranks]),
             loss=loss / count if count else None,
             accuracy=correct / count if count else None,
             val_accuracy=val_accuracy,
-            bytes={place: sum(rank["bytes"][place] for rank in ranks) for place in PLACES},
+            consensus_distance=consensus_distance,
+            peak_lr=peak_lr,
+            bytes={place: sum(each["bytes"][place] for each in loaders) for place in PLACES},
             first_batch_s=max(first, default=None),
-            consensus_distance=consensus,
             exchange_wait_s=_mean([rank["exchange_wait_s"] for rank in ranks]),
             exchange_bytes=int(sum(rank["exchange_bytes"] for rank in ranks)),
-            peak_lr=peak_lr,
-            messages=sum(rank["messages"] for rank in ranks),
-            late=sum(rank["late"] for rank in ranks),
-            healed=sum(rank["healed"] for rank in ranks),
-            tier_errors=sum(rank["tier_errors"] for rank in ranks),
-            decoded=sum(rank["decoded"] for rank in ranks),
-            decode_saved_s=sum(rank["decode_saved_s"] for rank in ranks),
+            **{name: sum(each[name] for each in loaders) for name in summed},
             step_ms={
-                "median": max(rank["step_ms"][0] for rank in ranks),
-                "p95": max(rank["step_ms"][1] for rank in ranks),
+                name: max(rank["step_ms"][k] for rank in ranks)
+                for k, name in enumerate(("median", "p95"))
             },
             left_out=max(rank["left_out"] for rank in ranks),
-            skipped=sorted({name for rank in ranks for name in rank["skipped"]}),
-            notes=list(dict.fromkeys(note for rank in ranks for note in rank["notes"])),
+            skipped=sorted({name for each in loaders for name in each["skipped"]}),
+            notes=list(dict.fromkeys(note for each in loaders for note in each["notes"])),
             shares=[rank["share"] for rank in ranks],
             rank_samples_per_s=[rank["computed_per_s"] for rank in ranks],
             skip_share=ranks[0].get("skip_share", 0.0),

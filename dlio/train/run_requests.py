@@ -3,22 +3,21 @@
 Training is asynchronous, so no rank may wait for an answer. There are two ways to agree without:
 
 - `SynchronousRequests`, where ranks wait for each other anyway. At every `every`-th step a rank
-  starts a
-  maximum over all ranks of its wishes, and takes the one that it started `every` steps before. So
-  all ranks learn of a wish at the same step, at most `2 every` steps after it was made, and a rank
-  waits only for one that is `every` steps behind.
+  starts a maximum over all ranks of its wishes, and takes the one that it started `every` steps
+  before. So all ranks learn of a wish at the same step, at most `2 every` steps after it was made,
+  and a rank waits only for one that is `every` steps behind.
 - `AsynchronousRequests`, where ranks never wait within an epoch (asgd). A wish travels in
-  ceil(log2 p)
-  hops. Ranks that know of it agree on the step of the furthest, and go on to it. The first rank at
-  the end of an epoch has them do so, too: from then on it waits for the others.
+  ceil(log2 p) hops. Ranks that know of it agree on the step of the furthest, and go on to it. The
+  first rank at the end of an epoch has them do so, too: from then on it waits for the others.
 """
 
 import functools
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from enum import IntFlag
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -44,12 +43,24 @@ class RunRequest(IntFlag):
 _ACTS: Final = (RunRequest.SAVE, RunRequest.END)
 
 
-class RequestChannel(Protocol):
-    """The wishes of all ranks. One thread uses it; `wish` may be called by a signal's handler."""
+class RequestChannel(ABC):
+    """The wishes of all ranks. One thread uses it; `wish` may be called by a signal's handler.
+
+    Args:
+        comm: duplicated.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm.dup()
+        # Those of this rank that have not been granted. A set: a signal's handler cannot come
+        # between reading and writing it.
+        self._mine: set[RunRequest] = set()
 
     def wish(self, wish: RunRequest) -> None:
         """Ask all ranks for something."""
+        self._mine.add(wish)
 
+    @abstractmethod
     def after_step(self, step: int, ends_epoch: bool) -> RunRequest:
         """Return the wishes that all ranks act on after this step.
 
@@ -62,24 +73,7 @@ class RequestChannel(Protocol):
 
     def close(self) -> None:
         """Give up what is under way. Collective."""
-
-
-def make_request_channel(comm: Communicator, spec: ExchangeSpec) -> RequestChannel:
-    """Return the wishes of ranks that exchange in some way. Collective."""
-    if spec.merge == "parzen":
-        return AsynchronousRequests(comm)
-    return SynchronousRequests(comm, 1 if spec.alike else min(_GOSSIP_STEPS, spec.period))
-
-
-class _OwnRequests:
-    """The wishes of this rank that have not been granted."""
-
-    def __init__(self) -> None:
-        # A set: a signal's handler cannot come between reading and writing it.
-        self._mine: set[RunRequest] = set()
-
-    def wish(self, wish: RunRequest) -> None:
-        self._mine.add(wish)
+        self._comm.close()
 
     def _flags(self) -> list[bool]:
         """Return whether this rank has each of `_ACTS` among its wishes."""
@@ -92,51 +86,54 @@ class _OwnRequests:
         return functools.reduce(operator.or_, granted, RunRequest.NONE)
 
 
-class SynchronousRequests(_OwnRequests):
+def make_request_channel(comm: Communicator, spec: ExchangeSpec) -> RequestChannel:
+    """Return the wishes of ranks that exchange in some way. Collective."""
+    if spec.merge == "parzen":
+        return AsynchronousRequests(comm)
+    return SynchronousRequests(comm, 1 if spec.alike else min(_GOSSIP_STEPS, spec.period))
+
+
+class SynchronousRequests(RequestChannel):
     """Wishes of ranks that wait for each other at least every few steps.
 
     Args:
-        comm: duplicated.
         every: steps between two looks.
     """
 
     def __init__(self, comm: Communicator, every: int) -> None:
-        super().__init__()
-        self._comm, self._every = comm.dup(), every
+        super().__init__(comm)
+        self._every = every
         self._all = np.zeros(len(_ACTS), np.int64)
         self._request: Request | None = None
 
     def after_step(self, step: int, ends_epoch: bool) -> RunRequest:
         if step % self._every:
             return RunRequest.NONE
-        agreed = RunRequest.NONE
-        if self._request is not None:
-            self._comm.wait([self._request], "the wishes of the other ranks")
-            self._request = None
-            agreed = self._granted(self._all)
+        agreed = self._granted(self._all) if self._ended() else RunRequest.NONE
         if RunRequest.END not in agreed:
             self._all[:] = self._flags()
             self._request = self._comm.iallreduce(self._all, "max")
         return agreed
 
+    def _ended(self) -> bool:
+        """Wait for the maximum under way; False if there is none."""
+        if self._request is None:
+            return False
+        # All ranks have started it, unless one has failed.
+        self._comm.wait([self._request], "the wishes of the other ranks")
+        self._request = None
+        return True
+
     def close(self) -> None:
-        if self._request is not None:
-            # All ranks have started it, unless one has failed.
-            self._comm.wait([self._request], "the wishes of the other ranks")
-            self._request = None
-        self._comm.close()
+        self._ended()
+        super().close()
 
 
-class AsynchronousRequests(_OwnRequests):
-    """Wishes of ranks that never wait for each other.
-
-    Args:
-        comm: duplicated.
-    """
+class AsynchronousRequests(RequestChannel):
+    """Wishes of ranks that never wait for each other."""
 
     def __init__(self, comm: Communicator) -> None:
-        super().__init__()
-        self._comm = comm.dup()
+        super().__init__(comm)
         hops = math.ceil(math.log2(comm.size)) if comm.size > 1 else 0
         self._to = [(comm.rank + (1 << hop)) % comm.size for hop in range(hops)]
         self._from = [(comm.rank - (1 << hop)) % comm.size for hop in range(hops)]
@@ -179,4 +176,4 @@ class AsynchronousRequests(_OwnRequests):
         for receive, into in zip(self._receives, self._arrived, strict=True):
             if not receive.done() and not receive.cancel():
                 leave(receive, into)
-        self._comm.close()
+        super().close()

@@ -13,7 +13,7 @@ from dlio.comm import Communicator
 from dlio.comm.survival.membership import messages_of
 from dlio.comm.survival.recovery import MeasuredLoss, Recovery, RecoveryPart
 from dlio.comm.survival.reports import Report
-from dlio.train.checkpoint.state import OWED, about, restore, tensors_of
+from dlio.train.checkpoint.state import OWED, about, part_of, restore, tensors_of
 from dlio.train.sample_ledger import SampleLedger
 from dlio.train.worker import Worker
 
@@ -92,13 +92,9 @@ class StateTransfer(RecoveryPart[Report]):
     ) -> None:
         run, recovery = self._run, self._recovery
         restore(run, _PeerState(giver, head["about"], tensors))
-        mine = f"rank{giver}/exchange/"
+        exchanged = part_of(tensors, f"rank{giver}/exchange/")
         run.exchange.load_state(
-            {
-                name.removeprefix(mine): value
-                for name, value in tensors.items()
-                if name.startswith(mine) and OWED not in name
-            }
+            {name: each for name, each in exchanged.items() if OWED not in name}
         )
         run.follow_place(head["place"])
         if self._ledger is not None:
@@ -123,12 +119,7 @@ class _PeerState:
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
         """Return the tensors whose names begin with `prefix`, without it."""
-        theirs = prefix.replace("rank0/", f"rank{self._giver}/", 1)
-        return {
-            name.removeprefix(theirs): value
-            for name, value in self._tensors.items()
-            if name.startswith(theirs)
-        }
+        return part_of(self._tensors, prefix.replace("rank0/", f"rank{self._giver}/", 1))
 
 
 def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -34,7 +34,7 @@ from dlio.train.optimizers import make_optimizer
 from dlio.train.precision import Precision
 from dlio.train.rank_layout import RankLayout
 from dlio.train.replay import Replay
-from dlio.train.report import EpochReport, RankEpoch, measured_epoch
+from dlio.train.report import EpochReport, RankEpoch
 from dlio.train.sample_ledger import SampleLedger
 from dlio.train.step_clock import StepClock
 from dlio.train.tasks.task_base import TrainingTask, batch_size
@@ -371,9 +371,9 @@ class Worker:
             each.before_forward(inputs, targets)
         with self.precision.casting():
             outputs = self._called(inputs)
-            losses = self.task.losses(outputs, targets)
+            losses = self.task.objective.losses(outputs, targets)
         with torch.no_grad():
-            correct = self.task.correct(outputs, targets)
+            correct = self.task.objective.correct(outputs, targets)
         for each in self.features.hooks:
             if (weights := each.weigh(losses, ids)) is not None:
                 losses, correct = losses * weights, correct * weights
@@ -467,18 +467,20 @@ class Worker:
 
     def _report(self, seconds: float, exchanged: dict[str, float]) -> EpochReport:
         """Evaluate, and combine the measurements of all ranks. Collective."""
-        mine = measured_epoch(
-            self._dealing.stats(),
-            share=self.shares.counts[self.layout.data.rank],
-            computed_per_s=self.clock.rate(),
-            sums=self.sums.tolist(),
-            seconds=seconds,
-            exchanged=exchanged,
-            updates_s=self._update_s,
-            left_out=self.left_out,
-            skip_share=1 - self.samples / len(self.loader.data),
-            features={name: hooks.measure() for name, hooks in self.features.by_prefix.items()},
-        )
+        steps_ms = np.array(self._update_s or [0.0]) * 1000
+        mine: RankEpoch = {
+            "share": self.shares.counts[self.layout.data.rank],
+            "computed_per_s": self.clock.rate(),
+            "sums": self.sums.tolist(),
+            "seconds": seconds,
+            "loader": self._dealing.stats(),
+            "exchange_wait_s": exchanged["wait_s"],
+            "exchange_bytes": exchanged["bytes"],
+            "step_ms": np.quantile(steps_ms, (0.5, 0.95)).tolist(),
+            "left_out": self.left_out,
+            "skip_share": 1 - self.samples / len(self.loader.data),
+            "features": {name: each.measure() for name, each in self.features.by_prefix.items()},
+        }
         self.clock.steps = []
         everyone, metrics, distance = uniform(self.comm, lambda: self._compared(mine))
         accuracy = metrics.get("accuracy")
@@ -494,10 +496,10 @@ class Worker:
         )
         return replace(
             report,
-            accuracy=report.accuracy if self.task.has_accuracy else None,
+            accuracy=report.accuracy if self.task.objective.has_accuracy else None,
             task=self.task.name,
             metrics=metrics,
-            watch=self.task.watch,
+            watch=self.task.objective.watch,
             features=self.features.report(),
         )
 

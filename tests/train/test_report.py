@@ -16,10 +16,16 @@ def _rank(**changed: Any) -> RankEpoch:
     measured: dict[str, Any] = {
         "sums": [20.0, 4.0, 10.0],
         "seconds": 2.0,
-        "stall_s": 0.5,
-        "first_batch_s": 0.1,
         "exchange_wait_s": 0.2,
         "exchange_bytes": 64.0,
+        "step_ms": [10.0, 20.0],
+        "left_out": 0,
+        "share": 5,
+        "computed_per_s": 8.0,
+    }
+    loader: dict[str, Any] = {
+        "stall_s": 0.5,
+        "first_batch_s": 0.1,
         "bytes": {"source": 500, "peer": 0, "ram": 500, "disk": 0},
         "sent": 0,
         "messages": 1,
@@ -28,14 +34,12 @@ def _rank(**changed: Any) -> RankEpoch:
         "tier_errors": 0,
         "decoded": 0,
         "decode_saved_s": 0.0,
-        "step_ms": [10.0, 20.0],
-        "left_out": 0,
         "skipped": [],
         "notes": [],
-        "share": 5,
-        "computed_per_s": 8.0,
-        **changed,
     }
+    for name, value in changed.items():
+        (loader if name in loader else measured)[name] = value
+    measured["loader"] = loader
     return cast(RankEpoch, measured)
 
 

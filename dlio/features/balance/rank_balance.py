@@ -73,7 +73,7 @@ class BalanceHooks(FeatureHooks):
         if inputs.ndim == _IMAGE_DIMENSIONS:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         with run.precision.casting():
-            loss = task.losses(self._copy.train()(inputs), targets).mean()
+            loss = task.objective.losses(self._copy.train()(inputs), targets).mean()
         torch.autograd.backward(loss)
 
     def measure(self) -> list[float] | None:

@@ -185,7 +185,7 @@ class PruningHooks(FeatureHooks):
         if len(images) < _EXAMPLES:
             return 0.0, 0.0  # A batch norm in training mode needs two samples.
         with self._precision.casting():
-            losses = self._task.losses(model(images), labels).sum()
+            losses = self._task.objective.losses(model(images), labels).sum()
         return float(losses), float(len(images))
 
 

@@ -6,7 +6,6 @@ has a fault: of its memory, of its processor, or of a program.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -36,14 +35,6 @@ def majority(digests: Sequence[int]) -> int | None:
     return digest if 2 * ranks > len(digests) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Outlier:
-    """Ranks whose weights differ, by their numbers when the job began, and who restores them."""
-
-    members: tuple[int, ...]
-    giver: int
-
-
 class WeightGuard(Callback):
     """Compares a digest of each rank's weights. Costs one sum of 8 bytes per rank.
 
@@ -58,7 +49,8 @@ class WeightGuard(Callback):
         self._every = every
         self._members: RankRoster | None = None
         self._alike_at = 0
-        self._odd: _Outlier | None = None
+        self._repairs: list[RestoredRank] = []
+        """Of this step."""
         self._restored: list[RestoredRank] = []
 
     def begins(self, run: Run) -> None:
@@ -69,9 +61,11 @@ class WeightGuard(Callback):
         if run.comm.size == 1 or run.updates % self._every:
             return
         uniform(run.comm, lambda: self._compare(run))
-        if self._odd is not None:
-            self._tell(run, self._odd)
-        self._odd, self._alike_at = None, run.updates
+        if run.comm.rank == 0:
+            for repair in self._repairs:
+                print(repair.sentence(), flush=True)
+        self._restored += self._repairs
+        self._repairs, self._alike_at = [], run.updates
 
     def add_results(self, report: RunReport) -> None:
         report.restored += self._restored
@@ -96,17 +90,12 @@ class WeightGuard(Callback):
         giver = int(np.flatnonzero(digests == usual)[0])
         assert self._members is not None
         members = self._members.present()
-        self._odd = _Outlier(tuple(members[rank] for rank in odd), members[giver])
+        steps = self._alike_at, run.updates
+        self._repairs = [
+            RestoredRank(member, self._members.node(member), *steps, members[giver])
+            for member in (members[rank] for rank in odd)
+        ]
         _restore(run, giver, comm.rank in odd)
-
-    def _tell(self, run: Run, odd: _Outlier) -> None:
-        assert self._members is not None
-        for member in odd.members:
-            node = self._members.node(member)
-            repair = RestoredRank(member, node, self._alike_at, run.updates, odd.giver)
-            self._restored.append(repair)
-            if run.comm.rank == 0:
-                print(repair.sentence(), flush=True)
 
     def _everyone(self) -> str:
         assert self._members is not None

@@ -159,7 +159,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     """
     _check(run, checkpoint)
     ranks, rank = run.comm.size, run.comm.rank
-    about, saved = _state(checkpoint), checkpoint.ranks
+    about, saved = cast(RunState, checkpoint.about), checkpoint.ranks
     same_exchange = about["exchange"] == run.config.ranks.exchange
     for feature, options in run.config.each_feature():
         same_exchange = same_exchange and feature.continues_exchange(options, checkpoint.about)
@@ -173,10 +173,10 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     facts: Mapping[str, Any] = checkpoint.about
     for prefix, hooks in run.features.by_prefix.items():
         hooks.restore_shape(run, facts.get(prefix))
-    _restore_model(run, checkpoint.path, _part(tensors, "model/"))
-    _restore_optimizer(run, _part(tensors, "optimizer/"))
+    _restore_model(run, checkpoint.path, part_of(tensors, "model/"))
+    _restore_optimizer(run, part_of(tensors, "optimizer/"))
     if same:
-        run.exchange.load_state(_part(tensors, "exchange/"))
+        run.exchange.load_state(part_of(tensors, "exchange/"))
         torch.set_rng_state(tensors["random"])
         if run.device.type == "cuda" and "random-cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random-cuda"], run.device)
@@ -185,9 +185,9 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
         torch.manual_seed((run.config.data.seed + of_rank) % 2**63)
         run.exchange.load_state(_residuals(checkpoint, rank, ranks) if same_exchange else {})
     for prefix, hooks in run.features.by_prefix.items():
-        of_ranks = partial(_of_ranks, checkpoint, rank, ranks, prefix)
-        part = _part(tensors, f"{prefix}/")
-        hooks.restore(SavedFeature(facts.get(prefix), part, of_ranks))
+        taken_over = partial(_taken_over, checkpoint, rank, ranks, f"{prefix}/")
+        part = part_of(tensors, f"{prefix}/")
+        hooks.restore(SavedFeature(facts.get(prefix), part, taken_over))
     run.left_out, scaler = about["left_out"], about["scaler"]
     if same:
         left_out, scale, growth = tensors["steps"].tolist()
@@ -198,7 +198,10 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     run.dealing.earlier = about.get("batches", 0)
     run.epoch_number, run.position = about["loader"]["epoch"], about["loader"]["position"]
     run.updates = about["updates"]
-    run.sums.copy_(_own_sums(checkpoint, rank, ranks))
+    sums = torch.zeros(3, dtype=torch.float64)
+    for each in _taken_over(checkpoint, rank, ranks, "sums"):
+        sums += each
+    run.sums.copy_(sums)
     run.history = [EpochReport.from_dict(report) for report in about["epochs"]]
 
 
@@ -243,44 +246,27 @@ def _merged(checkpoint: SavedState, saved: int, parts: tuple[str, ...]) -> dict[
     return {name: value.to(kinds[name]) for name, value in total.items()}
 
 
-def _state(checkpoint: SavedState) -> RunState:
-    return cast(RunState, checkpoint.about)
-
-
-def _taken_over(checkpoint: SavedState, rank: int, ranks: int) -> range:
-    """Saved ranks whose parts this rank continues; each one goes to exactly one rank."""
-    return range(rank, checkpoint.ranks, ranks)
-
-
 def _residuals(checkpoint: SavedState, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """Sum of the error-feedback residuals that this rank takes over, so that none is lost."""
     total: dict[str, torch.Tensor] = {}
-    for each in _taken_over(checkpoint, rank, ranks):
+    for each in range(rank, checkpoint.ranks, ranks):
         for name, value in checkpoint.read(f"rank{each}/exchange/").items():
             if OWED in name:
                 total[name] = total[name] + value if name in total else value
     return total
 
 
-def _own_sums(checkpoint: SavedState, rank: int, ranks: int) -> torch.Tensor:
-    """Sums of the current epoch that this rank takes over."""
-    total = torch.zeros(3, dtype=torch.float64)
-    for each in _taken_over(checkpoint, rank, ranks):
-        total += checkpoint.read(f"rank{each}/sums")[""]
-    return total
-
-
-def _of_ranks(
-    checkpoint: SavedState, rank: int, ranks: int, prefix: str, name: str
+def _taken_over(
+    checkpoint: SavedState, rank: int, ranks: int, prefix: str, name: str = ""
 ) -> Iterator[torch.Tensor]:
-    """Yield a feature's tensor of each saved rank that this rank takes over."""
-    for each in _taken_over(checkpoint, rank, ranks):
-        yield checkpoint.read(f"rank{each}/{prefix}/{name}")[""]
+    """Yield a tensor of each saved rank whose part this rank continues: of exactly one each."""
+    for each in range(rank, checkpoint.ranks, ranks):
+        yield checkpoint.read(f"rank{each}/{prefix}{name}")[""]
 
 
 def _check(run: Worker, checkpoint: SavedState) -> None:
     """Raise UsageError if the checkpoint was written with other options or other data."""
-    path, about = checkpoint.path, _state(checkpoint)
+    path, about = checkpoint.path, cast(RunState, checkpoint.about)
     options = as_mapping(run.config)
     saved = {name: about[name] for name in FIXED} | about.get("of_task", {})
     for name, value in saved.items():
@@ -319,7 +305,7 @@ def _check_shapes(
             )
 
 
-def _part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     """Return the tensors whose names begin with `prefix`, without it."""
     return {
         name.removeprefix(prefix): value

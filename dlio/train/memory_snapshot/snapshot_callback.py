@@ -47,13 +47,6 @@ class SlotFacts(TypedDict):
     about: Mapping[str, object]
 
 
-class _SlotHead(SlotFacts):
-    """The text of a slot."""
-
-    tensors: list[tuple[str, str, list[int], int, int]]
-    """Name, type, shape, position and bytes of each."""
-
-
 class Snapshots(Callback):
     """Copies the state of a run to its nodes' memory. One per rank.
 
@@ -163,22 +156,20 @@ class Snapshots(Callback):
         write_slot(self._own, turn, own, self._facts({"heard": self._heard()}))
         if not (self._apart or self._leads()):
             return
-        if self._keeps_lines:
-            self._trace(run, turn)
+        if self._keeps_lines and not turn % 2:  # Between epochs, the lines are in the trace.
+            self.journal.write(turn, run.epoch_number, worker.dealing, worker.finished)
         if self._common is None:
             self._common = SnapshotSlots(self._folder, self._common_name, self._after)
         slots = self._common
-        losses = [asdict(loss) for loss in worker.losses]
-        trace = 0 if self.ledger is None else self.ledger.written
-        changes = [asdict(change) for change in worker.changes]
-        state = {
-            **about(worker),
-            "losses": losses,
-            "changes": changes,
-            "incidents": self.incidents,
-            "trace_bytes": trace,
-        }
-        head = self._facts(state)
+        head = self._facts(
+            {
+                **about(worker),
+                "losses": [asdict(loss) for loss in worker.losses],
+                "changes": [asdict(change) for change in worker.changes],
+                "incidents": self.incidents,
+                "trace_bytes": 0 if self.ledger is None else self.ledger.written,
+            }
+        )
         if sum(tensor.nbytes for tensor in common.values()) <= _AT_ONCE:
             write_slot(slots, turn, common, head)
             return
@@ -203,12 +194,6 @@ class Snapshots(Callback):
             for member, step in heard.items()
         ]
 
-    def _trace(self, run: Run, turn: int) -> None:
-        if turn % 2:
-            return  # The epoch's lines are in the trace.
-        worker = self._worker
-        self.journal.write(turn, run.epoch_number, worker.dealing, worker.finished)
-
     def _facts(self, about: Mapping[str, object]) -> SlotFacts:
         members = [self._numbers[member] for member in self._living()]
         recovery = self._worker.recovery
@@ -232,21 +217,16 @@ class Snapshots(Callback):
 def write_slot(
     slots: SnapshotSlots, turn: int, tensors: Mapping[str, torch.Tensor], facts: SlotFacts
 ) -> None:
-    """Copy tensors to a slot."""
+    """Copy tensors to a slot, whose text has the facts and the tensors' places."""
     listed: list[tuple[str, str, list[int], int, int]] = []
+    """Name, type, shape, position and bytes of each."""
     at = 0
     for name, tensor in tensors.items():
         kind = str(tensor.dtype).removeprefix("torch.")
         listed.append((name, kind, list(tensor.shape), at, tensor.nbytes))
         at += -(-tensor.nbytes // 64) * 64
-    head: _SlotHead = {
-        "apart": facts["apart"],
-        "era": facts["era"],
-        "members": facts["members"],
-        "tensors": listed,
-        "about": facts["about"],
-    }
-    with slots.writing(turn, json.dumps(head).encode(), at) as memory, torch.no_grad():
+    head = json.dumps({**facts, "tensors": listed}).encode()
+    with slots.writing(turn, head, at) as memory, torch.no_grad():
         flat = torch.frombuffer(memory, dtype=torch.uint8) if at else torch.empty(0)
         for (_, _, shape, first, size), tensor in zip(listed, tensors.values(), strict=True):
             if size:

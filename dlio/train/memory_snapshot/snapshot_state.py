@@ -10,6 +10,7 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.launch.node.snapshot_slots import StoredSnapshot, stored, writers
+from dlio.train.checkpoint.state import part_of
 
 COMMON: Final = "common"
 """Writer of the tensors that are equal on all ranks, and of the place in the run; where ranks step
@@ -129,11 +130,7 @@ class SnapshotState:
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
         """Return the tensors whose names begin with `prefix`, without it."""
-        return {
-            name.removeprefix(prefix): tensor
-            for name, tensor in self.tensors.items()
-            if name.startswith(prefix)
-        }
+        return part_of(self.tensors, prefix)
 
 
 def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:

@@ -22,7 +22,7 @@ from dlio.train.model import MODELS, find_model, make_model
 from dlio.train.tasks.classification import Classes
 from dlio.train.tasks.regression import Numbers, check_spread, standardised
 from dlio.train.tasks.segmentation import IGNORED, Segments
-from dlio.train.tasks.task_base import Convert, TrainingTask
+from dlio.train.tasks.task_base import Convert, Objective, TrainingTask
 from dlio.train.train_options import ModelOptions
 
 _PIECE: Final = 64
@@ -31,19 +31,18 @@ _PICTURE: Final = (3, 2)
 _MOST_CLASSES: Final = 100_000
 
 
-class _ArrayTask(TrainingTask):
+class ArrayTask(TrainingTask):
     """Samples {input: (channels, ...) or (...), target: number or (...)}.
 
     A loader gives them with a dimension of samples in front; the model maps float32 (n, channels,
-    ...) to the outputs of the task. Values enter as they are: store them with a mean near 0 and a
-    standard deviation near 1.
-
-    Args:
-        outputs: of the model: classes, or 1 for a number.
+    ...) to the outputs of the objective. Values enter as they are: store them with a mean near 0
+    and a standard deviation near 1.
     """
 
-    def __init__(self, options: ModelOptions, fields: ArrayFields, outputs: int) -> None:
-        self._options, self._fields, self._outputs = options, fields, outputs
+    def __init__(self, options: ModelOptions, fields: ArrayFields, objective: Objective) -> None:
+        assert options.task is not None
+        self.name, self.is_dense, self.objective = options.task, fields.is_map, objective
+        self._options, self._fields = options, fields
 
     def converter(self, data: Dataset) -> Convert:
         fields = self._fields
@@ -51,8 +50,9 @@ class _ArrayTask(TrainingTask):
 
         def convert(batch: BatchData, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
             assert isinstance(batch, Mapping)
-            inputs = _tensor(batch[fields.input]).to(device, torch.float32, non_blocking=True)
-            targets = _tensor(batch[fields.target])
+            inputs = torch.as_tensor(batch[fields.input])
+            inputs = inputs.to(device, torch.float32, non_blocking=True)
+            targets = torch.as_tensor(batch[fields.target])
             if not fields.is_map:
                 targets = targets.reshape(-1)
             targets = self._targets(targets, data.path).to(device, non_blocking=True)
@@ -61,19 +61,20 @@ class _ArrayTask(TrainingTask):
         return convert
 
     def _targets(self, targets: torch.Tensor, path: str) -> torch.Tensor:
-        """Return the network's targets of the stored ones; shape (n, ...)."""
-        raise NotImplementedError
+        """Return the network's targets of the stored ones; shape (n, ...).
 
-    def _classes(self, targets: torch.Tensor, path: str, ignored: int | None) -> torch.Tensor:
-        """Return class numbers as int64. Raises UsageError for one that training data lack."""
-        targets = targets.to(torch.int64)
-        wrong = (targets < 0) | (targets >= self._outputs)
-        if ignored is not None:
-            wrong &= targets != ignored
+        Raises UsageError for a class that the training data lack.
+        """
+        if isinstance(self.objective, Numbers):
+            return standardised(targets, self.objective, path, self._fields.target).float()
+        targets, classes = targets.to(torch.int64), self.objective.outputs
+        wrong = (targets < 0) | (targets >= classes)
+        if self.is_dense:
+            wrong &= targets != IGNORED
         if bool(wrong.any()):
             raise UsageError(
                 f"{path}: {self._fields.target} has class {int(targets[wrong][0])}, and the "
-                f"training data have 0 to {self._outputs - 1}: repair it"
+                f"training data have 0 to {classes - 1}: repair it"
             )
         return targets
 
@@ -88,65 +89,15 @@ class _ArrayTask(TrainingTask):
                 "or module:factory"
             )
         more = {"channels": shape[0], "dimensions": shape[1]}
-        return make_model(text, self._outputs, self._options.image_size, more)
+        return make_model(text, self.objective.outputs, self._options.image_size, more)
 
     def example(
         self, samples: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sides = self._fields.sides
         inputs = torch.randn(samples, self._fields.channels, *sides, generator=generator)
-        targets = torch.zeros(samples, *(sides if self._fields.is_map else ()))
-        return inputs, targets if isinstance(self, Numbers) else targets.long()
-
-
-class ClassifyArrays(Classes, _ArrayTask):
-    """A class for each array; the model gives logits (n, classes)."""
-
-    name = "classify"
-    watch = "accuracy"
-    has_accuracy = True
-
-    def __init__(self, options: ModelOptions, fields: ArrayFields, classes: int) -> None:
-        _ArrayTask.__init__(self, options, fields, classes)
-        Classes.__init__(self, classes)
-
-    def _targets(self, targets: torch.Tensor, path: str) -> torch.Tensor:
-        return self._classes(targets, path, None)
-
-
-class RegressArrays(Numbers, _ArrayTask):
-    """A number for each array; the model gives it in standard deviations from the mean, (n, 1)."""
-
-    name = "regress"
-    watch = "rmse"
-
-    def __init__(
-        self, options: ModelOptions, fields: ArrayFields, mean: float, scale: float
-    ) -> None:
-        _ArrayTask.__init__(self, options, fields, 1)
-        Numbers.__init__(self, scale)
-        self._mean = mean
-
-    def _targets(self, targets: torch.Tensor, path: str) -> torch.Tensor:
-        name = self._fields.target
-        return standardised(targets, self._mean, self._scale, path, name).float()
-
-
-class SegmentArrays(Segments, _ArrayTask):
-    """A class for each element, 255 for those that do not count; the model gives logits (n,
-    classes, ...)."""
-
-    name = "segment"
-    watch = "iou"
-    has_accuracy = True
-    is_dense = True
-
-    def __init__(self, options: ModelOptions, fields: ArrayFields, classes: int) -> None:
-        _ArrayTask.__init__(self, options, fields, classes)
-        Segments.__init__(self, classes)
-
-    def _targets(self, targets: torch.Tensor, path: str) -> torch.Tensor:
-        return self._classes(targets, path, IGNORED)
+        shape = (samples, *sides) if self.is_dense else (samples,)
+        return inputs, torch.zeros(shape, dtype=self.objective.kind)
 
 
 def usual_task(fields: ArrayFields) -> str:
@@ -156,7 +107,7 @@ def usual_task(fields: ArrayFields) -> str:
 
 def make_array_task(
     options: ModelOptions, source: str, data: Dataset, whole: Schema, comm: Communicator
-) -> _ArrayTask:
+) -> ArrayTask:
     """Make the task of a settled configuration on a data set of arrays. Collective.
 
     Reads all targets once, each rank a part of them: for the number of classes, or for the mean
@@ -185,11 +136,11 @@ def make_array_task(
             with np.errstate(over="ignore", invalid="ignore"):
                 mean, std = float(values.mean()), float(values.std())
             check_spread(source, fields.target, mean, std)
-            return RegressArrays(options, fields, mean, std or 1.0)
+            return ArrayTask(options, fields, Numbers(std or 1.0, mean))
         ignored = IGNORED if fields.is_map else None
         classes = _count_classes(reader, fields.target, ignored, comm)
-    made = SegmentArrays if fields.is_map else ClassifyArrays
-    return made(options, fields, max(classes, len(data.classes)))
+    made = Segments if fields.is_map else Classes
+    return ArrayTask(options, fields, made(max(classes, len(data.classes))))
 
 
 def _target_reader(fields: ArrayFields) -> Reader:
@@ -253,7 +204,3 @@ def _check(data: Dataset, fields: ArrayFields) -> None:
             f"{data.path}: {fields.input} is {kinds[fields.input].text}, and the training data "
             f"have {dimensions} dimensions"
         )
-
-
-def _tensor(value: object) -> torch.Tensor:
-    return torch.as_tensor(value)

@@ -12,10 +12,10 @@ from dlio.errors import UsageError
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.train.factory import split_options
-from dlio.train.model import make_model, normalised
+from dlio.train.model import normalised
 from dlio.train.tasks.auc import BINS, area, score_sums
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
-from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask
+from dlio.train.tasks.task_base import Convert, ImageTask, Objective, Outputs
 from dlio.train.train_options import ModelOptions
 
 _HEAD: Final = 3
@@ -23,15 +23,18 @@ _HEAD: Final = 3
 _BEST: Final = 5
 
 
-class Classes:
+class Classes(Objective):
     """Loss and metrics of logits (n, classes) and class numbers (n,).
 
     Args:
         classes: number of classes, at least 1.
     """
 
-    def __init__(self, classes: int) -> None:
-        self.classes = classes
+    has_accuracy = True
+
+    def __init__(self, classes: int, watch: str = "accuracy") -> None:
+        self.outputs, self.watch = classes, watch
+        self.sum_count = _HEAD + REAL + (BINS if classes == 2 else 0)
 
     def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
         """Cross entropy of each sample; shape (n,). Targets may be probabilities (n, classes)."""
@@ -46,10 +49,6 @@ class Classes:
             return targets.gather(1, best[:, None])[:, 0]
         return best == targets
 
-    @property
-    def sum_count(self) -> int:
-        return _HEAD + REAL + (BINS if self.classes == 2 else 0)
-
     def sums(self, outputs: Outputs, targets: torch.Tensor) -> Sums:
         assert isinstance(outputs, torch.Tensor)
         logits = outputs.float()
@@ -57,7 +56,7 @@ class Classes:
         among = int((best == targets[:, None]).sum())
         head = [len(targets), int(self.correct(logits, targets).sum()), among]
         parts = [np.array(head, np.int64), real_sums(self.losses(logits, targets))]
-        if self.classes == 2:
+        if self.outputs == 2:
             parts.append(score_sums(logits[:, 1] - logits[:, 0], targets == 1))
         return np.concatenate(parts)
 
@@ -67,14 +66,14 @@ class Classes:
             "accuracy": right / max(1, count),
             "loss": mean_of(sums[_HEAD : _HEAD + REAL], count),
         }
-        if self.classes > _BEST:
+        if self.outputs > _BEST:
             metrics["top5"] = among / max(1, count)
-        if self.classes == 2:
+        if self.outputs == 2:
             metrics["auc"], metrics["auc_error"] = area(sums[_HEAD + REAL :])
         return metrics
 
 
-class ClassifyImages(Classes, TrainingTask):
+class ClassifyImages(ImageTask):
     """Images with a class number each.
 
     A loader gives (uint8 (n, 3, size, size), int64 (n,)), or of mixed images (float32 (n, 3, size,
@@ -83,13 +82,11 @@ class ClassifyImages(Classes, TrainingTask):
     """
 
     name = "classify"
-    watch = "accuracy"
-    has_accuracy = True
 
     def __init__(self, options: ModelOptions, source: str, data: Dataset) -> None:
-        self._options, self._source, self._names = options, source, list(data.classes)
+        self._source, self._names = source, list(data.classes)
         _check(data)
-        super().__init__(len(data.classes) or int(data.reader.labels.max()) + 1)
+        super().__init__(options, Classes(len(data.classes) or int(data.reader.labels.max()) + 1))
 
     def converter(self, data: Dataset) -> Convert:
         _check(data)
@@ -107,14 +104,7 @@ class ClassifyImages(Classes, TrainingTask):
                 f"--model {model}: gives a class for each pixel: use it for --task segment, or "
                 "choose another model"
             )
-        return make_model(model, self.classes, self._options.image_size)
-
-    def example(
-        self, samples: int, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self._options.image_size
-        images = torch.randn(samples, 3, size, size, generator=generator)
-        return images, torch.zeros(samples, dtype=torch.int64)
+        return super().make_model()
 
 
 def _convert(data: BatchData, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

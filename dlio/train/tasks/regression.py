@@ -5,14 +5,13 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch import nn
 
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
-from dlio.train.model import make_model, normalised
+from dlio.train.model import normalised
 from dlio.train.tasks.metrics import REAL, UNIT, Sums, mean_of, real_sums
-from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask
+from dlio.train.tasks.task_base import Convert, ImageTask, Objective, Outputs
 from dlio.train.train_options import ModelOptions
 
 _PARTS: Final = 4
@@ -21,15 +20,21 @@ _FARTHEST: Final = 2.0**20
 """Targets of more standard deviations have no metrics: sums of their squares would overflow."""
 
 
-class Numbers:
+class Numbers(Objective):
     """Loss and metrics of outputs (n, 1) and targets (n,), both standardised.
 
     Args:
         scale: standard deviation of the targets, in their units.
+        mean: of the targets.
     """
 
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
+    outputs = 1
+    sum_count = 1 + _PARTS * REAL
+    kind = torch.float32
+    watch = "rmse"
+
+    def __init__(self, scale: float, mean: float = 0.0) -> None:
+        self.scale, self.mean = scale, mean
 
     def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
         """Squared error of each sample, in standard deviations of the targets; shape (n,)."""
@@ -39,10 +44,6 @@ class Numbers:
     def _errors(outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
         assert isinstance(outputs, torch.Tensor)
         return outputs.float().reshape(-1) - targets
-
-    @property
-    def sum_count(self) -> int:
-        return 1 + _PARTS * REAL
 
     def sums(self, outputs: Outputs, targets: torch.Tensor) -> Sums:
         errors = self._errors(outputs, targets).double()
@@ -60,8 +61,8 @@ class Numbers:
         varies = variance > (1 + 2 * abs(mean)) * UNIT
         return {
             "loss": square,
-            "rmse": self._scale * math.sqrt(square) if square >= 0 else math.nan,
-            "mae": self._scale * absolute,
+            "rmse": self.scale * math.sqrt(square) if square >= 0 else math.nan,
+            "mae": self.scale * absolute,
             "r2": 1 - square / variance if varies else math.nan,
         }
 
@@ -75,25 +76,23 @@ def check_spread(path: str, name: str, mean: float, std: float) -> None:
         )
 
 
-def standardised(
-    targets: torch.Tensor, mean: float, std: float, path: str, name: str
-) -> torch.Tensor:
-    """Return (targets - mean) / std as float64.
+def standardised(targets: torch.Tensor, like: Numbers, path: str, name: str) -> torch.Tensor:
+    """Return targets in standard deviations from the mean, as float64.
 
     Raises UsageError for a target of which no metric could be made: NaN, infinite, or a million
     standard deviations from the mean.
     """
-    result = (targets.double() - mean) / std
+    result = (targets.double() - like.mean) / like.scale
     wrong = ~(result.abs() < _FARTHEST)  # True for NaN.
     if bool(wrong.any()):
         raise UsageError(
             f"{path}: a sample lacks its {name!r}, or has {float(targets[wrong][0]):g}, where the "
-            f"training data have {mean:g} +- {std:g}: drop or repair such samples"
+            f"training data have {like.mean:g} +- {like.scale:g}: drop or repair such samples"
         )
     return result
 
 
-class RegressImages(Numbers, TrainingTask):
+class RegressImages(ImageTask):
     """Images with a whole number each, such as an age or a count.
 
     A loader gives (uint8 (n, 3, size, size), int64 (n,)); the model maps float32 (n, 3, size, size)
@@ -101,34 +100,22 @@ class RegressImages(Numbers, TrainingTask):
     """
 
     name = "regress"
-    watch = "rmse"
 
     def __init__(self, options: ModelOptions, data: Dataset) -> None:
-        self._options = options
         _check(data)
         labels = np.asarray(data.reader.labels, np.float64)  # The index has them on every rank.
-        self._mean, scale = float(labels.mean()), float(labels.std()) or 1.0
-        super().__init__(scale)
+        self._numbers = Numbers(float(labels.std()) or 1.0, float(labels.mean()))
+        super().__init__(options, self._numbers)
 
     def converter(self, data: Dataset) -> Convert:
         _check(data)
 
         def convert(batch: BatchData, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
             images, labels = batch
-            targets = (labels.double() - self._mean) / self._scale
+            targets = (labels.double() - self._numbers.mean) / self._numbers.scale
             return normalised(images, device), targets.float().to(device, non_blocking=True)
 
         return convert
-
-    def make_model(self) -> nn.Module:
-        return make_model(self._options.model, 1, self._options.image_size)
-
-    def example(
-        self, samples: int, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self._options.image_size
-        images = torch.randn(samples, 3, size, size, generator=generator)
-        return images, torch.zeros(samples)
 
 
 def _check(data: Dataset) -> None:

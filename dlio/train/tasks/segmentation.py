@@ -4,7 +4,6 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dlio.comm import Communicator
@@ -12,9 +11,9 @@ from dlio.errors import UsageError
 from dlio.image.segmentation_masks import decode_mask
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
-from dlio.train.model import make_model, normalised
+from dlio.train.model import normalised
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
-from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask
+from dlio.train.tasks.task_base import Convert, ImageTask, Objective, Outputs
 from dlio.train.train_options import ModelOptions
 
 IGNORED: Final = 255
@@ -29,7 +28,7 @@ def has_masks(data: Dataset) -> bool:
     return data.crops and _MASK in fields and "boxes" not in fields
 
 
-class Segments:
+class Segments(Objective):
     """Loss and metrics of logits (n, classes, ...) and class numbers (n, ...).
 
     Elements of class 255 do not count. IoU is intersection over union of the elements of a class
@@ -39,8 +38,12 @@ class Segments:
         classes: number of classes, at least 1.
     """
 
+    watch = "iou"
+    has_accuracy = True
+
     def __init__(self, classes: int) -> None:
-        self.classes = classes
+        self.outputs = classes
+        self.sum_count = 1 + REAL + classes**2
 
     def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy of the elements that count, of each sample; shape (n,)."""
@@ -55,21 +58,17 @@ class Segments:
         rest = tuple(range(1, right.ndim))
         return right.sum(dim=rest) / counts.sum(dim=rest).clamp(min=1)
 
-    @property
-    def sum_count(self) -> int:
-        return 1 + REAL + self.classes**2
-
     def sums(self, outputs: Outputs, targets: torch.Tensor) -> Sums:
         counts = targets != IGNORED
         rows = targets[counts].cpu().numpy()
         columns = _logits(outputs).argmax(1)[counts].cpu().numpy()
-        size = self.classes
+        size = self.outputs
         confusion = np.bincount(rows * size + columns, minlength=size**2).astype(np.int64)
         losses = real_sums(self.losses(outputs, targets))
         return np.concatenate([np.array([len(targets)], np.int64), losses, confusion])
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        confusion = sums[1 + REAL :].reshape(self.classes, self.classes).astype(np.float64)
+        confusion = sums[1 + REAL :].reshape(self.outputs, self.outputs).astype(np.float64)
         shared = confusion.diagonal()
         union = confusion.sum(0) + confusion.sum(1) - shared
         occurs = union > 0
@@ -80,7 +79,7 @@ class Segments:
         }
 
 
-class SegmentImages(Segments, TrainingTask):
+class SegmentImages(ImageTask):
     """Images with the class number of each pixel.
 
     A loader gives (uint8 (n, 3, size, size), uint8 (n, size, size)); the model maps float32
@@ -88,39 +87,27 @@ class SegmentImages(Segments, TrainingTask):
     """
 
     name = "segment"
-    watch = "iou"
-    has_accuracy = True
     is_dense = True
 
     def __init__(self, options: ModelOptions, data: Dataset, comm: Communicator) -> None:
         """Find the number of classes, by all masks if the data do not name them. Collective."""
-        self._options = options
         _check(data)
-        super().__init__(len(data.classes) or _count_classes(data, comm))
+        super().__init__(options, Segments(len(data.classes) or _count_classes(data, comm)))
 
     def converter(self, data: Dataset) -> Convert:
         _check(data)
+        classes = self.objective.outputs
 
         def convert(batch: BatchData, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
             images, masks = batch
-            if masks.numel() and bool(((masks >= self.classes) & (masks != IGNORED)).any()):
+            if masks.numel() and bool(((masks >= classes) & (masks != IGNORED)).any()):
                 raise UsageError(
                     f"{data.path}: a mask has class {int(masks[masks != IGNORED].max())}, and "
-                    f"there are {self.classes}: repair it, or name all classes in classes.txt"
+                    f"there are {classes}: repair it, or name all classes in classes.txt"
                 )
             return normalised(images, device), masks.to(device, non_blocking=True).long()
 
         return convert
-
-    def make_model(self) -> nn.Module:
-        return make_model(self._options.model, self.classes, self._options.image_size)
-
-    def example(
-        self, samples: int, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self._options.image_size
-        images = torch.randn(samples, 3, size, size, generator=generator)
-        return images, torch.zeros(samples, size, size, dtype=torch.int64)
 
 
 def _logits(outputs: Outputs) -> torch.Tensor:

@@ -24,7 +24,6 @@ from dlio.train.tasks.column_statistics import (
     value_text,
 )
 from dlio.train.tasks.encoder import TableEncoder, TableNetwork, columns_in
-from dlio.train.tasks.metrics import Sums
 from dlio.train.tasks.regression import Numbers, standardised
 from dlio.train.tasks.table_columns import (
     CategoryColumn,
@@ -33,7 +32,7 @@ from dlio.train.tasks.table_columns import (
     TargetColumn,
     is_missing,
 )
-from dlio.train.tasks.task_base import Convert, Outputs, TrainingTask
+from dlio.train.tasks.task_base import Convert, TrainingTask
 from dlio.train.train_options import ModelOptions
 from dlio.train.weights import read_weights
 from dlio.util.arguments import nearest
@@ -65,21 +64,18 @@ class TableTask(TrainingTask):
         else:
             self.columns, self.notes = find_columns(options, data.reader, comm)
         target = self.columns.target
-        self._kind: Classes | Numbers
+        self._numbers = Numbers(target.std, target.mean)
+        self.objective = self._numbers
         if target.classes:
-            self._kind = Classes(len(target.classes))
-            self.watch = "auc" if len(target.classes) == 2 else "accuracy"
-        else:
-            self._kind = Numbers(target.std)
-            self.watch = "rmse"
-        self.has_accuracy = bool(target.classes)
+            watch = "auc" if len(target.classes) == 2 else "accuracy"
+            self.objective = Classes(len(target.classes), watch)
 
     def converter(self, data: Dataset) -> Convert:
         columns, reader = self.columns, data.reader
         rows = [_numbers(reader, each.name) for each in columns.numbers]
         rows += [_codes(reader, each.name, each.codes) for each in columns.categories]
         target = self._target(reader)
-        kind = torch.int64 if columns.target.classes else torch.float32
+        kind = self.objective.kind
 
         def convert(batch: BatchData, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
             if not isinstance(batch, Mapping):  # A rank without samples.
@@ -98,9 +94,7 @@ class TableTask(TrainingTask):
         target = self.columns.target
         if not target.classes:
             get = _numbers(reader, target.name)
-            return lambda batch: standardised(
-                get(batch), target.mean, target.std, reader.path, target.name
-            )
+            return lambda batch: standardised(get(batch), self._numbers, reader.path, target.name)
         codes = _codes(reader, target.name, target.codes, unknown=-1)
 
         def numbers(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -116,13 +110,9 @@ class TableTask(TrainingTask):
 
     def make_model(self) -> nn.Module:
         encoder = TableEncoder(self.columns)
-        outputs = self._kind.classes if isinstance(self._kind, Classes) else 1
-        return TableNetwork(
-            encoder,
-            make_model(
-                self._options.model, outputs, self._options.image_size, {"inputs": encoder.outputs}
-            ),
-        )
+        more, size = {"inputs": encoder.outputs}, self._options.image_size
+        network = make_model(self._options.model, self.objective.outputs, size, more)
+        return TableNetwork(encoder, network)
 
     def example(
         self, samples: int, generator: torch.Generator
@@ -130,26 +120,7 @@ class TableTask(TrainingTask):
         columns = self.columns
         rows = torch.randn(samples, columns.width, dtype=torch.float64, generator=generator)
         rows[:, len(columns.numbers) :] = 0
-        kind = torch.int64 if columns.target.classes else torch.float32
-        return rows, torch.zeros(samples, dtype=kind)
-
-    def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
-        return self._kind.losses(outputs, targets)
-
-    def correct(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
-        if isinstance(self._kind, Classes):
-            return self._kind.correct(outputs, targets)
-        return super().correct(outputs, targets)
-
-    @property
-    def sum_count(self) -> int:
-        return self._kind.sum_count
-
-    def sums(self, outputs: Outputs, targets: torch.Tensor) -> Sums:
-        return self._kind.sums(outputs, targets)
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        return self._kind.metrics(sums)
+        return rows, torch.zeros(samples, dtype=self.objective.kind)
 
 
 def find_columns(

@@ -2,15 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
-from dlio.train.model import normalised
+from dlio.train.model import make_model
 from dlio.train.tasks.metrics import Sums
+from dlio.train.train_options import ModelOptions
 
 Outputs: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 """Outputs of a model; some models return with them tensors that they are compared with."""
@@ -19,20 +20,48 @@ Convert: TypeAlias = Callable[[BatchData, torch.device], tuple[torch.Tensor, tor
 (n, ...)."""
 
 
+class Objective(ABC):
+    """Loss and metrics of a network's outputs and targets. It holds no state of the training."""
+
+    outputs: int
+    """Outputs of the network for each sample, or for each element of a dense one."""
+    sum_count: int
+    """Number of integers that `sums` returns."""
+    kind: torch.dtype = torch.int64
+    """Type of the targets."""
+    watch: str = "loss"
+    """The metric by which models are compared, a name in `metrics.METRICS`."""
+    has_accuracy: bool = False
+    """True if `correct` counts right answers."""
+
+    @abstractmethod
+    def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each sample; shape (n,)."""
+
+    def correct(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
+        """Return the share of right answers of each sample, 0 to 1; shape (n,)."""
+        return torch.zeros(len(targets), device=targets.device)
+
+    @abstractmethod
+    def sums(self, outputs: Outputs, targets: torch.Tensor) -> Sums:
+        """Return sums over some samples, which ranks add up; shape (sum_count,)."""
+
+    @abstractmethod
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Return the metrics of sums over all samples, by names in `metrics.METRICS`."""
+
+
 class TrainingTask(ABC):
-    """The purpose of a training: a network's inputs and targets, loss and metrics.
+    """The purpose of a training: a network's inputs and targets, and their objective.
 
     The same on all ranks. It holds no state of the training.
     """
 
-    name: ClassVar[str]
+    name: str
     """Value of `--task`."""
-    watch: str = "loss"
-    """The metric by which models are compared, a name in `metrics.METRICS`."""
+    objective: Objective
     is_dense: bool = False
     """True if targets have the spatial extents of the inputs."""
-    has_accuracy: bool = False
-    """True if `correct` counts right answers."""
     notes: tuple[str, ...] = ()
     """Remarks on the data, for the report."""
 
@@ -53,26 +82,23 @@ class TrainingTask(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return random (inputs, targets) of some samples, to time or trace a model with."""
 
-    @abstractmethod
-    def losses(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each sample; shape (n,)."""
 
-    def correct(self, outputs: Outputs, targets: torch.Tensor) -> torch.Tensor:
-        """Return the share of right answers of each sample, 0 to 1; shape (n,)."""
-        return torch.zeros(len(targets), device=targets.device)
+class ImageTask(TrainingTask):
+    """A task on images; the model maps float32 (n, 3, size, size) to the objective's outputs."""
 
-    @property
-    @abstractmethod
-    def sum_count(self) -> int:
-        """Number of integers that `sums` returns."""
+    def __init__(self, options: ModelOptions, objective: Objective) -> None:
+        self._options, self.objective = options, objective
 
-    @abstractmethod
-    def sums(self, outputs: Outputs, targets: torch.Tensor) -> Sums:
-        """Return sums over some samples, which ranks add up; shape (sum_count,)."""
+    def make_model(self) -> nn.Module:
+        return make_model(self._options.model, self.objective.outputs, self._options.image_size)
 
-    @abstractmethod
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics of sums over all samples, by names in `metrics.METRICS`."""
+    def example(
+        self, samples: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sides = (self._options.image_size,) * 2
+        images = torch.randn(samples, 3, *sides, generator=generator)
+        shape = (samples, *sides) if self.is_dense else (samples,)
+        return images, torch.zeros(shape, dtype=self.objective.kind)
 
 
 def batch_size(data: BatchData) -> int:
@@ -86,10 +112,3 @@ def batch_size(data: BatchData) -> int:
             data = data[0]
         else:
             return len(data)
-
-
-def pixels_of(data: BatchData, device: torch.device) -> torch.Tensor:
-    """Return the pictures of a batch, (images, companions) or {field: images}, as float32
-    (n, 3, height, width); see `normalised`."""
-    images = next(iter(data.values())) if isinstance(data, Mapping) else data[0]
-    return normalised(images, device)
