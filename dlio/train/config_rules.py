@@ -1,6 +1,7 @@
 """Rules among the options that belong to no feature; for others see `dlio.train.feature_spec`."""
 
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Final
 
@@ -37,22 +38,26 @@ def check_together(config: TrainOptions) -> None:
         raise UsageError(
             f"--source-order {batches.source_order} goes with --shuffle batch or global"
         )
-    _check_mixing(config)
+    tolerance = config.survival.fault_tolerance
+    refuse_mixed(
+        config,
+        {
+            "--replay": config.results.replay is not None,
+            f"--fault-tolerance {tolerance}": tolerance != "off",
+        },
+    )
     _check_nodes(config)
     _check_fault_tolerance(config)
     _check_replay(config)
     _check_decoding(config)
 
 
-def _check_mixing(config: TrainOptions) -> None:
-    tolerance = config.survival.fault_tolerance
+def refuse_mixed(config: TrainOptions, chosen: Mapping[str, bool]) -> None:
+    """Raise UsageError for --mixup or --cutmix with the first option that is chosen."""
     for option, alpha in (("--mixup", config.data.mixup), ("--cutmix", config.data.cutmix)):
         if alpha is not None:
             refuse(
-                {
-                    "--replay": config.results.replay is not None,
-                    f"--fault-tolerance {tolerance}": tolerance != "off",
-                },
+                chosen,
                 f"{option} does not go with {{option}}: an image is mixed with the one before it "
                 "in the batch; leave one of them out",
             )

@@ -60,14 +60,7 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
     with ExitStack() as stack:
         layout = stack.enter_context(layout_of(config, comm))
         data = stack.enter_context(
-            open_data(
-                layout,
-                config.data.source,
-                config.data,
-                config.model.image_size,
-                config.data.tiers,
-                False,
-            )
+            open_data(layout, config.data.source, config, config.data.tiers, False)
         )
         config = resolve_config(config, data, layout.schema(data))
         if config.model.task == "regress" and not is_table(data.reader.schema):
@@ -76,7 +69,7 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
                 "or arrays: give `dlio train` the data as --val"
             )
         device = choose_device(config.model.device, comm)
-        loader = stack.enter_context(make_loader(data, config.batches, None, False, layout, device))
+        loader = stack.enter_context(make_loader(data, config, False, layout, device))
         data.mount(layout.data, config.ranks.pretend_nodes)
         torch.set_num_threads(max(1, available_cores() // comm.size))
         keep_freed_memory()

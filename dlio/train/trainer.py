@@ -21,8 +21,6 @@ from dlio.exchange.exchange_spec import parse_exchange
 from dlio.exchange.nccl import devices_connected
 from dlio.launch.node.job_starts import start_of
 from dlio.loader.dataloader import DataLoader
-from dlio.loader.dataset import Dataset
-from dlio.storage.tier_spec import Tiers
 from dlio.train.callbacks import make_callbacks
 from dlio.train.checkpoint.state import restore
 from dlio.train.compute_device import channels_last, choose_device
@@ -95,27 +93,19 @@ class TrainingRun:
         self._checkpoints = self._open_checkpoints()
         self._layout = layout = stack.enter_context(layout_of(config, comm))
         self._data = data = stack.enter_context(
-            self._open_data(config.data.source, config.data.tiers, True)
+            open_data(layout, config.data.source, config, config.data.tiers, True)
         )
         self._config = config = resolve_config(config, data, layout.schema(data))
         self._device = device = choose_device(config.model.device, comm)
         stack.enter_context(devices_connected(comm, device))
-        self._loader = stack.enter_context(self._make_loader(data, True))
+        self._loader = stack.enter_context(make_loader(data, config, True, layout, device))
         self._mounted = data.mount(layout.data, config.ranks.pretend_nodes)
         layout.check_order(self._mounted)
         self._held_out: DataLoader | None = None
         if config.data.val is not None:
             spare = self._mounted.spare_tiers()
-            val = stack.enter_context(self._open_data(config.data.val, spare, False))
-            self._held_out = stack.enter_context(self._make_loader(val, False))
-
-    def _open_data(self, path: str, tiers: Tiers | None, training: bool) -> Dataset:
-        options, size = self._config.data, self._config.model.image_size
-        return open_data(self._layout, path, options, size, tiers, training)
-
-    def _make_loader(self, data: Dataset, training: bool) -> DataLoader:
-        options, nodes = self._config.batches, self._config.ranks.pretend_nodes
-        return make_loader(data, options, nodes, training, self._layout, self._device)
+            val = stack.enter_context(open_data(layout, config.data.val, config, spare, False))
+            self._held_out = stack.enter_context(make_loader(val, config, False, layout, device))
 
     def _open_checkpoints(self) -> "Checkpoints | None":
         options, comm = self._config.checkpoints, self._comm

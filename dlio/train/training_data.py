@@ -12,14 +12,13 @@ from dlio.loader.dataset import Dataset
 from dlio.storage.tier_spec import Tiers, decoded_spec
 from dlio.train.array_fields import is_arrays, is_table
 from dlio.train.rank_layout import RankLayout
-from dlio.train.train_options import BatchOptions, DataOptions
+from dlio.train.train_options import DataOptions, TrainOptions
 
 
 def open_data(
     layout: RankLayout,
     path: str,
-    options: DataOptions,
-    image_size: int,
+    config: TrainOptions,
     tiers: Tiers | None,
     training: bool,
 ) -> Dataset:
@@ -29,7 +28,8 @@ def open_data(
         tiers: specification of the tiers to cache it in; None for the default.
         training: apply random crops and flips to images, and read from the replicas too.
     """
-    size, scale = image_size, (options.crop_scale, 1.0)
+    options, size = config.data, config.model.image_size
+    scale = (options.crop_scale, 1.0)
 
     def open_it() -> Dataset:
         reader = open_reader(path)
@@ -78,8 +78,7 @@ def _mixtures(options: DataOptions, reader: Reader) -> list[Callable[..., Any]]:
 
 def make_loader(
     data: Dataset,
-    options: BatchOptions,
-    pretend_nodes: int | None,
+    config: TrainOptions,
     training: bool,
     layout: RankLayout,
     device: torch.device | None = None,
@@ -89,6 +88,7 @@ def make_loader(
     Args:
         device: of the model; see `_hands_over`.
     """
+    options = config.batches
     loader = DataLoader(
         data,
         options.batch_size,
@@ -96,7 +96,7 @@ def make_loader(
         num_workers=options.workers,
         mode=options.shuffle,
         source_order=options.source_order if training else "sample",
-        pretend_nodes=pretend_nodes,
+        pretend_nodes=config.ranks.pretend_nodes,
         pin_memory=torch.cuda.is_available(),
         trace=options.trace_out if training else None,
         device=device if _hands_over(data, options.decode, device) else None,

@@ -165,7 +165,7 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
         write_slot(slots, 6, common, facts)
     state = newest_state(SingleCommunicator(), str(tmp_path))
     assert state is not None
-    assert (state.ranks, state.about, state.turn) == (1, {"updates": 3}, 6)
+    assert (state.ranks, state.about, state.choice.turn) == (1, {"updates": 3}, 6)
     assert state.is_of_one_step
     for prefix, tensors in (("all/", common), ("rank0/", own)):
         read = state.read(prefix)
@@ -282,6 +282,6 @@ def test_parts_tell_which_steps_of_other_ranks_they_have(tmp_path: Path) -> None
             write_slot(common, turn, {}, {**facts, "about": {"updates": turn // 2}})
     state = newest_state(SingleCommunicator(), str(tmp_path))
     assert state is not None
-    assert (state.turn, state.about, state.writer) == (8, {"updates": 4}, "common-3")
+    assert (state.choice.turn, state.about, state.choice.writer) == (8, {"updates": 4}, "common-3")
     # Rank 4 restores what it had copied, whatever others have taken in of it.
     assert state.reached == {3: 8, 4: 6, 5: 6}

@@ -239,9 +239,8 @@ def test_a_configuration_that_cannot_work_names_its_option(wrong: dict[str, Any]
 @pytest.mark.parametrize("training", [True, False])
 def test_training_crops_have_at_least_the_requested_area(pictures: Path, training: bool) -> None:
     config = train_config("x", image_size=48, crop_scale=0.5)
-    source, size = str(pictures / "train"), config.model.image_size
-    layout = RankLayout(SingleCommunicator())
-    crop = open_data(layout, source, config.data, size, "none", training).crop
+    source, layout = str(pictures / "train"), RankLayout(SingleCommunicator())
+    crop = open_data(layout, source, config, "none", training).crop
     same = Crop(48, training, (0.5, 1.0), across=48) if training else Crop(48, training)
     assert crop == same
     if training:

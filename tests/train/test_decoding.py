@@ -18,15 +18,8 @@ def _batches(folder: Path, training: bool, **options: Any) -> list[tuple[Any, An
     config = train_config(str(folder), image_size=64, batch_size=5, **options)
     layout, device = RankLayout(SingleCommunicator()), torch.device("cpu")
     with (
-        open_data(
-            layout,
-            config.data.source,
-            config.data,
-            config.model.image_size,
-            "none",
-            training,
-        ) as data,
-        make_loader(data, config.batches, None, training, layout, device) as loader,
+        open_data(layout, config.data.source, config, "none", training) as data,
+        make_loader(data, config, training, layout, device) as loader,
     ):
         made = [(images.clone(), labels.clone()) for images, labels in loader]
         counts = loader.stats()

@@ -24,15 +24,8 @@ def batches(folder: Path, **options: Any) -> list[tuple[torch.Tensor, torch.Tens
     config = train_config(str(folder / "train"), image_size=32, batch_size=16, **options)
     layout = RankLayout(SingleCommunicator())
     with (
-        open_data(
-            layout,
-            config.data.source,
-            config.data,
-            config.model.image_size,
-            "none",
-            True,
-        ) as data,
-        make_loader(data, config.batches, None, True, layout) as loader,
+        open_data(layout, config.data.source, config, "none", True) as data,
+        make_loader(data, config, True, layout) as loader,
     ):
         return [(images.clone(), labels.clone()) for images, labels in loader]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio.features.batch_norm.ghost_spec import group_size
+from dlio.features.batch_norm.batch_norm_feature import group_size
 from dlio.train.names import DEFAULT_MODEL
 from dlio.util.options import Option, check
 from dlio_bench.bench_ranks import FABRICS, LINK

@@ -1,17 +1,36 @@
 """The samples by which batches are normalised: the option `--batch-norm`, and its rules."""
 
+import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio.features.batch_norm.ghost_spec import group_size
 from dlio.plan.epoch import is_exact
 from dlio.train.config import TrainConfig
 from dlio.train.feature_spec import FeatureSpec, labelled, refuse
 from dlio.util.options import Option, check
 
-USUAL = "average"
+USUAL: Final = "average"
+_MODES: Final = ("local", "average", "sync")
+"""Values besides `ghost(SAMPLES)`."""
+_USAGE: Final = "choose average, sync, local, or ghost(SAMPLES) such as ghost(16)"
+_GHOST: Final = re.compile(r"ghost\((\d+)\)")
+
+
+def group_size(batch_norm: str) -> int | None:
+    """Return the samples of a group of `ghost(SAMPLES)`; None for another mode.
+
+    Raises UsageError for any other text, and for groups of fewer than 2 samples.
+    """
+    if batch_norm in _MODES:
+        return None
+    match = _GHOST.fullmatch(batch_norm.strip())
+    if match is None:
+        raise UsageError(f"--batch-norm {batch_norm}: {_USAGE}")
+    if int(match[1]) < 2:
+        raise UsageError(f"--batch-norm {batch_norm}: give groups of 2 samples or more")
+    return int(match[1])
 
 
 @dataclass(frozen=True, slots=True)

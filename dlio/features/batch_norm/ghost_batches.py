@@ -15,26 +15,25 @@ running ones are updated once per step, by the mean over groups.
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, cast
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 import xxhash
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlio.comm import Communicator
 from dlio.exchange.buckets import broadcast_state, check_real
 from dlio.exchange.rank_group import RankGroup
-from dlio.features.batch_norm.batch_norm_feature import BatchNormOptions
-from dlio.features.batch_norm.ghost_spec import group_size
+from dlio.features.batch_norm.batch_norm_feature import BatchNormOptions, group_size
+from dlio.features.batch_norm.sync_batch_norm import TrackingNorm, change_norms
 from dlio.train.feature_hooks import FeatureHooks, FeatureRun
 
 _WIDE: Final = torch.float64
 
 
-class _GhostBatchNorm(_BatchNorm):
+class _GhostBatchNorm(TrackingNorm):
     """A batch normalisation that sums up the statistics of groups in place of tracking them."""
 
     sums: torch.Tensor
@@ -63,39 +62,10 @@ class _GhostBatchNorm(_BatchNorm):
             self.sums[-1] += 1
         return normalised
 
-    @torch.no_grad()
-    def note(self, sums: torch.Tensor) -> None:
+    def note_groups(self, sums: torch.Tensor) -> None:
         """Take the mean of all groups' statistics into the running ones."""
-        groups, channels = float(sums[-1]), self.num_features
-        if not self.track_running_stats or not groups:
-            return
-        batches = cast("torch.Tensor", self.num_batches_tracked).add_(1)
-        momentum = 1.0 / float(batches) if self.momentum is None else self.momentum
-        for running, total in (
-            (self.running_mean, sums[:channels]),
-            (self.running_var, sums[channels:-1]),
-        ):
-            kept = cast("torch.Tensor", running)
-            kept.lerp_(total.div(groups).to(kept.dtype), momentum)
-
-
-class _GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
-    pass
-
-
-class _GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
-    pass
-
-
-class _GhostBatchNorm3d(_GhostBatchNorm, nn.BatchNorm3d):
-    pass
-
-
-_KINDS: Final[Mapping[type[nn.Module], type[_GhostBatchNorm]]] = {
-    nn.BatchNorm1d: _GhostBatchNorm1d,
-    nn.BatchNorm2d: _GhostBatchNorm2d,
-    nn.BatchNorm3d: _GhostBatchNorm3d,
-}
+        if groups := float(sums[-1]):
+            self.note(*sums[:-1].div(groups).chunk(2))
 
 
 class GhostBatches:
@@ -118,10 +88,7 @@ class GhostBatches:
         self._traffic = RankGroup(self._comm)
         self._per_rank, self._seed = per_rank, seed
         self._parameters = list(model.parameters())
-        layers = [module for module in model.modules() if type(module) in _KINDS]
-        for layer in layers:
-            layer.__class__ = _KINDS[type(layer)]  # Parameters, buffers, hooks and names stay.
-        self._layers = [cast("_GhostBatchNorm", layer) for layer in layers]
+        self._layers = change_norms(model, _GhostBatchNorm)
         counts = [parameter.numel() for parameter in self._parameters]
         counts += [len(counts), *(2 * layer.num_features + 1 for layer in self._layers), 1]
         device = self._parameters[0].device if self._parameters else None
@@ -192,7 +159,7 @@ class GhostBatches:
                     gradient *= planned / taken
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
         for layer, sums in zip(self._layers, statistics, strict=True):
-            layer.note(sums)
+            layer.note_groups(sums)
         self._flat.zero_()
 
     def statistics(self) -> dict[str, float]:

@@ -2,16 +2,15 @@
 
 A rank that normalises by its own samples has other statistics on another number of ranks, or when
 other samples come to it. `synchronise_batch_norm` normalises by the mean and variance of the
-global batch
-(Ioffe and Szegedy, arXiv 1502.03167, over ranks as in arXiv 1711.07240), so that the result is the
-same to rounding however samples are shared. Each layer costs one sum over ranks in the forward
-pass and one in the backward pass, of two numbers per channel; ranks wait for it.
+global batch (Ioffe and Szegedy, arXiv 1502.03167, over ranks as in arXiv 1711.07240), so that the
+result is the same to rounding however samples are shared. Each layer costs one sum over ranks in
+the forward pass and one in the backward pass, of two numbers per channel; ranks wait for it.
 
 Sums are of float64, so that their rounding does not depend on how samples are shared.
 """
 
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,6 +21,9 @@ from dlio.exchange.buckets import broadcast_tensors
 from dlio.exchange.rank_group import RankGroup
 from dlio.features.batch_norm.batch_norm_feature import BatchNormOptions
 from dlio.train.feature_hooks import FeatureHooks, FeatureRun
+
+_Norm = TypeVar("_Norm", bound="TrackingNorm")
+_SHAPES: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def _sums(ranks: RankGroup, *parts: torch.Tensor) -> list[torch.Tensor]:
@@ -79,7 +81,36 @@ class _SyncNormalisation(torch.autograd.Function):
         )
 
 
-class _SyncBatchNorm(_BatchNorm):
+class TrackingNorm(_BatchNorm):
+    """A batch normalisation that is told the statistics to track."""
+
+    @torch.no_grad()
+    def note(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Take a batch's statistics into the running ones; both of shape (channels,)."""
+        if not self.track_running_stats:
+            return
+        running_mean, running_var = cast("torch.Tensor", self.running_mean), self.running_var
+        batches = cast("torch.Tensor", self.num_batches_tracked).add_(1)
+        momentum = 1.0 / float(batches) if self.momentum is None else self.momentum
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        cast("torch.Tensor", running_var).lerp_(variance.to(running_mean.dtype), momentum)
+
+
+def change_norms(model: nn.Module, kind: type[_Norm]) -> list[_Norm]:
+    """Give a model's batch normalisations a class derived from `kind`, in place; return them.
+
+    Parameters, buffers, hooks and names stay, and so does torch's check of the inputs' shape.
+    """
+    classes: dict[type[nn.Module], type[nn.Module]] = {
+        shape: type(f"{kind.__name__}{shape.__name__[-2:]}", (kind, shape), {}) for shape in _SHAPES
+    }
+    layers = [module for module in model.modules() if type(module) in classes]
+    for layer in layers:
+        layer.__class__ = classes[type(layer)]
+    return cast("list[_Norm]", layers)
+
+
+class _SyncBatchNorm(TrackingNorm):
     """A batch normalisation whose statistics in training are those of all ranks."""
 
     ranks: RankGroup
@@ -94,36 +125,6 @@ class _SyncBatchNorm(_BatchNorm):
         normalised: torch.Tensor = function.apply(x, self.weight, self.bias, self)
         return normalised
 
-    @torch.no_grad()
-    def note(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Take a batch's statistics into the running ones."""
-        if not self.track_running_stats:
-            return
-        running_mean, running_var = cast("torch.Tensor", self.running_mean), self.running_var
-        batches = cast("torch.Tensor", self.num_batches_tracked).add_(1)
-        momentum = 1.0 / float(batches) if self.momentum is None else self.momentum
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        cast("torch.Tensor", running_var).lerp_(variance.to(running_mean.dtype), momentum)
-
-
-class _SyncBatchNorm1d(_SyncBatchNorm, nn.BatchNorm1d):
-    pass
-
-
-class _SyncBatchNorm2d(_SyncBatchNorm, nn.BatchNorm2d):
-    pass
-
-
-class _SyncBatchNorm3d(_SyncBatchNorm, nn.BatchNorm3d):
-    pass
-
-
-_KINDS: Final[dict[type[nn.Module], type[_SyncBatchNorm]]] = {
-    nn.BatchNorm1d: _SyncBatchNorm1d,
-    nn.BatchNorm2d: _SyncBatchNorm2d,
-    nn.BatchNorm3d: _SyncBatchNorm3d,
-}
-
 
 def synchronise_batch_norm(model: nn.Module, comm: Communicator) -> Communicator | None:
     """Have a model's batch normalisations use the samples of all ranks, in place. Collective.
@@ -133,14 +134,13 @@ def synchronise_batch_norm(model: nn.Module, comm: Communicator) -> Communicator
     Returns the communicator that they use, which the caller closes after the last pass; None, and
     nothing changes, for one rank or a model without such layers.
     """
-    layers = [module for module in model.modules() if type(module) in _KINDS]
-    if comm.size == 1 or not layers:
+    layers = [] if comm.size == 1 else change_norms(model, _SyncBatchNorm)
+    if not layers:
         return None
     own = comm.dup()
     ranks = RankGroup(own)
     for layer in layers:
-        layer.__class__ = _KINDS[type(layer)]  # Parameters, buffers, hooks and names stay.
-        cast("_SyncBatchNorm", layer).ranks = ranks
+        layer.ranks = ranks
     return own
 
 

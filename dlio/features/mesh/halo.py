@@ -21,6 +21,35 @@ def _overlap(one: Interval, other: Interval) -> Interval | None:
     return (first, last) if first < last else None
 
 
+def _swapped(
+    tensor: torch.Tensor,
+    slab: Slab,
+    first: int,
+    given: Sequence[Interval | None],
+    taken: Sequence[Interval | None],
+    traffic: RankGroup,
+) -> list[torch.Tensor | None]:
+    """Return the intervals that this rank takes of each rank, its own included. Collective.
+
+    Args:
+        first: index of the tensor's first element along the dimension of `slab`.
+        given: the interval of the tensor that each rank gets.
+    """
+    axis, me = slab.dimension, slab.rank
+    parts = [
+        None if part is None else tensor.narrow(axis, part[0] - first, part[1] - part[0])
+        for part in given
+    ]
+    shapes = [
+        None if part is None or rank == me else _resized(tensor.shape, axis, part[1] - part[0])
+        for rank, part in enumerate(taken)
+    ]
+    own, parts[me] = parts[me], None
+    received = traffic.swap(parts, shapes, tensor.dtype)
+    received[me] = own
+    return [None if piece is None else piece.to(tensor.device) for piece in received]
+
+
 class _Fetch(torch.autograd.Function):
     """This rank's part, grown or shrunk to another interval, of which each rank has its own."""
 
@@ -28,54 +57,24 @@ class _Fetch(torch.autograd.Function):
     def forward(
         ctx: Any, local: torch.Tensor, slab: Slab, wanted: Sequence[Interval], traffic: RankGroup
     ) -> torch.Tensor:
-        ctx.slab, ctx.wanted, ctx.traffic = slab, wanted, traffic
-        axis, (start, _) = slab.dimension, slab.own
-        mine = wanted[slab.rank]
-        parts: list[torch.Tensor | None] = [None] * slab.ranks
-        shapes: list[tuple[int, ...] | None] = [None] * slab.ranks
-        for rank in range(slab.ranks):
-            if rank == slab.rank:
-                continue
-            if (part := _overlap(wanted[rank], slab.own)) is not None:
-                parts[rank] = local.narrow(axis, part[0] - start, part[1] - part[0])
-            if (part := _overlap(mine, slab.bounds(rank))) is not None:
-                shapes[rank] = _resized(local.shape, axis, part[1] - part[0])
-        received = traffic.swap(parts, shapes, local.dtype)
-        pieces = []
-        for rank, piece in enumerate(received):
-            if rank == slab.rank and (part := _overlap(mine, slab.own)) is not None:
-                pieces.append(local.narrow(axis, part[0] - start, part[1] - part[0]))
-            elif piece is not None:
-                pieces.append(piece.to(local.device))
-        if len(pieces) == 1:
-            return pieces[0].clone()
-        return torch.cat(pieces, axis)
+        given = [_overlap(each, slab.own) for each in wanted]
+        taken = [_overlap(wanted[slab.rank], slab.bounds(rank)) for rank in range(slab.ranks)]
+        ctx.slab, ctx.first, ctx.traffic = slab, wanted[slab.rank][0], traffic
+        ctx.given, ctx.taken = given, taken
+        received = _swapped(local, slab, slab.own[0], given, taken, traffic)
+        pieces = [piece for piece in received if piece is not None]
+        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, slab.dimension)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         slab: Slab = ctx.slab
         axis, (start, _) = slab.dimension, slab.own
-        mine = ctx.wanted[slab.rank]
-        parts: list[torch.Tensor | None] = [None] * slab.ranks
-        shapes: list[tuple[int, ...] | None] = [None] * slab.ranks
-        for rank in range(slab.ranks):
-            if rank == slab.rank:
-                continue
-            if (part := _overlap(mine, slab.bounds(rank))) is not None:
-                parts[rank] = gradient.narrow(axis, part[0] - mine[0], part[1] - part[0])
-            if (part := _overlap(ctx.wanted[rank], slab.own)) is not None:
-                shapes[rank] = _resized(gradient.shape, axis, part[1] - part[0])
-        received = ctx.traffic.swap(parts, shapes, gradient.dtype)
+        received = _swapped(gradient, slab, ctx.first, ctx.taken, ctx.given, ctx.traffic)
         own = gradient.new_zeros(_resized(gradient.shape, axis, slab.length))
-        for rank, piece in enumerate(received):
-            part = _overlap(ctx.wanted[rank], slab.own)
-            if part is None:
-                continue
-            if rank == slab.rank:
-                piece = gradient.narrow(axis, part[0] - mine[0], part[1] - part[0])
+        for part, piece in zip(ctx.given, received, strict=True):
             if piece is not None:
-                own.narrow(axis, part[0] - start, part[1] - part[0]).add_(piece.to(own.device))
+                own.narrow(axis, part[0] - start, part[1] - part[0]).add_(piece)
         return own, None, None, None
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from dlio.errors import UsageError
 from dlio.features.skipping.skip_rule import SHARE
 from dlio.train.config import TrainConfig
-from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES
+from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES, refuse_mixed
 from dlio.train.feature_spec import FeatureSpec, refuse
 from dlio.util.options import CheckedOptions, Option
 
@@ -55,13 +55,7 @@ class SkippingFeature(FeatureSpec):
         if not options.skip_samples:
             return
         epochs, chosen = config.optimizer.epochs, {"--skip-samples": True}
-        for option, alpha in (("--mixup", config.data.mixup), ("--cutmix", config.data.cutmix)):
-            if alpha is not None:
-                refuse(
-                    chosen,
-                    f"{option} does not go with {{option}}: an image is mixed with the one before "
-                    "it in the batch; leave one of them out",
-                )
+        refuse_mixed(config, chosen)
         if epochs < 3:
             raise UsageError(
                 f"--skip-samples with --epochs {epochs}: the first epoch and the last see all "

@@ -117,8 +117,8 @@ class JobRestart(FirstStart):
         lines: list[LedgerLine] = []
         folders = comm.allgather(self._folder)
         if folders.index(self._folder) == comm.rank:
-            epoch = loader["epoch"]
-            lines = lines_until(self._folder, epoch, state.turn, state.writer, state.start)
+            epoch, at = loader["epoch"], state.choice
+            lines = lines_until(self._folder, epoch, at.turn, at.writer, at.start)
         # A node whose ranks had not started yet has none.
         everyone = comm.allgather(len(lines))
         giver = everyone.index(max(everyone))
@@ -132,12 +132,12 @@ class JobRestart(FirstStart):
     def snapshots(self, run: Worker, ledger: SampleLedger | None) -> Snapshots | None:
         if self._folder is None:
             return None
-        after = -1 if self._state is None else self._state.turn
+        after = -1 if self._state is None else self._state.choice.turn
         copies = Snapshots(run, self._folder, self._start.ranks, self._start.number, after)
         copies.ledger = ledger
         copies.incidents = len(self._start.incidents)
-        if self._state is not None and not self._state.turn % 2:
-            copies.journal.begin(run.epoch_number, self._state.turn, self._told, self._without)
+        if after >= 0 and not after % 2:
+            copies.journal.begin(run.epoch_number, after, self._told, self._without)
         return copies
 
     def open_ledger(self, run: Worker, path: str) -> SampleLedger:
@@ -160,7 +160,7 @@ class JobRestart(FirstStart):
     def note_losses(self, run: Worker) -> None:
         now, state = time.time(), self._state
         noted: Any = 0 if state is None else state.about.get("incidents", 0)
-        again = 0 if state is None else max(0, state.newest // 2 - run.updates)
+        again = 0 if state is None else max(0, state.choice.newest // 2 - run.updates)
         for incident in self._start.incidents[noted:]:
             is_last = incident.noticed == self._start.incidents[-1].noticed
             ends = self._ends if is_last else {}

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
 import numpy as np
@@ -55,7 +55,7 @@ class SlotChoice:
     members: dict[int, int]
     """Turn of each saved rank's part, by its number."""
     newest: int
-    """Newest turn of any part."""
+    """Newest turn of any part, on all living nodes."""
     writer: str = COMMON
     """Of the common part."""
     start: int = 0
@@ -112,21 +112,21 @@ def _course(part: SlotPart) -> tuple[int, int]:
 class SnapshotState:
     """A state in memory; see `dlio.train.checkpoint.state.SavedState`."""
 
-    path: str
-    ranks: int
+    choice: SlotChoice
     about: Mapping[str, object]
-    is_of_one_step: bool
-    turn: int
-    newest: int
-    """Newest turn that any of the living nodes has seen."""
     tensors: Mapping[str, torch.Tensor]
-    writer: str = COMMON
-    """Of the place in the run."""
-    start: int = 0
-    """Times that all ranks had begun again before it was made."""
-    reached: Mapping[int, int] = field(default_factory=dict)
+    reached: Mapping[int, int]
     """Turn up to which the steps of each rank are in the weights, by its number; nothing if all
     steps before the place are."""
+    path: str = "the nodes' memory"
+
+    @property
+    def ranks(self) -> int:
+        return len(self.choice.members)
+
+    @property
+    def is_of_one_step(self) -> bool:
+        return set(self.choice.members.values()) <= {self.choice.turn}
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
         """Return the tensors whose names begin with `prefix`, without it."""
@@ -183,18 +183,11 @@ def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
         for name, kind, shape, first, size in head["tensors"]:
             piece = torch.from_numpy(text[1][first : first + size])
             tensors[f"{prefix}{name}"] = piece.view(getattr(torch, kind)).view(shape)
-    return SnapshotState(
-        path="the nodes' memory",
-        ranks=len(choice.members),
-        about=about,
-        is_of_one_step=set(choice.members.values()) <= {choice.turn},
-        turn=choice.turn,
-        newest=choice.newest,
-        tensors=tensors,
-        writer=choice.writer,
-        start=choice.start,
-        reached={} if choice.writer == COMMON else {**reached, **choice.members},
-    )
+    if choice.writer == COMMON:
+        reached = {}
+    else:
+        reached |= choice.members
+    return SnapshotState(choice, about, tensors, reached)
 
 
 def _part(writer: str, slot: StoredSnapshot) -> SlotPart:
