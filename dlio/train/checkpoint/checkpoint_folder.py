@@ -74,21 +74,15 @@ class CheckpointFolder:
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return lock
 
-    def names(self) -> list[str]:
-        """Names in the folder that may be believed: no links, and no folders of strangers."""
-        return self._believed(True)
-
-    def refused(self) -> list[str]:
-        """Names in the folder that are not believed."""
-        return self._believed(False)
-
-    def _believed(self, wanted: bool) -> list[str]:
+    def names(self, believed: bool = True) -> list[str]:
+        """Names in the folder that may be believed, no links and no folders of strangers; or the
+        others."""
         here = os.fstat(self._folder)
         names = []
         for name in os.listdir(self._folder):
             with suppress(OSError):
                 entry = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
-                if (stat.S_ISDIR(entry.st_mode) and not planted(here, entry)) == wanted:
+                if (stat.S_ISDIR(entry.st_mode) and not planted(here, entry)) == believed:
                     names.append(name)
         return names
 

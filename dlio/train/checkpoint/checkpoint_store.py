@@ -174,7 +174,7 @@ class Checkpoints(RecoveryPart[Report]):
         """
         paths = self._comm.tell(self.paths() if self._comm.rank == 0 else [])
         if self._comm.rank == 0:
-            for name in filter(_NAME.fullmatch, self._place.refused()):
+            for name in filter(_NAME.fullmatch, self._place.names(believed=False)):
                 text = f"{os.path.join(self.folder, name)} is not a folder of this user's"
                 print_line(f"dlio: {text}; {_next(bool(paths))}", sys.stderr)
         for path in paths:
@@ -215,9 +215,10 @@ class Checkpoints(RecoveryPart[Report]):
         """
         self.wait()
         began = time.perf_counter()
-        self._stage(tensors, later)
-        self.wait_s += time.perf_counter() - began
         rank, ranks = self._comm.rank, self._comm.size
+        sizes = {name: tensor.numel() for name, tensor in tensors.items()}
+        self._copies.begin({name: tensors[name] for name in _written_by(sizes, rank, ranks)}, later)
+        self.wait_s += time.perf_counter() - began
         unfinished = self._unfinished = _PendingCheckpoint(
             hidden=f"{_UNFINISHED}{step:08d}",
             name=f"step-{step:08d}",
@@ -350,12 +351,6 @@ class Checkpoints(RecoveryPart[Report]):
         except Exception as error:
             return _first_line(error)
         return ""
-
-    def _stage(self, tensors: Tensors, later: Collection[str]) -> None:
-        """Copy the tensors that this rank writes to host memory, or begin to."""
-        sizes = {name: tensor.numel() for name, tensor in tensors.items()}
-        mine = _written_by(sizes, self._comm.rank, self._comm.size)
-        self._copies.begin({name: tensors[name] for name in mine}, later)
 
 
 def _next(has_older: bool) -> str:

@@ -19,41 +19,6 @@ _LEAST_SIDE: Final = 4
 """Pixels of the smallest code."""
 
 
-class _Encoder(nn.Sequential):
-    """Layers of a convolution with stride 2, batch normalisation and ReLU.
-
-    Input: float32 (n, 3, side, side), output: (n, widths[-1], side / 2**depth, side / 2**depth),
-    rounded up.
-    """
-
-    def __init__(self, widths: list[int]) -> None:
-        before = [3, *widths[:-1]]
-        super().__init__(
-            *(
-                nn.Sequential(
-                    nn.Conv2d(inputs, outputs, 3, 2, 1, bias=False),
-                    nn.BatchNorm2d(outputs),
-                    nn.ReLU(),
-                )
-                for inputs, outputs in zip(before, widths, strict=True)
-            )
-        )
-
-
-class _Decoder(nn.Module):
-    """The mirror of one layer of the encoder."""
-
-    def __init__(self, inputs: int, outputs: int, is_last: bool) -> None:
-        super().__init__()
-        self.up = nn.ConvTranspose2d(inputs, outputs, 3, 2, 1, bias=is_last)
-        self.rest = nn.Identity() if is_last else nn.Sequential(nn.BatchNorm2d(outputs), nn.ReLU())
-
-    def forward(self, x: torch.Tensor, like: torch.Size) -> torch.Tensor:
-        # x: (n, inputs, h, w) -> (n, outputs, *like[2:])
-        out: torch.Tensor = self.rest(self.up(x, output_size=list(like[2:])))
-        return out
-
-
 class _Norm(nn.Module):
     """Batch normalisation of neurons; a batch of one sample uses the running statistics.
 
@@ -76,35 +41,38 @@ class _Norm(nn.Module):
         return normalised
 
 
-class _DenseEncoder(nn.Sequential):
-    """Layers of all pixels or neurons, each with batch normalisation and ReLU.
+def _layer(inputs: int, outputs: int, dense: bool) -> nn.Sequential:
+    """Return a layer of an encoder, with batch normalisation and ReLU.
 
-    Output: (n, widths[-1]).
+    Of all pixels or neurons, (n, ...) -> (n, outputs); or a convolution of stride 2, which halves
+    the sides of (n, inputs, h, w), rounded up.
     """
-
-    def __init__(self, pixels: int, widths: list[int]) -> None:
-        before = [pixels, *widths[:-1]]
-        super().__init__(
-            *(
-                nn.Sequential(
-                    nn.Flatten(), nn.Linear(inputs, outputs, bias=False), _Norm(outputs), nn.ReLU()
-                )
-                for inputs, outputs in zip(before, widths, strict=True)
-            )
-        )
+    if dense:
+        linear = nn.Linear(inputs, outputs, bias=False)
+        return nn.Sequential(nn.Flatten(), linear, _Norm(outputs), nn.ReLU())
+    convolution = nn.Conv2d(inputs, outputs, 3, 2, 1, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
 
 
-class _DenseDecoder(nn.Module):
-    """The mirror of one layer of the dense encoder."""
+class _Decoder(nn.Module):
+    """The mirror of one layer of the encoder."""
 
-    def __init__(self, inputs: int, outputs: int, is_last: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, dense: bool, is_last: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(inputs, outputs, bias=is_last)
-        self.rest = nn.Identity() if is_last else nn.Sequential(_Norm(outputs), nn.ReLU())
+        self.up: nn.Module = (
+            nn.Linear(inputs, outputs, bias=is_last)
+            if dense
+            else nn.ConvTranspose2d(inputs, outputs, 3, 2, 1, bias=is_last)
+        )
+        norm = _Norm if dense else nn.BatchNorm2d
+        self.rest = nn.Identity() if is_last else nn.Sequential(norm(outputs), nn.ReLU())
 
     def forward(self, x: torch.Tensor, like: torch.Size) -> torch.Tensor:
-        # x: (n, inputs) -> the shape `like`
-        out: torch.Tensor = self.rest(self.up(x)).reshape(like)
+        # x: (n, inputs, ...) -> the shape `like`
+        if isinstance(self.up, nn.Linear):
+            dense: torch.Tensor = self.rest(self.up(x)).reshape(like)
+            return dense
+        out: torch.Tensor = self.rest(self.up(x, output_size=list(like[2:])))
         return out
 
 
@@ -221,18 +189,18 @@ def autoencoder(
             f"--model autoencoder(width={width}, noise={noise}): give a width of 1 or more, and a "
             "share of noise from 0 to below 1"
         )
-    encoder: nn.Sequential
-    decoders: list[nn.Module]
     if dense:
-        pixels = 3 * image_size**2
-        widths = [width] * depth
-        encoder, code = _DenseEncoder(pixels, widths), width
-        decoders = [_DenseDecoder(width, width if k else pixels, k == 0) for k in range(depth)]
+        widths, pixels = [width] * depth, 3 * image_size**2
+        before, code = [pixels, *widths[:-1]], width
     else:
         widths = [min(_WIDEST, width << k) for k in range(depth)]
         side = -(-image_size >> depth)  # Each convolution rounds up.
-        encoder, code = _Encoder(widths), widths[-1] * side**2
-        decoders = [_Decoder(widths[k], widths[k - 1] if k else 3, k == 0) for k in range(depth)]
+        before, code = [3, *widths[:-1]], widths[-1] * side**2
+    pairs = list(zip(before, widths, strict=True))
+    encoder = nn.Sequential(*(_layer(*pair, dense) for pair in pairs))
+    decoders: list[nn.Module] = [
+        _Decoder(outputs, inputs, dense, k == 0) for k, (inputs, outputs) in enumerate(pairs)
+    ]
     if reconstructs:
         return Autoencoder(encoder, decoders, noise)
     return EncoderClassifier(encoder, code, classes)

@@ -6,6 +6,13 @@ import torch
 from torch import nn
 
 
+def _normed(
+    inputs: int, outputs: int, size: int, stride: int = 1
+) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    convolution = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
+    return convolution, nn.BatchNorm2d(outputs)
+
+
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with a shortcut (He et al., arXiv 1512.03385).
 
@@ -14,10 +21,8 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs)
+        self.conv1, self.norm1 = _normed(inputs, outputs, 3, stride)
+        self.conv2, self.norm2 = _normed(outputs, outputs, 3)
         # Each block starts as its shortcut, which allows a high learning rate from the start
         # (Goyal et al., arXiv 1706.02677).
         nn.init.zeros_(self.norm2.weight)
@@ -26,8 +31,7 @@ class ResidualBlock(nn.Module):
             self.shortcut = nn.Sequential(
                 # ceil_mode: the convolutions round odd sizes up.
                 nn.AvgPool2d(stride, ceil_mode=True) if stride > 1 else nn.Identity(),
-                nn.Conv2d(inputs, outputs, 1, bias=False),
-                nn.BatchNorm2d(outputs),
+                *_normed(inputs, outputs, 1),
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,11 +51,7 @@ class SmallResNet(nn.Module):
 
     def __init__(self, classes: int, image_size: int, width: int = 32) -> None:
         super().__init__()
-        stem: list[nn.Module] = [
-            nn.Conv2d(3, width, 3, 2, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-        ]
+        stem: list[nn.Module] = [*_normed(3, width, 3, 2), nn.ReLU()]
         side = image_size // 2
         while side > 56:
             stem.append(nn.MaxPool2d(3, 2, 1))
@@ -77,20 +77,13 @@ class Bottleneck(nn.Module):
         super().__init__()
         outputs = 4 * width
         self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs),
+            *(*_normed(inputs, width, 1), nn.ReLU()),
+            *(*_normed(width, width, 3, stride), nn.ReLU()),
+            *_normed(width, outputs, 1),
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            self.shortcut = nn.Sequential(*_normed(inputs, outputs, 1, stride))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: (n, inputs, h, w) -> (n, 4 width, h / stride, w / stride)
@@ -99,12 +92,7 @@ class Bottleneck(nn.Module):
 
 def resnet50(classes: int = 1000) -> nn.Sequential:
     """He et al.'s network of 25.6 million parameters; arXiv 1512.03385, table 1."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2, 1),
-    ]
+    layers: list[nn.Module] = [*_normed(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     inputs = 64
     for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for number in range(count):

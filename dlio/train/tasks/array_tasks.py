@@ -1,6 +1,7 @@
 """Arrays, such as volumes: a class or a number for each sample, or a class for each element."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any, Final
@@ -20,7 +21,7 @@ from dlio.plan.order import share
 from dlio.train.array_fields import ArrayFields, array_fields
 from dlio.train.model import MODELS, find_model, make_model
 from dlio.train.tasks.classification import Classes
-from dlio.train.tasks.regression import Numbers, check_spread, standardised
+from dlio.train.tasks.regression import Numbers, standardised
 from dlio.train.tasks.segmentation import IGNORED, Segments
 from dlio.train.tasks.task_base import Convert, Objective, TrainingTask
 from dlio.train.train_options import ModelOptions
@@ -135,7 +136,11 @@ def make_array_task(
             values = _values(reader, fields.target, comm)
             with np.errstate(over="ignore", invalid="ignore"):
                 mean, std = float(values.mean()), float(values.std())
-            check_spread(source, fields.target, mean, std)
+            if not (math.isfinite(mean) and math.isfinite(std)):
+                raise UsageError(
+                    f"{source}: numbers of {fields.target} are too large for a standard deviation: "
+                    "scale them, or repair those that are wrong"
+                )
             return ArrayTask(options, fields, Numbers(std or 1.0, mean))
         ignored = IGNORED if fields.is_map else None
         classes = _count_classes(reader, fields.target, ignored, comm)

@@ -67,15 +67,6 @@ class Numbers(Objective):
         }
 
 
-def check_spread(path: str, name: str, mean: float, std: float) -> None:
-    """Raise UsageError for numbers so large that their mean or variance overflows."""
-    if not (math.isfinite(mean) and math.isfinite(std)):
-        raise UsageError(
-            f"{path}: numbers of {name} are too large for a standard deviation: scale them, or "
-            "repair those that are wrong"
-        )
-
-
 def standardised(targets: torch.Tensor, like: Numbers, path: str, name: str) -> torch.Tensor:
     """Return targets in standard deviations from the mean, as float64.
 
