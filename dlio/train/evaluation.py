@@ -9,11 +9,10 @@ import torch
 from dlio.comm import world
 from dlio.errors import UsageError
 from dlio.train.array_fields import is_table
-from dlio.train.compute_device import channels_last, choose_device
+from dlio.train.compute_device import Precision, channels_last, choose_device
 from dlio.train.config import TrainConfig
 from dlio.train.evaluator import Evaluator
 from dlio.train.feature_hooks import layout_of
-from dlio.train.precision import Precision
 from dlio.train.tasks.metrics import label, show_metric
 from dlio.train.tasks.registry import make_task, resolve_config
 from dlio.train.train_options import ModelOptions

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dlio.loader.dataloader import DataLoader
+from dlio.train.compute_device import Precision
 from dlio.train.model_copies import bare_copy
-from dlio.train.precision import Precision
 from dlio.train.rank_layout import RankLayout
 from dlio.train.tasks.task_base import Outputs, TrainingTask, batch_size
 

@@ -11,11 +11,10 @@ from dlio.errors import UsageError
 from dlio.train.factory import call_with, load_factory, split_options
 from dlio.train.networks.autoencoder import autoencoder
 from dlio.train.networks.classic_networks import alexnet, googlenet, lenet
-from dlio.train.networks.convnet import ConvNet
+from dlio.train.networks.convnet import ConvNet, UNet
 from dlio.train.networks.mlp import Mlp
 from dlio.train.networks.resnet import SmallResNet, resnet50
 from dlio.train.networks.transformer import HEADS, VisionTransformer
-from dlio.train.networks.unet import UNet
 from dlio.train.train_options import MODEL_NAMES
 from dlio.util.arguments import unknown_word
 

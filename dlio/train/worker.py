@@ -25,13 +25,13 @@ from dlio.loader.dataloader import DataLoader
 from dlio.plan.epoch import is_exact
 from dlio.plan.rank_shares import RankShares
 from dlio.train.callbacks.callback_base import Callback
+from dlio.train.compute_device import Precision
 from dlio.train.config import TrainConfig
 from dlio.train.evaluator import Evaluator
 from dlio.train.feature_hooks import ActiveFeatures
 from dlio.train.learning_rate import learning_rate
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer
-from dlio.train.precision import Precision
 from dlio.train.rank_layout import RankLayout
 from dlio.train.replay import Replay
 from dlio.train.report import EpochReport, RankEpoch

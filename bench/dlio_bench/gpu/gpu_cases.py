@@ -19,9 +19,8 @@ from dlio import DataLoader
 from dlio.image.crop import Crop, boxes_of
 from dlio.image.device_decode.crop_kernel import crop_batch
 from dlio.image.device_decode.nvimagecodec import REMEDY, is_installed
-from dlio.train.compute_device import channels_last
+from dlio.train.compute_device import Precision, channels_last
 from dlio.train.networks.resnet import resnet50
-from dlio.train.precision import Precision
 from dlio.util.settings import DEVICE_TIER
 from dlio_bench.bench_data import files_below, payload_bytes, ram_tier
 from dlio_bench.bench_processes import variable

@@ -10,7 +10,7 @@
 | `tensor_sharing`, `split_tensor` | tensors that ranks share, on which models run unchanged |
 | `spatial_layers`, `spatial_norms`, `spatial_reductions` | torch's functions of these tensors |
 | `tensor_parallel` | linear layers in parts, by torch's DTensor |
-| `layer_plan`, `layer_parts`, `sharded_layers` | the same of plain tensors, for `dlio train` |
+| `layer_parts` | layers in parts of plain tensors, for `dlio train` |
 """
 
 from typing import TYPE_CHECKING

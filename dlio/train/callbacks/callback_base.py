@@ -11,8 +11,8 @@ from dlio.comm.survival.recovery import MeasuredLoss
 from dlio.exchange.cut import TensorCut
 from dlio.exchange.distribute import ExchangeHandle
 from dlio.loader.dataloader import DataLoader
+from dlio.train.compute_device import Precision
 from dlio.train.config import TrainConfig
-from dlio.train.precision import Precision
 from dlio.train.report import EpochReport, RunReport
 
 

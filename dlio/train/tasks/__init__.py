@@ -5,7 +5,6 @@
 | `task_base` | the contract of a task |
 | `registry` | the task of a run: `--task`, or the one that the data call for |
 | `metrics` | names of metrics, and sums that ranks add up exactly |
-| `auc` | area under the ROC curve from a histogram, with the bound of its error |
 | `classification`, `regression`, `reconstruction`, `segmentation` | the tasks on images |
 | `table_task`, `table_columns`, `column_statistics` | the task on tables, and its columns |
 """

@@ -23,13 +23,15 @@ from dlio.train.tasks.column_statistics import (
     table_statistics,
     value_text,
 )
-from dlio.train.tasks.encoder import TableEncoder, TableNetwork, columns_in
 from dlio.train.tasks.regression import Numbers, standardised
 from dlio.train.tasks.table_columns import (
     CategoryColumn,
     NumberColumn,
     TableColumns,
+    TableEncoder,
+    TableNetwork,
     TargetColumn,
+    columns_in,
     is_missing,
 )
 from dlio.train.tasks.task_base import Convert, TrainingTask

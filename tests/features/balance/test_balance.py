@@ -17,8 +17,8 @@ from dlio.errors import UsageError
 from dlio.features.balance.balance_feature import BalanceOptions
 from dlio.features.balance.rank_balance import BalanceHooks
 from dlio.plan.rank_shares import RankShares
+from dlio.train.compute_device import Precision
 from dlio.train.config import train_config
-from dlio.train.precision import Precision
 from dlio.train.step_clock import StepClock
 from tests.train.test_command import SAMPLES, _consumed
 

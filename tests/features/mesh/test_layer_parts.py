@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.features.mesh.layer_parts import LayerParts, TensorSplit
-from dlio.features.mesh.layer_plan import plan_parts
+from dlio.features.mesh.layer_parts import LayerParts, TensorSplit, plan_parts
 from dlio.train.networks.mlp import Mlp
 from dlio.train.networks.transformer import VisionTransformer
 from tests.features.mesh.pretend import ThreadCommunicator, on_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlio.train.checkpoint.tensor_file import write_tensors
+from dlio.train.checkpoint.rank_parts import write_tensors
 
 
 def _tensors() -> dict[str, torch.Tensor]:

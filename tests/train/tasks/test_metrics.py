@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlio.train.tasks.auc import area, score_sums
-from dlio.train.tasks.classification import Classes
+from dlio.train.tasks.classification import Classes, area, score_sums
 from dlio.train.tasks.metrics import goodness, mean_of, real_sums, show_metric
 from dlio.train.tasks.regression import Numbers
 from tests.train.tasks.higgs_like import exact_auc

@@ -14,8 +14,7 @@ from dlio.data.reader import open_reader
 from dlio.errors import SourceError, UsageError
 from dlio.train.config import train_config
 from dlio.train.tasks.column_statistics import ColumnMoments
-from dlio.train.tasks.encoder import TableEncoder, columns_in
-from dlio.train.tasks.table_columns import TableColumns
+from dlio.train.tasks.table_columns import TableColumns, TableEncoder, columns_in
 from dlio.train.tasks.table_task import find_columns
 from dlio.train.trainer import train
 from tests.train.tasks.higgs_like import bayes_auc, write_csv
