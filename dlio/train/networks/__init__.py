@@ -5,8 +5,7 @@
 | `classic_networks` | LeNet-5, AlexNet, GoogLeNet |
 | `resnet` | the small network for trials, and ResNet-50 |
 | `transformer` | ViT |
-| `mlp`, `autoencoder`, `unet` | for tables, images without labels, and masks |
-| `convnet` | for arrays, such as volumes |
+| `convnet` | networks of arrays of one to three dimensions, with `UNet` |
 
 `dlio.train.model` has those for images by name.
 """

@@ -23,7 +23,7 @@ from dlio.train.model import MODELS, find_model, make_model
 from dlio.train.tasks.classification import Classes
 from dlio.train.tasks.regression import Numbers, standardised
 from dlio.train.tasks.segmentation import IGNORED, Segments
-from dlio.train.tasks.task_base import Convert, Objective, TrainingTask
+from dlio.train.tasks.task_base import Convert, TaskObjective, TrainingTask
 from dlio.train.train_options import ModelOptions
 
 _PIECE: Final = 64
@@ -40,7 +40,9 @@ class ArrayTask(TrainingTask):
     and a standard deviation near 1.
     """
 
-    def __init__(self, options: ModelOptions, fields: ArrayFields, objective: Objective) -> None:
+    def __init__(
+        self, options: ModelOptions, fields: ArrayFields, objective: TaskObjective
+    ) -> None:
         assert options.task is not None
         self.name, self.is_dense, self.objective = options.task, fields.is_map, objective
         self._options, self._fields = options, fields

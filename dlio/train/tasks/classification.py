@@ -15,7 +15,7 @@ from dlio.loader.dataset import Dataset
 from dlio.train.factory import split_options
 from dlio.train.model import normalised
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
-from dlio.train.tasks.task_base import Convert, ImageTask, Objective, Outputs
+from dlio.train.tasks.task_base import Convert, ImageTask, Outputs, TaskObjective
 from dlio.train.train_options import ModelOptions
 
 # Area under the ROC curve, from a histogram of scores that ranks add up exactly
@@ -72,7 +72,7 @@ _HEAD: Final = 3
 _BEST: Final = 5
 
 
-class Classes(Objective):
+class Classes(TaskObjective):
     """Loss and metrics of logits (n, classes) and class numbers (n,).
 
     Args:

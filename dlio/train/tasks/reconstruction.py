@@ -11,11 +11,11 @@ from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.train.model import make_model, normalised
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
-from dlio.train.tasks.task_base import Convert, ImageTask, Objective, Outputs
+from dlio.train.tasks.task_base import Convert, ImageTask, Outputs, TaskObjective
 from dlio.train.train_options import ModelOptions
 
 
-class Reconstruction(Objective):
+class Reconstruction(TaskObjective):
     """Squared error of images (n, 3, size, size), or of a layer's input and of the image.
 
     Args:

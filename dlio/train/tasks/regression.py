@@ -11,7 +11,7 @@ from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.train.model import normalised
 from dlio.train.tasks.metrics import REAL, UNIT, Sums, mean_of, real_sums
-from dlio.train.tasks.task_base import Convert, ImageTask, Objective, Outputs
+from dlio.train.tasks.task_base import Convert, ImageTask, Outputs, TaskObjective
 from dlio.train.train_options import ModelOptions
 
 _PARTS: Final = 4
@@ -20,7 +20,7 @@ _FARTHEST: Final = 2.0**20
 """Targets of more standard deviations have no metrics: sums of their squares would overflow."""
 
 
-class Numbers(Objective):
+class Numbers(TaskObjective):
     """Loss and metrics of outputs (n, 1) and targets (n,), both standardised.
 
     Args:

@@ -13,7 +13,7 @@ from dlio.loader.contract import BatchData
 from dlio.loader.dataset import Dataset
 from dlio.train.model import normalised
 from dlio.train.tasks.metrics import REAL, Sums, mean_of, real_sums
-from dlio.train.tasks.task_base import Convert, ImageTask, Objective, Outputs
+from dlio.train.tasks.task_base import Convert, ImageTask, Outputs, TaskObjective
 from dlio.train.train_options import ModelOptions
 
 IGNORED: Final = 255
@@ -28,7 +28,7 @@ def has_masks(data: Dataset) -> bool:
     return data.crops and _MASK in fields and "boxes" not in fields
 
 
-class Segments(Objective):
+class Segments(TaskObjective):
     """Loss and metrics of logits (n, classes, ...) and class numbers (n, ...).
 
     Elements of class 255 do not count. IoU is intersection over union of the elements of a class

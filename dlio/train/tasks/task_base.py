@@ -20,7 +20,7 @@ Convert: TypeAlias = Callable[[BatchData, torch.device], tuple[torch.Tensor, tor
 (n, ...)."""
 
 
-class Objective(ABC):
+class TaskObjective(ABC):
     """Loss and metrics of a network's outputs and targets. It holds no state of the training."""
 
     outputs: int
@@ -59,7 +59,7 @@ class TrainingTask(ABC):
 
     name: str
     """Value of `--task`."""
-    objective: Objective
+    objective: TaskObjective
     is_dense: bool = False
     """True if targets have the spatial extents of the inputs."""
     notes: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class TrainingTask(ABC):
 class ImageTask(TrainingTask):
     """A task on images; the model maps float32 (n, 3, size, size) to the objective's outputs."""
 
-    def __init__(self, options: ModelOptions, objective: Objective) -> None:
+    def __init__(self, options: ModelOptions, objective: TaskObjective) -> None:
         self._options, self.objective = options, objective
 
     def make_model(self) -> nn.Module:
