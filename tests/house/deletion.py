@@ -203,6 +203,13 @@ def _write_metadata(folder: Path) -> None:
     info = folder / "site" / f"dlio-{project['version']}.dist-info"
     info.mkdir(parents=True)
     lines = ["Metadata-Version: 2.4", f"Name: {project['name']}", f"Version: {project['version']}"]
+    lines += [f"Requires-Dist: {row}" for row in project["dependencies"]]
+    for extra, rows in project["optional-dependencies"].items():
+        lines.append(f"Provides-Extra: {extra}")
+        for row in rows:
+            package, _, marker = map(str.strip, row.partition(";"))
+            condition = f"({marker}) and " if marker else ""
+            lines.append(f"Requires-Dist: {package}; {condition}extra == '{extra}'")
     (info / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
     text = ""
     for group, entries in groups.items():
