@@ -10,11 +10,9 @@ import torch
 from dlio.errors import DlioError
 from dlio.features.export.check_pictures import LabelledPictures, batches, read_pictures
 from dlio.features.export.export_options import ExportOptions
-from dlio.features.export.graph_tracer import trace_network
-from dlio.features.export.layer_graph import LayerGraph
-from dlio.features.export.nir_graph import activation_scales, import_nir, spiking_graph
+from dlio.features.export.layer_graph import LayerGraph, trace_network
+from dlio.features.export.nir_graph import activation_scales, import_nir, simulate, spiking_graph
 from dlio.features.export.onnx_file import OnnxModel, to_onnx
-from dlio.features.export.spiking_simulation import simulate
 from dlio.features.export.ternary import Ternary, ternary_network, tune_ternary
 from dlio.features.export.trained_model import TrainedModel, load_trained
 from dlio.train.model import normalised

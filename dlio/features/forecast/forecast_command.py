@@ -91,8 +91,13 @@ def plan(
     The traffic is counted by the code that plans real jobs; times follow from the options that
     describe the machine. Nothing is run.
     """
-    from dlio.features.forecast.forecast_analysis import forecast, resized
-    from dlio.features.forecast.forecast_tables import draw_sweep, show_forecast, show_sweep
+    from dlio.features.forecast.forecast_analysis import (
+        draw_sweep,
+        forecast,
+        resized,
+        show_forecast,
+        show_sweep,
+    )
 
     output.check_writable()
     counts = sweep.counts()

@@ -4,27 +4,19 @@ The idea is that of neuron apoptosis (Siegel, Daily and Vishnu, arXiv 1610.00790
 
 | module | contents |
 |---|---|
-| `neuron_groups` | values: groups of coupled neurons, and their members in each layer |
-| `group_search` | search a model for groups, heads of attention included |
+| `neuron_groups` | values: groups of coupled neurons, and their tensors in each layer |
+| `group_search` | search a model for groups, heads of attention included; verify them on a copy |
 | `dependency_graph` | translate torch-pruning's dependency graph into groups |
-| `group_verifier` | confirm each group on a copy of the model |
-| `target_widths` | widths for a given fraction of the parameters |
-| `layer_sides` | tensors and attributes of a layer, per side and dimension |
-| `eager_steps` | models that torch.compile has compiled |
-| `input_statistics` | collect activation and gradient statistics with hooks |
+| `input_statistics` | collect activation and gradient statistics with hooks, in windows |
 | `removal_plan` | choose the neurons to remove (pure) |
-| `twins` | find pairs of neurons with proportional weights (pure) |
-| `model_surgery` | carry a removal plan out in place |
-| `layer_cuts` | cut tensors, gradients and optimizer state |
-| `pruned_layout` | record of everything cut so far, for checkpoints |
+| `model_surgery` | carry a removal plan out in place; the record of all cuts, for checkpoints |
 | `pruned_file` | weights files of pruned models |
 | `pruning_pace` | when rounds happen, and how much each may remove (pure) |
 | `plan_trials` | try removal plans on a copy of the model |
-| `statistics_window` | the statistics of one round, and the time that they cost |
-| `rounds` | the record of one round |
+| `model_wrappers` | models in torch.compile and DistributedDataParallel |
 | `apoptosis` | `dlio.Apoptosis`, which runs all of the above during training |
 | `pruner` | the pruning of one rank of `dlio train` |
-| `model_size` | count parameters and FLOPs |
+| `model_size` | count parameters and FLOPs; widths for a given fraction of the parameters |
 
     prunable = find_groups(model, example)
     with Collector(model, prunable.groups) as collector:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypedDict
@@ -16,20 +17,22 @@ from dlio.comm.survival.recovery import uniform
 from dlio.errors import DlioError, UsageError
 from dlio.exchange.cut import TensorCut
 from dlio.exchange.distribute import exchange_around
-from dlio.features.pruning.data_parallel import check_data_parallel, without_reducer
-from dlio.features.pruning.eager_steps import forget_graphs, uncompiled, without_compiler
 from dlio.features.pruning.group_search import find_groups
-from dlio.features.pruning.model_size import count_parameters
-from dlio.features.pruning.model_surgery import apply
+from dlio.features.pruning.input_statistics import StatisticsWindow
+from dlio.features.pruning.model_size import count_parameters, widths_for
+from dlio.features.pruning.model_surgery import LayoutRecord, PrunedLayout, apply, shrink_to
+from dlio.features.pruning.model_wrappers import (
+    check_data_parallel,
+    forget_graphs,
+    uncompiled,
+    without_compiler,
+    without_reducer,
+)
 from dlio.features.pruning.neuron_groups import ModelInput, NeuronGroup, PrunableGroups, shrunk
 from dlio.features.pruning.plan_trials import PlanTrials, Probe, TrialResult
-from dlio.features.pruning.pruned_layout import LayoutRecord, PrunedLayout, shrink_to
 from dlio.features.pruning.pruning_pace import TOLERANCE, PruningPace, Schedule
-from dlio.features.pruning.pruning_report import RoundRecord
+from dlio.features.pruning.pruning_report import Round, RoundRecord
 from dlio.features.pruning.removal_plan import Limits
-from dlio.features.pruning.rounds import Round, kinds_and_bounds
-from dlio.features.pruning.statistics_window import StatisticsWindow
-from dlio.features.pruning.target_widths import widths_for
 from dlio.util.closable import Closable
 
 
@@ -129,7 +132,11 @@ class Apoptosis(Closable):
         )
         comm = world()
         if self._ddp is not None:
-            _check_alone(self._exchanges)
+            if self._exchanges:
+                raise UsageError(
+                    "both DistributedDataParallel and an exchange of dlio's would sum the "
+                    "gradients: use one of them (dlio.distribute needs the module without DDP)"
+                )
             check_data_parallel(self._ddp, comm)
         elif comm.size > 1 and not self._exchanges:
             raise UsageError(
@@ -253,8 +260,9 @@ class Apoptosis(Closable):
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's window of statistics, to save along with `state_dict`."""
-        return self._window.state()
+        """This rank's window of statistics, to save along with `state_dict`; later steps may
+        overwrite the tensors."""
+        return self._window.collector.state()
 
     def take_layout(self, layout: PrunedLayout) -> None:
         """Cut the unpruned model to a saved layout.
@@ -279,8 +287,7 @@ class Apoptosis(Closable):
     ) -> None:
         """Continue from a saved state, after `take_layout`.
 
-        Args:
-            tensors: this rank's window of statistics; without it, a new window begins.
+        Without `tensors`, this rank's window of statistics, a new window begins.
 
         Raises DlioError if `take_layout` was not called with this state's layout.
         """
@@ -319,7 +326,7 @@ class Apoptosis(Closable):
         pace = self._pace
         alone = pace.limits(self._limits, None).frozen
         if all(group.name in alone for group in self.groups):
-            pace.rested(self.steps)
+            pace.next_round(self.steps)
             return None
         with without_compiler():
             tried = uniform(self._comm, self._tried)
@@ -344,7 +351,9 @@ class Apoptosis(Closable):
         for exchange in self._exchanges:
             exchange.finish()
         probe = None if self._target else self._weighted_probe
-        trials = PlanTrials(self.model, self.groups, self._window.statistics(), probe, self._comm)
+        trials = PlanTrials(
+            self.model, self.groups, self._window.collector.statistics(), probe, self._comm
+        )
         if self._target:
             limits = replace(self._limits, loss=math.inf, share=1.0, least=self._target)
             return trials.round(limits, 0.0), None, None
@@ -391,11 +400,13 @@ class Apoptosis(Closable):
             callback(cuts)
 
     def _record(self, result: TrialResult, allowed: float | None, began: float) -> Round:
-        removed, bounds = kinds_and_bounds(result.plan.removals)
+        bounds: dict[str, float] = {}
+        for removal in result.plan.removals:
+            bounds[removal.kind] = max(removal.bound, bounds.get(removal.kind, 0.0))
         return Round(
             step=self.steps,
             parameters=count_parameters(self.model),
-            removed=removed,
+            removed=dict(Counter(removal.kind for removal in result.plan.removals)),
             bounds=bounds,
             widths={name: len(keep) for name, keep in result.plan.keep.items()},
             undone=result.hurt,
@@ -426,22 +437,10 @@ def _check_reshapable(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
         )
 
 
-def _check_alone(exchanges: Sequence[ReshapableExchange]) -> None:
-    if exchanges:
-        raise UsageError(
-            "both DistributedDataParallel and an exchange of dlio's would sum the gradients: use "
-            "one of them (dlio.distribute needs the module without DDP)"
-        )
-
-
 def _exchanges_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[ReshapableExchange]:
     """The exchanges that drive these optimizers, each once."""
-    exchanges: list[ReshapableExchange] = []
-    for optimizer in optimizers:
-        exchange = exchange_around(optimizer)
-        if exchange is not None and all(exchange is not other for other in exchanges):
-            exchanges.append(exchange)
-    return exchanges
+    around = map(exchange_around, optimizers)
+    return list({id(each): each for each in around if each is not None}.values())
 
 
 def _weighted(probe: Callable[[nn.Module], float | torch.Tensor | tuple[float, float]]) -> Probe:

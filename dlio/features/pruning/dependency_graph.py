@@ -14,19 +14,17 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.features.pruning.layer_sides import (
-    Side,
-    is_depthwise,
-    layer_side,
-    own_parameter,
-    reads_zeros,
-)
 from dlio.features.pruning.neuron_groups import (
     Activation,
     GroupMember,
     Indices,
     NeuronGroup,
+    Side,
     UnprunableLayer,
+    is_depthwise,
+    layer_side,
+    own_parameter,
+    reads_zeros,
 )
 from dlio.util.extras import how_to_install
 

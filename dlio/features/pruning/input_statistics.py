@@ -8,6 +8,7 @@ therefore need only weights and gradients, and no stored activations.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,7 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from dlio.features.pruning.model_wrappers import without_compiler
 from dlio.features.pruning.neuron_groups import NeuronGroup
+
+# Statistics
+
 
 _ROWS: Final = ("total", "squares", "zeros", "score")
 _PEAKS: Final = ("high", "low")
@@ -264,7 +269,7 @@ class Collector:
 
         def look(module: nn.Module, args: tuple[Any, ...]) -> None:
             if torch.compiler.is_compiling():
-                return  # Sampled steps run uncompiled: see `EagerSteps`.
+                return  # Sampled steps run uncompiled: see `StatisticsWindow`.
             if module is not mine:
                 return  # A deep copy of the model shares its hooks.
             if module.training and self.step_count % self._every == 0 and args:
@@ -330,3 +335,95 @@ def _raise(seen: _LayerSums, row: str, values: torch.Tensor) -> None:
     """Update the greatest values so far."""
     before = seen.sums.get(row)
     seen.sums[row] = values if before is None else torch.maximum(before, values)
+
+
+# The window of the model as it is now
+
+
+class StatisticsWindow:
+    """Statistics since the last cut, taken once per step. Owns the Collector and its hooks.
+
+    Gradients are sampled at the optimizer's step, unless `look` was called before. Steps that are
+    sampled run uncompiled: compiled graphs do not call hooks that were added to layers later.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[NeuronGroup],
+        every: int,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._model, self._every = model, every
+        self.collector = Collector(model, groups, every)
+        self.looks_before, self._seconds_before = 0, 0.0
+        """Steps sampled, and seconds spent, in earlier windows."""
+        self._looked = False
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self._eager: AbstractContextManager[object] | None = None
+        self._choose_compiler()
+
+    @property
+    def paused(self) -> bool:
+        """True while nothing is sampled."""
+        return self.collector.closed
+
+    @property
+    def looks(self) -> int:
+        """Steps sampled in all windows."""
+        return self.looks_before + self.collector.looks
+
+    @property
+    def seconds(self) -> float:
+        """Time spent sampling in all windows."""
+        return self._seconds_before + self.collector.seconds
+
+    def look(self) -> None:
+        """Sample the gradients of this step now, instead of at the optimizer's step."""
+        self.collector.step()
+        self._looked = True
+
+    def step_ends(self) -> None:
+        """Let the next step be sampled."""
+        self._looked = False
+        self._choose_compiler()
+
+    def restart(self, groups: Sequence[NeuronGroup]) -> None:
+        """Begin a new window for the groups of the model as it is now."""
+        self.collector.close()
+        self._seconds_before += self.collector.seconds
+        self.looks_before += self.collector.looks
+        self.collector = Collector(self._model, groups, self._every)
+        self._choose_compiler()
+
+    def pause(self) -> None:
+        """Stop sampling until `restart`."""
+        self.collector.close()
+        self._choose_compiler()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._hook.remove()
+        self.pause()
+
+    def load_state(self, looks_before: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from a saved window; an empty `state` begins a new one."""
+        self.looks_before = looks_before
+        if state:
+            self.collector.load_state(state)
+            self._choose_compiler()
+
+    def _choose_compiler(self) -> None:
+        """Run uncompiled from now on if the next step is sampled, else compiled."""
+        if self.collector.is_due and self._eager is None:
+            self._eager = without_compiler()
+            self._eager.__enter__()
+        elif not self.collector.is_due and self._eager is not None:
+            stance, self._eager = self._eager, None
+            stance.__exit__(None, None, None)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not self._looked:
+            # With a fused optimizer, torch's scaler leaves unscaling to the optimizer.
+            scale = getattr(optimizer, "grad_scale", None)
+            self.collector.step(1.0 if scale is None else scale)

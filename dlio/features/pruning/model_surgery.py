@@ -1,17 +1,287 @@
-"""Carry out a removal plan in place on a model, its gradients and its optimizers."""
+"""Carry out a removal plan in place on a model, its gradients and its optimizers; keep a record."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypedDict
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from dlio.errors import DlioError
 from dlio.exchange.cut import TensorCut
-from dlio.features.pruning.layer_cuts import cut_layers, update_counts
-from dlio.features.pruning.neuron_groups import NeuronGroup, channels_gone, shrunk
-from dlio.features.pruning.pruned_layout import PrunedLayout
+from dlio.features.pruning.neuron_groups import (
+    Indices,
+    NeuronGroup,
+    Side,
+    channels_gone,
+    layer_side,
+    shrunk,
+)
 from dlio.features.pruning.removal_plan import RemovalPlan
+
+# Cuts of tensors, gradients and optimizer state
+#
+# Each Parameter keeps its identity by means of `torch.utils.swap_tensors`. The keys of optimizers,
+# lists of parameters and attributes on them therefore stay valid. Hooks move to the smaller tensor,
+# and their handles still remove them. Autograd's C++ state does not move: objects that hold a
+# parameter's AccumulateGrad node, such as torch's DDP, have to be rebuilt.
+
+
+# torch does not annotate this function.
+_swap_tensors: Final[Callable[[torch.Tensor, torch.Tensor], None]] = torch.utils.swap_tensors
+
+
+@torch.no_grad()
+def cut_layers(
+    model: nn.Module,
+    gone: Mapping[str, Indices],
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+) -> list[TensorCut]:
+    """Remove channels from layers, gradients and optimizer state.
+
+    Args:
+        gone: the channels to remove, by Member.key.
+
+    Raises DlioError, and changes nothing, if an optimizer's state lacks its parameter's shape, or
+    if an autograd graph still refers to a parameter.
+    """
+    optimizers = tuple(optimizers)
+    cuts, counts = _plan_cuts(model, gone)
+    states = [
+        # Fused optimizers walk memory linearly: keep the parameter's memory format.
+        (state, name, _same_format(cut.of(value, f"the optimizer's '{name}'"), value))
+        for cut in cuts
+        for optimizer in optimizers
+        if cut.tensor in optimizer.state
+        for state in (optimizer.state[cut.tensor],)
+        for name, value in _tensors(state, cut.name)
+    ]
+    _swap([(cut, _small(cut)) for cut in cuts])
+    for state, name, value in states:
+        state[name] = value
+    for module, attribute, count in counts:
+        setattr(module, attribute, count)
+    return cuts
+
+
+def _plan_cuts(
+    model: nn.Module, gone: Mapping[str, Indices]
+) -> tuple[list[TensorCut], list[tuple[nn.Module, str, int]]]:
+    """Return the cut of each tensor, and (module, attribute, value) of the counts to set."""
+    owners: dict[str, tuple[nn.Module, str]] = {}
+    kept: dict[str, dict[int, torch.Tensor]] = {}
+    counts: list[tuple[nn.Module, str, int]] = []
+    for key, channels in gone.items():
+        name, side = split_key(key)
+        module = model.get_submodule(name)
+        shape = layer_side(module, side)
+        if shape is None:
+            raise DlioError(f"{name}: a {type(module).__name__} has no side '{side}' to cut")
+        if len(channels) == 0:
+            continue
+        stay = torch.from_numpy(np.delete(np.arange(shape.size, dtype=np.int64), channels))
+        if len(stay) == 0 or len(stay) + len(channels) != shape.size:
+            raise DlioError(f"{key}: cannot take {len(channels)} channels of {shape.size}")
+        for tensor, dim in shape.tensors:
+            full = f"{name}.{tensor}" if name else tensor
+            owners[full] = (module, tensor)
+            kept.setdefault(full, {})[dim] = stay
+        counts += [(module, attribute, len(stay)) for attribute in shape.attributes]
+    cuts = []
+    for full, dims in kept.items():
+        tensor = getattr(*owners[full])
+        on_device = tuple((dim, stay.to(tensor.device)) for dim, stay in dims.items())
+        cuts.append(TensorCut(full, tensor, tuple(tensor.shape), on_device))
+    return cuts, counts
+
+
+def _tensors(state: Mapping[str, object], parameter: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of an optimizer's state for one parameter.
+
+    Raises DlioError for tensors nested in lists or dictionaries, whose channels are unknown.
+    """
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif any(
+            isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in _pytree.tree_leaves(value)
+        ):
+            raise DlioError(
+                f"the optimizer's '{name}' of {parameter} is a {type(value).__name__} of tensors, "
+                "which cannot be cut with it: choose an optimizer whose state has the shape of its "
+                "parameters"
+            )
+
+
+def update_counts(
+    model: nn.Module, groups: Sequence[NeuronGroup], keep: Mapping[str, Indices]
+) -> None:
+    """Set the counts that a model keeps outside its layers, such as `num_heads`."""
+    for group in groups:
+        if group.name in keep:
+            for module, attribute, each in group.attributes:
+                setattr(model.get_submodule(module), attribute, each * len(keep[group.name]))
+
+
+def split_key(key: str) -> tuple[str, Side]:
+    """Split a Member.key into module name and side."""
+    name, _, side = key.rpartition(":")
+    if side == "out":
+        return name, "out"
+    return (name, "in") if side == "in" else (name, "through")
+
+
+def _small(cut: TensorCut) -> torch.Tensor:
+    """Make the smaller tensor that replaces the model's."""
+    tensor = cut.tensor
+    small = _same_format(cut.of(tensor.detach()), tensor)
+    if isinstance(tensor, nn.Parameter):
+        small = nn.Parameter(small, requires_grad=tensor.requires_grad)
+        if tensor.grad is not None:
+            small.grad = _same_format(cut.of(tensor.grad), tensor.grad)
+    # The same dictionaries, because hook handles refer to them.
+    small._backward_hooks = tensor._backward_hooks
+    small._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+    small.__dict__.update(tensor.__dict__)
+    return small
+
+
+def _swap(pairs: list[tuple[TensorCut, torch.Tensor]]) -> None:
+    """Swap each of the model's tensors with its smaller one, in place; all or none."""
+    for done, (cut, small) in enumerate(pairs):
+        try:
+            _swap_tensors(cut.tensor, small)
+        except RuntimeError as error:
+            for before, its_small in pairs[:done]:
+                _swap_tensors(before.tensor, its_small)
+            raise DlioError(
+                f"{cut.name} cannot be shrunk while something else refers to it, such as an output "
+                f"of the model without its backward pass: delete that reference first ({error})"
+            ) from error
+
+
+def _same_format(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Convert to the memory format of `tensor`."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+    if last and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
+        return small.contiguous(memory_format=last)
+    return small.contiguous()
+
+
+# The record of everything cut, for checkpoints
+
+
+class LayoutRecord(TypedDict):
+    """A PrunedLayout as JSON types."""
+
+    version: int
+    groups: dict[str, list[int]]
+    layers: dict[str, tuple[int, list[int]]]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrunedLayout:
+    """The original neurons that remain. `PrunedLayout()` belongs to an unpruned model."""
+
+    version: int = 0
+    """Number of cuts. Messages of another version have other shapes."""
+    groups: Mapping[str, Indices] = field(default_factory=dict)
+    """Remaining neurons of each group that was cut, as numbered in the original model."""
+    layers: Mapping[str, tuple[int, Indices]] = field(default_factory=dict)
+    """Original width and remaining channels, by Member.key."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Values of counts kept outside the layers, by `module:attribute`."""
+
+    def after(
+        self, model: nn.Module, groups: Sequence[NeuronGroup], keep: Mapping[str, Indices]
+    ) -> "PrunedLayout":
+        """Return the layout after a cut of `model`, which has this layout now. Pure."""
+        cut = dict(self.groups)
+        layers = dict(self.layers)
+        counts = dict(self.counts)
+        for group in groups:
+            if group.name in keep:
+                cut[group.name] = cut.get(group.name, np.arange(group.width))[keep[group.name]]
+                for module, attribute, each in group.attributes:
+                    counts[f"{module}:{attribute}"] = each * len(keep[group.name])
+        for key, channels in channels_gone(groups, keep).items():
+            name, side = split_key(key)
+            shape = layer_side(model.get_submodule(name), side)
+            assert shape is not None
+            size, left = layers.get(key, (shape.size, np.arange(shape.size, dtype=np.int64)))
+            layers[key] = size, np.delete(left, channels)
+        return PrunedLayout(self.version + 1, cut, layers, counts)
+
+    def to_json(self) -> LayoutRecord:
+        """Convert to JSON types, for a checkpoint."""
+        return {
+            "version": self.version,
+            "groups": {name: left.tolist() for name, left in self.groups.items()},
+            "layers": {key: (size, left.tolist()) for key, (size, left) in self.layers.items()},
+            "counts": dict(self.counts),
+        }
+
+    @staticmethod
+    def from_json(record: LayoutRecord) -> "PrunedLayout":
+        """Rebuild the layout that `to_json` converted. Raises DlioError for any other record."""
+        try:
+            return PrunedLayout(
+                int(record["version"]),
+                {name: np.array(left, np.int64) for name, left in record["groups"].items()},
+                {
+                    key: (int(size), np.array(left, np.int64))
+                    for key, (size, left) in record["layers"].items()
+                },
+                {key: int(count) for key, count in record["counts"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise DlioError(f"not a layout of a pruned model: {error}") from error
+
+
+def shrink_to(
+    model: nn.Module, layout: PrunedLayout, optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> list[TensorCut]:
+    """Cut an unpruned model in place to a pruned layout; it can then load the pruned state dict.
+
+    Needs no example input and no tracing.
+
+    Raises DlioError, before any change, if the model's widths differ from the original ones.
+    """
+    gone: dict[str, Indices] = {}
+    for key, (size, left) in layout.layers.items():
+        name, side = split_key(key)
+        try:
+            shape = layer_side(model.get_submodule(name), side)
+        except AttributeError as error:
+            raise DlioError(f"the pruned model has a layer '{name}', this one has none") from error
+        valid = left.ndim == 1 and len(left) > 0 and left.min() >= 0 and left.max() < size
+        if shape is None or shape.size != size or not valid:
+            there = "none" if shape is None else str(shape.size)
+            raise DlioError(
+                f"{key}: the pruned model was cut from a width of {size}, this one has {there}: "
+                "make the model with the options of the one that was trained"
+            )
+        gone[key] = np.delete(np.arange(size, dtype=np.int64), left)
+    modules = dict(model.named_modules())
+    counts = [(*key.partition(":")[::2], count) for key, count in layout.counts.items()]
+    for name, attribute, count in counts:
+        # Only an integer, made smaller: a layout may be another user's.
+        whole = getattr(modules.get(name), attribute, None)
+        if type(whole) is not int or not 0 < count <= whole:
+            there = f"has {whole}" if type(whole) is int else "has none"
+            raise DlioError(
+                f"the pruned model has a count '{name}.{attribute}' of {count}, this one {there}"
+            )
+    cuts = cut_layers(model, gone, optimizers)
+    for name, attribute, count in counts:
+        setattr(modules[name], attribute, count)
+    return cuts
+
+
+# Removal plans
 
 
 @dataclass(frozen=True, slots=True)

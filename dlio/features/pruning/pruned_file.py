@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dlio.errors import DlioError, SourceError, UsageError
-from dlio.features.pruning.pruned_layout import LayoutRecord, PrunedLayout, shrink_to
+from dlio.features.pruning.model_surgery import LayoutRecord, PrunedLayout, shrink_to
 from dlio.features.pruning.pruning_feature import LAYOUT_SUFFIX
 from dlio.train.weights import load_saved, stored_state
 from dlio.util.arguments import PathText, named, path_in

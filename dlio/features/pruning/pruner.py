@@ -12,8 +12,8 @@ from torch import nn
 from dlio.exchange.cut import TensorCut
 from dlio.features.pruning.apoptosis import Apoptosis, ApoptosisState
 from dlio.features.pruning.model_size import count_parameters, flops_per_sample, parameters_by_layer
+from dlio.features.pruning.model_surgery import PrunedLayout
 from dlio.features.pruning.pruned_file import save_layout
-from dlio.features.pruning.pruned_layout import PrunedLayout
 from dlio.features.pruning.pruning_feature import PruningOptions
 from dlio.features.pruning.pruning_pace import TOLERANCE, Schedule
 from dlio.features.pruning.pruning_report import PruningReport

@@ -1,11 +1,11 @@
 """The removal of neurons while a network trains: its options and exclusions."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from dlio.errors import UsageError
-from dlio.features.pruning.pruning_report import removed_by_kind
 from dlio.train.config import TrainConfig
 from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES
 from dlio.train.feature_spec import FeatureSpec, refuse
@@ -99,7 +99,7 @@ class PruningFeature(FeatureSpec):
         if not reports or epochs[-1].features.get("pruning") is None:
             return []
         last = reports[-1]
-        kinds = removed_by_kind(reports)
+        kinds = _removed_by_kind(reports)
         gone = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items()) or "none"
         rounds = sum(len(each["rounds"]) for each in reports)
         undone = sum(each["undone"] for each in reports)
@@ -117,7 +117,7 @@ class PruningFeature(FeatureSpec):
         pruning = epoch.features.get("pruning")
         if pruning is None:
             return {}
-        removed = removed_by_kind([pruning])
+        removed = _removed_by_kind([pruning])
         return {
             "pruning/parameters": float(pruning["parameters"]),
             "pruning/flops_per_sample": float(pruning["flops_per_sample"]),
@@ -127,3 +127,12 @@ class PruningFeature(FeatureSpec):
             **{f"pruning/removed_{kind}": float(count) for kind, count in removed.items()},
             **{f"parameters/{name}": float(count) for name, count in pruning["layers"].items()},
         }
+
+
+def _removed_by_kind(reports: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """Number of neurons removed in these epochs, by kind."""
+    kinds: Counter[str] = Counter()
+    for report in reports:
+        for each in report["rounds"]:
+            kinds.update(each["removed"])
+    return kinds

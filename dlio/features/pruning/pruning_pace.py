@@ -134,12 +134,10 @@ class PruningPace:
         return max(0.0, min(schedule.part * total, total - self.spent))
 
     def limits(self, base: Limits, allowed: float | None) -> Limits:
-        """Return the limits of the round that is due.
+        """Return the limits of the round that is due, of which `share` never exceeds `base`.
 
-        Args:
-            base: the user's limits, never exceeded by `share`.
-            allowed: allowed rise of the probe's loss; None without a probe, in which case the
-                limits never grow beyond `base`.
+        `allowed` is the allowed rise of the probe's loss; without a probe it is None, and no limit
+        grows beyond `base`.
         """
         alone = {name for name, until in self.until.items() if self.rounds < until}
         boldness = self.boldness if allowed is not None else min(1.0, self.boldness)
@@ -172,7 +170,7 @@ class PruningPace:
             self.boldness = max(self.boldness / 2, 1e-3)
         elif easily:
             self.boldness = min(2 * self.boldness, 1e6)
-        self._next(step)
+        self.next_round(step)
 
     def hurt(self, names: Iterable[str]) -> None:
         """Record groups whose removals failed; call before `succeeded` or `nothing`."""
@@ -186,7 +184,7 @@ class PruningPace:
         self.boldness = min(max(self.boldness, 1e-3), 1e6)
         if not hurt:
             self.waits = min(2 * self.waits, self.schedule.patience)
-        self._next(step)
+        self.next_round(step)
 
     def held_out(self, accuracy: float, step: int, training: float | None = None) -> None:
         """Record accuracies, as fractions of 1, on held-out and on training data."""
@@ -209,15 +207,12 @@ class PruningPace:
         """Begin a new window after a pause of the statistics."""
         self.next_step = max(self.next_step, step + self.schedule.window)
 
-    def rested(self, step: int) -> None:
-        """Record a round in which all groups were left alone."""
-        self._next(step)
-
     def skipped(self, step: int) -> None:
         """Record that the round had no loss to compare with; it is due again after `every`."""
         self.next_step = step + self.schedule.every
 
-    def _next(self, step: int) -> None:
+    def next_round(self, step: int) -> None:
+        """Count a round; the next one is due when the windows to wait for are full."""
         self.rounds += 1
         self.next_step = step + self.waits * self.schedule.window
 

@@ -1,7 +1,7 @@
-"""The report of pruning in an epoch, as JSON types."""
+"""The record of a pruning round, and the report of an epoch, as JSON types."""
 
-from collections.abc import Sequence
-from typing import TypedDict
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypedDict, cast
 
 
 class RoundRecord(TypedDict):
@@ -17,6 +17,42 @@ class RoundRecord(TypedDict):
     loss_after: float | None
     allowed: float | None
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The outcome of one round, for reports and checkpoints."""
+
+    step: int
+    """Optimizer step after which the round happened."""
+    parameters: int
+    """Number of parameters after the round."""
+    removed: dict[str, int] = field(default_factory=dict)
+    """Number of neurons removed, by kind: dead, constant, twin, unneeded."""
+    bounds: dict[str, float] = field(default_factory=dict)
+    """Greatest bound by kind; the docstring of `removal` gives the unit."""
+    widths: dict[str, int] = field(default_factory=dict)
+    """Neurons after the round of each group that shrank."""
+    undone: tuple[str, ...] = ()
+    """Groups whose removals were tried and rejected."""
+    loss_before: float | None = None
+    """Mean loss of the probe before the round; None without a probe."""
+    loss_after: float | None = None
+    """Mean loss of the probe after the round."""
+    allowed: float | None = None
+    """Allowed rise of the probe's loss."""
+    seconds: float = 0.0
+    """Time that the round took on this rank."""
+
+    def to_json(self) -> RoundRecord:
+        """Convert to JSON types."""
+        return cast(RoundRecord, {**asdict(self), "undone": list(self.undone)})
+
+    @staticmethod
+    def from_json(record: RoundRecord) -> "Round":
+        """Rebuild the round that `to_json` converted."""
+        fields = {**record, "undone": tuple(record["undone"])}
+        return Round(**cast(dict[str, Any], fields))
 
 
 class PruningReport(TypedDict):
@@ -41,13 +77,3 @@ class PruningReport(TypedDict):
     """Reason why there are no more rounds; empty while there may be."""
     left_alone: list[str]
     """Layers that cannot be pruned, with reasons."""
-
-
-def removed_by_kind(epochs: Sequence[PruningReport]) -> dict[str, int]:
-    """Number of neurons removed in these epochs, by kind."""
-    kinds: dict[str, int] = {}
-    for epoch in epochs:
-        for each in epoch["rounds"]:
-            for kind, count in each["removed"].items():
-                kinds[kind] = kinds.get(kind, 0) + count
-    return kinds

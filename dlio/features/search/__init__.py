@@ -8,14 +8,13 @@
 | module | idea |
 |---|---|
 | `search_options` | the options of `dlio search` |
+| `search_command` | the command, and one staged copy of the data |
 | `search_space` | the parameters of `--set`, and a trial's configuration |
 | `successive_halving` | when a trial is stopped early: ASHA and Hyperband, as pure functions |
 | `parameter_sampler` | the parameters of the next trial, by Optuna |
 | `study` | the folder: its lock, its journal, its trials |
-| `trial_tiers` | one staged copy, and the bytes that it took |
 | `forker` | the process that forks ranks, and its client |
-| `trial_link` | the messages between a trial and the searcher |
-| `trial` | the program of a trial's rank |
+| `trial` | the program of a trial's rank, and its messages to the searcher |
 | `searcher` | starts and ends trials until all are done |
 | `search_display` | the table, the page of plots, the summary |
 

@@ -1,22 +1,97 @@
 """The program of a trial's rank: a training, or a script, that tells its results by epochs."""
 
 import os
+import selectors
+import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Self
 
-from dlio.errors import UsageError
+from dlio.comm import Communicator
+from dlio.errors import CommError, UsageError
 from dlio.features.search.objectives import METRIC_LINE, metrics_of, picked
-from dlio.features.search.trial_link import TrialLink
+from dlio.launch.node.agent_protocol import pack, receive_exactly
 from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.config import TrainConfig
 from dlio.train.report import EpochReport
+from dlio.util.settings import TRIAL_LINK
 
 if TYPE_CHECKING:
     from typing import TextIO
 
     from dlio.integrations.script.run_options import RunOptions
+
+
+# Messages to the searcher, over a socket that it made
+#
+# Rank 0 tells the results of each epoch and waits for the answer, whether the trial goes on. If
+# other trials have to come to the same look first, the answer comes later; meanwhile the other
+# ranks of the trial are told to wait on.
+
+
+_TURN_S: Final = 20.0
+"""Time between two signs to the other ranks, well below the deadline of their waits."""
+
+
+class TrialLink:
+    """A trial's end of the link."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(fileno=int(os.environ[TRIAL_LINK]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def begin(self) -> None:
+        """Tell that the trial's program runs."""
+        self._socket.sendall(pack({"begins": True}))
+
+    def tell(
+        self,
+        epoch: int,
+        values: list[float | None],
+        source_bytes: int = 0,
+        peers: Communicator | None = None,
+    ) -> bool:
+        """Tell an epoch's results; return False if the trial shall end. Collective over `peers`.
+
+        Args:
+            epoch: its number, from 0.
+            values: of the objectives.
+
+        Raises CommError if the searcher is gone.
+        """
+        if peers is None or peers.rank == 0:
+            message = {"epoch": epoch, "values": values, "source_bytes": source_bytes}
+            try:
+                self._socket.sendall(pack(message))
+            except OSError as error:
+                raise CommError(f"the searcher has ended: {error}") from error
+        while True:
+            answer = self._answer() if peers is None or peers.rank == 0 else None
+            if peers is not None:
+                answer = peers.tell(answer)
+            if answer is not None:
+                return answer
+
+    def _answer(self) -> bool | None:
+        """Return the searcher's decision; None if there is none yet."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            if not selector.select(_TURN_S):
+                return None
+        try:
+            message, _ = receive_exactly(self._socket)
+        except (EOFError, OSError) as error:
+            raise CommError(f"the searcher has ended: {error}") from error
+        return bool(message["goes_on"])
+
+
+# Programs of ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,12 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.features.export import spiking_simulation
+from dlio.features.export import nir_graph
 from dlio.features.export.check_pictures import LabelledPictures
 from dlio.features.export.export_options import ExportOptions
-from dlio.features.export.graph_tracer import trace_network
-from dlio.features.export.layer_graph import LayerGraph
+from dlio.features.export.layer_graph import LayerGraph, trace_network
 from dlio.features.export.model_export import export_model
-from dlio.features.export.nir_graph import activation_scales, spiking_graph
-from dlio.features.export.spiking_simulation import simulate
+from dlio.features.export.nir_graph import activation_scales, simulate, spiking_graph
 from dlio.features.export.ternary import Ternary, ternarise, ternary_network, tune_ternary
 from dlio.train.model import make_model, normalised
 from dlio.train.networks.resnet import ResidualBlock
@@ -176,7 +174,7 @@ def test_neurons_of_snntorch_give_the_same_answers(
     network = trace_network(trained.module, SIZE)
     graph = spiking_graph(network, activation_scales(network, trained.held_out, 99.9), {})
     ours = simulate(graph, trained.held_out.images, [32])
-    monkeypatch.setattr(spiking_simulation, "_IntegrateAndFire", _LeakyOfSnntorch)
+    monkeypatch.setattr(nir_graph, "_IntegrateAndFire", _LeakyOfSnntorch)
     theirs = simulate(graph, trained.held_out.images, [32])
     # A neuron that should spike more than once a step loses a spike there.
     assert theirs.spikes == pytest.approx(ours.spikes, rel=0.02)

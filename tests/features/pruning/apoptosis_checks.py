@@ -18,10 +18,9 @@ from dlio.comm import Communicator, world
 from dlio.features.pruning.apoptosis import ApoptosisState
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.input_statistics import Collector, merge
-from dlio.features.pruning.model_surgery import apply
+from dlio.features.pruning.model_surgery import PrunedLayout, apply, shrink_to
 from dlio.features.pruning.neuron_groups import Indices
 from dlio.features.pruning.plan_trials import reduced
-from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
 from dlio.features.pruning.pruning_pace import Schedule
 from dlio.features.pruning.removal_plan import RemovalPlan
 from tests.exchange.training import started

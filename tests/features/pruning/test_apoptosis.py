@@ -21,9 +21,8 @@ from dlio.exchange.asgd import Asgd
 from dlio.exchange.buckets import trainable
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.model_size import count_parameters, flops_per_sample, parameters_by_layer
-from dlio.features.pruning.model_surgery import apply
+from dlio.features.pruning.model_surgery import apply, shrink_to
 from dlio.features.pruning.pruned_file import save_layout
-from dlio.features.pruning.pruned_layout import shrink_to
 from dlio.features.pruning.pruning_feature import LAYOUT_SUFFIX
 from dlio.features.pruning.pruning_pace import Schedule
 from dlio.features.pruning.removal_plan import Limits, RemovalPlan

@@ -18,9 +18,8 @@ from dlio.errors import DlioError
 from dlio.exchange.cut import TensorCut
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.input_statistics import Collector
-from dlio.features.pruning.model_surgery import apply
+from dlio.features.pruning.model_surgery import PrunedLayout, apply, shrink_to
 from dlio.features.pruning.neuron_groups import PrunableGroups
-from dlio.features.pruning.pruned_layout import PrunedLayout, shrink_to
 from dlio.features.pruning.removal_plan import Limits, RemovalPlan, plan_removals, weights_of
 from tests.features.pruning.networks import KINDS, make
 

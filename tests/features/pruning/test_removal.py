@@ -16,8 +16,13 @@ from dlio.errors import UsageError
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.input_statistics import Collector, Statistics
 from dlio.features.pruning.neuron_groups import NeuronGroup
-from dlio.features.pruning.removal_plan import Limits, RemovalPlan, plan_removals, weights_of
-from dlio.features.pruning.twins import find_twins
+from dlio.features.pruning.removal_plan import (
+    Limits,
+    RemovalPlan,
+    find_twins,
+    plan_removals,
+    weights_of,
+)
 from tests.features.pruning.networks import KINDS, make
 
 _GROUPS: dict[str, tuple[NeuronGroup, ...]] = {}

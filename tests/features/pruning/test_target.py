@@ -6,9 +6,8 @@ import torch
 import dlio
 from dlio.errors import UsageError
 from dlio.features.pruning.group_search import find_groups
-from dlio.features.pruning.model_size import count_parameters
+from dlio.features.pruning.model_size import count_parameters, parameters_with, widths_for
 from dlio.features.pruning.pruning_pace import Schedule
-from dlio.features.pruning.target_widths import parameters_with, widths_for
 from dlio.train.networks.resnet import SmallResNet
 from tests.features.pruning.apoptosis_checks import make_net, probe, samples, shapes, train
 

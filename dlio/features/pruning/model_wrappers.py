@@ -1,4 +1,4 @@
-"""Pruning of models in torch's DistributedDataParallel, which sums gradients by itself.
+"""Pruning of models that torch.compile has compiled, or DistributedDataParallel wraps.
 
 DDP's reducer has buckets made from shapes, and holds the autograd nodes of parameters, which cannot
 be cut while it exists. So it is given up before a cut. Afterwards DDP makes another one from the
@@ -6,15 +6,55 @@ smaller parameters, as it does when it is unpickled.
 """
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlio.comm import Communicator
 from dlio.errors import UsageError
+
+# torch.compile
+#
+# A compiled graph has constant shapes, and does not call hooks that were added to layers later. So
+# steps in which statistics are sampled run uncompiled, and a cut has the next call compile again.
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module within torch.compile's wrapper; any other module as it is."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def without_compiler() -> AbstractContextManager[object]:
+    """Context in which compiled functions run as they were written."""
+    if not _is_loaded():
+        return nullcontext()
+    return cast("AbstractContextManager[object]", torch.compiler.set_stance("force_eager"))
+
+
+def forget_graphs() -> None:
+    """Have compiled functions compile again at their next call; call it before a cut.
+
+    The guards of a graph refer to parameters, which then cannot be cut, and torch gives up
+    compiling a function whose guards have failed some times.
+    """
+    if _is_loaded():
+        torch.compiler.reset()
+
+
+def _is_loaded() -> bool:
+    """True if the compiler was imported: otherwise nothing is compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+# DistributedDataParallel
+
 
 _Hook = Callable[[Any, Any], Any]
 
