@@ -38,12 +38,9 @@ def batches(images: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
 def read_pictures(
     option: str, path: str, classes: int, image_size: int, count: int
 ) -> LabelledPictures:
-    """Read pictures of a data set, chosen at random and the same ones each time.
+    """Read `count` pictures of a data set, chosen at random and the same ones each time.
 
-    Args:
-        option: option of the command line that names `path`, for errors.
-        classes: classes of the model.
-        count: pictures to read; all if the data set has fewer.
+    All are read if the data set has fewer. `option` is the option that names `path`, for errors.
 
     Raises UsageError if the data set has other classes than the model or no labelled pictures,
     SourceError and DecodeError if it cannot be read.

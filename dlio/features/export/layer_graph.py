@@ -50,11 +50,7 @@ class GraphLayer:
     """False for the normalisation of pixels, which no rounding may touch."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply the layer to a batch.
-
-        Args:
-            weight: in place of the layer's own.
-        """
+        """Apply the layer to a batch, with a weight in place of its own if one is given."""
         weight = self.weight if weight is None else weight
         match self.kind:
             case "conv":
@@ -83,10 +79,9 @@ class LayerGraph:
     def __call__(
         self, pixels: torch.Tensor, weights: Weights | None = None
     ) -> dict[str, torch.Tensor]:
-        """Compute the outputs of all layers, by name.
+        """Compute the outputs of all layers, by name, from pixels of 0 to 1.
 
-        Args:
-            pixels: float32 (n, 3, height, width), 0 to 1.
+        Pixels are float32 (n, 3, height, width).
         """
         values: dict[str, torch.Tensor] = {INPUT: pixels}
         for name, layer in self.layers.items():
@@ -160,9 +155,8 @@ _SKIPPED: Final = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Alpha
 def trace_network(module: nn.Module, image_size: int) -> LayerGraph:
     """Return the network that a module computes on pixels of 0 to 1, which it normalises first.
 
-    Args:
-        module: in evaluation mode; maps float32 (n, 3, image_size, image_size), normalised as
-            `dlio train` does, to logits (n, classes).
+    The module, in evaluation mode, maps float32 (n, 3, image_size, image_size), normalised as
+    `dlio train` does, to logits (n, classes).
 
     Raises UsageError, which names the layer, if the network has one that NIR cannot express.
     """

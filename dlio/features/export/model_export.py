@@ -76,8 +76,21 @@ def export_model(options: ExportOptions, say: Say = lambda _: None) -> ExportRep
     if options.check is not None:
         size, count = trained.image_size, options.check_samples
         held_out = read_pictures("--check", options.check, trained.classes, size, count)
+    report = ExportReport(
+        output=options.output,
+        format=options.kind,
+        bytes=0,
+        model=trained.model,
+        classes=trained.classes,
+        image_size=trained.image_size,
+        parameters=parameters,
+        difference=0.0,
+        samples=0 if held_out is None else len(held_out),
+    )
+    # Its other figures come with the file.
     work = _onnx if options.kind == "onnx" else _nir
-    report, packed = work(options, trained, parameters, held_out, say)
+    report, packed = work(options, trained, report, held_out, say)
+    report = replace(report, bytes=len(packed))
     write_whole(options.output, lambda file: file.write(packed))
     say(f"{options.output}: {format_bytes(len(packed))}")
     if options.report is not None:
@@ -88,7 +101,7 @@ def export_model(options: ExportOptions, say: Say = lambda _: None) -> ExportRep
 def _onnx(
     options: ExportOptions,
     trained: TrainedModel,
-    parameters: int,
+    report: ExportReport,
     held_out: LabelledPictures | None,
     say: Say,
 ) -> tuple[ExportReport, bytes]:
@@ -111,16 +124,9 @@ def _onnx(
             f"held-out accuracy on {len(held_out)} samples: model {before:.2%}, "
             f"ONNX file {after:.2%}"
         )
-    report = ExportReport(
-        output=options.output,
-        format="onnx",
-        bytes=len(packed),
-        model=trained.model,
-        classes=trained.classes,
-        image_size=trained.image_size,
-        parameters=parameters,
+    report = replace(
+        report,
         difference=difference,
-        samples=0 if held_out is None else len(held_out),
         accuracy_model=before,
         accuracy_onnx=after,
     )
@@ -130,7 +136,7 @@ def _onnx(
 def _nir(
     options: ExportOptions,
     trained: TrainedModel,
-    parameters: int,
+    report: ExportReport,
     held_out: LabelledPictures | None,
     say: Say,
 ) -> tuple[ExportReport, bytes]:
@@ -166,16 +172,9 @@ def _nir(
     last = simulated.logits[options.steps]
     if not bool(last.isfinite().all()):
         raise DlioError(f"{options.output}: the graph's answers are not finite; check the weights")
-    report = ExportReport(
-        output=options.output,
-        format="nir",
-        bytes=len(packed),
-        model=trained.model,
-        classes=trained.classes,
-        image_size=trained.image_size,
-        parameters=parameters,
+    report = replace(
+        report,
         difference=difference,
-        samples=0 if held_out is None else len(held_out),
         neurons=simulated.neurons,
         spikes_per_picture=simulated.spikes,
         nonzero=_nonzero(ternary.values()),

@@ -54,9 +54,7 @@ def activation_scales(
 ) -> dict[str, float]:
     """Return the activation of each ReLU that becomes a rate of one spike in each step.
 
-    Args:
-        pictures: training data.
-        percentile: above 0, at most 100.
+    It is a percentile, above 0 and at most 100, of the activations on training pictures.
     """
     generator = torch.Generator().manual_seed(0)
     drawn: dict[str, list[torch.Tensor]] = {}
@@ -78,14 +76,10 @@ def activation_scales(
 def spiking_graph(
     network: LayerGraph, scales: Mapping[str, float], ternary: Mapping[str, Ternary]
 ) -> "nir.NIRGraph":
-    """Return the NIR graph of a network.
+    """Return the NIR graph of a network, with the scales of `activation_scales`.
 
-    Nodes have the names of the network's layers. Ternary weights stay -1, 0 and 1 in their node,
-    and a Scale node `<layer>_scale` follows.
-
-    Args:
-        scales: from `activation_scales`.
-        ternary: ternary weights by layer; others keep their own.
+    Nodes have the names of the network's layers. Ternary weights, given by layer, stay -1, 0 and 1
+    in their node, and a Scale node `<layer>_scale` follows.
 
     Raises UsageError if nir is not installed.
     """
@@ -144,12 +138,7 @@ class _GraphBuilder:
             self._connect(source, name, units)
 
     def _weights(self, layer: GraphLayer, before: float, after: float) -> None:
-        """Add the nodes of a convolution or linear layer.
-
-        Args:
-            before: units of its input.
-            after: units of its output.
-        """
+        """Add the nodes of a convolution or linear layer with these units of input and output."""
         assert layer.weight is not None
         assert layer.bias is not None
         ternary = self._ternary.get(layer.name)

@@ -25,30 +25,19 @@ _MOST_BYTES: Final = (1 << 31) - 1
 _HOST: Final = torch.device("cpu")
 
 
-class _FromPixels(nn.Module):
-    """A model that normalises uint8 pixels itself."""
+class _Exported(nn.Module):
+    """A model whose input has the name of the file's, and is uint8 pixels to normalise if asked."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, is_of_pixels: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.is_of_pixels = model, is_of_pixels
         # Not `normalised`, which would keep tensors of the exporter's tracing for later calls.
         for name, values in (("mean", PIXEL_MEAN), ("std", PIXEL_STD)):
             self.register_buffer(name, torch.tensor(values).view(1, 3, 1, 1) * 255)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        mean, std = self.get_buffer("mean"), self.get_buffer("std")
-        logits: torch.Tensor = self.model((images.float() - mean) / std)
-        return logits
-
-
-class _FromNumbers(nn.Module):
-    """A model whose input has the name of the file's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.is_of_pixels:
+            images = (images.float() - self.get_buffer("mean")) / self.get_buffer("std")
         logits: torch.Tensor = self.model(images)
         return logits
 
@@ -72,7 +61,7 @@ def to_onnx(trained: TrainedModel, kind: str, names: Sequence[str] = ()) -> byte
         raise UsageError(
             f"ONNX needs onnx and onnxscript: {error}; {how_to_install('export')}"
         ) from error
-    model = _FromPixels(trained.module) if kind == "uint8" else _FromNumbers(trained.module)
+    model = _Exported(trained.module, kind == "uint8")
     size = trained.image_size
     # Two pictures: of one, the exporter would take the batch for a constant.
     example = torch.zeros(2, 3, size, size, dtype=getattr(torch, kind))
@@ -111,10 +100,7 @@ def to_onnx(trained: TrainedModel, kind: str, names: Sequence[str] = ()) -> byte
 
 
 class OnnxModel:
-    """An ONNX file in onnxruntime, whose errors become DlioErrors.
-
-    Args:
-        packed: the file.
+    """A packed ONNX file in onnxruntime, whose errors become DlioErrors.
 
     Raises UsageError if onnxruntime is not installed.
     """

@@ -4,7 +4,7 @@ Li and Liu, Ternary Weight Networks, arXiv 1605.04711; training with them follow
 Convolutional networks for fast, energy-efficient neuromorphic computing, arXiv 1603.08270.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -41,9 +41,7 @@ def ternarise(weight: torch.Tensor) -> Ternary:
     The k largest magnitudes of a channel keep their sign and get their mean as scale. The best k
     maximises (sum of the k largest)^2 / k; arXiv 1605.04711 approximates it by a threshold of 0.7
     of the mean magnitude. A channel of zeros gets scale 1.
-
-    Args:
-        weight: (outputs, ...).
+    Weights have shape (outputs, ...).
     """
     flat = weight.abs().flatten(1)
     sorted_, _ = flat.sort(1, descending=True)
@@ -74,11 +72,8 @@ def tune_ternary(
 
     Trains full-precision weights whose rounded values are used in both passes (the straight-through
     estimator), on labels and on the original network's answers, with Adam and a cosine schedule.
-    Batch normalisations are already folded, so that biases learn in their place.
-
-    Args:
-        pictures: training data.
-        say: shows a line of progress.
+    Batch normalisations are already folded, so that biases learn in their place. `say` shows a line
+    of progress.
     """
     layers = network.learned
     weights = [
@@ -88,6 +83,11 @@ def tune_ternary(
     optimizer = torch.optim.Adam([*weights, *biases], _LEARNING_RATE)
     steps = epochs * -(-len(pictures) // _BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+    def changed(weights: Iterable[torch.Tensor], biases: Iterable[torch.Tensor]) -> LayerGraph:
+        rows = zip(layers, weights, biases, strict=True)
+        return network.with_layers({a.name: replace(a, weight=w, bias=b) for a, w, b in rows})
+
     generator = torch.Generator().manual_seed(0)
     for epoch in range(epochs):
         total = 0.0
@@ -98,13 +98,7 @@ def tune_ternary(
                 pixels = pixels.flip(3)
             with torch.no_grad():
                 answers = network.logits(pixels).softmax(1)
-            learning = network.with_layers(
-                {
-                    layer.name: replace(layer, weight=_rounded(weight), bias=bias)
-                    for layer, weight, bias in zip(layers, weights, biases, strict=True)
-                }
-            )
-            logits = learning.logits(pixels)
+            logits = changed(map(_rounded, weights), biases).logits(pixels)
             loss = functional.cross_entropy(logits, answers)
             loss = loss + functional.cross_entropy(logits, pictures.labels[chosen])
             optimizer.zero_grad()
@@ -114,18 +108,7 @@ def tune_ternary(
             schedule.step()
             total += float(loss.detach()) * len(chosen)
         say(f"ternary weights, epoch {epoch + 1} of {epochs}: loss {total / len(pictures):.3f}")
-    return network.with_layers(
-        {
-            layer.name: replace(layer, weight=weight.detach(), bias=bias.detach())
-            for layer, weight, bias in zip(layers, weights, biases, strict=True)
-        }
-    )
-
-
-def _leaf(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Copy a layer's tensor, to train it."""
-    assert tensor is not None
-    return tensor.detach().clone().requires_grad_()
+    return changed([each.detach() for each in weights], [each.detach() for each in biases])
 
 
 def _rounded(weight: torch.Tensor) -> torch.Tensor:

@@ -70,9 +70,7 @@ def candidates(
 ) -> tuple[list[NeuronGroup], list[UnprunableLayer]]:
     """Return the groups in torch-pruning's graph, still to be verified, and the layers left alone.
 
-    Args:
-        model: a model all of whose parameters require gradients.
-        forward: call the model on an example.
+    All parameters of the model require gradients; `forward` calls it on an example.
 
     Raises UsageError if torch-pruning is not installed.
     """
@@ -106,12 +104,9 @@ def make_member(
     channels: Indices | Sequence[Sequence[int]],
     constant: str = "",
 ) -> GroupMember | None:
-    """Make a Member; None if the layer cannot be cut on that side.
+    """Make a member from the channels of each neuron, shape (width, k).
 
-    Args:
-        name: name of the layer in the model.
-        channels: channels of each neuron, shape (width, k).
-        constant: see `GroupMember.constant`.
+    None if the layer cannot be cut on that side.
     """
     shape = layer_side(module, side)
     if shape is None or any(
@@ -153,7 +148,7 @@ def _group(graph: _Graph, root: nn.Module, producers: set[nn.Module]) -> NeuronG
     """Return the group that contains the outputs of `root`.
 
     Adds the layers whose outputs belong to the group to `producers`, also on failure. Raises
-    _CannotFollow.
+    _UntraceableLayer.
     """
     dependency = graph.graph
     pruner = dependency.get_pruner_of_module(root)
@@ -185,11 +180,9 @@ def _group(graph: _Graph, root: nn.Module, producers: set[nn.Module]) -> NeuronG
 def _members(
     graph: _Graph, items: Any, width: int, producers: set[nn.Module]
 ) -> tuple[dict[Side, list[GroupMember]], set[nn.Module]]:
-    """Return the members by side, and the consuming layers. Raises _CannotFollow.
+    """Return the members of torch-pruning's group by side, and the consuming layers.
 
-    Args:
-        items: torch-pruning's group of `width` channels.
-        producers: gets the producing layers, also on failure.
+    Adds the producing layers to `producers`, also on failure. Raises _UntraceableLayer.
     """
     dependency = graph.graph
     problems: list[str] = []
@@ -283,7 +276,7 @@ def _paths(
             elif module in graph.names:
                 yield _UNKNOWN
             else:
-                step = None if _is_inside(after, consumers) else _classify(after.grad_fn)
+                step = None if _is_inside(after, consumers) else _classify(after)
                 stack.append((after, path if step is None else (*path, step)))
     yield _UNKNOWN
 
@@ -307,7 +300,7 @@ def _is_inside(node: Any, consumers: set[nn.Module]) -> bool:
 
 
 def _op(node: Any) -> str:
-    return node.grad_fn.name().lower() if hasattr(node.grad_fn, "name") else ""
+    return str(node.grad_fn.name()).lower() if hasattr(node.grad_fn, "name") else ""
 
 
 def _takes_constant(graph: _Graph, module: nn.Module) -> str:
@@ -347,15 +340,15 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _classify(grad_fn: object) -> Activation | None:
+def _classify(node: Any) -> Activation | None:
     """Return the activation of an autograd node.
 
     None for an operation that leaves each channel's values in proportion, such as a reshape or a
     pooling; _OTHER for an unknown operation.
     """
-    name = str(grad_fn.name()).lower() if hasattr(grad_fn, "name") else ""
+    name = _op(node)
     if name.startswith("leakyrelu"):
-        slope = abs(float(getattr(grad_fn, "_saved_negative_slope", float("inf"))))
+        slope = abs(float(getattr(node.grad_fn, "_saved_negative_slope", float("inf"))))
         return Activation("leaky_relu", max(1.0, slope), True)
     for kind, activation in _KINDS.items():
         if name.startswith(kind):

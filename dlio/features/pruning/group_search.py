@@ -1,7 +1,7 @@
 """Search a model for groups of neurons that can be pruned, and verify them on a copy."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from dlio.features.pruning.neuron_groups import (
     PrunableGroups,
     UnprunableLayer,
     channels_gone,
+    forward_on,
     is_depthwise,
 )
 from dlio.train.model_copies import bare_copy, without_graphs
@@ -37,11 +38,9 @@ Forward = Callable[[nn.Module], object]
 
 
 class GroupVerifier:
-    """Check whether groups of one model can be cut.
+    """Check whether groups of one model, whose weights become random numbers, can be cut.
 
-    Args:
-        model: the model; its weights are overwritten with random numbers.
-        forward: call the model on an example; the same example each time.
+    `forward` calls a model on the same example each time.
     """
 
     def __init__(self, model: nn.Module, forward: Forward) -> None:
@@ -103,7 +102,9 @@ class GroupVerifier:
 
     def _outputs(self, model: nn.Module) -> list[torch.Tensor]:
         with torch.no_grad():
-            leaves = _pytree.tree_leaves(_plain(self._forward(model)))
+            output = self._forward(model)
+        # pytree does not walk subclasses of dict, such as Hugging Face's outputs.
+        leaves = _pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
         return [leaf.float() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
@@ -111,11 +112,6 @@ def _keep(width: int) -> Indices:
     """Keep all neurons except up to three in different places."""
     gone = {1, width // 2, width - 2} if width > 4 else {1}
     return np.array([at for at in range(width) if at not in gone], dtype=np.int64)
-
-
-def _plain(output: object) -> object:
-    """Turn dict subclasses, such as Hugging Face's outputs, into dicts that pytree can walk."""
-    return dict(output) if isinstance(output, dict) else output
 
 
 def _distance(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
@@ -165,11 +161,9 @@ _WIDTHS = ("all_head_size", "inner_dim", "inner_size", "attn_dim", "embed_dim", 
 def find_groups(model: nn.Module, example: ModelInput) -> PrunableGroups:
     """Find the groups of neurons that can be cut, and give a reason for each layer left alone.
 
-    Works on a copy of the model: traces it with `example` and verifies each group there. Every rank
-    finds the same groups in the same model. A pruned model has groups of the same names.
-
-    Args:
-        example: input of the model; two samples are enough.
+    Works on a copy of the model: traces it with `example`, of which two samples are enough, and
+    verifies each group there. Every rank finds the same groups in the same model. A pruned model
+    has groups of the same names.
 
     Raises UsageError if torch-pruning is not installed. Errors of the model's forward pass on
     `example` are passed on.
@@ -180,13 +174,7 @@ def find_groups(model: nn.Module, example: ModelInput) -> PrunableGroups:
     for parameter in work.parameters():
         if parameter.is_floating_point():
             parameter.requires_grad_(True)
-    arguments = _on_cpu(example)
-
-    def forward(module: nn.Module) -> object:
-        if isinstance(arguments, dict):
-            return module(**arguments)
-        return module(*arguments) if isinstance(arguments, tuple) else module(arguments)
-
+    forward = forward_on(example)
     with torch.no_grad():
         forward(work)
     proposed, left = candidates(work, forward)
@@ -197,7 +185,9 @@ def find_groups(model: nn.Module, example: ModelInput) -> PrunableGroups:
         if taken.isdisjoint(m.key for m in group.members) and not verifier.failure([group]):
             groups.append(group)
             taken |= {member.key for member in group.members}
-    return PrunableGroups(_in_order(work, groups), _left_alone(work, groups, left + failed))
+    order = {name: at for at, (name, _) in enumerate(work.named_modules())}
+    groups.sort(key=lambda group: order[group.name])
+    return PrunableGroups(tuple(groups), _left_alone(work, groups, left + failed))
 
 
 def _verified(
@@ -278,11 +268,8 @@ def _fused_heads(
 ) -> Iterator[NeuronGroup]:
     """Propose the heads of one attention module, for both usual orders of the fused rows.
 
-    Args:
-        name: name of the module in the model.
-        attribute: name of the attribute that counts its heads.
-        producer: (name, layer) of queries, keys and values; 3 * width output features.
-        consumer: (name, layer) that reads the heads; width input features.
+    `attribute` counts its heads. `producer` is (name, layer) of queries, keys and values, with
+    3 * width output features; `consumer` reads the heads, with width input features.
     """
     heads, width = int(getattr(module, attribute)), consumer[1].in_features
     size = width // heads
@@ -319,11 +306,6 @@ def _counts(model: nn.Module, prefix: str, names: tuple[str, ...]) -> list[tuple
         if counts or not prefix:
             return counts
         prefix = prefix.rpartition(".")[0]
-
-
-def _in_order(model: nn.Module, groups: list[NeuronGroup]) -> tuple[NeuronGroup, ...]:
-    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
-    return tuple(sorted(groups, key=lambda group: order[group.name]))
 
 
 def _left_alone(
@@ -369,15 +351,3 @@ def _known(module: nn.Module) -> bool:
         | nn.PReLU
         | nn.Embedding,
     )
-
-
-def _on_cpu(example: object) -> object:
-    """Move tensors to the CPU as float32; lists become tuples, mappings dictionaries."""
-    match example:
-        case torch.Tensor():
-            return example.detach().cpu().float() if example.is_floating_point() else example.cpu()
-        case Mapping():
-            return {key: _on_cpu(value) for key, value in example.items()}
-        case tuple() | list():
-            return tuple(_on_cpu(value) for value in example)
-    return example

@@ -203,12 +203,9 @@ class Collector:
 
     @torch.no_grad()
     def step(self, scale: float | torch.Tensor = 1.0) -> None:
-        """Take a step's gradients; call it before they are clipped or used.
+        """Take a step's gradients, which are too large by the loss `scale`.
 
-        Does nothing after `close`.
-
-        Args:
-            scale: the loss scale, by which gradients are too large.
+        Call it before they are clipped or used. Does nothing after `close`.
         """
         if self.closed:
             return

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dlio.errors import UsageError
 from dlio.features.pruning.model_surgery import apply
-from dlio.features.pruning.neuron_groups import ModelInput, NeuronGroup
+from dlio.features.pruning.neuron_groups import ModelInput, NeuronGroup, forward_on
 from dlio.features.pruning.removal_plan import RemovalPlan
 from dlio.train.model_copies import bare_copy
 
@@ -36,27 +36,15 @@ def parameters_by_layer(model: nn.Module) -> dict[str, int]:
 def flops_per_sample(model: nn.Module, example: ModelInput) -> int:
     """Multiplications and additions of a forward pass per sample, as torch counts them.
 
-    Runs the forward pass on a copy of the model, on the CPU.
-
-    Args:
-        example: input of the model, with samples along the first dimension.
+    Runs the forward pass on a copy of the model, on the CPU. The samples of the example lie along
+    the first dimension.
     """
     copy = bare_copy(model).cpu().float()
     leaves = [leaf for leaf in _pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
     samples = max([len(leaf) for leaf in leaves if leaf.ndim], default=1)
-    example = _pytree.tree_map_only(torch.Tensor, _to_host, example)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        if isinstance(example, dict):
-            copy(**example)
-        elif isinstance(example, tuple | list):
-            copy(*example)
-        else:
-            copy(example)
+        forward_on(example)(copy)
     return int(counter.get_total_flops() // max(1, samples))
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().float() if tensor.is_floating_point() else tensor.detach().cpu()
 
 
 # Widths that keep a given fraction of the parameters
@@ -73,12 +61,8 @@ def widths_for(
 ) -> dict[str, int]:
     """Return the width of each group, by name, with which about `fraction` of the parameters stay.
 
-    All groups shrink in the same proportion, up to the next multiple. Works on copies of the model,
-    about eight of them, one at a time.
-
-    Args:
-        groups: groups of the model as it is.
-        multiple: widths are multiples of this many channels; see `Limits`.
+    All groups shrink in the same proportion, up to the next multiple of channels; see `Limits`.
+    Works on copies of the model, about eight of them, one at a time.
 
     Raises UsageError if the smallest widths leave over 1.5 times as many parameters.
     """

@@ -39,10 +39,7 @@ def cut_layers(
     gone: Mapping[str, Indices],
     optimizers: Iterable[torch.optim.Optimizer] = (),
 ) -> list[TensorCut]:
-    """Remove channels from layers, gradients and optimizer state.
-
-    Args:
-        gone: the channels to remove, by Member.key.
+    """Remove channels, given by Member.key, from layers, gradients and optimizer state.
 
     Raises DlioError, and changes nothing, if an optimizer's state lacks its parameter's shape, or
     if an autograd graph still refers to a parameter.
@@ -307,15 +304,12 @@ def apply(
 ) -> SurgeryResult:
     """Compensate for the neurons to remove, then remove them.
 
-    Parameters keep their identity, hooks and attributes; see `cutting`. An empty plan changes
+    Parameters keep their identity, hooks and attributes; see `cut_layers`. An empty plan changes
     nothing, not even the layout's version.
 
-    Args:
-        plan: removals planned for these groups.
-        optimizers: optimizers whose state is cut along.
-        layout: the cuts so far; None for an unpruned model.
-        aligned: callbacks that run last, with all cuts. They replace tensors of the same shapes
-            held elsewhere (error-feedback residuals, averaged copies) by `cut.of(tensor)`.
+    `layout` holds the cuts so far; None for an unpruned model. The state of `optimizers` is cut
+    along. The callbacks in `aligned` run last, with all cuts: they replace tensors of the same
+    shapes held elsewhere (error-feedback residuals, averaged copies) by `cut.of(tensor)`.
 
     Raises DlioError, with the model unchanged, if the plan belongs to other groups, and for the
     reasons that `cut_layers` lists.

@@ -5,7 +5,7 @@ whole attention head. Statistics, removal plans and cuts work on these values an
 do not depend on the library that found the groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -202,11 +202,7 @@ def removed(width: int, keep: Indices) -> Indices:
 
 
 def channels_gone(groups: Sequence[NeuronGroup], keep: Mapping[str, Indices]) -> dict[str, Indices]:
-    """Return the channels to remove, ascending, by Member.key.
-
-    Args:
-        keep: the neurons that stay, by group; groups not listed stay whole.
-    """
+    """Return the channels to remove, ascending, by Member.key; groups not in `keep` stay whole."""
     gone: dict[str, list[Indices]] = {}
     for group in groups:
         if group.name not in keep:
@@ -241,3 +237,30 @@ def shrunk(groups: Sequence[NeuronGroup], keep: Mapping[str, Indices]) -> tuple[
             )
         )
     return tuple(after)
+
+
+# Inputs
+
+
+def forward_on(example: ModelInput) -> Callable[[nn.Module], object]:
+    """Return a function that calls a model on an example, on the CPU and in float32."""
+    arguments = _on_cpu(example)
+
+    def forward(model: nn.Module) -> object:
+        if isinstance(arguments, dict):
+            return model(**arguments)
+        return model(*arguments) if isinstance(arguments, tuple) else model(arguments)
+
+    return forward
+
+
+def _on_cpu(example: object) -> object:
+    """Move tensors to the CPU as float32; lists become tuples, mappings dictionaries."""
+    match example:
+        case torch.Tensor():
+            return example.detach().cpu().float() if example.is_floating_point() else example.cpu()
+        case Mapping():
+            return {key: _on_cpu(value) for key, value in example.items()}
+        case tuple() | list():
+            return tuple(_on_cpu(value) for value in example)
+    return example

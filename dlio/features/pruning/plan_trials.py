@@ -60,10 +60,7 @@ class TrialResult:
 class PlanTrials:
     """Trials of one round's plans. All ranks take part and reach the same decisions.
 
-    Args:
-        groups: groups of the model as it is.
-        statistics: this rank's statistics.
-        probe: measures the loss; None to accept plans by their bounds alone.
+    Each gives its own statistics. Without a probe, plans are accepted by their bounds alone.
     """
 
     def __init__(

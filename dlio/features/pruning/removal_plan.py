@@ -187,7 +187,7 @@ class PlanRecord(TypedDict):
     """A RemovalPlan as JSON types."""
 
     keep: dict[str, list[int]]
-    removals: list[dict[str, object]]
+    removals: list[dict[str, Any]]
     shifts: dict[str, list[float]]
 
 
@@ -215,13 +215,9 @@ class RemovalPlan:
         """Rebuild the plan that `to_json` converted."""
         return RemovalPlan(
             {name: np.array(keep, np.int64) for name, keep in record["keep"].items()},
-            tuple(_removal(removal) for removal in record["removals"]),
+            tuple(Removal(**removal) for removal in record["removals"]),
             {name: np.array(shift, np.float64) for name, shift in record["shifts"].items()},
         )
-
-
-def _removal(fields: Mapping[str, Any]) -> Removal:
-    return Removal(**fields)
 
 
 def weights_of(
