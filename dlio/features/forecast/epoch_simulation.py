@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.loader.planned_traffic import ForecastJob, WindowMessages, messages_of
-from dlio.plan.exchange_cost import LinkCost
 from dlio.plan.schedule import StepAssignment
 
 _F64 = npt.NDArray[np.float64]
@@ -45,11 +44,6 @@ class Machine:
     """Relative standard deviation of decoding and computing times, drawn per step and rank."""
     slow: dict[int, float] = field(default_factory=dict)
     """Factor by which decoding and computing take longer, by rank."""
-
-    @property
-    def link(self) -> LinkCost:
-        """Cost of a message between two nodes."""
-        return LinkCost(self.link_latency_s, 1 / self.link_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +93,10 @@ def run(
     failures: Sequence[tuple[int, int]] = (),
     seed: int = 0,
 ) -> Timeline:
-    """Simulate one epoch of a job.
+    """Simulate one epoch of a job; a cold one starts with empty tiers, as the first one of a job.
 
-    Args:
-        cold: start with empty tiers, as in the first epoch of a job.
-        failures: (step, rank) of deaths, by ascending step; the other ranks shrink and continue.
-        seed: seed of the jitter.
+    `failures` are (step, rank) of deaths, by ascending step; the other ranks shrink and continue.
+    The seed is that of the jitter.
     """
     generator = np.random.default_rng(seed)
     state = _SimulationState(job)
@@ -192,9 +184,8 @@ def _window(
 ) -> None:
     """Move a window's samples, then decode and consume its steps.
 
-    Args:
-        planned: time at which each rank planned the window; shape (ranks,).
-        fills: time at which each block arrives in its tier, shape (blocks,); None if all are there.
+    `planned` is the time at which each rank planned the window, shape (ranks,); `fills` that at
+    which each block arrives in its tier, shape (blocks,), None if all are there.
     """
     ranks = job.ranks
     sizes = job.bytes_of(dealt.samples)
@@ -269,13 +260,11 @@ def _send(
 ) -> None:
     """Send messages over links in the order in which they are ready.
 
-    Args:
-        ready: time at which each rank's messages are ready; shape (ranks,).
-        arrival: overwritten with the time of each rank's last arrival; shape (ranks,).
+    `ready` is the time at which each rank's messages are ready. `arrival` is overwritten with the
+    time of each rank's last arrival. Both have shape (ranks,).
     """
     node_of = job.ranks.node_of
-    link = machine.link
-    durations = messages.wire * link.beta_s
+    durations = messages.wire * (1 / machine.link_rate)
     order = np.argsort(ready[messages.sender], kind="stable")
     out, into = state.link_out.tolist(), state.link_in.tolist()
     latest = arrival.tolist()
@@ -292,7 +281,7 @@ def _send(
         sent = max(at, out[origin])
         came = max(sent, into[target])
         out[origin], into[target] = sent + seconds, came + seconds
-        latest[receiver] = max(latest[receiver], came + seconds + link.alpha_s)
+        latest[receiver] = max(latest[receiver], came + seconds + machine.link_latency_s)
     state.link_out[:], state.link_in[:], arrival[:] = out, into, latest
     nodes = len(job.nodes)
     state.out_busy += np.bincount(node_of[messages.sender], durations, nodes)

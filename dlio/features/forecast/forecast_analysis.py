@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypedDict
+from typing import Final
 
 from dlio.features.forecast.epoch_simulation import Machine, Timeline, run
-from dlio.loader.planned_traffic import EpochTraffic, ForecastJob, traffic
+from dlio.loader.planned_traffic import ForecastJob, traffic
 from dlio.plan.placement import HomeNode
 from dlio.util.plot_files import picture
 from dlio.util.units import format_bytes, format_seconds
@@ -18,7 +18,8 @@ _NEGLIGIBLE: Final = 0.02
 """Share of an epoch up to which waiting is not worth a remedy."""
 
 
-class EpochTimes(TypedDict):
+@dataclass(frozen=True, slots=True)
+class EpochTimes:
     """Times of one epoch, in reports."""
 
     seconds: float
@@ -30,8 +31,9 @@ class EpochTimes(TypedDict):
     """Share of the epoch in which each resource is in use."""
 
 
-class ForecastFigures(TypedDict):
-    """A forecast in reports: bytes, seconds and counts by name."""
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Traffic and times of a job, as in reports: its first epoch, and the later ones."""
 
     nodes: int
     ranks: int
@@ -42,6 +44,7 @@ class ForecastFigures(TypedDict):
     steps: int
     windows: int
     held_bytes: int
+    """Bytes of the data set that tiers hold."""
     moved_bytes: int
     moved_share: float
     wire_bytes: int
@@ -57,55 +60,42 @@ class ForecastFigures(TypedDict):
     remedies: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """Traffic and times of a job: its first epoch, and the later ones."""
-
-    job: ForecastJob
-    traffic: EpochTraffic
-    first: Timeline
-    later: Timeline
-    held: int
-    """Bytes of the data set that tiers hold."""
-
-    def as_dict(self) -> ForecastFigures:
-        """Return bytes, seconds and counts by name, for reports."""
-        moved, whole = self.traffic.moved, max(1, self.traffic.payload)
-        return {
-            "nodes": len(self.job.nodes),
-            "ranks": self.job.ranks.size,
-            "batch_size": self.job.batch_size,
-            "mode": self.job.mode,
-            "samples": self.job.samples,
-            "bytes": self.job.data_bytes,
-            "steps": self.traffic.steps,
-            "windows": self.traffic.windows,
-            "held_bytes": self.held,
-            "moved_bytes": moved,
-            "moved_share": moved / whole,
-            "wire_bytes": self.traffic.wire,
-            "messages": self.traffic.messages,
-            "peers": self.traffic.peers,
-            "source_bytes": self.traffic.source,
-            "tier_bytes": list(self.traffic.tiers),
-            "link_bytes_out_max": int(self.traffic.link_out.max(initial=0)),
-            "link_bytes_in_max": int(self.traffic.link_in.max(initial=0)),
-            "window_bytes": self.traffic.window_bytes,
-            "first_epoch": _timeline(self.first),
-            "later_epoch": _timeline(self.later),
-            "remedies": remedies(self),
-        }
-
-
 def forecast(job: ForecastJob, machine: Machine, seed: int = 0) -> Forecast:
     """Plan and simulate a job's first epoch, and its second as an example of all later ones."""
-    held = int(job.block_bytes[job.placement.home >= 0].sum())
+    held = min(int(job.block_bytes[job.placement.home >= 0].sum()), job.data_bytes)
+    counts = traffic(job, 1)
+    first = run(job, machine, epoch=0, cold=True, seed=seed)
+    later = run(job, machine, epoch=1, seed=seed)
     return Forecast(
-        job,
-        traffic(job, 1),
-        run(job, machine, epoch=0, cold=True, seed=seed),
-        run(job, machine, epoch=1, seed=seed),
-        min(held, job.data_bytes),
+        nodes=len(job.nodes),
+        ranks=job.ranks.size,
+        batch_size=job.batch_size,
+        mode=job.mode,
+        samples=job.samples,
+        bytes=job.data_bytes,
+        steps=counts.steps,
+        windows=counts.windows,
+        held_bytes=held,
+        moved_bytes=counts.moved,
+        moved_share=counts.moved / max(1, counts.payload),
+        wire_bytes=counts.wire,
+        messages=counts.messages,
+        peers=counts.peers,
+        source_bytes=counts.source,
+        tier_bytes=list(counts.tiers),
+        link_bytes_out_max=int(counts.link_out.max(initial=0)),
+        link_bytes_in_max=int(counts.link_in.max(initial=0)),
+        window_bytes=counts.window_bytes,
+        first_epoch=_times(first),
+        later_epoch=_times(later),
+        remedies=_remedies(job, held, counts.source, first, later),
+    )
+
+
+def _times(line: Timeline) -> EpochTimes:
+    share = line.stall_s / max(line.seconds, 1e-9)
+    return EpochTimes(
+        line.seconds, line.first_batch_s, line.stall_s, share, line.bottleneck, line.busy
     )
 
 
@@ -116,20 +106,24 @@ def resized(job: ForecastJob, nodes: int) -> ForecastJob:
     return replace(job, nodes=named, gone=())
 
 
-def remedies(result: Forecast) -> list[str]:
-    """Return sentences that name the bottleneck and the nodes or bytes that would remove it."""
-    job, later = result.job, result.later
+def _remedies(
+    job: ForecastJob, held: int, source: int, first: Timeline, later: Timeline
+) -> list[str]:
+    """Return sentences that name the bottleneck and the nodes or bytes that would remove it.
+
+    `held` and `source` are the bytes in tiers, and those that an epoch reads from the source.
+    """
     said = []
     whole = int(job.block_bytes.sum())
     capacity = sum(sum(node.capacities) for node in job.nodes)
-    if result.traffic.source:
+    if source:
         # A tier keeps whole blocks: space for less than a block stays empty.
         largest = int(job.block_bytes.max())
         each = capacity // len(job.nodes) // largest * largest
-        lacking = whole - result.held
+        lacking = whole - held
         line = (
-            f"The tiers hold {result.held / max(1, job.data_bytes):.0%} of the data; each epoch "
-            f"reads {format_bytes(result.traffic.source)} from the source."
+            f"The tiers hold {held / max(1, job.data_bytes):.0%} of the data; each epoch "
+            f"reads {format_bytes(source)} from the source."
         )
         if each:
             line += f" To hold it all, use {math.ceil(whole / each)} such nodes, or add"
@@ -156,78 +150,66 @@ def remedies(result: Forecast) -> list[str]:
             f"Later epochs wait {later.stall_s:.2g} s for data, because of the tiers' bandwidth "
             "or the first batch of each epoch."
         )
-    if result.first.stall_s > result.first.seconds / 2:
+    if first.stall_s > first.seconds / 2:
         said.append(
-            f"The first epoch waits {result.first.stall_s:.3g} s for the source: to avoid that, "
+            f"The first epoch waits {first.stall_s:.3g} s for the source: to avoid that, "
             "run `dlio stage` before the job."
         )
     return said
 
 
-def _timeline(line: Timeline) -> EpochTimes:
-    return {
-        "seconds": line.seconds,
-        "first_batch_s": line.first_batch_s,
-        "stall_s": line.stall_s,
-        "stall_share": line.stall_s / max(line.seconds, 1e-9),
-        "bottleneck": line.bottleneck,
-        "busy": dict(line.busy),
-    }
-
-
 # Output
 
 
-def show_forecast(figures: "ForecastFigures") -> None:
+def show_forecast(figures: Forecast) -> None:
     """Print the forecast of one job, one line per figure."""
     print(
-        f"{figures['samples']:,} samples, {format_bytes(figures['bytes'])}; "
-        f"{figures['nodes']:,} nodes, {figures['ranks']:,} ranks of {figures['batch_size']}: "
-        f"{figures['steps']:,} steps an epoch, mode {figures['mode']}"
+        f"{figures.samples:,} samples, {format_bytes(figures.bytes)}; "
+        f"{figures.nodes:,} nodes, {figures.ranks:,} ranks of {figures.batch_size}: "
+        f"{figures.steps:,} steps an epoch, mode {figures.mode}"
     )
-    held = figures["held_bytes"] / max(1, figures["bytes"])
+    held = figures.held_bytes / max(1, figures.bytes)
     rows = [
-        ("in tiers", f"{format_bytes(figures['held_bytes'])} of the data, {held:.0%}"),
+        ("in tiers", f"{format_bytes(figures.held_bytes)} of the data, {held:.0%}"),
         (
             "between nodes",
-            f"{format_bytes(figures['moved_bytes'])} an epoch, "
-            f"{figures['moved_share']:.2%} of the bytes",
+            f"{format_bytes(figures.moved_bytes)} an epoch, {figures.moved_share:.2%} of the bytes",
         ),
         (
             "a node's link",
-            f"{format_bytes(figures['link_bytes_out_max'])} out, "
-            f"{format_bytes(figures['link_bytes_in_max'])} in, at most",
+            f"{format_bytes(figures.link_bytes_out_max)} out, "
+            f"{format_bytes(figures.link_bytes_in_max)} in, at most",
         ),
         (
             "messages",
-            f"{figures['messages']:,} in {figures['windows']:,} windows; a rank has at most "
-            f"{figures['peers']:,} peers",
+            f"{figures.messages:,} in {figures.windows:,} windows; a rank has at most "
+            f"{figures.peers:,} peers",
         ),
         (
             "memory",
-            f"{format_bytes(figures['window_bytes'])} of messages a rank and window, at most",
+            f"{format_bytes(figures.window_bytes)} of messages a rank and window, at most",
         ),
-        ("from the source", f"{format_bytes(figures['source_bytes'])} in each later epoch"),
+        ("from the source", f"{format_bytes(figures.source_bytes)} in each later epoch"),
     ]
     for name, line in (
-        ("first epoch", figures["first_epoch"]),
-        ("later epochs", figures["later_epoch"]),
+        ("first epoch", figures.first_epoch),
+        ("later epochs", figures.later_epoch),
     ):
         rows.append(
             (
                 name,
-                f"{format_seconds(line['seconds'])}, first batch after "
-                f"{format_seconds(line['first_batch_s'])}, waiting {line['stall_share']:.1%}; "
-                f"most in use: {line['bottleneck']} ({line['busy'][line['bottleneck']]:.0%})",
+                f"{format_seconds(line.seconds)}, first batch after "
+                f"{format_seconds(line.first_batch_s)}, waiting {line.stall_share:.1%}; "
+                f"most in use: {line.bottleneck} ({line.busy[line.bottleneck]:.0%})",
             )
         )
     for name, text in rows:
         print(f"  {name:<16} {text}")
-    for remedy in figures["remedies"]:
+    for remedy in figures.remedies:
         print(remedy)
 
 
-def show_sweep(rows: Sequence["ForecastFigures"]) -> None:
+def show_sweep(rows: Sequence[Forecast]) -> None:
     """Print forecasts for several numbers of nodes as a table, one row each."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -247,42 +229,42 @@ def show_sweep(rows: Sequence["ForecastFigures"]) -> None:
         table.add_column(column, justify="right")
     table.add_column("most in use")
     for row in rows:
-        later = row["later_epoch"]
+        later = row.later_epoch
         table.add_row(
-            f"{row['nodes']:,}",
-            f"{row['steps']:,}",
-            f"{row['held_bytes'] / max(1, row['bytes']):.0%}",
-            f"{row['moved_share']:.2%}",
-            format_bytes(row["source_bytes"]),
-            format_seconds(row["first_epoch"]["seconds"]),
-            format_seconds(later["seconds"]),
-            f"{later['stall_share']:.1%}",
-            later["bottleneck"],
+            f"{row.nodes:,}",
+            f"{row.steps:,}",
+            f"{row.held_bytes / max(1, row.bytes):.0%}",
+            f"{row.moved_share:.2%}",
+            format_bytes(row.source_bytes),
+            format_seconds(row.first_epoch.seconds),
+            format_seconds(later.seconds),
+            f"{later.stall_share:.1%}",
+            later.bottleneck,
         )
     Console(width=max(110, Console().width)).print(table)
 
 
-def draw_sweep(rows: Sequence["ForecastFigures"], path: str) -> None:
+def draw_sweep(rows: Sequence[Forecast], path: str) -> None:
     """Plot times and shares against the number of nodes, into a PNG or SVG file."""
     with picture(path) as pyplot:
-        nodes = [row["nodes"] for row in rows]
+        nodes = [row.nodes for row in rows]
         figure, (times, shares) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 7))
         for name, epochs in (
-            ("first epoch", [row["first_epoch"] for row in rows]),
-            ("later epochs", [row["later_epoch"] for row in rows]),
+            ("first epoch", [row.first_epoch for row in rows]),
+            ("later epochs", [row.later_epoch for row in rows]),
         ):
-            times.plot(nodes, [epoch["seconds"] for epoch in epochs], marker="o", label=name)
+            times.plot(nodes, [epoch.seconds for epoch in epochs], marker="o", label=name)
         times.set_ylabel("seconds an epoch")
         times.set_yscale("log")
-        shares.plot(nodes, [row["moved_share"] for row in rows], marker="o", label="moved")
+        shares.plot(nodes, [row.moved_share for row in rows], marker="o", label="moved")
         shares.plot(
             nodes,
-            [row["source_bytes"] / max(1, row["bytes"]) for row in rows],
+            [row.source_bytes / max(1, row.bytes) for row in rows],
             marker="o",
             label="from the source",
         )
         shares.plot(
-            nodes, [row["later_epoch"]["stall_share"] for row in rows], marker="o", label="waiting"
+            nodes, [row.later_epoch.stall_share for row in rows], marker="o", label="waiting"
         )
         shares.set_ylabel("share of the bytes, or of the time")
         shares.set_xlabel("nodes")
@@ -291,6 +273,4 @@ def draw_sweep(rows: Sequence["ForecastFigures"], path: str) -> None:
             axes.legend()
             axes.grid(True, alpha=0.3)
         job = rows[0]
-        figure.suptitle(
-            f"{job['samples']:,} samples, {format_bytes(job['bytes'])}, mode {job['mode']}"
-        )
+        figure.suptitle(f"{job.samples:,} samples, {format_bytes(job.bytes)}, mode {job.mode}")

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, TypeVar
 
 from dlio.cli.option_records import OutputOptions
@@ -104,17 +104,17 @@ def plan(
     planned = job.job()
     modelled = machine.machine(job.block_tiers())
     if counts:
-        rows = [forecast(resized(planned, count), modelled, job.seed).as_dict() for count in counts]
+        rows = [forecast(resized(planned, count), modelled, job.seed) for count in counts]
         if not output.as_json:
             show_sweep(rows)
         if sweep.plot is not None:
             draw_sweep(rows, sweep.plot)
-        _write(rows, output)
+        _write([asdict(row) for row in rows], output)
         return
-    figures = forecast(planned, modelled, job.seed).as_dict()
+    figures = forecast(planned, modelled, job.seed)
     if not output.as_json:
         show_forecast(figures)
-    _write(figures, output)
+    _write(asdict(figures), output)
 
 
 def simulate(

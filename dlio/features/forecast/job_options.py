@@ -128,14 +128,10 @@ class MachineOptions(CheckedOptions):
     def machine(
         self, tiers: list[TierSpec], jitter: float = 0.0, slow: dict[int, float] | None = None
     ) -> "Machine":
-        """Return the described machine.
+        """Return the described machine, with the tiers of each node, fastest first.
 
-        Args:
-            tiers: tiers of each node, fastest first.
-            jitter: relative standard deviation of decoding and computing times.
-            slow: factor by which decoding and computing take longer, by rank.
-
-        Raises UsageError for an invalid bandwidth, or if their number is not that of the tiers.
+        `jitter` and `slow` are those of `Machine`. Raises UsageError for an invalid bandwidth, or
+        if their number is not that of the tiers.
         """
         from dlio.features.forecast.epoch_simulation import Machine
 

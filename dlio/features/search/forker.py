@@ -35,11 +35,7 @@ _END_TIMEOUT_S: Final = 10.0
 
 
 class Forker:
-    """The searcher's end of a forker process.
-
-    Args:
-        modules: imported before the first fork.
-    """
+    """The searcher's end of a forker process, which imports modules before its first fork."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self.control, its = socket.socketpair()
@@ -53,11 +49,6 @@ class Forker:
                 start_new_session=True,
             )
 
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
     def fork(
         self,
         key: str,
@@ -69,17 +60,11 @@ class Forker:
     ) -> None:
         """Fork a rank; it is reported under `key`. Raises OSError if the forker is gone.
 
-        Args:
-            argv: name of a module to run as the main program, and its arguments.
-            output: descriptor for standard output and error.
-            link: descriptor that the rank keeps, with its number in the environment.
+        `argv` names a module to run as the main program, and its arguments. `output` is the
+        descriptor for standard output and error; the rank keeps the descriptor `link`, with its
+        number in the environment.
         """
-        request = {
-            "fork": key,
-            "argv": list(argv),
-            "environment": dict(environment),
-            "cores": list(cores),
-        }
+        request = {"fork": key, "argv": argv, "environment": environment, "cores": cores}
         # The message may be longer than one send takes.
         data = pack(request)
         sent = socket.send_fds(self.control, [data], [output, link])

@@ -38,13 +38,7 @@ class Objective:
 
 
 def parse_objectives(texts: Sequence[str], has_val: bool) -> tuple[Objective, ...]:
-    """Parse the texts of --objective.
-
-    Args:
-        has_val: whether there are held-out data.
-
-    Raises UsageError.
-    """
+    """Parse the texts of --objective; the default depends on held-out data. Raises UsageError."""
     objectives = []
     for text in texts or ("val_accuracy" if has_val else "loss",):
         name, colon, word = text.partition(":")

@@ -50,11 +50,7 @@ def quiet_optuna() -> None:
 
 def distributions(axes: Sequence[SearchParameter]) -> "dict[str, BaseDistribution]":
     """Return Optuna's distributions of the parameters."""
-    from optuna.distributions import (
-        CategoricalDistribution,
-        FloatDistribution,
-        IntDistribution,
-    )
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     made: dict[str, BaseDistribution] = {}
     for axis in axes:
@@ -68,14 +64,9 @@ def distributions(axes: Sequence[SearchParameter]) -> "dict[str, BaseDistributio
 
 
 class ParameterSampler:
-    """Chooses the parameters of trials by their numbers.
+    """Chooses the parameters of trials by their numbers; trial k knows those up to k - lag.
 
-    Args:
-        name: tpe, cmaes, random or grid.
-        lag: trial k knows the trials up to k - lag.
-        directions: of the objectives.
-
-    Raises UsageError if the sampler cannot search the parameters.
+    `name` is tpe, cmaes, random or grid. Raises UsageError if it cannot search the parameters.
     """
 
     def __init__(
@@ -115,11 +106,7 @@ class ParameterSampler:
         return count if count >= _RANDOM_FIRST.get(self._name, number + 1) else 0
 
     def choose(self, number: int, known: "Sequence[FrozenTrial]") -> TrialParameters:
-        """Return the parameters of a trial.
-
-        Args:
-            known: the first `known(number)` trials.
-        """
+        """Return the parameters of a trial, by the first `known(number)` trials."""
         import optuna
 
         if self._grid is not None:

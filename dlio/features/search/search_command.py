@@ -60,12 +60,7 @@ def checked_tiers(tiers: str) -> str:
 
 
 def own_tiers(folder: str, paths: Sequence[str]) -> str:
-    """Make a tier of the search's own with room for data sets, and return it as --tiers takes it.
-
-    Args:
-        folder: of the search.
-        paths: the data sets.
-    """
+    """Make a tier in the search's folder with room for data sets; return it for --tiers."""
     from dlio.data.reader import open_reader
     from dlio.data.reader_contract import data_bytes
 
@@ -201,21 +196,17 @@ def _search(
     from dlio.features.search.search_display import TrialTable, results, show_results, write_page
     from dlio.features.search.searcher import STOPPED, Searcher, SearchSetup
 
+    def sampler(lag: int) -> ParameterSampler:
+        directions = [each.direction for each in objectives]
+        return ParameterSampler(search.sampler, axes, run.data.seed, lag, directions)
+
     lag = search.lag or 2 * search.at_a_time
-    ParameterSampler(
-        search.sampler, axes, run.data.seed, lag, [each.direction for each in objectives]
-    )
+    sampler(lag)  # Refuses parameters that it cannot search, before there is a folder.
     shared = checked_tiers(run.data.tiers) if run.data.tiers is not None else None
     cores = search.cores_per_rank or max(1, available_cores() // search.ranks)
     first = {"--lag": lag, "--cores-per-rank": cores}
     with Study(search.study, axes, objectives, _fixed(run, search, words), first) as study:
-        sampling = ParameterSampler(
-            search.sampler,
-            axes,
-            run.data.seed,
-            study.first["--lag"],
-            [o.direction for o in objectives],
-        )
+        sampling = sampler(study.first["--lag"])
         for name, given in (("--lag", search.lag), ("--cores-per-rank", search.cores_per_rank)):
             if given not in (None, study.first[name]):
                 raise UsageError(

@@ -35,28 +35,21 @@ def check_plots() -> None:
 
 
 class TrialTable:
-    """The table of trials while they run: drawn on a terminal, otherwise a line per ended trial.
-
-    Args:
-        trials: number in all.
-    """
+    """The table of trials while they run: drawn on a terminal, otherwise a line per ended trial."""
 
     def __init__(self, study: Study, trials: int) -> None:
         self._study, self._trials = study, trials
         self._told = {record.number for record in study.records if record.has_ended}
         self._live: Any = None
         self._figures: dict[str, object] = {}
-
-    def figures(self) -> dict[str, object]:
-        """Return what `dlio top` shows of the search, as of the last update."""
-        return self._figures
+        """The figures of `dlio top`, as of the last update."""
 
     def __enter__(self) -> Self:
-        self._published = publish("search", self.figures)
+        self._published = publish("search", lambda: self._figures)
         if sys.stdout.isatty():
             from rich.live import Live
 
-            self._live = Live(self._table([]), auto_refresh=False)
+            self._live = Live(self._table({}), auto_refresh=False)
             self._live.start()
         return self
 
@@ -66,11 +59,7 @@ class TrialTable:
             self._live.stop()
 
     def update(self, running: Mapping[int, bool]) -> None:
-        """Draw anew.
-
-        Args:
-            running: trials that run by number; True for one that waits for others.
-        """
+        """Draw anew. Trials that run are given by number, True for one that waits for others."""
         self._figures = self._counted(running)
         if self._live is not None:
             self._live.update(self._table(running), refresh=True)
@@ -99,7 +88,7 @@ class TrialTable:
             f"{_point(record)}{more}"
         )
 
-    def _table(self, running: Mapping[int, bool] | Sequence[int]) -> "RenderableType":
+    def _table(self, running: Mapping[int, bool]) -> "RenderableType":
         from rich.markup import escape
         from rich.table import Table
 
@@ -118,8 +107,8 @@ class TrialTable:
                 continue
             state = record.state
             if not record.has_ended:
-                waits = isinstance(running, Mapping) and running.get(record.number)
-                state = "waits" if waits else "running" if record.number in running else "queued"
+                waits = running.get(record.number)
+                state = "queued" if waits is None else "waits" if waits else "running"
             table.add_row(
                 str(record.number),
                 f"{state}{' *' if record.number in best else ''}",
@@ -131,11 +120,7 @@ class TrialTable:
 
 
 def results(study: Study, command: Callable[[TrialRecord], Sequence[str]]) -> dict[str, object]:
-    """Return the results of a search as JSON takes them.
-
-    Args:
-        command: returns the command that a trial stands for.
-    """
+    """Return the results of a search as JSON takes them, with the command of each best trial."""
     names = [objective.name for objective in study.objectives]
     return {
         "study": study.folder,
@@ -161,9 +146,7 @@ def results(study: Study, command: Callable[[TrialRecord], Sequence[str]]) -> di
             for record in study.records
         ],
         "staged_bytes": study.staged_bytes,
-        "trial_source_bytes": sum(
-            epoch.source_bytes for record in study.records for epoch in record.epochs
-        ),
+        "trial_source_bytes": study.trial_source_bytes,
     }
 
 
@@ -180,10 +163,9 @@ def show_results(
     epochs = sum(len(record.epochs) for record in records)
     print_line(f"{len(records)} trials ({counts}), {epochs} epochs")
     if study.staged_bytes:
-        read = sum(epoch.source_bytes for record in records for epoch in record.epochs)
         print_line(
             f"read from the source: {format_bytes(study.staged_bytes)} to stage, "
-            f"{format_bytes(read)} by trials"
+            f"{format_bytes(study.trial_source_bytes)} by trials"
         )
     for record in study.best():
         print_line(f"best: trial {record.number}, {_values(record, study.objectives)}")
@@ -202,10 +184,10 @@ def write_page(study: Study, path: str, command: Callable[[TrialRecord], Sequenc
             for record in study.best()
         ),
     ]
-    is_first = True
-    for figure in _figures(study):
-        parts.append(figure.to_html(full_html=False, include_plotlyjs=is_first))
-        is_first = False
+    parts += [
+        figure.to_html(full_html=False, include_plotlyjs=number == 0)
+        for number, figure in enumerate(_figures(study))
+    ]
     rows = json.dumps(results(study, command)["trials"])
     parts.append(
         f'<script type="application/json" id="trials">{rows.replace("<", "&lt;")}</script>'

@@ -92,14 +92,9 @@ class Team:
         forker: Forker,
         open_folder: OpenFolder,
     ) -> "Team":
-        """Fork the ranks of a trial.
+        """Fork the ranks of a trial, with the cores of each and the GPUs of all.
 
-        Args:
-            cores: that each rank may use.
-            gpus: as CUDA_VISIBLE_DEVICES names those of all ranks.
-            folder: of the trial.
-
-        Raises OSError if the forker is gone.
+        CUDA_VISIBLE_DEVICES names `gpus`. Raises OSError if the forker is gone.
         """
         mine, its = socket.socketpair()
         with ExitStack() as stack, its:
@@ -245,9 +240,8 @@ class SearchSetup:
 class Searcher:
     """Runs the trials of a study on this machine.
 
-    Args:
-        open_folder: opens a job's temporary folder, for trials of several ranks.
-        changed: called after each change of a trial, with the trials that run.
+    `open_folder` opens a job's temporary folder, for trials of several ranks. `changed` is called
+    after each change of a trial, with the trials that run.
     """
 
     def __init__(
@@ -335,7 +329,7 @@ class Searcher:
         """Start trials while there are ranks, those that were interrupted first."""
         while len(self._free) >= self._setup.ranks_per_trial:
             if self._forker is None:
-                if not self._next_number() and not self._again:
+                if not self._may_begin() and not self._again:
                     return
                 self._start_forker()
             if not self._is_ready:
@@ -345,15 +339,11 @@ class Searcher:
                 return
             self._start(record)
 
-    def _next_number(self) -> int | None:
-        """Return the number of the trial that may begin next, plus 1; None if there is none."""
+    def _may_begin(self) -> bool:
+        """True if there is another trial, and those that its choice knows have ended."""
         number = len(self._study.records)
-        if number >= self._setup.trials:
-            return None
-        known = self._sampling.known(number)
-        if all(record.has_ended for record in self._study.records[:known]):
-            return number + 1
-        return None
+        known = self._study.records[: self._sampling.known(number)]
+        return number < self._setup.trials and all(record.has_ended for record in known)
 
     def _next(self) -> TrialRecord | None:
         """Take the trial that starts next; None if one has to wait for others."""
@@ -361,7 +351,7 @@ class Searcher:
             if self._decided(record):
                 self._again.remove(record)
                 return record
-        if self._again or not self._next_number():
+        if self._again or not self._may_begin():
             return None
         number = len(self._study.records)
         known = self._study.frozen(self._sampling.known(number))
@@ -485,7 +475,7 @@ class Searcher:
             self._study.end(record, "pruned")
         elif code == 0 and not team.was_killed and record.epochs:
             self._study.end(record, "complete")
-        elif code < 0 or code == STOPPED or (team.was_killed and not _failed_itself(team)):
+        elif code < 0 or code == STOPPED or (team.was_killed and code == 0):
             self._again = sorted([*self._again, record], key=lambda each: each.number)
             if not self._stopping:
                 self._deaths[record.number] += 1
@@ -568,11 +558,6 @@ class Searcher:
             team.close()
         if self._forker is not None:
             self._forker.close()
-
-
-def _failed_itself(team: Team) -> bool:
-    """True if a rank has ended by an error, after which the others were killed."""
-    return team.code > 0 and team.code != STOPPED
 
 
 def _last_error(path: str) -> str:

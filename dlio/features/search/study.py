@@ -93,9 +93,8 @@ class _NoLock:
 class Study(Closable):
     """A search's folder, held by this process until `close`.
 
-    Args:
-        fixed: options that a search goes on with; others are refused.
-        first: values that a new search takes; one that goes on keeps its own, in `first`.
+    A search goes on with the options in `fixed`; others are refused. It keeps the values in `first`
+    that it has begun with.
 
     Raises UsageError if another searcher holds the folder, if it belongs to another search, or
     cannot be written.
@@ -124,8 +123,9 @@ class Study(Closable):
                 )
             self.first = self._check_fixed(fixed, first)
             """Values that the search has begun with."""
-            self._study = self._opened()
-            self.records = [self._record(each) for each in self._study.get_trials(deepcopy=False)]
+            self.optuna_study = self._opened()
+            """Optuna's study, which others may only read."""
+            self.records = list(map(_record, self.frozen()))
         except BaseException:
             os.close(self._lock)
             raise
@@ -135,23 +135,30 @@ class Study(Closable):
         os.close(self._lock)
 
     @property
+    def trial_source_bytes(self) -> int:
+        """Bytes that trials have read from the source."""
+        return sum(epoch.source_bytes for record in self.records for epoch in record.epochs)
+
+    @property
     def staged_bytes(self) -> int:
         """Bytes that were read from the source to stage it, over all runs of the search."""
-        return sum(self._study.user_attrs.get(_STAGED, []))
+        return sum(self.optuna_study.user_attrs.get(_STAGED, []))
 
     def add_staged(self, count: int) -> None:
         """Note bytes that were read from the source to stage it."""
-        self._study.set_user_attr(_STAGED, [*self._study.user_attrs.get(_STAGED, []), count])
+        self.optuna_study.set_user_attr(
+            _STAGED, [*self.optuna_study.user_attrs.get(_STAGED, []), count]
+        )
 
-    def frozen(self, count: int) -> "list[FrozenTrial]":
-        """Return the first trials, for a sampler."""
-        return self._study.get_trials(deepcopy=False)[:count]
+    def frozen(self, count: int | None = None) -> "list[FrozenTrial]":
+        """Return the first trials, all for None, as samplers take them."""
+        return self.optuna_study.get_trials(deepcopy=False)[:count]
 
     def add(self, choice: TrialParameters) -> TrialRecord:
         """Begin a trial."""
         import optuna
 
-        self._study.add_trial(
+        self.optuna_study.add_trial(
             optuna.trial.create_trial(
                 state=optuna.trial.TrialState.RUNNING,
                 params=dict(choice.point),
@@ -187,11 +194,11 @@ class Study(Closable):
             self._trial(record).set_user_attr(_NOTE, note)
         states = optuna.trial.TrialState
         if state == "complete":
-            self._study.tell(record.number, values)
-        elif state == "pruned":
-            self._study.tell(record.number, state=states.PRUNED)
+            self.optuna_study.tell(record.number, values)
         else:
-            self._study.tell(record.number, state=states.FAIL)
+            self.optuna_study.tell(
+                record.number, state=states.PRUNED if state == "pruned" else states.FAIL
+            )
         record.state, record.note = state, note
 
     def best(self) -> list[TrialRecord]:
@@ -227,11 +234,6 @@ class Study(Closable):
             remove_path(os.path.join(self.trial_folder(record.number), "checkpoint"))
             if record.number not in best:
                 remove_file(self.weights(record.number))
-
-    @property
-    def optuna_study(self) -> "optuna.Study":
-        """Optuna's study, to be read."""
-        return self._study
 
     def _check_fixed(self, fixed: Mapping[str, object], first: Mapping[str, int]) -> dict[str, int]:
         path = os.path.join(self.folder, "search.json")
@@ -271,22 +273,17 @@ class Study(Closable):
     def _trial(self, record: TrialRecord) -> "optuna.Trial":
         import optuna
 
-        frozen = self._study.get_trials(deepcopy=False)[record.number]
-        return optuna.trial.Trial(self._study, frozen._trial_id)
+        return optuna.trial.Trial(self.optuna_study, self.frozen()[record.number]._trial_id)
 
-    def _record(self, frozen: "FrozenTrial") -> TrialRecord:
-        names = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
-        attributes: dict[str, Any] = frozen.user_attrs
-        epochs: list[TrialEpoch] = []
-        while (row := attributes.get(f"{_EPOCH}{len(epochs)}")) is not None:
-            epochs.append(TrialEpoch(tuple(row[0]), row[1]))
-        return TrialRecord(
-            frozen.number,
-            frozen.params,
-            names.get(frozen.state.name, "running"),
-            epochs,
-            attributes.get(_NOTE, ""),
-        )
+
+def _record(frozen: "FrozenTrial") -> TrialRecord:
+    names = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
+    attributes: dict[str, Any] = frozen.user_attrs
+    epochs: list[TrialEpoch] = []
+    while (row := attributes.get(f"{_EPOCH}{len(epochs)}")) is not None:
+        epochs.append(TrialEpoch(tuple(row[0]), row[1]))
+    state = names.get(frozen.state.name, "running")
+    return TrialRecord(frozen.number, frozen.params, state, epochs, attributes.get(_NOTE, ""))
 
 
 def _drop_torn_line(path: str) -> None:

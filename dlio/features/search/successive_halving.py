@@ -49,10 +49,7 @@ class SuccessiveHalving:
         return looks
 
     def goes_on(self, number: int, epochs: int, courses: Mapping[int, TrialCourse]) -> bool | None:
-        """Decide on a trial after a number of epochs.
-
-        Args:
-            courses: of all trials by number, with this one.
+        """Decide on a trial after a number of epochs, by the courses of all trials.
 
         Returns None if a trial with a lower number has to come to this look first.
         """

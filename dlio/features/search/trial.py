@@ -57,13 +57,9 @@ class TrialLink:
         source_bytes: int = 0,
         peers: Communicator | None = None,
     ) -> bool:
-        """Tell an epoch's results; return False if the trial shall end. Collective over `peers`.
+        """Tell an epoch's values of the objectives; return False if the trial shall end.
 
-        Args:
-            epoch: its number, from 0.
-            values: of the objectives.
-
-        Raises CommError if the searcher is gone.
+        Epochs count from 0. Collective over `peers`. Raises CommError if the searcher is gone.
         """
         if peers is None or peers.rank == 0:
             message = {"epoch": epoch, "values": values, "source_bytes": source_bytes}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.features.forecast.epoch_simulation import Machine, run
-from dlio.features.forecast.forecast_analysis import forecast, remedies, resized
+from dlio.features.forecast.forecast_analysis import forecast, resized
 from dlio.loader.planned_traffic import ForecastJob, job_of, messages_of, traffic
 from dlio.plan.placement import HomeNode
 
@@ -129,16 +129,16 @@ def test_the_rest_of_an_epoch_is_trained_without_dead_ranks() -> None:
     ],
 )
 def test_the_bottleneck_is_named(machine: dict[str, Any], capacity: int, said: str) -> None:
-    result = forecast(_job(capacity=capacity), replace(FAST, **machine))
-    assert any(said in line for line in remedies(result)), remedies(result)
+    remedies = forecast(_job(capacity=capacity), replace(FAST, **machine)).remedies
+    assert any(said in line for line in remedies), remedies
 
 
 def test_the_number_of_nodes_in_a_remedy_holds_the_whole_data_set() -> None:
-    result = forecast(_job(capacity=1 << 27), FAST)
-    (line,) = [line for line in remedies(result) if "hold it all" in line]
+    job = _job(capacity=1 << 27)
+    (line,) = [line for line in forecast(job, FAST).remedies if "hold it all" in line]
     nodes = int(line.split("hold it all, use ")[1].split(" such nodes")[0])
-    assert traffic(resized(result.job, nodes)).source == 0
-    assert traffic(resized(result.job, nodes - 2)).source > 0
+    assert traffic(resized(job, nodes)).source == 0
+    assert traffic(resized(job, nodes - 2)).source > 0
 
 
 def test_a_thousand_ranks_move_two_and_a_half_per_cent() -> None:
