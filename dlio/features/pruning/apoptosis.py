@@ -158,7 +158,11 @@ class Apoptosis(Closable):
         self._original = self.found.groups
         self.groups: tuple[NeuronGroup, ...] = self.found.groups
         """Groups of the model as it is now."""
-        self._target: Mapping[str, int] = self._widths_of_target()
+        self._target: Mapping[str, int] = {}
+        """Widths by group to which the first round cuts; empty without a target."""
+        fraction = self.schedule.target
+        if fraction is not None and fraction < 1:
+            self._target = widths_for(model, self._original, fraction, self._limits.multiple)
         self.layout = PrunedLayout()
         """The cuts so far."""
         self.parameters_at_first = count_parameters(model)
@@ -384,13 +388,6 @@ class Apoptosis(Closable):
         self._window.restart(self.groups)
         if self._target and all(each.width <= self._target[each.name] for each in self.groups):
             self.stop("the target is reached")
-
-    def _widths_of_target(self) -> dict[str, int]:
-        """Widths by group to which the first round cuts; empty without a target."""
-        fraction = self.schedule.target
-        if fraction is None or fraction == 1:
-            return {}
-        return widths_for(self.model, self._original, fraction, self._limits.multiple)
 
     def _publish(self, cuts: Sequence[TensorCut]) -> None:
         """Pass the cuts on to exchanges and callbacks."""

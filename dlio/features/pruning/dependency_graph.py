@@ -23,7 +23,6 @@ from dlio.features.pruning.neuron_groups import (
     UnprunableLayer,
     is_depthwise,
     layer_side,
-    own_parameter,
     reads_zeros,
 )
 from dlio.util.extras import how_to_install
@@ -306,7 +305,7 @@ def _op(node: Any) -> str:
 def _takes_constant(graph: _Graph, module: nn.Module) -> str:
     """Name of the tensor that can absorb a constant in a consumer's output; see Member."""
     name = graph.names[module]
-    if own_parameter(module, "bias") is not None:
+    if module._parameters.get("bias") is not None:
         return f"{name}.bias"
     outputs = graph.graph.module2node[module].outputs
     if len(outputs) == 1 and isinstance(outputs[0].module, nn.modules.batchnorm._BatchNorm):

@@ -19,6 +19,7 @@ from torch import nn
 
 from dlio.features.pruning.model_wrappers import without_compiler
 from dlio.features.pruning.neuron_groups import NeuronGroup
+from dlio.util.closable import Closable
 
 # Statistics
 
@@ -54,11 +55,6 @@ class InputMoments:
     def mean(self) -> Array:
         """Mean value of each channel."""
         return self.total / max(1.0, self.count)
-
-    @property
-    def variance(self) -> Array:
-        """Variance of each channel."""
-        return np.maximum(0.0, self.squares / max(1.0, self.count) - self.mean**2)
 
     @property
     def rms(self) -> Array:
@@ -115,17 +111,6 @@ class Statistics:
         return Statistics(after)
 
 
-def merge(several: Sequence[Statistics]) -> Statistics:
-    """Merge the statistics of several ranks. Pure.
-
-    Raises ValueError if `several` is empty, or if the layers differ.
-    """
-    if len({tuple(each.moments) for each in several}) != 1:
-        raise ValueError("give statistics of at least one rank, all of the same layers")
-    sums = np.sum([each.sums() for each in several], axis=0)
-    return several[0].reduced(sums, np.max([each.peaks() for each in several], axis=0))
-
-
 @dataclass(slots=True, eq=False)
 class _LayerSums:
     """Running sums and peaks of one layer, on its device."""
@@ -141,7 +126,7 @@ class _LayerSums:
             (_raise if row in _PEAKS else _add)(self, row, values)
 
 
-class Collector:
+class Collector(Closable):
     """Collect statistics with hooks, from construction until `close`; a context manager.
 
     Samples one step in `every`, the first samples of its batch, and only layers in training mode. A
@@ -178,12 +163,6 @@ class Collector:
             module.register_forward_pre_hook(self._hook(name))
             for name, (module, _) in self._layers.items()
         ]
-
-    def __enter__(self) -> "Collector":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Remove the hooks; the statistics stay."""

@@ -128,7 +128,11 @@ def _drop_reducer(ddp: DistributedDataParallel) -> None:
 def _hooks_of(ddp: DistributedDataParallel) -> list[tuple[_Hook, object]]:
     """Return DDP's communication hooks. Raises UsageError if one cannot be registered again."""
     hooks: list[tuple[_Hook, object]] = list(ddp._comm_hooks)
-    unknown = [hook.__qualname__ for hook, state in hooks if not _is_stateless(state)]
+    unknown = [
+        hook.__qualname__
+        for hook, state in hooks
+        if not (state is None or isinstance(state, dist.ProcessGroup))
+    ]
     logged: Callable[[], dict[str, Any]] = ddp._get_ddp_logging_data
     if not hooks and (built_in := logged().get("comm_hook")):
         unknown = [str(built_in)]
@@ -138,7 +142,3 @@ def _hooks_of(ddp: DistributedDataParallel) -> list[tuple[_Hook, object]]:
             "hook whose state is None or a process group, or use dlio.distribute"
         )
     return hooks
-
-
-def _is_stateless(state: object) -> bool:
-    return state is None or isinstance(state, dist.ProcessGroup)

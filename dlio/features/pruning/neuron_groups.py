@@ -63,11 +63,6 @@ def is_depthwise(module: nn.Module) -> bool:
     )
 
 
-def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    """Return the layer's own parameter of this name, or None."""
-    return module._parameters.get(name)
-
-
 def reads_zeros(module: nn.Module) -> bool:
     """True if a layer reads zeros instead of neurons at an image's border."""
     if not isinstance(module, nn.modules.conv._ConvNd):
@@ -194,20 +189,13 @@ class PrunableGroups:
     left_alone: tuple[UnprunableLayer, ...]
 
 
-def removed(width: int, keep: Indices) -> Indices:
-    """Return the neurons missing from `keep`, in ascending order."""
-    gone = np.ones(width, bool)
-    gone[keep] = False
-    return np.flatnonzero(gone).astype(np.int64)
-
-
 def channels_gone(groups: Sequence[NeuronGroup], keep: Mapping[str, Indices]) -> dict[str, Indices]:
     """Return the channels to remove, ascending, by Member.key; groups not in `keep` stay whole."""
     gone: dict[str, list[Indices]] = {}
     for group in groups:
         if group.name not in keep:
             continue
-        away = removed(group.width, keep[group.name])
+        away = np.delete(np.arange(group.width, dtype=np.int64), keep[group.name])
         if len(away):
             for member in group.members:
                 gone.setdefault(member.key, []).append(member.channels[away].ravel())

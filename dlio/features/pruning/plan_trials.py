@@ -51,8 +51,6 @@ class TrialResult:
     """Mean loss of the probe before the round; None without a probe."""
     after: float | None
     """Mean loss with `plan` carried out."""
-    tries: int
-    """Number of plans whose loss was measured."""
     gently: bool = False
     """True if the plan removes less of each group than the first one, which failed."""
 
@@ -74,7 +72,6 @@ class PlanTrials:
         self._model, self._groups, self._probe, self._comm = model, groups, probe, comm
         self._statistics = reduced(statistics, comm)
         self._weights = weights_of(model, groups) if comm.rank == 0 else {}
-        self._tries = 0
         self.before = None if probe is None else self._loss(None)
         """Mean loss of the model as it is; infinite if no rank has samples, or if it is NaN."""
 
@@ -86,17 +83,17 @@ class PlanTrials:
         """
         whole = self._planned(limits)
         if not whole.keep or self.before is None:
-            return TrialResult(whole, (), self.before, self.before, 0)
+            return TrialResult(whole, (), self.before, self.before)
         after = self._loss(whole)
         if after - self.before <= allowed:
-            return TrialResult(whole, (), self.before, after, self._tries)
+            return TrialResult(whole, (), self.before, after)
         share, loss = _GENTLER
         limits = replace(limits, share=limits.share * share, loss=limits.loss * loss)
         less = self._planned(limits)
         if less.keep:
             after = self._loss(less)
             if after - self.before <= allowed:
-                return TrialResult(less, (), self.before, after, self._tries, gently=True)
+                return TrialResult(less, (), self.before, after, gently=True)
         names = list(less.keep) or list(whole.keep)
         fits = self._parts_that_fit(names, limits, allowed) if len(less.keep) > 1 else []
         rest = [name for name in names if name not in fits]
@@ -104,8 +101,8 @@ class PlanTrials:
             part = self._planned(self._only(fits, limits))
             after = self._loss(part)
             if after - self.before <= allowed:
-                return TrialResult(part, tuple(rest), self.before, after, self._tries, gently=True)
-        return TrialResult(RemovalPlan(), tuple(names), self.before, self.before, self._tries)
+                return TrialResult(part, tuple(rest), self.before, after, gently=True)
+        return TrialResult(RemovalPlan(), tuple(names), self.before, self.before)
 
     def _parts_that_fit(self, names: list[str], limits: Limits, allowed: float) -> list[str]:
         """Names of groups whose separately measured rises sum to at most `allowed`."""
@@ -149,7 +146,6 @@ class PlanTrials:
                 module.training = True
                 module.track_running_stats = False
         if plan is not None:
-            self._tries += 1
             apply(copy, self._groups, plan)
         sums = np.array(self._probe(copy), np.float64)
         self._comm.wait([self._comm.iallreduce(sums)], "the loss of a trial")

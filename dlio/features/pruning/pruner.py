@@ -45,7 +45,8 @@ class PruningHooks(FeatureHooks):
     def __init__(self, options: PruningOptions, run: FeatureRun) -> None:
         self._options, self._precision, self._task = options, run.precision, run.task
         self._batches: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_BATCHES)
-        self._cuts: Sequence[TensorCut] = []
+        self._cuts: list[TensorCut] = []
+        """Cuts of the last step."""
         self._reported = 0
         """Number of rounds reported so far."""
 
@@ -60,7 +61,7 @@ class PruningHooks(FeatureHooks):
             exchange=run.exchange,
             steps=config.epochs * math.ceil(batches / config.accumulate),
             schedule=_schedule(self._options),
-            on_cut=(self._keep_cuts,),
+            on_cut=(self._cuts.extend,),
         )
         self._flops_at_first = flops_per_sample(model, self.apoptosis.example)
         self._flops = 0, self._flops_at_first
@@ -90,13 +91,13 @@ class PruningHooks(FeatureHooks):
         self.apoptosis.look()
 
     def after_step(self, run: FeatureRun) -> None:
-        self._cuts = []
+        self._cuts.clear()
         is_due = self.apoptosis.due()
         self.apoptosis.step()
         if is_due:
             self._batches.clear()
         if self._cuts:
-            run.reshaped(self._cuts)
+            run.reshaped(list(self._cuts))
 
     def compared(
         self, run: FeatureRun, everyone: Sequence[RankEpoch], accuracy: float | None
@@ -172,9 +173,6 @@ class PruningHooks(FeatureHooks):
 
     def close(self) -> None:
         self.apoptosis.close()
-
-    def _keep_cuts(self, cuts: Sequence[TensorCut]) -> None:
-        self._cuts = cuts
 
     def _probe(self, model: nn.Module) -> tuple[float, float]:
         """Return (sum of losses, number of samples) of the last batches."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self, cast
 
 from dlio.errors import DlioError, UsageError
-from dlio.features.pruning.removal_plan import Limits
+from dlio.features.pruning.removal_plan import Limits, check_least
 
 TOLERANCE: Final = 0.5
 """Percentage points of held-out accuracy that pruning may cost by default."""
@@ -53,12 +53,8 @@ class Schedule:
     settings of loss and shares have no effect. None to remove as much as the loss allows."""
 
     def __post_init__(self) -> None:
-        for name in ("tolerance", "allowed"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"Schedule({name}={getattr(self, name)}): choose 0 or more")
-        for name in ("every", "looks", "patience"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"Schedule({name}={getattr(self, name)}): choose 1 or more")
+        check_least(self, 0, "tolerance", "allowed")
+        check_least(self, 1, "every", "looks", "patience")
         if not 0 <= self.begin <= self.end <= 1:
             raise UsageError(
                 f"Schedule(begin={self.begin}, end={self.end}): choose fractions of the training "

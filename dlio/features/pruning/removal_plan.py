@@ -156,13 +156,19 @@ class Limits:
     """Names of groups to leave alone."""
 
     def __post_init__(self) -> None:
-        for name in ("constant", "twin", "loss"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"Limits({name}={getattr(self, name)}): choose 0 or more")
+        check_least(self, 0, "constant", "twin", "loss")
         if not 0 <= self.share <= 1:
             raise UsageError(f"Limits(share={self.share}): choose a fraction from 0 to 1")
-        if self.multiple < 1:
-            raise UsageError(f"Limits(multiple={self.multiple}): choose 1 or more")
+        check_least(self, 1, "multiple")
+
+
+def check_least(settings: object, least: int, *names: str) -> None:
+    """Raise UsageError if one of these settings is less than `least`, or NaN."""
+    for name in names:
+        value = getattr(settings, name)
+        if not value >= least:
+            kind = type(settings).__name__
+            raise UsageError(f"{kind}({name}={value}): choose {least} or more")
 
 
 @dataclass(frozen=True, slots=True)

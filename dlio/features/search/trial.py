@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from dlio.comm import Communicator
 from dlio.errors import CommError, UsageError
@@ -15,6 +15,7 @@ from dlio.launch.node.agent_protocol import pack, receive_exactly
 from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.config import TrainConfig
 from dlio.train.report import EpochReport
+from dlio.util.closable import Closable
 from dlio.util.settings import TRIAL_LINK
 
 if TYPE_CHECKING:
@@ -34,16 +35,14 @@ _TURN_S: Final = 20.0
 """Time between two signs to the other ranks, well below the deadline of their waits."""
 
 
-class TrialLink:
+class TrialLink(Closable):
     """A trial's end of the link."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(fileno=int(os.environ[TRIAL_LINK]))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the socket."""
         self._socket.close()
 
     def begin(self) -> None:

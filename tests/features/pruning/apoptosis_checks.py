@@ -17,7 +17,7 @@ import dlio
 from dlio.comm import Communicator, world
 from dlio.features.pruning.apoptosis import ApoptosisState
 from dlio.features.pruning.group_search import find_groups
-from dlio.features.pruning.input_statistics import Collector, merge
+from dlio.features.pruning.input_statistics import Collector
 from dlio.features.pruning.model_surgery import PrunedLayout, apply, shrink_to
 from dlio.features.pruning.neuron_groups import Indices
 from dlio.features.pruning.plan_trials import reduced
@@ -204,7 +204,8 @@ def check_reduced(comm: Communicator) -> None:
     for rank in range(comm.size):
         net.zero_grad()
         all_seen.append(seen(rank).statistics())
-    together = merge(all_seen)
+    sums = np.sum([each.sums() for each in all_seen], axis=0)
+    together = all_seen[0].reduced(sums, np.max([each.peaks() for each in all_seen], axis=0))
     for name, moments in together.moments.items():
         for row in ("total", "squares", "zeros", "score", "high", "low"):
             a, b = getattr(moments, row), getattr(mine.moments[name], row)
