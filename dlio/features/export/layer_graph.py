@@ -19,8 +19,6 @@ from dlio.errors import UsageError
 from dlio.train.model import PIXEL_MEAN, PIXEL_STD
 
 # Graphs
-
-
 Kind = Literal["input", "conv", "linear", "relu", "pool", "flatten", "output"]
 Weights = Mapping[str, torch.Tensor]
 """Weights by the name of their layer, to use in place of the network's own."""
@@ -132,8 +130,6 @@ def fold_norm(layer: GraphLayer, norm: nn.modules.batchnorm._BatchNorm) -> Graph
 
 
 # Tracing
-
-
 _NORMALISE: Final = "normalise"
 _REMEDY: Final = (
     "a NIR graph has convolutions, linear layers, ReLU, average pooling, sums and flattening, with "
@@ -295,18 +291,20 @@ class _GraphTracer:
         elif target is functional.dropout:
             self._sums[node] = self._sums[_source(node)]
         else:
-            raise _refused(node, _named(target))
+            raise _refused(node, _called(target))
 
     def _add(self, node: fx.Node, kind: Kind, **more: Any) -> None:
-        name = self._new_name(node.name)
-        self._layers[name] = GraphLayer(name, kind, self._sums[_source(node)], _shape(node), **more)
+        name = self._named(node.name, kind, self._sums[_source(node)], _shape(node), **more)
         self._sums[node] = (name,)
 
-    def _new_name(self, wanted: str) -> str:
-        """Return a name that no layer has."""
-        while wanted in self._layers or wanted in (INPUT, OUTPUT, _NORMALISE):
-            wanted += "_"
-        return wanted
+    def _named(
+        self, name: str, kind: Kind, inputs: tuple[str, ...], shape: tuple[int, ...], **more: Any
+    ) -> str:
+        """Add a layer under a name that no other one has, and return the name."""
+        while name in self._layers or name in (INPUT, OUTPUT, _NORMALISE):
+            name += "_"
+        self._layers[name] = GraphLayer(name, kind, inputs, shape, **more)
+        return name
 
     def _sum(self, node: fx.Node) -> None:
         terms = [each for each in node.args if isinstance(each, fx.Node)]
@@ -357,15 +355,12 @@ class _GraphTracer:
         shape = _shape(source)
         if not isinstance(dims, tuple | list) or sorted(d % 4 for d in dims) != [2, 3]:
             raise _refused(node, f"a mean over dimensions {dims}")
-        pool = self._new_name(f"{node.name}_pool")
-        inputs, sides = self._sums[source], (shape[1], shape[2])
-        pooled = (shape[0], 1, 1)
-        self._layers[pool] = GraphLayer(pool, "pool", inputs, pooled, kernel=sides, stride=sides)
-        self._sums[node] = (pool,)
+        inputs, pooled, sides = self._sums[source], (shape[0], 1, 1), (shape[1], shape[2])
+        name = f"{node.name}_pool"
+        name = self._named(name, "pool", inputs, pooled, kernel=sides, stride=sides)
         if not _argument(node, 2, "keepdim", False):
-            name = self._new_name(node.name)
-            self._layers[name] = GraphLayer(name, "flatten", (pool,), shape[:1])
-            self._sums[node] = (name,)
+            name = self._named(node.name, "flatten", (name,), shape[:1])
+        self._sums[node] = (name,)
 
     def _flatten(self, node: fx.Node, start: object, end: object) -> None:
         if start != 1 or end not in (-1, len(_shape(_source(node)))):
@@ -401,7 +396,7 @@ def _argument(node: fx.Node, place: int, name: str, default: object) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
-def _named(target: str | Callable[..., Any]) -> str:
+def _called(target: str | Callable[..., Any]) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 

@@ -57,10 +57,8 @@ class ExportReport:
 def export_model(options: ExportOptions, say: Say = lambda _: None) -> ExportReport:
     """Write a trained model as ONNX or NIR.
 
-    The file appears under its name when it has passed its checks, and not at all otherwise.
-
-    Args:
-        say: shows a line of progress or results.
+    The file appears under its name when it has passed its checks, and not at all otherwise. `say`
+    shows a line of progress or results.
 
     Raises UsageError for unsuitable options or a model that the format cannot express, SourceError
     if weights or data cannot be read, DlioError if the file's answers differ from the model's.

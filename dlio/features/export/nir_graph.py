@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 
 # Conversion
-
-
 _BATCH: Final = 32
 _DRAWN: Final = 1 << 15
 """Activations of each layer that are drawn from each batch."""
@@ -205,8 +203,6 @@ def _array(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.float32]]":
 
 
 # Simulation
-
-
 _SIMULATED: Final = 50
 """Pictures in a batch of a simulation."""
 

@@ -46,11 +46,9 @@ def to_onnx(trained: TrainedModel, kind: str, names: Sequence[str] = ()) -> byte
     """Return a model as an ONNX file.
 
     Its input `images` has shape (batch, 3, image_size, image_size) with any batch, its output
-    `logits` (batch, classes).
-
-    Args:
-        kind: `uint8` to normalise pixels in the graph, or `float32` for normalised input.
-        names: class names, to keep in the file's metadata as a JSON list under `classes`.
+    `logits` (batch, classes). The kind of input is `uint8` to normalise pixels in the graph, or
+    `float32` for normalised ones. The names of classes are kept in the file's metadata, as a JSON
+    list under `classes`.
 
     Raises UsageError if onnx and onnxscript are not installed, or torch cannot export the model.
     """

@@ -12,8 +12,6 @@ from dlio.util.plot_files import picture
 from dlio.util.units import format_bytes, format_seconds
 
 # Analysis
-
-
 _NEGLIGIBLE: Final = 0.02
 """Share of an epoch up to which waiting is not worth a remedy."""
 
@@ -256,16 +254,12 @@ def draw_sweep(rows: Sequence[Forecast], path: str) -> None:
             times.plot(nodes, [epoch.seconds for epoch in epochs], marker="o", label=name)
         times.set_ylabel("seconds an epoch")
         times.set_yscale("log")
-        shares.plot(nodes, [row.moved_share for row in rows], marker="o", label="moved")
-        shares.plot(
-            nodes,
-            [row.source_bytes / max(1, row.bytes) for row in rows],
-            marker="o",
-            label="from the source",
-        )
-        shares.plot(
-            nodes, [row.later_epoch.stall_share for row in rows], marker="o", label="waiting"
-        )
+        for name, values in (
+            ("moved", [row.moved_share for row in rows]),
+            ("from the source", [row.source_bytes / max(1, row.bytes) for row in rows]),
+            ("waiting", [row.later_epoch.stall_share for row in rows]),
+        ):
+            shares.plot(nodes, values, marker="o", label=name)
         shares.set_ylabel("share of the bytes, or of the time")
         shares.set_xlabel("nodes")
         shares.set_xscale("log", base=2)

@@ -29,8 +29,6 @@ from dlio.train.model_copies import bare_copy, without_graphs
 # The outputs after cutting some neurons must equal the outputs of the whole model when the
 # consumers read zeros for these neurons. Groups from a graph that missed a consumer, confused
 # channels or overlooked a reshape fail this check.
-
-
 _TOLERANCE = 1e-4
 
 Forward = Callable[[nn.Module], object]
@@ -152,8 +150,6 @@ def _randomised(model: nn.Module) -> nn.Module:
 
 
 # Search
-
-
 _HEADS = ("num_heads", "n_heads", "heads", "nhead", "num_attention_heads", "n_head")
 _WIDTHS = ("all_head_size", "inner_dim", "inner_size", "attn_dim", "embed_dim", "hidden_size")
 

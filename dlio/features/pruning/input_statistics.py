@@ -22,8 +22,6 @@ from dlio.features.pruning.neuron_groups import NeuronGroup
 from dlio.util.closable import Closable
 
 # Statistics
-
-
 _ROWS: Final = ("total", "squares", "zeros", "score")
 _PEAKS: Final = ("high", "low")
 

@@ -48,8 +48,6 @@ def flops_per_sample(model: nn.Module, example: ModelInput) -> int:
 
 
 # Widths that keep a given fraction of the parameters
-
-
 _LEVELS: Final = 256
 """Number of widths that are tried, as fractions of the original ones."""
 _NEAR: Final = 1.5

@@ -54,8 +54,6 @@ def _is_loaded() -> bool:
 
 
 # DistributedDataParallel
-
-
 _Hook = Callable[[Any, Any], Any]
 
 

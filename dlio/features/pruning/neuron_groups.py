@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 # Tensors and attributes of layers that hold the neurons of one side
-
-
 Side = Literal["out", "through", "in"]
 """`out`: the layer produces the neurons; `in`: it reads them; `through`: it acts on each one
 separately."""
@@ -92,8 +90,6 @@ def _side(module: nn.Module, tensors: dict[str, int], attributes: tuple[str, ...
 
 
 # Groups
-
-
 Indices = npt.NDArray[np.int64]
 ModelInput = torch.Tensor | Sequence[object] | Mapping[str, object]
 """Input of a model: a tensor, a sequence of positional arguments, or a mapping of keyword ones."""

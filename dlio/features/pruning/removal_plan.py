@@ -39,8 +39,6 @@ from dlio.features.pruning.input_statistics import Statistics
 from dlio.features.pruning.neuron_groups import GroupMember, Indices, NeuronGroup
 
 # Pairs of neurons with proportional weights, by blocks of cosine similarities
-
-
 Array = npt.NDArray[np.float64]
 
 
@@ -128,8 +126,6 @@ def _exact(vectors: Array, neuron: int, twin: int, scales: bool) -> Twin | None:
 
 
 # Removal plans
-
-
 Weights = Mapping[str, npt.NDArray[np.floating]]
 """Arrays by their names in the state dict, and the `eps` of each batch norm."""
 

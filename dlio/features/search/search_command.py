@@ -24,7 +24,7 @@ from dlio.features.search.search_space import (
     train_words,
     with_point,
 )
-from dlio.features.search.searcher import TrialProgram
+from dlio.features.search.searcher import STOPPED, Searcher, SearchSetup, TrialProgram
 from dlio.features.search.study import Study, TrialRecord
 from dlio.features.search.successive_halving import SuccessiveHalving
 from dlio.integrations.script.run_options import RunOptions
@@ -40,8 +40,6 @@ from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import check_writable
 
 # One staged copy for all trials
-
-
 _SPARE: Final = 64 << 20
 """Bytes of a tier beyond those of the data: headers of blocks, and room for their sizes."""
 
@@ -194,7 +192,6 @@ def _search(
     words: Sequence[str],
 ) -> None:
     from dlio.features.search.search_display import TrialTable, results, show_results, write_page
-    from dlio.features.search.searcher import STOPPED, Searcher, SearchSetup
 
     def sampler(lag: int) -> ParameterSampler:
         directions = [each.direction for each in objectives]

@@ -28,8 +28,6 @@ from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import open_own
 
 # The ranks of one trial
-
-
 OpenFolder = Callable[[], AbstractContextManager[str]]
 """Opens the temporary folder of a job."""
 _HOST: Final = "127.0.0.1"
@@ -203,8 +201,6 @@ def _meeting(job: str, ranks: int) -> dict[str, str]:
 
 
 # The search
-
-
 STOPPED: Final = 75
 """Exit code of a search that was told to end, as of `dlio train`."""
 _PATIENCE_S: Final = 60.0

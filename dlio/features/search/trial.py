@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 # Rank 0 tells the results of each epoch and waits for the answer, whether the trial goes on. If
 # other trials have to come to the same look first, the answer comes later; meanwhile the other
 # ranks of the trial are told to wait on.
-
-
 _TURN_S: Final = 20.0
 """Time between two signs to the other ranks, well below the deadline of their waits."""
 
