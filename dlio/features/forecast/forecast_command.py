@@ -4,15 +4,179 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 from dlio.cli.option_records import OutputOptions
+from dlio.data.replicas import measured
 from dlio.errors import UsageError
-from dlio.features.forecast.job_options import JobOptions, MachineOptions
-from dlio.util.options import CheckedOptions, Option
-from dlio.util.units import format_bytes, format_seconds
+from dlio.storage.tier_spec import TierSpec, parse_tiers
+from dlio.util.options import CheckedOptions, Option, check
+from dlio.util.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from dlio.util.whole_files import check_writable, write_json
 
+if TYPE_CHECKING:
+    from dlio.features.forecast.epoch_simulation import Machine
+    from dlio.loader.planned_traffic import ForecastJob
+
+
+# Jobs and machines: the options that both commands share
+_TIER_RATES: Final = {"ram": "8GiB", "disk": "2GiB"}
+"""Assumed bandwidth of a node's tier per second, unless it was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """A job: its data, its ranks and its tiers."""
+
+    source: Annotated[
+        str | None,
+        Option(
+            "Data set; or describe one with --samples and --sample-size.",
+            positional=True,
+            metavar="SRC",
+        ),
+    ] = None
+    samples: Annotated[
+        int | None, Option("Number of samples of an imagined data set.", least=1)
+    ] = None
+    sample_size: Annotated[
+        str, Option("Encoded size of each imagined sample, such as 110KiB.", metavar="SIZE")
+    ] = "110KiB"
+    nodes: Annotated[int, Option("Number of nodes.", least=1)] = 1
+    ranks_per_node: Annotated[int, Option("Ranks on each node.", least=1)] = 8
+    batch_size: Annotated[
+        int, Option("Samples of each rank in one batch.", unit="samples", least=1)
+    ] = 32
+    tiers: Annotated[
+        str,
+        Option("Tiers of each node, such as ram:64GiB,/nvme:2TiB, or none.", metavar="TIERS"),
+    ] = "ram:64GiB"
+    mode: Annotated[
+        str,
+        Option(
+            "Shuffle, as for `dlio train --shuffle`: batch, global, ring, local or partial(0.1).",
+            metavar="MODE",
+        ),
+    ] = "batch"
+    seed: Annotated[int, Option("Seed for sample order and jitter.", least=0)] = 0
+
+    def __post_init__(self) -> None:
+        from dlio.plan.epoch import check_mode
+
+        check(self)
+        check_mode(self.mode)
+        if (self.source is None) == (self.samples is None):
+            raise UsageError("give a data set, or --samples of an imagined one")
+
+    def job(self) -> "ForecastJob":
+        """Return the described job; opens the data set if one is given."""
+        from dlio.data.reader import open_reader
+        from dlio.loader.planned_traffic import job_of, job_over
+        from dlio.plan.placement import HomeNode
+
+        capacities = tuple(spec.capacity for spec in self.block_tiers())
+        nodes = tuple(HomeNode(f"node{number}", capacities) for number in range(self.nodes))
+        rest = (nodes, self.ranks_per_node, self.batch_size, self.mode, self.seed)
+        if self.samples is not None:
+            size = parse_bytes(self.sample_size)
+            if size < 1:
+                raise UsageError(f"--sample-size {self.sample_size}: give at least 1B")
+            return job_of(self.samples, size, *rest)
+        reader = open_reader(str(self.source))
+        try:
+            return job_over(reader, *rest)
+        finally:
+            reader.close()
+
+    def block_tiers(self) -> list[TierSpec]:
+        """Return the tiers of each node that hold blocks, fastest first."""
+        return [spec for spec in parse_tiers(self.tiers) if not spec.decoded]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineOptions(CheckedOptions):
+    """A machine: how fast it computes, decodes, reads and sends."""
+
+    model_time: Annotated[
+        str, Option("Computing time of a step, such as 0.2s or 150ms.", metavar="TIME")
+    ] = "200ms"
+    decode_rate: Annotated[
+        float,
+        Option("Samples that the threads of a rank decode.", unit="samples per second", above=0),
+    ] = 2000.0
+    source_bandwidth: Annotated[
+        str,
+        Option(
+            "Bandwidth of the source for all nodes together.", unit="per second", metavar="SIZE"
+        ),
+    ] = "10GiB"
+    source_latency: Annotated[
+        str, Option("Latency of a request to the source.", metavar="TIME")
+    ] = "5ms"
+    link_bandwidth: Annotated[
+        str,
+        Option(
+            "Bandwidth of a node's network in each direction.", unit="per second", metavar="SIZE"
+        ),
+    ] = "12GiB"
+    link_latency: Annotated[str, Option("Latency of a message between nodes.", metavar="TIME")] = (
+        "20us"
+    )
+    tier_bandwidth: Annotated[
+        str | None,
+        Option(
+            "Bandwidth of each tier of a node, such as 8GiB,2GiB.",
+            unit="per second",
+            metavar="SIZES",
+            default_text="as `dlio bench tiers` measured here, else 8GiB for RAM and 2GiB for disk",
+        ),
+    ] = None
+
+    def machine(
+        self, tiers: list[TierSpec], jitter: float = 0.0, slow: dict[int, float] | None = None
+    ) -> "Machine":
+        """Return the described machine, with the tiers of each node, fastest first.
+
+        `jitter` and `slow` are those of `Machine`. Raises UsageError for an invalid bandwidth, or
+        if their number is not that of the tiers.
+        """
+        from dlio.features.forecast.epoch_simulation import Machine
+
+        texts = [_tier_rate(spec) for spec in tiers]
+        if self.tier_bandwidth is not None:
+            texts = self.tier_bandwidth.split(",")
+            if len(texts) != len(tiers):
+                raise UsageError(
+                    f"--tier-bandwidth {self.tier_bandwidth}: give one for each tier in --tiers "
+                    f"({len(tiers)})"
+                )
+        source_rate, link_rate = (
+            parse_bytes(self.source_bandwidth),
+            parse_bytes(self.link_bandwidth),
+        )
+        rates = tuple(map(parse_bytes, texts))
+        if not all((*rates, source_rate, link_rate)):
+            raise UsageError("a bandwidth is 0: give values above 0")
+        return Machine(
+            source_rate=source_rate,
+            source_latency_s=parse_seconds(self.source_latency),
+            link_rate=link_rate,
+            link_latency_s=parse_seconds(self.link_latency),
+            tier_rates=rates,
+            decode_rate=self.decode_rate,
+            model_s=parse_seconds(self.model_time),
+            jitter=jitter,
+            slow=slow or {},
+        )
+
+
+def _tier_rate(spec: TierSpec) -> str:
+    """Return the bandwidth that `dlio bench tiers` measured on this machine, else a typical one."""
+    known = measured("ram" if spec.kind == "ram" else spec.root)
+    return _TIER_RATES[spec.kind] if known is None else f"{int(known[1])}B"
+
+
+# Commands
 _Left = TypeVar("_Left")
 _Right = TypeVar("_Right")
 

@@ -28,7 +28,6 @@ from dlio.features.search.searcher import STOPPED, Searcher, SearchSetup, TrialP
 from dlio.features.search.study import Study, TrialRecord
 from dlio.features.search.successive_halving import SuccessiveHalving
 from dlio.integrations.script.run_options import RunOptions
-from dlio.launch.job_folder import open_job_folder
 from dlio.train.names import DEFAULT_MODEL
 from dlio.train.train_options import TrainOptions
 from dlio.util.child_processes import module_command
@@ -246,7 +245,6 @@ def _search(
                     work=work,
                     halving=_halving(search, run.optimizer.epochs),
                 ),
-                open_job_folder,
                 lambda teams: shown.update({t.record.number: t.waits for t in teams}),
             )
             is_done = searcher.run()

@@ -1,6 +1,5 @@
 """The searcher: starts trials as ranks become free, and ends, stops or restarts them."""
 
-import contextlib
 import json
 import os
 import secrets
@@ -11,8 +10,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from dlio.comm.private_store import StoreServer
@@ -22,14 +21,13 @@ from dlio.features.search.parameter_sampler import ParameterSampler
 from dlio.features.search.search_space import Point
 from dlio.features.search.study import Study, TrialEpoch, TrialRecord
 from dlio.features.search.successive_halving import SuccessiveHalving
+from dlio.launch.job_folder import open_job_folder
 from dlio.launch.node.agent_protocol import pack, receive_exactly
 from dlio.util.settings import LAUNCHER, RECORD, SECRET, STORE, TRIAL
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import open_own
 
 # The ranks of one trial
-OpenFolder = Callable[[], AbstractContextManager[str]]
-"""Opens the temporary folder of a job."""
 _HOST: Final = "127.0.0.1"
 _PROGRAM: Final = "dlio.cli.rank_main"
 _FEW_S: Final = 10.0
@@ -45,15 +43,6 @@ class TrialProgram:
     """`module:function`, which is called with the records."""
     records: Sequence[tuple[str, Mapping[str, object]]]
     """Records of options: `module:class`, and fields by name."""
-
-    def as_text(self) -> str:
-        """Return the work as `dlio.launch.command_ranks.run_as_rank` reads it."""
-        task = {
-            "function": self.function,
-            "command": ["dlio"],
-            "records": [[name, dict(values)] for name, values in self.records],
-        }
-        return json.dumps(task)
 
 
 @dataclass(slots=True)
@@ -88,7 +77,6 @@ class Team:
         gpus: Sequence[str],
         folder: str,
         forker: Forker,
-        open_folder: OpenFolder,
     ) -> "Team":
         """Fork the ranks of a trial, with the cores of each and the GPUs of all.
 
@@ -103,7 +91,7 @@ class Team:
             try:
                 common = _environment(work, folder, gpus)
                 if len(slots) > 1:
-                    job = stack.enter_context(open_folder())
+                    job = stack.enter_context(open_job_folder())
                     stack.enter_context(StoreServer(job))
                     common |= _meeting(job, len(slots))
                 team = cls(record, slots, forker, mine, stack)
@@ -152,7 +140,7 @@ class Team:
     def answer(self, goes_on: bool) -> None:
         """Answer the trial's message."""
         self.waits = False
-        with contextlib.suppress(OSError):  # It has ended: seen next.
+        with suppress(OSError):  # It has ended: seen next.
             self.link.sendall(pack({"goes_on": goes_on}))
 
     def close(self) -> None:
@@ -176,7 +164,8 @@ def _environment(work: TrialProgram, folder: str, gpus: Sequence[str]) -> dict[s
     full |= {
         "PYTHONUNBUFFERED": "1",
         LAUNCHER: str(os.getpid()),
-        RECORD: work.as_text(),
+        # As `dlio.launch.command_ranks.run_as_rank` reads it.
+        RECORD: json.dumps({"command": ["dlio"], **asdict(work)}),
         TRIAL: folder,
     }
     if gpus:
@@ -236,8 +225,7 @@ class SearchSetup:
 class Searcher:
     """Runs the trials of a study on this machine.
 
-    `open_folder` opens a job's temporary folder, for trials of several ranks. `changed` is called
-    after each change of a trial, with the trials that run.
+    `changed` is called after each change of a trial, with the trials that run.
     """
 
     def __init__(
@@ -245,11 +233,10 @@ class Searcher:
         study: Study,
         sampling: ParameterSampler,
         setup: SearchSetup,
-        open_folder: OpenFolder,
-        changed: Callable[[Sequence[Team]], object] = lambda _: None,
+        changed: Callable[[Sequence[Team]], object],
     ) -> None:
         self._study, self._sampling, self._setup = study, sampling, setup
-        self._open_folder, self._changed = open_folder, changed
+        self._changed = changed
         self._free = list(range(setup.ranks))
         self._teams: list[Team] = []
         self._again = [record for record in study.records if not record.has_ended]
@@ -369,7 +356,6 @@ class Searcher:
                 list(dict.fromkeys(gpus)),
                 folder,
                 self._forker,
-                self._open_folder,
             )
         except (BrokenPipeError, ConnectionResetError):
             self._free = sorted([*self._free, *slots])
