@@ -42,10 +42,13 @@ class TrialTable:
         self._told = {record.number for record in study.records if record.has_ended}
         self._live: Any = None
         self._figures: dict[str, object] = {}
-        """The figures of `dlio top`, as of the last update."""
+
+    def figures(self) -> dict[str, object]:
+        """Return what `dlio top` shows of the search, as of the last update."""
+        return self._figures
 
     def __enter__(self) -> Self:
-        self._published = publish("search", lambda: self._figures)
+        self._published = publish("search", self.figures)
         if sys.stdout.isatty():
             from rich.live import Live
 
