@@ -25,7 +25,7 @@ _MOST_BYTES: Final = (1 << 31) - 1
 _HOST: Final = torch.device("cpu")
 
 
-class _Exported(nn.Module):
+class _ExportWrapper(nn.Module):
     """A model whose input has the name of the file's, and is uint8 pixels to normalise if asked."""
 
     def __init__(self, model: nn.Module, is_of_pixels: bool) -> None:
@@ -59,7 +59,7 @@ def to_onnx(trained: TrainedModel, kind: str, names: Sequence[str] = ()) -> byte
         raise UsageError(
             f"ONNX needs onnx and onnxscript: {error}; {how_to_install('export')}"
         ) from error
-    model = _Exported(trained.module, kind == "uint8")
+    model = _ExportWrapper(trained.module, kind == "uint8")
     size = trained.image_size
     # Two pictures: of one, the exporter would take the batch for a constant.
     example = torch.zeros(2, 3, size, size, dtype=getattr(torch, kind))
