@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, Self, TypeVar
 
+from dlio.exchange.exchange_spec import COMPRESSORS
 from dlio.train.feature_spec import FeatureSpec, find_features, option_records
 from dlio.train.learning_rate import SCHEDULES
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
@@ -242,7 +243,7 @@ class ExchangeOptions(CheckedOptions):
         Option(
             "How ranks keep one model: allreduce, hierarchical, tree, parameter-server, gossip, "
             "noloco(32), asgd, local-sgd(8) or diloco(32). A compressor may follow, as in "
-            "allreduce+int8: +bf16, +fp16, +int8, +onebit, +threshold or +adaptive.",
+            f"allreduce+int8: {', '.join(f'+{name}' for name in COMPRESSORS)}.",
             metavar="EXCHANGE",
         ),
     ] = "allreduce"

@@ -47,7 +47,7 @@ class RunPosition(TypedDict):
     step: tuple[int, int, int | None, int]
     said: tuple[int, int]
     """Numbers of losses and of changes that have been shown."""
-    dealing: EpochWire
+    assigner: EpochWire
 
 
 class Worker:
@@ -133,9 +133,9 @@ class Worker:
                 each_loader.regroup(range(comm.size), comm.rank, global_batch)
         self.steps = math.ceil(self.samples / global_batch)
         """Batches per rank in an epoch of all samples."""
-        self._dealing: BatchAssigner | Replay
+        self._assigner: BatchAssigner | Replay
         if config.results.replay is None:
-            self._dealing = BatchAssigner(
+            self._assigner = BatchAssigner(
                 loaders,
                 self.recovery,
                 global_batch,
@@ -145,7 +145,7 @@ class Worker:
         else:
             assert self.recovery is not None
             trace, workers = config.results.replay, config.batches.workers
-            self._dealing = Replay(trace, loaders, self.recovery, global_batch, workers)
+            self._assigner = Replay(trace, loaders, self.recovery, global_batch, workers)
         self._losses_told = self._changes_told = 0
         self.earlier_losses: list[MeasuredLoss] = []
         """Losses before the ranks were started again."""
@@ -184,7 +184,7 @@ class Worker:
     @property
     def global_batch(self) -> int:
         """Samples of one batch, over all ranks."""
-        return self._dealing.usual_batch
+        return self._assigner.usual_batch
 
     @property
     def shares(self) -> RankShares:
@@ -210,10 +210,10 @@ class Worker:
         return [*self.earlier_changes, *(self.recovery.changes if self.recovery else ())]
 
     @property
-    def dealing(self) -> BatchAssigner:
+    def assigner(self) -> BatchAssigner:
         """The batches of this rank, dealt by formula."""
-        assert isinstance(self._dealing, BatchAssigner)
-        return self._dealing
+        assert isinstance(self._assigner, BatchAssigner)
+        return self._assigner
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch. Call it on all ranks."""
@@ -223,7 +223,7 @@ class Worker:
         """Close the features, the batches and the exchange. Collective."""
         for each in self.features.hooks:
             each.close()
-        self._dealing.close()
+        self._assigner.close()
         self.exchange.close()
 
     def epoch(
@@ -234,14 +234,14 @@ class Worker:
         before = self._statistics()
         started = time.perf_counter()
         uniform(self.comm, lambda: self._train(progress, ledger))
-        self._dealing.end_epoch()
+        self._assigner.end_epoch()
         self.sums.tolist()  # Waits for the device.
         seconds = time.perf_counter() - started
         for each in self.features.hooks:
             each.end_epoch(self)
         after = self._statistics()
         if ledger is not None:
-            ledger.end_epoch(self._dealing.of_lost, len(self.loader.data) - self.samples)
+            ledger.end_epoch(self._assigner.of_lost, len(self.loader.data) - self.samples)
         exchanged = {key: after[key] - before[key] for key in before}
         report = self._report(seconds, exchanged)
         self._tell_losses(progress)
@@ -252,9 +252,9 @@ class Worker:
         return report
 
     def rest(self, ranks: int) -> None:
-        """Have only the first ranks train. Collective; see `Recovery.rest`."""
+        """Have only the first ranks train. Collective; see `Recovery.stand_by`."""
         assert self.recovery is not None
-        self.dealing.prepare()
+        self.assigner.prepare()
         self.recovery.stand_by(ranks)
 
     def tell_place(self) -> RunPosition:
@@ -262,14 +262,14 @@ class Worker:
         return {
             "step": (self._step, self.finished, self._first, self._planned),
             "said": (self._losses_told, self._changes_told),
-            "dealing": self.dealing.tell_epoch(),
+            "assigner": self.assigner.tell_epoch(),
         }
 
     def follow_place(self, place: RunPosition) -> None:
         """Go on where another rank is, whose state was restored."""
         self._step, self.finished, self._first, self._planned = place["step"]
         self._losses_told, self._changes_told = place["said"]
-        self.dealing.follow_epoch(place["dealing"])
+        self.assigner.follow_epoch(place["assigner"])
         self._joins = True
 
     def _train(self, progress: TrainingProgress, ledger: SampleLedger | None) -> None:
@@ -278,12 +278,12 @@ class Worker:
         updated = time.perf_counter()
         while more:
             more = False
-            batches = self._dealing.batches()  # An error in the body does not close them.
+            batches = self._assigner.batches()  # An error in the body does not close them.
             for batch in batches:
                 more = True
-                done = self._dealing.step
+                done = self._assigner.step
                 if ledger is not None:
-                    ranks = len(self._dealing.members) or self._ranks
+                    ranks = len(self._assigner.members) or self._ranks
                     samples = self.loader.last_samples.tolist()
                     ledger.step(epoch, done, samples, self.updates, ranks, self.finished)
                 before_batch = self.position
@@ -304,7 +304,7 @@ class Worker:
         """Choose the epoch's samples, and reset its counters unless it is being resumed."""
         self.model.train()
         self.features.prepare(self.model, epoch)
-        self._dealing.begin_epoch(epoch)
+        self._assigner.begin_epoch(epoch)
         chosen = self.features.choose_samples(epoch)
         if chosen is None:
             self.loader.set_epoch(epoch)
@@ -336,7 +336,7 @@ class Worker:
         self.last_loss = torch.zeros_like(self.last_loss)
         if count or self._together:
             self._backward(*self._convert(batch, self.device), planned)
-        self.position = self._dealing.position
+        self.position = self._assigner.position
         if not more:
             self._first = None
             self._update(min(first, self.samples), planned)
@@ -354,7 +354,7 @@ class Worker:
         if summing is None:
             # Where ranks step on their own samples, those that share them now have more of them.
             alone = self.recovery is not None and not self.exchange.alike
-            ranks = len(self._dealing.members) if alone else self._ranks
+            ranks = len(self._assigner.members) if alone else self._ranks
             self._pass(inputs, targets, ids, planned / ranks)
             return
         of_batch = min(self.global_batch, self.samples - self.position)
@@ -388,7 +388,7 @@ class Worker:
 
     def _pending_batches(self, done: int) -> int:
         """Number of batches to accumulate before the next optimizer step, after `done` batches."""
-        return min(-done % self._accumulate, self._dealing.left())
+        return min(-done % self._accumulate, self._assigner.left())
 
     @torch.no_grad()
     def _update(self, first: int, planned: int) -> None:
@@ -473,7 +473,7 @@ class Worker:
             "computed_per_s": self.clock.rate(),
             "sums": self.sums.tolist(),
             "seconds": seconds,
-            "loader": self._dealing.stats(),
+            "loader": self._assigner.stats(),
             "exchange_wait_s": exchanged["wait_s"],
             "exchange_bytes": exchanged["bytes"],
             "step_ms": np.quantile(steps_ms, (0.5, 0.95)).tolist(),
@@ -508,7 +508,7 @@ class Worker:
 
         Collective; changes nothing.
         """
-        self._dealing.regroup()
+        self._assigner.regroup()
         mean = self._mean_of(self.model)
         everyone = self.comm.allgather(mine)
         metrics: dict[str, float | None] = {}

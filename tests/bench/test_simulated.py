@@ -66,7 +66,7 @@ def _least_reconciles(self: Any, reports: Any) -> None:
     """Let ranks that are left share what some of them have taken already."""
     turned = [BatchReport(-each.taken, each.steps) for each in reports]
     reconcile(self, turned)
-    self._switches[-1] = self._switches[-1]._replace(taken=-self._switches[-1].taken)
+    self._changes[-1] = self._changes[-1]._replace(taken=-self._changes[-1].taken)
 
 
 reconcile = RankGroups.reconcile

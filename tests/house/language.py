@@ -108,7 +108,9 @@ def main(arguments: list[str]) -> int:
     prose = Prose()
     for place in places:
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
-            if path.resolve() != Path(__file__).resolve():
+            # Environments and caches, such as .venv, hold the prose of others.
+            is_hidden = any(part.startswith(".") for part in path.relative_to(place).parts)
+            if not is_hidden and path.resolve() != Path(__file__).resolve():
                 prose.read(path)
     rate = 1000 * prose.whats / max(1, prose.words)
     if rate > _MOST_WHATS_PER_1000:

@@ -87,23 +87,23 @@ class _Rank:
         recovery.count_requeued = lambda *_: None
         self.recovery = recovery
         loader: Any = _Loader(me, len(members))
-        self.dealing = BatchAssigner([loader], recovery, BATCH)
-        self.dealing.begin_epoch(0)
+        self.assigner = BatchAssigner([loader], recovery, BATCH)
+        self.assigner.begin_epoch(0)
         self.samples: list[list[int]] = []
         """Those of each step."""
         self.over = False
-        self._batches = self.dealing.batches()
+        self._batches = self.assigner.batches()
 
     def step(self) -> None:
         """Take a batch and make an optimizer step; `over` if there is none."""
         batch = next(self._batches, None)
         if batch is None:
             self.over = True
-            self._batches = self.dealing.batches()
+            self._batches = self.assigner.batches()
             return
         self.over = False
         self.samples.append(batch[0].tolist())
-        self.dealing.commit_step(self.membership.members)
+        self.assigner.commit_step(self.membership.members)
 
 
 def _joined(lists: Iterable[list[int]]) -> list[int]:
@@ -141,7 +141,7 @@ def test_each_sample_counts_once_wherever_ranks_are_when_others_are_lost(
                 rank.over = False
         else:
             draw.choice(list(ranks.values())).step()
-    of_lost = [sorted(rank.dealing.of_lost()) for rank in ranks.values()]
+    of_lost = [sorted(rank.assigner.of_lost()) for rank in ranks.values()]
     assert all(each == of_lost[0] for each in of_lost)
     counted = Counter(_joined(_joined(rank.samples) for rank in ranks.values()))
     for *_, samples in of_lost[0]:
@@ -150,31 +150,31 @@ def test_each_sample_counts_once_wherever_ranks_are_when_others_are_lost(
     for member, expected in heard.items():
         traced = [samples for _, _, rank, samples in of_lost[0] if rank == member]
         assert _joined(traced) == expected
-    assert len({(tuple(rank.dealing.again), len(rank.samples)) for rank in ranks.values()}) == 1
+    assert len({(tuple(rank.assigner.again), len(rank.samples)) for rank in ranks.values()}) == 1
 
 
 def _reconcile(ranks: dict[int, _Rank], last: dict[int, int], some: Sequence[int]) -> None:
     """Settle on some of the ranks that are left."""
-    reports = [rank.dealing.report() for rank in ranks.values()]
+    reports = [rank.assigner.report() for rank in ranks.values()]
     for rank in (ranks[member] for member in some):
         rank.membership.members = tuple(sorted(ranks))
         rank.recovery.last_counted.update(last)
-        rank.dealing.reconcile(reports, SimpleNamespace())
+        rank.assigner.reconcile(reports, SimpleNamespace())
 
 
 def test_batches_stay_open_until_it_is_settled_who_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "plan_epoch", lambda plan: plan)
     rank = _Rank(0, (0, 1))
-    batches = rank.dealing.batches()
+    batches = rank.assigner.batches()
     for _ in range(2):
         next(batches)
     rank.membership.members = (0,)
-    rank.dealing.reconcile([rank.dealing.report()], SimpleNamespace())
+    rank.assigner.reconcile([rank.assigner.report()], SimpleNamespace())
     rank.recovery.number += 1
-    rank.dealing.commit_step((0,))
+    rank.assigner.commit_step((0,))
     taken = [sample for images, _ in batches for sample in images.tolist()]
-    assert rank.dealing.again == [*range(1, BATCH, 2), *range(BATCH + 1, 2 * BATCH, 2)]
-    assert sorted(taken) == sorted([*range(2 * BATCH, SAMPLES), *rank.dealing.again])
+    assert rank.assigner.again == [*range(1, BATCH, 2), *range(BATCH + 1, 2 * BATCH, 2)]
+    assert sorted(taken) == sorted([*range(2 * BATCH, SAMPLES), *rank.assigner.again])
 
 
 def test_a_state_has_what_ranks_were_dealt_that_are_lost_by_now(
@@ -187,17 +187,17 @@ def test_a_state_has_what_ranks_were_dealt_that_are_lost_by_now(
     next(rank._batches)
     rank.membership.members = (0, 2)
     # Another rank has taken a batch more.
-    rank.dealing.reconcile([rank.dealing.report(), BatchReport(3, 0)], SimpleNamespace())
+    rank.assigner.reconcile([rank.assigner.report(), BatchReport(3, 0)], SimpleNamespace())
     rank.recovery.number += 1
-    rank.dealing.commit_step((0, 2))
+    rank.assigner.commit_step((0, 2))
     lost = list(range(BATCH + 1, 2 * BATCH, 3))
-    assert rank.dealing.state() == {"position": 2 * BATCH, "again": lost}
+    assert rank.assigner.state() == {"position": 2 * BATCH, "again": lost}
     rank.step()
     lost += range(2 * BATCH + 1, 3 * BATCH, 3)
-    assert rank.dealing.state() == {"position": 3 * BATCH, "again": lost}
+    assert rank.assigner.state() == {"position": 3 * BATCH, "again": lost}
     rank.step()
-    assert rank.dealing.again == lost
-    assert rank.dealing.state() == {"position": 4 * BATCH, "again": lost}
+    assert rank.assigner.again == lost
+    assert rank.assigner.state() == {"position": 4 * BATCH, "again": lost}
 
 
 @pytest.mark.parametrize("lost_at", range(1, 8))
@@ -216,7 +216,7 @@ def test_the_number_of_batches_that_come_is_known_once_a_step_is_over(
         if len(known) + 1 == lost_at:
             _reconcile({0: rank, 1: rank}, {}, [0])
             rank.recovery.number += 1
-        known.append(rank.dealing.coming())
+        known.append(rank.assigner.coming())
     rank.step()
     assert rank.over
     planned = -(-SAMPLES // BATCH)

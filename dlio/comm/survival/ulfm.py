@@ -55,7 +55,7 @@ _NAP_S: Final = 0.005
 class UlfmMembership(RankSurvivors[MpiCommunicator]):
     """The surviving ranks of MPI's world. One per process.
 
-    All ranks are active at first; `rest` makes some of them spares.
+    All ranks are active at first; `want` and `renew` make some of them spares.
 
     Args:
         least: fewest ranks that continue.

@@ -31,9 +31,9 @@ with (pieces, scratch), by an entry point of the group `dlio.compressors`; see
 docs/guides/writing-a-compressor.md.
 
 Tensors too small for useful means and thresholds, mainly biases and norms, travel as `int8` in the
-messages of `onebit`, `ternary`, `threshold` and `adaptive` (see `layout.is_small`); the bits above
-include them. Of the next larger tensors, `threshold` and `adaptive` send a larger share (see
-`sparse`).
+messages of `onebit`, `ternary`, `threshold` and `adaptive` (see `message_layout.is_small`); the
+bits above include them. Of the next larger tensors, `threshold` and `adaptive` send a larger share
+(see `sparse`).
 """
 
 from importlib import import_module

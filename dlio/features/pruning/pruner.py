@@ -31,7 +31,7 @@ _IMAGE_DIMENSIONS: Final = 4
 
 
 class PrunerState(ApoptosisState):
-    """`Pruner.state_dict` as JSON types."""
+    """Facts of a saved state, as JSON types; see `PruningHooks.facts`."""
 
     told: int
     """Number of rounds reported so far."""

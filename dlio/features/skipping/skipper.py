@@ -46,7 +46,7 @@ class SampleSkipper:
                 ...
 
     Skipped samples are neither read, moved, decoded nor computed. Each kept sample is consumed
-    exactly once per epoch. The first and the last epochs use all samples. `skipping.rule` explains
+    exactly once per epoch. The first and the last epochs use all samples. `skip_rule` explains
     the rule and gives the papers.
 
     Communication: once per epoch, all ranks sum an array of one byte per sample and one of 256

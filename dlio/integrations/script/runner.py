@@ -146,7 +146,7 @@ class _ScriptTakeover:
         # After an error other ranks may not reach a collective.
         if sys.exc_info()[0] is None:
             self._ranks.close()
-        self._context.dealing.close()
+        self._context.assigner.close()
 
     def notes(self) -> list[str]:
         """Limits that the user should know of, one line each."""
@@ -154,9 +154,9 @@ class _ScriptTakeover:
         notes = list(context.notes)
         if context.aside:
             return notes
-        if context.dealing.missed:
+        if context.assigner.missed:
             notes.append(
-                f"{context.dealing.missed} samples of lost ranks were not trained on: the script "
+                f"{context.assigner.missed} samples of lost ranks were not trained on: the script "
                 "had taken all batches of the pass before it trained on the last ones"
             )
         if context.last_shares is not None:

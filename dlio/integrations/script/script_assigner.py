@@ -135,13 +135,13 @@ class ScriptAssignment:
 
     def __init__(
         self,
-        dealing: ScriptAssigner,
+        assigner: ScriptAssigner,
         whole: _ScriptPass,
         shares: RankShares,
         members: tuple[int, ...],
         rank: int,
     ) -> None:
-        self._dealing, self._whole = dealing, whole
+        self._assigner, self._whole = assigner, whole
         self._shares, self._members = shares, members
         self.mine: list[list[int]] = []
         """This rank's samples of each batch; one sample where it has none."""
@@ -155,10 +155,10 @@ class ScriptAssignment:
 
     def take(self, weight: float) -> ScriptBatch:
         """Note that the script gets this rank's share of the next batch."""
-        self._dealing.take()
+        self._assigner.take()
         batch = self._whole.left.popleft()
         return ScriptBatch(weight, self._whole, batch, self._shares, self._members)
 
     def is_over(self) -> bool:
         """True if the next batch is to be dealt to other ranks."""
-        return self._dealing.members != self._members
+        return self._assigner.members != self._members

@@ -41,7 +41,7 @@ class ScriptContext:
         """True if faster ranks get larger shares."""
         self.waited: Callable[[], float] = lambda: 0.0
         """Seconds that this rank has waited for others so far."""
-        self.dealing = ScriptAssigner(comm)
+        self.assigner = ScriptAssigner(comm)
         self.last_shares: RankShares | None = None
         """Shares of the latest balanced pass."""
         self.shared = self.loaders = 0
@@ -77,7 +77,7 @@ class ScriptContext:
         self._latest = None
         if batch is not None:
             self.weight = batch.weight
-            self.dealing.use(batch)
+            self.assigner.use(batch)
 
     def note(self, text: str) -> None:
         """Add a note for the user; each is printed once, at the end."""
@@ -202,7 +202,7 @@ class SharingLoader(DataLoader):
         shares = RankShares.even(1, comm.size)
         if context.balance:
             shares = self._balance.shares(max(map(len, batches), default=0))
-        for deal in context.dealing.deals(batches, shares):
+        for deal in context.assigner.deals(batches, shares):
             inner = _with_batches(self, deal.mine)
             drawn = _random_states(self.generator)
             parts = _alone(inner)

@@ -24,7 +24,7 @@ class Incident:
     """Time when the launcher learned of it, or when all ranks had paused, in seconds since the
     epoch."""
     kind: str = "restart"
-    """`restart`; `joined`: ranks of other nodes; `left`: nodes on purpose. See `Loss.kind`."""
+    """`restart`; `joined`: ranks of other nodes; `left`: nodes on purpose; as in `MeasuredLoss`."""
 
 
 @dataclass(frozen=True, slots=True)

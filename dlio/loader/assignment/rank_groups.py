@@ -51,7 +51,7 @@ class RankGroups:
         self.evaluates = False
         """True in passes without optimizer steps: these decide nothing then."""
         everyone = () if recovery is None else recovery.membership.members
-        self._switches = [_GroupChange(-1, 0, 0, everyone, False)]
+        self._changes = [_GroupChange(-1, 0, 0, everyone, False)]
         """The one that was passed last, then those ahead, in their order."""
 
     @property
@@ -68,11 +68,11 @@ class RankGroups:
     def _passed(self) -> _GroupChange:
         # Where ranks do not wait for each other, a lost rank may have counted in steps that this
         # rank has not made yet.
-        while len(self._switches) > 1 and self._switches[1].taken <= self.taken:
-            if not self.evaluates and self._switches[1].steps > self.steps:
+        while len(self._changes) > 1 and self._changes[1].taken <= self.taken:
+            if not self.evaluates and self._changes[1].steps > self.steps:
                 break
-            del self._switches[0]
-        return self._switches[0]
+            del self._changes[0]
+        return self._changes[0]
 
     @property
     def me(self) -> int:
@@ -108,11 +108,11 @@ class RankGroups:
             self._recovery.membership.due,
         )
         # A recovery that another loss interrupts reconciles twice.
-        self._switches = [each for each in self._switches if each.recovery != switch.recovery]
-        self._switches.append(switch)
+        self._changes = [each for each in self._changes if each.recovery != switch.recovery]
+        self._changes.append(switch)
 
     def meet(self) -> None:
         """Note that all survivors have taken the same batches: they share the next one."""
         assert self._recovery is not None
         membership = self._recovery.membership
-        self._switches = [_GroupChange(-1, 0, 0, membership.members, membership.due)]
+        self._changes = [_GroupChange(-1, 0, 0, membership.members, membership.due)]

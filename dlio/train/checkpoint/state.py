@@ -126,7 +126,7 @@ def _parts_of_weights(run: Worker) -> tuple[str, ...]:
 
 def about(run: Worker) -> RunState:
     """Return the rest of the state as JSON types; equal on all ranks."""
-    loader, options = run.dealing.state(), as_mapping(run.config)
+    loader, options = run.assigner.state(), as_mapping(run.config)
     state: RunState = {
         "model": run.config.model.model,
         "optimizer": run.config.optimizer.optimizer or DEFAULT_OPTIMIZER,
@@ -138,7 +138,7 @@ def about(run: Worker) -> RunState:
         "global_batch": run.global_batch,
         "updates": run.updates,
         "loader": loader,
-        "batches": run.dealing.step + 1 if loader["position"] else 0,
+        "batches": run.assigner.step + 1 if loader["position"] else 0,
         "scaler": run.precision.scaler.state_dict(),
         "left_out": run.left_out,
         "epochs": [report.to_dict() for report in run.history],
@@ -195,7 +195,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
         scaler = {**scaler, "scale": scale, "_growth_tracker": int(growth)} if scaler else scaler
     run.precision.scaler.load_state_dict(scaler)
     run.loader.load_state_dict(about["loader"])
-    run.dealing.earlier = about.get("batches", 0)
+    run.assigner.earlier = about.get("batches", 0)
     run.epoch_number, run.position = about["loader"]["epoch"], about["loader"]["position"]
     run.updates = about["updates"]
     sums = torch.zeros(3, dtype=torch.float64)

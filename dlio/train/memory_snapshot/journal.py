@@ -69,7 +69,7 @@ class Journal:
         path = _path(self._folder, self._writer, epoch)
         write_whole(path, lambda file: file.write(text.encode()))
 
-    def write(self, turn: int, epoch: int, dealing: _BatchTrail, part: int) -> None:
+    def write(self, turn: int, epoch: int, assigner: _BatchTrail, part: int) -> None:
         """Write the lines of the batches that are in the model since the last call.
 
         Args:
@@ -84,12 +84,12 @@ class Journal:
                 if number != name and number.isdecimal() and int(number) < epoch - 1:
                     remove_file(os.path.join(self._folder, name))
         lines: list[LedgerLine] = []
-        for step, update, ranks, member, samples in dealing.trail(self._written):
+        for step, update, ranks, member, samples in assigner.trail(self._written):
             rank = self._numbers[member]
             line: LedgerLine = {"epoch": epoch, "step": step, "rank": rank, "samples": samples}
             lines.append(placed(line, update, ranks, part, self._start))
-        self._written = dealing.closed
-        back = set(dealing.taken_back()) - self._back
+        self._written = assigner.closed
+        back = set(assigner.taken_back()) - self._back
         self._back |= back
         without = sorted((step, self._numbers[member]) for step, member in back)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT

@@ -96,7 +96,7 @@ class Snapshots(Callback):
 
     def begins(self, run: Run) -> None:
         if self._keeps_lines:
-            self._worker.dealing.keeps_trail = True
+            self._worker.assigner.keeps_trail = True
 
     def before_step(self, run: Run) -> bool:
         self._wait()
@@ -104,10 +104,10 @@ class Snapshots(Callback):
 
     def after_step(self, run: Run) -> None:
         if self._worker.recovery is None and self._keeps_lines:
-            self._worker.dealing.commit_step(range(run.comm.size))
+            self._worker.assigner.commit_step(range(run.comm.size))
         if self._is_large and len(self._costs) == _FIRST and self._every == 1:
             self._choose_interval()
-        if run.updates % self._every == 0 and self._worker.dealing.is_settled:
+        if run.updates % self._every == 0 and self._worker.assigner.is_settled:
             self._copy(run, turn_of(run.updates, False))
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
@@ -116,7 +116,7 @@ class Snapshots(Callback):
     def complete(self, run: Run) -> None:
         """Copy the changes since the last copy; returns when it is whole."""
         turn = turn_of(run.updates, False)
-        if turn > self._newest and self._worker.dealing.is_settled:
+        if turn > self._newest and self._worker.assigner.is_settled:
             self._copy(run, turn)
         self._wait()
 
@@ -157,7 +157,7 @@ class Snapshots(Callback):
         if not (self._apart or self._leads()):
             return
         if self._keeps_lines and not turn % 2:  # Between epochs, the lines are in the trace.
-            self.journal.write(turn, run.epoch_number, worker.dealing, worker.finished)
+            self.journal.write(turn, run.epoch_number, worker.assigner, worker.finished)
         if self._common is None:
             self._common = SnapshotSlots(self._folder, self._common_name, self._after)
         slots = self._common

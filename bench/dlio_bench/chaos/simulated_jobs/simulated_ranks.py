@@ -215,7 +215,7 @@ class SimulatedTrainer:
             self._exchange = RoundCommit(setting, self)
         self.loader = _EmptyLoader(job, membership.me)
         loader: Any = self.loader
-        self.dealing = BatchAssigner(
+        self.assigner = BatchAssigner(
             [loader], recovery, job.batch_size * job.ranks, keeps_steps=job.keeps_steps
         )
         self._sums, self._before = np.zeros(job.buckets, np.int64), np.zeros(job.buckets, np.int64)
@@ -231,11 +231,11 @@ class SimulatedTrainer:
         uniform = self.recovery.uniform
         for number in range(self._job.epochs):
             self._epoch = CohortEpoch([], [], [])
-            self.dealing.begin_epoch(number)
+            self.assigner.begin_epoch(number)
             self.loader.set_epoch(number)
             uniform(self._train)
             self._epoch.finished = self.membership.members
-            self.dealing.end_epoch()
+            self.assigner.end_epoch()
             self._epoch.of_lost = uniform(self._write)
             self.epochs.append(self._epoch)
             uniform(self._report)
@@ -256,17 +256,17 @@ class SimulatedTrainer:
         more = True
         while more:
             more = False
-            for _ in self.dealing.batches():
+            for _ in self.assigner.batches():
                 more = True
                 self._step()
 
     def _step(self) -> None:
         step = len(self._epoch.batches)
         loader = self.loader
-        batch = CohortBatch(step, loader.planned, loader.plan, loader.number, self.dealing.members)
+        batch = CohortBatch(step, loader.planned, loader.plan, loader.number, self.assigner.members)
         self._epoch.batches.append(batch)
         self._network.event(self.cohort)
-        if min(-(step + 1) % self._job.accumulate, self.dealing.left()):
+        if min(-(step + 1) % self._job.accumulate, self.assigner.left()):
             return
         if isinstance(self._exchange, _Messages):
             self._network.pause(self.cohort)
@@ -295,8 +295,8 @@ class SimulatedTrainer:
     def _write(self) -> list[tuple[int, int, list[int]]]:
         self._comm.barrier()
         self._epoch.writers = self.membership.members
-        return [(step, rank, samples) for _, step, rank, samples in self.dealing.of_lost()]
+        return [(step, rank, samples) for _, step, rank, samples in self.assigner.of_lost()]
 
     def _report(self) -> None:
-        self.dealing.regroup()
+        self.assigner.regroup()
         self._comm.barrier()

@@ -25,7 +25,7 @@ _ROWS_OPEN: Final = 40
 """Figures of a report from which on their table is folded."""
 
 
-def page(reports: Sequence[SavedReport], title: str = "dlio bench") -> str:
+def page(reports: Sequence[SavedReport], title: str) -> str:
     """Return the HTML of a page with reports, in their order."""
     with open(os.path.join(os.path.dirname(__file__), "style.css"), encoding="utf-8") as file:
         style = file.read()
