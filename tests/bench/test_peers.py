@@ -227,7 +227,7 @@ class TestInstallation:
 
     def test_an_environment_is_below_the_users_cache_and_is_found(self, tmp_path: Path) -> None:
         assert environments.missing("fancy") == ("not installed: dlio bench peers install fancy")
-        environments.install("fancy")
+        environments.install("fancy", "")
         assert environments.missing("fancy") is None
         assert Path(environments.folder("fancy")).parent == tmp_path / "peers"
         assert all(command[0] == environments.python_of("fancy") for command in self.commands[1:])
@@ -235,16 +235,16 @@ class TestInstallation:
         assert self.commands[-1][-3:] == ["install", "--no-build-isolation", "quick==2"]
 
     def test_one_of_other_versions_is_made_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        environments.install("fancy")
+        environments.install("fancy", "")
         monkeypatch.setitem(ENVIRONMENTS, "fancy", PeerEnvironment(("fancy==2",)))
         assert "for other versions" in (environments.missing("fancy") or "")
-        environments.install("fancy")
+        environments.install("fancy", "")
         assert environments.missing("fancy") is None
 
     def test_cuda_is_refused_before_anything_is_downloaded(self) -> None:
         self.planned = ["torch", "nvidia-cudnn-cu13", "triton"]
         with pytest.raises(UsageError, match=r"nvidia-cudnn-cu13 and 1 more.*PIP_FIND_LINKS"):
-            environments.install("fancy")
+            environments.install("fancy", "")
         assert all("--dry-run" in command for command in self.commands[1:])
         assert not os.path.exists(environments.folder("fancy"))
 

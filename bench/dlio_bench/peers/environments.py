@@ -71,11 +71,11 @@ def shared_environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def install(name: str, archive: str = "") -> None:
-    """Make an environment anew.
+def install(name: str, archive: str) -> None:
+    """Make an environment again, from nothing.
 
     Args:
-        archive: file or folder with the source of a library that no registry has.
+        archive: file or folder with the source of a library that no registry has; else empty.
 
     Raises UsageError if packages cannot be had or built, and before anything is downloaded if pip
     would bring CUDA's libraries along with torch.
