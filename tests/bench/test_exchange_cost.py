@@ -23,6 +23,12 @@ def test_a_fit_recovers_the_link_that_generated_the_figures() -> None:
     assert error == pytest.approx(0.1, rel=0.1)
 
 
+def test_a_fit_of_noise_has_a_bandwidth_that_can_be_told() -> None:
+    link, _ = fit([1024, 1 << 20], [2e-3, 1e-3])
+    assert link.alpha_s > 0
+    assert 1e-9 / link.beta_s == pytest.approx(1e4)
+
+
 def test_rings_and_recursive_halving_send_the_fewest_bytes() -> None:
     work = ExchangeLoad(8e6)
     for p in (2, 4, 8, 4096):

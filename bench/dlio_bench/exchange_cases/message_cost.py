@@ -237,6 +237,10 @@ def draw(
 # Fit the cost model of a message to measured messages
 
 
+_LEAST_BETA_S: Final = 1e-13
+"""Seconds per byte at 10 TB/s, which no memory reaches: bandwidths that are told stay finite."""
+
+
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[LinkCost, float]:
     """Return the link that fits measured messages best, and its root mean square relative error.
 
@@ -249,7 +253,8 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[LinkCost, flo
     weights = 1 / np.asarray(seconds)
     columns = np.stack([weights, np.asarray(sizes) * weights], axis=1)
     (alpha, beta), *_ = np.linalg.lstsq(columns, np.ones(len(weights)), rcond=None)
-    link = LinkCost(max(0.0, float(alpha)), max(0.0, float(beta)))
+    # On a busy machine small messages can take longer than large ones: the slope is then noise.
+    link = LinkCost(max(0.0, float(alpha)), max(_LEAST_BETA_S, float(beta)))
     errors = [link.message(n) / s - 1 for n, s in zip(sizes, seconds, strict=True)]
     return link, math.sqrt(sum(error * error for error in errors) / len(errors))
 
