@@ -41,6 +41,7 @@ class _Task:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.objective = SimpleNamespace(losses=self._losses)
 
     def example(
         self, samples: int, generator: torch.Generator
@@ -48,7 +49,7 @@ class _Task:
         self.asked.append(samples)
         return torch.randn(samples, 3, generator=generator), torch.zeros(samples, 1)
 
-    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (outputs - targets).square().mean(1) * torch.rand(len(targets))
 
 
