@@ -91,6 +91,8 @@ def delete(feature: str, folder: Path) -> Copy:
     own = (f"dlio/features/{feature}/", f"tests/features/{feature}/", f"examples/{feature}_")
     kept = [path for path in _files() if not path.startswith(own)]
     benches = [path for path in kept if path.startswith(("bench/", "tests/bench/"))]
+    # Benchmarks of several features are tested with one of these.
+    benches += [path for path in kept if path.startswith("tests/features/") and _uses_bench(path)]
     lost = _measuring(feature, benches)
     for path in kept:
         if path in lost or not (ROOT / path).is_file():
@@ -155,6 +157,12 @@ def imported(path: Path, module: str) -> set[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             modules |= set(re.findall(r"\bdlio\.features\.[\w.]+", node.value))
     return modules
+
+
+def _uses_bench(path: str) -> bool:
+    """True for a test that imports a benchmark."""
+    place = ROOT / path
+    return path.endswith(".py") and place.is_file() and "dlio_bench" in place.read_text("utf-8")
 
 
 def _measuring(feature: str, paths: Sequence[str]) -> set[str]:
