@@ -89,7 +89,7 @@ class BalanceHooks(FeatureHooks):
             self._share(run, [rank["features"]["balance"] for rank in everyone])
 
     def _share(self, run: FeatureRun, costs: Sequence[Sequence[float]]) -> None:
-        """Set the shares by the costs of the ranks that are left, in rank order."""
+        """Set the shares by the costs of the surviving ranks, in rank order."""
         shares = balanced_shares(run.shares, [Cost(*cost) for cost in costs])
         for loader in (run.loader, run.held_out):
             if loader is not None:

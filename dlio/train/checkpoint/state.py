@@ -246,10 +246,15 @@ def _merged(checkpoint: SavedState, saved: int, parts: tuple[str, ...]) -> dict[
     return {name: value.to(kinds[name]) for name, value in total.items()}
 
 
+def _ranks_taken_over(checkpoint: SavedState, rank: int, ranks: int) -> range:
+    """Return the saved ranks whose parts this rank continues; each one goes to exactly one rank."""
+    return range(rank, checkpoint.ranks, ranks)
+
+
 def _residuals(checkpoint: SavedState, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """Sum of the error-feedback residuals that this rank takes over, so that none is lost."""
     total: dict[str, torch.Tensor] = {}
-    for each in range(rank, checkpoint.ranks, ranks):
+    for each in _ranks_taken_over(checkpoint, rank, ranks):
         for name, value in checkpoint.read(f"rank{each}/exchange/").items():
             if OWED in name:
                 total[name] = total[name] + value if name in total else value
@@ -259,8 +264,8 @@ def _residuals(checkpoint: SavedState, rank: int, ranks: int) -> dict[str, torch
 def _taken_over(
     checkpoint: SavedState, rank: int, ranks: int, prefix: str, name: str = ""
 ) -> Iterator[torch.Tensor]:
-    """Yield a tensor of each saved rank whose part this rank continues: of exactly one each."""
-    for each in range(rank, checkpoint.ranks, ranks):
+    """Yield a tensor of each saved rank whose part this rank continues."""
+    for each in _ranks_taken_over(checkpoint, rank, ranks):
         yield checkpoint.read(f"rank{each}/{prefix}{name}")[""]
 
 
