@@ -79,16 +79,15 @@ class NativeLibrary:
 
     Args:
         path: of the shared library. Raises OSError if it cannot be loaded.
-        portable: use no vector instructions, for tests.
     """
 
-    def __init__(self, path: str = LIBRARY, portable: bool = False) -> None:
+    def __init__(self, path: str = LIBRARY) -> None:
         library = ctypes.CDLL(path)
         data, size = ctypes.c_void_p, ctypes.c_size_t
         self._shape = library.dlio_jpeg_shape
         self._shape.argtypes = (data, size, data)
         self._crop = library.dlio_jpeg_crop
-        self._crop.argtypes = (data, size, data, data, size, data, size, ctypes.c_int)
+        self._crop.argtypes = (data, size, data, data, size, data, size)
         self._resize = library.dlio_resize
         self._resize.argtypes = (data, size, data, data, size, data)
         self._crops = library.dlio_crops
@@ -101,11 +100,10 @@ class NativeLibrary:
         for ends in (self._ends, self._held_ends):
             ends.argtypes = (data, size, size, size)
         library.dlio_jpeg_name.restype = ctypes.c_char_p
-        self._portable = int(portable)
         self._memory = _ThreadBuffers()
         self.resizes: bool | None = None
         """True if `resize` gives OpenCV's pixels; None before `resizes_alike`."""
-        self.instructions = "portable" if portable else library.dlio_jpeg_name().decode()
+        self.instructions = library.dlio_jpeg_name().decode()
 
     def shape(self, image: Buffer) -> JpegShape | None:
         """Return the size of a JPEG; None for every image that the library does not know."""
@@ -141,7 +139,7 @@ class NativeLibrary:
         refused = self._crop(
             *(_address(data), len(data), (ctypes.c_int64 * 4)(top, left, height, width)),
             *(_address(memory.work), len(memory.work)),
-            *(_address(memory.pixels), len(memory.pixels), self._portable),
+            *(_address(memory.pixels), len(memory.pixels)),
         )
         if refused:
             return None

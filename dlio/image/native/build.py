@@ -16,9 +16,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 NAME = "_jpeg.so"
 _TIMEOUT_S = 300
 _FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
-_WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-function"]
+_WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter"]
 _AVX2 = ["-mavx2", "-mbmi", "-mbmi2"]
-"""Instructions of a second build of scan.c, and of resize.c: used where the processor has them."""
+"""Instructions of scan.c and resize.c, which are used where the processor has them."""
 
 
 class BuildError(Exception):
@@ -34,12 +34,11 @@ def compiler() -> list[str] | None:
     return None
 
 
-def build(folder: str = HERE, flags: tuple[str, ...] = (), portable: bool = False) -> str:
+def build(folder: str = HERE, flags: tuple[str, ...] = ()) -> str:
     """Compile the library into a folder; return its path.
 
     Args:
         flags: further flags of the compiler and the linker, such as -fsanitize=address.
-        portable: leave out vector instructions.
 
     Raises BuildError if no compiler is found, or if it fails.
     """
@@ -48,17 +47,17 @@ def build(folder: str = HERE, flags: tuple[str, ...] = (), portable: bool = Fals
         raise BuildError("no C compiler was found (install gcc or clang, or set CC)")
     machine = [*shlex.split(os.environ.get("ARCHFLAGS", ""))]  # set on macOS by cibuildwheel
     is_x86 = platform.machine().lower() in ("x86_64", "amd64") and "arm64" not in machine
-    fast = is_x86 and not portable and sysconfig.get_config_var("SIZEOF_VOID_P") == 8
-    units: list[tuple[str, str, list[str]]]
-    units = [(name, name + ".c", []) for name in ("header", "crop", "scan")]
-    if fast:
-        units += [("scan_avx2", "scan.c", _AVX2), ("resize", "resize.c", _AVX2)]
-    shared = [*_FLAGS, *_WARNINGS, *machine, *flags, *(["-DDLIO_AVX2"] if fast else [])]
+    units: dict[str, list[str]] = {"header": [], "crop": []}
+    shared = [*_FLAGS, *_WARNINGS, *machine, *flags]
+    if is_x86 and sysconfig.get_config_var("SIZEOF_VOID_P") == 8:
+        units |= {"scan": _AVX2, "resize": _AVX2}
+        shared.append("-DDLIO_AVX2")
     with tempfile.TemporaryDirectory(prefix="dlio-build-") as scratch:
         objects = []
-        for unit, source, more in units:
+        for unit, more in units.items():
+            source = os.path.join(HERE, unit + ".c")
             objects.append(os.path.join(scratch, unit + ".o"))
-            _run([*command, *shared, *more, "-c", os.path.join(HERE, source), "-o", objects[-1]])
+            _run([*command, *shared, *more, "-c", source, "-o", objects[-1]])
         # Linkers remove an old file first: a process may have it mapped.
         path = os.path.join(folder, NAME)
         _run([*command, *shared, "-shared", *objects, "-lm", "-o", path])

@@ -20,16 +20,17 @@ typedef struct {
     Table tables[TABLES];
 } Kept;
 
-typedef int Run(const Scan *scan);
-typedef const uint8_t *Unstuff(const uint8_t *data, const uint8_t *end, uint8_t **out);
-
-static int has_avx2(void) {
 #ifdef DLIO_AVX2
+static int has_avx2(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
-#else
-    return 0;
-#endif
 }
+#else /* scan.c and resize.c are not built, and images are left to the other decoder. */
+static int has_avx2(void) { return 0; }
+int dlio_scan(const Scan *scan) { return NOT_MINE; }
+const uint8_t *dlio_unstuff(const uint8_t *data, const uint8_t *end, uint8_t **out) { return NULL; }
+void dlio_resize_rgb(const uint8_t *pixels, size_t pitch, Resize *size, uint8_t *memory,
+                     uint8_t *out) {}
+#endif
 
 INLINE size_t aligned(size_t size) { return (size + 63) & ~(size_t)63; }
 
@@ -79,7 +80,7 @@ EXPORT int dlio_jpeg_ends(const uint8_t *data, size_t size, size_t scan, size_t 
 /* Offsets of restart intervals by their lengths in the file, which are right if every marker is
  * where they say. Calls nothing for those outside of the part. Returns 1 if they are. */
 static int by_lengths(const uint8_t *data, size_t size, const Header *header, Scan *scan,
-                      Interval *intervals, Unstuff *unstuff, uint8_t *out) {
+                      Interval *intervals, uint8_t *out) {
     const uint8_t *at = data + header->starts + 4 + 9;
     size_t width = *at++, count = intervals_of(header);
     if ((width != 2 && width != 4) || header->scan_header - (size_t)(at - data) != width * count)
@@ -100,7 +101,7 @@ static int by_lengths(const uint8_t *data, size_t size, const Header *header, Sc
             interval->from = (uint32_t)k * (uint32_t)header->interval;
             interval->to = interval->from + (uint32_t)header->interval;
             interval->begin = (size_t)(out - begin);
-            if (unstuff(data + begins, data + ends, &out) != data + ends - 2) return 0;
+            if (dlio_unstuff(data + begins, data + ends, &out) != data + ends - 2) return 0;
             interval->end = (size_t)(out - begin);
         }
         begins = ends;
@@ -112,7 +113,7 @@ static int by_lengths(const uint8_t *data, size_t size, const Header *header, Sc
 
 /* Split the coded data at their restart markers, which have to be complete. */
 static int by_markers(const uint8_t *data, size_t size, const Header *header, Scan *scan,
-                      Interval *intervals, Unstuff *unstuff, uint8_t *out) {
+                      Interval *intervals, uint8_t *out) {
     const uint8_t *at = data + header->scan, *end = data + size;
     uint8_t *const begin = out;
     uint32_t total = (uint32_t)header->mcus_a_row * (uint32_t)header->mcu_rows;
@@ -122,7 +123,7 @@ static int by_markers(const uint8_t *data, size_t size, const Header *header, Sc
     for (size_t k = 0; k < count; k++) {
         Interval *each = intervals + scan->count;
         each->begin = (size_t)(out - begin);
-        at = unstuff(at, end, &out);
+        at = dlio_unstuff(at, end, &out);
         int marker = interval && k + 1 < count ? 0xd0 + (int)(k & 7) : 0xd9;
         if (!at || at[1] != marker) return IRREGULAR;
         at += 2;
@@ -173,11 +174,11 @@ static int prepare(const uint8_t *data, const Header *header, Scan *scan, Kept *
  * memory: of this thread, `memory_size` bytes, zeros before the first call, the same in each.
  * out: RGB, `height` rows of whole MCUs that contain the columns of the box, without gaps between
  *   rows; followed by ROOM bytes that may be written.
- * is_portable: 1 to use no vector instructions.
  * Returns 0; NOT_MINE or IRREGULAR if another decoder has to read the image, or to find its fault;
  * BAD_CALL if the box or the memory does not fit. */
 EXPORT int dlio_jpeg_crop(const uint8_t *data, size_t size, const int64_t box[4], uint8_t *memory,
-                          size_t memory_size, uint8_t *out, size_t out_size, int is_portable) {
+                          size_t memory_size, uint8_t *out, size_t out_size) {
+    if (!has_avx2()) return NOT_MINE;
     Header header;
     Scan scan = {.header = &header, .out = out};
     int refused = dlio_header(data, size, &header);
@@ -207,26 +208,17 @@ EXPORT int dlio_jpeg_crop(const uint8_t *data, size_t size, const int64_t box[4]
     Interval *intervals = (Interval *)(void *)(planes + pitch * 16 * 3 + 64);
     refused = prepare(data, &header, &scan, kept);
     if (refused) return refused;
-    int fast = has_avx2() && !is_portable;
-#ifdef DLIO_AVX2
-    Unstuff *unstuff = fast ? dlio_unstuff_avx2 : dlio_unstuff_portable;
-    Run *run = fast ? dlio_scan_avx2 : dlio_scan_portable;
-#else
-    (void)fast;
-    Unstuff *unstuff = dlio_unstuff_portable;
-    Run *run = dlio_scan_portable;
-#endif
     int is_cut = header.interval && header.mcus_a_row % header.interval == 0;
     if (!(is_cut && header.starts &&
-          by_lengths(data, size, &header, &scan, intervals, unstuff, coded))) {
+          by_lengths(data, size, &header, &scan, intervals, coded))) {
         scan.count = 0;
-        refused = by_markers(data, size, &header, &scan, intervals, unstuff, coded);
+        refused = by_markers(data, size, &header, &scan, intervals, coded);
         if (refused) return refused;
     }
     scan.is_exact = header.interval || scan.bottom == header.mcu_rows;
     if (!header.interval) intervals->to = (uint32_t)header.mcus_a_row * (uint32_t)scan.bottom;
     scan.intervals = intervals, scan.data = coded;
-    return run(&scan);
+    return dlio_scan(&scan);
 }
 
 /* Resize RGB with bilinear interpolation.
@@ -246,11 +238,7 @@ EXPORT int dlio_resize(const uint8_t *pixels, size_t pitch, const int64_t sizes[
     if (pitch < (size_t)size.width * 3) return BAD_CALL;
     if (memory_size < (size_t)size.columns * 40 + 64) return BAD_CALL;
     if (!has_avx2()) return NOT_MINE;
-#ifdef DLIO_AVX2
-    dlio_resize_avx2(pixels, pitch, &size, memory, out);
-#else
-    (void)pixels, (void)memory, (void)out;
-#endif
+    dlio_resize_rgb(pixels, pitch, &size, memory, out);
     return DONE;
 }
 
@@ -275,7 +263,7 @@ static int make(const Task *task, uint8_t *memory, size_t memory_size, uint8_t *
         int refused = dlio_jpeg_shape(from, (size_t)task->size, shape);
         if (!refused)
             refused = dlio_jpeg_crop(from, (size_t)task->size, task->box, memory, memory_size,
-                                     pixels, pixels_size, 0);
+                                     pixels, pixels_size);
         if (refused) return refused;
         size_t mcu = (size_t)shape[2], left = (size_t)task->box[1];
         size_t right = (left + (size_t)task->box[3] - 1) / mcu * mcu + mcu;
@@ -298,5 +286,5 @@ EXPORT void dlio_crops(Task *tasks, size_t count, uint8_t *memory, size_t memory
             make(tasks + k, memory, memory_size, pixels, pixels_size, sums, sums_size);
 }
 
-/* Name the instructions in use. */
-EXPORT const char *dlio_jpeg_name(void) { return has_avx2() ? "AVX2" : "portable"; }
+/* Name the instructions in use; "none" where no image is decoded. */
+EXPORT const char *dlio_jpeg_name(void) { return has_avx2() ? "AVX2" : "none"; }

@@ -99,14 +99,6 @@ typedef struct {
     size_t out_pitch;
 } Scan;
 
-int dlio_scan_portable(const Scan *scan);
-int dlio_scan_avx2(const Scan *scan);
-
-/* Copy coded data up to the next marker, without stuffed bytes. Writes up to 31 bytes more than it
- * says. Returns the marker's place and moves `out` behind the copy; NULL without a marker. */
-const uint8_t *dlio_unstuff_portable(const uint8_t *data, const uint8_t *end, uint8_t **out);
-const uint8_t *dlio_unstuff_avx2(const uint8_t *data, const uint8_t *end, uint8_t **out);
-
 typedef struct {
     int32_t height, width; /* of the image, in pixels */
     int32_t rows, columns; /* of the result */
@@ -114,8 +106,14 @@ typedef struct {
     int32_t begin, end; /* see lay_out() in resize.c */
 } Resize;
 
-void dlio_resize_avx2(const uint8_t *pixels, size_t pitch, Resize *size, uint8_t *memory,
-                      uint8_t *out);
+/* With AVX2; see has_avx2() in crop.c. */
+int dlio_scan(const Scan *scan);
+void dlio_resize_rgb(const uint8_t *pixels, size_t pitch, Resize *size, uint8_t *memory,
+                     uint8_t *out);
+
+/* Copy coded data up to the next marker, without stuffed bytes. Writes up to 31 bytes more than it
+ * says. Returns the marker's place and moves `out` behind the copy; NULL without a marker. */
+const uint8_t *dlio_unstuff(const uint8_t *data, const uint8_t *end, uint8_t **out);
 
 /* Order of coefficients; places behind the last lead to a place that is not read. */
 extern const uint8_t dlio_zigzag[320];

@@ -104,7 +104,8 @@ INLINE void mix_rows(const int16_t *one, const int16_t *other, const int16_t *we
     }
 }
 
-void dlio_resize_avx2(const uint8_t *pixels, size_t pitch, Resize *size, uint8_t *memory, uint8_t *out) {
+void dlio_resize_rgb(const uint8_t *pixels, size_t pitch, Resize *size, uint8_t *memory,
+                     uint8_t *out) {
     Between *columns = (Between *)(void *)memory;
     int16_t *weights = (int16_t *)(void *)(columns + size->columns), *sums[2];
     sums[0] = weights + 8 * (size_t)size->columns;

@@ -1,27 +1,14 @@
 /* Entropy decoding, inverse DCT and colour conversion of the MCUs that a crop touches.
  *
- * Built twice: with AVX2 and BMI2 (SCAN is dlio_scan_avx2), and in plain C. Both give the same
- * pixels as libjpeg-turbo with its fast inverse DCT and without smooth upsampling.
+ * Built with AVX2 and BMI2. The pixels are those of libjpeg-turbo with its fast inverse DCT and
+ * without smooth upsampling.
  */
 #include <string.h>
 
 #include "jpeg.h"
-#ifdef __AVX2__
 #include "pixels_avx2.h"
-#else
-#include "pixels_portable.h"
-#endif
-
-#ifdef __AVX2__
-#define SCAN dlio_scan_avx2
-#define UNSTUFF dlio_unstuff_avx2
-#else
-#define SCAN dlio_scan_portable
-#define UNSTUFF dlio_unstuff_portable
-#endif
 
 /* Copy a vector of bytes; returns the number of them before the first 0xff. */
-#ifdef __AVX2__
 enum { VECTOR = 32 };
 INLINE int copy_plain(const uint8_t *data, uint8_t *out) {
     __m256i bytes = _mm256_loadu_si256((const __m256i *)data);
@@ -29,22 +16,8 @@ INLINE int copy_plain(const uint8_t *data, uint8_t *out) {
     uint32_t full = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi8(-1)));
     return full ? __builtin_ctz(full) : VECTOR;
 }
-#else
-enum { VECTOR = 8 };
-INLINE int copy_plain(const uint8_t *data, uint8_t *out) {
-    uint64_t bytes, full;
-    memcpy(&bytes, data, 8);
-    memcpy(out, &bytes, 8);
-    full = bytes & 0x7f7f7f7f7f7f7f7f;
-    full = (full + 0x0101010101010101) & bytes & 0x8080808080808080;
-    if (!full) return VECTOR;
-    int k = 0;
-    while (data[k] != 0xff) k++;
-    return k;
-}
-#endif
 
-const uint8_t *UNSTUFF(const uint8_t *data, const uint8_t *end, uint8_t **out) {
+const uint8_t *dlio_unstuff(const uint8_t *data, const uint8_t *end, uint8_t **out) {
     uint8_t *to = *out;
     for (;;) {
         while (end - data > VECTOR) {
@@ -73,10 +46,7 @@ typedef struct {
 INLINE void refill(Reader *reader) {
     uint64_t more;
     memcpy(&more, reader->next, 8);
-#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-    more = __builtin_bswap64(more);
-#endif
-    reader->bits |= more >> reader->count;
+    reader->bits |= __builtin_bswap64(more) >> reader->count;
     reader->next += (63 - reader->count) >> 3;
     reader->count |= 56;
 }
@@ -293,7 +263,7 @@ static void write_row(const Scan *scan, int row) {
     }
 }
 
-int SCAN(const Scan *scan) {
+int dlio_scan(const Scan *scan) {
     const Header *header = scan->header;
     int across = header->mcus_a_row;
     State state = {.scan = scan};
