@@ -48,13 +48,9 @@ def encode_block(
     schema: Schema,
     compress: bool = False,
 ) -> list[Buffer]:
-    """Make a block, as pieces to be written one after another; payloads are not copied.
-
-    Args:
-        payloads: raw bytes of the samples.
-        block: number of the block.
-        fingerprint: of the data set, 32 hex digits.
-        compress: compress with LZ4 each sample for which that saves a sixteenth.
+    """Make a block, as pieces to be written one after another; payloads are not copied. With
+    `compress`, each sample is compressed by LZ4 if that saves a sixteenth; `fingerprint` has 32 hex
+    digits.
 
     Raises ValueError when a payload is too large for the format.
     """
@@ -92,14 +88,8 @@ def table_offset(schema_bytes: int) -> int:
 def complete_head(
     table: npt.NDArray[np.void], *, block: int, length: int, fingerprint: str, schema: Schema
 ) -> bytes:
-    """Return all that comes before the payloads of a block: header, schema and table.
-
-    Args:
-        table: of its samples; dtype ENTRY, shape (samples,).
-        block: number of the block.
-        length: bytes of the block.
-        fingerprint: of the data set, 32 hex digits.
-    """
+    """Return all that comes before the payloads of a block: header, schema and table. `table` has
+    dtype ENTRY, and `length` is that of the whole block in bytes."""
     text = schema.to_json().encode()
     padding = table_offset(len(text)) - HEADER.size - len(text)
     fields = (
@@ -126,12 +116,9 @@ def aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def block_sizes(
     counts: npt.NDArray[np.int64], payloads: npt.NDArray[np.int64], schema: Schema
 ) -> npt.NDArray[np.int64]:
-    """Return the bytes of uncompressed blocks, which compression only makes smaller.
-
-    Args:
-        counts: samples of each block; shape (blocks,).
-        payloads: sum of the aligned payload bytes of each block; shape (blocks,).
-    """
+    """Return the bytes of uncompressed blocks, which compression only makes smaller. `counts` has
+    the samples of each block, and `payloads` the sum of their aligned payload bytes; shape
+    (blocks,)."""
     head = table_offset(len(schema.to_json().encode()))
     return head + ENTRY.itemsize * counts + payloads
 
@@ -181,12 +168,8 @@ def with_head(stored: memoryview) -> memoryview:
 
 
 def decompress_packed(packed: memoryview, raw: memoryview) -> None:
-    """Decompress LZ4 data into `raw`, which it has to fill exactly. Raises CorruptBlock.
-
-    Args:
-        packed: room for a head, followed by the data; the head is filled in.
-        raw: writable memory of the decompressed size.
-    """
+    """Decompress LZ4 data into `raw`, which it has to fill exactly. Raises CorruptBlock. `packed`
+    begins with room for a head, which is filled in; `raw` has the decompressed size."""
     # Loaded at first use. The lz4 package cannot decompress into given memory.
     from numcodecs.lz4 import decompress
 
@@ -255,12 +238,8 @@ class BlockInfo:
         *,
         checked: bool = True,
     ) -> memoryview:
-        """Return the raw payload at `place`.
-
-        Args:
-            place: position of the sample in the block.
-            scratch: memory to read into; without it the payload has memory of its own.
-            checked: False skips its checksum.
+        """Return the raw payload at `place`. It is read into `scratch`, or into memory of its own;
+        without `checked`, its checksum is not compared.
 
         Raises CorruptBlock when bytes are missing or differ from what was written.
         """
@@ -284,10 +263,8 @@ class BlockInfo:
     ) -> None:
         """Read the raw payload at `place` into `pieces`, one after another.
 
-        It is checked piece by piece, while it is in the processor's cache.
-
-        Args:
-            pieces: writable memory; together as long as the payload.
+        It is checked piece by piece, while it is in the processor's cache. The pieces are together
+        as long as the payload.
 
         Raises CorruptBlock as `read` does.
         """
@@ -326,10 +303,8 @@ class BlockInfo:
     ) -> tuple[int, int]:
         """Read the payload at `place` as it is stored, compressed or not.
 
-        A compressed payload is not checked here but by whoever decompresses it.
-
-        Args:
-            into: writable memory of the raw payload's size; the bytes are put at its beginning.
+        A compressed payload is not checked here but by whoever decompresses it. `into` has the raw
+        payload's size; the bytes are put at its beginning.
 
         Returns (bytes stored, xxh3_64 of the raw payload). Raises CorruptBlock as `read` does.
         """
@@ -343,11 +318,8 @@ class BlockInfo:
     def check(
         self, stored: memoryview, place: int, scratch: PayloadScratch | None = None
     ) -> memoryview:
-        """Decompress the stored bytes of `place` if need be, check and return the raw payload.
-
-        Args:
-            stored: the bytes that the block has there.
-            scratch: memory to decompress into; without it the payload has memory of its own.
+        """Decompress the stored bytes of `place` if need be, check and return the raw payload. It
+        is decompressed into `scratch`, or into memory of its own.
 
         Raises CorruptBlock.
         """
@@ -388,11 +360,8 @@ class BlockInfo:
 def read_info(
     descriptor: int | DescriptorlessFile, path: str, start: int = 0, length: int | None = None
 ) -> BlockInfo:
-    """Read and check the header and table of the block at `start` of an open file.
-
-    Args:
-        path: of the file, for messages.
-        length: bytes of the block according to an index; None if it reaches to the file's end.
+    """Read and check the header and table of the block at `start` of an open file. `length` is that
+    of the block according to an index; None if it reaches to the file's end.
 
     Raises CorruptBlock when the bytes are not a block, or a damaged or truncated one.
     """
@@ -434,23 +403,17 @@ def read_info(
     return BlockInfo(path, start, block, fingerprint.hex(), schema, digest, length, table)
 
 
-def check_block(memory: memoryview, path: str, start: int, *, payloads: bool = True) -> BlockInfo:
+def check_block(memory: memoryview, path: str, start: int) -> BlockInfo:
     """Check a whole block in memory: its header, its table and every payload.
 
-    Args:
-        path: of the file it comes from, for messages.
-        start: its offset there, for messages.
-        payloads: False leaves their checksums to whoever reads them later.
-
-    Raises CorruptBlock.
+    `path` and `start` are those of the file it comes from, for messages. Raises CorruptBlock.
     """
     info = read_info(
         _BlockInMemory(memory), path if start == 0 else f"{path} at {start}", 0, len(memory)
     )
-    if payloads:
-        for place in range(len(info)):
-            offset, stored, _, _ = info.table[place].item()
-            info.check(memory[offset : offset + stored], place, own_scratch.raw)
+    for place in range(len(info)):
+        offset, stored, _, _ = info.table[place].item()
+        info.check(memory[offset : offset + stored], place, own_scratch.raw)
     return info
 
 
@@ -490,11 +453,8 @@ def read_exactly(
 
 
 def write_all(descriptor: int, pieces: Sequence[Buffer], offset: int | None = None) -> None:
-    """Write all pieces in order; the kernel may write less than it is given.
-
-    Args:
-        offset: of the file, to write from there on; None for where the descriptor is.
-    """
+    """Write all pieces in order; the kernel may write less than it is given. They are written from
+    `offset` of the file on; for None from where the descriptor is."""
     left = [memoryview(piece) for piece in pieces if len(piece)]
     while left:
         # No system that dlio runs on takes fewer than 1,024 pieces (IOV_MAX).

@@ -68,14 +68,9 @@ def piece_bytes(stripe_bytes: int) -> int:
 
 
 class SourceRequests(Closable):
-    """Reads blocks of a data set. Thread-safe. Owner: the hierarchy.
-
-    Args:
-        reader: of the source; not owned.
-        requests: in flight at a time; 1 reads in the caller's own thread.
-        rate: bytes per second at most; None for no limit.
-        timeout_s: seconds for a block until its source is taken to hang.
-    """
+    """Reads blocks of a data set. Thread-safe. Owner: the hierarchy. `requests` are in flight at a
+    time; 1 reads in the caller's own thread. `rate` is in bytes per second, and `timeout_s` for a
+    block until its source is taken to hang; None for no limit."""
 
     def __init__(
         self,
@@ -112,10 +107,8 @@ class SourceRequests(Closable):
     def block(
         self, block: int, known: Mapping[int, Buffer] | None = None
     ) -> Iterator[tuple[list[Buffer], int]]:
-        """Read a block; its memory is used again when the context ends.
-
-        Args:
-            known: payloads by sample that need not be read, of a source of single objects.
+        """Read a block; its memory is used again when the context ends. `known` has payloads by
+        sample that need not be read, of a source of single objects.
 
         Yields (the block's bytes, one buffer after another; payload bytes that were read for it).
         Raises SourceError or CorruptBlock, naming the part that cannot be read.
@@ -133,10 +126,8 @@ class SourceRequests(Closable):
             lease.release()
 
     def samples(self, samples: npt.NDArray[np.int64], block: int) -> list[Buffer]:
-        """Return payloads of the source, a large one read in parts by several threads.
-
-        Args:
-            block: named in errors.
+        """Return payloads of the source, a large one read in parts by several threads. `block` is
+        named in errors.
 
         Raises SourceError or CorruptBlock.
         """
@@ -164,10 +155,7 @@ class SourceRequests(Closable):
     def map(self, function: Callable[[T], R], items: Sequence[T], block: int) -> list[R]:
         """Call `function` on each item in parallel, and return the results in order.
 
-        Without threads, as in a forked child, one after another.
-
-        Args:
-            block: named in errors.
+        Without threads, as in a forked child, one after another. `block` is named in errors.
 
         Raises the first error when all are done, SourceError when they are not done in time.
         """
@@ -362,19 +350,14 @@ class Fetcher:
         Does so for a source whose samples are single files or objects. Each payload is kept for its
         block, which other processes leave to this one; so nothing is read twice.
 
-        Args:
-            samples: indices; shape (batch,).
-            then: called when they are read, in a thread of this fetcher's, or now. Never called by
-                two threads at once, nor after `settle`.
+        `then` is called when they are read, in a thread of this fetcher's, or now: never by two
+        threads at once, nor after `settle`.
         """
         raise NotImplementedError
 
     def expect(self, samples: npt.NDArray[np.int64]) -> None:
-        """Begin to read samples that are going to be taken, where that takes a while each.
-
-        Args:
-            samples: indices, in the order of their use; shape (n,).
-        """
+        """Begin to read samples that are going to be taken, where that takes a while each. They are
+        in the order of their use."""
 
     def forget(self, samples: npt.NDArray[np.int64]) -> None:
         """Let go of samples that were expected and are not going to be taken."""
@@ -403,10 +386,7 @@ class BlockFetcher(Fetcher):
     decides. A block in `_reserved` is claimed by this process and not being filled yet. `then` of
     `hurry` is called by one thread at a time, under a lock of its own, and by none after `settle`.
 
-    Args:
-        check: read each block that is brought back from its tier, and compare.
-        fill_timeout_s: how long to wait for another process that fills a block. Default: the
-            setting DLIO_FILL_TIMEOUT.
+    With `check`, each block is read back from its tier, and compared.
     """
 
     def __init__(
@@ -417,7 +397,6 @@ class BlockFetcher(Fetcher):
         notes: RunNotes,
         *,
         check: bool,
-        fill_timeout_s: float | None,
     ) -> None:
         self._reader, self._targets, self._requests = reader, targets, requests
         self._counters, self._notes = notes.counters, notes
@@ -426,9 +405,8 @@ class BlockFetcher(Fetcher):
         self._hurry_lock = threading.Lock()
         self._is_settled = False
         self._check = check
-        if fill_timeout_s is None:
-            fill_timeout_s = settings().fill_timeout_s
-        self.fill_timeout_s = fill_timeout_s
+        self.fill_timeout_s = settings().fill_timeout_s
+        """Seconds to wait for another process that fills a block."""
         self._lock = new_lock()
         self._places: dict[int, int] = {}
         """Number of the fastest tier that a block was seen in."""
@@ -748,10 +726,8 @@ class BlockFetcher(Fetcher):
 def blocks_in_order(layout: Layout, order: Order, wanted: npt.NDArray[np.bool_]) -> Iterator[int]:
     """Yield the wanted blocks in the order of their first use in an epoch, then the unused ones.
 
-    The order is evaluated only as far as blocks are consumed.
-
-    Args:
-        wanted: mask; shape (blocks,).
+    The order is evaluated only as far as blocks are consumed. `wanted` is a mask of shape
+    (blocks,).
     """
     left = wanted.copy()
     for start in range(0, len(order), _CHUNK):
@@ -772,9 +748,6 @@ def filler_threads(block_bytes: npt.NDArray[np.int64], requests: int) -> int:
 
     There are as many as requests, unless their bytes exceed those that may be in flight; 2 at
     least.
-
-    Args:
-        block_bytes: file bytes of each block; shape (blocks,).
     """
     # Bytes bound the blocks in flight, not their number: memory is what they take.
     largest = int(block_bytes.max(initial=1))
@@ -787,9 +760,7 @@ class BlockFiller(Closable):
     Each rank of a node has one, and all go through the same list. A block that another rank is
     filling is skipped and looked at again at the end, so that nobody waits while there is work.
 
-    Args:
-        blocks: makes the iterator of blocks to bring; called by the first thread.
-        threads: number of blocks that are brought at a time.
+    `blocks` makes the iterator of blocks to bring, and is called by the first of the threads.
     """
 
     def __init__(

@@ -24,13 +24,8 @@ _CLOSE_TIMEOUT_S: Final = 10.0
 
 
 class StreamProgress:
-    """The position of each rank of a node in its pass, in memory that they share.
-
-    Args:
-        folder: descriptor of the folder of the streamed blocks.
-        ranks: number of ranks on this node.
-        rank: number of this rank among them.
-    """
+    """The position of each rank of a node in its pass, in memory that they share. `folder` is a
+    descriptor, and `rank` is the number of this one among the `ranks` on this node."""
 
     def __init__(self, folder: int, ranks: int, rank: int) -> None:
         # A file of the tier, not a message: ranks of a node are at different steps, and none may
@@ -44,19 +39,13 @@ class StreamProgress:
         self._living = np.arange(ranks)
 
     def keep(self, living: Sequence[int]) -> None:
-        """Wait for some of the ranks only: the others are lost.
-
-        Args:
-            living: numbers of ranks among those on this node.
-        """
+        """Wait for some of the ranks only: the others are lost. `living` are numbers among the
+        ranks on this node."""
         self._living = np.asarray(living, np.int64)
 
     def tell(self, generation: int, position: int) -> None:
-        """Say that this rank is done with the positions below `position`.
-
-        Args:
-            generation: number of the pass, from 1.
-        """
+        """Say that this rank is done with the positions below `position`. `generation` is the
+        number of the pass, from 1."""
         self._mine[:] = generation, position
 
     def span(self, generation: int) -> tuple[int, int] | None:
@@ -71,14 +60,9 @@ class StreamProgress:
 class BlockStream:
     """Brings the streamed blocks of a pass and removes them. Owner: the pass, which closes it.
 
-    Args:
-        hierarchy: one with a tier for streamed blocks.
-        here: mask of the blocks whose home is this node in this pass; shape (blocks,).
-        position: first position of the pass.
-        ahead: number of positions, after those that are done, whose blocks are brought.
-        progress: positions of this node's ranks.
-        generation: number of the pass.
-        threads: number of blocks that are brought at a time.
+    `here` is a mask of the blocks whose home is this node in this pass, which begins at `position`;
+    the blocks of the positions up to `ahead` after those that are done are brought, `threads` of
+    them at a time.
     """
 
     def __init__(

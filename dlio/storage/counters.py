@@ -161,13 +161,9 @@ class RunNotes:
                 self._events.append(event)
 
     def tier_failed(self, path: str, doing: str, error: BaseException, then: str) -> None:
-        """Count an error of a tier, and tell it once for each tier and kind of error.
-
-        Args:
-            path: of the tier.
-            doing: `read`, `written`, `cleared` or `opened`.
-            then: consequence, as the end of a sentence.
-        """
+        """Count an error of a tier, and tell it once for each tier and kind of error. `doing` is
+        `read`, `written`, `cleared` or `opened`; `then` is the consequence, as the end of a
+        sentence."""
         number = _number(error)
         self.counters.add("tier_errors")
         with self._lock:

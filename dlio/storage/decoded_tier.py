@@ -57,14 +57,9 @@ class _TrialCosts:
 
 
 class DecodedTier:
-    """Decoded images of a data set. Thread-safe. Owner: the mount.
-
-    Args:
-        name: of the folder, made of the data set, the node and the recipe of its images.
-        samples: number of samples in the data set.
-        capacity: bytes on this node.
-        note: called once, with a sentence that says how images are kept and why.
-    """
+    """Decoded images of a data set. Thread-safe. Owner: the mount. `name` is made of the data set,
+    the node and the recipe of its images; `note` is called once, with a sentence that says how
+    images are kept and why."""
 
     def __init__(
         self, name: str, samples: int, capacity: int, note: Callable[[str], object]
@@ -122,13 +117,9 @@ class DecodedTier:
         return np.frombuffer(raw, np.uint8).reshape(rows, columns, 3), label
 
     def put(self, sample: int, pixels: _Pixels, label: int, decode_s: float) -> None:
-        """Keep an image if there is room and keeping images saves time.
-
-        Args:
-            pixels: RGB, contiguous; shape (rows, columns, 3).
-            label: its class; images with negative ones are not kept.
-            decode_s: seconds that decoding it took.
-        """
+        """Keep an image if there is room and keeping images saves time. Pixels are RGB, contiguous,
+        of shape (rows, columns, 3). Images with a negative label are not kept; `decode_s` is the
+        time that decoding took."""
         if self._form == "none" or label < 0:
             return
         raw = pixels.reshape(-1)

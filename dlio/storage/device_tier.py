@@ -52,12 +52,8 @@ class DeviceCopies(Protocol):
 
 
 class DeviceTier:
-    """Decoded images in a device's memory. Thread-safe. Owner: the mount.
-
-    Args:
-        samples: number of samples in the data set.
-        capacity: bytes on the device.
-        note: called once, with a sentence that says how much is kept when the tier is full.
+    """Decoded images in a device's memory. Thread-safe. Owner: the mount. `note` is called once,
+    with a sentence that says how much is kept when the tier is full.
 
     Raises UsageError if the device has less memory free.
     """

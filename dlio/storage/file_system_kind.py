@@ -43,13 +43,8 @@ class Stripes:
 
 
 def find_stripes(kind: str, path: str, options: str) -> Stripes:
-    """Return the stripes of a file, or those that new files of a folder get.
-
-    Args:
-        kind: of file system, see `FileSystemKind`.
-        path: absolute, without links; need not exist.
-        options: of the mount.
-    """
+    """Return the stripes of a file, or those that new files of a folder get. `path` is absolute,
+    without links, and need not exist; `options` are those of the mount."""
     if kind == "lustre":
         # A folder is asked for its own default layout, not for that of its first entry.
         folder = "-d" if os.path.isdir(path) else "-q"
@@ -172,11 +167,8 @@ class FileSystemKind:
         return Stripes(self.stripe_count, self.stripe_bytes).describe(self.kind)
 
     def requests(self, objects: bool) -> int:
-        """Return the number of requests in flight that suits the place.
-
-        Args:
-            objects: each request is for a small file, so that latency counts and not bandwidth.
-        """
+        """Return the number of requests in flight that suits the place. With `objects` each request
+        is for a small file, so that latency counts and not bandwidth."""
         if not self.network:
             return _FEW
         return _MANY if objects else max(_SOME, min(_MANY, 4 * self.stripe_count))

@@ -51,8 +51,6 @@ class Hierarchy(Closable):
         ranks: number of ranks in the job, which share the budget of samples read on their own.
         requests: reads whole blocks of the source; owned. Default: one request at a time.
         check: read each block that is brought back from its tier, and compare.
-        fill_timeout_s: how long to wait for another process that fills a block, before its
-            sample is read from the source instead. Default: the setting DLIO_FILL_TIMEOUT.
         flow: limits the requests in flight where samples are read as they are needed; by default
             that of the reader. With None of both, whole blocks are read.
     """
@@ -66,7 +64,6 @@ class Hierarchy(Closable):
         ranks: int = 1,
         requests: SourceRequests | None = None,
         check: bool = False,
-        fill_timeout_s: float | None = None,
         flow: Flow | None = None,
     ) -> None:
         self.reader = reader
@@ -76,12 +73,7 @@ class Hierarchy(Closable):
         self.run_notes = RunNotes(self.counters)
         self._requests = requests or SourceRequests(reader)
         self.block_fetcher = BlockFetcher(
-            reader,
-            self.targets,
-            self._requests,
-            self.run_notes,
-            check=check,
-            fill_timeout_s=fill_timeout_s,
+            reader, self.targets, self._requests, self.run_notes, check=check
         )
         self._reads = TierReads(reader, self.targets, self.block_fetcher, self.run_notes, ranks)
         flow = abilities_of(reader).flow if flow is None else flow
@@ -99,11 +91,9 @@ class Hierarchy(Closable):
     def read(
         self, sample: int, block: int, place: int, scratch: PayloadScratch | None = None
     ) -> tuple[Buffer, str]:
-        """Return a sample's payload and where it came from: `ram`, `disk` or `source`.
-
-        Args:
-            sample: index; (block, place) is where the layout locates it.
-            scratch: memory that the payload may be read into; it is valid until the next read.
+        """Return a sample's payload and where it came from: `ram`, `disk` or `source`. (block,
+        place) is where the layout locates it. It may be read into `scratch`, and is valid until the
+        next read then.
 
         Raises SourceError when the last place, the source, fails too.
         """
@@ -123,10 +113,7 @@ class Hierarchy(Closable):
     def read_into(self, sample: int, block: int, place: int, pieces: Sequence[memoryview]) -> str:
         """Read a sample's payload into `pieces`, one after another, and return where it came from.
 
-        Args:
-            pieces: writable memory; together as long as the payload.
-
-        Other arguments and errors as for `read`.
+        The pieces are together as long as the payload. Errors as for `read`.
         """
         _, origin = self._read(
             sample,
@@ -138,10 +125,8 @@ class Hierarchy(Closable):
         return origin
 
     def read_stored(self, sample: int, block: int, place: int, into: memoryview) -> tuple[int, int]:
-        """Read a sample's payload as its tier stores it, compressed or not.
-
-        Args:
-            into: writable memory of the payload's size; the stored bytes are put at its beginning.
+        """Read a sample's payload as its tier stores it, compressed or not. `into` has the
+        payload's size; the stored bytes are put at its beginning.
 
         Returns (bytes stored, xxh3_64 of the payload). Errors as for `read`.
         """
@@ -239,8 +224,7 @@ class TierReads:
 
     Invariant, under the lock: `budget_bytes` is never negative, and no block is renewed twice.
 
-    Args:
-        ranks: number of ranks in the job, which share the budget.
+    The `ranks` of the job share the budget.
     """
 
     def __init__(

@@ -233,10 +233,8 @@ def holds_data(root: str) -> bool:
 
 
 def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
-    """Remove a data set from a disk tier and return the bytes of its blocks.
-
-    Args:
-        pinned: remove it even if it is pinned.
+    """Remove a data set from a disk tier and return the bytes of its blocks. With `pinned` it is
+    removed even if it is pinned.
 
     Raises TierError when it is in use, pinned, or not in the tier.
     """
@@ -262,10 +260,8 @@ def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
 def make_room(root: str, wanted: int, capacity: int, keep: str) -> list[StoredDataset]:
     """Evict data sets until `wanted` bytes fit into `capacity`, together with those that stay.
 
-    The least recently used go first; those in use or pinned stay. Returns the evicted ones.
-
-    Args:
-        keep: fingerprint of the data set that the room is for.
+    The least recently used go first; those in use or pinned stay. Returns the evicted ones. `keep`
+    is the fingerprint of the data set that the room is for.
     """
     evicted: list[StoredDataset] = []
     others = [entry for entry in stored_data(root) if entry.fingerprint != keep]

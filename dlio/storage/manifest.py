@@ -75,21 +75,14 @@ class Manifest:
 
 def write_manifest(folder: int, manifest: Manifest) -> None:
     """Write the manifest of a node's folder; it appears whole or not at all. Raises OSError.
-
-    Args:
-        folder: descriptor.
-    """
+    `folder` is a descriptor."""
     data = manifest.encode()
     write_whole_at(folder, NAME, lambda file: file.write(data))
 
 
 def read_manifest(folder: int, shown: str) -> Manifest | None:
     """Read the manifest of a node's folder, None if there is none. Raises CorruptBlock, OSError.
-
-    Args:
-        folder: descriptor.
-        shown: path of the folder, for errors.
-    """
+    `folder` is a descriptor, `shown` the path for errors."""
     path = os.path.join(shown, NAME)
     try:
         data = read_small(folder, NAME, _MAX_BYTES, owners=(os.fstat(folder).st_uid,))

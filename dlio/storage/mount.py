@@ -91,10 +91,8 @@ class MountOptions:
 class Mount(Closable):
     """A data set mounted on the nodes of a job, as one rank sees it. Owns the hierarchy.
 
-    Args:
-        uses: this process's lease on each disk tier, None on one that cannot be written; owned.
-        notes: data sets that were evicted, in sentences.
-        on_devices: True if all ranks have a tier on their device.
+    `uses` are this process's leases on each disk tier, None on one that cannot be written; owned.
+    `notes` are the data sets that were evicted, in sentences.
     """
 
     def __init__(
@@ -193,10 +191,7 @@ class Mount(Closable):
 
     def decoded(self, recipe: str) -> DecodedTier | None:
         """Return the node's tier of decoded images, opened once; None if none is specified.
-
-        Args:
-            recipe: name of the transformation that its images have undergone; one per mount.
-        """
+        `recipe` names the transformation that its images have undergone; one per mount."""
         if self._decoded is None and self.decoded_spec is not None:
             reader, node = self.hierarchy.reader, self.nodes.names[self.nodes.here]
             name = f"{reader.fingerprint}.{node}.{recipe}"
@@ -222,11 +217,8 @@ class Mount(Closable):
     # The ranks of the job
 
     def regroup(self, members: Sequence[int]) -> None:
-        """Continue with the survivors of lost ranks; nodes keep their numbers.
-
-        Args:
-            members: the number of each survivor when the data set was mounted.
-        """
+        """Continue with the survivors of lost ranks; nodes keep their numbers. `members` are their
+        numbers when the data set was mounted."""
         self.ranks = self.ranks_of(members)
         self.nodes = replace(self.nodes, node_of=self.ranks.node_of)
         self._members = tuple(members)
@@ -339,10 +331,9 @@ def mount(
 ) -> Mount:
     """Open this node's tiers and agree with all ranks on every block's home. Collective.
 
-    Args:
-        tiers: as on the command line; None takes DLIO_TIERS, or the default. Given as
-            specifications (see `spare_tiers`), tiers may be too small for a block: they stay empty.
-        pretend_nodes: number of nodes to pretend on this machine, for tests.
+    `tiers` are as on the command line; None takes DLIO_TIERS, or the default. Given as
+    specifications (see `spare_tiers`), they may be too small for a block: they stay empty.
+    `pretend_nodes` is for tests.
 
     Raises UsageError, TierError or TierFull when a tier cannot be made as specified, and UsageError
     if the data sets of the ranks differ.

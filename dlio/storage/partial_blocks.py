@@ -64,12 +64,8 @@ _Table = npt.NDArray[np.void]
 
 
 class PartialBlocks:
-    """Samples of a tier's incomplete blocks. Thread-safe. Owner: the fetcher, which closes it.
-
-    Args:
-        tier: writable; not owned.
-        reader: of the data set; not owned.
-    """
+    """Samples of a tier's incomplete blocks. Thread-safe. Owner: the fetcher, which closes it. The
+    tier is writable, and not owned."""
 
     def __init__(self, tier: Tier, reader: Reader) -> None:
         self.tier = tier
@@ -107,11 +103,8 @@ class PartialBlocks:
                 lock_byte(self._locks, first, fcntl.F_UNLCK, last - first)
 
     def places(self, block: int, among: Collection[int] | None = None) -> set[int]:
-        """Return the places of a block whose samples are here.
-
-        Args:
-            among: places that matter; None for all.
-        """
+        """Return the places of a block whose samples are here. `among` are the places that matter;
+        None for all."""
         if among is None:
             first, last = 0, self._count(block)
         else:
@@ -137,10 +130,8 @@ class PartialBlocks:
         return payload
 
     def add(self, block: int, samples: Mapping[int, Buffer]) -> bool:
-        """Keep samples until their block is complete; True if it may be complete now.
-
-        Args:
-            samples: payloads by place in the block.
+        """Keep samples until their block is complete; True if it may be complete now. `samples` has
+        payloads by place in the block.
 
         Raises OSError when the tier has no room or cannot be written, SourceError for a sample
         that has another size than the source said.
@@ -156,10 +147,8 @@ class PartialBlocks:
     def publish(self, block: int, put: Callable[[Sequence[Buffer]], None]) -> bool:
         """Make a block of its samples and publish it; False if they are not all here.
 
-        The caller has claimed the block in the tier.
-
-        Args:
-            put: publishes a block of payloads, where it has to be rewritten.
+        The caller has claimed the block in the tier. `put` publishes a block of payloads, where it
+        has to be rewritten.
 
         Raises OSError.
         """

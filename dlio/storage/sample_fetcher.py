@@ -76,9 +76,6 @@ class BackgroundLimit:
     the processors and the interpreter's lock from the trainer: such work may take a share of one
     processor. Where the storage's bandwidth is the limit, a rank that reads ahead takes it from the
     ranks that wait, for which it waits in turn: so few of its requests are in flight at a time.
-
-    Args:
-        clock: seconds; another one for tests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -101,11 +98,7 @@ class BackgroundLimit:
         return 0.0 if self._is_free() else max(0.0, self._next_at - self._clock())
 
     def has_room(self, most: int) -> bool:
-        """True if fewer requests are in flight than may be.
-
-        Args:
-            most: requests in flight of all kinds, at most.
-        """
+        """True if fewer requests are in flight than may be. `most` of all kinds may be in flight."""
         return self._is_free() or self._running < max(1, int(_SHARE * most))
 
     def begins(self) -> None:
@@ -127,9 +120,6 @@ class TierRoom:
 
     The folder is looked at again when half of the room that was left may be used up, so that
     processes that share it exceed the capacity by little.
-
-    Args:
-        tier: not owned.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -191,11 +181,7 @@ class SampleRead:
 
 
 class ReadQueue:
-    """Samples that are queued, being read, or read and not taken yet. The caller holds a lock.
-
-    Args:
-        reader: of the source; not owned.
-    """
+    """Samples that are queued, being read, or read and not taken yet. The caller holds a lock."""
 
     def __init__(self, reader: Reader) -> None:
         self._sizes = reader.sizes
@@ -258,11 +244,8 @@ class ReadQueue:
             del self._tasks[task.sample]
 
     def begin(self, spare_too: bool) -> list[SampleRead]:
-        """Return the tasks of the next request, which begins.
-
-        Args:
-            spare_too: those that nobody waits for, too; never together with others.
-        """
+        """Return the tasks of the next request, which begins. With `spare_too` it may be of those
+        that nobody waits for; never together with others."""
         tasks: list[SampleRead] = []
         while self._queue and len(tasks) < self._most:
             spare, _, task = self._queue[0]
@@ -311,10 +294,6 @@ class SampleFetcher(Fetcher):
     Invariant, under the lock: a sample in `_tasks` is queued or being read by one thread of
     this process, or being added to its block, or it is done and has not been taken. A task leaves
     `_tasks` only when it has been added; so no sample that is asked for again is read again.
-
-    Args:
-        requests: reads samples of the source; not owned.
-        flow: limits the requests in flight.
     """
 
     def __init__(
@@ -484,10 +463,8 @@ class SampleFetcher(Fetcher):
     def offer(self, sample: int, block: int, place: int, closing: threading.Event) -> bool:
         """Queue a sample to be read when nothing is more urgent; waits while many are queued.
 
-        False for one that need not be: it is here, or has failed.
-
-        Args:
-            closing: ends the waiting when it is set.
+        False for one that need not be: it is here, or has failed. `closing` ends the waiting when
+        it is set.
         """
         if not self._keeps(block) or sample in self._failed or self._has(block, place):
             return False
@@ -731,11 +708,8 @@ class SampleFetcher(Fetcher):
         publish: Callable[[], None],
         published: Callable[[], None] = lambda: None,
     ) -> None:
-        """Put a block into its tier, unless another process or thread does so.
-
-        Args:
-            published: called instead if the block is in the tier.
-        """
+        """Put a block into its tier, unless another process or thread does so. If the block is in
+        the tier, `published` is called instead."""
         tier = self._targets.tiers[number]
         if not tier.claim(block):
             return
@@ -771,10 +745,7 @@ class SampleFetcher(Fetcher):
 class SampleFiller:
     """A thread that offers a node's samples to a fetcher until their blocks are complete.
 
-    Each rank of a node has one, and all go through the same list.
-
-    Args:
-        wanted: mask of the blocks; shape (blocks,).
+    Each rank of a node has one, and all go through the same list. `wanted` is a mask of the blocks.
     """
 
     def __init__(

@@ -78,11 +78,8 @@ class ShardIndex:
         return sum(int(self.sizes[k : k + _CHUNK].sum(dtype=np.int64)) for k in firsts)
 
     def names_of(self, first: int, stop: int) -> list[bytes]:
-        """Return the names of neighbouring samples, in UTF-8.
-
-        Args:
-            first: position in the shard of the first one.
-            stop: that behind the last one.
+        """Return the names of neighbouring samples, in UTF-8. They are those from position `first`
+        of the shard up to `stop`.
 
         Raises SourceError or CorruptBlock if the file has changed.
         """
@@ -156,14 +153,8 @@ class ShardWriter(Closable):
 
 
 class _FooterBytes:
-    """The bytes of a footer, in memory or left in the file.
-
-    Args:
-        file: an open file, or one that opens itself for each read.
-        path: of the file, for messages.
-        start: offset of the footer in the file.
-        length: its bytes.
-    """
+    """The bytes of a footer, in memory or left in the file. `file` is open, or opens itself for
+    each read."""
 
     def __init__(self, file: int | DescriptorlessFile, path: str, start: int, length: int) -> None:
         self._file, self._path, self._start = file, path, start
@@ -213,11 +204,8 @@ def read_footer(
 ) -> ShardIndex:
     """Read and check the footer of a shard file.
 
-    Args:
-        file: an open file, or one that opens itself for each read.
-        path: of the file, for messages.
-        left_in_file: keep only the index of the blocks in memory, such that a data set of any
-            size takes little. `file` must not be a descriptor then.
+    `file` is open, or opens itself for each read. With `left_in_file`, which takes no descriptor,
+    only the index of the blocks is kept in memory, such that a data set of any size takes little.
 
     Raises CorruptBlock, or SourceError if the file cannot be read.
     """

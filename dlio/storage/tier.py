@@ -79,10 +79,8 @@ class Tier(Closable):
 
     `dlio.testing.TierTests` checks the promises of its methods.
 
-    Args:
-        spec: its folder and capacity.
-        names: private folders below `dlio-<uid>` in the root, see above.
-        fingerprint: of the data set whose blocks it holds; blocks of others are refused.
+    `names` are private folders below `dlio-<uid>` in the root, see above; blocks of other data sets
+    than that of `fingerprint` are refused.
 
     Raises TierError when the folder cannot be used.
     """
@@ -150,11 +148,8 @@ class Tier(Closable):
         return True
 
     def read(self, block: int, place: int, scratch: PayloadScratch | None = None) -> memoryview:
-        """Return the payload at `place` of a published block, checked.
-
-        Args:
-            place: position of the sample in the block.
-            scratch: memory to read into; without it the payload has memory of its own.
+        """Return the payload at `place` of a published block, checked. It is read into `scratch`,
+        or into memory of its own.
 
         Raises FileNotFoundError when the block is not in the tier, CorruptBlock when its bytes
         differ from those that were written.
@@ -165,10 +160,8 @@ class Tier(Closable):
     def read_into(self, block: int, place: int, pieces: Sequence[memoryview]) -> None:
         """Read the payload at `place` of a published block into `pieces`, one after another.
 
-        It is checked. Raises as `read` does; the contents of the pieces are undefined then.
-
-        Args:
-            pieces: writable memory; together as long as the payload.
+        It is checked. Raises as `read` does; the contents of the pieces are undefined then. The
+        pieces are together as long as the payload.
         """
         with self._opened(block) as (descriptor, info, checked):
             info.read_into(descriptor, place, pieces, checked=checked)
@@ -176,10 +169,8 @@ class Tier(Closable):
     def read_stored(self, block: int, place: int, into: memoryview) -> tuple[int, int]:
         """Read the payload at `place` of a published block as it is stored, compressed or not.
 
-        Compressed payloads are checked by whoever decompresses them.
-
-        Args:
-            into: writable memory of the raw payload's size; the bytes are put at its beginning.
+        Compressed payloads are checked by whoever decompresses them. `into` has the raw payload's
+        size; the bytes are put at its beginning.
 
         Returns (bytes stored, xxh3_64 of the raw payload). Raises as `read` does.
         """
@@ -237,9 +228,6 @@ class Tier(Closable):
     def publish(self, block: int, pieces: Sequence[Buffer]) -> None:
         """Write a block; it appears complete or not at all.
 
-        Args:
-            pieces: its bytes, one buffer after another.
-
         Raises TierFull when the disk or shared memory has no room, TierError when it cannot be
         written for another reason. No file is left behind then.
         """
@@ -263,11 +251,8 @@ class Tier(Closable):
             raise
 
     def adopt(self, block: int, name: str, descriptor: int) -> None:
-        """Publish a file of the tier's folder, which holds a complete block.
-
-        Args:
-            name: of the file, which it loses.
-            descriptor: of the file.
+        """Publish a file of the tier's folder, which holds a complete block. The file loses its
+        `name`.
 
         Raises TierFull or TierError as `publish` does; the file stays then.
         """
@@ -403,12 +388,7 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 class LostTier(Tier):
-    """A tier that could not be opened: it holds nothing, and takes nothing.
-
-    Args:
-        spec: its folder and capacity.
-        path: of the folder.
-    """
+    """A tier that could not be opened: it holds nothing, and takes nothing."""
 
     def __init__(self, spec: TierSpec, path: str) -> None:
         self.spec, self.kind, self.path = spec, spec.kind, path
@@ -453,10 +433,8 @@ class TierTargets:
 
     Thread-safe: the mask of streamed blocks only ever grows.
 
-    Args:
-        tiers: fastest first.
-        pinned: number of the tier that keeps each block for the whole job, -1 for blocks that this
-            node does not keep; shape (blocks,).
+    `tiers` are fastest first; `pinned` has the number of the tier that keeps each block for the
+    whole job, -1 for blocks that this node does not keep; shape (blocks,).
     """
 
     def __init__(self, tiers: Sequence[Tier], pinned: npt.NDArray[np.int8]) -> None:
@@ -475,12 +453,8 @@ class TierTargets:
         self._streamed = np.zeros(len(self.pinned), np.bool_)
 
     def stream(self, blocks: npt.NDArray[np.bool_], is_over: Callable[[int], bool]) -> None:
-        """Stream these blocks too, except for those that are pinned.
-
-        Args:
-            blocks: mask; shape (blocks,).
-            is_over: True for a block that every rank of the node is done with, so that it is not
-                read again.
+        """Stream these blocks too, except for those that are pinned. `blocks` is a mask; `is_over`
+        is true for a block that every rank of the node is done with, so that it is not read again.
         """
         assert self._streamed is not None
         self._streamed |= blocks & (self.pinned < 0)
@@ -547,9 +521,6 @@ def _open_held(name: str, folder: int) -> int:
     """Open a file for reading, in a folder of shared memory that nobody else can write to.
 
     Close it with `_close_held`. Raises OSError.
-
-    Args:
-        folder: its descriptor.
     """
     if _LIBC is None:
         return open_regular(name, os.O_NOFOLLOW, dir_fd=folder)

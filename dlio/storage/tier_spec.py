@@ -128,12 +128,9 @@ def is_parsed(tiers: Tiers | None) -> bool:
 def default_tiers(data_bytes: int, nodes_here: int = 1) -> list[TierSpec]:
     """Return the default: a RAM tier for the data set.
 
-    It takes at most a quarter of this machine's free memory, and half of its free shared memory.
-    No tier is made where that is too little to be of use, as in a small container.
-
-    Args:
-        data_bytes: the data set's payload bytes.
-        nodes_here: pretended nodes that share this machine.
+    It takes at most a quarter of this machine's free memory, and half of its free shared memory. No
+    tier is made where that is too little to be of use, as in a small container. `nodes_here` are
+    pretended nodes that share this machine.
     """
     available = _available_memory()
     shared = os.statvfs(SHARED_MEMORY)
@@ -151,11 +148,7 @@ def choose_tiers(tiers: Tiers | None, data_bytes: int, nodes_here: int = 1) -> l
     """Return the tiers of blocks that were given, else those of DLIO_TIERS, else the default.
 
     A tier of decoded images alone gets the default tiers of blocks as well, for the images that it
-    has no room for.
-
-    Args:
-        data_bytes: the data set's payload bytes.
-        nodes_here: pretended nodes that share this machine.
+    has no room for. `nodes_here` are pretended nodes that share this machine.
 
     Raises UsageError.
     """

@@ -87,7 +87,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def hierarchy(reader: Waiting, capacity: int = 1 << 20) -> Hierarchy:
         tier = Tier(TierSpec("disk", str(tmp_path), capacity), "d", "n")
         pinned = np.where(np.arange(reader.layout.blocks) == 3, -1, 0).astype(np.int8)
-        made.append(Hierarchy(reader, [tier], pinned, fill_timeout_s=30))
+        made.append(Hierarchy(reader, [tier], pinned))
         return made[-1]
 
     yield hierarchy
