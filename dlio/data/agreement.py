@@ -49,10 +49,8 @@ def check_same_data(reader: Reader, comm: Communicator) -> None:
 def check_same_order(own: Mapping[str, object], comm: Communicator) -> None:
     """Compare the facts that an order follows from on all ranks. Collective.
 
-    Ranks that differ in one would take some samples twice, and others not at all.
-
-    Args:
-        own: by the names of options.
+    Ranks that differ in one would take some samples twice, and others not at all. They are by the
+    names of options.
 
     Raises UsageError on all ranks if they differ; it names the first difference.
     """

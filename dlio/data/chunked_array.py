@@ -35,11 +35,7 @@ class ChunkedArray:
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunks, strict=True))
 
     def box(self, place: Sequence[int]) -> Box:
-        """Return the part that a chunk covers.
-
-        Args:
-            place: its number along each dimension.
-        """
+        """Return the part that a chunk covers. `place` is its number along each dimension."""
         sides = zip(place, self.chunks, self.shape, strict=True)
         return tuple(slice(k * c, min((k + 1) * c, n)) for k, c, n in sides)
 

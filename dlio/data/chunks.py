@@ -67,8 +67,7 @@ class ChunkReader:
     its own, so that a tier brings those alone that patches touch. The last chunks are kept, and a
     chunk that several threads want is read once.
 
-    Args:
-        readers: whose abilities have `chunked`.
+    The abilities of the readers have `chunked`.
 
     Raises UsageError as `chunked_of`, and for arrays of too many chunks.
     """

@@ -26,11 +26,7 @@ _SEED: Final = 0xD110
 
 class ReaderGroup:
     """The samples of several readers, numbered one reader after another. Owns the readers.
-
-    Args:
-        prefixes: of the names of each reader's samples.
-        schema: of all samples.
-    """
+    `prefixes` are those of the names of each reader's samples."""
 
     def __init__(self, readers: Sequence[Reader], prefixes: Sequence[str], schema: Schema) -> None:
         self._readers, self._prefixes = list(readers), prefixes
@@ -82,11 +78,8 @@ class ReaderGroup:
     def _merge_classes(self, text: str, names: Sequence[str], lacks: str, remedy: str) -> None:
         """Number the classes of all readers by their names, in alphabetical order.
 
-        Args:
-            text: what is wrong in an error: that the classes of these readers differ.
-            names: of the readers, for errors.
-            lacks: predicate of a reader without classes.
-            remedy: for errors.
+        The arguments are for errors: `text` names what is wrong, that the classes of these readers
+        differ, and `lacks` is the predicate of a reader without classes.
 
         Raises UsageError if labels cannot follow.
         """

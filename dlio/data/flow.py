@@ -29,13 +29,8 @@ _HELD_ROUNDS: Final = 2
 
 
 class Flow:
-    """The limit of requests in flight to one source. Thread-safe.
-
-    Args:
-        most: the limit never exceeds it.
-        first: limit to begin with.
-        clock: seconds; another one for tests.
-    """
+    """The limit of requests in flight to one source. Thread-safe. It begins at `first`, and never
+    exceeds `most`."""
 
     def __init__(
         self,
@@ -68,10 +63,9 @@ class Flow:
     def ends(self, began: tuple[int, float], computed_s: float, crowded: bool) -> None:
         """Say that a request has been answered.
 
-        Args:
-            began: the value from `begins`.
-            computed_s: processor time of its thread since its last request.
-            crowded: True if other requests wait for it; otherwise nothing can be gained.
+        `began` is the value from `begins`, and `computed_s` the processor time of its thread since
+        its last request. `crowded` is true if other requests wait for it; otherwise nothing can be
+        gained.
         """
         with self._lock:
             changes, at = began

@@ -66,12 +66,8 @@ class StampSource(Protocol):
 
 
 class Names:
-    """Many strings in two arrays, decoded one at a time.
-
-    Args:
-        blob: bytes of all strings, one after another; shape (bytes,).
-        ends: end of each string in `blob`; shape (strings,).
-    """
+    """Many strings in two arrays, decoded one at a time. `blob` has the bytes of all strings, one
+    after another, and `ends` the end of each in it."""
 
     def __init__(self, blob: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
         self.blob = blob
@@ -103,13 +99,8 @@ def cached_index(
 ) -> Arrays:
     """Return the index of some files, from the cache if they are unchanged, otherwise built.
 
-    Several processes that want the same index at once wait for the first to build it.
-
-    Args:
-        kind: word that names the kind of index.
-        version: number of its layout; an index of another version is built again.
-        files: the files that the index describes.
-        build: makes the arrays.
+    Several processes that want the same index at once wait for the first to build it. An index of
+    another `version` of its layout is built again.
 
     Returns arrays that must not be written to.
     """
@@ -128,14 +119,8 @@ def kept_index(
     good: Callable[[Arrays], bool],
     build: Callable[[], tuple[Arrays, bool]],
 ) -> Arrays:
-    """Return an index that can be validated by its contents, such as a listing of folders.
-
-    Args:
-        kind: word that names the kind of index.
-        version: number of its layout.
-        url: path or URL that the index describes.
-        good: True if an index is still valid.
-        build: returns the arrays, and True if they may be kept.
+    """Return an index that can be validated by its contents, such as a listing of folders. `good`
+    is true for one that is still valid; `build` returns the arrays, and True if they may be kept.
     """
     return _index(kind, _key_of(version, url), _KEPT, good, build)
 

@@ -20,11 +20,8 @@ _followed: ContextVar[bool | None] = ContextVar("followed", default=None)
 
 @contextmanager
 def following_links(follow: bool | None) -> Iterator[None]:
-    """Follow links out of data sets that are opened in the block, or refuse them.
-
-    Args:
-        follow: None leaves it as it is.
-    """
+    """Follow links out of data sets that are opened in the block, or refuse them. None leaves it as
+    it is."""
     token = _followed.set(_followed.get() if follow is None else follow)
     try:
         yield
@@ -55,11 +52,8 @@ class FolderLinks:
         self._visits: dict[str, list[None]] = {}
 
     def enter(self, path: str, came_by: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the folders that a walk has come by once it follows a link.
-
-        Args:
-            path: of the link.
-            came_by: real paths of the folders whose links the walk followed so far.
+        """Return the folders that a walk has come by once it follows a link. `came_by` are the real
+        paths of the folders whose links it followed so far.
 
         Raises SourceError if the link leads back to where the walk comes from, and if links lead to
         a folder very often.

@@ -45,11 +45,8 @@ class NpyHead:
         return math.prod(self.shape) * np.dtype(self.descr).itemsize
 
     def array(self, data: memoryview) -> npt.NDArray[np.generic]:
-        """Return the array of a whole file in memory, as a view if possible.
-
-        Args:
-            data: all bytes of the file, header included.
-        """
+        """Return the array of a whole file in memory, as a view if possible. `data` has all bytes
+        of the file, header included."""
         shape = self.shape[::-1] if self.fortran else self.shape
         stored: npt.NDArray[Any] = np.ndarray(shape, self.descr, data, self.offset)
         stored = stored.T if self.fortran else stored
@@ -57,11 +54,8 @@ class NpyHead:
 
 
 def read_npy_head(data: memoryview, size: int | None = None) -> NpyHead:
-    """Parse the beginning of a .npy file.
-
-    Args:
-        data: the beginning of the file; at least the header.
-        size: bytes of the whole file; by default len(data).
+    """Parse the beginning of a .npy file. `data` has the header at least, and `size` is that of the
+    whole file; by default len(data).
 
     Raises CorruptBlock if the file is damaged, cut off or not a .npy file, and for element types
     that samples cannot have, such as objects.

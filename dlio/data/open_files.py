@@ -174,12 +174,7 @@ def open_ranges(file: File) -> Iterator[ReadRange]:
 
 
 class InMemoryFile(File):
-    """A file whose bytes have been read: it is not asked again.
-
-    Args:
-        file: names it in errors.
-        data: all of its bytes.
-    """
+    """A file whose bytes have been read: it is not asked again. `file` names it in errors."""
 
     def __init__(self, file: File, data: memoryview) -> None:
         self.url, self.name, self.local_path = file.url, file.name, file.local_path

@@ -130,10 +130,8 @@ class PatchReader:
     The payload of a sample is its number, so that views, mixtures and orders of patches know it;
     `cuts` says which parts of which arrays that patch is.
 
-    Args:
-        chunks: of the arrays; not owned.
-        files_are_volumes: True if arrays of more dimensions than a patch have channels first,
-            False if their rows are volumes.
+    The chunks are not owned. Arrays of more dimensions than a patch have channels first if
+    `files_are_volumes`; otherwise their rows are volumes.
 
     Raises UsageError if patches do not fit the arrays.
     """

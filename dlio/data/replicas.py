@@ -62,11 +62,8 @@ class ReadSpeed:
             return count, self._waiting, time.monotonic()
 
     def ends(self, began: tuple[int, int, float], failed: bool = False) -> None:
-        """Say that a read has ended, so that its speed is learned unless it failed.
-
-        Args:
-            began: the value from `begins`.
-        """
+        """Say that a read has ended, so that its speed is learned unless it failed. `began` is the
+        value from `begins`."""
         count, queued, at = began
         self.learn(count, queued, None if failed else time.monotonic() - at)
 
@@ -78,13 +75,8 @@ class ReadSpeed:
                 setattr(self, name, now * (first / now) ** _FORGOTTEN)
 
     def learn(self, count: int, queued: int, seconds: float | None) -> None:
-        """Say that a read has ended.
-
-        Args:
-            count: its bytes.
-            queued: bytes that were under way when it began, its own included.
-            seconds: its duration, None when it failed.
-        """
+        """Say that a read has ended. When it began, `queued` bytes were under way, its own
+        included; `seconds` is None if it failed."""
         with self._lock:
             self._waiting -= count
             if seconds is None:
@@ -153,8 +145,7 @@ class _Replica:
 class ReplicatedReader:
     """A reader over the readers of replicas. Everything but reading is delegated to the first.
 
-    Args:
-        readers: owned. Of several that are expected to be equally fast, the first is asked.
+    Owns the readers. Of several that are expected to be equally fast, the first is asked.
 
     Raises UsageError when they do not hold the same samples.
     """

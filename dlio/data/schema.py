@@ -111,10 +111,8 @@ def parse_kind(text: str) -> Kind:
 
 
 def array_kind(dtype: npt.DTypeLike, shape: Sequence[int | None] = ()) -> str:
-    """Return the kind of arrays of a type and shape.
-
-    Args:
-        shape: None for a dimension that differs from sample to sample.
+    """Return the kind of arrays of a type and shape. `shape` has None for a dimension that differs
+    from sample to sample.
 
     Raises ValueError for types that cannot be stored.
     """
@@ -174,11 +172,8 @@ class Schema:
     def join_fixed(
         self, count: int, columns: Mapping[str, npt.NDArray[np.generic]]
     ) -> list[bytes | memoryview]:
-        """Encode many samples of a schema without variable fields, one column at a time.
-
-        Args:
-            count: number of samples.
-            columns: values by field; shape (count, *shape of the field).
+        """Encode many samples of a schema without variable fields, one column at a time. `columns`
+        has values by field, of shape (count, *shape of the field).
 
         Returns the payloads. Raises ValueError for a column of the wrong kind.
         """
@@ -210,11 +205,8 @@ class Schema:
             yield name, kind, at
 
     def scalars_in(self, part: Buffer, begin: int, end: int) -> Iterator[tuple[str, Value]]:
-        """Yield (name, value) of the numbers in a part of a payload.
-
-        Args:
-            part: bytes `begin` to `end` of the payload.
-        """
+        """Yield (name, value) of the numbers in a part of a payload. It has the bytes from `begin`
+        to `end`."""
         for name, _, at, code in self._fixed:
             if code is not None and begin <= at < end:
                 yield name, code.unpack_from(part, at - begin)[0]
@@ -254,12 +246,8 @@ class Schema:
     def payload_sizes(
         self, count: int, bodies: Mapping[str, npt.NDArray[np.int64]]
     ) -> npt.NDArray[np.int64]:
-        """Return the payload bytes of `count` samples; shape (count,).
-
-        Args:
-            bodies: bytes of the values of each variable field, an array's data or an encoded
-                value; each of shape (count,).
-        """
+        """Return the payload bytes of `count` samples; shape (count,). `bodies` has the bytes of
+        the values of each variable field: of an array's data, or of an encoded value."""
         sizes = np.full(count, self.overhead, np.int64)
         for name, kind in self._variable:
             body = bodies[name] + kind.head

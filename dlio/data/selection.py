@@ -43,9 +43,8 @@ class SelectionReader:
     Samples of containers stay in the order in which they are stored, so that a chunk is read with
     one block; samples that are files are stored in a keyed order.
 
-    Args:
-        owners: number of the reader of each sample; shape (n,), n at least 1.
-        inner: index of each sample there; shape (n,).
+    `owners` has the number of the reader of each sample, of which there is one at least, and
+    `inner` its index there.
     """
 
     def __init__(self, readers: Sequence[Reader], owners: _I64, inner: _I64) -> None:

@@ -149,9 +149,8 @@ def boxes_of(
 
     0.5 µs a box, in place of 2.6 µs one after another.
 
-    Args:
-        heights, widths: of the images, in pixels; shape (n,).
-        uniforms: numbers in [0, 1); shape (n, crops x DRAWS), in training.
+    Heights and widths are those of the images in pixels, and `uniforms` numbers in [0, 1) of shape
+    (n, crops x DRAWS), in training.
     """
     count = len(heights)
     if not crop.train:

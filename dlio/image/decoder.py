@@ -60,14 +60,9 @@ _ON_ITS_SIDE: Final = range(5, 9)
 
 
 class Decoder:
-    """Decodes images into crops. Thread-safe; picklable.
-
-    Args:
-        seed: of the crops.
-        kept: decode in two steps, `prepare` and `finish`, so that a tier can keep the result of
-            the first. Training crops are then cut out of a smaller version of the image, whether
-            or not it comes from the tier.
-    """
+    """Decodes images into crops. Thread-safe; picklable. With `kept` they are decoded in two steps,
+    `prepare` and `finish`, so that a tier can keep the result of the first. Training crops are then
+    cut out of a smaller version of the image, whether or not it comes from the tier."""
 
     def __init__(self, crop: Crop, seed: int, kept: bool = False) -> None:
         self.crop = crop
@@ -133,11 +128,8 @@ class Decoder:
         Of several crops it is the first one's part. None if the image was decoded in two steps, as
         the part is one of a smaller version then.
 
-        Args:
-            image: the file's bytes.
-            name: names the image in errors, as a str or by its `__str__`.
-            uniforms: its row of `draw`.
-            out: RGB, of the crop's shape, contiguous.
+        `name` names the image in errors, as a str or by its `__str__`; `uniforms` is its row of
+        `draw`, and `out` RGB, of the crop's shape, contiguous.
 
         Raises DecodeError when the file is not an image, or is damaged, truncated or too large.
         """
@@ -542,11 +534,8 @@ def _decode_other(image: Buffer, name: object) -> npt.NDArray[np.uint8]:
 
 
 def encode_with_restarts(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
-    """Return a 4:2:0 JPEG whose rows are restart intervals, with a segment of their offsets.
-
-    Args:
-        pixels: RGB, shape (height, width, 3).
-    """
+    """Return a 4:2:0 JPEG whose rows are restart intervals, with a segment of their offsets. Pixels
+    are RGB of shape (height, width, 3)."""
     cv2 = opencv()
     options = [
         *(cv2.IMWRITE_JPEG_QUALITY, quality),

@@ -102,12 +102,8 @@ class TransformParts:
 
 
 class BatchTransform:
-    """The steps of a pipeline that transform a whole batch.
-
-    Args:
-        seed: of the random numbers.
-        classes: number of the data set's classes; 0 if that is unknown.
-    """
+    """The steps of a pipeline that transform a whole batch. `classes` is the number of the data
+    set's classes; 0 if that is unknown."""
 
     def __init__(self, steps: Sequence[Step], seed: int, classes: int) -> None:
         self._steps, self._seed, self._classes = steps, seed, classes

@@ -233,9 +233,8 @@ def cut(
     Its pixels equal those of the whole image if upsampling does not cross blocks (libjpeg-turbo's
     fast upsampling).
 
-    Args:
-        starts: result of `interval_starts`.
-        into: returns memory of a size in bytes for the JPEG; fresh memory otherwise.
+    `starts` is the result of `interval_starts`; `into` returns memory of a size in bytes for the
+    JPEG, which is fresh memory otherwise.
     """
     view = memoryview(image)
     height = min(part.bottom * frame.block_height, frame.height) - part.top * frame.block_height

@@ -151,10 +151,9 @@ def affine(
 ) -> Pixels:
     """Fetch each pixel (x, y) of the result from (a x + b y + c, d x + e y + f) of the image.
 
-    Args:
-        matrix: (a, b, c, d, e, f), for pixels whose centres lie at a half.
-        fill: values of pixels from outside of the image, one or one per channel.
-        bilinear: interpolate between four pixels; otherwise the nearest one is taken.
+    Pixels have their centres at a half. `fill` has the values of pixels from outside of the image,
+    one or one per channel. With `bilinear`, four pixels are interpolated; otherwise the nearest one
+    is taken.
     """
     cv2 = opencv()
     a, b, c, d, e, f = matrix

@@ -50,12 +50,8 @@ class TorchRandom:
 
 
 class KeyedRandom:
-    """Random numbers of one sample, drawn as `TorchRandom` draws.
-
-    Args:
-        seed, epoch, sample: give the same numbers wherever the sample is made.
-        stream: number of the purpose, see `stream_of`.
-    """
+    """Random numbers of one sample, drawn as `TorchRandom` draws. They are the same wherever the
+    sample is made; `stream` is the number of the purpose, see `stream_of`."""
 
     __slots__ = ("_words",)
 

@@ -49,11 +49,8 @@ _lock = new_rlock()
 
 
 class SeededFunctions:
-    """The generators of a user's functions. Thread-safe.
-
-    Args:
-        functions: any objects that are called for each sample, or hold such objects.
-    """
+    """The generators of a user's functions. Thread-safe. The functions are any objects that are
+    called for each sample, or hold such objects."""
 
     def __init__(self, functions: Iterable[object]) -> None:
         objects = [each for function in functions for each in reachable(function)]

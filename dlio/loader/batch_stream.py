@@ -92,11 +92,8 @@ def _has_ended(feed: BatchStream) -> bool:
 
 
 class LoaderIterator(Iterator[BatchData]):
-    """The iterator of one pass. An exception in place of a batch does not end it.
-
-    Args:
-        handed: is called with each batch when it is handed out, and with None at the end.
-    """
+    """The iterator of one pass. An exception in place of a batch does not end it. `handed` is
+    called with each batch when it is handed out, and with None at the end."""
 
     def __init__(self, begun: RunningPass, handed: Callable[[BatchResult | None], None]) -> None:
         self._feed = begun.feed

@@ -150,13 +150,8 @@ _lock = new_lock()
 
 
 def set_worker_info(number: int, threads: int, seed: int, dataset: UserDataset) -> None:
-    """Set what `get_worker_info()` returns in this thread.
-
-    Args:
-        number: of this thread among `threads`.
-        seed: torch's base seed plus `number`; the generators of `rng` begin with it.
-        dataset: that the thread asks.
-    """
+    """Set what `get_worker_info()` returns in this thread. `seed` is torch's base seed plus
+    `number`: the generators of `rng` begin with it."""
     _install()
     about: dict[str, Any] = {
         "id": number,

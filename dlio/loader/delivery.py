@@ -136,10 +136,7 @@ class DeviceBatchPart(Protocol):
 
     def made_on_device(self, copies: DeviceCopies) -> BatchData:
         """Return the part. Called once, by the thread that copies, with the copy stream current.
-
-        Args:
-            copies: keeps host memory that it is given until the copy is complete.
-        """
+        Host memory that `copies` is given is kept until the copy is complete."""
 
 
 _Copied = tuple[BatchResult, CopyEvent | None]

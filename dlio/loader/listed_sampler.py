@@ -51,11 +51,8 @@ def is_listable(options: LoaderOptions) -> bool:
 
 
 class ListedPass:
-    """A pass whose batches were drawn from a sampler in advance.
-
-    Args:
-        batches: the pass; its place and state are still asked of it.
-    """
+    """A pass whose batches were drawn from a sampler in advance. Its place and state are still
+    asked of `batches`."""
 
     def __init__(self, batches: SamplerPass) -> None:
         self._batches = batches

@@ -84,11 +84,7 @@ def check_arguments(
 
 
 def check_device(device: torch.device | str | int | None) -> None:
-    """Raise UsageError if a loader's device cannot decode.
-
-    Args:
-        device: one that torch knows, or None.
-    """
+    """Raise UsageError if a loader's device cannot decode."""
     if device is None:
         raise UsageError(
             "decode='device' decodes on the loader's device: give device='cuda', too, or 'cpu'"

@@ -30,9 +30,7 @@ class PatchSource:
     share one; each of their data sets opens and closes it, and the last to close it closes its
     tiers.
 
-    Args:
-        patches: the formula of places.
-        chunks: reader of the chunks, of one copy of the data set or several.
+    `patches` is the formula of places; `chunks` reads one copy of the data set, or several.
     """
 
     def __init__(self, patches: PatchReader, chunks: Reader) -> None:

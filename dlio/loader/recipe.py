@@ -32,12 +32,9 @@ from dlio.util.printable import printable
 class Recipe(ABC):
     """From a payload to a sample. Thread-safe.
 
-    Args:
-        reader: of the payloads.
-        companion: makes what belongs to a picture; None for samples that are not pictures.
-        transform: the user's, of each sample, or of the part that the recipe says.
-        seed: of the random numbers of crops and transforms.
-        functions: the user's, which may draw random numbers.
+    `companion` makes what belongs to a picture; None for samples that are not pictures. `transform`
+    is the user's, of each sample or of the part that the recipe says, and `functions` are those of
+    the user's that may draw random numbers.
     """
 
     where = "transform="

@@ -98,7 +98,7 @@ class BackgroundLimit:
         return 0.0 if self._is_free() else max(0.0, self._next_at - self._clock())
 
     def has_room(self, most: int) -> bool:
-        """True if fewer requests are in flight than may be. `most` of all kinds may be in flight."""
+        """True if fewer requests are in flight than may be, where `most` of all kinds may be."""
         return self._is_free() or self._running < max(1, int(_SHARE * most))
 
     def begins(self) -> None:

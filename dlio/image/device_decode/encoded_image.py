@@ -111,10 +111,8 @@ def encoded(
     The crops are those of `Decoder.decode`, and of the same pixels: where it decodes at a fraction,
     they are cut out of an image that is shrunk by that factor.
 
-    Args:
-        header: result of `header_of`.
-        uniforms: the image's row of `Decoder.draw`.
-        memory: for the bytes, as long as the image; fresh memory by default.
+    `header` is the result of `header_of`, and `uniforms` the image's row of `Decoder.draw`. The
+    bytes go to `memory`, which is as long as the image; by default to fresh memory.
     """
     frame, starts = header
 

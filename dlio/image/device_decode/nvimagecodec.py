@@ -73,11 +73,8 @@ class _DevicePixels:
 
 
 class NvImageCodec:
-    """Decodes batches of JPEGs into memory of the caller. One call of `decode` at a time.
-
-    Args:
-        device: "cpu" or a CUDA device.
-        threads: of the CPU, for the work that a device leaves to it.
+    """Decodes batches of JPEGs into memory of the caller. One call of `decode` at a time. `threads`
+    of the CPU do the work that a device leaves to it.
 
     Raises UsageError where nvImageCodec, or nvJPEG for a CUDA device, is not installed.
     """
@@ -111,11 +108,7 @@ class NvImageCodec:
 
     def source(self, image: npt.NDArray[np.uint8], part: tuple[int, int, int, int]) -> object:
         """Return a part of an image, for `decode`; None if it cannot be decoded. From any thread.
-
-        Args:
-            image: a JPEG's bytes, which are not copied.
-            part: (top, left, bottom, right), in pixels.
-        """
+        The bytes of the JPEG are not copied; `part` is (top, left, bottom, right) in pixels."""
         module = self._module
         try:
             source = module.CodeStream(image)
@@ -130,10 +123,9 @@ class NvImageCodec:
     ) -> list[bool]:
         """Decode parts of images; False for those that could not be decoded.
 
-        Args:
-            sources: results of `source`, of which none is None.
-            into: memory for RGB, on the library's device; all in one tensor.
-            stream: the `cudaStream_t` in whose order the pixels are written.
+        `sources` are results of `source`, of which none is None; `into` is memory for RGB on the
+        library's device, all in one tensor. The pixels are written in the order of `stream`, a
+        `cudaStream_t`.
         """
         if not sources:
             return []

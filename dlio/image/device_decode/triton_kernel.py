@@ -27,10 +27,7 @@ def crop(
     normal: Normalize | None,
 ) -> None:
     """Launch the kernel on the current stream; arguments as for `crop_batch`, which checks them.
-
-    Args:
-        out: shape (n, height, width, 3), contiguous.
-    """
+    `out` has shape (n, height, width, 3), and is contiguous."""
     count, height, width = out.shape[:3]
     mean, std = ([0.0] * 3, [1.0] * 3) if normal is None else normal.scaled()
     grid = (count, triton.cdiv(height * width, _BLOCK))

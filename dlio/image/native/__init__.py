@@ -75,11 +75,8 @@ class _ThreadBuffers(threading.local):
 
 
 class NativeLibrary:
-    """The loaded library. Thread-safe: each thread has memory of its own.
-
-    Args:
-        path: of the shared library. Raises OSError if it cannot be loaded.
-    """
+    """The loaded library. Thread-safe: each thread has memory of its own. Raises OSError if it
+    cannot be loaded."""
 
     def __init__(self, path: str = LIBRARY) -> None:
         library = ctypes.CDLL(path)

@@ -35,10 +35,8 @@ def compiler() -> list[str] | None:
 
 
 def build(folder: str = HERE, flags: tuple[str, ...] = ()) -> str:
-    """Compile the library into a folder; return its path.
-
-    Args:
-        flags: further flags of the compiler and the linker, such as -fsanitize=address.
+    """Compile the library into a folder; return its path. `flags` are further ones of the compiler
+    and the linker, such as -fsanitize=address.
 
     Raises BuildError if no compiler is found, or if it fails.
     """

@@ -84,13 +84,8 @@ class EpochState:
 
 
 class EpochSchedule(EpochState):
-    """The batches of one epoch.
-
-    Args:
-        usual_batch: samples of a batch over all ranks.
-        keeps_steps: after a loss, have larger batches and no more of them than before; otherwise
-            the global batch stays, and there are more batches.
-    """
+    """The batches of one epoch. With `keeps_steps`, batches are larger after a loss, and no more
+    than before; otherwise the global batch stays, and there are more batches."""
 
     def __init__(self, usual_batch: int, keeps_steps: bool) -> None:
         super().__init__(usual_batch, first_batch=usual_batch)
@@ -199,10 +194,7 @@ class EpochSchedule(EpochState):
 
     def coming(self, survivors: SurvivorState, pass_goes_on: bool) -> int:
         """Return the number of batches of the epoch after this one, whoever shares them.
-
-        Args:
-            pass_goes_on: True if the same ranks share the next batch, too.
-        """
+        `pass_goes_on` is true if the same ranks share the next batch, too."""
         whole = operator.floordiv if self.drops_last else _ceildiv
         requeued = len(self.requeued) + sum(map(len, self.missing(survivors).values()))
         rest = self.samples - self.position

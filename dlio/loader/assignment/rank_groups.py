@@ -38,11 +38,7 @@ class _GroupChange(NamedTuple):
 
 
 class RankGroups:
-    """The members that share each batch.
-
-    Args:
-        recovery: None if the job ends with any rank.
-    """
+    """The members that share each batch. `recovery` is None if the job ends with any rank."""
 
     def __init__(self, recovery: Recovery | None) -> None:
         self._recovery = recovery
@@ -88,11 +84,7 @@ class RankGroups:
         self.taken, self.steps = report.taken, report.steps
 
     def reconcile(self, reports: Sequence[BatchReport]) -> None:
-        """Share the samples that no survivor has taken among the survivors.
-
-        Args:
-            reports: of each survivor.
-        """
+        """Share the samples that no survivor has taken among the survivors."""
         assert self._recovery is not None
         if self._recovery.at_rendezvous:
             self.meet()

@@ -51,11 +51,8 @@ def _rgb(number: int) -> tuple[float, float, float]:
 
 
 def picture_uri(pixels: _U8, most: int) -> str:
-    """Return a picture as a data URI, shrunk to a longer side in pixels.
-
-    Args:
-        pixels: RGB of shape (height, width, 3), or grey values of shape (height, width).
-    """
+    """Return a picture as a data URI, shrunk to a longer side in pixels. Pixels are RGB of shape
+    (height, width, 3), or grey values of shape (height, width)."""
     cv2 = opencv()
     sides = pixels.shape[:2]
     pixels = _shrunk(np.ascontiguousarray(pixels), most, cv2.INTER_AREA)
@@ -67,11 +64,8 @@ def picture_uri(pixels: _U8, most: int) -> str:
 
 
 def mask_uri(mask: _U8, most: int) -> str:
-    """Return a mask as a data URI that is laid over a picture: 0 is clear, others have colours.
-
-    Args:
-        mask: numbers of classes or instances; shape (height, width).
-    """
+    """Return a mask as a data URI that is laid over a picture: 0 is clear, others have colours. Its
+    numbers are those of classes or instances; shape (height, width)."""
     mask = _shrunk(mask, most, opencv().INTER_NEAREST)
     table = np.zeros((256, 4), np.uint8)
     for number in np.unique(mask).tolist():
@@ -131,12 +125,8 @@ def outlines(
 ) -> list[str]:
     """Return the SVG of boxes, with names, and of keypoints.
 
-    Args:
-        boxes: left, top, right, bottom; shape (n, 4).
-        names: of each box.
-        numbers: of the class of each box, for its colour.
-        size: height of letters, in pixels of the picture.
-        keypoints: x, y, visibility; shape (n, k, 3).
+    Boxes are left, top, right, bottom; `numbers` are those of their classes, for colours. Letters
+    are `size` pixels of the picture high, and keypoints x, y, visibility; shape (n, k, 3).
     """
     parts = []
     for k, (left, top, right, bottom) in enumerate(boxes.tolist()):
@@ -164,11 +154,7 @@ def outlines(
 
 
 def line_plot(values: npt.NDArray[np.generic]) -> str:
-    """Return an SVG of values over their numbers, least and greatest of each stretch.
-
-    Args:
-        values: numbers; shape (n,).
-    """
+    """Return an SVG of values over their numbers, least and greatest of each stretch."""
     width, height = 280, 80
     floats = _real(values)
     floats = floats[np.isfinite(floats)]
@@ -206,13 +192,8 @@ def figure(
 ) -> str:
     """Return a picture with its boxes, masks and keypoints drawn on top.
 
-    Args:
-        pixels: shape (height, width, 3) or (height, width); other types than uint8 are stretched
-            over the greys.
-        caption: text below it.
-        companion: a Target, a mask, or the number of a class.
-        classes: names of classes.
-        parts: name, and left, top, width and height, of parts that are marked.
+    Pixels of other types than uint8 are stretched over the greys. `companion` is a Target, a mask,
+    or the number of a class; `parts` are marked: (name, (left, top, width, height)).
     """
     shown, note = stretched(pixels)
     height, width = shown.shape[:2]

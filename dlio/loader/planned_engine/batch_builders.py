@@ -116,11 +116,8 @@ class CropBatchBuilder(BatchBuilder):
     In place of the labels it has masks of shape (n, size, size), or a list of targets. Unlabelled
     images are {name of the field: images}.
 
-    Args:
-        collate: a collate function of the user; None for torch's own.
-        decoded: tier of decoded images, which is offered the images that are decoded here.
-        images: uninitialised memory of the batch.
-        partners: of the samples, if batches are mixed.
+    `collate` is a function of the user; None for torch's own. The tier `decoded` is offered the
+    images that are decoded here, and `images` is the uninitialised memory of the batch.
     """
 
     def __init__(

@@ -142,11 +142,8 @@ class Pipeline:
             self._next_step += 1
 
     def batches(self, taken: Callable[[int], None]) -> BatchStream:
-        """Yield the batches in order, or the error in a batch's place.
-
-        Args:
-            taken: called with the number of each step when its batch is complete.
-        """
+        """Yield the batches in order, or the error in a batch's place. `taken` is called with the
+        number of each step when its batch is complete."""
         while True:
             self.start()
             if not self._under_way:

@@ -116,10 +116,9 @@ def _array_batches(recipe: FieldRecipe, batch_size: int, kind: HostMemoryKind) -
 class ArrayBatchBuilder(BatchBuilder):
     """Samples of arrays and numbers of fixed shapes, each field in a batch array of its own.
 
-    Args:
-        arrays: uninitialised memory of each field.
-        parts: arrays of a payload, in its order, and the stretches between them, which have no
-            name: (name or None, first byte, end). Empty for small samples.
+    `arrays` is uninitialised memory of each field. `parts` are the arrays of a payload, in its
+    order, and the stretches between them, which have no name: (name or None, first byte, end); none
+    for small samples.
     """
 
     def __init__(

@@ -48,12 +48,9 @@ def pack_message(
 ) -> npt.NDArray[np.uint8]:
     """Fill a message and return the part of it that is to be sent.
 
-    Args:
-        message: memory of `message_bytes(sizes)`.
-        sizes: payload bytes; shape (samples,).
-        read: puts payload k, as it is stored, at the beginning of the memory it is given, which
-            has the payload's size. Returns (bytes put there, xxh3_64 of the payload), None where
-            it cannot be read.
+    `message` is memory of `message_bytes(sizes)`. `read` puts payload k, as it is stored, at the
+    beginning of the memory that it is given, which has the payload's size. It returns (bytes put
+    there, xxh3_64 of the payload), or None where it cannot be read.
     """
     table = message[: ENTRY_BYTES * len(sizes)].view("<u8").reshape(-1, 2)
     view, at = message.data, ENTRY_BYTES * len(sizes)

@@ -165,10 +165,8 @@ class Shuffle(Closable):
     ) -> None:
         """Take step `number` once it is planned.
 
-        Args:
-            listen: gets the step and returns a listener. The listener is called with lists of
-                slots that can be decoded, by this thread now and by the shuffle's thread later.
-            timeout_s: seconds until the step has to be planned.
+        `listen` gets the step and returns a listener, which is called with lists of slots that can
+        be decoded: by this thread now, and by the shuffle's thread later.
 
         Raises the error that ended the shuffle's thread, if any; DlioError after `timeout_s`.
         """

@@ -19,11 +19,8 @@ from dlio.loader.torchdata_state.worker_server import FetchOptions
 class InlineIterator(BaseDataLoaderIter):
     """torch's iterator without workers, with a state to continue from.
 
-    Args:
-        plain: a loader of torch.
-        sampler: of the items, in place of the plain loader's; None for that.
-        numbers: that the sampler shares with the base seed, which is drawn after its pass; None if
-            it does not.
+    The sampler takes the place of the plain loader's, unless it is None. Its `numbers` are those
+    that it shares with the base seed, which is drawn after its pass; None if it does not.
 
     Raises MismatchedState for the state of a loader with workers.
     """

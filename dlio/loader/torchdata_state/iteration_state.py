@@ -30,10 +30,8 @@ from dlio.loader.torchdata_state.worker_server import FetchOptions, TaskSampler,
 class IterationState:
     """The iterator of a loader's last pass, and the state that the next one begins with.
 
-    Args:
-        options: of the loader, when it is made.
-        every: batches from one snapshot of the workers' states to the next; 0 for none after the
-            first, so that a resumed pass reads them again.
+    The workers' states are collected `every` so many batches; 0 for never after the first, so that
+    a resumed pass reads them again.
     """
 
     def __init__(self, options: LoaderOptions, every: int) -> None:

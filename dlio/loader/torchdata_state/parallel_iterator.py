@@ -63,11 +63,8 @@ def _reraise(answer: Any) -> None:
 class ParallelIterator(Iterator[BatchData]):
     """Batches of one pass after another, with a state.
 
-    Args:
-        make: makes the transport, for a worker to begin with, with the workers' states.
-        interval: batches from one snapshot to the next; 0 for none after the first.
-        loaded: state to continue from; None to start from the beginning.
-        dataset: for a warning.
+    `make` makes the transport, for a worker to begin with. There are `interval` batches from one
+    snapshot to the next; 0 for none after the first. `loaded` is a state to continue from.
     """
 
     def __init__(

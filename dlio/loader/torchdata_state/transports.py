@@ -50,10 +50,8 @@ class ProcessTransport(MultiProcessingDataLoaderIter):
     """torch's worker processes. A transport brings tasks to workers, each to the next worker in
     turn, and answers back in order.
 
-    Args:
-        plain: a loader of torch: a WorkerServer is its data set, a TaskSampler its sampler.
-        first: the worker that gets the first batch.
-        loads: True if the base seed is one that was saved.
+    A WorkerServer is the data set of the `plain` loader, and a TaskSampler its sampler. The `first`
+    worker gets the first batch; with `loads`, the base seed is one that was saved.
     """
 
     def __init__(self, plain: Any, draws: TaskSampler, first: int, loads: bool) -> None:
@@ -117,11 +115,9 @@ class ProcessTransport(MultiProcessingDataLoaderIter):
 class ThreadTransport:
     """Threads of this process, each with a WorkerServer of its own.
 
-    Args:
-        server: as for a process; the data set is copied for each thread if `copies`, which it must
-            be if it has a state, or is an iterator.
-        ahead: batches under way at a time.
-        loads: True if the base seed is one that was saved.
+    With `copies` the data set is copied for each thread, as it must be if it has a state, or is an
+    iterator. `ahead` batches are under way at a time; with `loads`, the base seed is one that was
+    saved.
     """
 
     def __init__(

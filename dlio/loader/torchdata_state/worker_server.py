@@ -182,11 +182,9 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
 class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
     """The sampler of a plain loader whose workers run a Server.
 
-    Args:
-        index_sampler: of the user's loader.
-        ahead: batches under way at a time.
-        interval: batches from one snapshot to the next; 0 for none after the first.
-        loaded: the state to continue from, of the part that does not belong to workers.
+    `ahead` batches are under way at a time, and `interval` from one snapshot to the next; 0 for
+    none after the first. `loaded` is the part of a state to continue from that does not belong to
+    workers.
     """
 
     def __init__(
