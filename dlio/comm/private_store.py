@@ -1,7 +1,8 @@
 """A store of keys that only this user's processes can reach: the launcher's, without torch.
 
-It has the calls of torch's stores that dlio uses, with their meaning, over a socket in a private
-folder. torch's own store believes everybody who can connect to its port.
+Over a socket in a private folder: torch's own store believes everybody who can connect to its port.
+Ranks and launcher agree by values that are written once, by the first that comes (`put`), so all
+read the same. gloo reads and writes bytes, as in a store of torch.
 
     request     u32 bytes, JSON: [name of the call, its arguments...]
     answer      u32 bytes, JSON: the result, once there is one
@@ -17,9 +18,9 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from dlio.comm.comm_protocol import Json
 from dlio.errors import CommError
 from dlio.util.closable import Closable
 from dlio.util.private_sockets import connect, is_own, listen
@@ -31,9 +32,9 @@ STORE_NAME: Final = "store"
 _LENGTH: Final = struct.Struct("<I")
 _LONGEST: Final = 1 << 26
 _PIECE: Final = 1 << 16
-_FOR_EVER: Final = timedelta(days=365)
 _CONNECT_TIMEOUT_S: Final = 20.0
 _TURN_S: Final = 0.5
+_T = TypeVar("_T")
 
 
 class PrivateStore:
@@ -54,34 +55,38 @@ class PrivateStore:
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a key."""
-        self._call("set", key, _text(value))
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write a key if its value is `expected`, empty if it has none; return its value."""
-        return _bytes(self._call("compare_set", key, expected, value))
-
-    def add(self, key: str, number: int) -> int:
-        """Add a number to a counter and return it."""
-        return int(self._call("add", key, number))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """True if all keys are written."""
-        return bool(self._call("check", list(keys)))
+        # latin-1 maps each byte to one character, so gloo's bytes go through JSON unchanged.
+        self._call("set", key, value if isinstance(value, str) else value.decode("latin-1"))
 
     def get(self, key: str) -> bytes:
         """Return the value of a key that is written."""
-        return self.multi_get([key])[0]
+        text: str = self._call("get", [key])[0]
+        return text.encode("latin-1")
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys that are written."""
-        return [_bytes(value) for value in self._call("multi_get", list(keys))]
+    def has(self, keys: Sequence[str]) -> bool:
+        """True if all keys are written."""
+        return bool(self._call("has", list(keys)))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta = _FOR_EVER) -> None:
-        """Wait until keys are written."""
-        self._call("wait", list(keys))
+    def put(self, key: str, value: _T) -> _T:
+        """Write a JSON value that nobody has written yet; return the key's, perhaps another's."""
+        written: _T = json.loads(self._call("put", key, json.dumps(value)))
+        return written
+
+    def count(self, key: str) -> int:
+        """Add 1 to a counter and return it."""
+        return int(self._call("count", key))
+
+    def values(self, keys: Sequence[str]) -> list[Json]:
+        """Return the JSON values of keys that are written."""
+        return [json.loads(text) for text in self._call("get", list(keys))]
+
+    def wait(self, key: str) -> Json:
+        """Wait until a key is written, without a deadline, and return its JSON value."""
+        self._call("wait", [key])
+        return self.values([key])[0]
 
     def clone(self) -> "PrivateStore":
-        """Return another connection."""
+        """Return another connection, for a thread that waits."""
         return PrivateStore(self._folder)
 
     def close(self) -> None:
@@ -210,23 +215,23 @@ class StoreServer(Closable):
         if name == "wait":
             client.awaits = arguments[0]
             self._release(client)
-        elif name == "check":
+        elif name == "has":
             _reply(client, all(key in values for key in arguments[0]))
-        elif name == "multi_get":
+        elif name == "get":
             _reply(client, [values[key] for key in arguments[0]])
         elif name == "set":
             self._write(*arguments)
             _reply(client, None)
-        elif name == "add":
-            key, number = arguments
-            self._write(key, str(int(values.get(key, "0")) + number))
+        elif name == "count":
+            (key,) = arguments
+            self._write(key, str(int(values.get(key, "0")) + 1))
             _reply(client, values[key])
-        elif name == "compare_set":
-            key, expected, value = arguments
+        elif name == "put":
+            key, value = arguments
             # In the server: between a read and a write of its own, another rank could write.
-            if values.get(key, "") == expected:
+            if key not in values:
                 self._write(key, value)
-            _reply(client, values.get(key, expected))
+            _reply(client, values[key])
         else:
             raise ValueError(name)
 
@@ -259,12 +264,3 @@ class StoreServer(Closable):
 def _reply(client: _Client, value: object) -> None:
     answer = json.dumps(value).encode()
     client.to_say += _LENGTH.pack(len(answer)) + answer
-
-
-def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode("latin-1")
-
-
-def _bytes(text: str) -> bytes:
-    # latin-1 maps each byte to one character, so torch's binary values go through JSON unchanged.
-    return text.encode("latin-1")

@@ -86,7 +86,7 @@ def _launched_world() -> Communicator:
     from dlio.comm.survival.rendezvous import Rendezvous
     from dlio.comm.torchdist import TorchCommunicator
 
-    meeting = Rendezvous(store.raw, "", lambda: None, default_timeout_s())
+    meeting = Rendezvous(store, "", lambda: None, default_timeout_s())
     return TorchCommunicator(meeting, "dlio", rank, size)
 
 

@@ -71,7 +71,7 @@ def launch(
     """
     # Not at the top: other commands do not need numpy either.
     from dlio.comm.private_store import PrivateStore, StoreServer
-    from dlio.comm.survival.job_store import EventLog, JobStore
+    from dlio.comm.survival.job_store import EventLog
 
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((_HOST, 0), backlog=_BACKLOG))
@@ -91,7 +91,7 @@ def launch(
         job = stack.enter_context(_TorchJob(argv, ranks, full, output, done_file))
         store = stack.enter_context(contextlib.closing(PrivateStore(folder)))
         stack.enter_context(receiving(job.ask_to_end))
-        code = job.run(EventLog(JobStore(store)), timeout_s)
+        code = job.run(EventLog(store), timeout_s)
         job.close()
         output.close()
         return subprocess.CompletedProcess(list(argv), code, output.text, output.errors)

@@ -1,4 +1,4 @@
-"""The launcher's store: the calls of torch's, for this user's processes alone."""
+"""The launcher's store, for this user's processes alone."""
 
 import os
 import socket
@@ -27,25 +27,25 @@ def folder(tmp_path: Path) -> Iterator[str]:
 def test_keys_are_written_once_counted_and_awaited(folder: str) -> None:
     one = PrivateStore(folder)
     other = one.clone()
-    assert one.compare_set("a", "", "first") == b"first"
-    assert other.compare_set("a", "", "second") == b"first"
-    assert other.compare_set("a", "first", "third") == b"third"
-    assert [one.add("n", 1), other.add("n", 2), one.add("n", 0)] == [1, 3, 3]
-    assert not one.check(["a", "b"])
+    assert one.put("a", ["first"]) == ["first"]
+    assert other.put("a", ["second"]) == ["first"]
+    assert [one.count("n"), other.count("n"), one.count("n")] == [1, 2, 3]
+    assert one.has(["a"])
+    assert not one.has(["a", "b"])
     raw = bytes(range(256))
-    seen: list[list[bytes]] = []
+    seen: list[object] = []
 
     def wait() -> None:
-        other.wait(["b", "c"])
-        seen.append(other.multi_get(["b", "a"]))
+        seen.append(other.wait("c"))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     one.set("b", raw)
     assert not seen
-    one.set("c", "")
+    one.put("c", 4)
     waiting.join(60)
-    assert seen == [[raw, b"third"]]
+    assert seen == [4]
+    assert one.values(["a", "c"]) == [["first"], 4]
     assert one.get("b") == raw
     for each in (one, other):
         each.close()
@@ -72,8 +72,8 @@ def test_nothing_listens_at_a_port(folder: str) -> None:
         struct.pack("<I", 3) + b"abc",
         struct.pack("<I", 2) + b"[]",
         struct.pack("<I", 8) + b'["exec"]',
-        struct.pack("<I", 20) + b'["multi_get", ["no"]]'[:20],
-        struct.pack("<I", 7) + b'["add"]',
+        struct.pack("<I", 15) + b'["get", ["no"]]',
+        struct.pack("<I", 9) + b'["count"]',
     ],
 )
 def test_nonsense_ends_one_connection_only(folder: str, words: bytes) -> None:

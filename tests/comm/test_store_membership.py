@@ -8,14 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch._C._distributed_c10d import HashStore
 
 from dlio.comm.comm_protocol import Request
-from dlio.comm.survival.job_store import EventLog, JobStore
+from dlio.comm.private_store import PrivateStore, StoreServer
+from dlio.comm.survival.job_store import EventLog
 from dlio.comm.survival.membership import messages_of
 from dlio.comm.survival.store_membership import StoreMembership
 from dlio.errors import CommError, PeerLost
@@ -28,8 +29,9 @@ LIMIT_S = 60.0
 class Job:
     """Ranks as threads, and the store of a launcher."""
 
-    def __init__(self) -> None:
-        self.store = JobStore(HashStore())
+    def __init__(self, folder: str) -> None:
+        self.server = StoreServer(folder)
+        self.store = PrivateStore(folder)
         self.events = EventLog(self.store)
         self.threads = ThreadPoolExecutor(8)
         self.ranks: list[StoreMembership] = []
@@ -58,13 +60,16 @@ class Job:
         for rank in self.ranks:
             rank.close()
         self.threads.shutdown()
+        self.store.close()
+        self.server.close()
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Job]:
     """A job that is closed after the test."""
     monkeypatch.setenv("DLIO_TIMEOUT", str(LIMIT_S))
-    job = Job()
+    tmp_path.chmod(0o700)
+    job = Job(str(tmp_path))
     yield job
     job.close()
 

@@ -12,7 +12,7 @@ they lack (`RecoveryPart.reconcile`); a vote ends it, or starts it again.
 | `rank_survivors` | the bookkeeping that both memberships share |
 | `ulfm` | membership over MPI with User Level Failure Mitigation |
 | `store_membership`, `store_comm` | membership without MPI: gloo, and a store in the launcher |
-| `job_store`, `rendezvous` | that store, and the part of it by which gloo connects ranks |
+| `job_store`, `rendezvous` | its events, and the part of it by which gloo connects ranks |
 | `active_ranks`, `rank_requests` | who trains next (pure), and what the user has asked for |
 | `suspicion`, `node_watch` | which rank hangs or is slow (pure), and the thread that kills it |
 """

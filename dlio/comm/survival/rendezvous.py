@@ -12,15 +12,15 @@ from dlio.errors import CommTimeout
 
 
 class Rendezvous(Store):
-    """A part of another store, with a prefix of all keys.
+    """A part of the launcher's store, with a prefix of all keys.
 
-    No call of the other one, torch's, waits for long. `check` is called while a key is missing, and
+    No call of that one waits for long. `check` is called while a key is missing, and
     raises an exception to give up; `timeout_s` is the deadline of each wait.
     """
 
     def __init__(
         self,
-        store: Store | PrivateStore,
+        store: PrivateStore,
         prefix: str,
         check: Callable[[], object],
         timeout_s: float,
@@ -31,17 +31,16 @@ class Rendezvous(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a key."""
-        self._store.set(self._prefix + key, value)  # type: ignore[arg-type] # torch takes both
+        self._store.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""
         self.wait([key])
-        value: bytes = self._store.get(self._prefix + key)
-        return value
+        return self._store.get(self._prefix + key)
 
     def check(self, keys: Sequence[str]) -> bool:
         """True if all keys are written."""
-        return bool(self._store.check([self._prefix + key for key in keys]))
+        return self._store.has([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys. Raises CommTimeout, and the error of `check`."""

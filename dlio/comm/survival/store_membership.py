@@ -23,7 +23,8 @@ from dlio.comm.comm_protocol import Json
 from dlio.comm.deadlines import SHORTEST_SLEEP_S, leave
 from dlio.comm.net.address import meeting_address
 from dlio.comm.net.gloo_gate import GlooGate
-from dlio.comm.survival.job_store import EventLog, JobStore
+from dlio.comm.private_store import PrivateStore
+from dlio.comm.survival.job_store import EventLog
 from dlio.comm.survival.node_watch import NodeWatch
 from dlio.comm.survival.rank_survivors import RankSurvivors, processes_here, this_process
 from dlio.comm.survival.rendezvous import Rendezvous
@@ -48,14 +49,14 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
     `least` the fewest that continue. `store` is the launcher's. Collective over all of them.
     """
 
-    def __init__(self, store: JobStore, me: int, ranks: int, least: int = 1) -> None:
+    def __init__(self, store: PrivateStore, me: int, ranks: int, least: int = 1) -> None:
         """Raises CommError if a rank is lost already."""
         super().__init__(me, ranks, least)
         self._timeout_s = settings().timeout_s
         self._store = store
         self._events = EventLog(self._store)
         # A second connection: waiting for an event holds up all other calls of a connection.
-        self._watched = self._store.another()
+        self._watched = self._store.clone()
         self._lock = threading.Lock()
         self._dead: set[int] = set()
         self._ended: set[int] = set()
@@ -94,7 +95,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
         self._store.put(f"{name}/{self.me}", value)
         keys = [f"{name}/{member}" for member in self.members]
         self._await(lambda: self._store.has(keys), "all ranks to start", self._generation)
-        return self._store.get(keys)
+        return self._store.values(keys)
 
     def close(self) -> None:
         """End the threads; the end of the process does so, too."""
@@ -102,6 +103,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
         self._end()
         self._hangs.close()
         self._watch.close()
+        self._watched.close()
         self.mail.close()
 
     # Deaths
@@ -160,7 +162,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
             self._await(lambda: self._store.has([name]), "all ranks to agree", generation)
         except PeerLost:
             return bool(self._store.put(name, False))
-        return bool(self._store.get([name])[0])
+        return bool(self._store.values([name])[0])
 
     def _await(self, ready: Any, what: str, generation: Generation | None) -> None:
         """Poll without spinning. Raises PeerLost, and CommTimeout after DLIO_TIMEOUT."""
@@ -215,7 +217,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
                 for number, colours, ranks in wanted:
                     name = "/".join(map(str, ("gloo", generation.number, number, *colours)))
                     meeting = Rendezvous(
-                        self._store.raw, f"{name}/", generation.check, _GROUP_TIMEOUT_S
+                        self._store, f"{name}/", generation.check, _GROUP_TIMEOUT_S
                     )
                     parts.append(self._group(meeting, generation, ranks, number))
             except (RuntimeError, CommError) as error:
@@ -267,9 +269,7 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
         self._store.put(f"here/{number}/{self.me}", [mine, report])
         members = self._met(number)
         self._check_enough(len(members))
-        everyone: list[Any] = list(
-            self._store.get([f"here/{number}/{member}" for member in members])
-        )
+        everyone: list[Any] = self._store.values([f"here/{number}/{each}" for each in members])
         generation = self._begin(number, members)
         colours = [each[0] for each in everyone]
         parts = None
