@@ -2,7 +2,7 @@
 
 | module | contents |
 |---|---|
-| `comm_protocol` | `Communicator` and `Request`, the contract |
+| `comm_protocol`, `communicator_base` | `Communicator` and `Request`, the contract; shared calls |
 | `mpi`, `single`, `torchdist` | its implementations: mpi4py, one process, torch.distributed |
 | `torch_mail` | messages over TCP for `torchdist` and `store_comm` |
 | `net` | the sockets of ranks: where they listen, whom they let in, what they believe |

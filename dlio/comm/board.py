@@ -77,7 +77,7 @@ class Board:
         """Descriptor through which other processes of this user read the row."""
         os.ftruncate(self.file, _SIZE)
         self._row = mmap.mmap(self.file, _SIZE)
-        self._step, self._phase, self._since = 0, RankPhase.UNWATCHED, time.monotonic()
+        self._step, self.phase, self._since = 0, RankPhase.UNWATCHED, time.monotonic()
         self._begun = self._since
         self._busy = 0.0
         self.beat()
@@ -95,23 +95,18 @@ class Board:
 
     def end_step(self) -> None:
         """Note that this rank has computed the step, if it has begun one."""
-        begun = self._phase is RankPhase.COMPUTING
+        begun = self.phase is RankPhase.COMPUTING
         self.enter(RankPhase.UNWATCHED)
         if begun:
             at = _STEPS_AT + (self._step - 1) % WINDOW * _STEP.size
             _STEP.pack_into(self._row, at, self._since - self._begun, self._busy)
 
-    @property
-    def phase(self) -> RankPhase:
-        """Present phase of this rank."""
-        return self._phase
-
     def enter(self, phase: RankPhase) -> RankPhase:
         """Begin a phase; returns the one before."""
-        before, now = self._phase, time.monotonic()
+        before, now = self.phase, time.monotonic()
         if before is RankPhase.COMPUTING:
             self._busy += now - self._since
-        self._phase, self._since = phase, now
+        self.phase, self._since = phase, now
         # Without a lock: a reader that meets a half-written row looks again before it suspects
         # anybody.
         _NOW.pack_into(self._row, 0, now, phase, self._step)

@@ -1,6 +1,5 @@
 """The contract between ranks: a communicator and its requests."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
@@ -98,19 +97,3 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Release a duplicate or a part. Collective over its ranks; the world stays open."""
-
-
-def broadcast_json(communicator: Communicator, value: _T, root: int = 0) -> _T:
-    """Return `root`'s value, as for `Communicator.tell`, on all ranks by two broadcasts.
-    Collective.
-    """
-    text = np.empty(0, np.uint8)
-    if communicator.rank == root:
-        text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
-    length = np.array([len(text)])
-    communicator.bcast(length, root)
-    if communicator.rank != root:
-        text = np.empty(int(length[0]), np.uint8)
-    communicator.bcast(text, root)
-    received: _T = json.loads(text.tobytes())
-    return received

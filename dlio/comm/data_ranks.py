@@ -1,7 +1,6 @@
 """The ranks that share the data: this process's place among them, and their communicator."""
 
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 from typing_extensions import TypeIs
@@ -9,7 +8,7 @@ from typing_extensions import TypeIs
 from dlio.comm.comm_protocol import Communicator
 from dlio.comm.launch_detection import check_launch, torchrun_place
 from dlio.comm.launch_environment import under_mpi, under_torch
-from dlio.comm.world import world
+from dlio.comm.world import mpi_ranks, world
 from dlio.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def place(group: "Group | None" = None, mesh: "AnyMesh | None" = None) -> tuple[
         group = group_of(mesh)
     if group is None:
         distributed = _distributed()
-        launched = under_mpi() or under_torch() or _mpi_started()
+        launched = under_mpi() or under_torch() or mpi_ranks() > 1
         if not launched:
             if distributed is not None:
                 check_launch(distributed.get_world_size())
@@ -125,8 +124,3 @@ def _distributed() -> Any:
     if module is None or not module.is_available() or not module.is_initialized():
         return None
     return module
-
-
-def _mpi_started() -> bool:
-    mpi: ModuleType | None = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and bool(mpi.Is_initialized()) and mpi.COMM_WORLD.size > 1

@@ -6,7 +6,7 @@ sleeping, from 20 µs up to 1 ms at a time.
 
 import ctypes
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from dlio.comm.board import blocked
@@ -37,16 +37,30 @@ def wait_all(requests: Sequence[Request], what: str, limit_s: float, who: str) -
 
 
 def _wait(left: Sequence[Request], what: str, limit_s: float, who: str) -> None:
+    def are_done() -> bool:
+        nonlocal left
+        left = [request for request in left if not request.done()]
+        return not left
+
+    if not poll(are_done, limit_s):
+        raise CommTimeout(
+            f"{who} waited {limit_s:.0f} s for {what}: another rank is stopped, far behind, or "
+            "left the run (DLIO_TIMEOUT sets the deadline)"
+        )
+
+
+def poll(
+    ready: Callable[[], bool], limit_s: float, longest_sleep_s: float = LONGEST_SLEEP_S
+) -> bool:
+    """Return True once `ready()` does, False after a deadline; sleeps longer and longer between."""
     deadline = time.monotonic() + limit_s
     sleep_s = SHORTEST_SLEEP_S
-    while left := [request for request in left if not request.done()]:
+    while not ready():
         if time.monotonic() > deadline:
-            raise CommTimeout(
-                f"{who} waited {limit_s:.0f} s for {what}: another rank is stopped, far behind, "
-                "or left the run (DLIO_TIMEOUT sets the deadline)"
-            )
+            return False
         time.sleep(sleep_s)
-        sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+        sleep_s = min(1.5 * sleep_s, longest_sleep_s)
+    return True
 
 
 def await_end(requests: Iterable[Request]) -> None:
@@ -57,10 +71,8 @@ def await_end(requests: Iterable[Request]) -> None:
     deadline = time.monotonic() + _END_TIMEOUT_S
     for request in requests:
         try:
-            while not request.done():
-                if time.monotonic() > deadline:
-                    raise CommError("a message that a loss has interrupted does not end")
-                time.sleep(SHORTEST_SLEEP_S)
+            if not poll(request.done, deadline - time.monotonic()):
+                raise CommError("a message that a loss has interrupted does not end")
         # Also its end: MPI has given the memory back.
         except PeerLost:
             continue

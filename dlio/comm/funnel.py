@@ -7,8 +7,9 @@ owner is inside dlio.
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 from dlio.util.threads import join_with
 
@@ -36,14 +37,22 @@ class Funnel:
         if self.is_owner():
             self.pump()
             return function()
-        call = _FunnelCall(function)
-        self._calls.put(call.run)
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            # KeyboardInterrupt, too: the caller waits for an outcome, whatever it is.
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(run)
         # A deadline would be wrong here, as the owner may compute for minutes; only its death ends
         # this.
-        while not call.done.wait(_LOOK_S):
+        while not wait([future], _LOOK_S).done:
             if not self._owner.is_alive():
                 raise RuntimeError("the thread that may call MPI has ended")
-        return call.result()
+        return future.result()
 
     def pump(self) -> None:
         """Make all queued calls, if this thread owns the funnel."""
@@ -55,32 +64,6 @@ class Funnel:
             except Empty:
                 return
             run()
-
-
-class _FunnelCall(Generic[_T]):
-    """One queued call and its outcome."""
-
-    __slots__ = ("_error", "_function", "_results", "done")
-
-    def __init__(self, function: Callable[[], _T]) -> None:
-        self._function = function
-        self._results: list[_T] = []
-        self._error: BaseException | None = None
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        try:
-            self._results.append(self._function())
-        # KeyboardInterrupt, too: the caller waits for an outcome, whatever it is.
-        except BaseException as error:
-            self._error = error
-        self.done.set()
-
-    def result(self) -> _T:
-        """Return the function's result or raise its error, once done."""
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
 
 
 _funnel: Funnel | None = None

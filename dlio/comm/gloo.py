@@ -4,13 +4,12 @@ import json
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
 from dlio.comm.comm_protocol import Array, Buffer, Op
-from dlio.errors import CommError
+from dlio.comm.communicator_base import check_reducible
 
 _T = TypeVar("_T")
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -37,8 +36,7 @@ def allgather_json(
 
 def sum_options(array: Array, op: Op) -> AllreduceOptions:
     """Return gloo's options of a reduction. Raises CommError for a type that it cannot reduce."""
-    if array.dtype not in (np.float32, np.float64, np.int64):
-        raise CommError(f"cannot reduce {array.dtype}: convert it to float32 first")
+    check_reducible(array)
     options = AllreduceOptions()
     options.reduceOp = dist.ReduceOp(_OPS[op])
     return options

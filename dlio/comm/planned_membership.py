@@ -6,7 +6,6 @@ all. Ranks that have left wait for the end.
 """
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,24 +13,19 @@ import numpy as np
 
 from dlio.comm.comm_protocol import Array, Buffer, Communicator, Json, Op, Request
 from dlio.comm.survival.membership import RankLeft, RankMessages, messages_of
+from dlio.comm.survival.rank_survivors import RankSurvivors
 from dlio.comm.world import replace_world, world
 
 _T = TypeVar("_T")
 
 
-class PlannedMembership:
+class PlannedMembership(RankSurvivors["_PlannedCommunicator"]):
     """Ranks that share a job's steps now. One per process; `everyone` is closed by its owner."""
 
-    lost = due = False
-    left: tuple[int, ...] = ()
-
     def __init__(self, everyone: Communicator) -> None:
+        super().__init__(everyone.rank, everyone.size, 1)
         self._everyone = everyone
         self._root = everyone.dup()
-        self._handles: dict[int, weakref.ref[_PlannedCommunicator]] = {}
-        self._made = 0
-        self.me, self.number = everyone.rank, 0
-        self.members: tuple[int, ...] = tuple(range(everyone.size))
         self._next = self.members
         self.world = _PlannedCommunicator(self, self._root.dup(), ())
 
@@ -53,7 +47,7 @@ class PlannedMembership:
             self.end()
             raise RankLeft
         everyone: list[Any] = self._root.allgather([self.me, report])
-        for handle in self._living():
+        for handle in self._held_by_all():
             handle.replace(self._remade(handle.colours))
         self.number += 1
         self.members = tuple(int(each[0]) for each in everyone)
@@ -69,22 +63,12 @@ class PlannedMembership:
         request = self._everyone.iallreduce(arrived)
         self._everyone.wait([request], "the end of the replay", math.inf)
 
-    def add(self, handle: "_PlannedCommunicator") -> None:
-        """Rebuild a communicator in each generation; all ranks add them in the same order."""
-        self._handles[self._made] = weakref.ref(handle)
-        self._made += 1
-
-    def drop(self, handle: "_PlannedCommunicator") -> None:
-        """Forget a communicator that was closed, on all ranks."""
-        self._handles = {n: ref for n, ref in self._handles.items() if ref() is not handle}
-
-    def _living(self) -> list["_PlannedCommunicator"]:
+    def _held_by_all(self) -> list["_PlannedCommunicator"]:
         """Return the communicators that all present ranks hold, in the order of their making."""
-        mine = {number for number, ref in self._handles.items() if ref() is not None}
+        mine = self._living()
         # A handle may be garbage on some ranks and not yet on others: all rebuild the same ones.
         common = set.intersection(*map(set, self._root.allgather(sorted(mine))))
-        living = [self._handles[number]() for number in sorted(common)]
-        return [handle for handle in living if handle is not None]
+        return [mine[number] for number in sorted(common)]
 
     def _remade(self, colours: tuple[int, ...]) -> Communicator:
         """Rebuild a communicator: of all ranks, or of those of the same colours."""
@@ -105,6 +89,7 @@ class _PlannedCommunicator:
     ) -> None:
         self.membership, self._inner, self.colours = membership, inner, colours
         self.rank, self.size = inner.rank, inner.size
+        self.over = False
         membership.add(self)
 
     def replace(self, inner: Communicator) -> None:
@@ -150,8 +135,7 @@ class _PlannedCommunicator:
         return self._made(lambda: self._inner.split(group), (*self.colours, group))
 
     def close(self) -> None:
-        # Not collective: ranks that have left are elsewhere.
-        self.membership.drop(self)
+        self.over = True  # Not collective: ranks that have left are elsewhere.
 
     def _made(
         self, make: Callable[[], Communicator], colours: tuple[int, ...]

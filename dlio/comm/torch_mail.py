@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from dlio.comm.deadlines import LONGEST_SLEEP_S
+from dlio.comm.deadlines import poll
 from dlio.comm.net.address import listen
 from dlio.comm.net.hub import CLOSE_TIMEOUT_S, Hub
 from dlio.comm.net.keys import Keys, RefusedConnection, job_secret
@@ -57,10 +57,7 @@ class Message:
         return self.over
 
     def cancel(self) -> bool:
-        deadline = time.monotonic() + _CANCEL_TIMEOUT_S
-        while not (given_up := self.over or self._withdraw(self)) and time.monotonic() < deadline:
-            time.sleep(LONGEST_SLEEP_S)
-        return given_up
+        return poll(lambda: self.over or self._withdraw(self), _CANCEL_TIMEOUT_S)
 
 
 _Key: TypeAlias = tuple[int, Channel, int]
@@ -215,7 +212,10 @@ class Mail:
     def _match(self, key: _Key, early: _EarlyMessage, message: Message) -> None:
         """Give a receive the message that has come for it."""
         if early.size > len(message.view):
-            message.error = _too_long(early.peer, early.size, len(message.view))
+            message.error = CommError(
+                f"a message of {early.size} bytes came where {len(message.view)} were expected: "
+                f"rank {early.peer} has sent it, and may have other data or another version of dlio"
+            )
             if early.body is None:
                 self._answer(early.asked, _REFUSED, len(message.view))
             return
@@ -399,10 +399,3 @@ class Mail:
 
 def _key(link: _Link, frame: FrameHead) -> _Key:
     return link.peer, (frame.generation, frame.channel), frame.tag
-
-
-def _too_long(peer: int, size: int, expected: int) -> CommError:
-    return CommError(
-        f"a message of {size} bytes came where {expected} were expected: rank {peer} has sent it, "
-        "and may have other data or another version of dlio"
-    )

@@ -8,7 +8,7 @@ user's collectives, whichever groups the user creates or destroys. Messages go t
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any, Final, TypeVar
@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from dlio.comm.comm_protocol import Array, Buffer, Communicator, Op, Request, broadcast_json
+from dlio.comm.comm_protocol import Array, Buffer, Communicator, Op, Request
 from dlio.comm.common_store import serve_store
-from dlio.comm.deadlines import default_timeout_s, wait_all
+from dlio.comm.communicator_base import CommunicatorBase
+from dlio.comm.deadlines import default_timeout_s
 from dlio.comm.gloo import allgather_json, bytes_of, sum_options
 from dlio.comm.net.address import meeting_address
 from dlio.comm.net.gloo_gate import GlooGate
@@ -108,7 +109,7 @@ class _GlooReduction:
         return self.done()
 
 
-class TorchCommunicator:
+class TorchCommunicator(CommunicatorBase):
     """Ranks of torch.distributed. Owns its group, sockets and thread.
 
     `name` is the prefix of its keys in the store that all ranks share, the same on all ranks, used
@@ -118,12 +119,12 @@ class TorchCommunicator:
     def __init__(
         self, store: Store, name: str, rank: int, size: int, address: str | None = None
     ) -> None:
+        super().__init__()
         self._store: Store | None = store
         self._name = name
         self._duplicates = 0
         self.rank = rank
         self.size = size
-        self._timeout_s = default_timeout_s()
         limit = timedelta(seconds=self._timeout_s)
         with self._errors("meeting the other ranks"):
             self._address = address or meeting_address(
@@ -147,9 +148,6 @@ class TorchCommunicator:
                 value, self.size, lambda into, mine: self._group.allgather(into, mine).wait()
             )
 
-    def tell(self, value: _T, root: int = 0) -> _T:
-        return broadcast_json(self, value, root)
-
     def barrier(self) -> None:
         with self._errors("barrier"):
             self._group.barrier().wait()
@@ -170,13 +168,6 @@ class TorchCommunicator:
         with self._errors("reduction"):
             work = self._group.allreduce([torch.from_numpy(array)], options)
         return _GlooReduction(work, self._errors)
-
-    def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
-
-    def poke(self) -> bool:
-        return False
 
     def dup(self) -> "TorchCommunicator":
         self._duplicates += 1

@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from dlio.comm.comm_protocol import Array, Buffer, Op, Request
+from dlio.comm.communicator_base import check_reducible
 from dlio.comm.deadlines import wait_all
 from dlio.errors import CommError
 
@@ -181,8 +182,7 @@ class ThreadCommunicator:
 
     def iallreduce(self, array: Array, op: Op = "sum") -> Request:
         """Start an element-wise reduction, in place. Raises CommError for an unknown dtype."""
-        if array.dtype not in (np.float32, np.float64, np.int64):
-            raise CommError(f"cannot reduce {array.dtype}: convert it to float32 first")
+        check_reducible(array)
         return _PendingReduction(self._group, self._join(array.copy()), array, op)
 
     def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:

@@ -188,15 +188,11 @@ class NodeWatch:
         _log.warning("%s", why)
         if row is not None:
             # To the thread that beats: the main one may be unable to take a signal.
-            _signal_thread(self._processes[member], row.thread)
+            with suppress(OSError, AttributeError):
+                ctypes.CDLL(None).tgkill(self._processes[member], row.thread, int(_STACKS))
             # SIGKILL cannot wait for the stacks, which are all that a user gets to find the fault.
             time.sleep(_DUMP_S)
         _kill(self._processes[member])
-
-
-def _signal_thread(process: int, thread: int) -> None:
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).tgkill(process, thread, int(_STACKS))
 
 
 def _kill(process: int) -> None:

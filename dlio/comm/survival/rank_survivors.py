@@ -38,6 +38,11 @@ class RankSurvivors(Generic[_H]):
         self._handles: dict[int, weakref.ref[_H]] = {}
         self._made = 0
 
+    def add(self, handle: _H) -> None:
+        """Rebuild a communicator in each new generation; all ranks add them in the same order."""
+        self._handles[self._made] = weakref.ref(handle)
+        self._made += 1
+
     def _living(self) -> dict[int, _H]:
         """Return the communicators in use, by number; forgets the others."""
         living = {number: ref() for number, ref in self._handles.items()}

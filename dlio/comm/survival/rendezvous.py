@@ -1,12 +1,11 @@
 """The store by which gloo connects the ranks of a group, with a wait that a loss ends."""
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from dlio.comm.deadlines import LONGEST_SLEEP_S, SHORTEST_SLEEP_S
+from dlio.comm.deadlines import poll
 from dlio.comm.private_store import PrivateStore
 from dlio.errors import CommTimeout
 
@@ -44,11 +43,12 @@ class Rendezvous(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys. Raises CommTimeout, and the error of `check`."""
-        deadline = time.monotonic() + self._timeout_s
-        sleep_s = SHORTEST_SLEEP_S
-        while not self.check(keys):
-            self._check()
-            if time.monotonic() > deadline:
-                raise CommTimeout(f"gloo waited {self._timeout_s:.0f} s for the other ranks")
-            time.sleep(sleep_s)
-            sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+
+        def are_there() -> bool:
+            there = self.check(keys)
+            if not there:
+                self._check()
+            return there
+
+        if not poll(are_there, self._timeout_s):
+            raise CommTimeout(f"gloo waited {self._timeout_s:.0f} s for the other ranks")

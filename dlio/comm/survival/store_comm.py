@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
-from dlio.comm.comm_protocol import Array, Buffer, Op, Request, broadcast_json
-from dlio.comm.deadlines import default_timeout_s, wait_all
+from dlio.comm.comm_protocol import Array, Buffer, Op, Request
+from dlio.comm.communicator_base import CommunicatorBase
 from dlio.comm.gloo import allgather_json, bytes_of, sum_options
 from dlio.comm.torch_mail import Mail, Message
 from dlio.errors import CommError, PeerLost
@@ -200,7 +200,7 @@ class _StoreMessage:
             return True
 
 
-class StoreCommunicator:
+class StoreCommunicator(CommunicatorBase):
     """Ranks that survive each other. See `dlio.comm.Communicator`.
 
     `colours` are the numbers of the parts of all ranks that it is a part of, from the largest.
@@ -209,18 +209,13 @@ class StoreCommunicator:
     def __init__(
         self, membership: CommunicatorBuilder, part: GenerationRanks, colours: Sequence[int] = ()
     ) -> None:
+        super().__init__()
         self.membership = membership
         self.colours = tuple(colours)
         self.over = False
         """True once it is closed, or a later generation lacks it."""
-        self._timeout_s = default_timeout_s()
         self._go_on_with(part)
         membership.add(self)
-
-    @property
-    def part(self) -> GenerationRanks:
-        """Its ranks in this generation."""
-        return self._part
 
     def replace(self, part: GenerationRanks | None) -> None:
         """Go on with other ranks; None if there are none in this generation."""
@@ -230,7 +225,8 @@ class StoreCommunicator:
             self._go_on_with(part)
 
     def _go_on_with(self, part: GenerationRanks) -> None:
-        self._part = part
+        self.part = part
+        """Its ranks in this generation."""
         self.rank, self.size = part.rank, len(part.ranks)
 
     def allgather(self, value: _T) -> list[_T]:
@@ -238,9 +234,6 @@ class StoreCommunicator:
             self._join(lambda group: group.allgather(into, mine), "allgather")
 
         return allgather_json(value, self.size, gather)
-
-    def tell(self, value: _T, root: int = 0) -> _T:
-        return broadcast_json(self, value, root)
 
     def barrier(self) -> None:
         self._join(lambda group: group.allreduce([torch.zeros(1)]), "barrier")
@@ -263,22 +256,15 @@ class StoreCommunicator:
         # A copy: after a loss gloo may go on writing to it, while the caller's array, which the
         # sums are made from again, stays as it is.
         own = torch.from_numpy(array.copy())
-        part = self._part
+        part = self.part
         work = part.begin(lambda group: group.allreduce([own], options))
         return _StoreReduction(part, work, lambda: np.copyto(array, own.numpy()))
 
-    def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
-
-    def poke(self) -> bool:
-        return False
-
     def dup(self) -> "StoreCommunicator":
-        return self.membership.make(self, self._part.ranks, self.colours)
+        return self.membership.make(self, self.part.ranks, self.colours)
 
     def split(self, group: int) -> "StoreCommunicator":
-        part = self._part
+        part = self.part
         everyone = self.allgather(group)
         ranks = [
             member for member, theirs in zip(part.ranks, everyone, strict=True) if theirs == group
@@ -287,7 +273,7 @@ class StoreCommunicator:
 
     def bound(self) -> "StoreMessages":
         """The present ranks, whatever their numbers are after a loss."""
-        return StoreMessages(self._part, self.membership.mail)
+        return StoreMessages(self.part, self.membership.mail)
 
     def close(self) -> None:
         if not self.over:
@@ -295,7 +281,7 @@ class StoreCommunicator:
             self.membership.drop(self)
 
     def _join(self, post: Callable[[GlooCollectives], dist.Work], what: str) -> None:
-        part = self._part
+        part = self.part
         self.wait([_StoreReduction(part, part.begin(post))], what)
 
 

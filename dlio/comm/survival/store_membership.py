@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dlio.comm.board import open_board
 from dlio.comm.comm_protocol import Json
-from dlio.comm.deadlines import SHORTEST_SLEEP_S, leave
+from dlio.comm.deadlines import leave, poll
 from dlio.comm.net.address import meeting_address
 from dlio.comm.net.gloo_gate import GlooGate
 from dlio.comm.private_store import PrivateStore
@@ -166,18 +166,18 @@ class StoreMembership(RankSurvivors[StoreCommunicator]):
 
     def _await(self, ready: Any, what: str, generation: Generation | None) -> None:
         """Poll without spinning. Raises PeerLost, and CommTimeout after DLIO_TIMEOUT."""
-        deadline = time.monotonic() + self._timeout_s
-        sleep_s = SHORTEST_SLEEP_S
-        while not ready():
-            if generation is not None:
+
+        def is_ready() -> bool:
+            done: bool = ready()
+            if not done and generation is not None:
                 generation.check()
-            if time.monotonic() > deadline:
-                raise CommTimeout(
-                    f"rank {self.me} waited {self._timeout_s:.0f} s for {what}: another rank is "
-                    "far behind or hangs (DLIO_TIMEOUT sets the deadline)"
-                )
-            time.sleep(sleep_s)
-            sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
+            return done
+
+        if not poll(is_ready, self._timeout_s, _LONGEST_SLEEP_S):
+            raise CommTimeout(
+                f"rank {self.me} waited {self._timeout_s:.0f} s for {what}: another rank is far "
+                "behind or hangs (DLIO_TIMEOUT sets the deadline)"
+            )
 
     # Communicators
 

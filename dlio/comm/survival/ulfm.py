@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, cast
@@ -108,12 +107,6 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
             here, self.me, lambda: self._alive, board, files, lambda: self.members
         )
         atexit.register(self._end)
-
-    def add(self, handle: MpiCommunicator) -> None:
-        """Rebuild a communicator in each new generation. Communicators are added in the same order
-        on all ranks."""
-        self._handles[self._made] = weakref.ref(handle)
-        self._made += 1
 
     def drop(self, handle: MpiCommunicator) -> None:
         """Forget a communicator that this rank has closed. Its memory goes with the next loss."""
