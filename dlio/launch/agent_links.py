@@ -30,18 +30,48 @@ _OF_HOST: Final = ("SSH_", "HOSTNAME", "DISPLAY", "XDG_", "PMIX_", "PRTE_", "PMI
 """Beginnings of variables that mean something on the launcher's host alone."""
 
 
-class _AgentLink:
-    """One agent. Owned by `Agents`."""
+class NodeProcess:
+    """A process on a node, which takes orders on its standard input, and ends with that."""
 
-    def __init__(self, node: str, command: Sequence[str]) -> None:
+    def __init__(self, node: str, module: str, *argv: str, output: int | None = None) -> None:
         self.node = node
-        # A session of its own: Ctrl-C is the launcher's, which then closes the agent's input.
+        # A session of its own: Ctrl-C is the launcher's, which then closes the process's input.
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            _command(node, module, *argv),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            start_new_session=True,
         )
         assert self.process.stdin is not None
+        self._orders = self.process.stdin
+        self._lock = threading.RLock()
+        """Of its input: signs of life are sent by a thread, and orders by handlers of signals."""
+
+    def order(self, order: Mapping[str, object]) -> None:
+        """Send an order. If the process is gone, its end is seen next."""
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._orders.write(json.dumps(order).encode() + b"\n")
+            self._orders.flush()
+
+    def close(self) -> None:
+        """Close its input, which ends it and all that it has started."""
+        with contextlib.suppress(OSError):
+            self._orders.close()
+
+    def end(self, timeout_s: float) -> None:
+        """Wait for its end, and kill its remote shell after a deadline."""
+        kill_groups_after([self.process], timeout_s)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+class _AgentLink(NodeProcess):
+    """One agent. Owned by `Agents`."""
+
+    def __init__(self, node: str, token: str) -> None:
+        super().__init__(node, "dlio.launch.node.node_agent", token, output=subprocess.PIPE)
         assert self.process.stdout is not None
-        self._orders, self.answers = self.process.stdin, self.process.stdout.fileno()
+        self.answers = self.process.stdout.fileno()
         os.set_blocking(self.answers, False)
         self.name: str | None = None
         """Name that the node has for itself; None until its agent has answered."""
@@ -55,14 +85,6 @@ class _AgentLink:
         """When all ranks of this start had paused."""
         self.heard = time.monotonic()
         self._line = b""
-        self._lock = threading.Lock()
-        """Of its input: signs of life are sent by a thread."""
-
-    def order(self, order: Mapping[str, object]) -> None:
-        """Send an order. If the agent is gone, its end is seen next."""
-        with self._lock, contextlib.suppress(OSError, ValueError):
-            self._orders.write(json.dumps(order).encode() + b"\n")
-            self._orders.flush()
 
     def beat(self) -> None:
         """Send a sign of life, unless an order is being sent."""
@@ -99,17 +121,6 @@ class _AgentLink:
             elif "done" in answer:
                 self.done = answer["done"]
         return True
-
-    def close(self) -> None:
-        """Close its input, which ends it and all that it has started."""
-        with contextlib.suppress(OSError):
-            self._orders.close()
-
-    def end(self, timeout_s: float) -> None:
-        """Wait for its end, and kill its remote shell after a deadline."""
-        kill_groups_after([self.process], timeout_s)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 class Agents(Closable):
@@ -268,7 +279,7 @@ class Agents(Closable):
                 agent.beat()
 
     def _started(self, node: str) -> _AgentLink:
-        agent = _AgentLink(node, _command(node, self._token))
+        agent = _AgentLink(node, self._token)
         self._selector.register(agent.answers, selectors.EVENT_READ, agent)
         agent.order(self._hello)
         return agent
@@ -309,11 +320,11 @@ def remote_shell() -> list[str]:
     return shlex.split(settings().remote_shell or "ssh -x")
 
 
-def _command(node: str, token: str) -> list[str]:
+def _command(node: str, module: str, *argv: str) -> list[str]:
+    """Return the command that runs a module on a node."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
-    agent = module_command("dlio.launch.node.node_agent", token)
-    command = ["env", f"PYTHONPATH={paths}", *agent]
+    command = ["env", f"PYTHONPATH={paths}", *module_command(module, *argv)]
     if node in ("localhost", socket.gethostname()):
         return command
     return [*remote_shell(), node, f"exec {shlex.join(command)}"]

@@ -7,24 +7,21 @@ orders on its standard input, where nobody else on the host reads the job's secr
 ranks when that closes.
 """
 
-import json
 import os
 import secrets
-import shlex
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Final
 
 from dlio.comm.launch_detection import meeting_port
 from dlio.launch import mpi_launch
-from dlio.launch.agent_links import no_agent, remote_shell
+from dlio.launch.agent_links import NodeProcess, no_agent
 from dlio.launch.rank_environment import rank_environment, root_permission
-from dlio.util.child_processes import kill_groups_after, module_command
+from dlio.util.child_processes import module_command
 from dlio.util.live_line import LiveLine
 from dlio.util.settings import SECRET, settings
 from dlio.util.signals import receiving
@@ -163,17 +160,18 @@ def run_by_remote_shell(argv: Sequence[str], counts: Mapping[str, int]) -> int:
     with ExitStack() as stack:
         agents = []
         for host, order in zip(counts, _orders(argv, counts), strict=True):
-            agent = _started(host)
-            stack.callback(_end, agent)
+            agent = NodeProcess(host, "dlio.launch.node_ranks")
+            stack.callback(agent.end, _END_TIMEOUT_S)
+            stack.callback(agent.close)
             agents.append(agent)
-            _send(agent, order)
+            agent.order(order)
 
         def ask_to_end() -> None:
             for agent in agents:
-                _send(agent, {"signal": "USR1"})
+                agent.order({"signal": "USR1"})
 
         with receiving(ask_to_end):
-            return _wait(agents, list(counts))
+            return _wait(agents)
 
 
 def _orders(argv: Sequence[str], counts: Mapping[str, int]) -> list[dict[str, object]]:
@@ -195,40 +193,14 @@ def _orders(argv: Sequence[str], counts: Mapping[str, int]) -> list[dict[str, ob
     return orders
 
 
-def _started(host: str) -> "subprocess.Popen[bytes]":
-    paths = os.environ.get("PYTHONPATH")
-    command = module_command("dlio.launch.node_ranks")
-    if paths:
-        command = ["env", f"PYTHONPATH={paths}", *command]
-    if host not in ("localhost", socket.gethostname()):
-        command = [*remote_shell(), host, f"exec {shlex.join(command)}"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-
-
-def _send(agent: "subprocess.Popen[bytes]", order: Mapping[str, object]) -> None:
-    """Send an order; if the agent is gone, its end is seen next."""
-    assert agent.stdin is not None
-    with suppress(OSError, ValueError):
-        agent.stdin.write(json.dumps(order).encode() + b"\n")
-        agent.stdin.flush()
-
-
-def _wait(agents: "Sequence[subprocess.Popen[bytes]]", hosts: Sequence[str]) -> int:
+def _wait(agents: Sequence[NodeProcess]) -> int:
     while True:
-        codes = [agent.poll() for agent in agents]
-        for host, code in zip(hosts, codes, strict=True):
+        codes = [agent.process.poll() for agent in agents]
+        for agent, code in zip(agents, codes, strict=True):
             if code == _NO_SHELL:
-                sys.stderr.write(f"dlio: error: {no_agent(host)}\n")
+                sys.stderr.write(f"dlio: error: {no_agent(agent.node)}\n")
             if code:
                 return 128 - code if code < 0 else code
         if all(code == 0 for code in codes):
             return 0
         time.sleep(_LOOK_S)
-
-
-def _end(agent: "subprocess.Popen[bytes]") -> None:
-    """Close an agent's input, which ends its ranks, and kill its remote shell after a deadline."""
-    assert agent.stdin is not None
-    with suppress(OSError):
-        agent.stdin.close()
-    kill_groups_after([agent], _END_TIMEOUT_S)
