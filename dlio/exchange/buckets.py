@@ -23,11 +23,8 @@ class Bucket:
 
     The buffer is float32 for any parameters: MPI libraries return garbage for sums of bfloat16.
 
-    Args:
-        named: parameters with their names.
-        extra: number of additional elements at the buffer's end.
-        device: the buffer's device; `array` and `bytes` require the host.
-        pinned: the buffer is page-locked memory of the host.
+    It may have `extra` elements at its end, and be `pinned`, page-locked memory of the host.
+    `array` and `bytes` require the host.
     """
 
     def __init__(

@@ -76,12 +76,9 @@ class QuantisedAllreduce(Sum):
 
     Not thread-safe. Owns its buffers, not the communicator.
 
-    Args:
-        tensors: (name, shape) of the consecutive tensors in the region.
-        compressor: one of `compress.NAMES`.
-        tag: the first of `TAGS` tags that nothing else on the communicator uses.
-        scratch: working memory, which other regions of the same thread may share.
-        keeps: `reset` may have to undo a sum; this takes as much memory as the region.
+    Nothing else on the communicator uses the `TAGS` tags from `tag` on; other regions of the same
+    thread may share `scratch`. If it `keeps` residuals, `reset` can undo a sum; this takes as much
+    memory as the region.
 
     Raises UsageError for an unknown compressor.
     """

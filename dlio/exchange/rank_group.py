@@ -20,8 +20,7 @@ _TAG: Final = 71
 class RankGroup:
     """The ranks that compute a pass of a model together, and counts of their messages.
 
-    Args:
-        comm: used by nothing else; owned by the caller.
+    Nothing else uses `comm`; the caller owns it.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -40,11 +39,8 @@ class RankGroup:
         shapes: Sequence[tuple[int, ...] | None],
         dtype: torch.dtype,
     ) -> list[torch.Tensor | None]:
-        """Send a part to each rank and return those of the others, on the host.
-
-        Args:
-            parts: for each rank, None for no message; shape (ranks,).
-            shapes: of the parts to receive, None for no message.
+        """Send a part to each rank and return those of the others, which have `shapes`, on the
+        host; None for no message.
 
         Raises CommTimeout if another rank does not answer in time.
         """

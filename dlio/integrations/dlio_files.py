@@ -212,13 +212,8 @@ class PayloadFitter:
     DLIO hands out one random array for every sample, of the size `record_length_bytes_resize`. Here
     it is the sample itself in that shape, so that batches are those of the data that was read.
 
-    Args:
-        form: format, of `FORMATS`.
-        whole: payloads are whole files.
-        name: returns a sample's name, for errors.
-        shape: shape of a sample.
-        dtype: type of its elements.
-        prepare: called for each sample, as long as preparing one takes.
+    Payloads may be `whole` files; `name` returns a sample's name, for errors; `prepare` is called
+    for each sample, as long as preparing one takes.
     """
 
     functions: Sequence[object] = ()

@@ -32,13 +32,11 @@ class _RankHolder(Protocol):
 
 
 class LightningLosses(RecoveryPart[Report]):
-    """Has one entry point of a trainer survive losses. Closed by its owner.
+    """Has one entry point of Lightning's trainer survive losses. Closed by its owner.
 
-    Args:
-        recovery: of the ranks; None if the job ends with any rank, and nothing is done.
-        trainer: Lightning's trainer.
-        holder: has the number of this rank, by which Lightning prints and logs.
-        reset_epoch: Lightning's function that tells a loader's sampler its epoch.
+    Without a recovery, where the job ends with any rank, nothing is done. `holder` has the number
+    of this rank, by which Lightning prints and logs; `reset_epoch` is Lightning's function that
+    tells a loader's sampler its epoch.
     """
 
     def __init__(

@@ -43,8 +43,7 @@ def reduce_over_ranks(model: nn.Module) -> None:
 def keeps_together(kind: type[Any], name: str, states: Callable[[Any], tuple[str, ...]]) -> None:
     """Have a method of a class, collective, gather all that it does from the same ranks.
 
-    Args:
-        states: returns the names of the object's attributes that the method may change.
+    `states` returns the names of the object's attributes that the method may change.
     """
     original = getattr(kind, name)
     if getattr(original, _MARK, False):

@@ -20,14 +20,10 @@ def rank_environment(
     cores: int | None = None,
     terminal: bool = True,
 ) -> dict[str, str]:
-    """Return the environment of ranks, before a launcher's own variables.
+    """Return the environment of ranks, before a launcher's own variables, from the one `given`.
 
-    Args:
-        per_node: ranks of a node, which share its cores.
-        live: draws the progress that ranks report.
-        given: environment that they inherit.
-        cores: of a node; None for those of this process.
-        terminal: the ranks write to this process's terminal, as if each were alone.
+    The ranks of a node share its cores, those of this process for None. On a `terminal` each writes
+    to this process's as if it were alone, and `live` draws the progress that they report.
     """
     # A rank's output is a pipe, in which Python would hold back lines until 8 KiB have come.
     full = {**given, "PYTHONUNBUFFERED": "1"}

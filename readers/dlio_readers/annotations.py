@@ -68,12 +68,9 @@ class Annotations:
 
 
 class AnnotatedReader(ListedReader, PathReader):
-    """Samples of pictures and their boxes.
+    """Samples of pictures and their boxes, whose annotations `build` lists.
 
-    Args:
-        source: root of all names.
-        kind: name of the index, with the options that it depends on.
-        build: lists the annotations.
+    `kind` names the index, with the options that it depends on.
     """
 
     version = 1

@@ -47,12 +47,9 @@ dimensions."""
 
 
 def slab(select: Select, name: str, shape: tuple[int, ...]) -> Part:
-    """Return the part of a field's own dimensions to read. Raises UsageError if it does not fit.
+    """Return the part of a field's own dimensions, its `shape` in one sample, to read.
 
-    Args:
-        select: the user's choice.
-        name: name of the field.
-        shape: shape of the field in one sample.
+    Raises UsageError if it does not fit.
     """
     if select is None:
         return ()
@@ -76,10 +73,8 @@ def check_select(
 ) -> None:
     """Raise UsageError if a part of `select` would be ignored.
 
-    Args:
-        path: path of the data set.
-        dimensions: shape of each field in one sample; None where a part of it cannot be read, as of
-            text and of values of varying size.
+    `dimensions` have the shape of each field in one sample, None where a part of it cannot be read,
+    as of text and of values of varying size.
     """
     if select is None:
         return
@@ -243,12 +238,7 @@ class RaggedColumn:
 
 
 class ConcatColumn:
-    """A column of several files, concatenated.
-
-    Args:
-        parts: columns of the same kind, one of each file.
-        counts: rows of each file.
-    """
+    """A column of several files, concatenated: columns of the same kind, with the rows of each."""
 
     def __init__(self, parts: Sequence[Column], counts: Sequence[int]) -> None:
         self._parts = parts
@@ -307,13 +297,8 @@ class ColumnReader(PathReader):
     ) -> None:
         """Use the columns as fields.
 
-        Args:
-            columns: columns by field name.
-            count: number of samples.
-            stamps: strings that change when the data change, for the fingerprint.
-            classes: names of the classes.
-            structure: see Schema.
-            select: the part of every sample that the user chose.
+        The fingerprint is made of `stamps`, strings that change when the data change; `select` is
+        the part of every sample that the user chose.
 
         Raises UsageError if a part of `select` is of no column.
         """
@@ -411,12 +396,8 @@ class ColumnReader(PathReader):
 def choose(
     path: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]
 ) -> tuple[list[str], int]:
-    """Choose the arrays that become fields; return (names, number of samples).
-
-    Args:
-        path: path of the data set, for error messages.
-        shapes: shapes of all arrays, by name.
-        names: names that the user chose; if empty, all arrays.
+    """Choose the arrays that become fields, all unless the user chose `names`; return (names,
+    number of samples).
 
     Raises UsageError for unknown names, and if the arrays differ in their number of rows.
     """
@@ -487,11 +468,7 @@ _log = logging.getLogger("dlio")
 
 
 class VolumeColumn:
-    """A field whose value in sample i is the whole array of file i.
-
-    Args:
-        parts: the array of each file.
-    """
+    """A field whose value in sample i is the whole array of file i."""
 
     def __init__(self, parts: Sequence[PlainColumn]) -> None:
         self._parts = parts
@@ -516,12 +493,7 @@ def volumes_of(
     and other shapes than in other files. If only the number of rows differs, the files could hold
     pictures as well: arrays of three dimensions that are not all bytes are taken for volumes then.
 
-    Args:
-        path: of the data set, for errors.
-        tables: the columns of each file, by name.
-        samples: the user's choice.
-
-    Raises UsageError if that is not possible.
+    Raises UsageError if the user's choice, `samples`, is not possible.
     """
     if samples not in (None, "rows", "files"):
         raise UsageError(f"samples={samples!r}: choose rows or files")

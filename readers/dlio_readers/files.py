@@ -342,11 +342,7 @@ class FilesReader(PathReader):
         )
 
     def _joined(self, sample: int, find: Callable[[int], File]) -> bytes | memoryview:
-        """Return the payload of a sample.
-
-        Args:
-            find: returns a file by its number.
-        """
+        """Return the payload of a sample; `find` returns a file by its number."""
         values: dict[str, Any] = {"label": self._rows[sample].label} if len(self.classes) else {}
         with ExitStack() as stack:
 
@@ -387,10 +383,9 @@ class FilesReader(PathReader):
     def _arrays_of(
         self, sample: int, opened: Callable[[int], dict[str, ChunkedArray]]
     ) -> dict[str, ChunkedArray]:
-        """Return a sample's arrays by field. Raises SourceError.
+        """Return a sample's arrays by field; `opened` returns those of a file, by its number.
 
-        Args:
-            opened: returns the arrays of a file, by its number.
+        Raises SourceError.
         """
         arrays: dict[str, ChunkedArray] = {}
         for side in range(self._sides):

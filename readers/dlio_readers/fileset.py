@@ -57,8 +57,7 @@ class SideFolders:
 def find_sides(path: str, wanted: Sequence[str]) -> list[tuple[str, SideFolders]]:
     """Return (split, its folders) of the data set at a path; split is "" where there is one.
 
-    Args:
-        wanted: names that the second folder may have.
+    The second folder has one of the names `wanted`.
 
     Raises SourceError when a folder cannot be listed.
     """
@@ -151,10 +150,7 @@ STORAGE_SEED: Final = 0xD110
 class FileSet:
     """Files below a source, in the order of a listing. Thread-safe.
 
-    Args:
-        source: root of the names.
-        index: arrays of `listing`.
-        prefix: of their names.
+    `index` has the arrays of `listing`, whose names have the prefix.
     """
 
     def __init__(self, source: Source, index: Arrays, prefix: str = "") -> None:
@@ -238,11 +234,7 @@ class FileSet:
         return head + data if len(data) == size else None
 
     def changed(self, number: int, kind: str, version: int) -> SourceError:
-        """Return the error of a file that is not the one listed, and forget the cached listing.
-
-        Args:
-            kind: of the cached index; `version` is its.
-        """
+        """Return the error of a file that is not the one listed, and forget the cached index."""
         if self._source.local:
             forget_index(kind, version, self._source.root)
         return SourceError(
@@ -336,9 +328,7 @@ class ListedReader:
     def _open(self, source: Source, kind: str) -> tuple[Arrays, dict[str, Any]]:
         """Return the index, from the cache if it is still valid, and its head.
 
-        Args:
-            source: root of all names.
-            kind: name of the index, with the options that it depends on.
+        `kind` names it, with the options that it depends on.
         """
         self._source, self._kind = source, kind
         index = kept_index(kind, self.version, source.root, self._holds, self._list)
@@ -393,10 +383,8 @@ class ListedReader:
     ) -> tuple[Arrays, bool]:
         """Return an index, and True if it may be kept.
 
-        Args:
-            started: time before the first folder was listed.
-            head: `classes`, and `folders` with their times of change.
-            parts: of the fingerprint.
+        Listing began at `started`. The head has `classes`, and `folders` with their times of
+        change; `parts` are those of the fingerprint.
         """
         head["fingerprint"] = fingerprint_of(self.format, self.version, *parts)
         index["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)

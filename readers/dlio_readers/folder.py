@@ -189,11 +189,7 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
 
 
 def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict[str, Any]]:
-    """List one folder of images, and its label table if there is one.
-
-    Args:
-        top: (name, True if it is a folder) of its entries.
-    """
+    """List one folder of images, whose entries are `top`, and its label table if there is one."""
     if source.local:
         here = [name for name, folder in top if not folder and name.lower().endswith(PICTURES)]
         images = [entry for name in here if (entry := source.entry("", name)) is not None]
@@ -327,11 +323,7 @@ class _Walk:
         return self.listed
 
     def _list_folder(self, folder: str, came_by: tuple[str, ...]) -> "list[_Task]":
-        """List one folder.
-
-        Args:
-            came_by: folders that links to it were followed from.
-        """
+        """List one folder; links to it were followed from the folders `came_by`."""
         source = self._source
         if source.local and os.path.islink(source.path(folder)):
             source.check_link(source.path(folder))

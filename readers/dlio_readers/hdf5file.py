@@ -63,12 +63,8 @@ class Chunks:
     HDF5 inflates all that a chunk holds, also if that is more than a chunk. Those that might become
     256 MiB more than they should are inflated once without keeping the result, to count.
 
-    Args:
-        dataset: of h5py.
-        where: path and name for messages.
-
-    Raises SourceError if the data set declares rows that are not stored, or a chunk is larger than
-    declared.
+    Raises SourceError, which begins with `where`, if the data set declares rows that are not
+    stored, or a chunk is larger than declared.
     """
 
     def __init__(self, dataset: Hdf5Dataset, where: str) -> None:
@@ -117,11 +113,7 @@ class Chunks:
             )
 
     def check(self, dataset: Hdf5Dataset, key: object) -> None:
-        """Count what the chunks of some rows become, before they are read.
-
-        Args:
-            dataset: of h5py, open.
-            key: that it is about to be indexed with.
+        """Count what the chunks become of rows that are about to be read with a key.
 
         Raises SourceError if a chunk becomes more than it should.
         """

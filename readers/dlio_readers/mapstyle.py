@@ -156,9 +156,6 @@ class RandomState:
 
     Other threads of the process may use the global ones too: that they have advanced is a sign,
     and not a proof.
-
-    Args:
-        data: the data set.
     """
 
     def __init__(self, data: object) -> None:

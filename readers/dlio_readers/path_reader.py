@@ -25,13 +25,10 @@ R = TypeVar("R")
 
 
 def concurrently(function: Callable[[T], R], items: Sequence[T], path: str) -> list[R]:
-    """Call `function` on each item and return the results in order.
+    """Call `function` on each item, files at a path, and return the results in order.
 
     Over a network each call takes a round trip or more, and 32 are under way at a time; on a disk
     they follow one another. All threads have ended when this returns. Raises the first error.
-
-    Args:
-        path: where the files are.
     """
     if len(items) < 2 or not file_system_of(path).network:
         return [function(item) for item in items]
@@ -91,9 +88,7 @@ class PathReader:
     ) -> None:
         """Set the layout, in the order of the files, and the fingerprint; the schema is set before.
 
-        Args:
-            version: of the reader's index.
-            units: first sample of each run that is decoded together.
+        `units` are the first samples of runs that are decoded together.
         """
         self.layout = cut_blocks(sizes, Order(len(sizes), 0, shuffled=False), units)
         stamps = [f"{file.url} {file.stamp}" for file in files]
@@ -115,11 +110,8 @@ def _opened(
 def lie_at(
     path: str, suffixes: tuple[str, ...], marker: str = "", *, has_fields: bool = True
 ) -> bool:
-    """True if a path is a file with one of some suffixes, or a folder that has one.
-
-    Args:
-        marker: name of another file that such a folder may have instead.
-        has_fields: names of fields may stand after `::`.
+    """True if a path is a file with one of some suffixes, or a folder that has one, or a `marker`
+    instead. If it `has_fields`, their names may stand after `::`.
     """
     first = expand(path)[0]
     url = split_fields(first)[0] if has_fields else first
@@ -141,10 +133,8 @@ def neighbours(
 ) -> Iterator[tuple[int, int, list[int]]]:
     """Yield runs of samples that follow one another: (first, after the last, slots in `samples`).
 
-    A sample that is asked for twice is in its run twice.
-
-    Args:
-        begins: the first sample of each file, ascending; a run is in one of them.
+    A sample that is asked for twice is in its run twice. With `begins`, the first sample of each
+    file, ascending, a run is in one of them.
     """
     if len(samples) == 1:
         yield int(samples[0]), int(samples[0]) + 1, [0]

@@ -16,11 +16,9 @@ _LEAST_RUN: Final = 4096
 
 
 class StoredArray:
-    """An array in C order, without gaps in a file, read in place. Thread-safe.
+    """An array in C order, without gaps in a file from a byte `offset` on, read in place.
 
-    Args:
-        offset: of the first element, in bytes.
-        stored: type of the elements, with their byte order.
+    `stored` is the type of the elements, with their byte order. Thread-safe.
     """
 
     def __init__(
@@ -61,10 +59,8 @@ class StoredArray:
         return self.rows_of(memory)[(slice(None), *parts[1:])]
 
     def _slab(self, parts: Sequence[slice | int]) -> npt.NDArray[Any] | None:
-        """Read a part of some rows alone; None if it is all of them, or many small pieces of each.
-
-        Args:
-            parts: of the leading dimensions, rows first.
+        """Read parts of the leading dimensions alone, rows first; None if these are all of some
+        rows, or many small pieces of each.
         """
         shape = self.shape
         sides = [slice(None)] * len(shape)

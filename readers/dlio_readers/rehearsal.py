@@ -45,11 +45,7 @@ _READERS: Final = {
 def rehearse(kind: str, library: str, path: str | Sequence[str], files: Sequence[File]) -> None:
     """Have a child process read files that this user's cache does not know, before this one does.
 
-    Args:
-        kind: format, `arrow`, `hdf5` or `parquet`.
-        library: package that will read them.
-        path: as the reader takes it.
-        files: all that it reads.
+    `path` is as the reader of the format `kind` takes it; `library` is the package that will read.
 
     Raises SourceError if the child dies or gets stuck.
     """

@@ -218,12 +218,8 @@ class RowGroupReader(PathReader):
         files: Sequence[str],
         open_file: Callable[[File], GroupedFile],
     ) -> None:
-        """Index the files, or take their index from the cache.
-
-        Args:
-            path: as the user gave it, with the names of columns after `::`.
-            files: that it stands for.
-            open_file: opens one of them with the library.
+        """Index the files that a path stands for, or take their index from the cache; `open_file`
+        opens one of them with the library.
         """
         self._open_file = open_file
         names = split_paths(path)[1]

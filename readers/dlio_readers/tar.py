@@ -43,9 +43,7 @@ _KEPT_BLOCKS: Final = 16
 class Lz4Frame:
     """An LZ4 frame of independent blocks; caches the last decompressed ones. Thread-safe.
 
-    Args:
-        file: the compressed file.
-        index: arrays made by `frame_index`.
+    `index` are the arrays of `frame_index`.
     """
 
     def __init__(self, file: File, index: Arrays) -> None:
@@ -141,10 +139,7 @@ _SIZE: Final = re.compile(r"[0-9]{1,18}")
 class TarMembers:
     """Iterate over the files of a tar; reads it in large chunks and caches one of them.
 
-    Args:
-        size: bytes of the tar.
-        read: return a number of bytes from an offset.
-        name: name of the tar, for error messages.
+    `read` returns a number of bytes from an offset.
     """
 
     def __init__(self, size: int, read: Callable[[int, int], bytes], name: str) -> None:

@@ -359,11 +359,8 @@ _HEAD_BYTES: Final = 16
 
 
 def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
-    """Return offsets, sizes, kinds and labels of all records.
-
-    Args:
-        path: of the data set, for errors.
-        names: features to read; all of the first record if empty.
+    """Return offsets, sizes, kinds and labels of all records, with the features `names`, or all of
+    the first record.
 
     Raises SourceError for files without records, and for records that do not fit together;
     CorruptBlock for wrong checksums; UsageError for names that the first record lacks.

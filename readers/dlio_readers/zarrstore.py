@@ -37,13 +37,8 @@ class _ArrayLimits:
         self._arrays: list[tuple[str, int, int, str]] = []
 
     def add(self, name: str, stored: int, chunk: int, codec: str) -> None:
-        """Limit the chunks of an array.
-
-        Args:
-            name: path of the array in the store.
-            stored: bytes of a shard, or of a chunk if the array has no shards.
-            chunk: bytes of a chunk.
-            codec: the codec that stored bytes go through first.
+        """Limit the chunks of the array at a path: `stored` bytes of a shard, or of a chunk if it
+        has no shards, which go through a codec first, and bytes of a `chunk`.
         """
         prefix = f"{name}/" if name else ""
         self._arrays.append((prefix, 2 * stored + _SLACK, _EXPANSION * chunk + _SLACK, codec))

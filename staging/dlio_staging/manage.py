@@ -30,10 +30,8 @@ _DAY_S: Final = 86400
 def find_roots(tiers: str | None) -> list[str]:
     """Return the folders of disk tiers: those given, those of DLIO_TIERS, or all that are found.
 
-    Tiers are found in scratch places, in the current folder, and wherever this user has kept some.
-
-    Args:
-        tiers: as for `--tiers`, or folders separated by commas; None if not given.
+    Tiers are given as for `--tiers`, or as folders separated by commas; they are found in scratch
+    places, in the current folder, and wherever this user has kept some.
     """
     text = tiers if tiers is not None else settings().tiers
     if text:

@@ -76,12 +76,8 @@ Arguments = TypeVarTuple("Arguments")
 def in_processes(
     function: Callable[[*Arguments], int], tasks: Sequence[tuple[*Arguments]], workers: int
 ) -> Iterator[int]:
-    """Call `function` in worker processes; yield the results as they come, in any order.
-
-    Args:
-        function: of a module, which the workers import.
-        tasks: its arguments.
-        workers: number of processes.
+    """Call `function`, of a module, in worker processes with the arguments of each task; yield the
+    results as they come, in any order.
 
     Raises what `function` raises, SourceError if a worker dies. No process is left then.
     """
@@ -177,11 +173,8 @@ def write_shard(
 ) -> int:
     """Write a shard, verify it and record it as done; return the payload bytes that were read.
 
-    Args:
-        folder: descriptor of the folder of the packing, in which nobody else can write.
-        number: position of the shard's part in the plan.
-        shard: number of the shard in its part.
-        report: called with the payload bytes read so far after each block.
+    Nobody else can write in the `folder` of the packing, a descriptor. The shard's part is the
+    `number`-th of the plan. `report` is called with the payload bytes so far after each block.
 
     Raises SourceError when a sample cannot be read, CorruptBlock when the file reads back
     differently.
@@ -258,11 +251,8 @@ def _changed(plan: PackPlan, payloads: Sequence[Buffer], names: Sequence[str]) -
 
 
 def _read_back(path: str, schema: Schema, digests: Sequence[int], shard: ShardRequest) -> None:
-    """Read a file and compare it with the payloads that were written. Raises CorruptBlock.
-
-    Args:
-        path: temporary name of the file.
-        digests: xxh3_64 of the payloads, in the order of the file.
+    """Read a file, by its temporary name, and compare the xxh3_64 of its payloads with those that
+    were written. Raises CorruptBlock.
     """
     if path.endswith(".dlio"):
         _read_back_native(path, digests, shard)
@@ -309,10 +299,9 @@ def find_record(folder: int, part: int, shard: int) -> dict[str, int] | None:
 
 
 def read_record(folder: int, task: tuple[int, int]) -> dict[str, int]:
-    """Return the record of a complete shard. Raises SourceError without one.
+    """Return the record of a complete shard: (position of its part, its number).
 
-    Args:
-        task: (position of the part, number of the shard).
+    Raises SourceError without one.
     """
     record = find_record(folder, *task)
     if record is None:

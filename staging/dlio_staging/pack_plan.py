@@ -124,10 +124,7 @@ class PackSplit:
 
 
 class PackPlan:
-    """Assignment of samples to files.
-
-    Args:
-        source: path, URL or reader, as for `open_reader`.
+    """Assignment of the samples of a source, as for `open_reader`, to files.
 
     Raises UsageError when the options do not fit the data set.
     """

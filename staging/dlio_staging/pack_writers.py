@@ -93,14 +93,7 @@ class FormatWriter(Protocol):
     def write(
         self, block: int, payloads: Sequence[Buffer], names: Sequence[str], labels: Sequence[int]
     ) -> None:
-        """Append a block.
-
-        Args:
-            block: number of the block.
-            payloads: raw bytes of its samples.
-            names: names of the samples.
-            labels: classes of the samples.
-        """
+        """Append a block, by its number: payloads, names and classes of its samples."""
 
     def finish(self) -> None:
         """Complete the file, and wait until it is on the disk."""
@@ -247,9 +240,8 @@ class ColumnsWriter:
     Values of variable length are joined into a flat array. `<name>__ends` holds the end of each
     value, and `<name>__shape` its shape if it is an array.
 
-    Args:
-        make: creates an empty array, given its name, the shape of a row, and its type.
-        append: appends rows to an array; its third argument is True for the last ones.
+    `make` creates an empty array, given its name, the shape of a row, and its type. `append`
+    appends rows to one; its third argument is True for the last ones.
     """
 
     def __init__(

@@ -283,10 +283,8 @@ def shortfall(done: StageResult) -> str:
 
 
 def print_plan(done: StageResult, bandwidth: float | None) -> None:
-    """Print the plan of a staging, with an estimate of its time.
-
-    Args:
-        bandwidth: limit of the whole job in bytes per second; None assumes a usual rate per node.
+    """Print the plan of a staging, with an estimate of its time at a bandwidth of the whole job in
+    bytes per second; None assumes a usual rate per node.
     """
     rate = bandwidth / done.nodes if bandwidth is not None else _ASSUMED_RATE
     print_line(f"{done.source}: {done.format}, {done.samples:,} samples in {done.blocks:,} blocks")

@@ -92,12 +92,9 @@ class _Piece(Generic[_T]):
 class PeerLink(Generic[_T]):
     """One connection. Owner of the socket, which does not block; not thread-safe.
 
-    Args:
-        greeting: of the side that this process is.
-        take: called with each frame that arrives; returns the memory for its body, of the frame's
-            size, or None to skip it. Frames whose kind is not in `with_body` have none.
-        taken: called once the frame and its body are complete.
-        sent: called with the owner of each frame once it has left.
+    `take` is called with each frame that arrives; it returns the memory for its body, of the
+    frame's size, or None to skip it. Frames whose kind is not in `with_body` have none. `taken` is
+    called once both are complete, `sent` with the owner of each frame that has left.
     """
 
     def __init__(

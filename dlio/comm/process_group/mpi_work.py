@@ -70,16 +70,11 @@ class GroupState:
 
 
 class MpiWork(Work):
-    """One pending operation.
+    """One pending operation, called `what` in messages, by all ranks of a collective that agree.
 
-    Args:
-        what: description for messages; for a collective, the same on all ranks that agree.
-        steps: steps to take one after the other.
-        staging: host memory that MPI reads and writes.
-        value: value of the operation's future.
-        timeout_s: deadline in seconds, counted from now for a collective and from `wait` for a
-            message.
-        finish: called with the last step's status, to copy results into the caller's tensors.
+    MPI reads and writes the host memory `staging`; `value` is that of the operation's future. The
+    deadline counts from now for a collective and from `wait` for a message. `finish` is called with
+    the last step's status, to copy results into the caller's tensors.
     """
 
     def __init__(

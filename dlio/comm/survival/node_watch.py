@@ -62,14 +62,10 @@ def watch_policy() -> WatchPolicy:
 class NodeWatch:
     """A thread that kills ranks of this machine when they are stopped or hang. Closed by its owner.
 
-    Args:
-        processes: of the ranks of this machine, by member, this one included.
-        me: this rank's own member number.
-        members: returns those of this generation; the lowest one of this machine that lives and
-            beats watches all.
-        board: row of this rank; None to watch only for ranks that are stopped.
-        files: descriptor of the row of each rank of this machine, by member.
-        trains: returns those that train; the others are spares. All do for None.
+    `processes` of the ranks of this machine, and the `files` of their rows, are by member. Of the
+    `members` of this generation, the lowest one of this machine that lives and beats watches all.
+    Those that `trains` does not return are spares. Without a `board`, this rank's row, it watches
+    only for ranks that are stopped.
     """
 
     def __init__(

@@ -47,14 +47,10 @@ class Suspicion:
 def hung_ranks(
     seen: Mapping[int, RankView], now: float, watching_since: float, hang_after_s: float | None
 ) -> list[Suspicion]:
-    """Return the rank that hangs, if there is one.
+    """Return the rank among the members of this node that hangs, if there is one.
 
-    Args:
-        seen: each member of this node.
-        now: monotonic time.
-        watching_since: time since when the watcher has run without a gap.
-        hang_after_s: time without progress; None for the longer of 30 seconds and 20 median steps,
-            infinite for never.
+    The watcher has run without a gap since `watching_since`. A rank hangs after `hang_after_s`
+    without progress; None for the longer of 30 seconds and 20 median steps, infinite for never.
     """
     living = {member: each for member, each in seen.items() if each.state not in "ZXT"}
     rows = {member: each.row for member, each in living.items() if each.row is not None}

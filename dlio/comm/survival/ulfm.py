@@ -54,11 +54,8 @@ _NAP_S: Final = 0.005
 class UlfmMembership(RankSurvivors[MpiCommunicator]):
     """The surviving ranks of MPI's world. One per process.
 
-    All ranks are active at first; `want` and `renew` make some of them spares.
-
-    Args:
-        least: fewest ranks that continue.
-        spares: ranks beyond those that train at first.
+    All ranks are active at first; `want` and `renew` make some of them `spares`, beyond those that
+    train at first. At least `least` ranks continue.
     """
 
     def __init__(self, least: int = 1, spares: int = 0) -> None:

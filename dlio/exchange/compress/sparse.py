@@ -175,9 +175,6 @@ class SparseCompressor(Compressor):
     tensors as int8, of fixed length; and the bytes of the large tensors' entries, tensor by tensor.
     The words of the head are: two bfloat16 numbers, for positive (lower half) and negative entries;
     the index of the entry from which distances count; the length of the tensor's bytes.
-
-    Args:
-        dense: all tensors are dense.
     """
 
     def __init__(

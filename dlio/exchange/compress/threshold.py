@@ -8,7 +8,6 @@ times the threshold is sent, about the mean of the entries, most of which have j
 import math
 from typing import Final
 
-from dlio.errors import UsageError
 from dlio.exchange.compress.message_layout import F32, ChunkScratch, Pieces
 from dlio.exchange.compress.sparse import LevelRule, SparseCompressor, order_statistic
 
@@ -28,23 +27,9 @@ class ThresholdLevel(LevelRule):
 
     It changes by a sixteenth to an eighth per message. A constant threshold, as in Strom's paper,
     needs tuning for each network; as gradients shrink it sends less and less, or residuals grow.
-
-    Args:
-        threshold: constant threshold for all tensors and messages, rounded to four bits; None to
-            adapt it.
-
-    Raises UsageError for a threshold that is not above 0.
     """
 
-    def __init__(self, threshold: float | None = None) -> None:
-        if threshold is not None and not 0 < threshold < math.inf:
-            raise UsageError(f"a threshold of {threshold}: give a number above 0")
-        super().__init__()
-        self._fixed = None if threshold is None else _number(_step(threshold))
-
     def level(self, tensor: int, sample: F32, ratio: float) -> float:
-        if self._fixed is not None:
-            return self._fixed
         level = order_statistic(sample, ratio)
         if 0 < level < math.inf:
             wanted = _step(level)

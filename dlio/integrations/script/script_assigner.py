@@ -49,11 +49,7 @@ class ScriptBatch:
 
 
 class ScriptAssigner(RecoveryPart[BatchReport]):
-    """The batches of this rank in all passes of a script. Closed by its owner.
-
-    Args:
-        comm: all ranks.
-    """
+    """The batches of this rank in all passes of a script. Closed by its owner."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -67,11 +63,8 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
             self._recovery.register(self)
 
     def deals(self, batches: list[list[int]], shares: RankShares) -> "Iterator[ScriptAssignment]":
-        """Yield the runs of a pass that are dealt to the same ranks: one if none is lost.
-
-        Args:
-            batches: the samples of each batch, over all ranks.
-            shares: of the ranks; after a loss even ones.
+        """Yield the runs of a pass over batches that are dealt to the same ranks: one if none is
+        lost. Shares of the ranks become even after a loss.
         """
         largest = max(map(len, batches), default=1)
         whole = _ScriptPass(deque(batches))

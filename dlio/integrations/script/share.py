@@ -52,11 +52,7 @@ class ScriptContext:
         return torch.is_grad_enabled() and not self.evaluating
 
     def took(self, batch: ScriptBatch, data: Any) -> None:
-        """Note that the script gets a batch.
-
-        Args:
-            data: as the loader yields it.
-        """
+        """Note that the script gets a batch, as the loader yields its data."""
         self._latest = batch
         for item in data.values() if isinstance(data, dict) else _items(data):
             if isinstance(item, torch.Tensor):

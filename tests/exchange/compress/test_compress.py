@@ -22,7 +22,6 @@ from dlio.exchange.compress.message_layout import (
     pieces_of,
     split,
 )
-from dlio.exchange.compress.threshold import ThresholdLevel
 from dlio.plan.order import mix
 from tests.conftest import examples
 from tests.exchange.compress.compressing import (
@@ -307,8 +306,6 @@ def test_biases_and_norms_travel_in_eight_bits(name: str) -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="onebit, ternary, threshold, adaptive"):
         make("zip", MLP)
-    with pytest.raises(UsageError, match="threshold of 0"):
-        ThresholdLevel(0)
 
 
 @given(layouts, st.integers(1, 9))

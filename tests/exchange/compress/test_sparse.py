@@ -80,7 +80,20 @@ def test_larger_shares_of_small_tensors_are_sent_within_the_same_bytes(name: str
     assert 0.8 <= conv / other / np.sqrt(2) <= 1.2
 
 
-@pytest.mark.parametrize("rule", [ThresholdLevel(0.25), LevelRule()], ids=["threshold", "adaptive"])
+class _ConstantThreshold(ThresholdLevel):
+    """A threshold that does not adapt."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self._threshold = threshold
+
+    def level(self, tensor: int, sample: npt.NDArray[np.float32], ratio: float) -> float:
+        return self._threshold
+
+
+@pytest.mark.parametrize(
+    "rule", [_ConstantThreshold(0.25), LevelRule()], ids=["threshold", "adaptive"]
+)
 def test_every_entry_is_sent_in_turn_when_the_share_is_too_small_for_all(
     rule: ThresholdLevel | LevelRule,
 ) -> None:
@@ -98,7 +111,7 @@ def test_every_entry_is_sent_in_turn_when_the_share_is_too_small_for_all(
 
 def test_entries_beyond_the_threshold_are_sent_at_one_size_and_the_rest_is_residual() -> None:
     compressor = SparseCompressor(
-        pieces_of([("w", (300, 1000))]), ChunkScratch(), ThresholdLevel(4.2)
+        pieces_of([("w", (300, 1000))]), ChunkScratch(), _ConstantThreshold(4.0)
     )
     values = drawn("heavy", 300_000, 0) * np.float32(1000)
     residual = np.zeros_like(values)
