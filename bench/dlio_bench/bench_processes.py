@@ -18,6 +18,19 @@ def variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch compute with one thread meanwhile."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def children() -> dict[int, list[int]]:
     """Children of all processes of the machine, by parent.
 

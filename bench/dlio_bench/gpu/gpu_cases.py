@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.functional import cross_entropy
 
 import dlio
@@ -25,7 +26,7 @@ from dlio.util.settings import DEVICE_TIER
 from dlio_bench.bench_data import files_below, payload_bytes, ram_tier
 from dlio_bench.bench_processes import variable
 from dlio_bench.results.repeats import ratio, turns
-from dlio_bench.results.report_values import Figure, Ratio
+from dlio_bench.results.report_values import Figure, Ratio, Results
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,14 @@ class GpuRunSettings:
 
 
 @dataclass(slots=True)
-class GpuMeasurements:
+class GpuResults(Results):
     """Results of the cases so far."""
 
-    figures: list[Figure] = field(default_factory=list)
-    ratios: list[Ratio] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     """By case or part of one, the reason."""
+
+    def __post_init__(self) -> None:
+        self.details = {"skipped": self.skipped, "gpu": gpu_name()}
 
     def rates(self, name: str, rates: Mapping[str, list[float]]) -> None:
         """Add samples/s by contender."""
@@ -68,6 +69,11 @@ class GpuMeasurements:
     def ratio(self, name: str, over: list[float], under: list[float]) -> None:
         """Add the ratio of repeats measured in turn."""
         self.ratios.append(Ratio(name, tuple(ratio(over, under)["all"])))
+
+
+def gpu_name() -> str | None:
+    """Return the name of the GPU; None if there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def passes(loader: DataLoader, place: GpuRunSettings) -> Callable[[], int]:
@@ -118,7 +124,7 @@ def repeated(place: GpuRunSettings, batches: int) -> str:
 # Decoding of JPEGs into crops: by the loader's threads, and on the device by nvImageCodec
 
 
-def decode(place: GpuRunSettings, measured: GpuMeasurements) -> None:
+def decode(place: GpuRunSettings, measured: GpuResults) -> None:
     """Passes over files as they are, and over the same JPEGs packed with restart rows; `threads`
     and `processes` are the loader's, `device` is `decode="device"`. Other libraries decode the
     files."""
@@ -181,7 +187,7 @@ def loader_of(
     )
 
 
-def _others(place: GpuRunSettings, measured: GpuMeasurements) -> dict[str, Callable[[], int]]:
+def _others(place: GpuRunSettings, measured: GpuResults) -> dict[str, Callable[[], int]]:
     name = "decode: DALI"
     if place.device.type != "cuda":
         measured.skipped[name] = "needs a CUDA device: its decoder `mixed` is measured"
@@ -192,7 +198,7 @@ def _others(place: GpuRunSettings, measured: GpuMeasurements) -> dict[str, Calla
     return {}
 
 
-def _best_of_dali(place: GpuRunSettings, measured: GpuMeasurements) -> Callable[[], int]:
+def _best_of_dali(place: GpuRunSettings, measured: GpuResults) -> Callable[[], int]:
     """Return a pass of the fastest of some pipelines, each after one that is not timed."""
     loads = (0.0, 0.65, 0.9)  # Shares of the device's JPEG engine; the rest go to CUDA's decoder.
     runs = {str(load): _dali_pass(place, load) for load in loads}
@@ -223,7 +229,7 @@ def _dali_pass(place: GpuRunSettings, load: float) -> Callable[[], int]:
     return run
 
 
-def _turboloader(place: GpuRunSettings, measured: GpuMeasurements) -> None:
+def _turboloader(place: GpuRunSettings, measured: GpuResults) -> None:
     """TurboLoader decodes on the processor, in a process of its own."""
     from dlio_bench.loader_bench import LoaderCase, measure
     from dlio_bench.peers.environments import missing
@@ -254,7 +260,7 @@ def _turboloader(place: GpuRunSettings, measured: GpuMeasurements) -> None:
 # The tier of decoded images on the device: passes once it is full, and its kernel alone
 
 
-def tier(place: GpuRunSettings, measured: GpuMeasurements) -> None:
+def tier(place: GpuRunSettings, measured: GpuResults) -> None:
     """Passes from `gpu:SIZE:decoded`, compared with `ram:SIZE:decoded` and with the kernel alone,
     which crops images that lie on the device."""
     short = round(place.image_size * 8 / 7)
@@ -269,13 +275,7 @@ def tier(place: GpuRunSettings, measured: GpuMeasurements) -> None:
             tiers = f"{kind}:{room}B:decoded,{blocks}"
             with (
                 dlio.open(place.source, tiers=tiers, image_size=place.image_size) as data,
-                dlio.DataLoader(
-                    data,
-                    place.batch_size,
-                    shuffle=True,
-                    num_workers=place.workers,
-                    device=place.device,
-                ) as loader,
+                loader_of(data, place, "threads") as loader,
             ):
                 name = f"{kind}:SIZE:decoded"
                 rates |= rates_in_turn({name: passes(loader, place)}, place.repeats)
@@ -323,15 +323,12 @@ def _kernel(place: GpuRunSettings, short: int) -> Callable[[], int]:
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def step(place: GpuRunSettings, measured: GpuMeasurements) -> None:
+def step(place: GpuRunSettings, measured: GpuResults) -> None:
     """Samples/s of training steps (bfloat16, channels last, SGD with momentum), in turn: images
     decoded by the loader's threads, by its processes, on the device where nvImageCodec is
     installed, from the tier of decoded images where there is a GPU; and the same normalised batch
     again and again."""
-    from dlio.image.device_decode.nvimagecodec import REMEDY, is_installed
-
-    size = payload_bytes(place.source)
-    blocks = ram_tier(size)
+    blocks = ram_tier(payload_bytes(place.source))
     ways = {"threads": blocks, "processes": blocks}
     if is_installed():
         ways["device"] = blocks
@@ -406,22 +403,14 @@ _SPARE: Final = 1.5
 no stall then."""
 
 
-def handover(place: GpuRunSettings, measured: GpuMeasurements) -> None:
+def handover(place: GpuRunSettings, measured: GpuResults) -> None:
     """Time of a pass whose computation takes 1.5 times as long as its loading, compared with the
     computation alone on one resident batch; seconds that `next` waited; with CUDA also the trace of
     a pass: time of copies that kernels cover, and waits of the host."""
     tiers = ram_tier(payload_bytes(place.source))
     with (
         dlio.open(place.source, tiers=tiers, image_size=place.image_size) as data,
-        dlio.DataLoader(
-            data,
-            place.batch_size,
-            shuffle=True,
-            drop_last=True,
-            num_workers=place.workers,
-            device=place.device,
-            persistent_workers=True,
-        ) as loader,
+        loader_of(data, place, "threads", steady=True) as loader,
     ):
         if not len(loader):
             measured.skipped["handover"] = f"{len(data)} images are less than a batch"
@@ -484,17 +473,17 @@ def _timed(run: Callable[[], object], place: GpuRunSettings) -> float:
     return time.perf_counter() - began
 
 
-def _trace(run: Callable[[], object], place: GpuRunSettings, measured: GpuMeasurements) -> None:
+def _trace(run: Callable[[], object], place: GpuRunSettings, measured: GpuResults) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         run()
         place.wait()
-    sums = traced(seen.events())
-    share = 100 * sums.covered_us / sums.copies_us if sums.copies_us else 100.0
+    copies_us, covered_us, waits = traced(seen.events())
+    share = 100 * covered_us / copies_us if copies_us else 100.0
     measured.figures += [
         Figure("hand-over, copies under kernels", "% of their time", (share,), better="higher"),
-        Figure("hand-over, waits of the host", "", (float(sums.waits),), better="lower"),
+        Figure("hand-over, waits of the host", "", (float(waits),), better="lower"),
     ]
     measured.notes.append("hand-over: one wait of the host ends the traced pass itself")
 
@@ -505,33 +494,16 @@ Span = tuple[float, float]
 """Beginning and end, in microseconds."""
 
 
-class _ProfilerEvent(Protocol):
-    """An event of `torch.profiler.profile.events()`."""
-
-    name: str
-    device_type: object
-
-    @property
-    def time_range(self) -> Any: ...
-
-
 _WAITS: Final = ("cudaDeviceSynchronize", "cudaStreamSynchronize")
+"""Calls by which the host waits for the device or for a whole stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceSums:
-    """Sums over a trace."""
+def traced(events: Iterable[FunctionEvent]) -> tuple[float, float, int]:
+    """Sum up the events of `torch.profiler.profile`.
 
-    copies_us: float
-    """Time of copies to the device."""
-    covered_us: float
-    """Part of it in which kernels ran."""
-    waits: int
-    """Calls by which the host waited for the device or for a whole stream."""
-
-
-def traced(events: Iterable[_ProfilerEvent]) -> TraceSums:
-    """Sum up the events of a profile."""
+    Returns the microseconds of copies to the device, those of them in which kernels ran, and the
+    number of waits of the host.
+    """
     copies: list[Span] = []
     kernels: list[Span] = []
     waits = 0
@@ -544,7 +516,7 @@ def traced(events: Iterable[_ProfilerEvent]) -> TraceSums:
         elif str(event.device_type).endswith("CUDA") and not name.startswith(("Mem", "mem")):
             kernels.append(span)
     total = sum(end - begin for begin, end in copies)
-    return TraceSums(total, covered(copies, kernels), waits)
+    return total, covered(copies, kernels), waits
 
 
 def covered(spans: Sequence[Span], by: Sequence[Span]) -> float:

@@ -2,8 +2,8 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Final
 
@@ -16,10 +16,12 @@ from dlio.util.cores import available_cores
 from dlio.util.options import CheckedOptions, Option
 from dlio_bench import bench_ranks
 from dlio_bench.bench_data import drawn_pictures
+from dlio_bench.bench_processes import one_thread
 from dlio_bench.gpu.gpu_cases import (
-    GpuMeasurements,
+    GpuResults,
     GpuRunSettings,
     decode,
+    gpu_name,
     handover,
     repeated,
     step,
@@ -27,8 +29,8 @@ from dlio_bench.gpu.gpu_cases import (
 )
 from dlio_bench.gpu.gpu_exchange_rank import step_times
 from dlio_bench.results.envelope import begin, finish, save
-from dlio_bench.results.report_values import Figure, Results
-from dlio_bench.results.terminal import advance, expect, show_figures, show_notes, working
+from dlio_bench.results.report_values import Figure
+from dlio_bench.results.terminal import advance, show_figures, show_notes, working
 
 # Exchanges of two ranks that share one device
 
@@ -36,7 +38,7 @@ _EXCHANGES: Final = ("allreduce", "allreduce+onebit", "gossip", "diloco(2)")
 _TIMEOUT_S: Final = 90.0
 
 
-def exchanges(place: GpuRunSettings, measured: GpuMeasurements) -> None:
+def exchanges(place: GpuRunSettings, measured: GpuResults) -> None:
     """Milliseconds of a step of two ranks on one device, without an exchange and with each; through
     page-locked memory, as NCCL refuses two ranks on one GPU."""
     try:
@@ -65,7 +67,7 @@ def exchanges(place: GpuRunSettings, measured: GpuMeasurements) -> None:
         measured.figures.append(Figure("step of two ranks", "ms", values, labels, "lower"))
 
 
-CASES: Final[dict[str, Callable[[GpuRunSettings, GpuMeasurements], None]]] = {
+CASES: Final[dict[str, Callable[[GpuRunSettings, GpuResults], None]]] = {
     "decode": decode,
     "tier": tier,
     "handover": handover,
@@ -147,52 +149,6 @@ class GpuCase(CheckedOptions):
         )
 
 
-def measure(
-    case: GpuCase, after_each: Callable[[GpuMeasurements], None] = lambda _: None
-) -> GpuMeasurements:
-    """Run the cases in turn. A case that fails is reported among those that were skipped.
-
-    Args:
-        after_each: called with the results so far.
-    """
-    measured = GpuMeasurements()
-    if case.device == "cuda" and not torch.cuda.is_available():
-        for name in case.case:
-            measured.skipped[name] = "torch finds no CUDA device"
-        return measured
-    expect(len(case.case))
-    ends = time.monotonic() + 60 * case.minutes
-    with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch, _one_thread(case.device):
-        place = case.place(case.source or drawn_pictures(scratch, _DRAWN[case.device]), scratch)
-        if case.device == "cuda":
-            place = replace(place, source=repeated(place, _LEAST_BATCHES))
-        for name in case.case:
-            if time.monotonic() > ends:
-                measured.skipped[name] = f"the {case.minutes:g} minutes of --minutes were over"
-            else:
-                try:
-                    CASES[name](place, measured)
-                except (DlioError, OSError, RuntimeError, ImportError) as error:
-                    # The other cases are worth their figures on a machine that is lent for minutes.
-                    reason = f"{type(error).__name__}: {str(error).strip()[-400:]}"
-                    measured.skipped[name] = f"failed: {reason}"
-            advance(name)
-            after_each(measured)
-    return measured
-
-
-@contextmanager
-def _one_thread(device: str) -> Iterator[None]:
-    """Leave the cores to the loader's threads where torch would compute with them."""
-    before = torch.get_num_threads()
-    if device == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def command(case: GpuCase, output: OutputOptions) -> None:
     """Measure dlio on a GPU: decoding, the decoded tier, hand-over, steps, exchanges.
 
@@ -200,27 +156,44 @@ def command(case: GpuCase, output: OutputOptions) -> None:
     `skipped`. Without a GPU all are, and the command succeeds.
     """
     started = begin(output)
-
-    def results(measured: GpuMeasurements) -> Results:
-        return Results(
-            "gpu",
-            settings=asdict(case),
-            seeds={"seed": 0},
-            figures=measured.figures,
-            ratios=measured.ratios,
-            notes=measured.notes,
-            details={"skipped": dict(measured.skipped), "gpu": _gpu()},
-            versions={"cuda": torch.version.cuda},
-        )
-
-    with working("gpu"):
-        measured = measure(case, lambda so_far: save(output, results(so_far), started))
-    if measured.figures:
-        show_figures(f"on {_gpu() or case.device}", measured.figures, measured.ratios)
-    show_notes(measured.notes)
-    show_notes([f"skipped: {name}: {reason}" for name, reason in measured.skipped.items()])
-    finish(output, results(measured), started)
+    results = GpuResults(
+        "gpu",
+        settings=asdict(case),
+        seeds={"seed": 0},
+        versions={"cuda": torch.version.cuda},
+    )
+    if case.device == "cuda" and not torch.cuda.is_available():
+        results.skipped |= dict.fromkeys(case.case, "torch finds no CUDA device")
+    else:
+        with working("gpu", len(case.case)):
+            _measure(case, results, lambda: save(output, results, started))
+    if results.figures:
+        show_figures(f"on {gpu_name() or case.device}", results.figures, results.ratios)
+    show_notes(results.notes)
+    show_notes([f"skipped: {name}: {reason}" for name, reason in results.skipped.items()])
+    finish(output, results, started)
 
 
-def _gpu() -> str | None:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+def _measure(case: GpuCase, results: GpuResults, after_each: Callable[[], None]) -> None:
+    """Run the cases in turn. A case that fails is reported among those that were skipped."""
+    ends = time.monotonic() + 60 * case.minutes
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
+        if case.device == "cpu":
+            # The cores are left to the loader's threads where torch would compute with them.
+            stack.enter_context(one_thread())
+        place = case.place(case.source or drawn_pictures(scratch, _DRAWN[case.device]), scratch)
+        if case.device == "cuda":
+            place = replace(place, source=repeated(place, _LEAST_BATCHES))
+        for name in case.case:
+            if time.monotonic() > ends:
+                results.skipped[name] = f"the {case.minutes:g} minutes of --minutes were over"
+            else:
+                try:
+                    CASES[name](place, results)
+                except (DlioError, OSError, RuntimeError, ImportError) as error:
+                    # The other cases are worth their figures on a machine that is lent for minutes.
+                    reason = f"{type(error).__name__}: {str(error).strip()[-400:]}"
+                    results.skipped[name] = f"failed: {reason}"
+            advance(name)
+            after_each()

@@ -1,8 +1,7 @@
 """Trainings at the ends of their epochs, and summaries of several."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,19 +30,6 @@ class TrainingCurve:
         """Until held-out accuracy reached `goal`, on lines between the ends of epochs and nothing
         at the beginning; None where it never did."""
         return first_at(goal, zip(self.seconds, self.accuracy, strict=True))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Have torch compute with one thread."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def summary(variants: Mapping[str, Sequence[TrainingCurve]], tolerance: float) -> dict[str, object]:

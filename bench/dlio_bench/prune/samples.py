@@ -27,7 +27,8 @@ from dlio.train.model import make_model
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.optimizers import make_optimizer, usual_lr
 from dlio.util.whole_files import write_json
-from dlio_bench.prune.curves import TrainingCurve, one_thread
+from dlio_bench.bench_processes import one_thread
+from dlio_bench.prune.curves import TrainingCurve
 from dlio_bench.prune.prune_options import SAMPLES, PruneBenchOptions
 from dlio_bench.prune.skipping_rivals import (
     DensityBlocking,

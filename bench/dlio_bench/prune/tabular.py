@@ -17,8 +17,9 @@ from torch.nn.functional import cross_entropy
 
 import dlio
 from dlio.features.pruning.neuron_groups import NeuronGroup
+from dlio_bench.bench_processes import one_thread
 from dlio_bench.prune import removal_case
-from dlio_bench.prune.curves import TrainingCurve, one_thread, summary
+from dlio_bench.prune.curves import TrainingCurve, summary
 from dlio_bench.prune.prune_options import PruneBenchOptions
 from dlio_bench.results.terminal import steps
 
