@@ -27,6 +27,10 @@ class TrainedEpoch(TypedDict, total=False):
     """Bytes read, by place."""
     pruning: Any
     """The `PruningReport` of `--prune`; None without it."""
+    cpu_s: float
+    """CPU seconds of rank 0 until the end of the epoch, of the callback `CpuTime`."""
+    cut: Any
+    """Parameters and widths of a network, of the callback `NetworkCutter`."""
 
 
 class TrainingReport(TypedDict):

@@ -1,10 +1,7 @@
 """`--case images`: an over-wide convolutional network."""
 
-import json
-import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -18,7 +15,6 @@ from dlio.util.whole_files import write_json
 from dlio_bench.prune import removal_case
 from dlio_bench.prune.curves import TrainingCurve, summary
 from dlio_bench.prune.prune_options import IMAGES, PruneBenchOptions
-from dlio_bench.prune.rivals import Size
 from dlio_bench.prune.skipping_rivals import accuracy_on
 from dlio_bench.results.terminal import steps
 from dlio_bench.trainings import TrainedEpoch, TrainingReport, kept_folder, trained
@@ -29,13 +25,12 @@ _SHRUNK_EPOCHS: Final = 7
 """Steps of a small network are cheap: a part of the time that they save goes into more of them."""
 _TARGET: Final = 0.25
 """Fraction of the parameters that the variants with a given size keep, or somewhat less."""
+_CALLBACKS: Final = "dlio_bench.prune.rivals"
 _RIVALS: Final = {
-    "prunetrain": ("PruneTrain", "PruneTrain(sizes={path!r})"),
-    "torch-pruning": (
-        "torch-pruning, magnitude",
-        "GroupMagnitude(sizes={path!r},steps={steps})",
-    ),
-    "group-norm": ("torch-pruning, group norm", "GroupNorm(sizes={path!r},steps={steps})"),
+    "chance": ("by chance, as apoptosis", "Chance(rounds={rounds!r},seed={seed})"),
+    "prunetrain": ("PruneTrain", "PruneTrain()"),
+    "torch-pruning": ("torch-pruning, magnitude", "GroupMagnitude()"),
+    "group-norm": ("torch-pruning, group norm", "GroupNorm()"),
 }
 """Names in tables, and callbacks, of other ways to prune, by variant."""
 
@@ -70,7 +65,6 @@ class _Runs:
 
     def report(self, name: str, seed: int, width: int, **more: Any) -> TrainingReport:
         """The report of a run, which is not repeated where its report is there."""
-        cpu = f"dlio_bench.prune.rivals:CpuTime(path={self._cpu(name, seed)!r})"
         settings = {
             "source": self.source,
             "val": self.val,
@@ -79,23 +73,16 @@ class _Runs:
             "image_size": self.options.image_size,
             "model": f"resnet(width={width})",
             **more,
-            "callback": [cpu, *more.get("callback", ())],
+            "callback": [f"{_CALLBACKS}:CpuTime", *more.get("callback", ())],
         }
         return trained(f"{name}-{seed}", self.folder, self.options.ranks, settings)
 
     def curve(self, name: str, seed: int, width: int, **more: Any) -> TrainingCurve:
-        return self.curve_of(self.report(name, seed, width, **more), width, name, seed)
+        return self.curve_of(self.report(name, seed, width, **more), width)
 
-    def curve_of(self, report: TrainingReport, width: int, name: str, seed: int) -> TrainingCurve:
-        """The curve of a report, in CPU time if there is one rank."""
-        curve = curve_of(report, self.model(width), self.options.image_size)
-        if self.options.ranks > 1:
-            return curve
-        with open(self._cpu(name, seed), encoding="utf-8") as file:
-            return replace(curve, seconds=json.load(file))
-
-    def _cpu(self, name: str, seed: int) -> str:
-        return os.path.join(self.folder, f"cpu-{name}-{seed}.json")
+    def curve_of(self, report: TrainingReport, width: int) -> TrainingCurve:
+        """The curve of a report."""
+        return curve_of(report, self.model(width), self.options.image_size)
 
 
 def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, TrainingCurve]]:
@@ -104,12 +91,12 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Trainin
     weights = os.path.join(runs.folder, f"weights-{seed}.pt")
     # The weights are needed in addition to the report.
     report = runs.report("unpruned", seed, width, save=weights)
-    unpruned = runs.curve_of(report, width, "unpruned", seed)
+    unpruned = runs.curve_of(report, width)
     yield "unpruned", unpruned
     epochs = options.longer(runs.epochs, _SHRUNK_EPOCHS / _EPOCHS)
     same = {"epochs": epochs, "prune": "apoptosis"}
     report = runs.report("apoptosis", seed, width, **same, prune_tolerance=options.tolerance)
-    pruned = runs.curve_of(report, width, "apoptosis", seed)
+    pruned = runs.curve_of(report, width)
     yield "apoptosis", pruned
     given: TrainingCurve | None = None
     if "target" in chosen:
@@ -118,20 +105,14 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Trainin
     rounds = [each for epoch in report["epochs"] for each in _rounds(epoch)]
     if "magnitude" in chosen:
         yield "magnitude, after training", _cut(runs, weights, width, rounds, unpruned)
-    if "chance" in chosen:
-        path = os.path.join(runs.folder, f"rounds-{seed}.json")
-        if not os.path.exists(path):
-            write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
-        by_chance = f"dlio_bench.prune.removal_case:Chance(rounds={path!r},seed={seed})"
-        chance = runs.curve("chance", seed, width, epochs=epochs, callback=[by_chance])
-        # Its report does not know that it was cut: to the same widths, at the same steps.
-        yield (
-            "by chance, as apoptosis",
-            replace(chance, parameters=pruned.parameters, widths=pruned.widths),
-        )
+    path = os.path.join(runs.folder, f"rounds-{seed}.json")
+    if not os.path.exists(path):
+        write_json(path, [{"step": each["step"], "widths": each["widths"]} for each in rounds])
     for name in chosen:
         if name in _RIVALS:
-            yield _RIVALS[name][0], _rival(runs, name, seed, width, epochs, report)
+            title, callback = _RIVALS[name]
+            callback = f"{_CALLBACKS}:{callback.format(rounds=path, seed=seed)}"
+            yield title, runs.curve(name, seed, width, epochs=epochs, callback=[callback])
     if "narrow" in chosen:
         narrow = _as_large(runs, pruned.parameters[-1], width)
         yield "narrow from the start", runs.curve("narrow", seed, narrow, epochs=epochs)
@@ -139,28 +120,6 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Trainin
             narrow = _as_large(runs, given.parameters[-1], width)
             curve = runs.curve("narrow-target", seed, narrow, epochs=epochs)
             yield "narrow from the start, as the target", curve
-
-
-def _rival(
-    runs: _Runs, name: str, seed: int, width: int, epochs: int, report: TrainingReport
-) -> TrainingCurve:
-    """The curve of a way to prune that is a callback, and writes the sizes of the network.
-
-    Args:
-        report: of a run on the same ranks.
-    """
-    path = os.path.join(runs.folder, f"sizes-{name}-{seed}.json")
-    batch = int(str(report["config"]["batch_size"])) * report["ranks"]
-    steps_ = epochs * math.ceil(report["epochs"][0]["samples"] / batch)
-    callback = "dlio_bench.prune.rivals:" + _RIVALS[name][1].format(path=path, steps=steps_)
-    curve = runs.curve(name, seed, width, epochs=epochs, callback=[callback])
-    with open(path, encoding="utf-8") as file:
-        sizes: list[Size] = json.load(file)
-    return replace(
-        curve,
-        parameters=[each["parameters"] for each in sizes],
-        widths=[tuple(each["widths"]) for each in sizes],
-    )
 
 
 def _rounds(epoch: TrainedEpoch) -> Sequence[RoundRecord]:
@@ -202,19 +161,21 @@ def widths_of(model: torch.nn.Module, image_size: int) -> dict[str, int]:
 
 
 def curve_of(report: TrainingReport, model: torch.nn.Module, image_size: int) -> TrainingCurve:
-    """The curve of a report of `dlio train`, and of the model before training."""
+    """The curve of a report of `dlio train`, and of the model before training; in CPU time if there
+    is one rank."""
     curve = TrainingCurve(extra={"read_MB": 0.0, "trained_on": 0.0})
     widths, parameters = widths_of(model, image_size), count_parameters(model)
     seconds = 0.0
     for epoch in report["epochs"]:
         seconds += epoch["seconds"]
-        curve.seconds.append(seconds)
+        curve.seconds.append(epoch["cpu_s"] if report["ranks"] == 1 else seconds)
         curve.accuracy.append(epoch["val_accuracy"])
         pruned = epoch["pruning"]
         for each in pruned["rounds"] if pruned else ():
             widths |= each["widths"]
-        curve.parameters.append(pruned["parameters"] if pruned else parameters)
-        curve.widths.append(tuple(widths.values()))
+        size = epoch.get("cut") or pruned or {"parameters": parameters}
+        curve.parameters.append(size["parameters"])
+        curve.widths.append(tuple(size.get("widths", widths.values())))
         curve.extra["read_MB"] += sum(epoch["bytes"].values()) / 1e6
         curve.extra["trained_on"] += epoch["samples"]
     return curve

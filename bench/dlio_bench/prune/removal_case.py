@@ -1,6 +1,5 @@
 """Removing neurons by other rules, to compare with: by magnitude, and by chance."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -8,12 +7,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from dlio.exchange.cut import TensorCut
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.model_surgery import apply
 from dlio.features.pruning.neuron_groups import ModelInput, NeuronGroup
 from dlio.features.pruning.removal_plan import RemovalPlan, weights_of
-from dlio.train.callbacks.callback_base import Callback, Run
 
 
 def by_magnitude(
@@ -70,7 +67,6 @@ class ByChance:
 
     Args:
         widths: by step, the widths of groups after it.
-        told: called with the cuts.
     """
 
     def __init__(
@@ -79,44 +75,13 @@ class ByChance:
         example: ModelInput,
         widths: Mapping[int, Mapping[str, int]],
         seed: int,
-        told: Callable[[Sequence[TensorCut]], None] = lambda _: None,
     ) -> None:
-        self._model, self._widths, self._told = model, widths, told
+        self._model, self._widths = model, widths
         self._groups = find_groups(model, example).groups
         self._generator = np.random.default_rng(seed)
 
-    def step(self, done: int, optimizer: torch.optim.Optimizer) -> bool:
-        """After step number `done`; whether it was time."""
-        if done not in self._widths:
-            return False
-        plan = by_chance(self._groups, self._widths[done], self._generator)
-        applied = apply(self._model, self._groups, plan, [optimizer], aligned=(self._told,))
-        self._groups = applied.groups
-        return True
-
-
-class Chance(Callback):
-    """A callback of `dlio train` that removes neurons by chance, as `ByChance` does.
-
-    Args:
-        rounds: file of a list in JSON, with `step` and `widths` of each round.
-    """
-
-    def __init__(self, rounds: str, seed: int) -> None:
-        with open(rounds, encoding="utf-8") as file:
-            self._widths = {
-                each["step"]: each["widths"] for each in json.load(file) if each["widths"]
-            }
-        self._seed = seed
-        self._removal: ByChance | None = None
-
-    def begins(self, run: Run) -> None:
-        size = run.config.model.image_size
-        self._removal = ByChance(
-            run.model, torch.zeros(2, 3, size, size), self._widths, self._seed, run.exchange.reshape
-        )
-
-    def after_step(self, run: Run) -> None:
-        assert self._removal is not None
-        if self._removal.step(run.updates, run.optimizer):
-            run.reshaped()
+    def step(self, done: int, optimizer: torch.optim.Optimizer) -> None:
+        """Remove neurons if it is time after step number `done`."""
+        if done in self._widths:
+            plan = by_chance(self._groups, self._widths[done], self._generator)
+            self._groups = apply(self._model, self._groups, plan, [optimizer]).groups

@@ -5,10 +5,11 @@ its state, which torch-pruning's own cuts discard.
 """
 
 import gc
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from dlio.features.pruning.removal_plan import RemovalPlan
 from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.model_copies import bare_copy
 from dlio.train.report import EpochReport
-from dlio.util.whole_files import write_json
+from dlio_bench.prune.removal_case import by_chance
 
 _LITTLE: Final = 1e-6
 """Widths are rounded down; this much less is removed, so that whole numbers stay as they are."""
@@ -38,50 +39,31 @@ _LASSO: Final = 0.25
 
 
 class CpuTime(Callback):
-    """Write the CPU seconds of rank 0's process from the first step to the end of each epoch.
+    """Report, as `cpu_s` of each epoch, the CPU seconds of rank 0's process since the first step.
 
     They include evaluation and, on several ranks, the time that MPI waits.
-
-    Args:
-        path: file to write, a list of a number per epoch.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._began = 0.0
-        self._seconds: list[float] = []
+    _began = 0.0
 
     def begins(self, run: Run) -> None:
         self._began = time.process_time()
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
-        self._seconds.append(time.process_time() - self._began)
-        if run.comm.rank == 0:
-            write_json(self._path, self._seconds)
-
-
-class Size(TypedDict):
-    """Size of the network at the end of an epoch."""
-
-    parameters: int
-    widths: list[int]
-    """Neurons of each group, in the model's order."""
+        report.features["cpu_s"] = time.process_time() - self._began
 
 
 class NetworkCutter(Callback):
     """Cut a network, its optimizer and its exchange on all ranks alike.
 
-    Args:
-        sizes: file to write, a list of a `Size` per epoch.
+    The report of each epoch gets `cut`: the `parameters` of the network at its end, and the
+    `widths` of its groups, in the model's order.
     """
 
-    def __init__(self, sizes: str) -> None:
-        self._path = sizes
-        self._sizes: list[Size] = []
-        self.groups: tuple[NeuronGroup, ...] = ()
-        """Groups of the network as it is."""
-        self.example = torch.zeros(0)
-        """Input of the network; shape (2, 3, side, side)."""
+    groups: tuple[NeuronGroup, ...] = ()
+    """Groups of the network as it is."""
+    example = torch.zeros(0)
+    """Input of the network; shape (2, 3, side, side)."""
 
     def begins(self, run: Run) -> None:
         side = run.config.model.image_size
@@ -90,9 +72,7 @@ class NetworkCutter(Callback):
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         widths = [group.width for group in self.groups]
-        self._sizes.append({"parameters": count_parameters(run.model), "widths": widths})
-        if run.comm.rank == 0:
-            write_json(self._path, self._sizes)
+        report.features["cut"] = {"parameters": count_parameters(run.model), "widths": widths}
 
     def cut(self, run: Run, keep: Mapping[str, Indices]) -> None:
         """Keep these neurons, by group; groups that are missing stay whole. Call it on all ranks
@@ -106,6 +86,26 @@ class NetworkCutter(Callback):
             run.reshaped()
 
 
+class Chance(NetworkCutter):
+    """Remove neurons by chance: as many as somebody else's rounds did, after the same steps.
+
+    Args:
+        rounds: file of a list in JSON, with `step` and `widths` of each round.
+    """
+
+    def __init__(self, rounds: str, seed: int) -> None:
+        with open(rounds, encoding="utf-8") as file:
+            self._widths = {
+                each["step"]: each["widths"] for each in json.load(file) if each["widths"]
+            }
+        self._generator = np.random.default_rng(seed)
+
+    def after_step(self, run: Run) -> None:
+        if run.updates in self._widths:
+            widths = self._widths[run.updates]
+            self.cut(run, by_chance(self.groups, widths, self._generator).keep)
+
+
 class PruneTrain(NetworkCutter):
     """PruneTrain: lasso on the weights of each input and each output channel from the start, and
     periodic cuts of channels that reach zero.
@@ -114,14 +114,9 @@ class PruneTrain(NetworkCutter):
 
     The lasso's part of each step is a proximal one, which reaches zero exactly, where the authors
     add its gradient and cut below a threshold. The size of the batch stays.
-
-    Args:
-        sizes: see `NetworkCutter`.
     """
 
-    def __init__(self, sizes: str) -> None:
-        super().__init__(sizes)
-        self._penalty = 0.0
+    _penalty = 0.0
 
     def begins(self, run: Run) -> None:
         super().begins(run)
@@ -187,20 +182,13 @@ class GroupMagnitude(NetworkCutter):
     """torch-pruning's BasePruner with GroupMagnitudeImportance: cut in rounds of equal size.
 
     Source: Fang et al., "DepGraph", arXiv 2301.12900.
-
-    Args:
-        sizes: see `NetworkCutter`.
-        steps: optimizer steps of the training.
     """
-
-    def __init__(self, sizes: str, steps: int) -> None:
-        super().__init__(sizes)
-        self._left = {max(1, int(at * steps)): 1 - _RATIO * part for at, part in _ROUNDS.items()}
-        """Fraction of the channels that is left, by step."""
-        self._whole: dict[str, int] = {}
 
     def begins(self, run: Run) -> None:
         super().begins(run)
+        steps = _steps_of(run)
+        self._left = {max(1, int(at * steps)): 1 - _RATIO * part for at, part in _ROUNDS.items()}
+        """Fraction of the channels that is left, by step."""
         self._whole = {group.name: group.width for group in self.groups}
 
     def after_step(self, run: Run) -> None:
@@ -214,20 +202,13 @@ class GroupMagnitude(NetworkCutter):
 
 
 class GroupNorm(NetworkCutter):
-    """torch-pruning's GroupNormPruner: regularise groups of weights from the start, then cut once.
+    """torch-pruning's GroupNormPruner: regularise groups of weights first, then cut once."""
 
-    Args:
-        sizes: see `NetworkCutter`.
-        steps: optimizer steps of the training.
-    """
-
-    def __init__(self, sizes: str, steps: int) -> None:
-        super().__init__(sizes)
-        self._at = int(_ONCE * steps)
-        self._pruner: Any = None
+    _pruner: Any = None
 
     def begins(self, run: Run) -> None:
         super().begins(run)
+        self._at = int(_ONCE * _steps_of(run))
         training = run.model.training
         self._pruner = _pruner("GroupNormPruner", run.model, self.example, _RATIO)
         run.model.train(training)
@@ -242,6 +223,11 @@ class GroupNorm(NetworkCutter):
             self._pruner = None
             gc.collect()  # It is part of cycles that hold on to the parameters.
             self.cut(run, chosen(run.model, self.groups, self.example, _RATIO))
+
+
+def _steps_of(run: Run) -> int:
+    """Return the optimizer steps of a whole training."""
+    return run.config.optimizer.epochs * len(run.loader)
 
 
 def chosen(
