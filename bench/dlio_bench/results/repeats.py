@@ -2,11 +2,12 @@
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, TypedDict
+from typing import Final, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+T = TypeVar("T")
 ENOUGH: Final = 6
 """Repeats from which on a 95 % interval of a median exists.
 
@@ -36,7 +37,7 @@ _SEED: Final = 20180713
 _BOUNDS: Final = (2.5, 97.5)
 
 
-def turns(names: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
+def turns(names: Iterable[T], repeats: int) -> Iterator[tuple[int, T]]:
     """Yield (repeat, name) for each name within each repeat, in every second one the other way
     round: a machine that has rested may be faster for the first."""
     listed = list(names)

@@ -12,16 +12,14 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from dlio.comm import Communicator
 from dlio.exchange.distribute import ExchangeHandle
-from dlio.util.progress_bar import ProgressBar
 from dlio.util.units import format_bytes
 from dlio_bench.bench_ranks import TaskValue, run
 from dlio_bench.checkpoint_cases.methods import STALLING, Stall, measure_stalls, stall_figures
 from dlio_bench.results.report_values import Results, Waterfall
-from dlio_bench.results.terminal import show_figures
+from dlio_bench.results.terminal import show_figures, steps, working
 from dlio_bench.training.bench_networks import make_batch, make_network
 from dlio_bench.training.scaling_measurements import batch_of, side_of
 from dlio_bench.training.training_options import TrainingBenchOptions
@@ -52,17 +50,16 @@ class InterruptibleTraining:
         return tensors
 
 
-def measure(options: TrainingBenchOptions, results: Results, _: Console) -> None:
+def measure(options: TrainingBenchOptions, results: Results) -> None:
     """Measure each network on the largest number of ranks, and print the stalls."""
     ranks = options.rank_counts[-1]
     exchange = options.exchange_names[0]
     answers: dict[str, dict[str, Any]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="dlio-bench-", dir=options.checkpoints) as folder,
-        ProgressBar(transient=True, to_stderr=True) as bar,
+        working("checkpoints"),
     ):
-        bar.begin("checkpoints", len(options.network_names))
-        for done, network in enumerate(options.network_names, 1):
+        for network in steps(options.network_names):
             task = {
                 "network": network,
                 "side": side_of(options, network),
@@ -74,7 +71,6 @@ def measure(options: TrainingBenchOptions, results: Results, _: Console) -> None
                 "folder": folder,
             }
             answers[network] = run(stalls_of, task, ranks, timeout_s=_TIMEOUT_S)
-            bar.update(done)
     for network, answer in answers.items():
         stalls = [Stall(**each) for each in answer["stalls"]]
         labels = {"network": network, "ranks": str(ranks), "exchange": exchange}

@@ -5,8 +5,6 @@ import tempfile
 from collections.abc import Mapping
 from typing import Final
 
-from rich.console import Console
-
 from dlio_bench.chaos.chaos_job import ChaosCase
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.chaos.storm import measure as measure_storm
@@ -20,7 +18,7 @@ _IMAGES: Final = 480
 _WAYS: Final = ("shrink", "restart")
 
 
-def measure(options: TrainingBenchOptions, results: Results, _: Console) -> None:
+def measure(options: TrainingBenchOptions, results: Results) -> None:
     """Kill ranks of jobs that go on with the others, and of jobs that restart from a checkpoint."""
     with tempfile.TemporaryDirectory(prefix="dlio-bench-") as folder:
         case = ChaosCase(

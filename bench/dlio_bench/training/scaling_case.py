@@ -5,25 +5,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from dlio.util.cores import available_cores
-from dlio.util.progress_bar import ProgressBar
 from dlio_bench.results.report_values import Figure, PlotCurve, Results, Waterfall
+from dlio_bench.results.terminal import console, table
 from dlio_bench.training.forecast_check import Cell, cells, link_between_nodes
 from dlio_bench.training.scaling_measurements import ScalingMeasurements
 from dlio_bench.training.scaling_measurements import measure as measure_steps
 from dlio_bench.training.training_options import TrainingBenchOptions
 
 
-def measure(options: TrainingBenchOptions, results: Results, console: Console) -> None:
+def measure(options: TrainingBenchOptions, results: Results) -> None:
     """Measure all numbers of ranks, forecast the others, and add both to the results."""
-    with ProgressBar(transient=True, to_stderr=True) as bar:
-        measured = measure_steps(options, bar)
+    measured = measure_steps(options)
     steps = list(cells(options, measured))
-    show_scaling(steps, console)
-    show_checks(steps, console)
+    show_scaling(steps)
+    show_checks(steps)
     results.figures += figures(steps)
     results.curves += curves(steps)
     results.waterfalls += waterfalls(measured)
@@ -58,26 +56,26 @@ def measure(options: TrainingBenchOptions, results: Results, console: Console) -
 # Tables, figures, curves and waterfalls
 
 
-def show_scaling(cells: Sequence[Cell], console: Console) -> None:
+def show_scaling(cells: Sequence[Cell]) -> None:
     """Print a table per network and scaling: exchanges as columns, ranks as rows."""
     for network, scaling in dict.fromkeys((each.network, each.scaling) for each in cells):
         group = [each for each in cells if (each.network, each.scaling) == (network, scaling)]
         names = list(dict.fromkeys(each.exchange for each in group))
-        console.print(
+        console().print(
             f"{network}, {scaling} scaling: ms of a step, and efficiency; ~ in italics: forecast",
             highlight=False,
         )
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        drawn = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for head in ("ranks", "batch", *names):
-            table.add_column(head, justify="right", overflow="fold")
+            drawn.add_column(head, justify="right", overflow="fold")
         for p in sorted({each.ranks for each in group}):
             row = {each.exchange: each for each in group if each.ranks == p}
             first = next(iter(row.values()))
             style = "italic" if first.is_forecast else ""
             label = f"~{p:,}" if first.is_forecast else f"{p:,}"
             texts = (_text(row[name]) for name in names)
-            table.add_row(label, f"{first.batch_size:g}", *texts, style=style)
-        console.print(table)
+            drawn.add_row(label, f"{first.batch_size:g}", *texts, style=style)
+        console().print(drawn)
 
 
 def _text(cell: Cell) -> str:
@@ -85,20 +83,11 @@ def _text(cell: Cell) -> str:
     return f"{ahead}{1e3 * cell.step_s:,.4g}\n{100 * cell.efficiency:.0f}%"
 
 
-def show_checks(cells: Iterable[Cell], console: Console) -> None:
+def show_checks(cells: Iterable[Cell]) -> None:
     """Print the forecast next to the measurement, where both exist."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in ("network", "scaling", "exchange"):
-        table.add_column(head)
-    for head in ("ranks", "forecast, ms", "measured, ms", "least", "most", "error, %"):
-        table.add_column(head, justify="right")
-    for cell in cells:
-        if cell.error is None or cell.forecast_s is None:
-            continue
-        table.add_row(
-            cell.network,
-            cell.scaling,
-            cell.exchange,
+    rows = [
+        (
+            *(cell.network, cell.scaling, cell.exchange),
             f"{cell.ranks}",
             f"{1e3 * cell.forecast_s:,.4g}",
             f"{1e3 * cell.step_s:,.4g}",
@@ -106,9 +95,14 @@ def show_checks(cells: Iterable[Cell], console: Console) -> None:
             f"{1e3 * max(cell.measured_s):,.4g}",
             f"{100 * cell.error:+.1f}",
         )
-    if table.rows:
-        console.print("Forecast from one and two ranks, next to the measurement:")
-        console.print(table)
+        for cell in cells
+        if cell.error is not None and cell.forecast_s is not None
+    ]
+    headings = ("network", "scaling", "exchange", "ranks", "forecast, ms")
+    measured = ("measured, ms", "least", "most", "error, %")
+    if rows:
+        title = "Forecast from one and two ranks, next to the measurement:"
+        table(title, (*headings, *measured), rows, left=3)
 
 
 def figures(cells: Iterable[Cell]) -> Iterator[Figure]:

@@ -7,9 +7,10 @@ from typing import Final
 
 from dlio.plan.exchange_cost import LinkCost
 from dlio.util.cores import available_cores
-from dlio.util.progress_bar import ProgressBar
 from dlio_bench.bench_ranks import run
 from dlio_bench.exchange_cases.message_cost import link_cost
+from dlio_bench.results.repeats import turns
+from dlio_bench.results.terminal import steps, working
 from dlio_bench.training.bench_networks import NETWORKS
 from dlio_bench.training.training_options import TrainingBenchOptions
 from dlio_bench.training.training_rank import NONE, measure_steps
@@ -78,23 +79,22 @@ def batch_of(options: TrainingBenchOptions, network: str, ranks: int, scaling: s
     return whole if scaling == "weak" else whole // ranks or None
 
 
-def measure(options: TrainingBenchOptions, bar: ProgressBar) -> ScalingMeasurements:
+def measure(options: TrainingBenchOptions) -> ScalingMeasurements:
     """Measure links, and steps in rounds. Raises UsageError if ranks fail."""
-    bar.begin("links", 2)
-    links = {}
-    for number, fabric in enumerate(("memory", "tcp"), 1):
-        links[fabric], _ = link_cost(fabric, _SIZES, 4 * options.repeats)
-        bar.update(number)
+    with working("links"):
+        links = {
+            fabric: link_cost(fabric, _SIZES, 4 * options.repeats)[0]
+            for fabric in steps(("memory", "tcp"))
+        }
     tasks = {p: _runs(options, p) for p in options.rank_counts}
     times: dict[StepConditions, Times] = defaultdict(Times)
     sizes: dict[str, tuple[int, int]] = {}
     crowding: dict[tuple[str, int], list[float]] = defaultdict(list)
     crowded: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    bar.begin("rounds", options.repeats * len(tasks))
-    done = 0
-    for number in range(options.repeats):
-        # There and back, so that a slow change of the machine's load meets all alike.
-        for p in sorted(tasks, reverse=bool(number % 2)):
+    # There and back, so that a slow change of the machine's load meets all alike.
+    order = list(turns(sorted(tasks), options.repeats))
+    with working("rounds"):
+        for number, p in steps(order, "round {0[0]}, {0[1]} ranks".format):
             task = {
                 "runs": tasks[p],
                 "steps": options.steps,
@@ -114,8 +114,6 @@ def measure(options: TrainingBenchOptions, bar: ProgressBar) -> ScalingMeasureme
                     for name, figure in figures.items():
                         getattr(point, name).append(figure)
                 sizes[network] = (each["bytes"], each["buckets"])
-            done += 1
-            bar.update(done)
     return ScalingMeasurements(dict(times), links, sizes, dict(crowding), dict(crowded))
 
 

@@ -1,15 +1,13 @@
 """`dlio bench train`: training as a whole."""
 
 import pkgutil
-import sys
 from dataclasses import asdict
 from typing import Final
-
-from rich.console import Console
 
 from dlio.cli.option_records import OutputOptions
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.report_values import Results
+from dlio_bench.results.terminal import show_notes
 from dlio_bench.training.training_options import TrainingBenchOptions
 
 _CASES: Final[dict[str, str]] = {
@@ -17,8 +15,7 @@ _CASES: Final[dict[str, str]] = {
     "checkpoint": "dlio_bench.training.checkpoint_case:measure",
     "ettr": "dlio_bench.training.ettr:measure",
 }
-"""Functions by case: (Options, Results to add to, Console)."""
-_WIDTH: Final = 100
+"""Functions by case: (Options, Results to add to)."""
 
 
 def command(options: TrainingBenchOptions, output: OutputOptions) -> None:
@@ -37,10 +34,8 @@ def command(options: TrainingBenchOptions, output: OutputOptions) -> None:
         seeds={"seed": options.seed},
         paths=() if options.data is None else (options.data,),
     )
-    console = Console(width=max(_WIDTH, Console().width) if sys.stdout.isatty() else _WIDTH)
     for name in options.case:
-        pkgutil.resolve_name(_CASES[name])(options, results, console)
+        pkgutil.resolve_name(_CASES[name])(options, results)
         save(output, results, started)
-    for note in results.notes:
-        console.print(f"note: {note}", highlight=False)
+    show_notes([f"note: {note}" for note in results.notes])
     finish(output, results, started)
