@@ -41,14 +41,16 @@ def payload_bytes(path: str) -> int:
         return data_bytes(reader)
 
 
-def drawn_pictures(scratch: str, count: int) -> str:
-    """Draw JPEGs into class folders below `scratch`; return the folder."""
+def draw_pictures(folder: str, images: int, held_out: int = 3, classes: int = 3) -> tuple[str, str]:
+    """Draw JPEGs into class folders below `folder`; return training and held-out data."""
     from dlio.cli.demo_pictures import draw_dataset
     from dlio.util.cores import available_cores
 
-    folder = os.path.join(scratch, "drawn")
-    draw_dataset(folder, images=count, validation=10, threads=available_cores())
-    return os.path.join(folder, "train")
+    drawn = os.path.join(folder, "pictures")
+    draw_dataset(
+        drawn, images=images, validation=held_out, classes=classes, threads=available_cores()
+    )
+    return os.path.join(drawn, "train"), os.path.join(drawn, "val")
 
 
 def ram_tier(size: int) -> str:

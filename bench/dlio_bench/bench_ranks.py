@@ -10,6 +10,7 @@ import json
 import pkgutil
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -93,6 +94,18 @@ def run(
         raise UsageError(f"the ranks of {name} failed: {done.stderr.strip()[-800:]}")
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer
+
+
+def start_process_group(backend: str, comm: "Communicator") -> None:
+    """Start torch's process group of all ranks of this machine. Collective."""
+    import torch.distributed as dist
+
+    port = 0
+    if comm.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+    place = f"tcp://127.0.0.1:{comm.tell(port)}"
+    dist.init_process_group(backend, place, rank=comm.rank, world_size=comm.size)
 
 
 def pass_s(loader: Iterable[object], comm: "Communicator") -> float:

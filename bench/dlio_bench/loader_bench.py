@@ -15,7 +15,7 @@ from dlio.cli.option_records import OutputOptions
 from dlio.data.reader import open_reader
 from dlio.errors import UsageError
 from dlio.util.options import CheckedOptions, Option
-from dlio_bench.bench_data import drawn_pictures
+from dlio_bench.bench_data import draw_pictures
 from dlio_bench.loader_cases import arrays, augment, decoded, mapstyle, shown, slow
 from dlio_bench.peers.contender_table import CASES, CONTENDERS, RATIOS, cpu_ratio
 from dlio_bench.peers.environments import missing, runner_command, runner_environment
@@ -131,7 +131,7 @@ def measure(case: LoaderCase) -> dict[str, object]:
     }
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
-        files, labels = _pictures(case.source or drawn_pictures(scratch, _DRAWN))
+        files, labels = _pictures(case.source or draw_pictures(scratch, _DRAWN, 10, 10)[0])
         size = sum(os.path.getsize(file) for file in files)
         starts: dict[str, Callable[[], ContenderProcess]] = {}
         for name in case.contenders:

@@ -48,15 +48,6 @@ def training_data(case: str, source: str | None, val: str | None) -> tuple[str, 
     return source, val
 
 
-def draw_pictures(folder: str, images: int, held_out: int = 3) -> tuple[str, str]:
-    """Draw pictures of three classes below a folder; return training and held-out data."""
-    from dlio.cli.demo_pictures import draw_dataset
-
-    drawn = os.path.join(folder, "pictures")
-    draw_dataset(drawn, images=images, validation=held_out, classes=3)
-    return os.path.join(drawn, "train"), os.path.join(drawn, "val")
-
-
 def check_plot(path: str | None) -> None:
     """Raise UsageError if the file of --plot has the name of neither a PNG nor an SVG file."""
     if path is not None and not path.endswith((".png", ".svg")):

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Final
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio.util.options import CheckedOptions, Option
+from dlio_bench.bench_data import draw_pictures
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.figure_collection import results_of
 from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.report_values import Results
 from dlio_bench.results.terminal import advance, show, working
-from dlio_bench.trainings import draw_pictures
 
 CASES: Final[dict[str, str]] = {
     "storm": "dlio_bench.chaos.storm:measure",

@@ -13,11 +13,11 @@ from typing import Any, Final
 from torch import nn
 
 from dlio.comm import Communicator
+from dlio_bench.bench_data import draw_pictures
 from dlio_bench.bench_ranks import TIMEOUT_S, TaskValue, run
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.paced_network import PacedNetwork
 from dlio_bench.results.repeats import deviation, ratio, spread
-from dlio_bench.trainings import draw_pictures
 
 _Epochs = list[dict[str, Any]]
 

@@ -13,6 +13,7 @@ import xxhash
 
 from dlio.train.callbacks import Callback, Run
 from dlio.train.report import EpochReport
+from dlio_bench.bench_data import payload_bytes
 from dlio_bench.exchange_cases.accuracy_case import final_accuracy
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.results.repeats import spread
@@ -135,11 +136,7 @@ def _tiers(source: str, placement: RankPlacement, scratch: str) -> str:
     """Return the tiers of a placement, per node."""
     if placement.tiers != "ram+disk":
         return "ram:1GiB" if placement.tiers == "ram" else placement.tiers
-    from dlio.data.reader import open_reader
-
-    reader = open_reader(source)
-    size = int(reader.sizes.sum())
-    reader.close()
+    size = payload_bytes(source)
     ram = max(size // (_HALF * placement.nodes), 1 << 20)
     return f"ram:{ram}B,{scratch}:{size + (1 << 24)}B"
 

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
@@ -14,11 +13,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from dlio.comm import Communicator
-from dlio_bench.bench_ranks import LINK, TIMEOUT_S, TaskValue, run
+from dlio_bench.bench_ranks import LINK, TIMEOUT_S, TaskValue, run, start_process_group
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.overlap_case import fabrics_of
 from dlio_bench.exchange_cases.variants import OneBatchTraining, timed
-from dlio_bench.results.repeats import ratio, spread
+from dlio_bench.results.repeats import ratio, spread, turns
 from dlio_bench.results.terminal import steps
 
 _EXCHANGES: Final = (
@@ -76,14 +75,7 @@ def _rows(options: ExchangeBenchOptions, steps: int, fabric: str) -> list[dict[s
     }
     # Gloo takes the interface that the host's name stands for; over a link there is but one.
     environment = {"GLOO_SOCKET_IFNAME": "lo"} if fabric == LINK else {}
-    report = run(
-        step_times,
-        task,
-        2,
-        fabric,
-        environment,
-        3 * TIMEOUT_S,
-    )
+    report = run(step_times, task, 2, fabric, environment, 3 * TIMEOUT_S)
     bare, whole = report["seconds"]["none"], report["parameter_bytes"]
     rows = []
     for name, seconds in report["seconds"].items():
@@ -116,35 +108,22 @@ def step_times(
 ) -> dict[str, TaskValue]:
     """Seconds and bytes of steps with dlio's exchanges, and with torch's DDP over gloo and its
     hooks, in turn."""
-    _start_gloo(comm)
+    start_process_group("gloo", comm)
     training = OneBatchTraining(network, batch_size, comm.rank)
     variants = ["none", *exchanges, *_HOOKS]
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     sent: dict[str, float] = {}
-    for repeat in range(repeats):
-        for name in variants if repeat % 2 == 0 else variants[::-1]:
-            with _variant(name, training, comm) as (step, bytes_sent):
-                for _ in range(_WARM):
-                    step()
-                before = bytes_sent()
-                seconds[name].append(timed(step, steps, comm))
-                sent[name] = (bytes_sent() - before) / steps
-            gc.collect()  # DDP's reducer goes with its last reference, and its hooks with it.
+    for _, name in turns(variants, repeats):
+        with _variant(name, training, comm) as (step, bytes_sent):
+            for _ in range(_WARM):
+                step()
+            before = bytes_sent()
+            seconds[name].append(timed(step, steps, comm))
+            sent[name] = (bytes_sent() - before) / steps
+        gc.collect()  # DDP's reducer goes with its last reference, and its hooks with it.
     comm.barrier()
     dist.destroy_process_group()
     return {"parameter_bytes": training.bytes, "seconds": seconds, "sent": sent}
-
-
-def _start_gloo(comm: Communicator) -> None:
-    """A gloo group over the loopback, in addition to MPI."""
-    port = 0
-    if comm.rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-    port = comm.tell(port)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=comm.rank, world_size=comm.size
-    )
 
 
 @contextlib.contextmanager

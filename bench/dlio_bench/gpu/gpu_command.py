@@ -15,7 +15,7 @@ from dlio.launch.mpi_launch import find_mpirun
 from dlio.util.cores import available_cores
 from dlio.util.options import CheckedOptions, Option
 from dlio_bench import bench_ranks
-from dlio_bench.bench_data import drawn_pictures
+from dlio_bench.bench_data import draw_pictures
 from dlio_bench.bench_processes import one_thread
 from dlio_bench.gpu.gpu_cases import (
     GpuResults,
@@ -182,7 +182,8 @@ def _measure(case: GpuCase, results: GpuResults, after_each: Callable[[], None])
         if case.device == "cpu":
             # The cores are left to the loader's threads where torch would compute with them.
             stack.enter_context(one_thread())
-        place = case.place(case.source or drawn_pictures(scratch, _DRAWN[case.device]), scratch)
+        source = case.source or draw_pictures(scratch, _DRAWN[case.device], 10, 10)[0]
+        place = case.place(source, scratch)
         if case.device == "cuda":
             place = replace(place, source=repeated(place, _LEAST_BATCHES))
         for name in case.case:

@@ -1,6 +1,6 @@
 """Ranks of the exchanges of `dlio bench gpu`."""
 
-import socket
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import dlio
 from dlio.comm import Communicator
 from dlio.exchange.buffer_placement import find_path
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio_bench.bench_ranks import TaskValue
+from dlio_bench.bench_ranks import TaskValue, start_process_group
 from dlio_bench.exchange_cases.variants import timed
 
 
@@ -22,30 +22,15 @@ def step_times(comm: Communicator, **task: TaskValue) -> dict[str, TaskValue]:
         device = torch.device("cuda", comm.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if task["nccl"]:
-        place = f"tcp://127.0.0.1:{_free_port(comm)}"
-        dist.init_process_group("nccl", place, rank=comm.rank, world_size=comm.size)
+        start_process_group("nccl", comm)
     seconds: dict[str, list[float]] = {}
     paths: dict[str, str] = {}
     for name in ["none", *task["exchanges"]]:
         seconds[name] = [_step_s(name, task, device, comm) for _ in range(task["repeats"])]
-        paths[name] = "none" if name == "none" else _path(name, device, comm)
+        paths[name] = name if name == "none" else find_path([device], parse_exchange(name), comm)
     if task["nccl"]:
         dist.destroy_process_group()
     return {"seconds": seconds, "paths": paths}
-
-
-def _free_port(comm: Communicator) -> int:
-    """Return a port that is free on rank 0. Collective."""
-    port = 0
-    if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    return comm.tell(port)
-
-
-def _path(name: str, device: torch.device, comm: Communicator) -> str:
-    return find_path([device], parse_exchange(name), comm)
 
 
 def _step_s(name: str, task: dict[str, Any], device: torch.device, comm: Communicator) -> float:
@@ -63,9 +48,6 @@ def _step_s(name: str, task: dict[str, Any], device: torch.device, comm: Communi
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    if name == "none":
-        timed(step, 2, comm)
-        return timed(step, task["steps"], comm)
-    with dlio.distribute(model, optimizer, name):
+    with nullcontext() if name == "none" else dlio.distribute(model, optimizer, name):
         timed(step, 2, comm)
         return timed(step, task["steps"], comm)

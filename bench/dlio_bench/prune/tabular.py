@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import dlio
 from dlio.features.pruning.neuron_groups import NeuronGroup
+from dlio.util.closable import Closable
 from dlio_bench.bench_processes import one_thread
 from dlio_bench.prune import removal_case
 from dlio_bench.prune.curves import TrainingCurve, summary
@@ -115,7 +116,7 @@ class ShuffledRows:
         return losses
 
 
-class RowsOfFile:
+class RowsOfFile(Closable):
     """Rows of a file, for `train`; with `epochs` those that a SampleSkipper keeps in a run of so
     many."""
 
@@ -124,10 +125,7 @@ class RowsOfFile:
         self._skipper = epochs and dlio.SampleSkipper(self._loader, epochs, seed=seed)
         self.extra = {"read_MB": 0.0, "trained_on": 0.0}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._skipper:
             self._skipper.close()
         self._loader.close()

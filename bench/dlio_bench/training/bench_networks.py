@@ -1,6 +1,5 @@
 """Networks by name, and random batches for them."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -142,9 +141,7 @@ class UNet3d(nn.Module):
 
 
 def _double(inputs: int, middle: int, outputs: int) -> nn.Sequential:
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    for number, (n, m) in enumerate(((inputs, middle), (middle, outputs)), 1):
-        layers[f"conv{number}"] = nn.Conv3d(n, m, 3, padding=1)
-        layers[f"norm{number}"] = nn.BatchNorm3d(m, affine=False)
-        layers[f"relu{number}"] = nn.ReLU()
-    return nn.Sequential(layers)
+    layers: list[nn.Module] = []
+    for n, m in ((inputs, middle), (middle, outputs)):
+        layers += [nn.Conv3d(n, m, 3, padding=1), nn.BatchNorm3d(m, affine=False), nn.ReLU()]
+    return nn.Sequential(*layers)

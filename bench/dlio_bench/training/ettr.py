@@ -5,13 +5,13 @@ import tempfile
 from collections.abc import Mapping
 from typing import Final
 
+from dlio_bench.bench_data import draw_pictures
 from dlio_bench.chaos.chaos_job import ChaosCase
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.chaos.storm import measure as measure_storm
 from dlio_bench.results.report_values import Figure, Results
 from dlio_bench.results.terminal import show
 from dlio_bench.training.training_options import TrainingBenchOptions
-from dlio_bench.trainings import draw_pictures
 
 _RANKS: Final = 4
 _IMAGES: Final = 480
