@@ -110,7 +110,7 @@ def _array_case(
         }
         for _, name in turns(contenders, repeats):
             if place == "disk":
-                drop(files_below(files), everything=False)
+                drop(files_below(files))
             else:
                 contenders[name]()  # Its memory may have been taken away meanwhile.
             started = time.perf_counter()

@@ -303,7 +303,7 @@ def _page_cache(files: list[str], orders: list[Any], room: float, whole: int) ->
     with _group() as group:
         if group is None:
             return None
-        drop(files, everything=False)
+        drop(files)
         done = subprocess.run(
             [sys.executable, "-S", "-c", _READ],
             input=json.dumps(

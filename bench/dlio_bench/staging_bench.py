@@ -174,7 +174,7 @@ def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         for _, name in turns(contenders, sizes.repeats):
             advance(steps=1 / len(contenders))
-            drop(files_below(source), everything=False)
+            drop(files_below(source))
             rates[name].append(bytes_ / contenders[name]() / _MIB)
     return {
         "bytes": bytes_,

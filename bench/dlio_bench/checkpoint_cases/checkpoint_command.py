@@ -264,7 +264,7 @@ def _moved(name: str, folder: str, size: int, comm: Communicator) -> dict[str, f
         method.finish()
         comm.barrier()
         written_s = time.perf_counter() - began
-        drop(files_below(inside), everything=False)
+        drop(files_below(inside))
         back = {key: torch.zeros_like(value) for key, value in tensors.items()}
         comm.barrier()
         began = time.perf_counter()

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -24,8 +24,6 @@ DROP_CACHES: Final = "/proc/sys/vm/drop_caches"
 _WINDOW: Final = 1 << 30
 """Bytes of a file that are mapped at a time; a multiple of any page size."""
 _THREADS: Final = 16
-_COLD: Final = 0.01
-"""Share of resident pages that counts as none: file systems read the first pages ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +35,8 @@ class Residency:
     resident_pages: int
     unknown_files: int = 0
     """Files whose pages this user cannot ask for."""
+    notes: tuple[str, ...] = ()
+    """Sentences on caches that could not be dropped."""
 
     @property
     def share(self) -> float:
@@ -44,28 +44,8 @@ class Residency:
         return self.resident_pages / self.pages if self.pages else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PageDrop:
-    """How the pages of files were dropped, and what is left of them."""
-
-    methods: tuple[str, ...]
-    """`fadvise`, `drop_caches`; those that were carried out."""
-    resident_share: float
-    """Share of the files' pages that are in the page cache afterwards, 0 to 1."""
-    pages: int
-    unknown_files: int = 0
-    """Files whose residency this user cannot ask for."""
-    notes: tuple[str, ...] = ()
-    """Sentences on caches that could not be dropped."""
-
-    @property
-    def cold(self) -> bool:
-        """True if a run that begins now reads from the storage, as far as can be known."""
-        return self.resident_share <= _COLD and not self.unknown_files
-
-
-def drop(files: Sequence[str], *, everything: bool = True) -> PageDrop:
-    """Drop the pages of files from this machine's page cache, and verify it.
+def drop(files: Sequence[str], *, everything: bool = False) -> Residency:
+    """Drop the pages of files from this machine's page cache; return what is left of them.
 
     Args:
         files: paths of data files, which may be on any file system.
@@ -76,24 +56,13 @@ def drop(files: Sequence[str], *, everything: bool = True) -> PageDrop:
     """
     with ThreadPoolExecutor(_THREADS, "dlio-cache") as pool:
         list(pool.map(_advise, files))
-    methods = ["fadvise"] if files else []
-    if everything and _drop_all():
-        methods.append("drop_caches")
+    if everything and os.access(DROP_CACHES, os.W_OK):
+        with suppress(OSError), open(DROP_CACHES, "w", encoding="ascii") as switch:
+            switch.write("3\n")
     left = residency(files)
     folders = {os.path.dirname(os.path.abspath(path)) for path in files}
     kinds = {each.type: each for each in map(file_system_of, folders)}
-    return PageDrop(
-        methods=tuple(methods),
-        resident_share=left.share,
-        pages=left.pages,
-        unknown_files=left.unknown_files,
-        notes=tuple(_notes(kinds.values(), left)),
-    )
-
-
-def resident(files: Sequence[str]) -> float:
-    """Return the share of the files' pages that are in the page cache, 0 to 1."""
-    return residency(files).share
+    return replace(left, notes=tuple(_notes(kinds.values(), left)))
 
 
 def residency(files: Sequence[str]) -> Residency:
@@ -171,17 +140,6 @@ def _count(descriptor: int, size: int) -> tuple[int, int]:
             pages += count
             present += int((vector & 1).sum())
     return pages, present
-
-
-def _drop_all() -> bool:
-    if not os.access(DROP_CACHES, os.W_OK):
-        return False
-    try:
-        with open(DROP_CACHES, "w", encoding="ascii") as file:
-            file.write("3\n")
-    except OSError:
-        return False
-    return True
 
 
 def _notes(kinds: Iterable[FileSystem], left: Residency) -> Iterable[str]:

@@ -180,8 +180,7 @@ def _notes(
 ) -> list[str]:
     """Sentences on the page cache, on what was compared and on what was left out."""
     records = (record for run in measured.runs for record in run.ranks)
-    drops = (epoch["dropped"] for record in records for epoch in record["epochs"])
-    notes = [note for dropped in drops if dropped is not None for note in dropped["notes"]]
+    notes = [note for record in records for epoch in record["epochs"] for note in epoch["notes"]]
     if case.cache == "keep":
         notes.append("the page cache was left as it was (--cache keep)")
     else:

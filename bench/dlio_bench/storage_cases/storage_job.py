@@ -31,7 +31,7 @@ from dlio_bench.storage_cases.generate import GeneratedData, generate
 from dlio_bench.storage_cases.generate.content import payload
 from dlio_bench.storage_cases.generate.stamp import digest_of
 from dlio_bench.storage_cases.latencies import Latencies
-from dlio_bench.storage_cases.page_cache import PageDrop, drop, resident
+from dlio_bench.storage_cases.page_cache import drop, residency
 from dlio_bench.storage_cases.rank_progress import RankProgress
 from dlio_bench.storage_cases.served_bytes import Meter, ServedBytes
 from dlio_bench.storage_cases.storage_options import StorageCase
@@ -56,7 +56,8 @@ class StorageRankEpoch:
     """Seconds from the beginning of the epoch to the arrival of each batch."""
     resident_before: float | None
     """Share of the files' pages that were in the page cache; None where this rank did not look."""
-    dropped: PageDrop | None
+    notes: Sequence[str]
+    """Sentences on caches that could not be dropped."""
 
     def to_json(self) -> Mapping[str, object]:
         """Return it as JSON values, for rank 0."""
@@ -107,11 +108,11 @@ class Runner:
         Raises CorruptBlock for a sample with other bytes, SourceError for samples that are given
         twice or not at all.
         """
-        dropped, before = None, None
-        if self._first_of_node:
-            if self._cache != "keep":
-                dropped = drop(self._files, everything=self._cache == "drop-all")
-            before = dropped.resident_share if dropped is not None else resident(self._files)
+        before = None
+        if self._first_of_node and self._cache == "keep":
+            before = residency(self._files)
+        elif self._first_of_node:
+            before = drop(self._files, everything=self._cache == "drop-all")
         counts = np.zeros(self._place.workload.samples, np.int64)
         loads, computed, arrivals = [], [], []
         self._comm.barrier()
@@ -158,8 +159,8 @@ class Runner:
             request_kind=passed.request_kind,
             requests=Latencies(passed.request_s),
             ended_s=arrivals,
-            resident_before=before,
-            dropped=dropped,
+            resident_before=before and before.share,
+            notes=before.notes if before else (),
         )
 
     def _take(
@@ -407,7 +408,7 @@ def _bare(
     rates: dict[int, float] = {}
     for number, threads in enumerate(THREADS):
         if files:
-            drop(files, everything=False)
+            drop(files)
         rates[threads] = sum(comm.allgather(bare_rate(place, threads, seconds, comm.barrier)))
         progress.update(number + 1)
     return rates

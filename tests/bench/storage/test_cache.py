@@ -67,19 +67,19 @@ def read(paths: list[str]) -> None:
 def test_a_warm_cache_is_detected_and_a_cold_one_is_not_accused(disk: Path) -> None:
     paths = written(disk)
     meter = Meter(str(disk))
-    dropped = page_cache.drop(paths, everything=False)
-    assert dropped.methods == ("fadvise",)
-    assert dropped.cold
+    dropped = page_cache.drop(paths)
+    assert dropped.share < 0.01
+    assert not dropped.unknown_files
     assert dropped.notes == ()
     before = meter.snapshot()
     read(paths)
     cold = meter.snapshot() - before
     assert cold.asked_bytes >= SIZE
     assert cold.fetched_bytes >= SIZE
-    verdict = meter.verdict(cold, SIZE, dropped.resident_share)
+    verdict = meter.verdict(cold, SIZE, dropped.share)
     assert not verdict.from_cache, verdict
     with held(paths):
-        assert page_cache.resident(paths) == 1.0
+        assert page_cache.residency(paths).share == 1.0
         before = meter.snapshot()
         read(paths)
         warm = meter.snapshot() - before
@@ -92,10 +92,10 @@ def test_a_warm_cache_is_detected_and_a_cold_one_is_not_accused(disk: Path) -> N
 
 def test_a_half_warm_cache_is_half_detected(disk: Path) -> None:
     paths = written(disk)
-    page_cache.drop(paths, everything=False)
+    page_cache.drop(paths)
     meter = Meter(str(disk))
     with held(paths[:1]):
-        assert page_cache.resident(paths) == 0.5
+        assert page_cache.residency(paths).share == 0.5
         before = meter.snapshot()
         read(paths)
         share = meter.verdict(meter.snapshot() - before, SIZE).cache_share
@@ -106,12 +106,12 @@ def test_a_half_warm_cache_is_half_detected(disk: Path) -> None:
 def test_files_that_were_just_written_are_dropped_too(disk: Path) -> None:
     # Their pages are dirty: DONTNEED alone would leave them.
     paths = written(disk)
-    assert page_cache.drop(paths, everything=False).resident_share == 0.0
+    assert page_cache.drop(paths).share == 0.0
 
 
 def test_children_are_counted_while_they_run_and_afterwards(disk: Path) -> None:
     paths = written(disk)
-    page_cache.drop(paths, everything=False)
+    page_cache.drop(paths)
     meter = Meter(str(disk))
     before = meter.snapshot()
     with subprocess.Popen(
@@ -134,9 +134,8 @@ def test_children_are_counted_while_they_run_and_afterwards(disk: Path) -> None:
 
 def test_files_in_memory_cannot_be_dropped_and_are_said_to_be_memory(memory: Path) -> None:
     paths = written(memory)
-    dropped = page_cache.drop(paths, everything=False)
-    assert dropped.resident_share == 1.0
-    assert not dropped.cold
+    dropped = page_cache.drop(paths)
+    assert dropped.share == 1.0
     assert "its files are memory" in dropped.notes[0]
     meter = Meter(str(memory))
     before = meter.snapshot()
@@ -152,9 +151,9 @@ def test_slowfs_counts_what_it_served_whatever_lies_in_the_cache_below(tmp_path:
     with slowfs.slow_mount(str(tmp_path)) as mounted:
         meter = Meter(mounted)
         seen = [os.path.join(mounted, os.path.basename(path)) for path in paths]
-        dropped = page_cache.drop(seen, everything=False)
+        dropped = page_cache.drop(seen)
         # Opened with direct I/O: the kernel keeps no pages of it.
-        assert dropped.resident_share == 0.0
+        assert dropped.share == 0.0
         assert "fuse" in dropped.notes[0]
         before = meter.snapshot()
         read(seen)
@@ -207,13 +206,13 @@ def test_a_missing_file_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(dlio.UsageError, match="generate the data again"):
         page_cache.drop([str(tmp_path / "no.bin")])
     with pytest.raises(dlio.UsageError, match="generate the data again"):
-        page_cache.resident([str(tmp_path / "no.bin")])
+        page_cache.residency([str(tmp_path / "no.bin")])
 
 
 def test_an_empty_file_has_no_pages(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     assert page_cache.residency([str(tmp_path / "empty")]) == page_cache.Residency(0, 0)
-    assert page_cache.resident([]) == 0.0
+    assert page_cache.residency([]).share == 0.0
 
 
 def test_pages_of_strangers_files_are_unknown_not_resident(
@@ -225,8 +224,8 @@ def test_pages_of_strangers_files_are_unknown_not_resident(
     monkeypatch.setattr(os, "access", lambda *_: False)
     left = page_cache.residency(paths)
     assert (left.pages, left.unknown_files) == (0, 2)
-    dropped = page_cache.drop(paths, everything=False)
-    assert not dropped.cold
+    dropped = page_cache.drop(paths)
+    assert dropped.unknown_files == 2
     assert "only their owner may" in dropped.notes[0]
 
 
@@ -238,8 +237,8 @@ def test_drop_caches_is_written_where_it_may_be(
     if writable:
         switch.write_text("")
     monkeypatch.setattr(page_cache, "DROP_CACHES", str(switch))
-    methods = page_cache.drop(written(tmp_path)).methods
-    assert methods == (("fadvise", "drop_caches") if writable else ("fadvise",))
+    page_cache.drop(written(tmp_path), everything=True)
+    assert switch.exists() == writable
     assert not writable or switch.read_text() == "3\n"
 
 

@@ -5,7 +5,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,11 +27,10 @@ _TEMPORARY: Final = ".writing"
 """Suffix of a file until it is complete."""
 _OWN_BYTES: Final = 1024
 """Upper limit of what a format adds to each sample, for the check of free space."""
-_QUEUED: Final = 2
-"""Files per thread that wait to be written."""
+_QUEUED: Final = 1000
+"""Files that are given to the threads at a time."""
 _STORE_COMPLETE: Final = os.path.join("y", "c", "0")
 """The file of a Zarr store that is written last, before its shards."""
-_POLL_S: Final = 0.2
 _TRAIN: Final = "train"
 _VALID: Final = "valid"
 """Folder that DLIO looks for even if it evaluates nothing; it stays empty."""
@@ -179,9 +178,12 @@ class _DataFiles:
             total = sum(map(self._bytes_of, missing))
             progress.begin(f"generating {self._workload.name}", total)
         done = 0
-        for written in _in_threads(self._write_one, missing, threads):
-            done += written
-            progress.update(done)
+        with ThreadPoolExecutor(threads, "dlio-generate") as pool:
+            # A part at a time: after an error no more files begin, and there may be millions.
+            for first in range(0, len(missing), _QUEUED):
+                for written in pool.map(self._write_one, missing[first : first + _QUEUED]):
+                    done += written
+                    progress.update(done)
 
     def _check_room(self, missing: Sequence[int]) -> None:
         """Raise UsageError unless files fit into the file system; network file systems with quotas
@@ -237,35 +239,15 @@ class _DataFiles:
 def _finish(workload: Workload, folder: str, sizes: npt.NDArray[np.int64]) -> None:
     """Verify that all files are as they were generated, and note that they are complete."""
     digest = xxhash.xxh3_128_hexdigest(sizes.astype("<i8").tobytes())
-    stamp = check_folder(folder, workload)
-    assert stamp is not None
-    if stamp.sizes_digest == digest:
+    stamped = check_folder(folder, workload)
+    if stamped == digest:
         return
-    if stamp.sizes_digest:
+    if stamped:
         raise UsageError(
             f"{folder}: files have other sizes than those that were generated: remove the folder "
             "and generate it again"
         )
     write_stamp(folder, workload, digest)
-
-
-def _in_threads(
-    function: Callable[[int], int], numbers: Iterable[int], threads: int
-) -> Iterator[int]:
-    """Yield the results of a function, in any order; after an error no more calls begin."""
-    waiting: set[Future[int]] = set()
-    pool = ThreadPoolExecutor(threads, "dlio-generate")
-    try:
-        for number in numbers:
-            while len(waiting) >= threads * _QUEUED:
-                done, waiting = wait(waiting, _POLL_S, FIRST_COMPLETED)
-                yield from (each.result() for each in done)
-            waiting.add(pool.submit(function, number))
-        while waiting:
-            done, waiting = wait(waiting, _POLL_S, FIRST_COMPLETED)
-            yield from (each.result() for each in done)
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _sync(folder: str) -> None:
