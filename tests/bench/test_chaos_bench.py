@@ -11,10 +11,9 @@ import pytest
 from dlio_docs.benchmarks import page
 
 from dlio.cli import main
-from dlio.train.ledger_file import LedgerLine, check_ledger
+from dlio.train.ledger_file import LedgerLine
 from dlio.util.shared_folders import SHARED_MEMORY, SharedFolder, user_folder
 from dlio_bench.chaos.accounts import (
-    UnevenEpoch,
     effective_time,
     quantiles,
     uneven_epochs,
@@ -65,11 +64,16 @@ def test_a_trace_shows_samples_that_were_lost_and_doubled() -> None:
         line(1, 1, 1, 2),
         line(3, 0, 0, 1, 2, 3, 4),
     ]
-    assert uneven_epochs(check_ledger(ledger[:2], 5, 1)) == []
-    assert uneven_epochs(check_ledger(ledger, 5, 3)) == [
-        UnevenEpoch(1, lost=1, doubled=2),  # 3 is missing, and 2 comes three times.
-        UnevenEpoch(2, lost=5, doubled=0, problems=1),
-        UnevenEpoch(3, lost=0, doubled=0, problems=1),  # No such epoch was asked for.
+    assert uneven_epochs(ledger[:2], 5, 1) == []
+    assert uneven_epochs(ledger, 5, 3) == [
+        {
+            "epoch": 1,
+            "lost": 1,
+            "doubled": 2,
+            "problems": 0,
+        },  # 3 is missing, and 2 comes three times.
+        {"epoch": 2, "lost": 5, "doubled": 0, "problems": 1},
+        {"epoch": 3, "lost": 0, "doubled": 0, "problems": 1},  # No such epoch was asked for.
     ]
 
 
@@ -175,7 +179,7 @@ def test_figures_are_of_the_records() -> None:
     late = RunRecord(0, False, [left, hurt], [InjectedFault(_fault(), 6.5, (0,))], 7.0, "", 0, [])
     hung.made.append(InjectedFault(_fault(), 6.5, (0,)))
     jobs = [
-        JobRecord([run], [UnevenEpoch(0, 1, 2)], epochs=1),
+        JobRecord([run], [{"epoch": 0, "lost": 1, "doubled": 2, "problems": 0}], epochs=1),
         JobRecord([hung]),
         JobRecord([RunRecord(2, False, [], [], 7.0, "dlio: error: x", 0, [])]),
     ]
@@ -221,7 +225,11 @@ def test_a_stored_report_becomes_tables_of_the_site(
     monkeypatch.setattr("dlio_docs.benchmarks.DATA", tmp_path)
     left = RankStamps(0, 10, 0.0)
     left.steps = [_stamp(k, float(k)) for k in range(1, 4)]
-    job = JobRecord([RunRecord(0, False, [left], [], 7.0, "", 0, [])], [UnevenEpoch(0, 3, 0)], 1)
+    job = JobRecord(
+        [RunRecord(0, False, [left], [], 7.0, "", 0, [])],
+        [{"epoch": 0, "lost": 3, "doubled": 0, "problems": 0}],
+        1,
+    )
     rows = rows_of({"shrink": figures_of("shrink", [job], samples=10)})
     ratio = {"parameters_MB": 25, "shrink_over_off": 1.01, "ratios": [1.0, 1.02]}
     stored = {

@@ -7,7 +7,7 @@ import pytest
 
 from dlio.cli import main
 from dlio.errors import UsageError
-from dlio_bench.chaos.accounts import UnevenEpoch, quantiles
+from dlio_bench.chaos.accounts import quantiles
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.chaos.node_storm import NodeJob, Outage, figures_of_nodes
 from dlio_bench.chaos.pretended_nodes import may_pretend
@@ -24,7 +24,7 @@ def test_figures_are_of_the_jobs() -> None:
         wall_s=40.0,
     )
     failed = NodeJob(outages=[Outage("node", "C", 5.0)], code=1, errors="dlio: error: x")
-    uneven = NodeJob(code=0, uneven=[UnevenEpoch(0, lost=2, doubled=3, problems=4)])
+    uneven = NodeJob(code=0, uneven=[{"epoch": 0, "lost": 2, "doubled": 3, "problems": 4}])
     hung = NodeJob(code=None, hung=True)
     figures = figures_of_nodes([well, failed, uneven, hung])
     assert figures["faults"] == {"node": 2, "cut": 1}

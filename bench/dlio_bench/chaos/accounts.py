@@ -6,28 +6,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlio.train.ledger_file import EpochCheck
+from dlio.train.ledger_file import LedgerLine, check_ledger
 from dlio_bench.chaos.stamps import FinishedStep
 
-
-@dataclass(frozen=True, slots=True)
-class UnevenEpoch:
-    """An epoch in which some samples were not trained on exactly once."""
-
-    epoch: int
-    lost: int
-    """Samples that nobody trained on."""
-    doubled: int
-    """Times that a sample was trained on after the first."""
-    problems: int = 0
-    """Steps that are missing, and the like."""
+UnevenEpoch = dict[str, int]
+"""An epoch in which some samples were not trained on exactly once: its number, `epoch`, samples
+that nobody trained on, `lost`, times that one was trained on after the first, `doubled`, and wrong
+lines of its trace, `problems`."""
 
 
-def uneven_epochs(checked: Iterable[EpochCheck]) -> list[UnevenEpoch]:
-    """Return the epochs in which not every sample came exactly once."""
+def uneven_epochs(trace: Iterable[LedgerLine], samples: int, epochs: int) -> list[UnevenEpoch]:
+    """Return the epochs of a trace in which not every sample came exactly once."""
     return [
-        UnevenEpoch(each.epoch, each.lost, each.doubled, len(each.problems))
-        for each in checked
+        {
+            "epoch": each.epoch,
+            "lost": each.lost,
+            "doubled": each.doubled,
+            "problems": len(each.problems),
+        }
+        for each in check_ledger(trace, samples, epochs)
         if not each.exact
     ]
 
@@ -35,16 +32,13 @@ def uneven_epochs(checked: Iterable[EpochCheck]) -> list[UnevenEpoch]:
 def uneven_totals(jobs: Sequence[Sequence[UnevenEpoch] | None]) -> dict[str, int | None]:
     """Return the samples that were lost and doubled, and wrong lines of traces.
 
-    Args:
-        jobs: uneven epochs of each job, None for those without a trace; the figures are None if
-            no job has one.
+    Jobs without a trace are None, and so are the figures if no job has one.
     """
-    uneven = [each for job in jobs for each in job or ()]
-    checked = any(job is not None for job in jobs)
+    known = [job for job in jobs if job is not None]
+    names = {"samples_lost": "lost", "samples_doubled": "doubled", "ledger_problems": "problems"}
     return {
-        "samples_lost": sum(each.lost for each in uneven) if checked else None,
-        "samples_doubled": sum(each.doubled for each in uneven) if checked else None,
-        "ledger_problems": sum(each.problems for each in uneven) if checked else None,
+        name: sum(each[key] for job in known for each in job) if known else None
+        for name, key in names.items()
     }
 
 

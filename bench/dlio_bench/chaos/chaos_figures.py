@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Final
 
 from dlio_bench.chaos.accounts import UnevenEpoch, effective_time, quantiles, uneven_totals
@@ -93,12 +93,8 @@ class JobRecord:
 
 
 def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, object]:
-    """Return the figures of a storm.
-
-    Args:
-        mode: `shrink`, `restart` for jobs that are started again, or `torchft`.
-        samples: number of the data set's samples.
-    """
+    """Return the figures of a storm in a mode: `shrink`, `torchft`, or `restart` for jobs that are
+    started again. An epoch has so many samples."""
     runs = [run for job in jobs for run in job.runs]
     felt: list[tuple[InjectedFault, float | None]] = []
     caught_up: list[float] = []
@@ -152,7 +148,7 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
         "replays_equal": replayed.count("equal") if replayed else None,
         "unequal_replays": [each for each in replayed if each != "equal"],
         "uneven_epochs": [
-            {"job": number, **asdict(each)}
+            {"job": number, **each}
             for number, job in enumerate(jobs, 1)
             for each in job.uneven or ()
         ],
@@ -229,23 +225,14 @@ def next_step(ranks: Sequence[RankStamps], made: InjectedFault) -> float | None:
 
 
 def rows_of(result: Mapping[str, Mapping[str, object]]) -> list[dict[str, str]]:
-    """Return the rows of a table: one a figure, one column a way of surviving.
-
-    Args:
-        result: `figures_of` each way.
-    """
+    """Return the rows of a table: one a figure, one column a way of surviving."""
     return shown_rows(_SHOWN, result)
 
 
 def shown_rows(
     shown: Mapping[str, str], columns: Mapping[str, Mapping[str, object]]
 ) -> list[dict[str, str]]:
-    """Return the rows of a table of figures: one for each that some column has.
-
-    Args:
-        shown: by key, the figure in words.
-        columns: figures of each column, by key.
-    """
+    """Return the rows of a table: one for each figure that some column has, with its words."""
     return [
         {"figure": words, **{head: figure_text(own[key]) for head, own in columns.items()}}
         for key, words in shown.items()

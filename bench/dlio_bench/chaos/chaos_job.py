@@ -14,16 +14,13 @@ from dlio.errors import UsageError
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.chaos.leftovers import JOB, kill, processes_of, wait_until
 from dlio_bench.chaos.scheduled_faults import (
-    EXIT,
-    HANG,
-    RAISE,
-    STACKS,
     FaultClock,
     InjectedFault,
     ScheduledFault,
     make_schedule,
 )
 from dlio_bench.chaos.stamps import RankStamps, Stamps
+from dlio_bench.chaos.torchft_program import EXIT, HANG, RAISE, STACKS
 
 IMAGE_SIZE: Final = 32
 """Side of the pictures, in pixels."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlio.errors import UsageError
-from dlio.train.ledger_file import check_ledger, read_lines
+from dlio.train.ledger_file import read_lines
 from dlio_bench.chaos.accounts import (
     UnevenEpoch,
     effective_time,
@@ -237,7 +237,7 @@ def _job(case: ChaosCase, folder: str, samples: int, clock: FaultClock) -> NodeJ
             wrote = json.load(file)
         record.losses, record.changes = wrote["losses"], wrote["changes"]
     if record.code == 0 and os.path.exists(trace):
-        record.uneven = uneven_epochs(check_ledger(read_lines(trace), samples, options.epochs))
+        record.uneven = uneven_epochs(read_lines(trace), samples, options.epochs)
     disturbed = [(each.at, each.until or float("inf")) for each in record.outages]
     disturbed += joining_times(job.stamps.ranks)
     effective = effective_time([steps_of(job.stamps.ranks)], disturbed)

@@ -1,7 +1,6 @@
 """Faults, a seeded schedule of them, and the clock by which they are made."""
 
 import random
-import signal
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -10,14 +9,6 @@ from typing import Final
 
 KINDS: Final = ("kill", "stop", "segv", "exit", "raise", "twice", "first", "hang", "leave")
 NODE_KINDS: Final = ("node", "cut")
-RAISE: Final = signal.SIGUSR1
-"""Signal on which a rank raises an exception before its next optimizer step."""
-EXIT: Final = signal.SIGUSR2
-"""Signal on which a rank ends with code 0, wherever it is."""
-HANG: Final = signal.SIGRTMIN
-"""Signal on which a rank never comes to its next optimizer step, and computes."""
-STACKS: Final = signal.SIGQUIT
-"""Signal on which a rank writes the stacks of its threads into its job's folder."""
 _TWICE_S: Final = 0.08
 
 

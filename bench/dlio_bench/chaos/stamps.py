@@ -11,23 +11,19 @@ monotonic clock, and a `kind`:
 | `end` | `peak_KiB`: largest resident memory |
 """
 
-import faulthandler
 import glob
 import json
 import os
-import resource
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from types import FrameType
-from typing import IO, Final, Self, TypedDict, cast
+from typing import Final, Self, TypedDict, cast
 
 from torch import nn
 
 from dlio.train.callbacks import Callback, Run
 from dlio.train.report import EpochReport
-from dlio_bench.chaos.scheduled_faults import EXIT, HANG, RAISE, STACKS
+from dlio_bench.chaos.torchft_program import StampFile
 
 _WIDTH: Final = 1024
 
@@ -148,9 +144,6 @@ def steps_of(ranks: Sequence[RankStamps]) -> list[FinishedStep]:
 class StampWriter(Callback):
     """Writes a line of JSON for each step and loss into a file of its rank, and makes some faults.
 
-    The bench kills and stops ranks from outside. For an exit or an exception it sends a signal,
-    and this callback does the rest.
-
     Args:
         folder: folder of the job.
         bench: process of the bench; the rank ends when it is gone.
@@ -159,13 +152,9 @@ class StampWriter(Callback):
 
     def __init__(self, folder: str, bench: int, pause_ms: float = 0.0) -> None:
         self._folder, self._bench, self._pause_s = folder, bench, pause_ms / 1000
-        self._file = -1
-        self._stacks: IO[str] | None = None
         self._run: Run | None = None
         self._losses = self._changes = 0
         self._generation = 0
-        self._fault = 0
-        """Signal of a fault to make before the next step; 0 if there is none."""
 
     def __enter__(self) -> Self:
         return self
@@ -173,41 +162,22 @@ class StampWriter(Callback):
     def __exit__(self, *_: object) -> None:
         if self._run is not None:
             self._tell_losses(self._run)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            self._stamp({"kind": "end", "peak_KiB": peak})
-        # The file stays open until the process ends, which may be by a late signal.
+            self._file.end()
 
     def begins(self, run: Run) -> None:
         self._run = run
-        name = f"{run.comm.rank}-{os.getpid()}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._file = os.open(os.path.join(self._folder, f"rank-{name}.jsonl"), flags, 0o600)
-        self._stacks = open(  # noqa: SIM115
-            os.path.join(self._folder, f"stacks-{name}.txt"), "w", encoding="utf-8"
-        )
-        faulthandler.register(STACKS, self._stacks, all_threads=True)
-        signal.signal(RAISE, self._on_fault)
-        signal.signal(HANG, self._on_fault)
-        signal.signal(EXIT, lambda _, __: os._exit(0))
+        self._file = StampFile(self._folder, run.comm.rank)
         # Those of ranks that this one takes the place of have been told.
         self._losses, self._changes = len(run.losses), len(run.changes)
-        who = {"rank": run.comm.rank, "pid": os.getpid(), "step": run.updates}
-        self._stamp({"kind": "begin", **who})
+        self._file.begin(run.updates)
 
     def before_step(self, run: Run) -> bool:
-        if self._pause_s:
-            time.sleep(self._pause_s)
-        if self._fault == RAISE:
-            raise RuntimeError("dlio bench chaos: a bug of this rank alone")
-        while self._fault == HANG:
-            pass
+        self._file.pause(self._pause_s)
         return True
 
     def after_step(self, run: Run) -> None:
         self._tell_losses(run)
-        where = {"epoch": run.epoch_number, "step": run.updates}
-        ranks = {"generation": self._generation, "ranks": run.comm.size}
-        self._stamp({"kind": "step", **where, **ranks})
+        self._file.step(run.epoch_number, run.updates, self._generation, run.comm.size)
         try:
             os.kill(self._bench, 0)
         except ProcessLookupError:
@@ -221,15 +191,8 @@ class StampWriter(Callback):
         added = (*losses[self._losses :], *changes[self._changes :])
         for change in sorted(added, key=lambda each: each.generation):
             self._generation = change.generation
-            self._stamp({**asdict(change), "kind": "loss", "change": change.kind})
+            self._file.write({**asdict(change), "kind": "loss", "change": change.kind})
         self._losses, self._changes = len(losses), len(changes)
-
-    def _stamp(self, line: dict[str, object]) -> None:
-        # One write: a rank that is killed leaves whole lines.
-        os.write(self._file, json.dumps({"t": time.monotonic(), **line}).encode() + b"\n")
-
-    def _on_fault(self, number: int, frame: FrameType | None) -> None:
-        self._fault = number
 
 
 def sized(classes: int, image_size: int, megabytes: int = 25) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio.train.ledger_file import check_ledger, read_lines
+from dlio.train.ledger_file import read_lines
 from dlio_bench.chaos.accounts import uneven_epochs
 from dlio_bench.chaos.chaos_figures import JobRecord, RunRecord, figures_of, rows_of
 from dlio_bench.chaos.chaos_job import ChaosCase, ChaosJob
@@ -78,20 +78,14 @@ def measure(case: ChaosCase) -> dict[str, object]:
 
 
 class _Refill:
-    """Has all ranks of a job begin again; on pretended nodes A and B.
-
-    Args:
-        folder: of the job.
-        ranks: number of ranks.
-        steps: steps after which a state is kept from which all can begin again.
-    """
+    """Has all ranks of a job begin again, on pretended nodes A and B; a state from which they can
+    is kept after so many steps."""
 
     def __init__(self, folder: str, ranks: int, steps: int) -> None:
         self._steps = steps
         os.makedirs(f"{folder}-nodes")
         self._nodes = PretendedNodes(Path(f"{folder}-nodes"))
-        self.environment = self._nodes.environment
-        self.close = self._nodes.close
+        self.environment, self.close = self._nodes.environment, self._nodes.close
         self._ranks = ranks
         self.times: list[tuple[float, float]] = []
         """Begin and end of each time."""
@@ -140,14 +134,14 @@ def _job(case: ChaosCase, folder: str, samples: int, mode: str, clock: FaultCloc
         if mode == "torchft":
             ledger = account(read_batches(own), last.ranks, options.epochs)
             record.dropped, record.beyond = ledger.dropped, ledger.beyond
-            record.uneven = uneven_epochs(check_ledger(ledger.lines, samples, options.epochs))
+            record.uneven = uneven_epochs(ledger.lines, samples, options.epochs)
             return record
         with open(f"{own}/report.json", encoding="utf-8") as file:
             record.other_weights = len(json.load(file)["restored"])
         # A run that is resumed has no trace of the steps before.
         if len(record.runs) == 1 and os.path.exists(f"{own}/trace.jsonl"):
             lines = read_lines(f"{own}/trace.jsonl")
-            record.uneven = uneven_epochs(check_ledger(lines, samples, options.epochs))
+            record.uneven = uneven_epochs(lines, samples, options.epochs)
             if options.replay:
                 record.replay = _replay(case, own)
     return record

@@ -71,8 +71,75 @@ _GLOO_S: Final = 5.0
 _MANAGER_S: Final = 30.0
 _POLL_S: Final = 0.01
 _PDEATHSIG: Final = 1
-_RAISE, _EXIT, _HANG, _STACKS = signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN, signal.SIGQUIT
 _MEAN_AND_DEVIATION: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+RAISE: Final = signal.SIGUSR1
+"""Signal on which a rank raises an exception before its next optimizer step."""
+EXIT: Final = signal.SIGUSR2
+"""Signal on which a rank ends with code 0, wherever it is."""
+HANG: Final = signal.SIGRTMIN
+"""Signal on which a rank never comes to its next optimizer step, and computes."""
+STACKS: Final = signal.SIGQUIT
+"""Signal on which a rank writes the stacks of its threads into its job's folder."""
+
+
+class StampFile:
+    """A rank's file of stamps, in the format of `stamps`, and the faults that the rank makes.
+
+    The bench kills and stops ranks from outside. For an exit or an exception it sends a signal,
+    and the rank does the rest. The file stays open until the process ends, which may be by a late
+    signal.
+    """
+
+    def __init__(self, folder: str, rank: int) -> None:
+        name = f"{rank}-{os.getpid()}"
+        self._rank = rank
+        self._file = open_lines(os.path.join(folder, f"rank-{name}.jsonl"))
+        self._stacks: IO[str] = open(  # noqa: SIM115
+            os.path.join(folder, f"stacks-{name}.txt"), "w", encoding="utf-8"
+        )
+        self._fault = 0
+        """Signal of a fault to make before the next step; 0 if there is none."""
+        faulthandler.register(STACKS, self._stacks, all_threads=True)
+        signal.signal(RAISE, self._on_fault)
+        signal.signal(HANG, self._on_fault)
+        signal.signal(EXIT, lambda _, __: os._exit(0))
+
+    def begin(self, step: int) -> None:
+        """Stamp the begin, after `step` optimizer steps of others."""
+        self.write({"kind": "begin", "rank": self._rank, "pid": os.getpid(), "step": step})
+
+    def step(self, epoch: int, step: int, generation: int, ranks: int) -> None:
+        """Stamp a finished step."""
+        where = {"epoch": epoch, "step": step}
+        self.write({"kind": "step", **where, "generation": generation, "ranks": ranks})
+
+    def end(self) -> None:
+        """Stamp the end."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self.write({"kind": "end", "peak_KiB": peak})
+
+    def write(self, line: Mapping[str, object]) -> None:
+        """Stamp anything. One write: a rank that is killed leaves whole lines."""
+        os.write(self._file, json.dumps({"t": time.monotonic(), **line}).encode() + b"\n")
+
+    def pause(self, seconds: float) -> None:
+        """Sleep in the place of a GPU's computing, and make a fault."""
+        if seconds:
+            time.sleep(seconds)
+        if self._fault == RAISE:
+            raise RuntimeError("dlio bench chaos: a bug of this rank alone")
+        while self._fault == HANG:
+            pass
+
+    def _on_fault(self, number: int, frame: FrameType | None) -> None:
+        self._fault = number
+
+
+def open_lines(path: str) -> int:
+    """Open a file to which lines are added."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -177,8 +244,6 @@ class _ReplicaGroup:
     def __init__(self, settings: TorchftSettings, folder: str, rank: int) -> None:
         self._settings, self._folder, self._rank = settings, folder, rank
         self._again = os.path.exists(_ready(folder, rank))
-        self._fault = 0
-        """Signal of a fault to make before the next step; 0 if there is none."""
         self._at = (0, 0)
         """Epoch, and batch of this group in it."""
 
@@ -199,7 +264,7 @@ class _ReplicaGroup:
         share = -(-len(self._labels) // settings["ranks"])
         self._in_epoch = -(-share // settings["batch_size"])
         self._steps = settings["epochs"] * self._in_epoch
-        self._open()
+        self._stamps = StampFile(self._folder, self._rank)
         return self._run_plain() if settings["plain"] else self._run_torchft()
 
     def _run_plain(self) -> int:
@@ -225,9 +290,9 @@ class _ReplicaGroup:
             samples = self._batch(sampler)
             self._sgd.zero_grad()
             self._backward(model, samples)
-            self._pause()
+            self._stamps.pause(settings["pause_s"])
             self._sgd.step()
-            self._stamp_step(done + 1, 0, settings["ranks"])
+            self._stamps.step(self._at[0], done + 1, 0, settings["ranks"])
             self._advance()
         self._end()
         dist.destroy_process_group()
@@ -304,6 +369,8 @@ class _ReplicaGroup:
                 epoch, batch = json.load(file)
                 self._at = (epoch, batch)
         self._begin()
+        name = f"batches-{self._rank}-{os.getpid()}.jsonl"
+        batches = open_lines(os.path.join(self._folder, name))
         written = False
         samples: list[int] = []
 
@@ -319,7 +386,7 @@ class _ReplicaGroup:
                     "quorum": group.quorum,
                     "sums": manager.is_participating(),
                 }
-                os.write(self._batches, json.dumps(line).encode() + b"\n")
+                os.write(batches, json.dumps(line).encode() + b"\n")
             written = True
 
         group.before_sum = note
@@ -328,7 +395,7 @@ class _ReplicaGroup:
             samples = self._batch(sampler)
             optimizer.zero_grad()
             self._backward(model, samples)
-            self._pause()
+            self._stamps.pause(settings["pause_s"])
             before = manager.current_step()
             optimizer.step()
             step = manager.current_step()
@@ -336,7 +403,8 @@ class _ReplicaGroup:
                 if step == 1 and self._again:
                     print("all replica groups were lost, and the model with them", file=sys.stderr)
                     return _ALL_LOST
-                self._stamp_step(step, group.quorum, manager.num_participants())
+                ranks = manager.num_participants()
+                self._stamps.step(self._at[0], step, group.quorum, ranks)
             self._advance()
             self._save_position()
         self._end()
@@ -374,36 +442,12 @@ class _ReplicaGroup:
         loss = functional.cross_entropy(model(images), self._labels[samples])
         torch.autograd.backward(loss)
 
-    def _pause(self) -> None:
-        """Sleep in the place of a GPU's computing, where the ranks of dlio do; make faults."""
-        if self._settings["pause_s"]:
-            time.sleep(self._settings["pause_s"])
-        if self._fault == _RAISE:
-            raise RuntimeError("dlio bench chaos: a bug of this rank alone")
-        while self._fault == _HANG:
-            pass
-
     def _load(self, state: Mapping[str, dict[str, object]]) -> None:
         self._model.load_state_dict(state["model"])
         self._sgd.load_state_dict(state["optimizer"])
 
     def _state(self) -> dict[str, dict[str, object]]:
         return {"model": self._model.state_dict(), "optimizer": self._sgd.state_dict()}
-
-    def _open(self) -> None:
-        name = f"{self._rank}-{os.getpid()}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._stamps, self._batches = (
-            os.open(os.path.join(self._folder, f"{kind}-{name}.jsonl"), flags, 0o600)
-            for kind in ("rank", "batches")
-        )
-        self._stacks: IO[str] = open(  # noqa: SIM115
-            os.path.join(self._folder, f"stacks-{name}.txt"), "w", encoding="utf-8"
-        )
-        faulthandler.register(_STACKS, self._stacks, all_threads=True)
-        signal.signal(_RAISE, self._on_fault)
-        signal.signal(_HANG, self._on_fault)
-        signal.signal(_EXIT, lambda _, __: os._exit(0))
 
     def _begin(self) -> None:
         """Stamp the begin; groups that are not started again wait for each other before."""
@@ -414,22 +458,11 @@ class _ReplicaGroup:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not all groups were ready in {_START_S:g} s")
             time.sleep(_POLL_S)
-        self._stamp({"kind": "begin", "rank": self._rank, "pid": os.getpid(), "step": 0})
-
-    def _stamp_step(self, step: int, quorum: int, ranks: int) -> None:
-        where = {"epoch": self._at[0], "step": step}
-        self._stamp({"kind": "step", **where, "generation": quorum, "ranks": ranks})
+        self._stamps.begin(0)
 
     def _end(self) -> None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        self._stamp({"kind": "end", "peak_KiB": peak})
+        self._stamps.end()
         open(_finished(self._folder), "w").close()
-
-    def _stamp(self, line: Mapping[str, object]) -> None:
-        os.write(self._stamps, json.dumps({"t": time.monotonic(), **line}).encode() + b"\n")
-
-    def _on_fault(self, number: int, frame: FrameType | None) -> None:
-        self._fault = number
 
 
 def _finished(folder: str) -> str:
