@@ -52,10 +52,9 @@ class Sizes:
 
 
 def measure(cases: Sequence[str], sizes: Sizes, folder: str) -> dict[str, object]:
-    """Run cases; every figure is of `dlio stage`, run as its users run it, unless it says so.
+    """Run cases in a folder on the disk to be measured; files made there are removed.
 
-    Args:
-        folder: on the disk to be measured; files made there are removed.
+    Every figure is of `dlio stage`, run as its users run it, unless it says so.
     """
     results = {}
     for case in cases:
@@ -329,11 +328,8 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _dd(folder: str, copy: str | None = None, direct: bool = False) -> float:
-    """Seconds that dd takes to read all files, or to write them into `copy` and to the disk.
-
-    Args:
-        direct: past the page cache, as fio commonly does.
-    """
+    """Seconds that dd takes to read all files, past the page cache if `direct`, as fio commonly
+    does, or to write them into `copy` and to the disk."""
     started = time.perf_counter()
     for name in sorted(os.listdir(folder)):
         out = ["of=/dev/null"] if copy is None else [f"of={copy}", "conv=fsync"]

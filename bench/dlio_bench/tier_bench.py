@@ -28,13 +28,8 @@ _SECONDS: Final = 2.0
 
 
 def measure(read: Callable[[int, int], object], length: int, threads: int) -> dict[str, float]:
-    """Random reads from a place, for about 2 x 2 s: seconds of a small one alone, and bytes a
-    second of samples of 100 kB, `threads` at a time.
-
-    Args:
-        read: (offset, count).
-        length: bytes that there are.
-    """
+    """Random reads, `read(offset, count)`, from a place of `length` bytes, for about 2 x 2 s:
+    seconds of a small one alone, and bytes a second of samples of 100 kB, `threads` at a time."""
     offsets = np.random.default_rng(0).integers(0, max(1, length - _SAMPLE), 1 << 16).tolist()
     small, ends = [], time.monotonic() + _SECONDS
     for offset in offsets:

@@ -52,13 +52,8 @@ _TAIL: Final = 2000
 class ChaosJob:
     """A training with its ranks. A context manager, which ends it.
 
-    Args:
-        argv: its command.
-        folder: a new folder of its own, for stamps, output and temporary files.
-        cache: value of DLIO_CACHE.
-        deadline_s: time without a finished step after which it has hung; it may take longer to
-            start.
-        environment: more variables.
+    It gets a new folder of its own, for stamps, output and temporary files. Without a finished step
+    it has hung after `deadline_s`; it may take longer to start.
     """
 
     def __init__(
@@ -162,12 +157,7 @@ class ChaosJob:
 
     def steps_since(self, began: float, ranks: int) -> int:
         """Return the fewest steps of a rank that trains and was not hurt, if all ranks have begun
-        again since a time; else 0.
-
-        Args:
-            began: monotonic time in seconds.
-            ranks: number of ranks.
-        """
+        again since a monotonic time; else 0."""
         newest = self._newest()
         if sum(each.begun > began for each in newest.values()) < ranks:
             return 0
@@ -234,12 +224,8 @@ class ChaosCase:
         return FaultClock(make_schedule(kinds, own.kills, own.every, own.spacing, own.seed))
 
     def train_argv(self, folder: str, more: Sequence[str], model: str | None = None) -> list[str]:
-        """Return the command of a `dlio train` that stamps its steps into `folder`.
-
-        Args:
-            more: further options.
-            model: None for that of the options.
-        """
+        """Return the command of a `dlio train` with more options that stamps its steps into
+        `folder`."""
         own = self.options
         inside = (
             f"dlio_bench.chaos.stamps:StampWriter(folder={folder!r}, bench={os.getpid()}, "

@@ -18,11 +18,7 @@ _REAPED_S: Final = 10.0
 
 
 def processes_of(job: str) -> list[int]:
-    """Return the living processes of a job.
-
-    Args:
-        job: value of the variable JOB in their environment.
-    """
+    """Return the living processes of a job, by the variable JOB in their environment."""
     wanted = f"{JOB}={job}".encode()
     living = []
     for name in filter(str.isdigit, os.listdir("/proc")):

@@ -31,11 +31,7 @@ def without_daemons(names: Iterable[str]) -> list[str]:
 
 
 class PretendedNodes:
-    """The pretended nodes of a job.
-
-    Args:
-        folder: for the list of their namespaces.
-    """
+    """The pretended nodes of a job; a list of their namespaces is kept in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

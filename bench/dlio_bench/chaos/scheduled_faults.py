@@ -31,11 +31,7 @@ class ScheduledFault:
         return 2 if self.kind == "twice" else 1
 
     def choose(self, left: Sequence[int]) -> list[int]:
-        """Choose the ranks to hurt.
-
-        Args:
-            left: numbers of the ranks that are left, ascending; at least `takes`.
-        """
+        """Choose the ranks to hurt among those that are left, ascending; at least `takes`."""
         if self.kind == "first":
             return [left[0]]
         pool = list(left)
@@ -58,11 +54,8 @@ def make_schedule(
 ) -> list[ScheduledFault]:
     """Draw `count` faults; the same for the same arguments.
 
-    Kinds come equally often, but for the last ones, in random order.
-
-    Args:
-        every_s: mean time between two faults.
-        spacing: `exponential`, or `uniform` between half and one and a half of the mean.
+    Kinds come equally often, but for the last ones, in random order. The time between two faults
+    has a mean; its spacing is `exponential`, or `uniform` between half and one and a half of it.
     """
     rng = random.Random(seed)
     deck: list[str] = []
@@ -89,11 +82,7 @@ class FaultClock:
         self._last: float | None = None
 
     def due(self, runs: bool) -> ScheduledFault | None:
-        """Return the next fault if its time has come.
-
-        Args:
-            runs: True if the next fault can be made now; time stands still otherwise.
-        """
+        """Return the next fault if its time has come, and it can be made now (`runs`)."""
         now = time.monotonic()
         if runs and self._last is not None:
             self._passed_s += now - self._last

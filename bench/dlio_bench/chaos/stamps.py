@@ -66,11 +66,7 @@ class RankStamps:
 
 
 class Stamps:
-    """Stamps of all ranks of a run so far.
-
-    Args:
-        folder: folder of the run.
-    """
+    """Stamps of all ranks of the run in a folder so far."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -144,10 +140,7 @@ def steps_of(ranks: Sequence[RankStamps]) -> list[FinishedStep]:
 class StampWriter(Callback):
     """Writes a line of JSON for each step and loss into a file of its rank, and makes some faults.
 
-    Args:
-        folder: folder of the job.
-        bench: process of the bench; the rank ends when it is gone.
-        pause_ms: time to sleep in each step, in milliseconds.
+    The rank sleeps in each step, and ends when the process of the bench is gone.
     """
 
     def __init__(self, folder: str, bench: int, pause_ms: float = 0.0) -> None:

@@ -31,13 +31,8 @@ _LOOK_S: Final = 120.0
 
 
 def torchft_versions(python: str) -> dict[str, str]:
-    """Return the versions of torchft and torch.
-
-    Args:
-        python: an interpreter.
-
-    Raises UsageError if it cannot import them.
-    """
+    """Return the versions of torchft and torch. Raises UsageError if an interpreter cannot import
+    them."""
     try:
         done = subprocess.run(
             [python, "-I", "-c", _VERSIONS],
@@ -64,10 +59,8 @@ def torchft_argv(
     """Return the command of a job of torchft that stamps its steps into `folder`, which is made.
 
     Pictures are decoded once, as their middle, next to the job's folder; the model has the same
-    shape as dlio's, and the same initial weights in all replica groups.
-
-    Args:
-        plain: train by torch's DistributedDataParallel, without torchft.
+    shape as dlio's, and the same initial weights in all replica groups. A plain job trains by
+    torch's DistributedDataParallel, without torchft.
 
     Raises UsageError for a model that cannot be scripted.
     """
@@ -222,11 +215,8 @@ def account(
 
     A batch is in the model if its step was committed in its quorum, by any replica group: also if
     its own one was killed between the sum and its own commit. A step that was committed twice, as
-    nobody was left who had it, counts in the later quorum.
-
-    Args:
-        epochs: epochs of the job; replica groups that were never away come to later ones, in the
-            place of others that were.
+    nobody was left who had it, counts in the later quorum. Replica groups that were never away come
+    to epochs beyond those of the job, in the place of others that were.
     """
     quorum_of: dict[int, int] = {}
     for each in ranks:

@@ -68,11 +68,7 @@ MODELS: Final[dict[str, int]] = {
 
 
 def checkpoint_bytes(model: str, ranks: int, scale: float) -> int:
-    """Return the bytes that one rank writes.
-
-    Args:
-        model: one of MODELS.
-        scale: share of the model's bytes.
+    """Return the bytes that one rank writes: its part of a share, `scale`, of the model's.
 
     Raises UsageError for an unknown model.
     """

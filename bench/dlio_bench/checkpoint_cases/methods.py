@@ -202,12 +202,7 @@ class TrainingLoop(Protocol):
 
 
 class StallTraining:
-    """A multilayer perceptron with AdamW, as large as wanted.
-
-    Args:
-        state_bytes: bytes of parameters and both moments.
-        batch_size: samples of a step.
-    """
+    """A multilayer perceptron with AdamW; `state_bytes` are those of parameters and both moments."""
 
     def __init__(self, state_bytes: int, batch_size: int) -> None:
         width = max(8, int((state_bytes / (3 * 4 * _LAYERS)) ** 0.5))
@@ -297,11 +292,8 @@ def _one(
 def stall_figures(
     stalls: Sequence[Stall], every: int, common: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[Figure], list[Ratio]]:
-    """Return milliseconds of each method's stall, its share of `every` steps, and ratios to DCP's.
-
-    Args:
-        common: labels of all.
-    """
+    """Return milliseconds of each method's stall, its share of `every` steps, and ratios to DCP's;
+    all have some labels in common."""
     figures, blocked = [], {}
     for name in dict.fromkeys(each.method for each in stalls):
         mine = [each for each in stalls if each.method == name]

@@ -20,11 +20,7 @@ _WHOLE: Final = float(2**64)
 
 
 class Share:
-    """A rate that all requests share, in the order in which they come. Thread-safe.
-
-    Args:
-        rate: units a second; None for no limit.
-    """
+    """A rate, or none, that all requests share, in the order in which they come. Thread-safe."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate = rate
@@ -50,9 +46,7 @@ class RequestPace:
     def wait(self, count: float = 0, times: float = 1.0, own: Share | None = None) -> None:
         """Come back when a request for `count` units is answered.
 
-        Args:
-            times: factor of the latency, more than 1 in the tail.
-            own: one more share, such as that of an open file.
+        In the tail the latency is taken several times. An open file may have a share of its own.
         """
         now = time.monotonic()
         until = now + self._latency_s * times

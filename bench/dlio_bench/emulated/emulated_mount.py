@@ -76,10 +76,8 @@ def slow_mount(
 ) -> Iterator[str]:
     """`emulated` of figures, read-only, and mounted also if none of them is slow.
 
-    Args:
-        latency_s: of a request; `open_latency_s` of opening a file, by default the same.
-        bandwidth: bytes a second, of all readers together.
-        eio_rate, hang_rate: share of reads that fail, or hang, drawn from `seed`.
+    Opening a file has the latency of other requests, unless it has its own. The bandwidth is that
+    of all readers together; shares of reads that fail or hang are drawn from the seed.
 
     Raises UsageError where FUSE is missing.
     """
@@ -232,11 +230,8 @@ class Emulation:
 
     @contextmanager
     def mounted(self, path: str, comm: Communicator, *, writable: bool = True) -> Iterator[str]:
-        """The path at which all ranks of a machine find a folder behind the storage. Collective.
-
-        Args:
-            path: the folder, on rank 0, which mounts the storage for all of them.
-        """
+        """The path at which all ranks of a machine find a folder behind the storage, which rank 0
+        mounts for all of them. Collective."""
         with ExitStack() as stack:
             mounted = ""
             if comm.rank == 0:

@@ -138,11 +138,9 @@ def shape_names() -> list[str]:
 
 
 def read_job(source: str, overrides: Sequence[str] = ()) -> WorkloadJob:
-    """Read a workload.
+    """Read a workload: a YAML file with DLIO's keys, or one of `shape_names`.
 
-    Args:
-        source: a YAML file with DLIO's keys, or one of `shape_names`.
-        overrides: such as `reader.batch_size=4`, or `++workload.reader.batch_size=4`.
+    Overrides are such as `reader.batch_size=4`, or `++workload.reader.batch_size=4`.
 
     Raises UsageError for unknown keys, and values that make no sense.
     """
@@ -153,13 +151,8 @@ def read_job(source: str, overrides: Sequence[str] = ()) -> WorkloadJob:
 def job_of(
     keys: Mapping[str, object], overrides: Sequence[str], name: str, origin: str
 ) -> WorkloadJob:
-    """Return the job that DLIO's keys and overrides describe.
-
-    Args:
-        keys: values by key, such as `reader.batch_size`.
-        overrides: as for `read_job`.
-        name: of the workload.
-        origin: where the keys are from, for errors.
+    """Return the job that DLIO's keys, such as `reader.batch_size`, and overrides describe; errors
+    say the origin of the keys.
 
     Raises UsageError for unknown keys, and values that make no sense.
     """

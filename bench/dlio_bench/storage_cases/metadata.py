@@ -56,12 +56,8 @@ class MetadataRate:
 def measure_metadata(path: str, *, files: int = 1000, threads: int = 4) -> list[MetadataRate]:
     """Measure the metadata operations of the file system that holds a folder.
 
-    Nothing is left in the folder, even after an error or Ctrl-C.
-
-    Args:
-        path: an existing folder that can be written.
-        files: empty files of each thread.
-        threads: threads that work at a time.
+    Each thread has so many empty files. Nothing is left in the folder, even after an error or
+    Ctrl-C.
 
     Raises UsageError if the folder cannot be written.
     """
@@ -82,61 +78,49 @@ def measure_metadata(path: str, *, files: int = 1000, threads: int = 4) -> list[
         _remove(scratch)
 
 
-class _MetadataPhase:
-    """One kind of operation under way in all threads."""
+def _measure(operation: str, folders: Sequence[str], files: int) -> MetadataRate:
+    """Measure one kind of operation, in a thread for each folder."""
+    begin, stop = threading.Barrier(len(folders)), threading.Event()
+    latencies: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(folders)
+    spans = [(0, 0)] * len(folders)
+    errors: list[OSError] = []
+    operate, clock = _OPERATE[operation], time.perf_counter_ns
 
-    def __init__(self, operation: str, folders: Sequence[str], files: int) -> None:
-        self._operation = operation
-        self._folders = folders
-        self._files = files
-        self._begin = threading.Barrier(len(folders))
-        self.stop = threading.Event()
-        self.latencies: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(folders)
-        self.spans = [(0, 0)] * len(folders)
-        self.errors: list[OSError] = []
-
-    def run(self, thread: int) -> None:
-        folder = self._folders[thread]
-        if self._operation == "list":
-            work: list[str] = [folder]
-        else:
-            work = [os.path.join(folder, f"f{number:07d}") for number in range(self._files)]
-        operate = _OPERATE[self._operation]
+    def run(thread: int) -> None:
+        work = [folders[thread]]
+        if operation != "list":
+            work = [os.path.join(folders[thread], f"f{number:07d}") for number in range(files)]
         taken = np.zeros(len(work), np.int64)
-        clock = time.perf_counter_ns
         with suppress(threading.BrokenBarrierError):
-            self._begin.wait()
+            begin.wait()
         started = clock()
         try:
             for number, name in enumerate(work):
-                if number % _BATCH == 0 and self.stop.is_set():
+                if number % _BATCH == 0 and stop.is_set():
                     return
                 before = clock()
                 operate(name)
                 taken[number] = clock() - before
         except OSError as error:
-            self.errors.append(error)
-            self.stop.set()
-        self.spans[thread] = (started, clock())
-        self.latencies[thread] = taken
+            errors.append(error)
+            stop.set()
+        spans[thread] = (started, clock())
+        latencies[thread] = taken
 
-    def give_up(self) -> None:
+    def give_up() -> None:
         """End the threads, those too that wait for others to begin."""
-        self.stop.set()
-        self._begin.abort()
+        stop.set()
+        begin.abort()
 
-
-def _measure(operation: str, folders: Sequence[str], files: int) -> MetadataRate:
-    phase = _MetadataPhase(operation, folders, files)
-    workers = Workers("dlio-metadata", phase.run, len(folders), wake=phase.give_up)
     # Leaving the block waits for the threads, so that nothing is made after the folder is removed.
-    with workers:
+    with Workers("dlio-metadata", run, len(folders), wake=give_up) as workers:
         workers.wait()
-    if phase.errors:
-        raise phase.errors[0]
-    seconds = (max(end for _, end in phase.spans) - min(start for start, _ in phase.spans)) / 1e9
-    latencies = np.sort(np.concatenate(phase.latencies)) / 1e9
-    return MetadataRate(operation, files * len(folders), seconds, latencies)
+    if errors:
+        raise errors[0]
+    seconds = (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9
+    return MetadataRate(
+        operation, files * len(folders), seconds, np.sort(np.concatenate(latencies)) / 1e9
+    )
 
 
 def _open(path: str, flags: int = os.O_RDONLY) -> None:

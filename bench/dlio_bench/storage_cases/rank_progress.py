@@ -8,11 +8,7 @@ from dlio.util.progress_bar import ProgressBar
 
 
 class RankProgress(ExitStack):
-    """Progress of one rank; the others show nothing.
-
-    Args:
-        shown: True on the rank that shows it.
-    """
+    """Progress of the rank on which it is shown; the others show nothing."""
 
     def __init__(self, shown: bool) -> None:
         super().__init__()

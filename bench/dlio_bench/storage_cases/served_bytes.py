@@ -79,11 +79,8 @@ class ServedBytes:
         return ServedBytes(**less)
 
     def added(self, other: "ServedBytes", *, shared: bool) -> "ServedBytes":
-        """Return the counters of two process trees together.
-
-        Args:
-            shared: also add the counters of the device and of slowfs, which belong to a machine.
-        """
+        """Return the counters of two process trees together; those of the device and of slowfs,
+        which belong to a machine, only if it is another one (`shared`)."""
         total: dict[str, Any] = asdict(self)
         for name, count in asdict(other).items():
             if count is not None and (shared or name in _OF_PROCESSES):
@@ -92,12 +89,9 @@ class ServedBytes:
 
 
 class Meter:
-    """Counters of this process, its children, and the storage below a folder.
+    """Counters of this process, its children, and the storage below a folder of the data.
 
     Children that have ended count once their parents have waited for them.
-
-    Args:
-        folder: where the data is, as the processes name it.
     """
 
     def __init__(self, folder: str) -> None:
@@ -112,15 +106,12 @@ class Meter:
     def verdict(
         self, served: ServedBytes, wanted_bytes: int, resident_before: float | None = None
     ) -> Verdict:
-        """Judge whether data came from the page cache.
+        """Judge whether data came from the page cache, between two snapshots.
 
-        Args:
-            served: difference of two snapshots.
-            wanted_bytes: bytes of data that the loader needed from the files meanwhile: those that
-                tiers of its own held do not count. Readahead and the format's own bytes may make
-                the storage serve more.
-            resident_before: share of the files' pages that were in the page cache before, which
-                decides where the storage has no counter.
+        `wanted_bytes` are those that the loader needed from the files meanwhile: those that tiers
+        of its own held do not count. Readahead and the format's own bytes may make the storage
+        serve more. `resident_before`, the share of the files' pages that were in the page cache
+        before, decides where the storage has no counter.
         """
         system = self.file_system
         if system.in_memory:

@@ -117,12 +117,8 @@ def _medians(*programs: Sequence[ProgramFigures]) -> tuple[list[float], list[flo
 
 
 def dlio_keys(case: AgreementOptions, loader: str, data: str, results: str) -> list[str]:
-    """Return the arguments of dlio_benchmark.
-
-    Args:
-        data: folder that has the folder `train` with the files.
-        results: folder for its results.
-    """
+    """Return the arguments of dlio_benchmark, for a folder with the folder `train`, and another one
+    for its results."""
     size = parse_bytes(case.sample_size)
     keys: dict[str, object] = {
         "framework": "pytorch",

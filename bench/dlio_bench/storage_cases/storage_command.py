@@ -299,12 +299,8 @@ _STYLES: Final[dict[Outcome, str]] = {
 
 
 def rules_table(checked: Mapping[str, Sequence[Check]], title: str | None = None) -> Table:
-    """Return a row for each rule; the caption says that this is not a result of MLPerf.
-
-    Args:
-        checked: checks by what was run, such as loaders: the same rules, in the same order.
-        title: of the table.
-    """
+    """Return a row for each rule, with a column for each loader, whose rules are the same; the
+    caption says that this is not a result of MLPerf."""
     drawn = Table(
         box=SIMPLE_HEAD,
         title=title,
@@ -342,12 +338,7 @@ def checks_of(
     measured: StorageMeasurements,
     epochs: Sequence[LoaderEpochFigures],
 ) -> dict[str, list[Check]]:
-    """Return the checks of each loader; none if no rules are asked for.
-
-    Args:
-        overridden: keys that differ from the workload's file.
-        emulates: the storage is made slower on purpose.
-    """
+    """Return the checks of each loader; none if no rules are asked for."""
     if case.rules == "none":
         return {}
     shares = Counter(measured.nodes.node_of.tolist())

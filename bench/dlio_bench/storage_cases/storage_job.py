@@ -4,9 +4,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
@@ -64,29 +64,58 @@ class StorageRankEpoch:
         return {**asdict(self), "requests": self.requests.to_json()}
 
 
+@dataclass(frozen=True, slots=True)
+class LoaderRun:
+    """One repeat of a loader, of all ranks."""
+
+    loader: str
+    repeat: int
+    ranks: Sequence[Mapping[str, Any]]
+    """By rank: `epochs` (see `StorageRankEpoch.to_json`), `cpu_s`, `memory_bytes`, `processes`."""
+    steps: int
+    left_out: int
+
+
+@dataclass(frozen=True)
 class Runner:
-    """Runs epochs of any loader on this rank.
+    """Runs epochs of any loader on this rank."""
 
-    Args:
-        place: the data and this rank's share.
-        digests: of all samples, for comparison while the accelerator computes.
-        first_of_node: True on the rank that drops the page cache of its machine.
-        cache: `drop`, `drop-all` or `keep` the page cache before each epoch.
-        files: the data's files as they lie on the disk, whose pages are dropped.
-    """
+    comm: Communicator
+    place: LoaderShare
+    """The data and this rank's share."""
+    digests: Digests
+    """Of all samples, for comparison while the accelerator computes."""
+    first_of_node: bool
+    """True on the rank that drops the page cache of its machine."""
+    cache: str
+    """`drop`, `drop-all` or `keep` the page cache before each epoch."""
+    files: tuple[str, ...]
+    """The data's files as they lie on the disk, whose pages are dropped."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        place: LoaderShare,
-        digests: Digests,
-        first_of_node: bool,
-        cache: str,
-        files: tuple[str, ...],
-    ) -> None:
-        self._comm, self._place, self._digests = comm, place, digests
-        self._first_of_node, self._cache, self._files = first_of_node, cache, files
-        self.meter = Meter(place.generated.files[0])
+    @cached_property
+    def meter(self) -> Meter:
+        """Counters of what is read."""
+        return Meter(self.place.generated.files[0])
+
+    def run(self, name: str, repeat: int, progress: RankProgress) -> LoaderRun:
+        """Run a repeat of a loader. Collective."""
+        workload = self.place.workload
+        accelerator = Accelerator(
+            workload.step_s, workload.step_s_stdev, workload.seed + 1000 * self.comm.rank + repeat
+        )
+        account = _ResourceAccount()
+        with closing(_MADE.get(name, partial(FactoryLoader, name))(self.place)) as contender:
+            steps = contender.steps
+            progress.begin(f"{name}, repeat {repeat + 1}", steps * workload.epochs)
+            epochs = []
+            for number in range(workload.epochs):
+                before = number * steps
+                shown = partial(lambda before, step: progress.update(before + step), before)
+                epoch = self.epoch(contender, accelerator, number, name, shown, account.look)
+                epochs.append(epoch.to_json())
+            left_out = contender.left_out
+        mine = {"epochs": epochs, **account.taken()}
+        return LoaderRun(name, repeat, self.comm.allgather(mine), steps, left_out)
 
     def epoch(
         self,
@@ -97,25 +126,22 @@ class Runner:
         after_step: Callable[[int], object] = lambda _: None,
         halfway: Callable[[], object] = lambda: None,
     ) -> StorageRankEpoch:
-        """Run an epoch. Collective.
+        """Run an epoch of a number from 0. Collective.
 
-        Args:
-            number: of the epoch, from 0.
-            name: of the loader, in errors.
-            after_step: called with the number of steps that are done.
-            halfway: called while the accelerator computes on the batch in the middle of the epoch.
+        `after_step` gets the number of steps that are done; `halfway` is called while the
+        accelerator computes on the batch in the middle of the epoch.
 
         Raises CorruptBlock for a sample with other bytes, SourceError for samples that are given
         twice or not at all.
         """
         before = None
-        if self._first_of_node and self._cache == "keep":
-            before = residency(self._files)
-        elif self._first_of_node:
-            before = drop(self._files, everything=self._cache == "drop-all")
-        counts = np.zeros(self._place.workload.samples, np.int64)
+        if self.first_of_node and self.cache == "keep":
+            before = residency(self.files)
+        elif self.first_of_node:
+            before = drop(self.files, everything=self.cache == "drop-all")
+        counts = np.zeros(self.place.workload.samples, np.int64)
         loads, computed, arrivals = [], [], []
-        self._comm.barrier()
+        self.comm.barrier()
         served = self.meter.snapshot()
         began = time.perf_counter()
         batches = contender.batches(number)
@@ -137,14 +163,14 @@ class Runner:
                     halfway()
 
             computed.append(accelerator.compute(host))
-            self._comm.barrier()
+            self.comm.barrier()
             after_step(step + 1)
             asked = time.perf_counter()
         next(batches, None)
         seconds = time.perf_counter() - began
         served = self.meter.snapshot() - served
         passed = contender.passed()
-        own = int(self._place.generated.sizes[counts > 0].sum())
+        own = int(self.place.generated.sizes[counts > 0].sum())
         self._compare(counts, contender, name)
         return StorageRankEpoch(
             steps=StepTimes(
@@ -152,7 +178,7 @@ class Runner:
                 [each.busy_s for each in computed],
                 [each.over_s for each in computed],
                 seconds,
-                self._place.workload.batch_size,
+                self.place.workload.batch_size,
             ),
             served=served,
             wanted_bytes=own if passed.source_bytes is None else passed.source_bytes,
@@ -168,12 +194,12 @@ class Runner:
     ) -> None:
         """Compare a batch's samples with those that were generated, and count them."""
         numbers, data = contender.received(batch)
-        size = self._place.workload.batch_size
+        size = self.place.workload.batch_size
         if len(numbers) != size or len(data) != size:
             raise SourceError(f"{name}: a batch of {len(numbers)} samples in place of {size}")
         for number, sample in zip(numbers, data, strict=True):
             counts[number] += 1
-            if len(self._digests) and digest(self._place.workload, sample) != self._digests[number]:
+            if len(self.digests) and digest(self.place.workload, sample) != self.digests[number]:
                 raise CorruptBlock(
                     f"{name}: sample {number} is not the one that was generated: the loader mixed "
                     "samples up, or the files have changed (remove them to generate them again)"
@@ -181,9 +207,9 @@ class Runner:
 
     def _compare(self, counts: npt.NDArray[np.int64], contender: RankLoader, name: str) -> None:
         """Verify that all ranks together had as many samples as they should, each once."""
-        workload = self._place.workload
-        self._comm.wait([self._comm.iallreduce(counts)], "the numbers of samples")
-        wanted = contender.steps * workload.batch_size * self._place.ranks
+        workload = self.place.workload
+        self.comm.wait([self.comm.iallreduce(counts)], "the numbers of samples")
+        wanted = contender.steps * workload.batch_size * self.place.ranks
         if counts.max() > 1 or counts.sum() != wanted:
             raise SourceError(
                 f"{name}: an epoch had {int(counts.sum()):,} samples, {int((counts > 1).sum()):,} "
@@ -194,20 +220,13 @@ class Runner:
 # All loaders in turn
 
 
+_MADE: Final[dict[str, Callable[[LoaderShare], RankLoader]]] = {
+    "torch": TorchLoader,
+    "dlio": StorageDlioLoader,
+}
+"""Loaders by name; others are functions of users."""
 _COMPARED_BYTES: Final = 8 << 30
 """Data sets up to this size are compared byte by byte: making the digests takes a while."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderRun:
-    """One repeat of a loader, of all ranks."""
-
-    loader: str
-    repeat: int
-    ranks: Sequence[Mapping[str, Any]]
-    """By rank: `epochs` (see `StorageRankEpoch.to_json`), `cpu_s`, `memory_bytes`, `processes`."""
-    steps: int
-    left_out: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +253,7 @@ class StorageMeasurements:
 def measure(
     case: StorageCase, workload: Workload, emulation: Emulation, comm: Communicator
 ) -> StorageMeasurements:
-    """Generate the data, and run each loader. Collective.
-
-    Args:
-        workload: the one that `case` asks for.
+    """Generate the data of the workload that `case` asks for, and run each loader. Collective.
 
     Raises UsageError for options that cannot work, SourceError or CorruptBlock for a loader that
     does not give the data.
@@ -260,9 +276,8 @@ def measure(
         bare = {}
         if case.bare_seconds:
             bare = _bare(case.bare_seconds, place, comm, own.files if first else (), progress)
-        runs: list[LoaderRun] = []
-        for repeat, name in turns(case.names(), case.repeats):
-            runs.append(_run(name, repeat, runner, place, comm, progress))
+        order = turns(case.names(), case.repeats)
+        runs = [runner.run(name, repeat, progress) for repeat, name in order]
         written = sum(comm.allgather(own.written_files))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if first else 0
         return StorageMeasurements(
@@ -278,38 +293,6 @@ def measure(
             memory_bytes=sum(comm.allgather(memory)),
             meter=runner.meter,
         )
-
-
-def _run(
-    name: str,
-    repeat: int,
-    runner: Runner,
-    place: LoaderShare,
-    comm: Communicator,
-    progress: RankProgress,
-) -> LoaderRun:
-    workload = place.workload
-    accelerator = Accelerator(
-        workload.step_s, workload.step_s_stdev, workload.seed + 1000 * comm.rank + repeat
-    )
-    account = _ResourceAccount()
-    with ExitStack() as stack:
-        contender: RankLoader
-        if name == "torch":
-            contender = TorchLoader(place)
-        else:
-            contender = StorageDlioLoader(place) if name == "dlio" else FactoryLoader(name, place)
-        stack.callback(contender.close)
-        progress.begin(f"{name}, repeat {repeat + 1}", contender.steps * workload.epochs)
-        epochs = []
-        for number in range(workload.epochs):
-            before = number * contender.steps
-            shown = partial(lambda before, step: progress.update(before + step), before)
-            epoch = runner.epoch(contender, accelerator, number, name, shown, account.look)
-            epochs.append(epoch.to_json())
-        steps, left_out = contender.steps, contender.left_out
-    mine = {"epochs": epochs, **account.taken()}
-    return LoaderRun(name, repeat, comm.allgather(mine), steps, left_out)
 
 
 class _ResourceAccount:

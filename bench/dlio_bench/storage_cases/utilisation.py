@@ -67,13 +67,8 @@ def least_seconds(steps: int, step_s: float, step_bytes: float, storage_rate: fl
     """Return the shortest time in which an epoch could end, in seconds.
 
     The accelerator cannot begin before its first batch has come, nor end before it has computed
-    on the last one.
-
-    Args:
-        steps: steps of the epoch.
-        step_s: compute time of a step.
-        step_bytes: bytes that all ranks together need for a step.
-        storage_rate: bytes per second that the storage gives to a parallel reader.
+    on the last one. All ranks together need `step_bytes` for a step; the storage gives
+    `storage_rate` bytes per second to a parallel reader.
     """
     load_s = step_bytes / storage_rate
     return max(load_s + steps * step_s, steps * load_s + step_s)
@@ -95,13 +90,9 @@ class ComputeStep:
 class Accelerator:
     """Emulates the compute time of steps.
 
-    The host may work meanwhile, as it may while a real accelerator computes.
-
-    Args:
-        step_s: mean compute time of a step in seconds.
-        stdev_s: standard deviation of the normal distribution that step times are drawn from; the
-            absolute value of a negative one is taken, as DLIO does.
-        seed: of the step times; each rank has its own.
+    The host may work meanwhile, as it may while a real accelerator computes. Step times are drawn
+    from a normal distribution, with a seed for each rank; the absolute value of a negative one is
+    taken, as DLIO does.
     """
 
     def __init__(self, step_s: float, stdev_s: float, seed: int) -> None:

@@ -65,13 +65,7 @@ class _Generation:
 
 
 class MemoryNetwork:
-    """The ranks, those that are left, and what they have begun together.
-
-    Args:
-        turns: runs the cohorts.
-        cohorts: of all ranks.
-        losses: by event.
-    """
+    """The ranks, those that are left, and what they have begun together."""
 
     def __init__(
         self,

@@ -51,11 +51,7 @@ class ScheduleOutcome:
 
 
 def run_schedule(schedule: FaultSchedule, turns: Turns) -> ScheduleOutcome:
-    """Run a schedule to its end, and check it.
-
-    Args:
-        turns: has at least as many threads as the schedule has cohorts.
-    """
+    """Run a schedule to its end, in at least as many threads as it has cohorts, and check it."""
     rng = random.Random(schedule.seed)
     cohorts = [Cohort(list(ranks)) for ranks in schedule.cohorts]
     network = MemoryNetwork(turns, cohorts, schedule.losses, rng)
@@ -147,12 +143,8 @@ def _heard(trainers: Sequence[SimulatedTrainer]) -> dict[int, int]:
 def _check_heard(
     epoch: CohortEpoch, surely: dict[int, int], ever: dict[int, int], outcome: ScheduleOutcome
 ) -> None:
-    """Compare who counts with whose steps others have taken in.
-
-    Args:
-        surely: by rank, its last step that a rank that is left has taken in.
-        ever: its last step that any rank has taken in; those that have may be lost, too.
-    """
+    """Compare who counts with whose steps others have taken in: by rank, the last one that a rank
+    that is left has taken in, `surely`, and that any rank has, `ever`, which may be lost, too."""
     noted = {(step, rank) for step, rank, _ in epoch.of_lost}
     for _, (number,), batches in _optimizer_steps(epoch):
         for batch in batches:

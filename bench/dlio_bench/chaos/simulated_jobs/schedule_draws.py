@@ -33,11 +33,7 @@ class FaultSchedule:
 
 
 def draw_schedule(seed: int, number: int, ranks: int | None = None) -> FaultSchedule:
-    """Draw a schedule: the same for the same arguments, whatever the numbers before it.
-
-    Args:
-        ranks: of its job; drawn for None.
-    """
+    """Draw a schedule: the same for the same arguments, whatever the numbers before it."""
     rng = random.Random(f"{seed} {number}")
     share, chosen = rng.random(), ranks or 0
     for part, least, most in _SIZES:

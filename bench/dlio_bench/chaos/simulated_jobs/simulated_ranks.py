@@ -182,11 +182,7 @@ class _Messages(RecoveryPart[PeerReport]):
 
 
 class SimulatedTrainer:
-    """One cohort: it makes all epochs of a job, whoever is lost.
-
-    Args:
-        trainers: of all cohorts, for what ranks hear of each other.
-    """
+    """One cohort: it makes all epochs of a job, whoever is lost, and hears of the others."""
 
     def __init__(
         self,

@@ -17,11 +17,7 @@ class Deadlock(Exception):
 
 
 class Turns:
-    """Runs tasks, one at a time. A context manager, which ends its threads.
-
-    Args:
-        most: largest number of tasks.
-    """
+    """Runs tasks, one at a time, `most` in all. A context manager, which ends its threads."""
 
     def __init__(self, most: int) -> None:
         self._go = [threading.Semaphore(0) for _ in range(most)]

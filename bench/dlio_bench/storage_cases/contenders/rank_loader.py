@@ -73,11 +73,8 @@ class RankLoader(Protocol):
 
 
 def body(workload: Workload, data: Payload) -> npt.NDArray[np.uint8]:
-    """Return a sample's bytes without an image's header, as a flat array.
-
-    Args:
-        data: bytes, an array, a tensor, or the (3, height, width) tensor of an image.
-    """
+    """Return a sample's bytes without an image's header, as a flat array; a tensor of an image has
+    shape (3, height, width)."""
     if isinstance(data, torch.Tensor):
         image = workload.format == "folder" and data.ndim == 3
         array = (data.permute(1, 2, 0) if image else data).contiguous().numpy()

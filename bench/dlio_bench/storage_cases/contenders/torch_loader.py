@@ -311,13 +311,8 @@ def bare_rate(
 ) -> float:
     """Return the bytes per second at which this rank's threads read its share of the files.
 
-    Files are read in pieces of 1 MiB, from a rank's own files, in order. Each piece opens its
-    file, as loaders do that cannot keep millions open.
-
-    Args:
-        threads: reads at a time.
-        seconds: time after which no further piece begins.
-        barrier: called before the first read; returns when all ranks have called it.
+    Files are read in pieces of 1 MiB, from a rank's own files, in order, from the barrier on for
+    some seconds. Each piece opens its file, as loaders do that cannot keep millions open.
     """
     files = place.generated.files[place.rank :: place.ranks]
     pieces = [

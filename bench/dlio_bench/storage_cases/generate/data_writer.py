@@ -81,14 +81,8 @@ def generate(
     """Write the data of a workload into a folder, or find it complete there.
 
     After an interruption the same call continues. All ranks call this together, and each writes
-    its share of the files.
-
-    Args:
-        folder: new, empty, or holding this workload's data. Its parent must exist.
-        threads: files that are written at a time.
-        progress: shows the bytes that are written; None to show nothing.
-        rank, ranks: this process, and those that share the work.
-        barrier: called three times; returns when all ranks have called it.
+    its share of the files; they meet at the barrier three times. The folder is new, empty, or holds
+    this workload's data, and its parent must exist.
 
     Raises UsageError if the folder holds something else, cannot be written, or has no room.
     """
