@@ -12,17 +12,17 @@ Needs libfuse (Debian: fuse3) and mfusepy (`pip install mfusepy`). The room is
 `dlio_bench.emulated`.
 """
 
+import json
 import os
-import select
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 from dlio.cli.app import run_function
 from dlio.util.options import CheckedOptions, Option
-from dlio.util.threads import Workers
 from dlio.util.units import parse_bytes
 from dlio_bench.emulated.emulated_mount import serve, unmount
 from dlio_bench.emulated.profile import Profile, parse_profile
@@ -77,9 +77,13 @@ class SlowMount(CheckedOptions):
         int | None,
         Option("Seed for the choice of reads that fail or hang.", default_text="0"),
     ] = None
-    until_eof: Annotated[bool, Option("Unmount when standard input is closed.", hidden=True)] = (
-        False
-    )
+    owned: Annotated[
+        bool,
+        Option(
+            "Read the profile from standard input, as JSON, and unmount when it is closed.",
+            hidden=True,
+        ),
+    ] = False
 
     def profile(self) -> Profile:
         """Return what all options say together. Raises UsageError."""
@@ -104,27 +108,17 @@ class SlowMount(CheckedOptions):
 
 def main(options: SlowMount) -> None:
     """Mount SRC as a slow parallel file system would present it. Ctrl-C unmounts."""
-    profile = options.profile()
-    mountpoint = options.mountpoint
-    if options.until_eof:
-        stopped, stop = os.pipe()
-        Workers(
-            "dlio-slowfs-owner",
-            lambda _: _end_with_owner(mountpoint, stopped),
-            wake=lambda: os.write(stop, b"x"),
-        ).start()
-    serve(options.source, mountpoint, profile, writable=options.writable)
+    if options.owned:
+        profile = Profile(**json.loads(sys.stdin.readline()))
+        threading.Thread(target=_end_with_owner, args=(options.mountpoint,), daemon=True).start()
+    else:
+        profile = options.profile()
+    serve(options.source, options.mountpoint, profile, writable=options.writable)
 
 
-def _end_with_owner(mountpoint: str, stopped: int) -> None:
-    """End this process at the end of its standard input; return when `stopped` is readable."""
-    source = sys.stdin.fileno()
-    while True:
-        ready = select.select([source, stopped], [], [])[0]
-        if stopped in ready:
-            return
-        if not os.read(source, 4096):
-            break
+def _end_with_owner(mountpoint: str) -> None:
+    """End this process at the end of its standard input."""
+    sys.stdin.read()
     unmount(mountpoint)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_END_TIMEOUT_S)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -212,11 +212,8 @@ class ChaosCase:
         """Return the number of samples of the training data."""
         from dlio.data.reader import open_reader
 
-        reader = open_reader(self.source)
-        try:
+        with closing(open_reader(self.source)) as reader:
             return len(reader)
-        finally:
-            reader.close()
 
     def clock(self, kinds: Sequence[str]) -> FaultClock:
         """Return a clock with the schedule of faults of some kinds."""

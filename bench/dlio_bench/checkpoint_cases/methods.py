@@ -202,7 +202,7 @@ class TrainingLoop(Protocol):
 
 
 class StallTraining:
-    """A multilayer perceptron with AdamW; `state_bytes` are those of parameters and both moments."""
+    """A multilayer perceptron with AdamW; its state is the parameters and both moments."""
 
     def __init__(self, state_bytes: int, batch_size: int) -> None:
         width = max(8, int((state_bytes / (3 * 4 * _LAYERS)) ** 0.5))

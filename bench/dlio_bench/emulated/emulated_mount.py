@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
 from dlio.comm.comm_protocol import Communicator
@@ -140,7 +140,7 @@ def _mounted(source: str, profile: Profile, writable: bool) -> Iterator[str]:
         raise UsageError(f"storage cannot be emulated: {reason}")
     mountpoint = tempfile.mkdtemp(prefix="slowfs-")
     argv = [sys.executable, "-m", "dlio_bench.slowfs", source, mountpoint]
-    argv += ["--emulate", profile.spec(), "--until-eof", *(["--writable"] if writable else [])]
+    argv += ["--owned", *(["--writable"] if writable else [])]
     # When the pipe closes, this process is gone.
     paths = os.pathsep.join(path for path in sys.path if path)
     with subprocess.Popen(
@@ -154,6 +154,9 @@ def _mounted(source: str, profile: Profile, writable: bool) -> Iterator[str]:
         assert server.stdin is not None
         assert server.stderr is not None
         try:
+            with suppress(BrokenPipeError):
+                server.stdin.write(json.dumps(asdict(profile)) + "\n")
+                server.stdin.flush()
             deadline = time.monotonic() + _START_TIMEOUT_S
             while not os.path.ismount(mountpoint):
                 if server.poll() is not None or time.monotonic() > deadline:

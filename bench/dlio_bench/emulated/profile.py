@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
-from dlio.util.units import exact_bytes, parse_bytes, parse_seconds
+from dlio.util.units import parse_bytes, parse_seconds
 
 _PART: Final = re.compile(r"([a-z0-9-]+)(?:\((.*)\))?")
 
@@ -69,16 +69,6 @@ class Profile:
     def emulates(self) -> bool:
         """False if the storage is to be used as it is."""
         return self != Profile(seed=self.seed)
-
-    def spec(self) -> str:
-        """Return text that `parse_profile` turns into this profile."""
-        parts = []
-        for name, part in _PARTS.items():
-            values = {key: getattr(self, field) for key, field in part.figures.items()}
-            given = [f"{key}={part.write(v)}" for key, v in values.items() if v is not None]
-            if given:
-                parts.append(f"{name}({','.join(given)})")
-        return "+".join(parts)
 
 
 NAMED: Final[dict[str, Profile]] = {
@@ -162,8 +152,6 @@ class _ProfilePart:
     figures: dict[str, str]
     """Fields of `Profile` by the argument's name; the first one needs none."""
     parse: Callable[[str], float]
-    write: Callable[[float], str] = repr
-    """Return text that `parse` reads."""
 
 
 _PARTS: Final = {
@@ -176,12 +164,10 @@ _PARTS: Final = {
             "sync": "sync_latency_s",
         },
         parse_seconds,
-        lambda seconds: f"{seconds:.9f}s",
     ),
     "bandwidth": _ProfilePart(
         {"all": "bandwidth", "each": "each_bandwidth", "write": "write_bandwidth"},
         _rate,
-        lambda rate: exact_bytes(int(rate)),
     ),
     "tail": _ProfilePart({"share": "tail_share", "times": "tail_times"}, _share),
     "metadata": _ProfilePart({"rate": "metadata_rate"}, _number),

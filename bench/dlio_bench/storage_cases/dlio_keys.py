@@ -10,9 +10,8 @@ Every key of a file falls into one of these classes, and none is ignored in sile
 `reader.batch_size=4`.
 """
 
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Final, TypeGuard
@@ -313,14 +312,14 @@ def _format(value: object, source: str) -> tuple[Format, str]:
     return _FORMATS[value]
 
 
-_MOMENTS: Final = {
-    "normal": ("mean", "stdev"),
-    "uniform": ("min", "max"),
-    "gamma": ("shape", "scale"),
-    "exponential": ("scale",),
-    "poisson": ("lam",),
+_MOMENTS: Final[dict[str, tuple[tuple[str, ...], Callable[..., tuple[float, float]]]]] = {
+    "normal": (("mean", "stdev"), lambda mean, stdev: (mean, stdev)),
+    "uniform": (("min", "max"), lambda low, high: ((low + high) / 2, abs(high - low) / 12**0.5)),
+    "gamma": (("shape", "scale"), lambda shape, scale: (shape * scale, shape**0.5 * scale)),
+    "exponential": (("scale",), lambda scale: (scale, scale)),
+    "poisson": (("lam",), lambda mean: (mean, mean**0.5)),
 }
-"""Parameters of DLIO's distributions of times."""
+"""DLIO's distributions of times: their parameters, and the mean and standard deviation of these."""
 
 
 def _step(settings: Mapping[str, object], source: str) -> tuple[float, float, str]:
@@ -330,14 +329,14 @@ def _step(settings: Mapping[str, object], source: str) -> tuple[float, float, st
     remark = ""
     if isinstance(value, Mapping):
         kind = str(value.get("type", "normal"))
-        wanted = _MOMENTS.get(kind)
-        if wanted is None:
+        if kind not in _MOMENTS:
             raise UsageError(f"{source}: {key}: type {kind}: choose one of {', '.join(_MOMENTS)}")
+        wanted, moments = _MOMENTS[kind]
         given = {name: value.get(name, 0.0 if name == "stdev" else None) for name in wanted}
         for name, each in given.items():
             if not _is_number(each):
                 raise UsageError(f"{source}: {key}: {name}: {each}: give seconds from 0")
-        mean, stdev = _moments(kind, [float(str(each)) for each in given.values()])
+        mean, stdev = moments(*(float(str(each)) for each in given.values()))
         if kind != "normal":
             remark = f"{kind} times are drawn as normal ones of the same mean and deviation"
     elif not _is_number(value):
@@ -348,17 +347,6 @@ def _step(settings: Mapping[str, object], source: str) -> tuple[float, float, st
     if not _is_number(deviation):
         raise UsageError(f"{source}: {key}_stdev: {deviation}: give seconds from 0")
     return mean, float(deviation), remark
-
-
-def _moments(kind: str, values: Sequence[float]) -> tuple[float, float]:
-    first, second = values[0], values[-1]
-    return {
-        "normal": (first, second),
-        "uniform": ((first + second) / 2, abs(second - first) / math.sqrt(12)),
-        "gamma": (first * second, math.sqrt(first) * second),
-        "exponential": (first, first),
-        "poisson": (first, math.sqrt(first)),
-    }[kind]
 
 
 def _notes(settings: Mapping[str, object]) -> list[str]:

@@ -1,7 +1,7 @@
 """Distributions of latencies, in counts that ranks can add up."""
 
 from collections.abc import Iterable, Sequence
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 
@@ -36,10 +36,11 @@ class Latencies:
         np.add.at(self._counts, np.minimum(bins.astype(np.int64), _BINS - 1), 1)
         self.most_s = max(self.most_s, float(values.max()))
 
-    def merge(self, other: Self) -> None:
-        """Add the counts of another distribution."""
-        self._counts += other._counts
-        self.most_s = max(self.most_s, other.most_s)
+    def merge(self, values: Sequence[float]) -> None:
+        """Add the counts of another distribution, as its `to_json` has them."""
+        pairs = np.array(values[1:], np.int64).reshape(-1, 2)
+        self._counts[pairs[:, 0]] += pairs[:, 1]
+        self.most_s = max(self.most_s, values[0])
 
     def percentile(self, share: float) -> float:
         """Return the latency in seconds that `share` percent of all do not exceed; 0 without any.
@@ -67,16 +68,6 @@ class Latencies:
         used = np.flatnonzero(self._counts)
         pairs = np.stack([used, self._counts[used]], axis=1)
         return [self.most_s, *map(float, pairs.ravel())]
-
-    @classmethod
-    def from_json(cls, values: Sequence[float]) -> Self:
-        """Return the distribution that `to_json` described."""
-        result = cls()
-        if values:
-            result.most_s = values[0]
-            pairs = np.array(values[1:], np.int64).reshape(-1, 2)
-            result._counts[pairs[:, 0]] = pairs[:, 1]
-        return result
 
 
 def _upper(at: int) -> float:

@@ -158,7 +158,7 @@ def _by_rank(measured: StorageMeasurements) -> list[dict[str, object]]:
             batches, requests = Latencies(), Latencies()
             for epoch in record["epochs"]:
                 batches.add(epoch["steps"]["load_s"][LEFT_OUT:])
-                requests.merge(Latencies.from_json(epoch["requests"]))
+                requests.merge(epoch["requests"])
             rows.append(
                 {
                     "loader": run.loader,

@@ -70,7 +70,7 @@ def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> Loader
     batches, requests = Latencies(), Latencies()
     for each, record in zip(steps, records, strict=True):
         batches.add(each.load_s[LEFT_OUT:])
-        requests.merge(Latencies.from_json(record["requests"]))
+        requests.merge(record["requests"])
     served = _served(measured, records)
     resident = [each["resident_before"] for each in records if each["resident_before"] is not None]
     verdict = measured.meter.verdict(
