@@ -185,7 +185,7 @@ class Runner:
             request_kind=passed.request_kind,
             requests=Latencies(passed.request_s),
             ended_s=arrivals,
-            resident_before=before and before.share,
+            resident_before=before.share if before else None,
             notes=before.notes if before else (),
         )
 
