@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -54,8 +54,8 @@ class _Peer:
     path: str
     one: Callable[[int], int]
     """Read a sample; returns its bytes."""
-    all: Callable[[], int]
-    """Read all in their order; returns the bytes."""
+    all: Callable[[], int] | None = None
+    """Read all in their order; returns the bytes. None to read them one by one."""
     close: Callable[[], None] = lambda: None
 
 
@@ -78,9 +78,9 @@ def measure(formats: Sequence[str], case: ReaderCase) -> dict[str, object]:
                 advance(f"{name}: repeat {repeat} of {case.repeats}")
                 timed: dict[str, Callable[[], int]] = {
                     "pass": partial(_pass, reader),
-                    "library_pass": peer.all,
+                    "library_pass": peer.all or partial(_one_by_one, peer, range(case.samples)),
                     "random": partial(_random, reader, chosen),
-                    "library_random": partial(_chosen_alone, peer, chosen),
+                    "library_random": partial(_one_by_one, peer, chosen.tolist()),
                 }
                 for key, run in timed.items():
                     started = time.perf_counter()
@@ -152,8 +152,8 @@ def _random(reader: Any, chosen: Any) -> int:
     return sum(len(reader.read(chosen[k : k + 1])[0]) for k in range(len(chosen)))
 
 
-def _chosen_alone(peer: _Peer, chosen: Any) -> int:
-    return sum(map(peer.one, chosen.tolist()))
+def _one_by_one(peer: _Peer, samples: Iterable[int]) -> int:
+    return sum(map(peer.one, samples))
 
 
 def _bodies(case: ReaderCase) -> Iterator[bytes]:
@@ -175,13 +175,13 @@ def _folder(folder: str, case: ReaderCase) -> _Peer:
         with open(files[i], "rb") as file:
             return len(file.read())
 
-    return _Peer("open().read()", f"{folder}/data", one, lambda: sum(map(one, range(len(files)))))
+    return _Peer("open().read()", f"{folder}/data", one)
 
 
 def _shard(folder: str, case: ReaderCase) -> _Peer:
     peer = _folder(folder, case)
     pack(peer.path, f"{folder}/shards", restart_rows=False)
-    return _Peer("open().read(), files", f"{folder}/shards", peer.one, peer.all)
+    return _Peer("open().read(), files", f"{folder}/shards", peer.one)
 
 
 def _tar(folder: str, case: ReaderCase) -> _Peer:
@@ -332,9 +332,7 @@ def _mds(folder: str, case: ReaderCase) -> _Peer:
             file.seek(int(begin))
             return len(file.read(int(end - begin)))
 
-    return _Peer(
-        "its reader's steps", f"{folder}/data", one, lambda: sum(map(one, range(case.samples)))
-    )
+    return _Peer("its reader's steps", f"{folder}/data", one)
 
 
 _WRITERS: dict[str, Callable[[str, ReaderCase], _Peer]] = {

@@ -224,15 +224,14 @@ def run_checkpoint(case: CheckpointCase, emulation: Emulation, output: OutputOpt
 @contextlib.contextmanager
 def _folder(path: str, emulation: Emulation, comm: Communicator) -> Iterator[str]:
     """A folder of all ranks, behind emulated storage if wanted; removed afterwards."""
-    scratch = ""
-    if comm.rank == 0:
-        scratch = tempfile.mkdtemp(prefix="dlio-bench-checkpoint-", dir=path)
-    try:
-        with emulation.mounted(scratch, comm) as place:
-            yield place
-    finally:
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        scratch = ""
+        if comm.rank == 0:
+            made = tempfile.TemporaryDirectory(
+                prefix="dlio-bench-checkpoint-", dir=path, ignore_cleanup_errors=True
+            )
+            scratch = stack.enter_context(made)
+        yield stack.enter_context(emulation.mounted(scratch, comm))
 
 
 def _check_room(folder: str, size: int, comm: Communicator) -> None:

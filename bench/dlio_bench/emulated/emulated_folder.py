@@ -84,7 +84,7 @@ class _OpenFile:
 class EmulatedFolder:
     """A folder that answers as a profile says. Thread-safe.
 
-    The methods are those of FUSE; `read_into` and `write_from` take the memory of a request.
+    The methods are those of FUSE, but `read` and `write` take the memory of a request.
     """
 
     use_ns = True
@@ -143,7 +143,7 @@ class EmulatedFolder:
         kept = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
         return self._register(os.open(self._path(path), kept), path)
 
-    def read_into(self, path: str, memory: memoryview, offset: int, fh: int) -> int:
+    def read(self, path: str, memory: memoryview, offset: int, fh: int) -> int:
         """Read into `memory`; return the number of bytes."""
         if path == f"/{STATS}":
             with self._lock:
@@ -165,11 +165,6 @@ class EmulatedFolder:
         self._read.wait(count, self._times("read", path, offset, file.number), file.share)
         return count
 
-    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        memory = bytearray(size)
-        count = self.read_into(path, memoryview(memory), offset, fh)
-        return bytes(memory[:count])
-
     def release(self, path: str, fh: int) -> int:
         self._files.pop(fh, None)
         os.close(fh)
@@ -183,16 +178,13 @@ class EmulatedFolder:
         kept = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_EXCL)
         return self._register(os.open(self._path(path), kept | os.O_CREAT, mode), path)
 
-    def write_from(self, path: str, memory: memoryview, offset: int, fh: int) -> int:
+    def write(self, path: str, memory: memoryview, offset: int, fh: int) -> int:
         """Write `memory`; return the number of bytes."""
         count = os.pwritev(fh, [memory], offset)
         self._count("writes")
         self._count("written", count)
         self._write.wait(count, self._times("write", path, offset, self._files[fh].number))
         return count
-
-    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-        return self.write_from(path, memoryview(data), offset, fh)
 
     def flush(self, path: str, fh: int) -> int:
         return 0

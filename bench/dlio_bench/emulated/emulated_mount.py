@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
@@ -68,26 +68,23 @@ def slow_mount(
     source: str,
     *,
     latency_s: float = 0.0,
-    open_latency_s: float | None = None,
     bandwidth: float | None = None,
     eio_rate: float = 0.0,
-    hang_rate: float = 0.0,
     seed: int = 0,
 ) -> Iterator[str]:
     """`emulated` of figures, read-only, and mounted also if none of them is slow.
 
-    Opening a file has the latency of other requests, unless it has its own. The bandwidth is that
-    of all readers together; shares of reads that fail or hang are drawn from the seed.
+    Opening a file has the latency of other requests. The bandwidth is that of all readers together;
+    reads that fail are drawn from the seed.
 
     Raises UsageError where FUSE is missing.
     """
     profile = Profile(
         latency_s=latency_s,
         metadata_latency_s=latency_s,
-        open_latency_s=latency_s if open_latency_s is None else open_latency_s,
+        open_latency_s=latency_s,
         bandwidth=bandwidth,
         error_share=eio_rate,
-        hang_share=hang_rate,
         seed=seed,
     )
     with _mounted(source, profile, False) as mounted:
@@ -107,7 +104,8 @@ def stats(mountpoint: str) -> dict[str, int]:
 
 def serve(folder: str, mountpoint: str, profile: Profile, *, writable: bool) -> None:
     """Mount, and answer requests until it is unmounted."""
-    kind = type("Served", (_fuse().FUSE,), {"read": _read, "write": _write})
+    answers = {operation: _on_memory(operation) for operation in ("read", "write")}
+    kind = type("Served", (_fuse().FUSE,), answers)
     os.umask(0)  # Modes are those that the kernel passes on.
     kind(
         EmulatedFolder(folder, profile, writable=writable),
@@ -176,27 +174,18 @@ def _mounted(source: str, profile: Profile, writable: bool) -> Iterator[str]:
                 os.rmdir(mountpoint)
 
 
-def _read(self: Any, path: bytes, buffer: Any, size: int, offset: int, file: Any) -> int:
-    """Answer a read by filling the request's own memory."""
-    name = path.decode(self.encoding, self.errors)
-    count: int = self.operations.read_into(name, _memory_at(buffer, size), offset, file.contents.fh)
-    return count
+def _on_memory(operation: str) -> Callable[..., int]:
+    """Answer a read by filling the request's own memory, and a write out of it."""
 
+    def answer(self: Any, path: bytes, buffer: Any, size: int, offset: int, file: Any) -> int:
+        address = ctypes.cast(buffer, ctypes.c_void_p).value
+        assert address is not None
+        memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        name = path.decode(self.encoding, self.errors)
+        count: int = getattr(self.operations, operation)(name, memory, offset, file.contents.fh)
+        return count
 
-def _write(self: Any, path: bytes, buffer: Any, size: int, offset: int, file: Any) -> int:
-    """Answer a write out of the request's own memory."""
-    name = path.decode(self.encoding, self.errors)
-    count: int = self.operations.write_from(
-        name, _memory_at(buffer, size), offset, file.contents.fh
-    )
-    return count
-
-
-def _memory_at(address: Any, size: int) -> memoryview:
-    """Return the memory of a request."""
-    at = ctypes.cast(address, ctypes.c_void_p).value
-    assert at is not None
-    return memoryview((ctypes.c_char * size).from_address(at)).cast("B")
+    return answer
 
 
 def _fuse() -> Any:

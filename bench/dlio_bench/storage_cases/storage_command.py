@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from statistics import mean, median
 from typing import Final
@@ -83,7 +83,10 @@ def run_storage(case: StorageCase, emulation: Emulation, output: OutputOptions) 
     notes = [*asked.notes, *_notes(case, measured, epochs)]
     results = _results(case, emulation, measured, epochs, rates, notes)
     if checked:
-        rules = {name: rules_as_json(checks) for name, checks in checked.items()}
+        rules = {
+            name: {"disclaimer": DISCLAIMER, "checks": [asdict(each) for each in checks]}
+            for name, checks in checked.items()
+        }
         results.details = {**results.details, "rules": rules}
     _show(case, measured, epochs, rates, checked, results)
     finish(output, results, started)
@@ -287,7 +290,7 @@ def _middle(values: Sequence[float], digits: int) -> str:
     return f"{median(values):,.{digits}f}" if values else ""
 
 
-# Rules of MLPerf Storage and their outcomes, as a table and for JSON
+# Rules of MLPerf Storage and their outcomes, as a table
 
 
 _STYLES: Final[dict[Outcome, str]] = {
@@ -321,11 +324,6 @@ def rules_table(checked: Mapping[str, Sequence[Check]], title: str | None = None
         ]
         drawn.add_row(row[0].rule, *cells, row[0].wanted, row[0].source)
     return drawn
-
-
-def rules_as_json(checks: Iterable[Check]) -> dict[str, object]:
-    """Return the checks for a report, with the sentence that they are not a result of MLPerf."""
-    return {"disclaimer": DISCLAIMER, "checks": [asdict(each) for each in checks]}
 
 
 # A measurement held against the rules of MLPerf Storage

@@ -96,10 +96,12 @@ def test_each_kind_of_request_takes_its_own_time(slept: list[float], tmp_path: P
     )
     folder = EmulatedFolder(str(tmp_path), profile, writable=True)
     handle = folder.create("/a", 0o644, os.O_RDWR)
-    folder.write("/a", bytes(1024), 0, handle)
-    folder.write("/a", bytes(2**20), 1024, handle)
+    folder.write("/a", memoryview(bytes(1024)), 0, handle)
+    folder.write("/a", memoryview(bytes(2**20)), 1024, handle)
     folder.fsync("/a", 0, handle)
-    assert folder.read("/a", 100, 0, handle) == bytes(100)
+    memory = bytearray(b"x" * 100)
+    assert folder.read("/a", memoryview(memory), 0, handle) == 100
+    assert memory == bytes(100)
     folder.getattr("/a")
     folder.getattr("/a", handle)
     folder.readdir("/", 0)
@@ -121,7 +123,7 @@ def test_a_file_has_a_bandwidth_of_its_own(slept: list[float], tmp_path: Path) -
     folder = EmulatedFolder(str(tmp_path), Profile(each_bandwidth=1000.0))
     handles = [folder.open("/a", os.O_RDONLY) for _ in range(2)]
     for handle in (*handles, *handles):
-        folder.read("/a", 500, 0, handle)
+        folder.read("/a", memoryview(bytearray(500)), 0, handle)
     for handle in handles:
         folder.release("/a", handle)
     assert slept == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
@@ -139,7 +141,7 @@ def test_the_tail_is_drawn_anew_when_a_file_is_opened_again(
         for _ in range(2):
             handle = folder.open("/a", os.O_RDONLY)
             for offset in range(100):
-                folder.read("/a", 1, offset, handle)
+                folder.read("/a", memoryview(bytearray(1)), offset, handle)
             folder.release("/a", handle)
         return [seconds for seconds in slept if seconds]
 

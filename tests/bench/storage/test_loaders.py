@@ -15,7 +15,6 @@ from dlio_bench.storage_cases.contenders.torch_loader import (
     FactoryLoader,
     StorageDlioLoader,
     TorchLoader,
-    is_sequential,
 )
 from dlio_bench.storage_cases.generate import GeneratedData, generate
 from dlio_bench.storage_cases.generate.content import payload
@@ -86,14 +85,13 @@ def test_a_damaged_sample_ends_the_run(tmp_path: Path) -> None:
         _epochs(data, TorchLoader)
 
 
-class _Own:
+class _Own(RankLoader):
     """A loader of a user's, with a fault if asked for."""
 
     def __init__(self, data: GeneratedData, fault: str) -> None:
         self._data, self._fault = data, fault
 
     steps = 4
-    left_out = 0
 
     def batches(self, epoch: int) -> Iterator[Any]:
         order = np.arange(12)
@@ -106,14 +104,6 @@ class _Own:
         numbers = batch.tolist()
         shown = numbers[::-1] if self._fault == "mixed" else numbers
         return numbers, [Path(self._data.files[k]).read_bytes() for k in shown]
-
-    def passed(self) -> Any:
-        from dlio_bench.storage_cases.contenders.rank_loader import PassCounts
-
-        return PassCounts()
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -128,10 +118,6 @@ def test_a_loader_that_errs_is_found_out(tmp_path: Path, fault: str, says: str) 
     data = _data(tmp_path, "folder")
     with pytest.raises((SourceError, CorruptBlock), match=says):
         _epochs(data, lambda _: _Own(data, fault))
-
-
-def test_formats_that_stream_are_known() -> None:
-    assert [name for name in FORMATS if is_sequential(name)] == ["parquet", "tar", "tfrecord"]
 
 
 def test_too_few_files_for_the_ranks_are_refused(tmp_path: Path) -> None:

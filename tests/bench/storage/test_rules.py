@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dlio_bench.storage_cases.dlio_keys import read_job
 from dlio_bench.storage_cases.rules import TrainingFacts, check_training
-from dlio_bench.storage_cases.storage_command import rules_as_json, rules_table
+from dlio_bench.storage_cases.storage_command import rules_table
 
 GIB = 1 << 30
 WORKLOAD = read_job("unet3d_h100", ["dataset.num_files_train=7000"]).workload
@@ -84,5 +84,4 @@ def test_the_output_never_calls_itself_a_result_of_mlperf() -> None:
     (row,) = (line for line in text.splitlines() if "50.0%" in line)
     assert "failed: 50.0%" in row
     assert "passed: 95.0%" in row
-    for shown in (text, str(rules_as_json(checks)["disclaimer"])):
-        assert "Not an MLPerf result" in shown
+    assert "Not an MLPerf result" in text

@@ -23,7 +23,6 @@ _MOST_LOSSES: Final = 5
 class FaultSchedule:
     """A job, and what happens to it."""
 
-    number: int
     job: SimulatedJob
     losses: tuple[PlannedLoss, ...]
     cohorts: tuple[tuple[int, ...], ...]
@@ -66,7 +65,7 @@ def draw_schedule(seed: int, number: int, ranks: int | None = None) -> FaultSche
             # Soon after another one: most often within its recovery.
             at = losses[-1].at + rng.randint(0, 12 * len(cohorts))
         losses.append(PlannedLoss(at, rng.choice(_KINDS)))
-    return FaultSchedule(number, job, tuple(losses), cohorts, rng.randrange(2**32))
+    return FaultSchedule(job, tuple(losses), cohorts, rng.randrange(2**32))
 
 
 def _cohorts(ranks: int, rng: random.Random) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -51,22 +51,25 @@ class PassCounts:
     """`request` to the file system, or `sample`: all that a sample took."""
 
 
-class RankLoader(Protocol):
+class RankLoader:
     """A loader of one rank, made before the first epoch and used for all of them."""
 
     steps: int
     """Steps of an epoch: the same on all ranks."""
-    left_out: int
+    left_out = 0
     """Samples of all ranks that an epoch leaves out, beyond an incomplete last batch."""
 
     def batches(self, epoch: int) -> Iterator[object]:
         """Begin a pass; epochs count from 0. Yields at least `steps` batches."""
+        raise NotImplementedError
 
     def received(self, batch: object) -> Received:
         """Return the samples of a batch."""
+        raise NotImplementedError
 
     def passed(self) -> PassCounts:
         """Return the counts of the pass that has ended."""
+        return PassCounts()
 
     def close(self) -> None:
         """End its processes and threads."""

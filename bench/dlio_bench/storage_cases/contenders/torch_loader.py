@@ -20,7 +20,12 @@ import dlio
 from dlio.data.requests import observed_requests
 from dlio.errors import SourceError, UsageError
 from dlio.util.threads import Workers
-from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, PassCounts, Received
+from dlio_bench.storage_cases.contenders.rank_loader import (
+    LoaderShare,
+    PassCounts,
+    RankLoader,
+    Received,
+)
 
 # Data sets of each format for torch's DataLoader, by the format's own library
 
@@ -80,11 +85,6 @@ class SequentialSamples(torch.utils.data.IterableDataset[Timed]):
                     break
                 tensor = torch.from_numpy(np.array(data))
                 yield number * per_file + row, tensor, time.perf_counter() - began
-
-
-def is_sequential(format_name: str) -> bool:
-    """True if the format is read in the order of its files."""
-    return format_name in _STREAMS
 
 
 def _folder(place: LoaderShare, _: dict[str, Any], sample: int) -> Bytes:
@@ -225,7 +225,7 @@ class _RankSampler(torch.utils.data.Sampler[int]):
         yield from mine[: len(self)].tolist()
 
 
-class TorchLoader:
+class TorchLoader(RankLoader):
     """torch's DataLoader; workers live on from epoch to epoch where samples have numbers."""
 
     def __init__(self, place: LoaderShare) -> None:
@@ -234,8 +234,8 @@ class TorchLoader:
         self._request_s: list[float] = []
         workload = place.workload
         self._loader: Any = None
-        self.steps, self.left_out = place.steps, 0
-        if is_sequential(workload.format):
+        self.steps = place.steps
+        if workload.format in _STREAMS:
             if workload.files < place.ranks:
                 raise UsageError(
                     f"{workload.format} is read file by file: {place.ranks} ranks need at least "
@@ -346,7 +346,7 @@ def bare_rate(
 # A loader of the user's own, or of another library, named as `module:function`
 
 
-class FactoryLoader:
+class FactoryLoader(RankLoader):
     """A loader that a function makes."""
 
     def __init__(self, name: str, place: LoaderShare) -> None:
@@ -360,7 +360,7 @@ class FactoryLoader:
                 "PYTHONPATH"
             ) from error
         workload = place.workload
-        self.steps, self.left_out = place.steps, 0
+        self.steps = place.steps
         self._batches = make(
             files=list(place.generated.files),
             samples_per_file=workload.samples_per_file,
@@ -378,9 +378,6 @@ class FactoryLoader:
         numbers, data = cast(Received, batch)
         return [int(number) for number in numbers], data
 
-    def passed(self) -> PassCounts:
-        return PassCounts()
-
     def close(self) -> None:
         if callable(close := getattr(self._batches, "close", None)):
             close()
@@ -389,13 +386,13 @@ class FactoryLoader:
 # dlio.DataLoader
 
 
-class StorageDlioLoader:
+class StorageDlioLoader(RankLoader):
     """dlio's loader over `dlio.open`, with tiers."""
 
     def __init__(self, place: LoaderShare) -> None:
         workload, generated = place.workload, place.generated
         self._field = generated.field
-        self.steps, self.left_out = place.steps, 0
+        self.steps = place.steps
         # Samples of one size are stacked, as the other loaders do it.
         alike = bool((generated.sizes == generated.sizes[0]).all())
         with ExitStack() as stack:
