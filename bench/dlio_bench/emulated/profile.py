@@ -145,17 +145,8 @@ def _rate(text: str) -> float:
     return float(parse_bytes(text.removesuffix("/s")))
 
 
-@dataclass(frozen=True, slots=True)
-class _ProfilePart:
-    """A part of a profile's text."""
-
-    figures: dict[str, str]
-    """Fields of `Profile` by the argument's name; the first one needs none."""
-    parse: Callable[[str], float]
-
-
-_PARTS: Final = {
-    "latency": _ProfilePart(
+_PARTS: Final[dict[str, tuple[dict[str, str], Callable[[str], float]]]] = {
+    "latency": (
         {
             "all": "latency_s",
             "open": "open_latency_s",
@@ -165,17 +156,18 @@ _PARTS: Final = {
         },
         parse_seconds,
     ),
-    "bandwidth": _ProfilePart(
+    "bandwidth": (
         {"all": "bandwidth", "each": "each_bandwidth", "write": "write_bandwidth"},
         _rate,
     ),
-    "tail": _ProfilePart({"share": "tail_share", "times": "tail_times"}, _share),
-    "metadata": _ProfilePart({"rate": "metadata_rate"}, _number),
-    "errors": _ProfilePart({"share": "error_share"}, _share),
-    "hangs": _ProfilePart({"share": "hang_share"}, _share),
-    "seed": _ProfilePart({"seed": "seed"}, _number),
+    "tail": ({"share": "tail_share", "times": "tail_times"}, _share),
+    "metadata": ({"rate": "metadata_rate"}, _number),
+    "errors": ({"share": "error_share"}, _share),
+    "hangs": ({"share": "hang_share"}, _share),
+    "seed": ({"seed": "seed"}, _number),
 }
-"""Parts by name."""
+"""Parts by name: fields of `Profile` by the argument's name, of which the first one needs none, and
+what parses them."""
 
 
 def parse_profile(text: str) -> Profile:
@@ -200,7 +192,7 @@ def parse_profile(text: str) -> Profile:
         elif name in _PARTS and match[2] is not None:
             profile = replace(profile, **_arguments(text, name, match[2]))
         else:
-            example = name if name in NAMED else f"{name}({next(iter(_PARTS[name].figures))}=...)"
+            example = name if name in NAMED else f"{name}({next(iter(_PARTS[name][0]))}=...)"
             raise UsageError(f"{text!r}: {part!r}: write {example}")
     return profile
 
@@ -213,7 +205,7 @@ def _figures(profile: Profile) -> dict[str, Any]:
 
 
 def _arguments(text: str, name: str, inside: str) -> dict[str, Any]:
-    known, parse = _PARTS[name].figures, _PARTS[name].parse
+    known, parse = _PARTS[name]
     keys = list(known)
     figures: dict[str, Any] = {}
     for place, argument in enumerate(_split(inside, ",")):

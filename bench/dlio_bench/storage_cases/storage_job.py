@@ -175,8 +175,8 @@ class Runner:
         return StorageRankEpoch(
             steps=StepTimes(
                 loads,
-                [each.busy_s for each in computed],
-                [each.over_s for each in computed],
+                [busy_s for busy_s, _ in computed],
+                [over_s for _, over_s in computed],
                 seconds,
                 self.place.workload.batch_size,
             ),

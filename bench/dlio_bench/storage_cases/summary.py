@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Final
 
+import numpy as np
+
 from dlio_bench.results.report_values import Better, Figure, PlotCurve, Ratio, Waterfall
 from dlio_bench.storage_cases.latencies import PERCENTILES, Latencies
 from dlio_bench.storage_cases.served_bytes import ServedBytes, Verdict
@@ -216,11 +218,9 @@ def _over_time(
     width = ends[-1] / count
     if not width:
         return (), ()
-    tallies = [0] * count
-    for at in ends:
-        tallies[min(count - 1, int(at / width))] += batch_size
+    batches = np.histogram(ends, count, (0.0, ends[-1]))[0].tolist()
     x = tuple(width * (k + 1) for k in range(count))
-    return x, tuple(tally / width for tally in tallies)
+    return x, tuple(each * batch_size / width for each in batches)
 
 
 def waterfalls(measured: StorageMeasurements) -> Iterator[Waterfall]:

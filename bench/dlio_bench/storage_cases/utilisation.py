@@ -77,16 +77,6 @@ def least_seconds(steps: int, step_s: float, step_bytes: float, storage_rate: fl
 # An accelerator that takes the time of a step and computes nothing
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeStep:
-    """A step; times in seconds."""
-
-    busy_s: float
-    """Time that the accelerator was busy."""
-    over_s: float
-    """Time that the host's work took longer than the step: the accelerator idled."""
-
-
 class Accelerator:
     """Emulates the compute time of steps.
 
@@ -99,8 +89,12 @@ class Accelerator:
         self._step_s, self._stdev_s = step_s, stdev_s
         self._generator = np.random.default_rng(seed)
 
-    def compute(self, host: Callable[[], object] = lambda: None) -> ComputeStep:
-        """Return after a step's time, and at least when `host` has returned."""
+    def compute(self, host: Callable[[], object] = lambda: None) -> tuple[float, float]:
+        """Come back after a step's time, and at least when `host` has returned.
+
+        Returns seconds that the accelerator was busy, and seconds that it idled afterwards, as the
+        host's work took longer than the step.
+        """
         began = time.perf_counter()
         wanted = self._step_s
         if self._stdev_s:
@@ -108,6 +102,6 @@ class Accelerator:
         host()
         took = time.perf_counter() - began
         if took >= wanted:
-            return ComputeStep(wanted, took - wanted)
+            return wanted, took - wanted
         time.sleep(wanted - took)
-        return ComputeStep(time.perf_counter() - began, 0.0)
+        return time.perf_counter() - began, 0.0
