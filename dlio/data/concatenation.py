@@ -28,6 +28,9 @@ class ReaderGroup:
     """The samples of several readers, numbered one reader after another. Owns the readers.
     `prefixes` are those of the names of each reader's samples."""
 
+    _unnamed_remedy = ""
+    """End of the error for a label without a class."""
+
     def __init__(self, readers: Sequence[Reader], prefixes: Sequence[str], schema: Schema) -> None:
         self._readers, self._prefixes = list(readers), prefixes
         self.schema = schema
@@ -110,13 +113,11 @@ class ReaderGroup:
         changed = bytearray(payload)
         (label,) = LABEL.unpack_from(changed, self._label_at)
         if not 0 <= label < len(self._labels_of[owner]):
-            raise self._unnamed(owner, label)
+            raise UsageError(
+                f"{self._prefixes[owner]}: label {label} has no class name{self._unnamed_remedy}"
+            )
         LABEL.pack_into(changed, self._label_at, int(self._labels_of[owner][label]))
         return memoryview(changed)
-
-    def _unnamed(self, owner: int, label: int) -> UsageError:
-        """Return the error for a label without a class."""
-        return UsageError(f"{self._prefixes[owner]}: label {label} has no class name")
 
 
 class ConcatReader(ReaderGroup):
@@ -210,6 +211,7 @@ class MixtureReader(ReaderGroup):
     """
 
     format = "mixture"
+    _unnamed_remedy = f": {_KEEP_LABELS}"
 
     def __init__(
         self,
@@ -263,9 +265,6 @@ class MixtureReader(ReaderGroup):
     def _count(self, owner: int, count: int) -> None:
         with self._lock:
             self._bytes[self.names[owner]] += count
-
-    def _unnamed(self, owner: int, label: int) -> UsageError:
-        return UsageError(f"{self.names[owner]}: label {label} has no class name: {_KEEP_LABELS}")
 
 
 def _schema_of(readers: Sequence[Reader], names: Sequence[str]) -> Schema:

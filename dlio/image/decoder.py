@@ -551,13 +551,19 @@ def encode_with_restarts(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
 
 def resized(pixels: npt.NDArray[np.uint8], short_side: int) -> npt.NDArray[np.uint8]:
     """Return an image shrunk to a short side in pixels; images are never enlarged."""
-    cv2 = opencv()
-    height, width = pixels.shape[:2]
-    scale = short_side / min(height, width)
+    return shrunk(pixels, short_side / min(pixels.shape[:2]), opencv().INTER_AREA)
+
+
+def shrunk(
+    pixels: npt.NDArray[np.uint8], scale: float, interpolation: int
+) -> npt.NDArray[np.uint8]:
+    """Return an image whose sides are multiplied by a scale, if that is below 1."""
     if scale >= 1:
         return pixels
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    made: npt.NDArray[np.uint8] = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
+    height, width = (max(1, round(side * scale)) for side in pixels.shape[:2])
+    made: npt.NDArray[np.uint8] = opencv().resize(
+        pixels, (width, height), interpolation=interpolation
+    )
     return made
 
 

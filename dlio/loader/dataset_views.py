@@ -4,7 +4,6 @@ A view is a data set like the one that it is of: with tiers of its own, of the s
 an order that is a formula, and samples that are read and decoded in the same way.
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from dlio.data.reader import Reader, open_reader
 from dlio.data.schema import IMAGES
 from dlio.errors import SourceError, UsageError
 from dlio.loader.contract import Sample, UserDataset
-from dlio.loader.sample import label_field
+from dlio.loader.sample import decoded_field, label_field
 from dlio.util.arguments import MOST_SEED, named, nearest, whole_number
 
 _I64 = npt.NDArray[np.int64]
@@ -138,13 +137,9 @@ def _plain(value: Any, kind: str, reader: Reader, sample: int) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     try:
-        if kind == "text":
-            return str(value, "utf-8")
-        if kind == "json":
-            return json.loads(bytes(value))
+        return decoded_field(kind, value, sample)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{reader.path}: sample {reader.name(sample)!r}: {error}") from error
-    return bytes(value) if isinstance(value, memoryview) else value
 
 
 def _matches(values: Sequence[Any] | npt.NDArray[Any], wanted: object) -> npt.NDArray[np.bool_]:

@@ -414,18 +414,8 @@ class _SynchronousCopies:
     def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         target.copy_(tensor)
 
-    def record(self) -> CopyEvent:
-        return _CompletedEvent()
-
-    def wait(self, event: CopyEvent) -> None:
+    def record(self) -> None:
         pass
 
-
-class _CompletedEvent:
-    """An event of work that is done."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
+    def wait(self, event: CopyEvent) -> None:
         pass

@@ -47,12 +47,12 @@ class ExchangeLoad:
 
 @dataclass(frozen=True, slots=True)
 class MessageCounts:
-    """Messages and bytes that a rank sends per exchange: mean over ranks, and maximum."""
+    """Messages and bytes that a rank sends per exchange, as means over ranks."""
 
     messages: float
     size: float
-    most_messages: float
     most_size: float
+    """Bytes of the rank that sends most."""
 
 
 def ring(p: int, work: ExchangeLoad, link: LinkCost) -> float:
@@ -168,26 +168,26 @@ def counts(preset: str, p: int, work: ExchangeLoad) -> MessageCounts:
     messages are those of `halving`, 2 log2 p per bucket.
     """
     if p == 1:
-        return MessageCounts(0.0, 0.0, 0.0, 0.0)
+        return MessageCounts(0.0, 0.0, 0.0)
     size, buckets = work.size, work.buckets
     if preset in ("allreduce", "local-sgd", "diloco"):
         steps = {"allreduce": 1, "local-sgd": 8, "diloco": 32}[preset]
         messages = 2 * math.log2(p) * buckets / steps
         sent = 2 * (p - 1) / p * size / steps
-        return MessageCounts(messages, sent, messages, sent)
+        return MessageCounts(messages, sent, sent)
     if preset in ("gossip", "noloco"):
         steps = {"gossip": 1, "noloco": 32}[preset]
-        return MessageCounts(buckets / steps, size / steps, buckets / steps, size / steps)
+        return MessageCounts(buckets / steps, size / steps, size / steps)
     if preset == "asgd":
-        return MessageCounts(2, size, 2, size)
+        return MessageCounts(2, size, size)
     if preset in ("tree", "parameter-server"):
         # Every rank but the root sends its values up once; the root sends the sum to most ranks.
         most = math.ceil(math.log2(p)) if preset == "tree" else p - 1
         mean = 2 * (p - 1) / p
-        return MessageCounts(mean * buckets, mean * size, most * buckets, most * size)
+        return MessageCounts(mean * buckets, mean * size, most * size)
     local = min(work.per_node, p)
     nodes = p // local
     swaps = math.ceil(math.log2(nodes))
     most = swaps + local - 1
     mean = (2 * (local - 1) + swaps) / local
-    return MessageCounts(mean * buckets, mean * size, most * buckets, most * size)
+    return MessageCounts(mean * buckets, mean * size, most * size)

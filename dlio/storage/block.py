@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.data.requests import fill
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock
 from dlio.util.memory import new_memory
@@ -443,13 +444,10 @@ def read_exactly(
     if not isinstance(descriptor, int):
         descriptor.read_into(offset, into)
         return
-    done = 0
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], offset + done)
-        if count == 0:
-            name = part if isinstance(part, str) else part()
-            raise CorruptBlock(f"{name}: truncated: {len(into) - done} bytes are missing{_REMEDY}")
-        done += count
+    done = fill(descriptor, offset, into)
+    if done < len(into):
+        name = part if isinstance(part, str) else part()
+        raise CorruptBlock(f"{name}: truncated: {len(into) - done} bytes are missing{_REMEDY}")
 
 
 def write_all(descriptor: int, pieces: Sequence[Buffer], offset: int | None = None) -> None:

@@ -12,6 +12,7 @@ import itertools
 import queue
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final, TypeVar, cast
@@ -754,22 +755,14 @@ def filler_threads(block_bytes: npt.NDArray[np.int64], requests: int) -> int:
     return max(2, min(requests, IN_FLIGHT_BYTES // largest))
 
 
-class BlockFiller(Closable):
+class Filler(Closable):
     """Threads that bring blocks into their tiers until all are there, or it is closed.
 
-    Each rank of a node has one, and all go through the same list. A block that another rank is
-    filling is skipped and looked at again at the end, so that nobody waits while there is work.
-
-    `blocks` makes the iterator of blocks to bring, and is called by the first of the threads.
+    Each rank of a node has one, and all go through the same list.
     """
 
-    def __init__(
-        self, fetcher: BlockFetcher, blocks: Callable[[], Iterator[int]], threads: int = 2
-    ) -> None:
-        self._fetcher = fetcher
-        self._blocks = blocks
-        self._lock = threading.Lock()
-        self._work: Iterator[int] | None = None
+    def __init__(self, threads: int) -> None:
+        """Starts the threads: called last by constructors."""
         self._workers = Workers("dlio-fill", self._run, threads, stop_timeout_s=_FILLER_TIMEOUT_S)
         self._closing = self._workers.stopping
         self._workers.start()
@@ -782,12 +775,6 @@ class BlockFiller(Closable):
         """Stop after the blocks that are being filled. A source that hangs is not waited for."""
         self._workers.close()
 
-    def _next(self) -> int | None:
-        with self._lock:
-            if self._work is None:
-                self._work = self._blocks()
-            return next(self._work, None)
-
     def _run(self, _: int) -> None:
         try:
             self._fill()
@@ -795,6 +782,33 @@ class BlockFiller(Closable):
             # A source that hung and answers at last finds its tier closed.
             if not self._closing.is_set():
                 raise
+
+    @abstractmethod
+    def _fill(self) -> None:
+        """Do the work of a thread."""
+
+
+class BlockFiller(Filler):
+    """A filler of the block path. A block that another rank is filling is skipped and looked at
+    again at the end, so that nobody waits while there is work.
+
+    `blocks` makes the iterator of blocks to bring, and is called by the first of the threads.
+    """
+
+    def __init__(
+        self, fetcher: BlockFetcher, blocks: Callable[[], Iterator[int]], threads: int = 2
+    ) -> None:
+        self._fetcher = fetcher
+        self._blocks = blocks
+        self._lock = threading.Lock()
+        self._work: Iterator[int] | None = None
+        super().__init__(threads)
+
+    def _next(self) -> int | None:
+        with self._lock:
+            if self._work is None:
+                self._work = self._blocks()
+            return next(self._work, None)
 
     def _fill(self) -> None:
         fill = self._fetcher.fill

@@ -44,8 +44,8 @@ class DeviceCopies(Protocol):
     def into(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         """Start copying a tensor into memory of the device."""
 
-    def record(self) -> CopyEvent:
-        """Return an event that completes with the stream's work so far."""
+    def record(self) -> CopyEvent | None:
+        """Return an event that completes with the stream's work so far; None if it is complete."""
 
     def wait(self, event: CopyEvent) -> None:
         """Make the stream wait for an event."""

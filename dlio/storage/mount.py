@@ -33,6 +33,7 @@ from dlio.storage.block import aligned, block_sizes
 from dlio.storage.block_fetcher import (
     IN_FLIGHT_BYTES,
     BlockFiller,
+    Filler,
     SourceRequests,
     blocks_in_order,
     filler_threads,
@@ -120,7 +121,7 @@ class Mount(Closable):
         """Requests that this rank may have in flight to the source."""
         self.notes = list(notes)
         self._uses = uses
-        self._filler: BlockFiller | SampleFiller | None = None
+        self._filler: Filler | None = None
         self._progress: StreamProgress | None = None
         self._mounted_on = ranks.node_of
         """Node number of each rank that mounted the data set."""
@@ -134,7 +135,7 @@ class Mount(Closable):
 
     # Blocks
 
-    def fill(self, order: Order) -> BlockFiller | SampleFiller | None:
+    def fill(self, order: Order) -> Filler | None:
         """Start to bring this node's blocks in the background, in the order of their first use.
 
         Returns None when all are there; further calls return the same filler.
@@ -144,12 +145,12 @@ class Mount(Closable):
             wanted = self.hierarchy.pinned >= 0
             if self.hierarchy.sample_fetcher is not None:
                 self._filler = SampleFiller(self.hierarchy.sample_fetcher, reader, order, wanted)
-                return self._filler
-            self._filler = BlockFiller(
-                self.hierarchy.block_fetcher,
-                lambda: blocks_in_order(reader.layout, order, wanted),
-                filler_threads(self.block_bytes, self.requests),
-            )
+            else:
+                self._filler = BlockFiller(
+                    self.hierarchy.block_fetcher,
+                    lambda: blocks_in_order(reader.layout, order, wanted),
+                    filler_threads(self.block_bytes, self.requests),
+                )
         return self._filler
 
     def open_stream(self) -> None:

@@ -34,7 +34,7 @@ from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierFull
 from dlio.plan.order import Order
-from dlio.storage.block_fetcher import BlockFetcher, Fetcher, SourceRequests
+from dlio.storage.block_fetcher import BlockFetcher, Fetcher, Filler, SourceRequests
 from dlio.storage.counters import RunNotes
 from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.tier import Tier, TierTargets
@@ -62,7 +62,6 @@ _CALM: Final = 4
 _CHUNK: Final = 1 << 10
 """Positions of the order that the filler looks at together."""
 _FILLER_WAIT_S: Final = 0.05
-_FILLER_TIMEOUT_S: Final = 10.0
 
 
 # Limits
@@ -742,48 +741,31 @@ class SampleFetcher(Fetcher):
 # Filling in the background
 
 
-class SampleFiller:
-    """A thread that offers a node's samples to a fetcher until their blocks are complete.
-
-    Each rank of a node has one, and all go through the same list. `wanted` is a mask of the blocks.
-    """
+class SampleFiller(Filler):
+    """A filler of the sample path: one thread, which offers samples until their blocks are
+    complete. `wanted` is a mask of the blocks."""
 
     def __init__(
         self, fetcher: SampleFetcher, reader: Reader, order: Order, wanted: npt.NDArray[np.bool_]
     ) -> None:
         self._fetcher, self._reader, self._order = fetcher, reader, order
         self._wanted = wanted
-        self._workers = Workers("dlio-fill", self._run, stop_timeout_s=_FILLER_TIMEOUT_S)
-        self._closing: threading.Event = self._workers.stopping
-        self._workers.start()
+        super().__init__(threads=1)
 
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until all blocks that can be completed are; False after `timeout_s`."""
-        return self._workers.wait(timeout_s)
-
-    def close(self) -> None:
-        """Stop. A source that hangs is not waited for."""
-        self._workers.close()
-
-    def _run(self, _: int) -> None:
-        try:
-            for start in range(0, len(self._order), _CHUNK):
-                positions = np.arange(start, min(start + _CHUNK, len(self._order)), dtype=np.int64)
-                self._offer(self._order.samples(positions))
-            missing = np.flatnonzero(self._wanted).tolist()
-            while not self._closing.is_set():
-                self._fetcher.drain(self._closing)
-                missing = [block for block in missing if not self._fetcher.complete(block)]
-                if not missing:
-                    return
-                # Samples that the order leaves out, or that another process was reading.
-                for block in missing:
-                    self._offer(self._reader.layout.samples_of(block))
-                self._closing.wait(_FILLER_WAIT_S)
-        except Exception:
-            # A source that hung and answers at last finds its tier closed.
-            if not self._closing.is_set():
-                raise
+    def _fill(self) -> None:
+        for start in range(0, len(self._order), _CHUNK):
+            positions = np.arange(start, min(start + _CHUNK, len(self._order)), dtype=np.int64)
+            self._offer(self._order.samples(positions))
+        missing = np.flatnonzero(self._wanted).tolist()
+        while not self._closing.is_set():
+            self._fetcher.drain(self._closing)
+            missing = [block for block in missing if not self._fetcher.complete(block)]
+            if not missing:
+                return
+            # Samples that the order leaves out, or that another process was reading.
+            for block in missing:
+                self._offer(self._reader.layout.samples_of(block))
+            self._closing.wait(_FILLER_WAIT_S)
 
     def _offer(self, samples: npt.NDArray[np.int64]) -> None:
         blocks, places = self._reader.layout.locate(samples)

@@ -198,12 +198,7 @@ class Tier(Closable):
 
     def check(self, block: int) -> BlockInfo:
         """Read and check all of a published block. Raises CorruptBlock, FileNotFoundError."""
-        with closing_descriptor(self._open(block)) as descriptor:
-            info = self._info(block, descriptor)
-            scratch = PayloadScratch()
-            for place in range(len(info)):
-                info.read(descriptor, place, scratch)
-            return info
+        return self._read_whole(block)[1]
 
     def digest(self, block: int) -> int:
         """Return the xxh3_64 of a published block's header and table, from its header."""
@@ -216,6 +211,9 @@ class Tier(Closable):
 
     def read_whole(self, block: int) -> memoryview:
         """Return a published block, checked. Raises CorruptBlock, FileNotFoundError."""
+        return self._read_whole(block)[0]
+
+    def _read_whole(self, block: int) -> tuple[memoryview, BlockInfo]:
         with closing_descriptor(self._open(block)) as descriptor:
             # Read, not mapped: mapped pages count as the process's own, and a file that is cut off
             # meanwhile kills by SIGBUS.
@@ -223,7 +221,7 @@ class Tier(Closable):
             read_exactly(descriptor, memory, 0, self.path)
         info = check_block(memory, os.path.join(self.path, _name(block)), 0)
         self._check_own(block, info)
-        return memory
+        return memory, info
 
     def publish(self, block: int, pieces: Sequence[Buffer]) -> None:
         """Write a block; it appears complete or not at all.

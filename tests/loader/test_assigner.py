@@ -150,7 +150,15 @@ def test_each_sample_counts_once_wherever_ranks_are_when_others_are_lost(
     for member, expected in heard.items():
         traced = [samples for _, _, rank, samples in of_lost[0] if rank == member]
         assert _joined(traced) == expected
-    assert len({(tuple(rank.assigner.again), len(rank.samples)) for rank in ranks.values()}) == 1
+    assert (
+        len(
+            {
+                (tuple(rank.assigner._schedule.requeued), len(rank.samples))
+                for rank in ranks.values()
+            }
+        )
+        == 1
+    )
 
 
 def _reconcile(ranks: dict[int, _Rank], last: dict[int, int], some: Sequence[int]) -> None:
@@ -173,8 +181,11 @@ def test_batches_stay_open_until_it_is_settled_who_counts(monkeypatch: pytest.Mo
     rank.recovery.number += 1
     rank.assigner.commit_step((0,))
     taken = [sample for images, _ in batches for sample in images.tolist()]
-    assert rank.assigner.again == [*range(1, BATCH, 2), *range(BATCH + 1, 2 * BATCH, 2)]
-    assert sorted(taken) == sorted([*range(2 * BATCH, SAMPLES), *rank.assigner.again])
+    assert rank.assigner._schedule.requeued == [
+        *range(1, BATCH, 2),
+        *range(BATCH + 1, 2 * BATCH, 2),
+    ]
+    assert sorted(taken) == sorted([*range(2 * BATCH, SAMPLES), *rank.assigner._schedule.requeued])
 
 
 def test_a_state_has_what_ranks_were_dealt_that_are_lost_by_now(
@@ -196,7 +207,7 @@ def test_a_state_has_what_ranks_were_dealt_that_are_lost_by_now(
     lost += range(2 * BATCH + 1, 3 * BATCH, 3)
     assert rank.assigner.state() == {"position": 3 * BATCH, "again": lost}
     rank.step()
-    assert rank.assigner.again == lost
+    assert rank.assigner._schedule.requeued == lost
     assert rank.assigner.state() == {"position": 4 * BATCH, "again": lost}
 
 

@@ -120,11 +120,6 @@ class BatchAssigner(RecoveryPart[BatchReport]):
         """Number of the batch that was issued last, within its epoch."""
         return self._schedule.step
 
-    @property
-    def again(self) -> list[int]:
-        """Samples of this epoch that are requeued to its end."""
-        return self._schedule.requeued
-
     def begin_epoch(self, epoch: int) -> None:
         """Forget the last epoch's batches."""
         if self._adopted:

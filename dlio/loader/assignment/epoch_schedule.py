@@ -12,7 +12,7 @@ an epoch.
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dlio.loader.assignment.history import CommittedBatch, IssuedBatch, parts_of_lost
@@ -59,27 +59,18 @@ class EpochState:
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON types, in the wire format."""
         return {
-            "epoch": self.epoch,
-            "step": self.step,
-            "position": self.position,
-            "samples": self.samples,
-            "has_begun": self.has_begun,
-            "begun": [self.first_batch, self.first_members, self.usual_batch],
-            "order": [self.is_exact, self.drops_last],
-            "again": self.requeued,
-            "comes_again": sorted(self.requeued_parts),
+            **{each.name: getattr(self, each.name) for each in fields(EpochState)},
+            "requeued_parts": sorted(self.requeued_parts),
             "final": None if self.final is None else list(self.final.items()),
         }
 
     def load_json(self, wire: dict[str, Any]) -> None:
         """Take the state that another rank's `to_json` has written."""
-        self.epoch, self.step, self.position = wire["epoch"], wire["step"], wire["position"]
-        self.samples, self.has_begun = wire["samples"], wire["has_begun"]
-        self.first_batch, first_members, self.usual_batch = wire["begun"]
-        self.first_members = tuple(first_members)
-        self.is_exact, self.drops_last = wire["order"]
-        self.requeued = list(wire["again"])
-        self.requeued_parts = {(step, member) for step, member in wire["comes_again"]}
+        for each in fields(EpochState):
+            setattr(self, each.name, wire[each.name])
+        self.first_members = tuple(wire["first_members"])
+        self.requeued = list(wire["requeued"])
+        self.requeued_parts = {(step, member) for step, member in wire["requeued_parts"]}
         self.final = None if wire["final"] is None else dict(map(tuple, wire["final"]))
 
 

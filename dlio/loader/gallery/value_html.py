@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlio.image.decoder import opencv
+from dlio.image.decoder import opencv, shrunk
 from dlio.loader.picture_targets import Target
 from dlio.util.printable import printable
 
@@ -55,7 +55,7 @@ def picture_uri(pixels: _U8, most: int) -> str:
     (height, width, 3), or grey values of shape (height, width)."""
     cv2 = opencv()
     sides = pixels.shape[:2]
-    pixels = _shrunk(np.ascontiguousarray(pixels), most, cv2.INTER_AREA)
+    pixels = shrunk(np.ascontiguousarray(pixels), most / max(*sides, 1), cv2.INTER_AREA)
     if pixels.ndim == 3:
         pixels = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
     if min(sides) < _LEAST_JPEG:
@@ -66,23 +66,13 @@ def picture_uri(pixels: _U8, most: int) -> str:
 def mask_uri(mask: _U8, most: int) -> str:
     """Return a mask as a data URI that is laid over a picture: 0 is clear, others have colours. Its
     numbers are those of classes or instances; shape (height, width)."""
-    mask = _shrunk(mask, most, opencv().INTER_NEAREST)
+    mask = shrunk(mask, most / max(*mask.shape, 1), opencv().INTER_NEAREST)
     table = np.zeros((256, 4), np.uint8)
     for number in np.unique(mask).tolist():
         if number:
             red, green, blue = (round(255 * part) for part in _rgb(number))
             table[number] = blue, green, red, _OPAQUE
     return _encoded(".png", table[mask], [])
-
-
-def _shrunk(pixels: _U8, most: int, interpolation: int) -> _U8:
-    height, width = pixels.shape[:2]
-    scale = most / max(height, width, 1)
-    if scale >= 1:
-        return pixels
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    made: _U8 = opencv().resize(pixels, size, interpolation=interpolation)
-    return made
 
 
 def _encoded(extension: str, pixels: _U8, options: list[int]) -> str:

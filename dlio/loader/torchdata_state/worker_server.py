@@ -4,7 +4,7 @@ states."""
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -22,18 +22,15 @@ from dlio.loader.torchdata_state import state_format as keys
 from dlio.loader.torchdata_state.state_format import restore, state_of
 from dlio.loader.torchdata_state.stateful_samplers import resumed
 
-START: Final = "start"
-RESUME: Final = "resume"
-FETCH: Final = "fetch"
+_BEGINNING: Final = -1
+"""Number of the task that begins a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
-    """An errand for a worker."""
+    """An errand for a worker: a batch, or to make an iterator and to answer with the state."""
 
-    verb: str
-    """`start` and `resume` make an iterator and answer with the state; `fetch` asks for a batch."""
-    number: int = -1
+    number: int = _BEGINNING
     """Of the batch, counted from the beginning of the pass."""
     index: Any = None
     """The batch's indices, or the one index."""
@@ -48,7 +45,6 @@ class WorkerTask:
 class WorkerReply:
     """A worker's answer to a task."""
 
-    verb: str
     number: int
     data: BatchData = None
     ended: bool = False
@@ -105,22 +101,18 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
     recipe: FetchOptions
     init: Callable[[int], object] | None
     states: dict[int, State]
-    """State of each worker to continue from; empty to start from the beginning."""
+    """State of each worker for its first pass to continue from; empty to start from the beginning.
+    """
     shared_seed: int | None
     ranks: tuple[int, int] = (1, 0)
     """Number of ranks and this one's, among which data pipes are sharded."""
     worker: int = 0
     fetcher: Any = None
     ended: bool = False
-    _numbers: torch.Generator = field(default_factory=torch.Generator)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Generators of torch cannot be pickled, and iterators of users' data sets often cannot.
-        return {**self.__dict__, "_numbers": None, "fetcher": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._numbers = torch.Generator()
+        # Iterators of users' data sets often cannot be pickled.
+        return {**self.__dict__, "fetcher": None}
 
     def prepare(self, worker: int) -> None:
         """Call the user's function for a new worker."""
@@ -135,19 +127,15 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
     def seed_pipe(self, seed: int | None) -> None:
         """Seed the data pipes that shuffle, all workers alike."""
         if isinstance(self.dataset, IterDataPipe) and seed is not None:
-            self._numbers.manual_seed(seed)
-            self.dataset = apply_random_seed(self.dataset, self._numbers)
+            self.dataset = apply_random_seed(self.dataset, torch.Generator().manual_seed(seed))
 
     def __getitem__(self, task: WorkerTask) -> WorkerReply:
-        if task.verb == START:
-            self._begin(self.states.get(self.worker))
-            return WorkerReply(START, -1, state=self.state())
-        if task.verb == RESUME:
+        if task.number == _BEGINNING:
             self.seed_pipe(task.shared_seed)
-            self._begin(None)
-            return WorkerReply(RESUME, -1, state=self.state())
+            self._begin(self.states.pop(self.worker, None))
+            return WorkerReply(_BEGINNING, state=self.state())
         if self.ended:
-            return WorkerReply(FETCH, task.number, ended=True)
+            return WorkerReply(task.number, ended=True)
         try:
             data = self.fetcher.fetch(task.index)
         except StopIteration as error:
@@ -155,10 +143,8 @@ class WorkerServer(torch.utils.data.Dataset[Any]):
             if not self.recipe.iterable:
                 raise RuntimeError("a data set raised StopIteration") from error
             self.ended = True
-            return WorkerReply(FETCH, task.number, ended=True, state=self.state())
-        return WorkerReply(
-            FETCH, task.number, data, state=self.state() if task.wants_state else None
-        )
+            return WorkerReply(task.number, ended=True, state=self.state())
+        return WorkerReply(task.number, data, state=self.state() if task.wants_state else None)
 
     def state(self) -> State:
         """Return the state of this worker's data set and of its iterator."""
@@ -200,7 +186,6 @@ class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
         self._workers, self._ahead, self._interval = workers, ahead, interval
         self.iterable = iterable
         self._loaded = loaded
-        self._verb = START
         self._indices: Iterator[Any] = iter(())
         self._drawn = 0
         self._number = 0
@@ -236,8 +221,7 @@ class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
             )
         # Before any draw: a state that is asked for before the first batch begins the pass again.
         self.state_at_beginning = self.state()
-        verb, self._verb = self._verb, RESUME
-        return self._tasks(verb)
+        return self._tasks()
 
     def state(self) -> State:
         """Return the state as it is now."""
@@ -251,9 +235,9 @@ class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
             keys.BASE_SEED: self.base_seed,
         }
 
-    def _tasks(self, verb: str) -> Iterator[WorkerTask]:
+    def _tasks(self) -> Iterator[WorkerTask]:
         for worker in range(self._workers):
-            yield WorkerTask(verb, worker=worker, shared_seed=self.shared_seed)
+            yield WorkerTask(worker=worker, shared_seed=self.shared_seed)
         for index in self._indices:
             self._drawn += 1
             main, worker = self._due()
@@ -262,7 +246,7 @@ class TaskSampler(torch.utils.data.Sampler[WorkerTask]):
             if main:
                 self.snapshots.append((self._number, self.state()))
             self._number += 1
-            yield WorkerTask(FETCH, self._number - 1, index, worker)
+            yield WorkerTask(self._number - 1, index, worker)
 
     def _due(self) -> tuple[bool, bool]:
         """Return (True if the batch may be the last one before a snapshot, True if the worker's
