@@ -17,12 +17,13 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.data.source import File
 from dlio.util.folders import (
     MARK,
     empty_folder,
@@ -51,18 +52,6 @@ _HEAD = "head.json"
 _MOST_HEAD = 1 << 20
 _LOCK = "lock"
 _KEPT = "kept"
-
-
-class StampSource(Protocol):
-    """A file or folder whose `state` changes when its contents do."""
-
-    @property
-    def url(self) -> str:
-        """Its path or URL."""
-
-    @property
-    def state(self) -> str:
-        """Text such as size, time of change and inode."""
 
 
 class Names:
@@ -95,7 +84,7 @@ def cache_folder() -> str:
 
 
 def cached_index(
-    kind: str, version: int, files: Sequence[StampSource], build: Callable[[], Arrays]
+    kind: str, version: int, files: Sequence[File], build: Callable[[], Arrays]
 ) -> Arrays:
     """Return the index of some files, from the cache if they are unchanged, otherwise built.
 

@@ -47,14 +47,11 @@ def recipe_for(
 ) -> Recipe:
     """Choose the recipe of a data set's samples.
 
-    Args:
-        image_size: side of square crops of images, in pixels; None for no crops.
-        train: random crops and flips; otherwise the middle of the image.
-        transform: the user's, which is cut into parts: see `dlio.image.fusion.fused`.
-        through_decoded: crops are cut out of images that a tier keeps decoded.
-        finish: replaces everything else, for data sets of other libraries.
-        min_visible: least share of its area with which a box stays in a crop.
-        crops: of each image, where the transform does not begin with crops.
+    Crops are square, with sides of `image_size` pixels; None for no crops. They are random with
+    `train`, otherwise of the middle of the image, and cut out of images that a tier keeps decoded
+    with `through_decoded`. The transform is cut into parts, see `dlio.image.fusion.fused`; there
+    are `crops` of each image where it does not begin with crops. A box stays in a crop that shows
+    `min_visible` of its area. `finish` replaces everything else, for data sets of other libraries.
 
     Raises UsageError for a transform that would move pixels, and leave boxes behind, for mixtures
     of images without classes, and for several crops of samples that have none.

@@ -34,19 +34,20 @@ class PassStats(TypedDict):
     """Bytes sent to peers."""
     messages: NotRequired[int]
     late: NotRequired[int]
-    """Samples that a peer did not send in time."""
+    """Samples read from the source because a peer did not send them in time."""
     single_bytes: NotRequired[int]
-    """Payload bytes of samples that were read from the source on their own, not with their block.
-    """
+    """Payload bytes of samples that were read from the source on their own, as they were wanted
+    before their block had come, or had failed their checksum, or have no tier."""
     healed: NotRequired[int]
     """Samples that could not be read from a tier, or failed their checksum there."""
     tier_errors: NotRequired[int]
-    """Errors of tiers' disks, after which samples came from elsewhere."""
+    """Errors of tiers' disks, after which samples or blocks came from elsewhere."""
     moved_bytes: NotRequired[int]
     """Bytes of blocks that filled a faster tier from a slower one of the node."""
     decoded: NotRequired[int]
     """Samples from a tier of decoded images."""
     decode_saved_s: NotRequired[float]
+    """Seconds of decoding that these samples saved, estimated from the first images."""
     device_images: NotRequired[int]
     """Images that a device decoded, with `decode="device"`."""
     device_bytes: NotRequired[int]

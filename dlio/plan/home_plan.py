@@ -86,15 +86,10 @@ def carried(ranks: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 class HomePlan:
     """An epoch in `local`, `partial(q)` or `ring`, as one rank sees it.
 
-    Args:
-        order: gives the seed, the epoch and the number of samples.
-        layout: of the blocks.
-        home: home node of each block, -1 for the source alone; shape (blocks,).
-        shares: samples of each rank in a step.
-        steps: in the whole epoch.
-        fraction: q of `partial(q)`, 0 for `local` and `ring`.
-        ring: True if ranks stand in for each other.
-        first_step: step of the epoch that is step 0 of `window`.
+    The order gives the seed, the epoch and the number of samples, and `shares` the samples of each
+    rank in a step, of `steps` in the whole epoch. `fraction` is q of `partial(q)`, 0 for `local`
+    and `ring`; with `ring`, ranks stand in for each other. Step 0 of `window` is `first_step` of
+    the epoch.
 
     Raises UsageError beyond 2^31 samples a node.
 

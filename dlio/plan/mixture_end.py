@@ -28,14 +28,9 @@ def end_of(
 ) -> int | None:
     """Return the number of positions of an epoch if it ends with these weights, else None.
 
-    Args:
-        exhaustion: one of EXHAUSTION.
-        batch: samples of a global batch.
-        steps: for which these weights hold; None without end.
-        had: samples of each source before, in this epoch.
-        sizes: samples that each source has.
-        samples: of an epoch, for `repeat`.
-        position: at which these weights begin.
+    `had` has the samples of each source before, in this epoch, and `sizes` those that each has;
+    `samples` are those of an epoch, for `repeat`. The weights hold for so many `steps`, None
+    without end, from `position` on.
     """
     if exhaustion == "repeat":
         assert samples is not None

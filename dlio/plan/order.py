@@ -162,12 +162,8 @@ def share(count: int, parts: int, part: int) -> range:
 def keyed_uniforms(
     seed: int, epoch: int, samples: _I64, count: int, stream: int = 0
 ) -> npt.NDArray[np.float64]:
-    """Draw random numbers that belong to samples: every rank draws the same ones.
-
-    Args:
-        samples: shape (n,).
-        count: numbers per sample.
-        stream: number of the purpose; numbers of different purposes are independent.
+    """Draw random numbers that belong to samples: every rank draws the same ones. There are `count`
+    for each sample; those of different `stream`s are independent.
 
     Returns: in [0, 1), shape (n, count). The first ones are the same for any `count`.
 

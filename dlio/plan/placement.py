@@ -72,10 +72,7 @@ def place(block_bytes: npt.NDArray[np.int64], nodes: Sequence[HomeNode], key: st
     least full node with room: it stays in the source only if no tier anywhere has room for it. On
     its node, a block is pinned by the fastest tier that has room.
 
-    Args:
-        block_bytes: bytes of each block in a tier, above 0; shape (blocks,).
-        nodes: with names that differ.
-        key: name of the data set; two data sets are placed independently.
+    The nodes' names differ, and so do keys: each data set is placed independently by its own.
 
     Cost: blocks x nodes hashes, 5 ns each (40 ns where capacities differ), and 2 µs a block.
     """

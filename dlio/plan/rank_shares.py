@@ -102,11 +102,7 @@ def fastest_shares(
 ) -> RankShares:
     """Return the shares that minimise the largest fixed_s[r] + per_sample_s[r] · counts[r].
 
-    Ties go to the lower rank.
-
-    Args:
-        fixed_s: seconds of a step of rank r, whatever its samples.
-        per_sample_s: seconds per sample of rank r, above 0.
+    Ties go to the lower rank. Costs are by rank; those of a sample are above 0.
 
     Cost O(ranks): 1 ms for a thousand ranks.
     """

@@ -38,9 +38,8 @@ class SampleMask:
 
     Lookups cost 0.3 µs a sample.
 
-    Args:
-        bits: sample i is bit i % 8 of byte i // 8 (little endian); shape (ceil(n / 8),).
-        samples: number of samples n in the whole data set.
+    Sample i of so many in the data set is bit i % 8 of byte i // 8 (little endian); shape
+    (ceil(samples / 8),).
 
     Raises UsageError for a bitmap of another size or without any sample.
     """

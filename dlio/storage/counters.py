@@ -29,36 +29,27 @@ _REPORTED: Final = (
 
 @dataclass(slots=True)
 class Counters:
-    """Payload bytes and events of one rank. Thread-safe."""
+    """Payload bytes and events of one rank. Thread-safe.
+
+    Those that are reported have the names of `PassStats` in `dlio.loader.stats`, which explains
+    them.
+    """
 
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PLACES, 0))
     """Payload bytes by the place they were read from. `source` counts every read of the source,
     those that fill a tier included; the others count samples that were consumed from there."""
     healed: int = 0
-    """Samples read from the source because their copy in a tier failed its checksum."""
     tier_errors: int = 0
-    """Errors of tiers' disks, after which samples or blocks came from elsewhere."""
     moved_bytes: int = 0
-    """Bytes of blocks that filled a faster tier from a slower one of the node."""
     late: int = 0
-    """Samples read from the source because a peer did not send them before the deadline."""
     single_bytes: int = 0
-    """Payload bytes of samples that were read from the source on their own, as they were wanted
-    before their block had come, or had failed their checksum, or have no tier."""
     sent: int = 0
-    """Payload bytes pushed to peers."""
     messages: int = 0
-    """Messages pushed to peers."""
     decoded: int = 0
-    """Samples taken from a tier of decoded images."""
     decode_saved_s: float = 0.0
-    """Seconds of decoding that these samples saved, estimated from the first images."""
     device_images: int = 0
-    """Images that a device decoded."""
     device_bytes: int = 0
-    """Coded bytes that it was given for them."""
     fallbacks: int = 0
-    """Images that the CPU decoded in place of the device."""
     samples: int = 0
     """Samples that were handed to the consumer, in all passes."""
     waited_s: float = 0.0

@@ -44,15 +44,12 @@ class Hierarchy(Closable):
 
     Owns its tiers: `close` closes them. Does not own the reader.
 
-    Args:
-        reader: the source.
-        tiers: fastest first.
-        pinned: number of the tier that each block is kept in, -1 for none; shape (blocks,).
-        ranks: number of ranks in the job, which share the budget of samples read on their own.
-        requests: reads whole blocks of the source; owned. Default: one request at a time.
-        check: read each block that is brought back from its tier, and compare.
-        flow: limits the requests in flight where samples are read as they are needed; by default
-            that of the reader. With None of both, whole blocks are read.
+    `tiers` are fastest first; `pinned` has the number of the tier that each block is kept in, -1
+    for none. The `ranks` of the job share the budget of samples read on their own. `requests` read
+    whole blocks of the source, by default one at a time; owned. With `check`, each block is read
+    back from its tier, and compared. `flow` limits the requests in flight where samples are read as
+    they are needed; it is by default that of the reader, and with None of both, whole blocks are
+    read.
     """
 
     def __init__(

@@ -233,10 +233,9 @@ class Mount(Closable):
         """Return the tiers with the capacity that this data set leaves on every node."""
         spare = []
         for number, spec in enumerate(self.tiers):
-            used = [
-                int(self.block_bytes[self._pinned(node, number)].sum())
-                for node in range(len(self.nodes.names))
-            ]
+            home = self.placement.home[self.placement.tier == number]
+            bytes_ = self.block_bytes[self.placement.tier == number]
+            used = np.bincount(home, bytes_, len(self.nodes.names)).astype(np.int64).tolist()
             spare.append(replace(spec, capacity=max(0, spec.capacity - max(used))))
         return spare
 
@@ -311,12 +310,6 @@ class Mount(Closable):
         published, self._live = self._live, None
         if published is not None:
             published.close()
-
-    def _pinned(self, node: int, tier: int) -> npt.NDArray[np.bool_]:
-        pinned: npt.NDArray[np.bool_] = (self.placement.home == node) & (
-            self.placement.tier == tier
-        )
-        return pinned
 
 
 # Mounting

@@ -329,7 +329,8 @@ class PartialBlocks:
         if not self._is_exact:
             return None
         sizes = np.asarray(self._sizes[self._layout.samples_of(block)], np.int64)
-        return _PartialLayout.of(sizes, self._table_at)
+        ends = self._table_at + ENTRY.itemsize * len(sizes) + np.cumsum(aligned(sizes))
+        return _PartialLayout(ends - aligned(sizes), sizes, int(ends[-1]))
 
     def _remove(self, block: int) -> None:
         with suppress(FileNotFoundError):
@@ -344,11 +345,6 @@ class _PartialLayout:
     sizes: npt.NDArray[np.int64]
     length: int
     """Bytes of the block."""
-
-    @classmethod
-    def of(cls, sizes: npt.NDArray[np.int64], table_at: int) -> "_PartialLayout":
-        ends = table_at + ENTRY.itemsize * len(sizes) + np.cumsum(aligned(sizes))
-        return cls(ends - aligned(sizes), sizes, int(ends[-1]))
 
     def is_of(self, table: _Table) -> bool:
         """True if all entries of a table are as planned."""

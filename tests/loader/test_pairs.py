@@ -1,9 +1,11 @@
 """Partners of a mixture's samples are those of the step's global batch, on any rank."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from dlio.loader.planned_engine.mixup_partners import EpochPartners
+from dlio.loader.planned_engine.mixup_partners import step_partners
 from dlio.plan.order import Order
 from dlio.plan.tail_order import TailOrder
 
@@ -20,7 +22,7 @@ def test_a_partner_is_the_one_before_in_the_step(
     order, end = Order(103, 5, 2, shuffled=True), 103
     if tail:
         order, end = TailOrder.of(order, (3, 90)), 105
-    pairing = EpochPartners(order, position, end, global_batch, _fetch, skip=False)
+    partners_of = partial(step_partners, order, position, end, global_batch, _fetch, False)
     everyone = order.samples(np.arange(end)).tolist()
     for step, first in enumerate(range(position, end, global_batch)):
         batch = everyone[first : first + global_batch]
@@ -28,5 +30,5 @@ def test_a_partner_is_the_one_before_in_the_step(
         parts: list[list[int]] = [batch[::2], batch[1::2], batch[:1], []]
         for part in parts:
             if len(set(batch)) == len(batch):
-                pairs = pairing.of_step(step, np.array(part, np.int64))
+                pairs = partners_of(step, np.array(part, np.int64))
                 assert pairs.partners.tolist() == [wanted[sample] for sample in part]

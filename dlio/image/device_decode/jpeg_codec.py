@@ -117,14 +117,10 @@ class _DecoderSlot:
 class JpegCodec:
     """Decodes JPEGs on a device, and crops them. Thread-safe; owner: who closes it.
 
-    Args:
-        device: "cpu" or a CUDA device.
-        slots: batches that are decoded at a time.
-        threads: of the CPU, for each slot.
-        timeout_s: for the wait for a slot.
-        most_bytes: of decoded images that a slot holds at a time; a larger batch is decoded in
-            parts, but for a single image that is larger.
-        library, queue_of: make the parts of a slot; others than nvImageCodec and CUDA for tests.
+    There are `slots` batches decoded at a time, each by so many `threads` of the CPU; `timeout_s`
+    is for the wait for a slot. A slot holds `most_bytes` of decoded images at a time: a larger
+    batch is decoded in parts, but for a single image that is larger. `library` and `queue_of` make
+    the parts of a slot; others than nvImageCodec and CUDA for tests.
 
     Raises UsageError where nvImageCodec is not installed.
     """
@@ -172,12 +168,9 @@ class JpegCodec:
     ) -> DecodedCrops:
         """Decode images and cut their crops out; return when the device is done.
 
-        Args:
-            rows: for each image, the rows of the result for its crops.
-            size: (height, width) of the crops.
-            ready: rows that are crops already, of shape (height, width, 3).
-            count: rows of the result.
-            normal: None for uint8 pixels.
+        `rows` are the rows of the result for each image's crops, `count` are those of all of it,
+        and those in `ready` are crops already, of shape (height, width, 3). The sides are (height,
+        width); pixels are uint8 without `normal`.
 
         Raises DlioError if no slot becomes free in time.
         """

@@ -39,8 +39,7 @@ class BatchBuilder(ABC):
     in `failed` instead of ending the call: whoever makes a whole batch by one call, in Python or
     not, needs nothing else.
 
-    Args:
-        samples: index of each slot's sample; shape (n,).
+    `samples` has the index of each slot's sample.
     """
 
     makes_together = False

@@ -24,7 +24,7 @@ from dlio.loader.loader_options import LoaderOptions
 from dlio.loader.passes import Pass, PassCounters, PlannedPass
 from dlio.loader.planned_engine.batch_builders import BatchFactory
 from dlio.loader.planned_engine.device_builders import DeviceDecoder, DeviceTierCrops
-from dlio.loader.planned_engine.mixup_partners import EpochPartners
+from dlio.loader.planned_engine.mixup_partners import step_partners
 from dlio.loader.planned_engine.pipeline import PassContext, Pipeline
 from dlio.loader.planned_engine.sample_builders import host_batches
 from dlio.loader.recipe import CropRecipe
@@ -183,14 +183,15 @@ class PlannedEngine:
         partners_of = None
         if data.recipe.pairs and isinstance(batches, PlannedPass) and is_exact(options.mode):
             # A sample is mixed with itself if its partner cannot be read.
-            partners_of = EpochPartners(
-                order=batches.order,
-                position=batches.cursor.position,
-                end=batches.samples,
-                global_batch=batches.global_batch,
-                fetch=lambda sample: mounted.hierarchy.read_one(sample)[0],
-                skip=skip,
-            ).of_step
+            partners_of = functools.partial(
+                step_partners,
+                batches.order,
+                batches.cursor.position,
+                batches.samples,
+                batches.global_batch,
+                lambda sample: mounted.hierarchy.read_one(sample)[0],
+                skip,
+            )
         context = PassContext(
             hierarchy=mounted.hierarchy,
             factory=factory,

@@ -36,40 +36,33 @@ class BatchPartners:
         return replace(self, partners=self.partners[list(chosen)])
 
 
-@dataclass(frozen=True, slots=True)
-class EpochPartners:
-    """The partners of all samples of a pass.
+def step_partners(
+    order: Order,
+    position: int,
+    end: int,
+    global_batch: int,
+    fetch: Callable[[int], Buffer],
+    skip: bool,
+    step: int,
+    samples: _I64,
+) -> BatchPartners:
+    """Return the partners of a rank's samples in a step of a pass, from `position` of its order to
+    `end`; `fetch` and `skip` are those of `BatchPartners`.
 
-    Args, in addition to those of `BatchPartners`:
-        order: of the pass.
-        position: at which step 0 begins.
-        end: positions of the pass.
+    Cost O(n) for an order that is a formula alone, otherwise O(global batch).
     """
-
-    order: Order
-    position: int
-    end: int
-    global_batch: int
-    fetch: Callable[[int], Buffer]
-    skip: bool
-
-    def of_step(self, step: int, samples: _I64) -> BatchPartners:
-        """Return the partners of a rank's samples in a step.
-
-        Cost O(n) for an order that is a formula alone, otherwise O(global batch).
-        """
-        first = self.position + step * self.global_batch
-        last = min(first + self.global_batch, self.end)
-        if type(self.order) is Order:
-            before = self.order.positions(samples) - 1
-            before[before < first] = last - 1
-            return BatchPartners(self.order.samples(before), self.fetch, self.skip)
-        # Others may be longer than their formula, or have a sample twice, so that a sample does not
-        # tell its position: the whole global batch is looked up.
-        everyone = self.order.samples(np.arange(first, last, dtype=np.int64))
-        by_sample = np.argsort(everyone, kind="stable")
-        places = by_sample[np.searchsorted(everyone, samples, sorter=by_sample)]
-        return BatchPartners(everyone[places - 1], self.fetch, self.skip)
+    first = position + step * global_batch
+    last = min(first + global_batch, end)
+    if type(order) is Order:
+        before = order.positions(samples) - 1
+        before[before < first] = last - 1
+        return BatchPartners(order.samples(before), fetch, skip)
+    # Others may be longer than their formula, or have a sample twice, so that a sample does not
+    # tell its position: the whole global batch is looked up.
+    everyone = order.samples(np.arange(first, last, dtype=np.int64))
+    by_sample = np.argsort(everyone, kind="stable")
+    places = by_sample[np.searchsorted(everyone, samples, sorter=by_sample)]
+    return BatchPartners(everyone[places - 1], fetch, skip)
 
 
 def decode_partners(

@@ -107,9 +107,8 @@ def unpack_message(
 
     A payload that is absent is None, and so are all from the first on that contradicts `sizes`.
 
-    Args:
-        sizes: payload bytes by the reader's index; shape (samples,). Of a message of
-            `pack_payloads`, the number of its samples.
+    `sizes` has the payload bytes by the reader's index; of a message of `pack_payloads`, it is the
+    number of its samples.
     """
     count = sizes if isinstance(sizes, int) else len(sizes)
     whole = np.frombuffer(message, np.uint8)

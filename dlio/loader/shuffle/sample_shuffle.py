@@ -103,14 +103,11 @@ class _WindowReceive:
 class Shuffle(Closable):
     """Carries out an epoch's plan for one rank. Owner: the pipeline, which closes it.
 
-    Args:
-        comm: for this shuffle's messages alone, used only by its thread.
-        hierarchy: of this rank's node.
-        generation: number of this pass over the loader, the same on all ranks.
-        memory: for messages, shared by passes.
-        planner: planner of `plan` if there is one; otherwise the shuffle's thread makes it.
-        alone: read all of this rank's samples from its tiers or the source, and exchange none: a
-            rank of the plan has been lost. It comes to that, too, when one is lost meanwhile.
+    The communicator is for this shuffle's messages alone, and used by its thread only; `memory` for
+    messages is shared by passes, whose `generation` is the same on all ranks. Without a `planner`
+    of the plan, the thread makes one. An `alone` rank reads all of its samples from its tiers or
+    the source, and exchanges none: a rank of the plan has been lost. It comes to that, too, when
+    one is lost meanwhile.
     """
 
     def __init__(
