@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from statistics import median
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
@@ -18,7 +19,6 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.checkpoint.checkpoint_store import Checkpoints, Tensors
 from dlio.train.checkpoint.tensor_reader import ignore_no_dist_warning
-from dlio_bench.results.repeats import median
 from dlio_bench.results.report_values import Figure, Ratio
 
 _TIMEOUT_S: Final = 1800.0

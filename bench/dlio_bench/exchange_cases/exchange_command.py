@@ -13,6 +13,7 @@ from dlio_bench.results.figure_collection import results_of
 from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.report_values import Results
 from dlio_bench.results.terminal import advance, show, working
+from dlio_bench.trainings import training_data
 
 CASES: Final[dict[str, str]] = {
     "messages": "dlio_bench.exchange_cases.message_cost:measure",
@@ -58,7 +59,7 @@ def command(options: ExchangeBenchOptions, cases: ExchangeCases, output: OutputO
     wanted = cases.case or _USUAL
     for case in ("training", "placement"):
         if case in wanted:
-            options.check_training(case)
+            training_data(case, options.source, options.val)
     report: dict[str, Any] = {
         "benchmark": "exchange",
         "options": asdict(options),

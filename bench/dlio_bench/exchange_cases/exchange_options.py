@@ -10,7 +10,7 @@ from dlio.features.batch_norm.batch_norm_feature import group_size
 from dlio.train.names import DEFAULT_MODEL
 from dlio.util.options import Option, check
 from dlio_bench.bench_ranks import FABRICS, LINK
-from dlio_bench.trainings import check_plot, training_data
+from dlio_bench.trainings import check_plot
 
 _PACED: Final = "dlio_bench.exchange_cases.paced_network:paced_network"
 
@@ -171,10 +171,6 @@ class ExchangeBenchOptions:
                 f"{_PACED}(model={model!r}, sample_ms={self.pace!r}, slow={self.slow or 1.0!r})"
             )
         return options
-
-    def check_training(self, case: str) -> None:
-        """Raise UsageError when a case that trains lacks data."""
-        training_data(case, self.source, self.val)
 
 
 def _parsed(text: str) -> object:

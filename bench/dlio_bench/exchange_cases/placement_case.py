@@ -65,7 +65,6 @@ def measure(options: ExchangeBenchOptions) -> dict[str, object]:
     """Runs of `dlio train` of each seed, mode of batch normalisation and placement, with a global
     batch of 64: held-out accuracy, its spread, and the distance of the weights to those of the
     first placement after 1 step and 5."""
-    options.check_training("placement")
     modes = options.batch_norms or _MODES
     runs: dict[str, list[list[_TrainingResult]]] = {mode: [] for mode in modes}
     every = [(seed, mode, p) for seed in range(options.seeds) for mode in modes for p in PLACEMENTS]

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import nn
 
 from dlio.features.pruning.group_search import find_groups
@@ -60,28 +59,3 @@ def cut_by_magnitude(model: nn.Module, example: ModelInput, widths: Mapping[str,
     """Cut a model, in place, to widths that are given by group."""
     groups = find_groups(model, example).groups
     apply(model, groups, by_magnitude(model, groups, widths))
-
-
-class ByChance:
-    """Removes as many neurons as somebody else's rounds did, after the same steps, any of them.
-
-    Args:
-        widths: by step, the widths of groups after it.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        example: ModelInput,
-        widths: Mapping[int, Mapping[str, int]],
-        seed: int,
-    ) -> None:
-        self._model, self._widths = model, widths
-        self._groups = find_groups(model, example).groups
-        self._generator = np.random.default_rng(seed)
-
-    def step(self, done: int, optimizer: torch.optim.Optimizer) -> None:
-        """Remove neurons if it is time after step number `done`."""
-        if done in self._widths:
-            plan = by_chance(self._groups, self._widths[done], self._generator)
-            self._groups = apply(self._model, self._groups, plan, [optimizer]).groups

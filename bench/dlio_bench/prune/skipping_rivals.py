@@ -269,6 +269,7 @@ class InstanceEarlyStopping(SkippingContender):
 
 _KERNELS: Final = 64
 _RATE: Final = 0.01
+"""Of the moving averages of centres and variances."""
 _NOISE: Final = 0.01
 _BLOCKED: Final = 0.4
 """Share of each batch that is blocked."""
@@ -285,11 +286,10 @@ class Density:
 
     Args:
         kernels: number of centres, taken from the first features.
-        rate: rate of the moving averages of centres and variances.
     """
 
-    def __init__(self, kernels: int = _KERNELS, rate: float = _RATE) -> None:
-        self._kernels, self._rate = kernels, rate
+    def __init__(self, kernels: int = _KERNELS) -> None:
+        self._kernels = kernels
         self._centres: torch.Tensor | None = None
         self._variances = torch.ones(0)
         self._counts = torch.ones(0)
@@ -315,8 +315,8 @@ class Density:
         sums = torch.zeros_like(self._centres).index_add_(0, nearest, features)
         means = sums / counts.clamp(min=1)[:, None]
         near = counts > 0
-        self._centres[near] += self._rate * (means - self._centres)[near]
-        self._variances += self._rate * (features.var(0) - self._variances)
+        self._centres[near] += _RATE * (means - self._centres)[near]
+        self._variances += _RATE * (features.var(0) - self._variances)
         self._counts += counts
 
 
@@ -340,14 +340,11 @@ class DensityBlocking(SkippingContender):
 
     All samples pass the stem and the first stage. The features of those that are kept are used
     again for the rest of the network, and for the backward pass.
-
-    Args:
-        share: share of each batch to block.
     """
 
-    def __init__(self, loader: dlio.DataLoader, epochs: int, seed: int, share: float = 0.4) -> None:
+    def __init__(self, loader: dlio.DataLoader, epochs: int, seed: int) -> None:
         super().__init__(loader, epochs, seed)
-        self._share, self._blocks = share, False
+        self._blocks = False
         self._density = Density()
         self._generator = torch.Generator().manual_seed(seed)
         self._shallow: float | None = None

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dlio
+from dlio.features.pruning.group_search import find_groups
+from dlio.features.pruning.model_surgery import apply
 from dlio.features.pruning.neuron_groups import NeuronGroup
 from dlio.util.closable import Closable
 from dlio_bench.bench_processes import one_thread
@@ -265,9 +267,17 @@ def _variants(
     by_name["magnitude, after training"] = _cut(wide, task, by_name["unpruned"], pruned.groups)
     model = fresh(whole)
     widths = {each.step: each.widths for each in pruned.rounds if each.widths}
-    chance = removal_case.ByChance(model, task.rows[:2], widths, seed)
+    groups = find_groups(model, task.rows[:2]).groups
+    generator = np.random.default_rng(seed)
+
+    def remove_by_chance(done: int, optimizer: torch.optim.Optimizer) -> None:
+        nonlocal groups
+        if done in widths:
+            plan = removal_case.by_chance(groups, widths[done], generator)
+            groups = apply(model, groups, plan, [optimizer]).groups
+
     by_name["by chance, as apoptosis"] = train(
-        model, task, more, ShuffledRows(task, seed), lr, after_step=chance.step
+        model, task, more, ShuffledRows(task, seed), lr, after_step=remove_by_chance
     )[0]
     narrow = fresh(by_name["apoptosis"].widths[-1])
     by_name["narrow from the start"] = train(narrow, task, more, ShuffledRows(task, seed), lr)[0]

@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Annotated, Any, Final
 
 from dlio.errors import UsageError, printable
 from dlio.util.options import Option, check
-from dlio_bench.results.repeats import ENOUGH, interval_of_ratio, median
+from dlio_bench.results.repeats import ENOUGH, interval_of_ratio
 from dlio_bench.results.report_values import Figure, Ratio, labels_text
 from dlio_bench.results.saved_report import SavedReport, read_report
 from dlio_bench.results.terminal import range_text, show_notes, table

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from statistics import median
 from typing import Final
 
 from dlio.cli.option_records import OutputOptions
@@ -25,7 +26,7 @@ from dlio_bench.results.machine import (
     describe_machine,
     load_average,
 )
-from dlio_bench.results.repeats import ENOUGH, interval_of_median, median
+from dlio_bench.results.repeats import ENOUGH, interval_of_median
 from dlio_bench.results.report_values import Ratio, Results
 
 SCHEMA: Final = "dlio-bench/1"
@@ -47,12 +48,8 @@ def begin(output: OutputOptions) -> RunStart:
     return RunStart(datetime.now(UTC), time.monotonic(), load_average())
 
 
-def finish(output: OutputOptions, results: Results, start: RunStart | None = None) -> None:
-    """Write the report of --report, and print that of --json on the last line.
-
-    Args:
-        start: from `begin`; without it the report has no beginning, duration and load before.
-    """
+def finish(output: OutputOptions, results: Results, start: RunStart) -> None:
+    """Write the report of --report, and print that of --json on the last line."""
     if output.report is None and not output.as_json:
         return
     report = envelope(results, start)
@@ -69,7 +66,8 @@ def save(output: OutputOptions, results: Results, start: RunStart) -> None:
 
 
 def envelope(results: Results, start: RunStart | None = None) -> dict[str, object]:
-    """Return the report as JSON values.
+    """Return the report as JSON values; without `start` it has no beginning, duration and load
+    before.
 
     Keys of `results.details` stand at its top level; those of the envelope take precedence. A value
     that JSON does not have (NaN, infinity) is written as null.

@@ -8,6 +8,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
+from dlio.cli.doctor.limit_checks import memory_limit
 from dlio.image import native
 from dlio.util.cores import available_cores
 from dlio_bench.file_systems import file_system_of
@@ -81,20 +82,15 @@ def _frequency_mhz() -> float | None:
 
 def _cgroup_limits() -> dict[str, object]:
     """Bytes of memory and cores that this process's control groups allow; None without limit."""
-    memory: list[int] = []
     cores: list[float] = []
     for folder in _cgroup_folders():
-        limit = _read(f"{folder}/memory.max") or _read(f"{folder}/memory.limit_in_bytes")
-        # Version 1 writes no limit as the largest number of pages.
-        if limit and limit.isdecimal() and int(limit) < 1 << 60:
-            memory.append(int(limit))
         quota, period = [*(_read(f"{folder}/cpu.max") or "").split(), "", ""][:2]
         if not quota:
             quota = _read(f"{folder}/cpu.cfs_quota_us") or ""
             period = _read(f"{folder}/cpu.cfs_period_us") or ""
         if quota.isdecimal() and period.isdecimal() and int(period):
             cores.append(int(quota) / int(period))
-    return {"memory": min(memory, default=None), "cores": min(cores, default=None)}
+    return {"memory": memory_limit(), "cores": min(cores, default=None)}
 
 
 def _cgroup_folders() -> list[str]:

@@ -46,11 +46,6 @@ def turns(names: Iterable[T], repeats: int) -> Iterator[tuple[int, T]]:
             yield repeat, name
 
 
-def median(values: Sequence[float]) -> float:
-    """Return the median of one or more values."""
-    return statistics.median(values)
-
-
 def spread(values: Sequence[float]) -> Summary:
     """Median, minimum, maximum, and all values."""
     return {

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Annotated, Any, Final
 
 from dlio.cli.option_records import OutputOptions
@@ -23,7 +23,7 @@ from dlio.util.options import Option, check
 from dlio.util.units import parse_bytes
 from dlio_bench.peers.environments import folder, missing, shared_environment
 from dlio_bench.results.envelope import begin, finish
-from dlio_bench.results.repeats import median, ratio
+from dlio_bench.results.repeats import ratio
 from dlio_bench.results.report_values import Figure, Ratio, Results
 from dlio_bench.results.terminal import show_notes, table
 

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan.exchange_cost import ExchangeLoad, LinkCost
 from dlio.util.cores import available_cores
 from dlio_bench.exchange_cases.message_cost import given_link
@@ -143,13 +142,10 @@ def _cell(
     cluster = here if is_here else elsewhere
     seconds = compute_seconds(steps, batch, p, cluster)
     if exchange != NONE:
-        spec = parse_exchange(exchange)
         size, buckets = measured.sizes[network]
         works = (
             ExchangeLoad(size, buckets, 2),
             ExchangeLoad(size, buckets, min(p, cluster.per_node)),
         )
-        seconds += exchange_seconds(
-            steps, exchange, spec.preset, spec.period, p, batch, works, cluster
-        )
+        seconds += exchange_seconds(steps, exchange, p, batch, works, cluster)
     return replace(cell, forecast_s=seconds)

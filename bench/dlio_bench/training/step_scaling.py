@@ -19,6 +19,7 @@ ranks on one core. Asynchronous SGD waits for nobody, so it is forecast from ran
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan.exchange_cost import ExchangeLoad, LinkCost, counts, seconds
 
 _NEVER_WAITS = frozenset({"asgd"})
@@ -120,8 +121,6 @@ def message_seconds(
 def exchange_seconds(
     steps: StepTimings,
     exchange: str,
-    preset: str,
-    period: int,
     ranks: int,
     batch_size: int,
     works: tuple[ExchangeLoad, ExchangeLoad],
@@ -139,12 +138,13 @@ def exchange_seconds(
     if ranks == 1:
         return 0.0
     inside, sharing = cluster.inside or cluster.link, cluster.sharing(ranks)
-    waits = sharing > 1 and preset not in _NEVER_WAITS
+    spec = parse_exchange(exchange)
+    waits = sharing > 1 and spec.preset not in _NEVER_WAITS
     crowded = steps.crowded.get((exchange, batch_size)) if waits else None
     measured = max(0.0, steps.exchanged[exchange] if crowded is None else crowded)
     two = Cluster(inside, per_node=2, cores=2 if crowded is None else 1)
-    there = message_seconds(preset, period, 2, works[0], two)
-    then = message_seconds(preset, period, ranks, works[1], cluster)
+    there = message_seconds(spec.preset, spec.period, 2, works[0], two)
+    then = message_seconds(spec.preset, spec.period, ranks, works[1], cluster)
     own = max(0.0, measured - there)
     visible = min(1.0, measured / there) if there > 0 else 1.0
     return own * sharing / two.sharing(2) + visible * then

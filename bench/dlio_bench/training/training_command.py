@@ -2,20 +2,12 @@
 
 import pkgutil
 from dataclasses import asdict
-from typing import Final
 
 from dlio.cli.option_records import OutputOptions
 from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.report_values import Results
 from dlio_bench.results.terminal import show_notes
-from dlio_bench.training.training_options import TrainingBenchOptions
-
-_CASES: Final[dict[str, str]] = {
-    "scaling": "dlio_bench.training.scaling_case:measure",
-    "checkpoint": "dlio_bench.training.checkpoint_case:measure",
-    "ettr": "dlio_bench.training.ettr:measure",
-}
-"""Functions by case: (Options, Results to add to)."""
+from dlio_bench.training.training_options import CASES, TrainingBenchOptions
 
 
 def command(options: TrainingBenchOptions, output: OutputOptions) -> None:
@@ -35,7 +27,7 @@ def command(options: TrainingBenchOptions, output: OutputOptions) -> None:
         paths=() if options.data is None else (options.data,),
     )
     for name in options.case:
-        pkgutil.resolve_name(_CASES[name])(options, results)
+        pkgutil.resolve_name(CASES[name])(options, results)
         save(output, results, started)
     show_notes([f"note: {note}" for note in results.notes])
     finish(output, results, started)

@@ -14,7 +14,12 @@ from dlio_bench.file_systems import check_folder
 
 NETWORK_NAMES: Final = ("lenet", "alexnet", "googlenet", "resnet50", "vit", "lstm", "unet3d")
 """The keys of `bench_networks.NETWORKS`."""
-CASES: Final = ("scaling", "checkpoint", "ettr")
+CASES: Final[dict[str, str]] = {
+    "scaling": "dlio_bench.training.scaling_case:measure",
+    "checkpoint": "dlio_bench.training.checkpoint_case:measure",
+    "ettr": "dlio_bench.training.ettr:measure",
+}
+"""Functions by case: (Options, Results to add to)."""
 _LARGEST: Final = 1 << 20
 
 
@@ -32,7 +37,7 @@ class TrainingBenchOptions:
             "Case to measure. scaling: steps on more and more ranks. checkpoint: the stall of "
             "checkpoints. ettr: the share of time that counts while ranks are killed. "
             "Repeatable.",
-            choices=CASES,
+            choices=tuple(CASES),
         ),
     ] = ("scaling",)
     data: Annotated[

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Annotated, Final, Literal, TypedDict
 
 import numpy as np
@@ -21,7 +22,7 @@ from dlio.util.options import CheckedOptions, Option
 from dlio.util.whole_files import write_json
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.machine import describe_machine
-from dlio_bench.results.repeats import interval_of_ratio, median
+from dlio_bench.results.repeats import interval_of_ratio
 from dlio_bench.results.report_values import Better, Figure, Results
 from dlio_bench.results.saved_report import read_report
 from dlio_bench.results.terminal import advance, show_notes, table, working

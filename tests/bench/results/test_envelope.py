@@ -82,9 +82,9 @@ def test_values_that_are_no_numbers_become_null() -> None:
 
 
 def test_json_stands_on_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
-    finish(OutputOptions(as_json=True), Results("x"))
+    finish(OutputOptions(as_json=True), Results("x"), begin(OutputOptions()))
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["benchmark"] == "x"
-    finish(OutputOptions(), Results("x"))
+    finish(OutputOptions(), Results("x"), begin(OutputOptions()))
     assert capsys.readouterr().out == ""
 
 

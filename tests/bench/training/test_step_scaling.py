@@ -14,7 +14,6 @@ from dlio_bench.training.step_scaling import (
 )
 
 LINK = LinkCost(1e-6, 1e-9, 1e-10)
-PERIODS = {"local-sgd": 8, "diloco": 32, "noloco": 32}
 HERE = Cluster(LINK, per_node=4, cores=2)
 TWO = Cluster(LINK, per_node=2, cores=2)
 AWAY = Cluster(LinkCost(1e-5, 1e-8, 1e-10), LINK, per_node=8)
@@ -54,20 +53,18 @@ def test_ranks_that_share_a_core_take_longer_than_in_turns() -> None:
 @given(x=st.floats(0.0, 1.0))
 def test_ranks_that_share_cores_are_forecast_from_two_on_one_core(preset: str, x: float) -> None:
     crowded = StepTimings({8: 0.5}, 1.0, dict.fromkeys(FORMULAE, 9.0), crowded={(preset, 8): x})
-    period = PERIODS.get(preset, 1)
     one = Cluster(LINK, per_node=2, cores=1)
     works = (work(2), work(2))
-    assert exchange_seconds(crowded, preset, preset, period, 2, 8, works, one) == pytest.approx(x)
+    assert exchange_seconds(crowded, preset, 2, 8, works, one) == pytest.approx(x)
     # Not for ranks with a core each.
-    assert exchange_seconds(crowded, preset, preset, period, 2, 8, works, TWO) == pytest.approx(9.0)
+    assert exchange_seconds(crowded, preset, 2, 8, works, TWO) == pytest.approx(9.0)
 
 
 def test_ranks_that_wait_for_nobody_are_forecast_from_two_with_a_core_each() -> None:
     known = StepTimings({8: 0.5}, 1.0, {"asgd": 0.2}, crowded={("asgd", 8): 9.0})
     unknown = StepTimings({8: 0.5}, 1.0, {"asgd": 0.2})
     forecasts = [
-        exchange_seconds(each, "asgd", "asgd", 1, 4, 8, (work(2), work(4)), HERE)
-        for each in (known, unknown)
+        exchange_seconds(each, "asgd", 4, 8, (work(2), work(4)), HERE) for each in (known, unknown)
     ]
     assert forecasts[0] == forecasts[1] < 9.0
 
@@ -82,25 +79,23 @@ def test_computing_time_is_linear_between_and_beyond_measured_batches() -> None:
 @pytest.mark.parametrize("preset", FORMULAE)
 @given(x=st.floats(0.0, 1.0))
 def test_two_ranks_are_forecast_as_measured(preset: str, x: float) -> None:
-    period = PERIODS.get(preset, 1)
-    forecast = exchange_seconds(steps(x), preset, preset, period, 2, 8, (work(2), work(2)), TWO)
+    forecast = exchange_seconds(steps(x), preset, 2, 8, (work(2), work(2)), TWO)
     assert forecast == pytest.approx(x)
 
 
 @pytest.mark.parametrize("preset", FORMULAE)
 @given(x=st.floats(0.0, 1.0))
 def test_more_ranks_on_the_same_cores_do_not_exchange_faster(preset: str, x: float) -> None:
-    period = PERIODS.get(preset, 1)
-    forecast = exchange_seconds(steps(x), preset, preset, period, 4, 8, (work(2), work(4)), HERE)
+    forecast = exchange_seconds(steps(x), preset, 4, 8, (work(2), work(4)), HERE)
     assert forecast >= 2 * x * (1 - 1e-9)
 
 
 def test_a_hidden_exchange_stays_hidden_and_own_work_does_not_grow() -> None:
-    none = exchange_seconds(steps(0.0), "tree", "tree", 1, 512, 8, (work(2), work(8)), AWAY)
+    none = exchange_seconds(steps(0.0), "tree", 512, 8, (work(2), work(8)), AWAY)
     assert none == 0.0
     # Beyond the messages there is a second of work of each rank on its own.
     x = 1.0 + message_seconds("gossip", 1, 2, work(2), TWO)
-    away = exchange_seconds(steps(x), "gossip", "gossip", 1, 512, 8, (work(2), work(8)), AWAY)
+    away = exchange_seconds(steps(x), "gossip", 512, 8, (work(2), work(8)), AWAY)
     assert away == pytest.approx(1.0 + message_seconds("gossip", 1, 512, work(8), AWAY))
 
 

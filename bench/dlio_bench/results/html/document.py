@@ -11,13 +11,14 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Annotated, Final
 
 from dlio.errors import UsageError, printable
 from dlio.util.options import Option, check
 from dlio.util.whole_files import check_writable, write_whole
 from dlio_bench.results.html.plots import format_number, plain_labels, plot, strip, waterfall
-from dlio_bench.results.repeats import ENOUGH, interval_of_median, median
+from dlio_bench.results.repeats import ENOUGH, interval_of_median
 from dlio_bench.results.report_values import Figure, PlotCurve, Ratio
 from dlio_bench.results.saved_report import SavedReport, find_reports, read_report
 

@@ -8,9 +8,9 @@ import html
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
-from dlio_bench.results.repeats import median
 from dlio_bench.results.report_values import PlotCurve, Waterfall, labels_text
 
 _MOST_TICKS = 7
