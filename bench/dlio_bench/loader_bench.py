@@ -141,7 +141,8 @@ def measure(case: LoaderCase) -> dict[str, object]:
                 starts[name] = partial(_start, name, task, case.patience)
         expect(len(starts) * (1 + case.repeats))
         outcome = race(starts, labels, case.repeats, advance)
-    rates = outcome.rates
+    races = outcome.races
+    rates = {name: each.rates for name, each in races.items()}
     machine = describe_machine(
         ("dlio", "torch", "numpy", "pillow", "simplejpeg", "opencv-python-headless")
     )
@@ -157,13 +158,12 @@ def measure(case: LoaderCase) -> dict[str, object]:
             name: {**spread(values), "all": values} for name, values in rates.items()
         },
         "cpu_ms_per_sample": {
-            name: spread([1000 * seconds for seconds in values])
-            for name, values in outcome.cpu.items()
+            name: spread([1000 * seconds for seconds in each.cpu]) for name, each in races.items()
         },
-        "output": {name: outcome.output[name] for name in rates},
-        "cold_first_batch_s": {name: outcome.cold[name] for name in rates},
-        "first_batch_s": {name: spread(values) for name, values in outcome.first.items()},
-        "footprint": outcome.footprint,
+        "output": {name: each.output for name, each in races.items()},
+        "cold_first_batch_s": {name: each.cold for name, each in races.items()},
+        "first_batch_s": {name: spread(each.first) for name, each in races.items()},
+        "footprint": {name: each.footprint for name, each in races.items()},
         **{
             key: ratio(rates[mine], rates[other])
             for key, (mine, other) in RATIOS.items()

@@ -1,5 +1,6 @@
 """Contenders that crash, hang, give other labels or are absent are reported, with a reason."""
 
+import importlib
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ from dlio_bench.peers.contender_table import (
 )
 from dlio_bench.peers.environments import PeersChoice, command
 from dlio_bench.peers.process import ContenderProcess, race
+from dlio_bench.peers.standalone import runners
 from dlio_bench.peers.standalone.runners import protocol
 from dlio_bench.peers.standalone.runners.protocol import Task, checksum
 
@@ -114,8 +116,9 @@ def test_a_contender_that_fails_is_reported_and_the_others_go_on(
     outcome = race({name: partial(fake, name) for name in names}, _LABELS, 1)
     with pytest.raises(UsageError, match=reason):
         raise UsageError(outcome.absent[how])
-    assert list(outcome.rates) == list(outcome.footprint) == ["good"]
-    assert outcome.output == {"good": "uint8 HWC"}
+    assert list(outcome.races) == ["good"]
+    assert outcome.races["good"].footprint
+    assert outcome.races["good"].output == "uint8 HWC"
     assert list(outcome.versions) == ["numpy"]
     assert list(outcome.absent) == [how]
 
@@ -132,8 +135,8 @@ def test_figures_of_a_contender_that_hangs_later_are_dropped(fake: Any) -> None:
     outcome = race(
         {"hang later": lambda: fake("hang later", 2.0), "good": lambda: fake("good")}, _LABELS, 2
     )
-    assert list(outcome.rates) == list(outcome.first) == list(outcome.cold) == ["good"]
-    assert len(outcome.rates["good"]) == 2
+    assert list(outcome.races) == ["good"]
+    assert len(outcome.races["good"].rates) == 2
     assert "more than 2 s" in outcome.absent["hang later"]
 
 
@@ -167,12 +170,13 @@ def test_the_checksum_is_of_the_multiset() -> None:
 
 def test_all_contenders_have_a_program_and_a_case() -> None:
     from dlio_bench.peers.dlio_contenders import MAKERS
-    from dlio_bench.peers.standalone.runners.__main__ import WHERE
 
     own = {name for name, entry in CONTENDERS.items() if not entry.environment}
     assert own == set(MAKERS)
-    assert set(CONTENDERS) - own == set(WHERE)
-    for entry in CONTENDERS.values():
+    for name, entry in CONTENDERS.items():
+        if name not in own:
+            module = ENVIRONMENTS[entry.environment].runner or entry.environment
+            assert callable(getattr(importlib.import_module(f"{runners.__name__}.{module}"), name))
         assert entry.case in {*CASES, ""}
         assert entry.environment in {*ENVIRONMENTS, ""}
 

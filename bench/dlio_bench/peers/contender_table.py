@@ -15,6 +15,9 @@ class PeerEnvironment:
     """Requirements that are built afterwards, with the packages above."""
     system: str = ""
     """What the system must have, in words, with Debian's names."""
+    runner: str = ""
+    """Module of `standalone.runners` that has a function for each contender; "" for the one of the
+    environment's name."""
     archive: str = ""
     """Address of the source of a library that no registry has; the user gives its archive."""
 
@@ -41,9 +44,9 @@ ENVIRONMENTS: Final[dict[str, PeerEnvironment]] = {
     "spdl": PeerEnvironment(
         ("spdl==0.8.0",), system="FFmpeg's libraries (Debian: libavdevice59 libavfilter8)"
     ),
-    "webdataset": PeerEnvironment(("webdataset==1.0.2", "pillow", _TORCH)),
-    "mosaic": PeerEnvironment(("mosaicml-streaming==0.13.0", "pillow", _TORCH)),
-    "litdata": PeerEnvironment(("litdata==0.2.76", "pillow", _TORCH)),
+    "webdataset": PeerEnvironment(("webdataset==1.0.2", "pillow", _TORCH), runner="torchlike"),
+    "mosaic": PeerEnvironment(("mosaicml-streaming==0.13.0", "pillow", _TORCH), runner="torchlike"),
+    "litdata": PeerEnvironment(("litdata==0.2.76", "pillow", _TORCH), runner="torchlike"),
     "grain": PeerEnvironment(("grain==0.2.18", "pillow")),
     # PyPI's 2.0.0 is older, and does not go with today's pydftracer. torch, mpi4py, h5py and dlio
     # itself come from dlio's environment, so that both use the same versions of them.

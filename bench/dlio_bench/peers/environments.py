@@ -48,8 +48,9 @@ def missing(name: str) -> str | None:
 
 def runner_command(environment: str, contender: str) -> list[str]:
     """Command of a contender's process."""
-    library = ENVIRONMENTS[environment].library
-    return [python_of(environment), "-m", "runners", contender, library]
+    about = ENVIRONMENTS[environment]
+    module = about.runner or environment
+    return [python_of(environment), "-m", "runners", module, contender, about.library]
 
 
 def runner_environment(workers: int) -> dict[str, str]:

@@ -201,20 +201,28 @@ class ContenderProcess(Closable):
 
 
 @dataclass(slots=True)
-class RaceOutcome:
-    """Figures by contender."""
+class ContenderRace:
+    """All passes of a contender."""
 
-    rates: dict[str, list[float]] = field(default_factory=dict)
-    """Samples a second of each repeat."""
-    cpu: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds on processors for each sample, of each timed pass and the one before it."""
-    first: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds to the first batch of each timed pass."""
-    cold: dict[str, float] = field(default_factory=dict)
+    cold: float
     """Seconds to the first batch of the first pass of all."""
-    footprint: dict[str, dict[str, float]] = field(default_factory=dict)
-    output: dict[str, str | None] = field(default_factory=dict)
+    output: str | None
     """Type and layout of batches."""
+    rates: list[float] = field(default_factory=list)
+    """Samples a second of each repeat."""
+    cpu: list[float] = field(default_factory=list)
+    """Seconds on processors for each sample, of each timed pass and the one before it."""
+    first: list[float] = field(default_factory=list)
+    """Seconds to the first batch of each timed pass."""
+    footprint: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RaceOutcome:
+    """Those that took part until the end, and those that did not."""
+
+    races: dict[str, ContenderRace] = field(default_factory=dict)
+    """By contender."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of libraries, by distribution."""
     absent: dict[str, str] = field(default_factory=dict)
@@ -249,7 +257,6 @@ def race(
                 f"{contender.name} gave other labels than the data has, in a pass of "
                 f"{figures.samples} samples of {len(labels)}"
             )
-        outcome.output[contender.name] = figures.output
         contender.pause()
         return figures
 
@@ -258,11 +265,7 @@ def race(
 
         def leave(name: str, error: UsageError) -> None:
             outcome.absent[name] = str(error)
-            for figures in (
-                *(outcome.rates, outcome.cpu, outcome.first),
-                *(outcome.cold, outcome.output),
-            ):
-                figures.pop(name, None)
+            outcome.races.pop(name, None)
             if (gone := running.pop(name, None)) is not None:
                 gone.close()
 
@@ -276,7 +279,8 @@ def race(
             try:
                 running[name] = start()
                 outcome.versions.update(running[name].get_ready())
-                outcome.cold[name] = passes(running[name], 1).first_batch_s
+                cold = passes(running[name], 1)
+                outcome.races[name] = ContenderRace(cold.first_batch_s, cold.output)
             except UsageError as error:
                 leave(name, error)
         for repeat, name in turns(running, repeats):
@@ -289,9 +293,10 @@ def race(
             except UsageError as error:
                 leave(name, error)
                 continue
-            outcome.rates.setdefault(name, []).append(timed.samples / timed.seconds)
-            outcome.cpu.setdefault(name, []).append(timed.cpu_s / (2 * timed.samples))
-            outcome.first.setdefault(name, []).append(timed.first_batch_s)
+            own = outcome.races[name]
+            own.rates.append(timed.samples / timed.seconds)
+            own.cpu.append(timed.cpu_s / (2 * timed.samples))
+            own.first.append(timed.first_batch_s)
         for name, contender in running.items():
-            outcome.footprint[name] = contender.footprint()
+            outcome.races[name].footprint = contender.footprint()
     return outcome

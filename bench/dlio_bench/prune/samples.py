@@ -150,6 +150,11 @@ def table(by_name: Mapping[str, Sequence[TrainingCurve]]) -> dict[str, object]:
     on all samples that are as accurate."""
     rows: list[dict[str, Any]] = []
     whole = by_name[_ALL]
+    costs: dict[str, Callable[[TrainingCurve], float]] = {
+        "times_less_work": lambda run: run.extra["work"],
+        "times_less_cpu": lambda run: run.seconds[-1],
+    }
+    accuracies = {name: _mean(runs, lambda run: run.accuracy[-1]) for name, runs in by_name.items()}
     for name, runs in by_name.items():
         pairs = zip(runs, whole, strict=True)
         row: dict[str, Any] = {
@@ -160,16 +165,16 @@ def table(by_name: Mapping[str, Sequence[TrainingCurve]]) -> dict[str, object]:
             ),
             "epochs_forward": _mean(runs, lambda run: run.extra["forward"]),
             "epochs_backward": _mean(runs, lambda run: run.extra["backward"]),
-            "epochs_of_work": _mean(runs, _work),
+            "epochs_of_work": _mean(runs, costs["times_less_work"]),
             "cpu_seconds": deviation([run.seconds[-1] for run in runs]),
         }
-        for key, cost_of in (("times_less_work", _work), ("times_less_cpu", _seconds)):
+        for key, cost_of in costs.items():
             points = [
-                (_mean(those, cost_of), _mean(those, _accuracy))
+                (_mean(those, cost_of), accuracies[each])
                 for each, those in by_name.items()
                 if each.startswith(_ALL)
             ]
-            cost, sign = cost_of_all(_mean(runs, _accuracy), points)
+            cost, sign = cost_of_all(accuracies[name], points)
             row[key] = f"{sign}{cost / _mean(runs, cost_of):.2f}"
         rows.append(row)
     return {
@@ -202,18 +207,6 @@ def cost_of_all(accuracy: float, points: Sequence[tuple[float, float]]) -> tuple
             share = (accuracy - low) / (high - low) if high > low else 0.0
             return less + share * (more - less), ""
     return ordered[-1][0], ">"
-
-
-def _work(run: TrainingCurve) -> float:
-    return run.extra["work"]
-
-
-def _seconds(run: TrainingCurve) -> float:
-    return run.seconds[-1]
-
-
-def _accuracy(run: TrainingCurve) -> float:
-    return run.accuracy[-1]
 
 
 def _mean(runs: Sequence[TrainingCurve], figure: Callable[[TrainingCurve], float]) -> float:
