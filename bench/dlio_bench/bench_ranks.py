@@ -41,12 +41,8 @@ TIMEOUT_S: Final = 600.0
 
 
 def rank_argv(function: Callable[..., object], task: Mapping[str, object]) -> list[str]:
-    """Return the command of one rank.
-
-    Args:
-        function: of a module, called with the communicator and the task as keywords; its result
-            and the task have a form in JSON.
-    """
+    """Return the command of a rank that calls a module's function with the communicator, and the
+    task as keywords. The function's result and the task have a form in JSON."""
     name = f"{function.__module__}:{function.__qualname__}"
     return [sys.executable, "-m", "dlio_bench.bench_ranks", name, json.dumps(task)]
 
@@ -59,11 +55,8 @@ def run(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> dict[str, TaskValue]:
-    """Have `ranks` ranks, of one thread each, call a function; return the result of rank 0.
-
-    Args:
-        function: see `rank_argv`.
-        fabric: one of FABRICS, or LINK.
+    """Have `ranks` ranks, of one thread each, call a function as `rank_argv` has it, over one of
+    FABRICS or LINK; return the result of rank 0.
 
     Raises UsageError when the ranks fail, exceed `timeout_s`, or a link cannot be set up.
     """

@@ -40,11 +40,8 @@ class FileSystem(MountPoint):
 
 
 def file_system_of(path: str, mounts: str | None = None) -> FileSystem:
-    """Return the file system that holds an existing path.
-
-    Args:
-        mounts: text of mountinfo; None to read this process's.
-    """
+    """Return the file system that holds an existing path, by a text of mountinfo or this
+    process's own."""
     rows = read_mounts() if mounts is None else parse_mounts(mounts)
     held = holding(os.path.realpath(path), rows)
     if held is None:

@@ -272,11 +272,7 @@ class LatentSource(torch.utils.data.Dataset[Sample]):
     """Samples that take a while each, as those of a data base or of an object store do.
 
     A sample is (float32 tensor of shape (3, 32, 32), number); varying ones have 1 to 32 columns.
-
-    Args:
-        samples: number of samples.
-        latency_s: seconds that each takes, without computing.
-        run: distinguishes data sets whose tiers must not be shared.
+    Data sets whose tiers must not be shared differ in `run`.
     """
 
     def __init__(self, samples: int, latency_s: float, varying: bool, run: int = 0) -> None:

@@ -12,9 +12,8 @@ from dlio_bench.peers.standalone.runners import crops
 class PillowImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """Opens a file, decodes, RandomResizedCrop, flip: torchvision's steps on PIL.
 
-    Args:
-        floats: end in torchvision's ToTensor, as most scripts do; otherwise in its PILToTensor,
-            uint8, as dlio does, which is less work.
+    With `floats` they end in torchvision's ToTensor, as most scripts do; otherwise in its
+    PILToTensor, uint8, as dlio does, which is less work.
     """
 
     def __init__(self, files: list[str], labels: list[int], size: int, floats: bool) -> None:

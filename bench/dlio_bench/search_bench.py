@@ -79,11 +79,8 @@ class _SearchRun:
 
 
 def measure(choice: SearchChoice, folder: str) -> dict[str, object]:
-    """Run the cases; return their figures, and whether the storm changed a result.
-
-    Args:
-        folder: for the studies.
-    """
+    """Run the cases, whose studies lie in `folder`; return their figures, and whether the storm
+    changed a result."""
     total = sum(map(payload_bytes, filter(None, (choice.source, choice.val))))
     runs = {case: _run(choice, case, folder) for case in choice.cases}
     rows = [_row(case, run, total) for case, run in runs.items()]

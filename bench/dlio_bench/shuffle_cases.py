@@ -124,13 +124,10 @@ def source_order(
     at_most: int = 12_000,
     latency_s: float = 0.002,
 ) -> dict[str, object]:
-    """Samples a second of small ones, in shards behind slowfs, that no tier holds; requests
-    a sample; and, of the order alone, how unevenly a global batch of 1,024 draws on eighths of the
-    data as they are stored, in units of a random draw (1.0 is a uniformly random draw).
-
-    Args:
-        at_most: samples that are timed of each pass.
-    """
+    """Samples a second of small ones, in shards behind slowfs, that no tier holds, of which
+    `at_most` are timed; requests a sample; and, of the order alone, how unevenly a global batch of
+    1,024 draws on eighths of the data as they are stored, in units of a random draw (1.0 is a
+    uniformly random draw)."""
     import dlio
     from dlio_bench.emulated.emulated_mount import slow_mount, stats
 

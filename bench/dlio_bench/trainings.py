@@ -70,12 +70,10 @@ def trained(
     options: Mapping[str, object],
     unchecked: Mapping[str, object] | None = None,
 ) -> TrainingReport:
-    """The report of a run; the one in `folder`, where that is of the same run.
+    """The report of a run; `name`.json in `folder`, where that is of the same run.
 
-    Args:
-        name: of the report, without `.json`.
-        options: of `dlio train`, by their names in its report's `config`; `source` is its argument.
-        unchecked: more of them, which may differ in a report that is there.
+    Options of `dlio train` have their names in its report's `config`; `source` is its argument.
+    Those that are `unchecked` may differ in a report that is there.
 
     Raises UsageError when the training fails, or the report that is there is another one's.
     """
@@ -113,12 +111,9 @@ def trained(
 
 
 def first_at(goal: float, ends: Iterable[tuple[float, float]]) -> float | None:
-    """Seconds until an accuracy reached `goal`, interpolated linearly between the ends of epochs
-    and nothing at the beginning; None where it never did.
-
-    Args:
-        ends: (seconds since the beginning, accuracy) of each epoch's.
-    """
+    """Seconds until an accuracy reached `goal`, interpolated linearly between the ends of epochs,
+    (seconds since the beginning, accuracy), and nothing at the beginning; None where it never
+    did."""
     begun, before = 0.0, 0.0
     for seconds, reached in ends:
         if reached >= goal:

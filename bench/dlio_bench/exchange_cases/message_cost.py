@@ -109,11 +109,8 @@ def nodes_of(p: int) -> int:
 
 
 def link_cost(fabric: str, sizes: Sequence[int], repeats: int) -> tuple[LinkCost, float]:
-    """Return the cost of messages and of additions on this machine, and the fit's error.
-
-    Args:
-        sizes: bytes of the messages that are timed, `repeats` of each.
-    """
+    """Return the cost of messages and of additions on this machine, and the fit's error; `repeats`
+    messages of each size in bytes are timed."""
     task = {"sizes": sizes, "repeats": repeats}
     report = run(message_times, task, 2, fabric)
     link, error = fit(sizes, report["crossing"])
@@ -244,11 +241,7 @@ _LEAST_BETA_S: Final = 1e-13
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[LinkCost, float]:
     """Return the link that fits measured messages best, and its root mean square relative error.
 
-    Least squares of relative errors, because sizes and times span five decades.
-
-    Args:
-        sizes: bytes of each message.
-        seconds: time that each message took.
+    Least squares of relative errors, because sizes in bytes and times span five decades.
     """
     weights = 1 / np.asarray(seconds)
     columns = np.stack([weights, np.asarray(sizes) * weights], axis=1)

@@ -31,13 +31,8 @@ class PacedNetwork(nn.Module):
 def paced_network(
     classes: int, image_size: int, model: str = "resnet", sample_ms: float = 1.0, slow: float = 1.0
 ) -> nn.Module:
-    """Return a paced network for `dlio train --model`.
-
-    Args:
-        model: as for `--model`.
-        sample_ms: milliseconds of sleep for each sample.
-        slow: how many times as long the last rank sleeps.
-    """
+    """Return a paced network for `dlio train --model`: a `model` as for that option, which sleeps
+    so many milliseconds for each sample, on the last rank `slow` times as long."""
     from dlio.comm import world
 
     comm = world()

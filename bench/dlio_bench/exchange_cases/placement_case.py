@@ -175,11 +175,7 @@ def _range(runs: Sequence[_TrainingResult]) -> float:
 
 class Probe(Callback):
     """A callback that writes the weights after steps 1 and 5, and a digest of those after each
-    epoch, on rank 0.
-
-    Args:
-        path: the .npz file; arrays `step1`, `step5` and `digest`.
-    """
+    epoch, on rank 0: to an .npz file with the arrays `step1`, `step5` and `digest`."""
 
     def __init__(self, path: str) -> None:
         self._path = path

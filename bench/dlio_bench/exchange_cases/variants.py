@@ -52,12 +52,8 @@ class OneBatchTraining:
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Forward, backward, step.
-
-        Args:
-            model: called in place of the model, such as DDP around it.
-            optimizer: in the place of this training's own.
-        """
+        """Forward, backward, step; with another model in place of the own one, such as DDP around
+        it, and another optimizer."""
         optimizer = optimizer or self._optimizer
         optimizer.zero_grad(set_to_none=True)
         logits = (model or self.model)(self._inputs)

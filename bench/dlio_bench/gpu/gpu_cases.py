@@ -169,11 +169,8 @@ def decode(place: GpuRunSettings, measured: GpuResults) -> None:
 def loader_of(
     data: dlio.Dataset, place: GpuRunSettings, way: str, steady: bool = False
 ) -> dlio.DataLoader:
-    """Return a loader that decodes by `threads`, by `processes` or on the `device`.
-
-    Args:
-        steady: batches of one size, and workers that are kept from pass to pass.
-    """
+    """Return a loader that decodes by `threads`, by `processes` or on the `device`; a steady one
+    has batches of one size, and keeps its workers from pass to pass."""
     return dlio.DataLoader(
         data,
         place.batch_size,
@@ -437,11 +434,8 @@ def handover(place: GpuRunSettings, measured: GpuResults) -> None:
 
 
 class _MatrixWork:
-    """Products of matrices that take a given time, with a value of the batch in them.
-
-    Args:
-        seconds: of each call.
-    """
+    """Products of matrices that take a given time at each call, with a value of the batch in
+    them."""
 
     def __init__(self, place: GpuRunSettings, seconds: float) -> None:
         on_gpu = place.device.type == "cuda"

@@ -132,14 +132,9 @@ RATIOS: Final[dict[str, tuple[str, str]]] = {
 
 
 def cpu_ratio(report: Mapping[str, object], key: str) -> float | None:
-    """Seconds on processors that another contender takes for a sample, over ours; medians.
-
-    Args:
-        report: of `dlio bench loader`.
-        key: one of `RATIOS`.
-
-    Returns None where figures are missing, or too small.
-    """
+    """Seconds on processors that another contender takes for a sample, over ours, for one of
+    RATIOS: medians of a report of `dlio bench loader`. None where they are missing, or too
+    small."""
     figures: Any = report.get("cpu_ms_per_sample", {})
     mine, other = (figures.get(name, {}).get("median", 0.0) for name in RATIOS[key])
     return other / mine if mine and other else None

@@ -73,10 +73,8 @@ def shared_environment() -> dict[str, str]:
 
 
 def install(name: str, archive: str) -> None:
-    """Make an environment again, from nothing.
-
-    Args:
-        archive: file or folder with the source of a library that no registry has; else empty.
+    """Make an environment again, from nothing. The archive, a file or a folder, has the source of a
+    library that no registry has; it is empty otherwise.
 
     Raises UsageError if packages cannot be had or built, and before anything is downloaded if pip
     would bring CUDA's libraries along with torch.

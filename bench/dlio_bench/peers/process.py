@@ -40,12 +40,8 @@ class ContenderFigures:
 class ContenderProcess(Closable):
     """One contender's process. Owner: the caller, by `with`.
 
-    Args:
-        name: of the contender, for messages.
-        command: program that serves the protocol.
-        task: its pictures; `task.scratch` is made.
-        patience_s: seconds within which each answer must come.
-        environment: variables that the program gets in addition to this process's.
+    The command serves the protocol, with variables of `environment` in addition to this process's;
+    each answer must come within `patience_s`. `task.scratch` is made.
 
     The process starts at once and prepares its data; `get_ready` waits for it. Raises UsageError,
     also from every other method, when the process ends, says that it failed, or gives no answer in
@@ -239,13 +235,10 @@ def race(
 
     Within each repeat every contender makes a pass that is not timed and one that is; the order is
     turned round from one repeat to the next. Whoever fails is left out, with the reason, and its
-    figures are dropped.
+    figures are dropped. A contender that gives other labels in a pass has failed.
 
-    Args:
-        starts: how to start each contender.
-        labels: classes of the pictures. A contender that gives others in a pass has failed.
-        progress: called before a contender prepares its data and before each timed pass, with a
-            note; 1 + repeats times for each contender that does not fail.
+    `progress` is called before a contender prepares its data and before each timed pass, with a
+    note; 1 + repeats times for each contender that does not fail.
     """
     outcome = RaceOutcome()
     expected = checksum(labels)

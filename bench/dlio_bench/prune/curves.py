@@ -34,12 +34,8 @@ class TrainingCurve:
 
 def summary(variants: Mapping[str, Sequence[TrainingCurve]], tolerance: float) -> dict[str, object]:
     """A row a variant, against the unpruned one of the same seed: final accuracy, parameters, and
-    how much sooner it is as good as that one is in the end, and as good within the tolerance.
-
-    Args:
-        variants: curves of each variant, one per seed.
-        tolerance: points.
-    """
+    how much sooner it is as good as that one is in the end, and as good within the tolerance, in
+    points. Each variant has a curve per seed."""
     unpruned = variants[_YARDSTICK]
     rows = []
     for name, curves in variants.items():

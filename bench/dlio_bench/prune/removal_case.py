@@ -15,12 +15,9 @@ from dlio.features.pruning.removal_plan import RemovalPlan, weights_of
 def by_magnitude(
     model: nn.Module, groups: Sequence[NeuronGroup], widths: Mapping[str, int]
 ) -> RemovalPlan:
-    """Keep, of each group, the neurons with the largest sums of their weights' magnitudes (Li et
-    al., "Pruning filters for efficient convnets", ICLR 2017).
-
-    Args:
-        widths: by group, how many stay; of groups that are not in it, all.
-    """
+    """Keep so many of each group's neurons, those with the largest sums of their weights'
+    magnitudes (Li et al., "Pruning filters for efficient convnets", ICLR 2017); of groups that are
+    not in `widths`, all."""
     weights = weights_of(model, groups)
 
     def largest(group: NeuronGroup, width: int) -> npt.NDArray[np.int64]:

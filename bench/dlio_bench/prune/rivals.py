@@ -89,8 +89,7 @@ class NetworkCutter(Callback):
 class Chance(NetworkCutter):
     """Remove neurons by chance: as many as somebody else's rounds did, after the same steps.
 
-    Args:
-        rounds: file of a list in JSON, with `step` and `widths` of each round.
+    The file `rounds` is a list in JSON, with `step` and `widths` of each round.
     """
 
     def __init__(self, rounds: str, seed: int) -> None:
@@ -233,11 +232,8 @@ def _steps_of(run: Run) -> int:
 def chosen(
     model: nn.Module, groups: Sequence[NeuronGroup], example: torch.Tensor, ratio: float
 ) -> dict[str, Indices]:
-    """Return the neurons of each group that torch-pruning keeps, by the norm of their weights.
-
-    Args:
-        ratio: fraction of each layer's channels to remove.
-    """
+    """Return the neurons of each group that torch-pruning keeps, by the norm of their weights, if
+    it removes a fraction of each layer's channels."""
     copy = bare_copy(model)
     for parameter in copy.parameters():
         parameter.requires_grad_(True)

@@ -191,10 +191,8 @@ def table(by_name: Mapping[str, Sequence[TrainingCurve]]) -> dict[str, object]:
 
 
 def cost_of_all(accuracy: float, points: Sequence[tuple[float, float]]) -> tuple[float, str]:
-    """Interpolate the least cost of a training on all samples that reaches an accuracy.
-
-    Args:
-        points: (cost, accuracy) of such trainings.
+    """Interpolate the least cost of a training on all samples that reaches an accuracy, from the
+    (cost, accuracy) of such trainings.
 
     Returns (cost, sign): the sign is `>` for an accuracy above those of all trainings, with the
     cost of the longest; `<` for one below, with the cost of the shortest; or empty.
@@ -222,13 +220,8 @@ def kept_curve(
     settings: Mapping[str, object],
     train: Callable[[], TrainingCurve],
 ) -> TrainingCurve:
-    """Return the curve of a training; the one in `folder` if there is one of the same settings.
-
-    Args:
-        name: of the training; its file's name follows from it.
-
-    Raises UsageError if the file is of other settings.
-    """
+    """Return the curve of a training; the one in `folder` if there is one of the same name and
+    settings. Raises UsageError if it is of other settings."""
     if folder is None:
         return train()
     os.makedirs(folder, exist_ok=True)

@@ -40,10 +40,7 @@ class ComputedSamples:
 class SkippingContender:
     """Train on all samples. Subclasses leave samples out.
 
-    Args:
-        loader: batches (uint8 images, labels) in dlio's own order; `begin` sets its epoch.
-        epochs: epochs of the whole training.
-        seed: seeds random choices.
+    The loader has batches (uint8 images, labels) in dlio's own order; `begin` sets its epoch.
     """
 
     def __init__(self, loader: dlio.DataLoader, epochs: int, seed: int) -> None:
@@ -62,12 +59,8 @@ class SkippingContender:
         self.loader.set_epoch(epoch)
 
     def loss(self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the loader's last batch, a scalar.
-
-        Args:
-            images: input of the model; shape (n, 3, h, w).
-            labels: classes; shape (n,).
-        """
+        """Return the loss of the loader's last batch, a scalar, for the model's input of shape
+        (n, 3, h, w) and classes of shape (n,)."""
         losses = cross_entropy(model(images), labels, reduction="none")
         self.work.forward += len(images)
         self.work.backward += len(images)
@@ -104,11 +97,8 @@ def batches(loader: dlio.DataLoader) -> Iterator[tuple[torch.Tensor, torch.Tenso
 
 
 class OwnSkipping(SkippingContender):
-    """`dlio.SampleSkipper`: skip samples as `dlio train --skip-samples` does.
-
-    Args:
-        share: share of an epoch's samples to skip, easy or not; None for the easy ones.
-    """
+    """`dlio.SampleSkipper`: skip samples as `dlio train --skip-samples` does; with `share`, such a
+    share of an epoch's samples, easy or not."""
 
     def __init__(
         self, loader: dlio.DataLoader, epochs: int, seed: int, share: float | None = None
@@ -136,11 +126,8 @@ def choose(
 ) -> npt.NDArray[np.float32]:
     """Return the weight of each sample in an epoch, 0 for those that it skips; shape (n,).
 
-    Of the samples whose loss is below the mean, `share` are skipped at random and the others
-    weighted by 1 / (1 - share).
-
-    Args:
-        losses: last loss of each sample; shape (n,).
+    Of the samples whose last loss, shape (n,), is below the mean, `share` are skipped at random and
+    the others weighted by 1 / (1 - share).
     """
     weights = np.ones(len(losses), np.float32)
     low = np.flatnonzero(losses < losses.mean())
@@ -192,11 +179,7 @@ _LOSSES: Final = 3
 
 
 class LossHistory:
-    """The last losses of samples, and the second differences between them.
-
-    Args:
-        total: number of samples.
-    """
+    """The last losses of so many samples, and the second differences between them."""
 
     def __init__(self, total: int) -> None:
         self._losses = np.zeros((_LOSSES, total), np.float32)
@@ -227,10 +210,8 @@ class InstanceEarlyStopping(SkippingContender):
     Source: Yuan et al., arXiv 2502.07547.
 
     Mastered samples get a forward pass after each epoch, in evaluation mode, so that they are
-    trained on again if their losses change.
-
-    Args:
-        threshold: largest mean second difference of a mastered sample; the authors' delta.
+    trained on again if their losses change. Their mean second difference is at most `threshold`,
+    the authors' delta.
     """
 
     def __init__(
@@ -282,10 +263,7 @@ class Density:
     """A kernel density estimate of features, whose centres follow the features.
 
     Gaussian kernels with a diagonal bandwidth by Silverman's rule, weighted by the number of
-    features that were nearest to each centre.
-
-    Args:
-        kernels: number of centres, taken from the first features.
+    features that were nearest to each centre. The first features are the centres.
     """
 
     def __init__(self, kernels: int = _KERNELS) -> None:
@@ -369,11 +347,8 @@ class DensityBlocking(SkippingContender):
         return cross_entropy(outputs, labels[kept])
 
     def _kept(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the positions in the batch that are kept.
-
-        Args:
-            features: means over each image; shape (n, channels).
-        """
+        """Return the positions in the batch that are kept, by features' means over each image;
+        shape (n, channels)."""
         count = math.ceil((1 - _BLOCKED) * len(features))
         density = self._density.of(features)
         noise = _NOISE * torch.rand(len(features), generator=self._generator)

@@ -159,15 +159,9 @@ def train(
     after_step: Callable[[int, torch.optim.Optimizer], object] | None = None,
     apoptosis: Callable[[torch.optim.Optimizer, int], dlio.Apoptosis] | None = None,
 ) -> tuple[TrainingCurve, dlio.Apoptosis | None]:
-    """Adam, with the rate on a cosine to zero.
-
-    Args:
-        lr: at the beginning.
-        after_step: called with the number of steps done.
-        apoptosis: makes one, for an optimizer and a number of steps.
-
-    Returns: the curve, and the apoptosis.
-    """
+    """Train by Adam, with the rate on a cosine from `lr` to zero; return the curve, and what
+    `apoptosis` made for the optimizer and a number of steps. `after_step` is called with the number
+    of steps done."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     pruning = apoptosis(optimizer, epochs * (len(task.rows) // BATCH)) if apoptosis else None
     curve, spent, done = TrainingCurve(), 0.0, 0
@@ -232,12 +226,8 @@ def by_seed(
     width: int,
     epochs: int,
 ) -> dict[str, object]:
-    """Results of `variants` for each seed, for the widths of hidden layers and for epochs, told
-    together.
-
-    Args:
-        width, epochs: where the options give none.
-    """
+    """Results of `variants` for each seed, told together; `width`, of hidden layers, and `epochs`
+    are those where the options give none."""
     widths, epochs = [options.width or width] * _LAYERS, options.epochs or epochs
     by_variant: dict[str, list[TrainingCurve]] = {}
     with one_thread():

@@ -40,11 +40,8 @@ _WORK: ContextVar[_TerminalWork | None] = ContextVar("work", default=None)
 
 @contextmanager
 def working(title: str, total: float = 0) -> Iterator[None]:
-    """Draw a progress bar with the remaining time meanwhile.
-
-    Args:
-        total: steps that are known already; `expect` adds further ones.
-    """
+    """Draw a progress bar with the remaining time meanwhile; `expect` adds steps to those that are
+    known already."""
     with ProgressBar(title, total=total or None, transient=True, to_stderr=True) as bar:
         mark = _WORK.set(_TerminalWork(bar, total))
         try:
@@ -68,11 +65,8 @@ def advance(note: str | None = None, steps: float = 1) -> None:
 
 
 def steps(items: Iterable[T], note: Callable[[T], str] = str) -> Iterator[T]:
-    """Yield items, each a step of the bar that is expected and then done.
-
-    Args:
-        note: text for an item that is worked on.
-    """
+    """Yield items, each a step of the bar that is expected and then done; `note` gives the text for
+    an item that is worked on."""
     listed = list(items)
     expect(len(listed))
     for each in listed:
@@ -93,11 +87,8 @@ def console() -> "Console":
 def table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 ) -> None:
-    """Print a table that fits into the width of the terminal.
-
-    Args:
-        left: number of columns that hold words, from the left; the others are justified right.
-    """
+    """Print a table that fits into the width of the terminal. So many columns from the left hold
+    words; the others are justified right."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

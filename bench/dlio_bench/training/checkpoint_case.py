@@ -78,12 +78,8 @@ def measure(options: TrainingBenchOptions, results: Results) -> None:
 
 
 def report(labels: Mapping[str, str], stalls: Sequence[Stall], size: int, results: Results) -> None:
-    """Print the stalls of a network and add them to the results.
-
-    Args:
-        labels: of all figures, the network among them.
-        size: bytes of a rank's checkpoint.
-    """
+    """Print the stalls of a network, which is among the labels, and add them to the results.
+    `size` is that of a rank's checkpoint in bytes."""
     figures, ratios = stall_figures(stalls, _EVERY, labels)
     title = f"{labels['network']}: checkpoints of {format_bytes(size)} a rank"
     show_figures(title, figures, ratios)

@@ -95,11 +95,7 @@ def message_seconds(
     """Seconds per step that the messages of an exchange take, none hidden.
 
     The larger of two bounds: the busiest rank's messages, one after another, and the work of all
-    messages over the cores that move them.
-
-    Args:
-        preset: a key of `dlio.plan.exchange_cost.FORMULAE`.
-        period: steps from one exchange to the next.
+    messages over the cores that move them. A period has the steps from one exchange to the next.
     """
     if ranks == 1:
         return 0.0
@@ -126,14 +122,11 @@ def exchange_seconds(
     works: tuple[ExchangeLoad, ExchangeLoad],
     cluster: Cluster,
 ) -> float:
-    """Seconds that an exchange adds to a step on `ranks` ranks: X(p).
+    """Seconds that an exchange of `steps.exchanged` adds to a step on `ranks` ranks: X(p).
 
-    Args:
-        exchange: a key of `steps.exchanged`.
-        batch_size: samples of a rank.
-        works: of two ranks, and of the ranks to forecast.
-        cluster: of the ranks to forecast. Two ranks were measured with a core each, on one node;
-            where ranks share cores and wait for each other, also with one core for both.
+    `works` are of two ranks, and of the ranks to forecast; the cluster is that of the latter. Two
+    ranks were measured with a core each, on one node; where ranks share cores and wait for each
+    other, also with one core for both.
     """
     if ranks == 1:
         return 0.0

@@ -64,11 +64,8 @@ class LoopTimes:
 
 
 class BenchLoop:
-    """A network that is trained step by step.
-
-    Args:
-        batches: returns an iterator of batches; called again whenever one ends.
-    """
+    """A network that is trained step by step, on iterators that `batches` returns: another one
+    whenever one ends."""
 
     def __init__(self, model: nn.Module, batches: Batches) -> None:
         self.model = model
@@ -262,11 +259,8 @@ def _while_others_sleep(loop: BenchLoop, task: dict[str, Any], comm: Communicato
 
 
 def exchange_of(name: str, loop: BenchLoop, comm: Communicator) -> ExchangeHandle:
-    """Return the exchange of a loop's steps; the caller closes it. Collective.
-
-    Args:
-        name: as for `--exchange`.
-    """
+    """Return the exchange of a loop's steps, named as for `--exchange`; the caller closes it.
+    Collective."""
     nodes = nodes_for(name, 1, comm.size)
     return distribute(loop.model, loop.optimizer, name, pretend_nodes=nodes, follow_steps=False)
 

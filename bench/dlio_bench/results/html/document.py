@@ -188,11 +188,8 @@ def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) ->
     """Return a table that scrolls on its own where it is too wide, by keyboard too.
 
     On a phone each row is a block, with the heads next to the cells. A column without any text is
-    left out.
-
-    Args:
-        heads: texts of ours; `#` marks a column of numbers.
-        rows: cells as HTML; the first one is the head of its row.
+    left out. `#` in a head, which is a text of ours, marks a column of numbers. Cells are HTML, and
+    the first one is the head of its row.
     """
     cells = [list(row) for row in rows]
     kept = [k for k in range(len(heads)) if not k or any(row[k] for row in cells)]

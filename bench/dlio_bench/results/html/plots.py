@@ -94,11 +94,8 @@ _REPEATS: Final = ("seed", "repeat")
 
 
 def plot(curves: Sequence[PlotCurve], numbers: Iterator[int]) -> str:
-    """Return a figure with the curves of one name, its legend and a text in place of it.
-
-    Args:
-        numbers: of the ids of the page's elements.
-    """
+    """Return a figure with the curves of one name, its legend and a text in place of it. The ids of
+    the page's elements have `numbers`."""
     kind = curves[0].kind
     drawn = [(curve, _points(curve)) for curve in curves]
     drawn = [(curve, points) for curve, points in drawn if points]

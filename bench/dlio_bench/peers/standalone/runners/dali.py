@@ -17,14 +17,8 @@ def pipeline_of(
     **decoder: float,
 ) -> tuple[int, Callable[[], object]]:
     """Return the samples of a pass, and a function that makes the next batch of one: random
-    resized crops of files, of which only the crops are decoded.
-
-    Args:
-        reader: arguments of DALI's reader of files.
-        size: side of the crops in pixels.
-        device: number of the GPU; None for the processor.
-        decoder: further arguments of DALI's decoder.
-    """
+    resized crops of files, of which only the crops are decoded, by a GPU or by the processor.
+    DALI's reader of files and its decoder get further arguments."""
     from nvidia.dali import fn, pipeline_def, types
 
     def pictures() -> Any:

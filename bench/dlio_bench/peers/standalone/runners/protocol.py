@@ -60,12 +60,8 @@ def checksum(labels: Sequence[int]) -> str:
 
 
 def serve(make: Callable[[Task], Pass], packages: Sequence[str]) -> None:
-    """Answer requests until standard input ends.
-
-    Args:
-        make: prepares the data of a task and returns its pass.
-        packages: distributions whose versions are reported.
-    """
+    """Answer requests until standard input ends: `make` prepares the data of a task and returns its
+    pass; versions of the distributions in `packages` are reported."""
     # A paused process would outlive a benchmark that is killed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
