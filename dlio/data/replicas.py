@@ -65,7 +65,16 @@ class ReadSpeed:
         """Say that a read has ended, so that its speed is learned unless it failed. `began` is the
         value from `begins`."""
         count, queued, at = began
-        self.learn(count, queued, None if failed else time.monotonic() - at)
+        seconds = time.monotonic() - at
+        with self._lock:
+            self._waiting -= count
+            if failed:
+                return
+            # Both parts change by the same factor: their proportion cannot be observed.
+            expected = self._latency_s + queued * self._s_per_byte
+            factor = math.exp(_LEARNED * math.log(max(seconds, 1e-9) / expected))
+            self._latency_s *= factor
+            self._s_per_byte *= factor
 
     def forget(self) -> None:
         """Say that another place was chosen: return a little towards the first estimate."""
@@ -73,19 +82,6 @@ class ReadSpeed:
             for name, first in zip(("_latency_s", "_s_per_byte"), self._first, strict=True):
                 now = getattr(self, name)
                 setattr(self, name, now * (first / now) ** _FORGOTTEN)
-
-    def learn(self, count: int, queued: int, seconds: float | None) -> None:
-        """Say that a read has ended. When it began, `queued` bytes were under way, its own
-        included; `seconds` is None if it failed."""
-        with self._lock:
-            self._waiting -= count
-            if seconds is None:
-                return
-            # Both parts change by the same factor: their proportion cannot be observed.
-            expected = self._latency_s + queued * self._s_per_byte
-            factor = math.exp(_LEARNED * math.log(max(seconds, 1e-9) / expected))
-            self._latency_s *= factor
-            self._s_per_byte *= factor
 
 
 def measured(place: str) -> tuple[float, float] | None:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,7 @@ from dlio.plan.sample_mask import SampleMask
 from dlio.plan.schedule import RankNodes, steps_in_epoch
 from dlio.storage.tier_spec import Tiers
 from dlio.util.arguments import PathText, whole_number
+from dlio.util.closable import Closable
 from dlio.util.cores import available_cores
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ _AHEAD_BATCHES = 3
 """Batches before the end of a pass at which persistent workers begin the next pass."""
 
 
-class DataLoader(torch.utils.data.DataLoader[_T_co]):
+class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
     """torch's DataLoader with tiers, exact shuffling across ranks and resumable state.
 
     It takes torch's arguments and behaves as torch's loader does. In addition:
@@ -337,12 +338,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if current is not None:
             current.close()
         self._engines.drop_ahead()  # It reads from the data set.
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return described(self._options(), self._planned_data())

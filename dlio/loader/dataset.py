@@ -4,7 +4,7 @@ import copy
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from dlio.util.arguments import (
     paths_in,
     whole_number,
 )
+from dlio.util.closable import Closable
 
 if TYPE_CHECKING:
     from dlio.loader.gallery.sample_page import SamplePage
@@ -175,7 +176,7 @@ def check_options(
     return image_size, check_crops(crops, train), whole_number("seed", seed, 0, MOST_SEED)
 
 
-class Dataset(torch.utils.data.Dataset[Sample]):
+class Dataset(torch.utils.data.Dataset[Sample], Closable):
     """Samples that are read through a hierarchy of tiers. Made by `dlio.open`.
 
     Map-style and picklable: a copy in another process opens its own files. `dataset[i]` is the
@@ -469,12 +470,6 @@ class Dataset(torch.utils.data.Dataset[Sample]):
         self.reader.close()
         if self._patches is not None:
             self._patches.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, object]:
         # A copy in another process opens its own files, and draws its recipe from the same options.

@@ -8,6 +8,7 @@ may depend on the batches that have been used: they are asked batch by batch.
 """
 
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any, Final
@@ -114,19 +115,11 @@ def raising_at_end(feed: BatchStream, error: Exception) -> BatchStream:
 
 
 def _numbers(batch: Sequence[Any]) -> _I64 | None:
-    if not isinstance(batch, list | tuple):
+    # A bool has `__index__`, too, but a data set may mean something else by `data[True]`.
+    if not isinstance(batch, list | tuple) or bool in map(type, batch):
         return None
-    if all(type(each) is int for each in batch):
-        try:
-            return np.array(batch, np.int64)
-        except OverflowError:
-            return None
-    for each in batch:
-        # A bool has `__index__`, too, but a data set may mean something else by `data[True]`.
-        if isinstance(each, bool) or not (type(each) is int or hasattr(each, "__index__")):
-            return None
     try:
-        return np.fromiter((each.__index__() for each in batch), np.int64, len(batch))
+        return np.fromiter(map(operator.index, batch), np.int64, len(batch))
     except (TypeError, ValueError, OverflowError):
         return None
 

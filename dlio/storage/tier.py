@@ -497,22 +497,9 @@ class TierTargets:
 # the lock again after it takes ten times as long: all others that wait for the lock come first.
 
 _OPEN_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
-_Openat = Callable[[int, bytes, int], int]
-_Close = Callable[[int], int]
-
-
-def _libc_calls() -> tuple[_Openat, _Close] | None:
-    try:
-        library = ctypes.PyDLL(None, use_errno=True)
-        openat, close = library.openat, library.close
-    except (OSError, AttributeError):  # A C library that cannot be found in this process.
-        return None
-    openat.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_int
-    close.argtypes = (ctypes.c_int,)
-    return openat, close
-
-
-_LIBC: Final = _libc_calls()
+_LIBC: Final = ctypes.PyDLL(None, use_errno=True)
+_LIBC.openat.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_int
+_LIBC.close.argtypes = (ctypes.c_int,)
 
 
 def _open_held(name: str, folder: int) -> int:
@@ -520,9 +507,8 @@ def _open_held(name: str, folder: int) -> int:
 
     Close it with `_close_held`. Raises OSError.
     """
-    if _LIBC is None:
-        return open_regular(name, os.O_NOFOLLOW, dir_fd=folder)
-    while (descriptor := _LIBC[0](folder, os.fsencode(name), _OPEN_FLAGS)) < 0:
+    descriptor: int
+    while (descriptor := _LIBC.openat(folder, os.fsencode(name), _OPEN_FLAGS)) < 0:
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number), name)
@@ -531,7 +517,4 @@ def _open_held(name: str, folder: int) -> int:
 
 def _close_held(descriptor: int) -> None:
     """Close a descriptor of `_open_held`."""
-    if _LIBC is None:
-        os.close(descriptor)
-    else:
-        _LIBC[1](descriptor)
+    _LIBC.close(descriptor)

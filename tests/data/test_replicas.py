@@ -63,7 +63,7 @@ def test_reads_go_to_the_copy_that_is_faster(folders: list[str]) -> None:
 def test_a_copy_that_was_slow_for_a_while_is_tried_again() -> None:
     speed, other = ReadSpeed(0.001, 1e9), ReadSpeed(0.002, 1e9)
     for _ in range(20):
-        speed.learn(0, 0, 1.0)
+        speed.ends((0, 0, time.monotonic() - 1.0))
     assert speed.expected_s(100) > 0.1 > other.expected_s(100)
     turns = 0
     while speed.expected_s(100) > other.expected_s(100):

@@ -173,18 +173,14 @@ class BatchAssigner(RecoveryPart[BatchReport]):
                 else:
                     yield data
                 schedule.step += 1
-                if self._is_asked():
-                    assert self._recovery is not None
-                    self._recovery.recover()
+                recovery = self._recovery
+                # Ranks are to join or leave, and all have to come to one place for it.
+                if recovery and recovery.elastic and recovery.elastic.asked:
+                    recovery.recover()
                 if groups.members != span.members or groups.meets:
                     break
             if not self._continue_epoch():
                 return
-
-    def _is_asked(self) -> bool:
-        """True if ranks are to join or leave, and all have to come to one place for it."""
-        elastic = None if self._recovery is None else self._recovery.elastic
-        return elastic is not None and elastic.asked
 
     def _meet(self) -> None:
         if self._recovery is not None:

@@ -87,17 +87,16 @@ class UncheckedPayload:
 
 def pack_payloads(payloads: Sequence[Buffer | None]) -> npt.NDArray[np.uint8]:
     """Return a message of payloads whose sizes the receiver does not know; None is absent."""
-    head = ENTRY_BYTES * len(payloads)
-    message = np.zeros(head + sum(len(each) for each in payloads if each is not None), np.uint8)
-    table, at = message[:head].view("<u8").reshape(-1, 2), head
-    for k, payload in enumerate(payloads):
+    sizes = np.array([0 if each is None else len(each) for each in payloads], np.int64)
+
+    def read(k: int, into: memoryview) -> tuple[int, int] | None:
+        payload = payloads[k]
         if payload is None:
-            table[k] = (_ABSENT, 0)
-            continue
-        table[k] = (len(payload), xxhash.xxh3_64_intdigest(payload))
-        message[at : at + len(payload)] = np.frombuffer(payload, np.uint8)
-        at += len(payload)
-    return message
+            return None
+        into[:] = payload
+        return len(payload), xxhash.xxh3_64_intdigest(payload)
+
+    return pack_message(np.empty(message_bytes(sizes), np.uint8), sizes, read)
 
 
 def unpack_message(

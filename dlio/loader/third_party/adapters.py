@@ -23,8 +23,8 @@ from dlio.loader.dataset import Dataset, open_dataset
 from dlio.loader.third_party.huggingface import ImageSet, is_image_set
 from dlio.storage.tier_spec import Tiers
 
-_Part = tuple[UserDataset, npt.NDArray[np.int64] | None]
-"""(whole data set, indices into it); None for all of it."""
+_Part = tuple[UserDataset, npt.NDArray[np.int64]]
+"""(whole data set, indices into it)"""
 
 
 class AdaptedDataset(Protocol):
@@ -65,12 +65,8 @@ def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> 
         if all(whole is not each for each in wholes):
             wholes.append(whole)
     numbers = [next(k for k, w in enumerate(wholes) if w is whole) for whole, _ in parts]
-    picked = [
-        np.arange(len(whole), dtype=np.int64) if chosen is None else chosen % len(whole)
-        for whole, chosen in parts
-    ]
-    owners = np.repeat(np.array(numbers, np.int64), [len(part) for part in picked])
-    inner = np.concatenate(picked)
+    owners = np.repeat(np.array(numbers, np.int64), [len(picked) for _, picked in parts])
+    inner = np.concatenate([picked for _, picked in parts])
     first = wholes[0]
     if isinstance(first, Dataset):
         # One data set of dlio has one way of decoding and one set of tiers.
@@ -82,7 +78,7 @@ def adapted(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> 
     if known is None:
         return None
     readers = [each.reader for each in known]
-    is_whole = len(parts) == 1 and parts[0][1] is None
+    is_whole = len(readers) == 1 and np.array_equal(inner, np.arange(len(first)))
     view: Reader = readers[0] if is_whole else SelectionReader(readers, owners, inner)
     transform = _SampleTransform(known, owners, inner)
     return Dataset(view, tiers=tiers, seed=seed or 0, finish=transform)
@@ -124,7 +120,7 @@ def _all_understood(wholes: list[UserDataset]) -> list[AdaptedDataset] | None:
 def _parts(data: UserDataset) -> list[_Part] | None:
     """The parts of a data set in the order of its indices; None if one is of an unknown class."""
     if isinstance(data, Dataset) or _is_folder(data) or is_image_set(data):
-        return [(data, None)]
+        return [(data, np.arange(len(data), dtype=np.int64))]
     kind = type(data).__module__.split(".")[0], type(data).__name__
     if kind == ("torch", "Subset"):
         inner = _parts(data.dataset)
@@ -137,12 +133,8 @@ def _parts(data: UserDataset) -> list[_Part] | None:
 
 def _picked(parts: list[_Part], indices: npt.NDArray[np.int64]) -> list[_Part]:
     """The parts that a Subset's indices pick, in their order."""
-    numbers = [
-        np.arange(len(whole), dtype=np.int64) if chosen is None else chosen
-        for whole, chosen in parts
-    ]
-    owner = np.repeat(np.arange(len(numbers)), [len(part) for part in numbers])[indices]
-    inner = np.concatenate(numbers)[indices]
+    owner = np.repeat(np.arange(len(parts)), [len(picked) for _, picked in parts])[indices]
+    inner = np.concatenate([picked for _, picked in parts])[indices]
     edges = np.flatnonzero(np.diff(owner)) + 1
     runs = zip(np.split(owner, edges), np.split(inner, edges), strict=True)
     return [(parts[int(o[0])][0], i) for o, i in runs if len(o)]
