@@ -200,12 +200,9 @@ class MixtureReader(ReaderGroup):
     A block holds samples of one source. The blocks of the source whose bytes are used most often
     come first, and so get the fastest tiers.
 
-    Args:
-        readers: of the sources, whose samples have the same fields.
-        names: of the sources.
-        uses: how often a sample of each source is used, in proportion.
-        labels: `merge` numbers the classes of all sources by name where they differ; `keep`
-            leaves class numbers as they are.
+    Of each source, `uses` says how often a sample is used, in proportion. `merge` as `labels`
+    numbers the classes of all sources by name where they differ; `keep` leaves class numbers as
+    they are.
 
     Raises UsageError when fields differ, or when labels cannot follow their classes.
     """

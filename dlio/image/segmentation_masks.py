@@ -57,11 +57,9 @@ def decode_mask(image: Buffer, name: object) -> Mask:
 def draw_instance(shape: object, height: int, width: int, name: object) -> Mask:
     """Draw the mask of an instance from its `segmentation` in COCO's format, as pycocotools does.
 
-    Args:
-        shape: polygons, each a list of x and y in turn; or `{"size", "counts"}`, run lengths down
-            the columns as a list or as COCO's text; or `{"relative"}`, polygons in shares of
-            width and height.
-        height, width: of the picture.
+    `shape` is polygons, each a list of x and y in turn; or `{"size", "counts"}`, run lengths down
+    the columns as a list or as COCO's text; or `{"relative"}`, polygons in shares of the picture's
+    width and height.
 
     Returns ones and zeros, of shape (height, width). Raises DecodeError.
     """

@@ -540,11 +540,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             data.mounted.regroup(members)
 
     def resume_at(self, position: int, again: Sequence[int], began: Sequence[int] = ()) -> None:
-        """Have the next pass continue the current epoch, or the chosen one, from a position on.
-
-        Args:
-            again: samples that are requeued to its end.
-            began: numbers of the ranks that began it.
+        """Have the next pass continue the current epoch, or the chosen one, from a position on. The
+        samples `again` are requeued to its end; `began` are the numbers of the ranks that began it.
         """
         before = self._place.current
         self._end_pass()

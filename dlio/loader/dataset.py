@@ -333,11 +333,8 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         self._recipe = self._early_recipe()
 
     def with_reader(self, reader: Reader, tiers: Tiers | None = None) -> "Dataset":
-        """Return a data set of another reader with the options of this one.
-
-        Args:
-            tiers: None for those of this data set.
-        """
+        """Return a data set of another reader with the options of this one. Its tiers are this
+        one's for None."""
         tiers = self.tiers if tiers is None else tiers
         # Not of this class: chosen samples of a mixture have no weights.
         made = Dataset.__new__(Dataset)
@@ -414,11 +411,8 @@ class Dataset(torch.utils.data.Dataset[Sample], Closable):
         return made.with_maps(())
 
     def chosen(self, samples: npt.NDArray[np.int64]) -> "Dataset":
-        """Return a view of samples, in this order, read and decoded as this data set's.
-
-        Args:
-            samples: indices, 0 to len - 1; shape (n,), n at least 1.
-        """
+        """Return a view of samples, in this order, read and decoded as this data set's. `samples`
+        are their indices, 0 to len - 1; shape (n,), n at least 1."""
         owners = np.zeros(len(samples), np.int64)
         return self.with_reader(SelectionReader([self.reader], owners, samples))
 

@@ -36,17 +36,11 @@ _Result = TypeVar("_Result")
 class DatasetThreads(Generic[_Task]):
     """Threads in which `torch.utils.data.get_worker_info()` is true.
 
-    Args:
-        name: prefix of the threads' names.
-        count: number of threads.
-        prepare: called in each thread with its number before its first task: the user's
-            `worker_init_fn`.
-        serve: called in a thread as `serve(number, task, refusal)`; `refusal` wraps what `prepare`
-            raised, None if nothing. It must not raise.
-        datasets: the data set that each thread asks, for `get_worker_info()`.
-        seed: torch's base seed; that of thread k is `seed` + k.
-        own_queues: a task is for one thread; otherwise any thread takes it.
-        stopped: called once the threads are asked to stop, to end the caller's waits.
+    `prepare`, the user's `worker_init_fn`, is called in each thread with its number before its
+    first task. Tasks are done by `serve(number, task, refusal)`, which must not raise; `refusal`
+    wraps what `prepare` raised, None if nothing. Thread k finds `datasets[k]` and the seed `seed` +
+    k in `get_worker_info()`. With `own_queues` a task is for one thread; otherwise any thread takes
+    it. `stopped` is called once the threads are asked to stop, to end the caller's waits.
     """
 
     def __init__(

@@ -46,10 +46,8 @@ def decode_sample(schema: Schema, payload: Buffer, name: object) -> Sample:
 
     Numbers are Python's, arrays tensors, images uint8 tensors of shape (3, height, width), text a
     str, JSON its parsed value, anything else bytes. Arrays share the payload's memory where it is
-    writable and aligned, and are copied otherwise.
-
-    Args:
-        name: names the sample in errors, as a str or by its `__str__`.
+    writable and aligned, and are copied otherwise. Errors name the sample by `name`, a str or what
+    has `__str__`.
 
     Raises SourceError if the payload does not match its schema, DecodeError for a damaged image.
     """

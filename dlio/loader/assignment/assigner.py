@@ -58,18 +58,11 @@ class _AssignedLoader(SpanSource, Protocol):
 
 
 class BatchAssigner(RecoveryPart[BatchReport]):
-    """The batches of this rank. Closed by its owner.
-
-    Args:
-        loaders: of the training data, and others; their orders are dlio's own.
-        recovery: None if the job ends with any rank.
-        global_batch: samples of a batch over all ranks.
-        keeps_steps: after a loss, have larger batches and no more of them than before; otherwise
-            the global batch stays as it is.
-        per_rank: samples of a batch on each rank: the global batch follows the number of ranks;
-            None to keep it.
-        updates: returns the number of optimizer steps so far, for `trail`.
-    """
+    """The batches of this rank. Closed by its owner. The loaders are those of the training data,
+    and others, in orders of dlio's own. Without `recovery` the job ends with any rank. After a
+    loss, `keeps_steps` has larger batches and no more of them than before; otherwise batches of all
+    ranks stay at `global_batch` samples, or follow the number of ranks at `per_rank` each, if
+    given. `updates` returns the number of optimizer steps so far, for `trail`."""
 
     def __init__(
         self,
