@@ -93,7 +93,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.freeze()  # Tests that collect garbage would go through all that torch made, each time.
     warm = session.config.stash.get(_WARM, None)
     if warm is not None and any(_starts_processes(item) for item in session.items):
         warm.start()
@@ -122,6 +121,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         finally:
             # Closing the file is not enough: a process that the test forked may hold it open.
             fcntl.flock(running, fcntl.LOCK_UN)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _garbage() -> None:
+    """Let collections of garbage go through what the module's tests make, not what others left."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +99,7 @@ def delete(feature: str, folder: Path) -> Copy:
             continue
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, folder / path, follow_symlinks=False)
+        _copy_bytecode(ROOT / path, (folder / path).parent / "__pycache__")
     for pattern in _BUILT:
         for built in ROOT.glob(pattern):
             shutil.copy2(built, folder / built.relative_to(ROOT))
@@ -108,6 +109,14 @@ def delete(feature: str, folder: Path) -> Copy:
     _drop_blocks(folder, [*words, f"dlio.features.{feature}"])
     _write_metadata(folder)
     return Copy(folder, feature, commands, flags, names)
+
+
+def _copy_bytecode(source: Path, target: Path) -> None:
+    """Copy what Python and pytest have compiled of a file, as that takes most of a collection."""
+    for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.cpython-*.pyc"):
+        target.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # Replaced meanwhile, by another process.
+            shutil.copy2(compiled, target)
 
 
 def _files() -> list[str]:

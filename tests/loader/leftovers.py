@@ -16,6 +16,9 @@ def nothing_is_left() -> Iterator[None]:
 
     The last collection of garbage may have told some to end; on a busy machine they take a while.
     """
+    # What earlier tests left is not the body's; and to go through it after each body takes seconds.
+    gc.collect()
+    gc.freeze()
     before = set(threading.enumerate())
 
     def left() -> list[str]:

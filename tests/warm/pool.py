@@ -16,6 +16,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from dlio.image.native import build as native_build
+
 _HERE = Path(__file__).resolve().parent
 _END_TIMEOUT_S = 10.0
 
@@ -44,6 +46,7 @@ class WarmPython:
         mpirun = Path(self.real).with_name("mpirun")
         if mpirun.exists():
             os.symlink(mpirun, os.path.join(self._folder, "mpirun"))
+        self._nap = _build_nap(self._folder)
         self._servers: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -52,6 +55,7 @@ class WarmPython:
         environment = {
             **{name: value for name, value in os.environ.items() if "COVERAGE" not in name},
             "OPENBLAS_NUM_THREADS": "1",
+            **({} if self._nap is None else {"LD_PRELOAD": self._nap}),
         }
         while len(self._servers) < self.SERVERS:
             path = os.path.join(self._folder, f"{len(self._servers)}.socket")
@@ -81,3 +85,14 @@ class WarmPython:
                 server.kill()
                 server.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _build_nap(folder: str) -> str | None:
+    """Build the library in which waiting ranks sleep; None without a compiler: they then spin."""
+    compiler = native_build.compiler()
+    if compiler is None:
+        return None
+    library = os.path.join(folder, "nap.so")
+    flags = ["-O2", "-shared", "-fPIC", "-o", library, str(_HERE / "nap.c")]
+    subprocess.run([*compiler, *flags], check=True, timeout=60)
+    return library
