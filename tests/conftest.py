@@ -125,7 +125,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True, scope="module")
 def _garbage() -> None:
-    """Let collections of garbage go through what the module's tests make, not what others left."""
+    """Keep objects that earlier tests left out of the module's collections of garbage."""
     gc.collect()
     gc.freeze()
 

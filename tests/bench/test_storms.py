@@ -74,6 +74,7 @@ def test_a_short_storm_loses_nothing(source: str, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.cold
+@pytest.mark.nightly  # By day, tests/cli/test_kill.py interrupts a training.
 def test_sigterm_ends_the_job_and_leaves_nothing(
     pictures: Path, tmp_path: Path, soon: Soon
 ) -> None:

@@ -112,7 +112,7 @@ def delete(feature: str, folder: Path) -> Copy:
 
 
 def _copy_bytecode(source: Path, target: Path) -> None:
-    """Copy what Python and pytest have compiled of a file, as that takes most of a collection."""
+    """Copy the bytecode of a file, made by Python and by pytest, as compiling takes seconds."""
     for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.cpython-*.pyc"):
         target.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # Replaced meanwhile, by another process.

@@ -16,7 +16,7 @@ def nothing_is_left() -> Iterator[None]:
 
     The last collection of garbage may have told some to end; on a busy machine they take a while.
     """
-    # What earlier tests left is not the body's; and to go through it after each body takes seconds.
+    # Objects that earlier tests left are not the body's; to search them after each takes seconds.
     gc.collect()
     gc.freeze()
     before = set(threading.enumerate())

@@ -91,7 +91,7 @@ def main(path: str) -> None:
     for module in _PRELOADED:
         __import__(module)
     # Finalizers of these modules would take torch's operators down at the end of every program:
-    # 35 ms, a third of what a short one takes.
+    # 35 ms, as long as all else in a short one.
     for finalizer in list(vars(weakref.finalize)["_registry"]):
         finalizer.atexit = False
     if len(os.listdir("/proc/self/task")) > 1:
