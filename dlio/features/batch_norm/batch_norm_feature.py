@@ -8,7 +8,7 @@ from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan.epoch import is_exact
 from dlio.train.config import TrainConfig
-from dlio.train.feature_spec import FeatureSpec, labelled, refuse
+from dlio.train.feature_spec import FeatureSpec, refuse
 from dlio.util.options import Option, check
 
 USUAL: Final = "average"
@@ -68,9 +68,6 @@ class BatchNormFeature(FeatureSpec):
         kind = "SyncHooks" if options.batch_norm == "sync" else "LocalHooks"
         return f"dlio.features.batch_norm.sync_batch_norm:{kind}"
 
-    def label(self, options: BatchNormOptions) -> str | None:
-        return None if options.batch_norm == USUAL else f"--batch-norm {options.batch_norm}"
-
     def check(self, options: BatchNormOptions, config: TrainConfig) -> None:
         mode, group = options.batch_norm, group_size(options.batch_norm)
         if group is None and mode != "sync":
@@ -79,7 +76,7 @@ class BatchNormFeature(FeatureSpec):
         spec, tolerance = parse_exchange(exchange), config.survival.fault_tolerance
         unsuitable = {
             f"--exchange {exchange}": not spec.alike,
-            **labelled(config, "pruning"),
+            **config.labelled("pruning"),
             f"--fault-tolerance {tolerance}": tolerance != "off",
         }
         if group is not None:
@@ -87,7 +84,7 @@ class BatchNormFeature(FeatureSpec):
                 # Groups are summed by all ranks, exactly.
                 f"--exchange {exchange}": str(spec) != "allreduce",
                 f"--shuffle {batches.shuffle}": not is_exact(batches.shuffle),
-                **labelled(config, "balance"),
+                **config.labelled("balance"),
                 "--replay": config.results.replay is not None,
             }
         refuse(

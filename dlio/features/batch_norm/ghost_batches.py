@@ -20,10 +20,8 @@ from typing import Final
 
 import torch
 import xxhash
-from torch import nn
 from torch.nn import functional
 
-from dlio.comm import Communicator
 from dlio.exchange.buckets import broadcast_state, check_real
 from dlio.exchange.rank_group import RankGroup
 from dlio.features.batch_norm.batch_norm_feature import BatchNormOptions, group_size
@@ -68,25 +66,25 @@ class _GhostBatchNorm(TrackingNorm):
             self.note(*sums[:-1].div(groups).chunk(2))
 
 
-class GhostBatches:
-    """The groups of this rank's batches, and the sum over all groups of a step.
+class GhostHooks(FeatureHooks):
+    """The groups of a run, which sum gradients in place of its exchange.
 
-    Changes the model's batch normalisations in place. Collective, as are `finish_step` and `close`.
-
-    Args:
-        model: on its device; its parameters' shapes stay.
-        comm: all ranks; duplicated.
-        per_rank: groups of each rank's part of a global batch.
-        seed: seeds dropout.
-
-    Raises UsageError for complex parameters.
+    Changes the model's batch normalisations in place; its parameters' shapes stay.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, per_rank: int, seed: int) -> None:
+    sums_gradients = True
+
+    def __init__(self, options: BatchNormOptions, run: FeatureRun) -> None:
+        """Raises UsageError for complex parameters."""
+        size, config, model = group_size(options.batch_norm), run.config, run.model
+        assert size is not None
+        if not run.is_found:
+            broadcast_state(model, run.layout.replicas)
         check_real(list(model.named_parameters()))
-        self._comm = comm.dup()
+        self._comm = run.layout.replicas.dup()
         self._traffic = RankGroup(self._comm)
-        self._per_rank, self._seed = per_rank, seed
+        self._per_rank, self._seed = config.batches.batch_size // size, config.data.seed
+        """Groups of each rank's part of a global batch, and the seed of dropout."""
         self._parameters = list(model.parameters())
         self._layers = change_norms(model, _GhostBatchNorm)
         counts = [parameter.numel() for parameter in self._parameters]
@@ -98,15 +96,9 @@ class GhostBatches:
             layer.sums = sums
         self._wait_s, self._sums = 0.0, 0
 
-    def parts(self, count: int, planned: int) -> list[slice]:
-        """Return the groups of this rank's part of a global batch; empty ones are left out.
-
-        Groups divide the batch evenly, as ranks do, so that they are within ranks' parts.
-
-        Args:
-            count: samples that this rank has. Unreadable ones are missing: groups are then others.
-            planned: samples of the global batch.
-        """
+    def groups(self, count: int, planned: int) -> Sequence[slice]:
+        # They divide the batch evenly, as ranks do, so that they are within ranks' parts. If
+        # unreadable samples are missing, they are others. Empty ones are left out.
         first, groups = self._comm.rank * self._per_rank, self._comm.size * self._per_rank
         edges = [planned * (first + k) // groups for k in range(self._per_rank + 1)]
         edges = [edge - edges[0] for edge in edges]
@@ -115,21 +107,14 @@ class GhostBatches:
         pairs = itertools.pairwise(edges)
         return [slice(start, stop) for start, stop in pairs if stop > start]
 
-    def begin_group(self, epoch: int, position: int, part: slice, planned: int) -> None:
-        """Seed dropout for a group.
-
-        Args:
-            position: place of the global batch in the epoch's order.
-            part: one of `parts`.
-            planned: samples of the global batch.
-        """
-        place = position + planned * self._comm.rank // self._comm.size + part.start
-        text = f"{self._seed} {epoch} {place}".encode()
+    def begin_group(self, run: FeatureRun, group: slice, planned: int) -> None:
+        place = run.position + planned * self._comm.rank // self._comm.size + group.start
+        text = f"{self._seed} {run.epoch_number} {place}".encode()
         torch.manual_seed(xxhash.xxh3_64_intdigest(text) >> 1)
 
     @torch.no_grad()
     def end_group(self, samples: int) -> None:
-        """Add a group's gradients to the step's sum, and clear them."""
+        # The sum over groups takes the place of the gradients.
         for number, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 self._gradients[number] += parameter.grad
@@ -138,12 +123,9 @@ class GhostBatches:
         self._samples += samples
 
     @torch.no_grad()
-    def finish_step(self, planned: int) -> None:
-        """Write the step's gradients, of all ranks, into `.grad`. Collective.
-
-        Gradients are those of the sum of losses divided by `planned`; they are scaled if unreadable
-        samples are missing. A parameter that no group has reached gets none.
-        """
+    def before_step(self, planned: int) -> None:
+        # Gradients are those of the sum of losses divided by `planned`; they are scaled if
+        # unreadable samples are missing. A parameter that no group has reached gets none.
         began = time.perf_counter()
         total = self._traffic.total(self._flat)
         self._wait_s += time.perf_counter() - began
@@ -163,15 +145,11 @@ class GhostBatches:
         self._flat.zero_()
 
     def statistics(self) -> dict[str, float]:
-        """Totals since the start: `wait_s` seconds in sums, `messages` and `bytes` sent.
-
-        A sum counts as one message of its length.
-        """
+        # A sum counts as one message of its length.
         size = self._flat.numel() * self._flat.element_size()
         return {"wait_s": self._wait_s, "messages": self._sums, "bytes": self._sums * size}
 
     def close(self) -> None:
-        """Close the communicator. Collective."""
         if self._comm.size > 1:
             self._comm.close()
 
@@ -186,36 +164,3 @@ class GhostBatches:
         parts = torch.split(flat, [*counts, len(counts), *sizes, 1])
         gradients = [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
         return gradients, parts[len(counts)], list(parts[len(counts) + 1 : -1]), parts[-1]
-
-
-class GhostHooks(FeatureHooks):
-    """The groups of a run, which sum gradients in place of its exchange."""
-
-    sums_gradients = True
-
-    def __init__(self, options: BatchNormOptions, run: FeatureRun) -> None:
-        size, config = group_size(options.batch_norm), run.config
-        assert size is not None
-        if not run.is_found:
-            broadcast_state(run.model, run.layout.replicas)
-        self._ghosts = GhostBatches(
-            run.model, run.layout.replicas, config.batches.batch_size // size, config.data.seed
-        )
-
-    def groups(self, count: int, planned: int) -> Sequence[slice]:
-        return self._ghosts.parts(count, planned)
-
-    def begin_group(self, run: FeatureRun, group: slice, planned: int) -> None:
-        self._ghosts.begin_group(run.epoch_number, run.position, group, planned)
-
-    def end_group(self, samples: int) -> None:
-        self._ghosts.end_group(samples)
-
-    def before_step(self, planned: int) -> None:
-        self._ghosts.finish_step(planned)
-
-    def statistics(self) -> dict[str, float]:
-        return self._ghosts.statistics()
-
-    def close(self) -> None:
-        self._ghosts.close()

@@ -1,7 +1,7 @@
 """Batch normalisation over the samples of all ranks.
 
 A rank that normalises by its own samples has other statistics on another number of ranks, or when
-other samples come to it. `synchronise_batch_norm` normalises by the mean and variance of the
+other samples come to it. `SyncHooks` normalise by the mean and variance of the
 global batch (Ioffe and Szegedy, arXiv 1502.03167, over ranks as in arXiv 1711.07240), so that the
 result is the same to rounding however samples are shared. Each layer costs one sum over ranks in
 the forward pass and one in the backward pass, of two numbers per channel; ranks wait for it.
@@ -126,24 +126,6 @@ class _SyncBatchNorm(TrackingNorm):
         return normalised
 
 
-def synchronise_batch_norm(model: nn.Module, comm: Communicator) -> Communicator | None:
-    """Have a model's batch normalisations use the samples of all ranks, in place. Collective.
-
-    All ranks then run each forward and backward pass together, also on empty batches.
-
-    Returns the communicator that they use, which the caller closes after the last pass; None, and
-    nothing changes, for one rank or a model without such layers.
-    """
-    layers = [] if comm.size == 1 else change_norms(model, _SyncBatchNorm)
-    if not layers:
-        return None
-    own = comm.dup()
-    ranks = RankGroup(own)
-    for layer in layers:
-        layer.ranks = ranks
-    return own
-
-
 def statistics_of(model: nn.Module) -> frozenset[str]:
     """Return the names, in the model's state, of the running statistics of its normalisations."""
     return frozenset(
@@ -154,26 +136,22 @@ def statistics_of(model: nn.Module) -> frozenset[str]:
     )
 
 
-def take_statistics_of_first(
-    model: nn.Module, mean: Mapping[str, torch.Tensor], comm: Communicator
-) -> None:
-    """Replace running statistics in the mean over ranks of `model`'s state by rank 0's, in place.
-    Collective."""
-    own = model.state_dict()
-    for name in sorted(statistics_of(model)):
-        mean[name].copy_(own[name])
-        broadcast_tensors([mean[name]], comm)
-
-
 class SyncHooks(FeatureHooks):
     """Ranks of a run that normalise their batches together, if there are such layers."""
 
     _ranks: Communicator | None = None
 
     def __init__(self, options: BatchNormOptions, run: FeatureRun) -> None:
-        if not run.layout.cuts_samples:  # Ranks that share samples have layers that do it.
-            self._ranks = synchronise_batch_norm(run.model, run.layout.data)
-        self.together = self._ranks is not None
+        comm = run.layout.data
+        if comm.size == 1 or run.layout.cuts_samples:
+            return  # Ranks that share samples have layers that do it.
+        layers = change_norms(run.model, _SyncBatchNorm)
+        self.together = bool(layers)
+        if layers:
+            self._ranks = comm.dup()
+            ranks = RankGroup(self._ranks)
+            for layer in layers:
+                layer.ranks = ranks
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -186,4 +164,7 @@ class LocalHooks(FeatureHooks):
     def averaged(
         self, model: nn.Module, mean: Mapping[str, torch.Tensor], comm: Communicator
     ) -> None:
-        take_statistics_of_first(model, mean, comm)
+        own = model.state_dict()
+        for name in sorted(statistics_of(model)):
+            mean[name].copy_(own[name])
+            broadcast_tensors([mean[name]], comm)

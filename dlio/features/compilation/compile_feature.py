@@ -5,7 +5,7 @@ from typing import Annotated
 
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.config import TrainConfig
-from dlio.train.feature_spec import FeatureSpec, labelled, refuse
+from dlio.train.feature_spec import FeatureSpec, refuse
 from dlio.util.options import CheckedOptions, Option
 
 
@@ -29,16 +29,13 @@ class CompileFeature(FeatureSpec):
     options = CompileOptions
     hooks = "dlio.features.compilation.compiled_model:CompileHooks"
 
-    def label(self, options: CompileOptions) -> str | None:
-        return "--compile" if options.compile else None
-
     def check(self, options: CompileOptions, config: TrainConfig) -> None:
         if options.compile:
             exchange = config.ranks.exchange
             refuse(
                 {
                     f"--exchange {exchange}": parse_exchange(exchange).pairwise,
-                    **labelled(config, "layerwise"),
+                    **config.labelled("layerwise"),
                 },
                 "--compile does not go with {option}, which changes the model between its layers "
                 "or in each epoch: leave one of them out",

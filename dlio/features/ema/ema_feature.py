@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dlio.train.config import TrainConfig
-from dlio.train.feature_spec import FeatureSpec, labelled, refuse
+from dlio.train.feature_spec import FeatureSpec, refuse
 from dlio.util.options import CheckedOptions, Option
 
 
@@ -31,12 +31,9 @@ class EmaFeature(FeatureSpec):
     options = EmaOptions
     hooks = "dlio.features.ema.weight_average:EmaHooks"
 
-    def label(self, options: EmaOptions) -> str | None:
-        return None if options.ema is None else "--ema"
-
     def check(self, options: EmaOptions, config: TrainConfig) -> None:
         if options.ema is not None:
             refuse(
-                labelled(config, "pruning"),
+                config.labelled("pruning"),
                 "--ema does not go with {option}: leave one of them out",
             )

@@ -1,18 +1,18 @@
 """Checks of batch normalisation over ranks, on any number of them."""
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
 
 from dlio.comm import world
 from dlio.exchange.buckets import averaged_state, broadcast_state
-from dlio.features.batch_norm.sync_batch_norm import (
-    statistics_of,
-    synchronise_batch_norm,
-    take_statistics_of_first,
-)
+from dlio.features.batch_norm.batch_norm_feature import BatchNormOptions
+from dlio.features.batch_norm.sync_batch_norm import LocalHooks, SyncHooks, statistics_of
 from dlio.plan.order import share
+from dlio.train.rank_layout import RankLayout
 from tests.exchange.training import identical, started, train_step
 
 SIDE = 6
@@ -48,8 +48,9 @@ def check_synchronised() -> None:
     net, whole = make_net(), make_net()
     broadcast_state(net, comm)
     names = set(net.state_dict())
-    norms = synchronise_batch_norm(net, comm)
-    assert (norms is None) == (comm.size == 1)
+    run: Any = SimpleNamespace(model=net, layout=RankLayout(comm))
+    norms = SyncHooks(BatchNormOptions("sync"), run)
+    assert norms.together == (comm.size > 1)
     assert set(net.state_dict()) == names
     exchange = started("allreduce", net, comm)
     mine_sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -57,7 +58,7 @@ def check_synchronised() -> None:
     for step, planned in enumerate([8, 8, 7, 2, 8, 5, 8]):
         inputs, labels = samples(step, planned)
         part = share(planned, comm.size, comm.rank)
-        if len(part) or norms is None:
+        if len(part) or not norms.together:
             train_step(net, exchange, mine_sgd, inputs[part], labels[part], planned, comm.size)
         else:
             exchange.before_backward(0, planned)
@@ -79,21 +80,21 @@ def check_synchronised() -> None:
     assert torch.allclose(net.eval()(inputs), whole.eval()(inputs), atol=1e-4)
     twin = copy.deepcopy(net)
     assert torch.equal(twin.eval()(inputs), net(inputs))
-    if norms is not None:
-        norms.close()
+    norms.close()
 
 
 def check_modes() -> None:
     """Running statistics are the mean over ranks, or rank 0's."""
     comm = world()
     net = make_net()
+    run: Any = SimpleNamespace(model=net, layout=RankLayout(comm))
     net(torch.randn(4, 3, SIDE, SIDE) + comm.rank)
     own = {name: net.state_dict()[name].clone() for name in statistics_of(net)}
     everyone = comm.allgather({name: value.tolist() for name, value in own.items()})
     for mode in ("average", "local"):
         state = averaged_state(net, comm)
         if mode == "local":
-            take_statistics_of_first(net, state, comm)
+            LocalHooks(BatchNormOptions("local"), run).averaged(net, state, comm)
         for name in own:
             values = torch.tensor([each[name] for each in everyone], dtype=torch.float64)
             wanted = values[0] if mode == "local" else values.mean(0)

@@ -1,12 +1,18 @@
 """Checks of `--batch-norm ghost`, on any number of ranks."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import nn
 
 from dlio.comm import world
 from dlio.exchange.buckets import broadcast_state
-from dlio.features.batch_norm.ghost_batches import GhostBatches
+from dlio.features.batch_norm.batch_norm_feature import BatchNormOptions
+from dlio.features.batch_norm.ghost_batches import GhostHooks
 from dlio.plan.order import share
+from dlio.train.config import train_config
+from dlio.train.rank_layout import RankLayout
 from tests.features.batch_norm.batch_norm_checks import samples
 
 GROUP = 4
@@ -29,18 +35,22 @@ def trained(planned: list[int]) -> nn.Module:
     broadcast_state(net, comm)
     unused = nn.Parameter(torch.ones(3))
     net.register_parameter("unused", unused)
-    ghosts = GhostBatches(net, comm, GLOBAL_BATCH // GROUP // comm.size, seed=5)
+    config = train_config("data", batch_size=GLOBAL_BATCH // comm.size, seed=5)
+    layout = RankLayout(comm)
+    run: Any = SimpleNamespace(model=net, layout=layout, config=config, is_found=True)
+    ghosts = GhostHooks(BatchNormOptions(f"ghost({GROUP})"), run)
     sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
     for step, count in enumerate(planned):
         inputs, labels = samples(step, count)
         place = share(count, comm.size, comm.rank)
         inputs, labels = inputs[place.start : place.stop], labels[place.start : place.stop]
-        for part in ghosts.parts(len(place), count):
-            ghosts.begin_group(0, 100 * step, part, count)
+        run.epoch_number, run.position = 0, 100 * step
+        for part in ghosts.groups(len(place), count):
+            ghosts.begin_group(run, part, count)
             loss = nn.functional.cross_entropy(net(inputs[part]), labels[part], reduction="sum")
             torch.autograd.backward(loss / count)
             ghosts.end_group(part.stop - part.start)
-        ghosts.finish_step(count)
+        ghosts.before_step(count)
         assert unused.grad is None
         sgd.step()
         sgd.zero_grad()

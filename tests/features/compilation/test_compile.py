@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from dlio.errors import UsageError
-from dlio.features.compilation.compiled_model import compile_model
+from dlio.features.compilation.compiled_model import CompileHooks
 from dlio.train.config import train_config
 from dlio.train.trainer import train
 from tests.conftest import MpiRun
@@ -101,5 +102,6 @@ def test_options_that_compiled_models_cannot_have_are_refused(
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
+    run: Any = SimpleNamespace(model=torch.nn.Linear(1, 1), device=torch.device("cpu"))
     with pytest.raises(UsageError, match="no-such-compiler is not found"):
-        compile_model(torch.nn.Linear(1, 1), torch.device("cpu"))
+        CompileHooks(None, run).wrapped(run, run.model)
