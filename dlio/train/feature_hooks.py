@@ -11,16 +11,15 @@ The order is a promise, because results have to be the same bit by bit:
     prepare                an epoch begins, or is continued; again for a copy that is evaluated
     choose_samples         its counters have not been reset
     begin_epoch            they have been
-      around_step          around all that follows, for each batch
-        groups             a batch is cut into groups, which are computed one by one
-        begin_group
-          before_forward
-          weigh            between the forward and the backward pass
-        end_group
-        before_step        the exchange has summed gradients
-        gradients_final    they are unscaled, and not clipped yet
-        after_update       after the optimizer and the exchange have stepped
-        after_step         before callbacks; may cut the model
+      groups               a batch is cut into groups, which are computed one by one
+      begin_group
+        before_forward
+        weigh              between the forward and the backward pass
+      end_group
+      before_step          the exchange has summed gradients
+      gradients_final      they are unscaled, and not clipped yet
+      after_update         after the optimizer and the exchange have stepped
+      after_step           before callbacks; may cut the model
     end_epoch              all of its steps are done
     measure                before the ranks' measurements are gathered
     compared               after they were gathered, and the model was evaluated
@@ -33,7 +32,6 @@ that are marked as collective are called on all ranks together.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -139,10 +137,6 @@ class FeatureHooks:
 
     def begin_epoch(self, run: FeatureRun, epoch: int) -> None:
         """Begin an epoch, or the rest of it, at `run.position`."""
-
-    def around_step(self, samples: int) -> AbstractContextManager[None]:
-        """Return a context in which this rank's batch is trained on, with the exchange."""
-        return nullcontext()
 
     def groups(self, count: int, planned: int) -> Sequence[slice]:
         """Return the groups of a batch that are computed one by one.
@@ -267,13 +261,6 @@ class ActiveFeatures:
             hooks = kind(options, run)
             self.by_prefix[feature.prefix or feature.name] = hooks
             self.hooks.append(hooks)
-
-    def around_step(self, samples: int) -> AbstractContextManager[None]:
-        """Return a context in which this rank's batch is trained on, with the exchange."""
-        stack = ExitStack()
-        for each in self.hooks:
-            stack.enter_context(each.around_step(samples))
-        return cast(AbstractContextManager[None], stack)
 
     @property
     def summing(self) -> FeatureHooks | None:

@@ -12,19 +12,12 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Any, ClassVar, Final, Protocol, cast
+from typing import Any, ClassVar, Final, cast
 
 from dlio.errors import UsageError
+from dlio.util.options import options_of
 
 GROUP: Final = "dlio.features"
-
-
-class FeatureConfig(Protocol):
-    """A run's configuration as the rules of a feature see it; implemented by `TrainConfig`."""
-
-    def labels(self) -> Mapping[str, str]:
-        """Return the words that turn on each feature that is on, such as `--prune apoptosis`, by
-        its name."""
 
 
 class FeatureSpec:
@@ -35,7 +28,8 @@ class FeatureSpec:
     order: ClassVar[int]
     """Place among the features wherever several act at the same point; see `FeatureHooks`."""
     options: ClassVar[type]
-    """Record of its options, in the style of `dlio.util.options`."""
+    """Record of its options, in the style of `dlio.util.options`; the first one, if it differs from
+    its default, turns the feature on."""
     hooks: ClassVar[str] = ""
     """`module:class` of its `FeatureHooks`, which is imported when the feature is on."""
     layout: ClassVar[str] = ""
@@ -66,7 +60,11 @@ class FeatureSpec:
 
     def label(self, options: Any) -> str | None:
         """Return the words that turn the feature on, for messages; None while it is off."""
-        raise NotImplementedError
+        switch = options_of(self.options)[0]
+        value = getattr(options, switch.name)
+        if value == switch.default:
+            return None
+        return f"{switch.flag} {value}" if isinstance(value, str) else switch.flag
 
     def check(self, options: Any, config: Any) -> None:
         """Raise UsageError for options that do not fit, or not with the rest of the `TrainConfig`.
@@ -156,9 +154,3 @@ def refuse(chosen: Mapping[str, bool], message: str) -> None:
     for option, is_chosen in chosen.items():
         if is_chosen:
             raise UsageError(message.replace("{option}", option))
-
-
-def labelled(config: FeatureConfig, *names: str) -> dict[str, bool]:
-    """Return, for `refuse`, the words of those of the named features that are on."""
-    labels = config.labels()
-    return {labels[name]: True for name in names if name in labels}

@@ -495,3 +495,8 @@ class TrainOptions:
         """Return the words that turn on each feature that is on, by its name."""
         labels = {each.name: each.label(options) for each, options in self.each_feature()}
         return {name: label for name, label in labels.items() if label is not None}
+
+    def labelled(self, *names: str) -> dict[str, bool]:
+        """Return, for `refuse`, the words of those of the named features that are on."""
+        labels = self.labels()
+        return {labels[name]: True for name in names if name in labels}

@@ -288,7 +288,7 @@ class Worker:
                     ledger.step(epoch, done, samples, self.updates, ranks, self.finished)
                 before_batch = self.position
                 count = batch_size(batch)
-                with self.clock.step(count), self.features.around_step(count):
+                with self.clock.step(count):
                     self._batch(batch, count)
                 self._tell_losses(progress)
                 self._step += 1

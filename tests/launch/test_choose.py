@@ -8,6 +8,7 @@ import torch
 
 from dlio.comm.single import SingleCommunicator
 from dlio.launch.node.snapshot_slots import SnapshotSlots, stored
+from dlio.loader.assignment.assigner import BatchAssigner
 from dlio.train.ledger_file import LedgerLine
 from dlio.train.memory_snapshot.journal import Journal, divided, lines_until
 from dlio.train.memory_snapshot.snapshot_callback import SlotFacts, write_slot
@@ -179,7 +180,7 @@ def test_nodes_without_copies_have_no_state(tmp_path: Path) -> None:
     assert newest_state(SingleCommunicator(), str(tmp_path)) is None
 
 
-class _Trail:
+class _Trail(BatchAssigner):
     """A dealing that has trained some batches, one per optimizer step."""
 
     def __init__(self, *batches: tuple[int, list[list[int]]]) -> None:

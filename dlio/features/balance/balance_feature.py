@@ -30,9 +30,6 @@ class BalanceFeature(FeatureSpec):
     options = BalanceOptions
     hooks = "dlio.features.balance.rank_balance:BalanceHooks"
 
-    def label(self, options: BalanceOptions) -> str | None:
-        return "--balance" if options.balance else None
-
     def check(self, options: BalanceOptions, config: TrainConfig) -> None:
         chosen = {"--balance": options.balance}
         check_shares(config.batches.shuffle, options.balance)

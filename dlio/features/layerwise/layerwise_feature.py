@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.config import TrainConfig
-from dlio.train.feature_spec import FeatureSpec, labelled, refuse
+from dlio.train.feature_spec import FeatureSpec, refuse
 from dlio.util.options import CheckedOptions, Option
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ class LayerwiseFeature(FeatureSpec):
     fixed_options = ("layerwise",)
     epoch_fields: ClassVar[Mapping[str, object]] = {"layer": None}
 
-    def label(self, options: LayerwiseOptions) -> str | None:
-        return None if options.layerwise is None else "--layerwise"
-
     def check(self, options: LayerwiseOptions, config: TrainConfig) -> None:
         if options.layerwise is None:
             return
@@ -51,7 +48,7 @@ class LayerwiseFeature(FeatureSpec):
         refuse(
             {
                 f"--exchange {exchange}": not parse_exchange(exchange).alike,
-                **labelled(config, "pruning", "skipping"),
+                **config.labelled("pruning", "skipping"),
             },
             "{option} does not go with --layerwise: leave one of them out",
         )

@@ -8,7 +8,7 @@ from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.features.mesh.mesh_axes import parse_axes, parse_sizes
 from dlio.train.config import TrainConfig
-from dlio.train.feature_spec import FeatureSpec, labelled, refuse
+from dlio.train.feature_spec import FeatureSpec, refuse
 from dlio.util.options import CheckedOptions, Option
 
 
@@ -36,9 +36,6 @@ class MeshFeature(FeatureSpec):
     layout = "dlio.features.mesh.mesh_layout:make_layout"
     evaluates = True
 
-    def label(self, options: MeshOptions) -> str | None:
-        return None if options.mesh is None else f"--mesh {options.mesh}"
-
     def check(self, options: MeshOptions, config: TrainConfig) -> None:
         if options.mesh is None:
             return
@@ -54,7 +51,7 @@ class MeshFeature(FeatureSpec):
         exchange, tolerance = config.ranks.exchange, config.survival.fault_tolerance
         labels = config.labels()
         of_parts = {
-            **labelled(config, "layerwise"),
+            **config.labelled("layerwise"),
             "--check-weights": config.callbacks.check_weights is not None,
             "--precision fp16": config.model.precision == "fp16",
         }
@@ -64,9 +61,9 @@ class MeshFeature(FeatureSpec):
                 f"--fault-tolerance {tolerance}": tolerance != "off",
                 "--nodes": config.ranks.nodes is not None,
                 "--pretend-nodes": config.ranks.pretend_nodes is not None,
-                **labelled(config, "balance", "pruning", "skipping"),
+                **config.labelled("balance", "pruning", "skipping"),
                 "--on-error skip": config.data.on_error == "skip",
-                **labelled(config, "compilation"),
+                **config.labelled("compilation"),
                 labels.get("batch_norm", ""): "ghost" in labels.get("batch_norm", ""),
                 "--trace": config.results.trace is not None,
                 "--replay": config.results.replay is not None,

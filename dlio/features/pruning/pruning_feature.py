@@ -60,9 +60,6 @@ class PruningFeature(FeatureSpec):
     fit_model = "dlio.features.pruning.pruned_file:fit_model"
     files: ClassVar[Mapping[str, str]] = {LAYOUT_SUFFIX: "layout"}
 
-    def label(self, options: PruningOptions) -> str | None:
-        return None if options.prune == "off" else f"--prune {options.prune}"
-
     def check(self, options: PruningOptions, config: TrainConfig) -> None:
         label = self.label(options)
         if label is None:

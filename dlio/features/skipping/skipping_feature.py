@@ -44,9 +44,6 @@ class SkippingFeature(FeatureSpec):
     options = SkippingOptions
     hooks = "dlio.features.skipping.skipping_hooks:SkippingHooks"
 
-    def label(self, options: SkippingOptions) -> str | None:
-        return "--skip-samples" if options.skip_samples else None
-
     def check(self, options: SkippingOptions, config: TrainConfig) -> None:
         if options.skip_share is not None and options.skip_share > SHARE:
             raise UsageError(

@@ -9,25 +9,15 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Final
 
+from dlio.loader.assignment.assigner import BatchAssigner
 from dlio.train.ledger_file import LedgerLine, placed
 from dlio.train.memory_snapshot.snapshot_state import COMMON, turn_of
 from dlio.util.whole_files import open_own, remove_file, write_whole
 
 _NAME: Final = "journal-"
-
-
-class _BatchTrail(Protocol):
-    """The batches of an epoch that are in the model; see `BatchAssigner`."""
-
-    @property
-    def closed(self) -> int: ...
-
-    def trail(self, since: int) -> Iterable[tuple[int, int, int, int, list[int]]]: ...
-
-    def taken_back(self) -> Iterable[tuple[int, int]]: ...
 
 
 class Journal:
@@ -69,7 +59,7 @@ class Journal:
         path = _path(self._folder, self._writer, epoch)
         write_whole(path, lambda file: file.write(text.encode()))
 
-    def write(self, turn: int, epoch: int, assigner: _BatchTrail, part: int) -> None:
+    def write(self, turn: int, epoch: int, assigner: BatchAssigner, part: int) -> None:
         """Write the lines of the batches that are in the model since the last call.
 
         Args:
