@@ -1,7 +1,7 @@
 """`--case images`: an over-wide convolutional network."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -9,7 +9,6 @@ import torch
 import dlio
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.model_size import count_parameters
-from dlio.features.pruning.pruning_report import RoundRecord
 from dlio.train.model import make_model
 from dlio.util.whole_files import write_json
 from dlio_bench.prune import removal_case
@@ -122,13 +121,17 @@ def _variants(runs: _Runs, seed: int, width: int) -> Iterator[tuple[str, Trainin
             yield "narrow from the start, as the target", curve
 
 
-def _rounds(epoch: TrainedEpoch) -> Sequence[RoundRecord]:
+def _rounds(epoch: TrainedEpoch) -> Sequence[Mapping[str, Any]]:
     pruning = epoch["pruning"]
     return () if pruning is None else pruning["rounds"]
 
 
 def _cut(
-    runs: _Runs, weights: str, width: int, rounds: Sequence[RoundRecord], trained_: TrainingCurve
+    runs: _Runs,
+    weights: str,
+    width: int,
+    rounds: Sequence[Mapping[str, Any]],
+    trained_: TrainingCurve,
 ) -> TrainingCurve:
     """The trained wide network, cut by magnitude to the widths that rounds came to."""
     model = runs.model(width)

@@ -14,14 +14,13 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from dlio.errors import UsageError
 from dlio.train.model import PIXEL_MEAN, PIXEL_STD
 
 # Graphs
 Kind = Literal["input", "conv", "linear", "relu", "pool", "flatten", "output"]
-Weights = Mapping[str, torch.Tensor]
-"""Weights by the name of their layer, to use in place of the network's own."""
 INPUT: Final = "input"
 OUTPUT: Final = "output"
 
@@ -47,18 +46,17 @@ class GraphLayer:
     is_learned: bool = True
     """False for the normalisation of pixels, which no rounding may touch."""
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply the layer to a batch, with a weight in place of its own if one is given."""
-        weight = self.weight if weight is None else weight
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to a batch."""
         match self.kind:
             case "conv":
-                assert weight is not None
+                assert self.weight is not None
                 return functional.conv2d(
-                    x, weight, self.bias, self.stride, self.padding, self.dilation
+                    x, self.weight, self.bias, self.stride, self.padding, self.dilation
                 )
             case "linear":
-                assert weight is not None
-                return functional.linear(x, weight, self.bias)
+                assert self.weight is not None
+                return functional.linear(x, self.weight, self.bias)
             case "relu":
                 return torch.relu(x)
             case "pool":
@@ -74,9 +72,7 @@ class LayerGraph:
 
     layers: Mapping[str, GraphLayer] = field(default_factory=dict)
 
-    def __call__(
-        self, pixels: torch.Tensor, weights: Weights | None = None
-    ) -> dict[str, torch.Tensor]:
+    def __call__(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the outputs of all layers, by name, from pixels of 0 to 1.
 
         Pixels are float32 (n, 3, height, width).
@@ -87,12 +83,12 @@ class LayerGraph:
                 total = values[layer.inputs[0]]
                 for other in layer.inputs[1:]:
                     total = total + values[other]
-                values[name] = layer(total, (weights or {}).get(name))
+                values[name] = layer(total)
         return values
 
-    def logits(self, pixels: torch.Tensor, weights: Weights | None = None) -> torch.Tensor:
+    def logits(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the last layer, float32 (n, classes)."""
-        return self(pixels, weights)[OUTPUT]
+        return self(pixels)[OUTPUT]
 
     @property
     def learned(self) -> list[GraphLayer]:
@@ -119,14 +115,9 @@ def fold_norm(layer: GraphLayer, norm: nn.modules.batchnorm._BatchNorm) -> Graph
     mean, variance = norm.running_mean, norm.running_var
     if mean is None or variance is None or layer.weight is None or layer.bias is None:
         raise UsageError(f"{layer.name}: its batch normalisation has no running statistics")
-    scale = (variance.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    bias = (layer.bias.double() - mean.double()) * scale
-    if norm.bias is not None:
-        bias = bias + norm.bias.double()
-    weight = layer.weight.double() * scale.view(-1, *[1] * (layer.weight.ndim - 1))
-    return replace(layer, weight=weight.float(), bias=bias.float())
+    wide = (each.double() for each in (layer.weight, layer.bias, mean, variance))
+    weight, bias = fuse_conv_bn_weights(*wide, norm.eps, norm.weight, norm.bias)
+    return replace(layer, weight=weight.detach().float(), bias=bias.detach().float())
 
 
 # Tracing

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
 from dlio.errors import UsageError
 from dlio.features.export.check_pictures import LabelledPictures, batches
@@ -225,13 +224,9 @@ def simulate(
     """Show pictures to a graph as constant currents, pixels of 0 to 1.
 
     A step is the unit of time: a neuron's potential grows by its input in each step. When it is
-    above the threshold, the neuron spikes.
-
-    Args:
-        images: uint8 (n, channels, height, width).
-        steps: numbers of steps to read the output after, ascending.
-        reset: `subtract` the threshold from the potential after a spike, which loses nothing
-            (Rueckauer et al. 2017), or set it to `zero` (Diehl et al. 2015).
+    above the threshold, the neuron spikes; `reset` then subtracts the threshold from the potential,
+    which loses nothing (Rueckauer et al. 2017), or sets it to zero (Diehl et al. 2015). Images are
+    uint8 (n, channels, height, width). The output is read after each number of `steps`, ascending.
 
     Raises UsageError if nirtorch is not installed.
     """
@@ -280,26 +275,19 @@ class _IntegrateAndFire(nn.Module):
         return spikes, potential * (1 - spikes)
 
 
-class _Convolution(nn.Module):
-    def __init__(self, node: "nir.Conv2d") -> None:
-        super().__init__()
-        self.weight, self.bias = _tensor(node.weight), _tensor(node.bias)
-        self.stride, self.padding = _pair(node.stride), _pair(node.padding)
-        self.dilation = _pair(node.dilation)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.conv2d(
-            x, self.weight, self.bias, self.stride, self.padding, self.dilation
-        )
+def _convolution(node: "nir.Conv2d") -> nn.Module:
+    outputs, inputs, *kernel = node.weight.shape
+    sizes = (_pair(each) for each in (kernel, node.stride, node.padding, node.dilation))
+    return _filled(nn.Conv2d(inputs, outputs, *sizes), node)
 
 
-class _Affine(nn.Module):
-    def __init__(self, node: "nir.Affine") -> None:
-        super().__init__()
-        self.weight, self.bias = _tensor(node.weight), _tensor(node.bias)
+def _affine(node: "nir.Affine") -> nn.Module:
+    return _filled(nn.Linear(*reversed(node.weight.shape)), node)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+
+def _filled(layer: nn.Module, node: "nir.Conv2d | nir.Affine") -> nn.Module:
+    layer.load_state_dict({"weight": _tensor(node.weight), "bias": _tensor(node.bias)})
+    return layer
 
 
 class _Scale(nn.Module):
@@ -326,8 +314,8 @@ def _module(graph: "nir.NIRGraph") -> nn.Module:
         graph,
         {
             nir.IF: _IntegrateAndFire,
-            nir.Conv2d: _Convolution,
-            nir.Affine: _Affine,
+            nir.Conv2d: _convolution,
+            nir.Affine: _affine,
             nir.Scale: _Scale,
             nir.AvgPool2d: _pool,
             nir.Flatten: lambda _: nn.Flatten(1),

@@ -45,12 +45,9 @@ def load_trained(
 ) -> TrainedModel:
     """Load the model at `path`, pruned or not.
 
-    Args:
-        path: a file that `--save` wrote, a folder of checkpoints (the newest is taken), or one
-            checkpoint in such a folder.
-        model: value of --model; None for that of the checkpoint, or for `resnet`.
-        classes: number of classes; None to take it from the weights.
-        image_size: None for that of the checkpoint, or for 64.
+    `path` is a file that `--save` wrote, a folder of checkpoints, of which the newest is taken, or
+    one of them. None for the other arguments takes a checkpoint's model and image size, or `resnet`
+    and 64, and the number of classes that the weights have.
 
     Raises UsageError if the file is not one of weights, or an option differs from the checkpoint's
     or does not fit the weights; SourceError if no checkpoint is whole.

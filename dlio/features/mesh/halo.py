@@ -31,9 +31,8 @@ def _swapped(
 ) -> list[torch.Tensor | None]:
     """Return the intervals that this rank takes of each rank, its own included. Collective.
 
-    Args:
-        first: index of the tensor's first element along the dimension of `slab`.
-        given: the interval of the tensor that each rank gets.
+    `first` is the index of the tensor's first element along the dimension of `slab`; each rank gets
+    the interval in `given`.
     """
     axis, me = slab.dimension, slab.rank
     parts = [
@@ -85,17 +84,19 @@ def _resized(shape: Sequence[int], axis: int, length: int) -> tuple[int, ...]:
 
 
 class _SumOver(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the sum of the ranks' gradients."""
+    """The sum over ranks of a tensor, of its gradient, or of both; the other one stays."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, traffic: RankGroup) -> torch.Tensor:
-        ctx.traffic = traffic
-        return traffic.total(values)
+    def forward(
+        ctx: Any, values: torch.Tensor, traffic: RankGroup, forward: bool, backward: bool
+    ) -> torch.Tensor:
+        ctx.traffic, ctx.sums = traffic, backward
+        return traffic.total(values) if forward else values.view_as(values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.traffic.total(gradient), None
+        return ctx.traffic.total(gradient) if ctx.sums else gradient, None, None, None
 
 
 def fetch(
@@ -103,9 +104,7 @@ def fetch(
 ) -> torch.Tensor:
     """Return the elements `wanted[slab.rank]` of a dimension. Collective over the ranks of `slab`.
 
-    Args:
-        local: this rank's part; its length along `slab.dimension` is `slab.length`.
-        wanted: the interval of each rank, within the dimension and not empty.
+    `local` is this rank's part. The interval of each rank is within the dimension and not empty.
 
     Raises CommTimeout if another rank does not answer in time.
     """
@@ -115,12 +114,18 @@ def fetch(
     return out
 
 
-def sum_over(values: torch.Tensor, traffic: RankGroup) -> torch.Tensor:
-    """Return the sum over ranks of a tensor of one shape. Collective.
+def sum_over(
+    values: torch.Tensor, traffic: RankGroup, *, forward: bool = True, backward: bool = True
+) -> torch.Tensor:
+    """Return the sum over ranks of a tensor of one shape, whose gradient is the sum of the ranks'
+    gradients. Collective.
+
+    With `forward=False` the tensor itself is returned: ranks have it alike, and use it in parts.
+    With `backward=False` the gradient stays: ranks use the sum alike. The two are adjoint.
 
     Raises CommTimeout if another rank does not answer in time.
     """
     if traffic.comm.size == 1:
         return values
-    out: torch.Tensor = cast("Any", _SumOver).apply(values, traffic)
+    out: torch.Tensor = cast("Any", _SumOver).apply(values, traffic, forward, backward)
     return out

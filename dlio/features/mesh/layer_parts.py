@@ -20,14 +20,13 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.utils import get_total_norm
 
 from dlio.comm import Communicator
 from dlio.errors import UsageError
 from dlio.exchange.rank_group import RankGroup
-from dlio.features.mesh.halo import fetch
+from dlio.features.mesh.halo import fetch, sum_over
 from dlio.features.mesh.slab import Slab
 
 # Which layers ranks can share
@@ -116,34 +115,8 @@ def _drops(layer: object) -> bool:
 # Their forward and backward passes
 #
 # Inputs of a layer are alike on all ranks, and so are the outputs of a pair, of a gathered layer
-# and of attention. `_Enter` and `_Sum` are each other's adjoint: the gradient of a tensor that
-# ranks have alike is a sum over them, that of a sum is alike.
-
-
-class _Enter(torch.autograd.Function):
-    """A tensor that all ranks have; its gradient is the sum of what their parts give."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-        ctx.ranks = ranks
-        return values.view_as(values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.total(gradient), None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of all ranks' terms, which all have then."""
-
-    @staticmethod
-    def forward(_ctx: Any, values: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-        return ranks.total(values)
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient, None
+# and of attention. The gradient of a tensor that ranks have alike is a sum over them, that of a sum
+# is alike.
 
 
 class _Gather(torch.autograd.Function):
@@ -161,14 +134,6 @@ class _Gather(torch.autograd.Function):
         return gradient.narrow(-1, first, ctx.slab.length), None
 
 
-def _enter(values: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-    return cast("torch.Tensor", cast("Any", _Enter).apply(values, ranks))
-
-
-def _sum(values: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-    return cast("torch.Tensor", cast("Any", _Sum).apply(values, ranks))
-
-
 class _ColumnLinear(nn.Linear):
     """A linear layer of which each rank computes a part of the outputs."""
 
@@ -176,7 +141,7 @@ class _ColumnLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: (..., inputs) -> (..., outputs / ranks)
-        return functional.linear(_enter(x, self.ranks), self.weight, self.bias)
+        return functional.linear(sum_over(x, self.ranks, forward=False), self.weight, self.bias)
 
 
 class _GatheredLinear(_ColumnLinear):
@@ -194,7 +159,7 @@ class _RowLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: (..., inputs / ranks) -> (..., outputs)
-        out = _sum(functional.linear(x, self.weight), self.ranks)
+        out = sum_over(functional.linear(x, self.weight), self.ranks, backward=False)
         return out if self.bias is None else out + self.bias
 
 
@@ -228,7 +193,7 @@ class _HeadAttention(nn.MultiheadAttention):
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         # One sum of gradients if they are one tensor, as in self-attention.
         same = query is key is value
-        entered = [_enter(each, self.ranks) for each in given[: 1 if same else 3]]
+        entered = [sum_over(each, self.ranks, forward=False) for each in given[: 1 if same else 3]]
         q, k, v = (
             functional.linear(x, weight, bias).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
             for x, weight, bias in zip(
@@ -237,8 +202,8 @@ class _HeadAttention(nn.MultiheadAttention):
         )
         mask = self._mask(attn_mask, key_padding_mask, q)
         values = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        values = values.transpose(1, 2).flatten(2)
-        whole = _sum(functional.linear(values, self.out_proj.weight), self.ranks)
+        whole = functional.linear(values.transpose(1, 2).flatten(2), self.out_proj.weight)
+        whole = sum_over(whole, self.ranks, backward=False)
         if self.out_proj.bias is not None:
             whole = whole + self.out_proj.bias
         if not batched:
@@ -325,11 +290,8 @@ class TensorSplit:
 
 
 class LayerParts:
-    """The parts of a model's layers that the ranks of an axis have.
-
-    Args:
-        comm: the ranks along `model`; owned by the caller.
-    """
+    """The parts of a model's layers that the ranks of the axis `model` have; `comm` is the
+    caller's."""
 
     def __init__(self, comm: Communicator) -> None:
         self._ranks = RankGroup(comm)

@@ -46,12 +46,9 @@ class Axes:
 
 
 def parse_axes(given: str | Mapping[str, int], ranks: int) -> Axes:
-    """Return the axes of a mesh of `ranks` ranks.
+    """Return the axes of a mesh of `ranks` ranks, from a text or sizes by name.
 
     Without `data`, the ranks that the other axes leave are along a first axis `data`.
-
-    Args:
-        given: as text, or sizes by name.
 
     Raises UsageError for unknown axes, invalid sizes, and sizes that do not fit the ranks.
     """

@@ -34,10 +34,7 @@ _HEIGHT: Final = -2
 class MeshLayout(RankLayout):
     """A run whose ranks along one axis of a mesh have the same samples; owns the mesh.
 
-    Args:
-        mesh: the axes and ranks.
-        axis: the axis along which ranks share samples, in one of two ways: see the derived classes.
-        shuffle: order of the samples, as `--shuffle`.
+    They share the samples in one of two ways, see the derived classes; `shuffle` is `--shuffle`.
     """
 
     def __init__(self, mesh: Mesh, axis: str, comm: Communicator, shuffle: str) -> None:
@@ -70,11 +67,7 @@ class MeshLayout(RankLayout):
 
 
 class SampleSlabs(MeshLayout):
-    """Ranks along `space` that have a part of each sample, and the whole model.
-
-    Args:
-        target: as `--target`.
-    """
+    """Ranks along `space` that have a part of each sample, and the whole model."""
 
     cuts_samples = True
 

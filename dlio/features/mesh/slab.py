@@ -65,10 +65,7 @@ class Slab:
         return replace(self, dimension=dimension)
 
     def select(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return the part as `dlio.open(path, select=...)` takes it.
-
-        Args:
-            shape: of a whole sample.
+        """Return the part, of samples of this shape, as `dlio.open(path, select=...)` takes it.
 
         Raises UsageError if the shape does not have the dimension, or in another extent.
         """

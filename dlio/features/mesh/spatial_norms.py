@@ -183,8 +183,7 @@ def _normalised(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (x normalised, mean, variance), the statistics in float64; collective.
 
-    Args:
-        weight, bias: of shapes that broadcast to that of `x`, of one element along `over.dims`.
+    Weight and bias broadcast to the shape of `x`, of one element along `over.dims`.
     """
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     result = cast("Any", _NormaliseOverRanks).apply(x, weight, bias, over)

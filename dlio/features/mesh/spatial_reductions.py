@@ -156,11 +156,7 @@ def cross_entropy(
 ) -> torch.Tensor | LocalPart:
     """Compute `cross_entropy` or `nll_loss` of classes or probabilities, as of the whole tensors.
 
-    Collective.
-
-    Args:
-        x: shape (n, classes, ...).
-        target: shape (n, ...) or that of `x`.
+    Collective. `x` has shape (n, classes, ...), the target (n, ...) or that of `x`.
     """
     if sharing.axis(x) < 2:
         raise sharing.refuse(f"{function.__name__} is over the classes, dimension 1")

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from dlio.exchange.distribute import exchange_around
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.input_statistics import StatisticsWindow
 from dlio.features.pruning.model_size import count_parameters, widths_for
-from dlio.features.pruning.model_surgery import LayoutRecord, PrunedLayout, apply, shrink_to
+from dlio.features.pruning.model_surgery import PrunedLayout, apply, shrink_to
 from dlio.features.pruning.model_wrappers import (
     check_data_parallel,
     forget_graphs,
@@ -31,7 +31,7 @@ from dlio.features.pruning.model_wrappers import (
 from dlio.features.pruning.neuron_groups import ModelInput, NeuronGroup, PrunableGroups, shrunk
 from dlio.features.pruning.plan_trials import PlanTrials, Probe, TrialResult
 from dlio.features.pruning.pruning_pace import TOLERANCE, PruningPace, Schedule
-from dlio.features.pruning.pruning_report import Round, RoundRecord
+from dlio.features.pruning.pruning_report import Round
 from dlio.features.pruning.removal_plan import Limits
 from dlio.util.closable import Closable
 
@@ -49,12 +49,12 @@ class ReshapableExchange(Protocol):
 class ApoptosisState(TypedDict):
     """`Apoptosis.state_dict` as JSON types."""
 
-    layout: LayoutRecord
+    layout: dict[str, Any]
     steps: int
     collected: int
     watching: bool
     pace: dict[str, object]
-    rounds: list[RoundRecord]
+    rounds: list[dict[str, Any]]
 
 
 class Apoptosis(Closable):

@@ -127,15 +127,10 @@ class _LayerSums:
 class Collector(Closable):
     """Collect statistics with hooks, from construction until `close`; a context manager.
 
-    Samples one step in `every`, the first samples of its batch, and only layers in training mode. A
-    step with numbers that are not finite is ignored altogether. The widths of the layers must not
-    change meanwhile: after a cut, close the collector and make another one with the new groups.
-
-    Args:
-        model: the model, whose consuming layers get forward hooks.
-        groups: groups of the model as it is.
-        every: steps between two samplings.
-        values: approximate number of input values per layer that one sampling reads.
+    Samples one step in `every`, the first samples of its batch, and only layers in training mode:
+    about so many `values` of each layer's input. A step with numbers that are not finite is ignored
+    altogether. The widths of the layers must not change meanwhile: after a cut, close the collector
+    and make another one with the new groups.
     """
 
     def __init__(

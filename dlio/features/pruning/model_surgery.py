@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypedDict
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -170,15 +170,6 @@ def _same_format(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 # The record of everything cut, for checkpoints
 
 
-class LayoutRecord(TypedDict):
-    """A PrunedLayout as JSON types."""
-
-    version: int
-    groups: dict[str, list[int]]
-    layers: dict[str, tuple[int, list[int]]]
-    counts: dict[str, int]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PrunedLayout:
     """The original neurons that remain. `PrunedLayout()` belongs to an unpruned model."""
@@ -212,7 +203,7 @@ class PrunedLayout:
             layers[key] = size, np.delete(left, channels)
         return PrunedLayout(self.version + 1, cut, layers, counts)
 
-    def to_json(self) -> LayoutRecord:
+    def to_json(self) -> dict[str, Any]:
         """Convert to JSON types, for a checkpoint."""
         return {
             "version": self.version,
@@ -222,7 +213,7 @@ class PrunedLayout:
         }
 
     @staticmethod
-    def from_json(record: LayoutRecord) -> "PrunedLayout":
+    def from_json(record: Any) -> "PrunedLayout":
         """Rebuild the layout that `to_json` converted. Raises DlioError for any other record."""
         try:
             return PrunedLayout(

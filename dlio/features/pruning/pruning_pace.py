@@ -149,14 +149,11 @@ class PruningPace:
         gently: bool = False,
         rise: float = 0.0,
     ) -> None:
-        """Record a round that removed neurons.
+        """Record a round that cut the groups `taken` after a step, and the rise of the probe's
+        loss.
 
-        Args:
-            step: the step after which it happened.
-            taken: names of the groups that were cut.
-            easily: it used less than half of the allowed rise.
-            gently: it removed less than the first plan, which had failed.
-            rise: rise of the probe's loss.
+        `easily`: it used less than half of the allowed rise. `gently`: it removed less than the
+        first plan, which had failed.
         """
         self.spent += max(0.0, rise)
         for name in taken:

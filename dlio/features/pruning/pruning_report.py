@@ -1,22 +1,8 @@
 """The record of a pruning round, and the report of an epoch, as JSON types."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypedDict, cast
-
-
-class RoundRecord(TypedDict):
-    """A Round as JSON types."""
-
-    step: int
-    parameters: int
-    removed: dict[str, int]
-    bounds: dict[str, float]
-    widths: dict[str, int]
-    undone: list[str]
-    loss_before: float | None
-    loss_after: float | None
-    allowed: float | None
-    seconds: float
+from typing import Any, TypedDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +30,14 @@ class Round:
     seconds: float = 0.0
     """Time that the round took on this rank."""
 
-    def to_json(self) -> RoundRecord:
+    def to_json(self) -> dict[str, Any]:
         """Convert to JSON types."""
-        return cast(RoundRecord, {**asdict(self), "undone": list(self.undone)})
+        return {**asdict(self), "undone": list(self.undone)}
 
     @staticmethod
-    def from_json(record: RoundRecord) -> "Round":
+    def from_json(record: Mapping[str, Any]) -> "Round":
         """Rebuild the round that `to_json` converted."""
-        fields = {**record, "undone": tuple(record["undone"])}
-        return Round(**cast(dict[str, Any], fields))
+        return Round(**{**record, "undone": tuple(record["undone"])})
 
 
 class PruningReport(TypedDict):
@@ -66,8 +51,8 @@ class PruningReport(TypedDict):
     flops_per_sample: int
     """FLOPs of a forward pass now."""
     flops_at_first: int
-    rounds: list[RoundRecord]
-    """The epoch's rounds."""
+    rounds: list[dict[str, Any]]
+    """The epoch's `Round`s."""
     undone: int
     """Number of rounds in which removals were rejected."""
     statistics: dict[str, float]

@@ -27,7 +27,7 @@ Bounds are cumulative: each one assumes that the removals before it have been do
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import gcd
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,18 +62,15 @@ def find_twins(
 ) -> list[Twin]:
     """Return a twin for each neuron that another one can replace.
 
-    Greedy and deterministic: each neuron, in `order`, is compared with the earlier ones that stay.
-    If the nearest is within `tolerance`, the pair becomes a Twin; otherwise the neuron stays. A
-    neuron that replaces another therefore always stays itself.
+    Greedy and deterministic: each neuron, in `order`, the most important first, is compared with
+    the earlier ones that stay. If the nearest is within `tolerance`, relative to the norm of the
+    neuron's own vector, the pair becomes a Twin; otherwise the neuron stays. A neuron that replaces
+    another therefore always stays itself.
+
+    `vectors` are (w, b) of each neuron, shape (neurons, k). With `scales`, any positive factor is
+    allowed between two neurons; otherwise it is 1.
 
     Memory: a float32 copy of `vectors`, and `block` x neurons similarities.
-
-    Args:
-        vectors: (w, b) of each neuron, shape (neurons, k).
-        order: neurons to examine, the most important first.
-        scales: allow any positive factor between two neurons; otherwise the factor is 1.
-        tolerance: largest allowed distance, relative to the norm of the neuron's own vector.
-        block: neurons compared at a time.
     """
     lengths = np.linalg.norm(vectors, axis=1)
     order = order[lengths[order] > 0]
@@ -185,14 +182,6 @@ class Removal:
     """Factor c of a twin."""
 
 
-class PlanRecord(TypedDict):
-    """A RemovalPlan as JSON types."""
-
-    keep: dict[str, list[int]]
-    removals: list[dict[str, Any]]
-    shifts: dict[str, list[float]]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RemovalPlan:
     """The instructions for `apply`. Neurons are numbered as in the groups before the cut."""
@@ -204,7 +193,7 @@ class RemovalPlan:
     """Amounts to add to biases and running means, by name in the state dict; shape (width before
     the cut,)."""
 
-    def to_json(self) -> PlanRecord:
+    def to_json(self) -> dict[str, Any]:
         """Convert to JSON types, for messages and reports."""
         return {
             "keep": {name: keep.tolist() for name, keep in self.keep.items()},
@@ -213,7 +202,7 @@ class RemovalPlan:
         }
 
     @staticmethod
-    def from_json(record: PlanRecord) -> "RemovalPlan":
+    def from_json(record: Mapping[str, Any]) -> "RemovalPlan":
         """Rebuild the plan that `to_json` converted."""
         return RemovalPlan(
             {name: np.array(keep, np.int64) for name, keep in record["keep"].items()},
