@@ -64,16 +64,13 @@ def is_table(schema: Schema) -> bool:
 
 
 def array_fields(path: str, schema: Schema, target: str | None) -> ArrayFields:
-    """Choose the fields of a data set for which `is_arrays` holds.
+    """Choose the fields of a data set for which `is_arrays` holds; its path is for errors.
 
     The input is the largest array, of shape (height, width), (channels, height, width) or
     (channels, depth, height, width); of three dimensions, the first one is depth if it has more
     than MOST_CHANNELS elements, or if the target has this shape. The target is a number, or an
-    array of class numbers of the input's spatial extents.
-
-    Args:
-        path: of the data set, for errors.
-        target: name of the target; by default a field named `label`, `classes` or such.
+    array of class numbers of the input's spatial extents; by default a field named `label`,
+    `classes` or such.
 
     Raises UsageError for fields that no task takes.
     """

@@ -47,9 +47,6 @@ class Precision:
 
     `fp16` also scales the loss, and skips optimizer steps whose gradients overflow (Micikevicius et
     al., "Mixed Precision Training", 2018). Ranks that share gradients skip the same steps.
-
-    Args:
-        name: `fp32`, `bf16` or `fp16`.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:

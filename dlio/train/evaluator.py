@@ -18,13 +18,7 @@ from dlio.train.tasks.task_base import Outputs, TrainingTask, batch_size
 class Evaluator:
     """Evaluate models on held-out data.
 
-    Make it before hooks are added to the model: it evaluates in a copy.
-
-    Args:
-        model: the model, on its device.
-        task: knows how batches become inputs and targets, and the metrics.
-        loader: batches of the held-out data.
-        layout: the ranks that share the held-out data, or each sample of them.
+    Make it before hooks are added to the model, which is on its device: it evaluates in a copy.
     """
 
     def __init__(
@@ -54,8 +48,7 @@ class Evaluator:
         """Return the metrics, over all ranks, of a model with this state dict; None for one that is
         not finite or not defined. Collective.
 
-        Args:
-            prepare: is called with the model in evaluation before it gets samples.
+        `prepare` is called with the model in evaluation before it gets samples.
         """
         self._model.load_state_dict(state)
         self._model.eval()

@@ -18,13 +18,9 @@ T = TypeVar("T")
 
 
 def split_options(option: str, text: str) -> tuple[str, dict[str, object]]:
-    """Split `name(width=64)` into `name` and its keyword arguments, which have to be literals.
+    """Split an option's value `name(width=64)` into `name` and its keyword arguments, literals all.
 
-    Args:
-        option: option of the command line, for error messages.
-        text: the option's value.
-
-    Raises UsageError for any other form.
+    Raises UsageError, which names the option, for any other form.
     """
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
@@ -49,11 +45,8 @@ def split_options(option: str, text: str) -> tuple[str, dict[str, object]]:
 def check_name(option: str, text: str, names: Sequence[str]) -> None:
     """Check `name(...)` or `module:factory(...)` without importing the module.
 
-    Args:
-        option: the option of the command line, for messages.
-        names: names that may stand without a module.
-
-    Raises UsageError for a name that is not among `names`, or a module that does not exist.
+    Raises UsageError, which names the option, for a name that is not among `names`, or a module
+    that does not exist.
     """
     name, _ = split_options(option, text)
     module, colon, _ = name.partition(":")
@@ -116,14 +109,11 @@ def call_with(
 ) -> T:
     """Call a factory with the user's options, and with the offered ones that it accepts.
 
-    Args:
-        option: option of the command line, for error messages.
-        name: name of the factory, for error messages.
-        given: the user's keyword arguments.
-        offered: (names, value) pairs. The value is passed under the first name that is a parameter
-            of the factory, or under the last one if the factory accepts any keyword.
+    What is offered are pairs (names, value). The value is passed under the first name that is a
+    parameter of the factory, or under the last one if the factory accepts any keyword.
 
-    Raises UsageError if the arguments do not fit the factory's signature.
+    Raises UsageError, which names the option and the factory, if the arguments do not fit the
+    factory's signature.
     """
     arguments = dict(given)
     try:

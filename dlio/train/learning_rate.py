@@ -15,16 +15,10 @@ arXiv 1512.03385)."""
 def learning_rate(
     peak: float, done: float, batch: float, total: float, schedule: str = "cosine"
 ) -> float:
-    """Return the learning rate of one step.
+    """Return the learning rate of one step, by a schedule of which `cosine` and `linear` end at 0.
 
-    It follows samples instead of steps, so that it does not depend on the number of ranks.
-
-    Args:
-        peak: the greatest learning rate.
-        done: samples of the whole training before this step.
-        batch: samples of this step.
-        total: samples of the whole training.
-        schedule: one of `SCHEDULES`; `cosine` and `linear` end at 0.
+    It follows samples instead of steps, so that it does not depend on the number of ranks: `done`
+    samples of the `total` of the training come before the `batch` of this step.
     """
     warm = max(batch, _WARM_UP * total)
     if done < warm:

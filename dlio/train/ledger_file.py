@@ -94,11 +94,7 @@ class EpochCheck:
 
 
 def line_hash(before: str, line: LedgerLine) -> str:
-    """Return the hash of a line.
-
-    Args:
-        before: hash of the line before in the same epoch; empty for the first.
-    """
+    """Return the hash of a line, by that of the line before in its epoch, empty for the first."""
     rest = {key: value for key, value in line.items() if key != "hash"}
     text = before + json.dumps(rest, separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
@@ -119,11 +115,7 @@ def check_ledger(
 ) -> list[EpochCheck]:
     """Check that each epoch has every sample exactly once, steps without gaps, and its hashes.
 
-    Needs the memory of one epoch's lines.
-
-    Args:
-        samples: number of the data set's samples.
-        epochs: number of epochs that there should be, from 0 on; any for None.
+    Needs the memory of one epoch's lines. There should be so many epochs, from 0 on; any for None.
     """
     checked: list[EpochCheck] = []
     done: set[int] = set()

@@ -24,10 +24,8 @@ PIXEL_STD: Final = (0.229, 0.224, 0.225)
 
 
 def normalised(images: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Convert images to a model's input on the device.
-
-    Args:
-        images: uint8 (n, 3, h, w), or float32 of the same range, which is changed.
+    """Convert images to a model's input on the device: uint8 (n, 3, h, w), or float32 of the same
+    range, which is changed.
 
     Returns float32 (n, 3, h, w) with mean 0 and standard deviation 1 over ImageNet's pixels.
     """
@@ -83,16 +81,12 @@ MODELS: Final[dict[str, Callable[..., nn.Module]]] = dict(
 def make_model(
     text: str, classes: int, image_size: int, more: Mapping[str, object] | None = None
 ) -> nn.Module:
-    """Make the model of `--model`.
+    """Make the model of `--model`: a name in MODELS, or `module:factory`, and maybe
+    `(option=value)`.
 
-    Args:
-        text: a name in MODELS, or `module:factory`; optionally followed by `(option=value)`.
-        classes: passed to a factory with a parameter `classes` or `num_classes`.
-        image_size: passed to a factory with a parameter of this name.
-        more: further values by the names of parameters that they are passed to.
-
-    The model maps float32 (n, 3, image_size, image_size) to logits (n, classes); those of other
-    tasks as `dlio.train.tasks` says.
+    The number of classes is passed to a factory's parameter `classes` or `num_classes`, the other
+    values to those of their names. The model maps float32 (n, 3, image_size, image_size) to logits
+    (n, classes); those of other tasks as `dlio.train.tasks` says.
 
     Raises UsageError for an unknown name, unsuitable options, or a factory that returns something
     other than a torch.nn.Module.

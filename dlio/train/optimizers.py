@@ -46,12 +46,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make an optimizer of all parameters that require gradients, with learning rate 0.
 
-    Biases and norms (parameters with fewer than two dimensions) get no weight decay.
-
-    Args:
-        name: a value of --optimizer.
-        momentum: momentum of SGD and RMSprop; others ignore it.
-        weight_decay: None for the optimizer's default.
+    Biases and norms (parameters with fewer than two dimensions) get no weight decay, others that of
+    the optimizer by default. SGD and RMSprop alone have a momentum.
 
     Raises UsageError for an unknown name, and for a model without trainable parameters.
     """

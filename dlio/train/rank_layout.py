@@ -20,10 +20,8 @@ class RankLayout:
     """A run whose ranks have samples of their own, and the whole model each.
 
     A feature can bring a layout in which ranks share samples or layers; see `FeatureSpec.layout`.
-    All methods are collective then, over the ranks that share something.
-
-    Args:
-        comm: all ranks; owned by the caller.
+    All methods are collective then, over the ranks that share something. The communicator of all
+    ranks is the caller's.
     """
 
     counts = True
@@ -50,12 +48,11 @@ class RankLayout:
         self.close()
 
     def open(self, path: str, reader: Reader, options: Mapping[str, object]) -> Dataset:
-        """Open a data set, of which this rank may read parts of samples alone.
+        """Open a data set, of which this rank may read parts of samples alone; options as
+        `dlio.open`.
 
-        Args:
-            path: of the data set, for errors.
-            reader: of whole samples; owned by the data set, or closed.
-            options: as for `dlio.open`.
+        The reader is of whole samples, and is owned by the data set, or closed. The path is for
+        errors.
 
         Raises UsageError for samples that cannot be shared as the layout wants.
         """

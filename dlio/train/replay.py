@@ -44,12 +44,8 @@ class _ReplayStep:
 class Replay:
     """The batches of a trace, in the place of `BatchAssigner`. Closed by its owner.
 
-    Args:
-        path: trace of the run to replay.
-        loaders: of the training data, and others, which are dealt to the ranks that are left.
-        recovery: its membership is planned.
-        global_batch: samples of a batch over all ranks.
-        workers: decode threads.
+    Loaders are those of the training data, and others, which are dealt to the ranks that are left.
+    The membership of the recovery is planned.
 
     Raises UsageError for a file that is not a trace, or the trace of another number of ranks.
     """

@@ -171,8 +171,7 @@ class EpochReport:
     ) -> "EpochReport":
         """Combine the measurements of all ranks, in rank order, with fields that differ from these.
 
-        Args:
-            samples: that the epoch has, if measurements of some were lost with ranks.
+        The epoch has so many samples, if measurements of some were lost with ranks.
         """
         loss, correct, count = (sum(rank["sums"][k] for rank in ranks) for k in range(3))
         trained = max(int(count), samples)

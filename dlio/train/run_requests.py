@@ -44,10 +44,9 @@ _ACTS: Final = (RunRequest.SAVE, RunRequest.END)
 
 
 class RequestChannel(ABC):
-    """The wishes of all ranks. One thread uses it; `wish` may be called by a signal's handler.
+    """The wishes of all ranks, by a communicator of their own.
 
-    Args:
-        comm: duplicated.
+    One thread uses it; `wish` may be called by a signal's handler.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -62,13 +61,9 @@ class RequestChannel(ABC):
 
     @abstractmethod
     def after_step(self, step: int, ends_epoch: bool) -> RunRequest:
-        """Return the wishes that all ranks act on after this step.
+        """Return the wishes that all ranks act on after this step of the optimizer, counted from 1.
 
-        Called after each step, on all ranks.
-
-        Args:
-            step: number of the optimizer's step, from 1.
-            ends_epoch: it is the epoch's last one, after which all ranks wait for each other.
+        Called after each step, on all ranks, which wait for each other after the last of an epoch.
         """
 
     def close(self) -> None:
@@ -94,11 +89,7 @@ def make_request_channel(comm: Communicator, spec: ExchangeSpec) -> RequestChann
 
 
 class SynchronousRequests(RequestChannel):
-    """Wishes of ranks that wait for each other at least every few steps.
-
-    Args:
-        every: steps between two looks.
-    """
+    """Wishes of ranks that wait for each other at least every few steps, seen once in `every`."""
 
     def __init__(self, comm: Communicator, every: int) -> None:
         super().__init__(comm)

@@ -70,13 +70,7 @@ class SampleLedger:
     def step(
         self, epoch: int, step: int, samples: list[int], update: int, ranks: int, part: int = 0
     ) -> None:
-        """Record this rank's samples of one step.
-
-        Args:
-            update: number of the optimizer step that uses them.
-            ranks: number of ranks that the batch was dealt to.
-            part: times that the exchange was finished before, in this epoch.
-        """
+        """Record this rank's samples of one step; see `LedgerLine` for the fields."""
         line = _line(epoch, step, self._me, samples)
         self._lines.append(placed(line, update, ranks, part, self._start))
 
@@ -91,9 +85,8 @@ class SampleLedger:
     ) -> None:
         """Write the epoch's lines. Collective. Raises TierError or UsageError as `unwritable`.
 
-        Args:
-            of_lost: returns (epoch, step, rank, samples) of ranks that were lost after these steps.
-            left_out: samples that the epoch does without.
+        `of_lost` returns (epoch, step, rank, samples) of ranks that were lost after these steps.
+        The epoch does without the samples `left_out`.
         """
 
         def write() -> int:

@@ -11,12 +11,7 @@ from dlio.plan.rank_shares import LEAST_S
 
 
 class StepClock:
-    """Time that one rank computes in each step, without waiting for other ranks.
-
-    Args:
-        waited: return the seconds spent waiting for other ranks so far.
-        device: device that computes the steps.
-    """
+    """Time that one rank computes in each step, without the seconds `waited` for other ranks."""
 
     def __init__(self, waited: Callable[[], float], device: torch.device | None = None) -> None:
         self._waited = waited

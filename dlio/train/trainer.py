@@ -68,11 +68,8 @@ def train(config: TrainConfig) -> RunReport:
 class TrainingRun:
     """One rank's part in a run, phase by phase: `open`, `build`, `restore`, `train`, `finish`.
 
-    Each phase is collective, and uses the results of those before.
-
-    Args:
-        config: as given; `open` settles the values that depend on the data.
-        stack: closes all that the phases open, the last first.
+    Each phase is collective, and uses the results of those before; `open` settles the values of the
+    configuration that depend on the data. `stack` closes all that they open, the last first.
     """
 
     def __init__(self, config: TrainConfig, stack: ExitStack) -> None:
@@ -174,11 +171,7 @@ class TrainingRun:
         self._restart.end_phase("model")
 
     def _make_model(self, task: TrainingTask, seed: int, weights: str | None) -> nn.Module:
-        """Make the model on its device, with the weights that the run begins with.
-
-        Args:
-            weights: file of --weights.
-        """
+        """Make the model on its device, with the weights of --weights."""
         torch.manual_seed(seed)
         model = channels_last(task.make_model()).to(self._device)
         if weights is not None and not self._is_found:

@@ -24,9 +24,8 @@ def open_data(
 ) -> Dataset:
     """Open a data set, on rank 0 first so that the others find its listing in the cache.
 
-    Args:
-        tiers: specification of the tiers to cache it in; None for the default.
-        training: apply random crops and flips to images, and read from the replicas too.
+    None for `tiers` stands for the default. In training, crops and flips of images are random, and
+    replicas are read from, too.
     """
     options, size = config.data, config.model.image_size
     scale = (options.crop_scale, 1.0)
@@ -83,11 +82,8 @@ def make_loader(
     layout: RankLayout,
     device: torch.device | None = None,
 ) -> DataLoader:
-    """Make the loader of a data set; it shuffles and records its trace only for training.
-
-    Args:
-        device: of the model; see `_hands_over`.
-    """
+    """Make the loader of a data set; it shuffles and records its trace only for training. For the
+    device of the model see `_hands_over`."""
     options = config.batches
     loader = DataLoader(
         data,

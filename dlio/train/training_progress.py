@@ -60,14 +60,8 @@ class TrainingProgress:
             self._bar.__exit__()
 
     def step(self, epoch: int, step: int, samples: int, stall_s: float) -> None:
-        """Show a finished step.
-
-        Args:
-            epoch: number of the epoch, from 0.
-            step: number of the step, from 0.
-            samples: samples of the step, over all ranks.
-            stall_s: seconds that this rank has waited for data in this epoch.
-        """
+        """Show a finished step of an epoch, both from 0, with its samples, over all ranks, and the
+        seconds that this rank has waited for data in the epoch."""
         now, self._step = time.perf_counter(), step + 1
         is_first = epoch != self._epoch
         self._epoch = epoch
@@ -101,8 +95,7 @@ class TrainingProgress:
     def lost(self, rank: int, loss: MeasuredLoss) -> None:
         """Show that ranks were lost and the others go on; the lowest of these shows progress now.
 
-        Args:
-            rank: of this process, among those that are left.
+        `rank` is this process's among those that are left.
         """
         self._speaks = rank == 0
         self._tells = self._speaks and tells_launcher()

@@ -42,10 +42,7 @@ def stored_state(path: str) -> dict[str, torch.Tensor]:
 def check_archive(file: IO[bytes]) -> None:
     """Check that a file is one of torch.save that cannot be unpacked to more than it has.
 
-    Args:
-        file: at its beginning, where this leaves it.
-
-    Raises OSError if it cannot be read, ValueError for another file.
+    The file is left at its beginning. Raises OSError if it cannot be read, ValueError for another.
     """
     if not zipfile.is_zipfile(file):
         raise ValueError("it is not a zip archive, as torch.save writes")
@@ -96,10 +93,8 @@ def load_saved(
 ) -> None:
     """Load the weights of an earlier run, with the shape that features have given them.
 
-    Args:
-        model: a new model, made with the same options as the trained one; changed in place.
-        path: where the weights are: a file of --save, or a checkpoint.
-        about: the `RunState` of the checkpoint; None for a file.
+    The model is a new one, made with the same options; it is changed in place. `path` is that of a
+    file of --save, or of a checkpoint, whose `RunState` is `about`.
 
     Raises UsageError for weights of another model, DlioError if features cannot fit the model.
     """

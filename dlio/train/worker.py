@@ -342,12 +342,9 @@ class Worker:
             self._update(min(first, self.samples), planned)
 
     def _backward(self, inputs: torch.Tensor, targets: torch.Tensor, planned: int) -> None:
-        """Accumulate gradients and sums.
+        """Accumulate gradients and sums of inputs and targets, both of shape (n, ...).
 
-        Args:
-            inputs: of the model; shape (n, ...).
-            targets: of the task; shape (n, ...).
-            planned: samples of the optimizer step, over all ranks.
+        `planned` are the samples of the optimizer step, over all ranks.
         """
         ids = self.loader.last_samples
         summing = self.features.summing

@@ -104,12 +104,7 @@ def encode_losses(losses: npt.NDArray[np.floating]) -> Codes:
 
 
 def update_codes(scores: Codes, seen: Codes) -> Codes:
-    """Combine the stored codes with an epoch's new ones.
-
-    Args:
-        scores: stored code of each sample; shape (n,).
-        seen: code of each sample's loss in the epoch, 0 if it was skipped; shape (n,).
-    """
+    """Combine each sample's stored code with that of an epoch, 0 if it was skipped; shape (n,)."""
     before = scores.astype(np.uint16)
     fallen = (before + seen + 1) // 2
     after = np.where(scores == UNKNOWN, seen, np.maximum(seen, fallen))
@@ -120,10 +115,7 @@ def probability_table(counts: _I64, rule: SkipRule) -> Table:
     """Return the probability of keeping a sample of each code, in units of 1/65536; shape (256,).
 
     On average the rule's share of samples is skipped; less if few samples are easy, or if many have
-    no loss yet, because those are kept.
-
-    Args:
-        counts: number of samples of each code; shape (256,).
+    no loss yet, because those are kept. `counts` are the numbers of samples of each code.
     """
     total = int(counts.sum())
     losses = 2.0 ** (_LOWEST + (np.arange(256) - 1.0) / _STEPS_PER_OCTAVE)
@@ -148,25 +140,16 @@ def keep_probabilities(
 ) -> _I64:
     """Return the probability of keeping each sample, in units of 1/65536; shape (n,).
 
-    Args:
-        samples: sample indices; shape (n,).
-        scores: codes of these samples; shape (n,).
-        table: see `probability_table`.
-        revisit: see `SkipRule`.
+    Samples are given by index and with their codes; see `probability_table` and `SkipRule`.
     """
     turn = keyed_uniforms(seed, 0, samples, 1, _TURN)[:, 0] * revisit
     return np.where(turn.astype(np.int64) == epoch % revisit, CERTAIN, table[scores])
 
 
 def sample_mask(scores: Codes, table: Table, seed: int, epoch: int, revisit: int) -> SampleMask:
-    """Draw the samples of an epoch.
+    """Draw the samples of an epoch by the codes of all; see `probability_table` and `SkipRule`.
 
     Cost: 25 ns per sample, n / 8 bytes.
-
-    Args:
-        scores: codes of all samples; shape (n,).
-        table: see `probability_table`.
-        revisit: see `SkipRule`.
     """
     total = len(scores)
     bits = np.zeros(-(-total // 8), np.uint8)

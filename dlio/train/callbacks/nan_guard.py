@@ -12,13 +12,10 @@ _NAMED: Final = 3
 
 
 class NanGuard(Callback):
-    """Check the loss and the gradient norm before each optimizer step.
+    """Check the loss and the gradient norm before each optimizer step: skip it, or raise DlioError.
 
     On a GPU the error is raised one step late, so that no step waits for the device. Overflows that
     a loss scaler handles are ignored.
-
-    Args:
-        skip: leave the optimizer step out and continue; if False, raise DlioError.
     """
 
     def __init__(self, skip: bool) -> None:

@@ -62,11 +62,7 @@ class Prometheus(Callback):
 
 
 def text_of(run: Run, now: float) -> str:
-    """Return the metrics of a run as text.
-
-    Args:
-        now: seconds since 1970.
-    """
+    """Return the metrics of a run as text; `now` is in seconds since 1970."""
     history = run.history
     values: dict[str, dict[str, float]] = {
         "dlio_ranks": {"": run.comm.size},

@@ -21,11 +21,7 @@ _LEAST_STEPS: Final = 20
 
 def slow_ranks(rates: Sequence[float | None]) -> list[tuple[int, float]]:
     """Return the ranks whose rate is less than a fifth of the others' median, and how many times
-    slower they are.
-
-    Args:
-        rates: samples per second that each rank computes; None if it was not measured.
-    """
+    slower they are. Rates are samples per second, None for a rank that was not measured."""
     known = {rank: rate for rank, rate in enumerate(rates) if rate}
     slow = []
     for rank, rate in known.items():
@@ -36,11 +32,8 @@ def slow_ranks(rates: Sequence[float | None]) -> list[tuple[int, float]]:
 
 
 class SlowRankGuard(Callback):
-    """Compares the ranks' speeds after each epoch, if no watch of a node compares them all.
-
-    Args:
-        evicts: have slow ranks leave, as far as `min_ranks` allows.
-    """
+    """Compares the ranks' speeds after each epoch, if no watch of a node compares them all; has
+    slow ones leave, if it `evicts`, as far as `min_ranks` allows."""
 
     def __init__(self, evicts: bool) -> None:
         self._evicts = evicts

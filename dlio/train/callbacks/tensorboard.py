@@ -21,13 +21,9 @@ _LOSS_EVERY: Final = 10
 class TensorBoard(Callback):
     """Write events of rank 0, by optimizer steps; an epoch's figures stand at its last step.
 
-    If rank 0 is lost, the next one goes on in an event file of its own.
-
-    Args:
-        folder: folder of the event files.
-        summaries: steps between two summaries of each parameter: norms of weight and gradient,
-            their ratio, and histograms. None for no summaries.
-        rank: of this process when the job began.
+    If rank 0 is lost, the next one goes on in an event file of its own. `summaries` are the steps
+    between two summaries of each parameter, None for none: norms of weight and gradient, their
+    ratio, and histograms. `rank` is that of this process when the job began.
 
     Raises UsageError if TensorBoard is not installed, or if the folder cannot be written.
     """

@@ -36,13 +36,10 @@ def majority(digests: Sequence[int]) -> int | None:
 
 
 class WeightGuard(Callback):
-    """Compares a digest of each rank's weights. Costs one sum of 8 bytes per rank.
+    """Compares a digest of each rank's weights every so many steps, by a sum of 8 bytes per rank.
 
     A rank that differs gets weights, buffers and the optimizer's state of the first rank that has
     what more than half of them have.
-
-    Args:
-        every: optimizer steps between two comparisons.
     """
 
     def __init__(self, every: int) -> None:

@@ -16,13 +16,8 @@ from dlio.train.worker import Worker
 class CheckpointCallback(Callback):
     """Write a checkpoint at the end of each epoch, every so many steps, and when any rank asks.
 
-    Args:
-        worker: the run to save.
-        checkpoints: the folder; the caller opens and closes it.
-        every: optimizer steps between checkpoints; None for no number.
-        minutes: time between checkpoints; None for no time.
-        wishes: of any rank, for a checkpoint, and for the end after it; None if nobody asks. The
-            caller closes it.
+    None for `every` and `minutes` leaves out checkpoints between the ends of epochs. `wishes` are
+    any rank's, for a checkpoint, and for the end after it. The caller closes it and the folder.
     """
 
     def __init__(

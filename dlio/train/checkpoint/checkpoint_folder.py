@@ -21,12 +21,10 @@ _LOCK_TIMEOUT_S: Final = 2.0
 
 
 class CheckpointFolder:
-    """A folder of checkpoints; each of them is a folder in it, private until it is published.
+    """A folder of checkpoints, made if missing; each of them is a folder in it, private until it is
+    published.
 
     Owner: Checkpoints.
-
-    Args:
-        path: made if missing.
 
     Raises UsageError if it cannot be opened, or another user has planted a part of the path.
     """

@@ -97,9 +97,8 @@ class StoredCheckpoint:
 class Checkpoints(RecoveryPart[Report]):
     """The checkpoints of one run. Owns a lock, and a thread while a checkpoint is being written.
 
-    Args:
-        folder: folder of the checkpoints; made if missing.
-        keep: number of checkpoints to keep; older ones are removed after a new one is complete.
+    The folder is made if missing. Checkpoints beyond the newest `keep` are removed after a new one
+    is complete.
 
     Raises UsageError if the folder is not writable, or if another run writes to it.
     """
@@ -200,18 +199,16 @@ class Checkpoints(RecoveryPart[Report]):
         about: Mapping[str, object],
         later: Collection[str] = (),
     ) -> None:
-        """Begin to write a checkpoint; return when `tensors` have been copied. Collective.
+        """Begin to write a checkpoint of an optimizer step; return when `tensors` have been copied.
+        Collective.
 
         Waits for the previous one first. If that one failed, its error goes to standard error and
         to `failures`, and the run continues.
 
-        Args:
-            step: optimizer step, which names the checkpoint.
-            tensors: this rank's own tensors, named `rank<number>/...`, and tensors that are equal
-                on all ranks, named `all/...`, which the ranks write in shares.
-            about: further state as JSON types; rank 0's is written.
-            later: names of tensors that stay as they are until `copied` has been called; they are
-                copied meanwhile.
+        Tensors named `rank<number>/...` are this rank's own; those named `all/...` are equal on all
+        ranks, which write them in shares. Those in `later` stay as they are until `copied` has been
+        called, and are copied meanwhile. `about` is further state as JSON types; rank 0's is
+        written.
         """
         self.wait()
         began = time.perf_counter()
@@ -412,11 +409,8 @@ def _verified(checkpoint: StoredCheckpoint, rank: int, ranks: int) -> Tensors:
 
 
 def _written_by(sizes: Mapping[str, int], rank: int, ranks: int) -> set[str]:
-    """Names of the tensors that a rank writes: its own ones, and its share of the common ones.
-
-    Args:
-        sizes: numbers of entries, by name.
-    """
+    """Names of the tensors that a rank writes, of all with their numbers of entries: its own ones,
+    and its share of the common ones."""
     shared = sorted((n for n in sizes if n.startswith("all/")), key=lambda n: (-sizes[n], n))
     loads = [0] * ranks
     mine = {name for name in sizes if name.startswith(f"rank{rank}/")}

@@ -48,14 +48,10 @@ Bytes = bytes | bytearray | memoryview
 
 
 def write_tensors(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Write tensors to a file, which is on the disk when this returns.
+    """Write tensors in host memory to a file, which is on the disk when this returns.
 
-    Args:
-        path: an existing file of this user's is overwritten.
-        tensors: in host memory, of any shape, strides and type.
-
-    Returns (offset, length) of each tensor's archive in bytes, by name. Raises OSError, which names
-    the file.
+    An existing file of this user's is overwritten. Returns (offset, length) of each tensor's
+    archive in bytes, by name. Raises OSError, which names the file.
     """
     places = {}
     try:
@@ -233,12 +229,9 @@ def agree(
 ) -> str:
     """Publish a checkpoint when all ranks have written their parts; return the error, or nothing.
 
-    The same on all ranks, which call it together, each in a thread. Raises PeerLost.
-
-    Args:
-        error: of this rank; empty if its part is written.
-        publish: called on rank 0 if all went well; returns an error, or nothing.
-        wait: returns when all requests are done.
+    The same on all ranks, which call it together, each in a thread. `error` is this rank's, empty
+    if its part is written. `publish` is called on rank 0 if all went well, and returns an error, or
+    nothing; `wait` returns when all requests are done. Raises PeerLost.
     """
 
     def exchange(send: bool, others: Sequence[int], texts: Sequence[str]) -> list[str]:

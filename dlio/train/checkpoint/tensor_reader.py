@@ -159,10 +159,7 @@ def _parsed(folder: str) -> Metadata:
 
 
 def _checked_place(folder: str, place: _StorageInfo, files: dict[str, int]) -> int:
-    """Return the bytes of a tensor in a file of the checkpoint.
-
-    Args:
-        files: sizes of files, by name.
+    """Return the bytes of a tensor in a file of the checkpoint; `files` keeps the files' sizes.
 
     Raises ValueError if they do not lie in one.
     """

@@ -65,11 +65,10 @@ class FirstStart:
 
 
 class JobRestart(FirstStart):
-    """One rank's part in a start of a job. Its methods are collective.
+    """One rank's part in a start of a job, which the rank began at `began`, in seconds since the
+    epoch.
 
-    Args:
-        start: from the launcher.
-        began: time when this rank began, in seconds since the epoch.
+    Its methods are collective.
     """
 
     def __init__(self, start: JobStart, began: float) -> None:
@@ -204,12 +203,9 @@ class JobRestart(FirstStart):
 
 
 def unreported_ranks(incident: Incident, losses: Sequence[MeasuredLoss]) -> list[tuple[int, str]]:
-    """Return the ranks that an incident took, with their nodes. Pure.
+    """Return the ranks that an incident took, with their nodes, after the losses so far. Pure.
 
     Ranks of a node may be lost one by one before the others end, and each is then told of.
-
-    Args:
-        losses: so far.
     """
     known: set[int] = set()
     if incident.kind != "restart":

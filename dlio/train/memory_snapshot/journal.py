@@ -21,13 +21,10 @@ _NAME: Final = "journal-"
 
 
 class Journal:
-    """The journal of a node. One rank at a time writes it.
+    """The journal of a node, in the folder of its snapshots. One rank at a time writes it.
 
-    Args:
-        folder: of the node's snapshots.
-        numbers: of the ranks of this start when the job began.
-        start: times that all ranks have begun again.
-        writer: of the part of the state that it belongs to; see `saved.COMMON`.
+    `numbers` are those of this start's ranks when the job began, `start` the times that all have
+    begun again, `writer` that of the part of the state it belongs to; see `snapshot_state.COMMON`.
     """
 
     def __init__(
@@ -43,12 +40,11 @@ class Journal:
     def begin(
         self, epoch: int, turn: int, lines: Sequence[LedgerLine], without: Sequence[LedgerLine] = ()
     ) -> None:
-        """Replace an epoch's journal when all ranks start again at a turn.
+        """Replace an epoch's journal when all ranks start again at a turn, from a state of these
+        lines.
 
-        Args:
-            lines: of the state that they start from.
-            without: those of them that its weights lack. They leave the journal with this start:
-                the next one may have to begin from the same state, as this one did.
+        The weights lack those in `without`. They leave the journal with this start: the next one
+        may have to begin from the same state, as this one did.
         """
         taken = [(line["step"], line["rank"]) for line in without]
         entries = [
@@ -62,8 +58,7 @@ class Journal:
     def write(self, turn: int, epoch: int, assigner: BatchAssigner, part: int) -> None:
         """Write the lines of the batches that are in the model since the last call.
 
-        Args:
-            part: times that the exchange was finished in this epoch.
+        The exchange was finished `part` times in this epoch.
         """
         if epoch != self._epoch:
             # The last one is kept: another node may not have ended its epoch.
@@ -92,12 +87,9 @@ class Journal:
 def lines_until(
     folder: str, epoch: int, turn: int, writer: str = COMMON, start: int = sys.maxsize
 ) -> list[LedgerLine]:
-    """Return an epoch's lines that a state has.
+    """Return an epoch's lines that a state has, by its turn and the writer of its place in the run.
 
-    Args:
-        turn: of the state.
-        writer: of its place in the run.
-        start: times that all ranks had begun again before it was made.
+    All ranks had begun again `start` times before it was made.
     """
     lines: dict[tuple[int, int], LedgerLine] = {}
     try:
@@ -121,9 +113,7 @@ def divided(
 ) -> tuple[list[LedgerLine], list[LedgerLine]]:
     """Return the lines whose steps are in a state's weights, and the others. Pure.
 
-    Args:
-        lines: with their optimizer steps.
-        reached: see `dlio.train.memory_snapshot.snapshot_state.SnapshotState`.
+    For `reached` see `dlio.train.memory_snapshot.snapshot_state.SnapshotState`.
     """
     kept: list[LedgerLine] = []
     others: list[LedgerLine] = []

@@ -48,14 +48,10 @@ class SlotFacts(TypedDict):
 
 
 class Snapshots(Callback):
-    """Copies the state of a run to its nodes' memory. One per rank.
+    """Copies the state of a run to its nodes' memory, in the folder of this one. One per rank.
 
-    Args:
-        worker: the run.
-        folder: of this node's snapshots.
-        numbers: of the ranks of this start when the job began.
-        start: times that all ranks have begun again.
-        after: turn that was restored; -1 if none was.
+    `numbers` are those of this start's ranks when the job began, `start` the times that all have
+    begun again, `after` the turn that was restored, -1 if none was.
     """
 
     def __init__(

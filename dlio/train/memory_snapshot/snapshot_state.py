@@ -20,11 +20,9 @@ MEMBER: Final = "rank-"
 
 
 def turn_of(updates: int, is_between: bool) -> int:
-    """Return the number of a place in a run; it grows.
+    """Return the number of a place in a run, after some optimizer steps; it grows.
 
-    Args:
-        updates: optimizer steps since the run began.
-        is_between: True between two epochs.
+    It is another one between two epochs.
     """
     return 2 * updates + is_between
 
@@ -63,15 +61,13 @@ class SlotChoice:
 
 
 def choose(parts: Sequence[SlotPart]) -> SlotChoice | None:
-    """Choose the newest state that is whole; None if there is none. Pure.
+    """Choose the newest state that is whole, of all living nodes' parts; None if there is none.
+    Pure.
 
     All parts are of one turn, the newest that all ranks of living nodes have, unless one of them
-    lags behind. Where ranks step without waiting for each other, the place is that of the rank
-    that has come furthest, among those that knew of all losses, and each rank's part its newest:
-    what a rank has not trained of the batches up to that place comes again.
-
-    Args:
-        parts: of all living nodes.
+    lags behind. Where ranks step without waiting for each other, the place is that of the rank that
+    has come furthest, among those that knew of all losses, and each rank's part its newest: what a
+    rank has not trained of the batches up to that place comes again.
     """
     common = [part for part in parts if part["writer"].startswith(COMMON)]
     own: dict[int, set[tuple[int, int]]] = {}
@@ -134,11 +130,8 @@ class SnapshotState:
 
 
 def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
-    """Return the newest state of the nodes; None if there is none. Collective.
-
-    Args:
-        folder: of this node's snapshots.
-    """
+    """Return the newest state of the nodes, of which this one's snapshots are in `folder`; None if
+    there is none. Collective."""
     folders = comm.allgather(folder)
     leads = folders.index(folder) == comm.rank
     here = {name: stored(folder, name) for name in (writers(folder) if leads else ())}
@@ -206,12 +199,9 @@ def _part(writer: str, slot: StoredSnapshot) -> SlotPart:
 def _everywhere(
     comm: Communicator, mine: StoredSnapshot | None, root: int, part: SlotPart, is_local: bool
 ) -> tuple[bytes, np.ndarray[Any, np.dtype[np.uint8]]]:
-    """Return a slot's text and data on all ranks. Collective unless each node has it.
+    """Return a slot's text and data on all ranks. Collective unless each node has it (`is_local`).
 
-    Args:
-        mine: the slot as this node has it.
-        root: a rank whose node has it.
-        is_local: True if all nodes have it.
+    `mine` is the slot as this node has it; the node of rank `root` does.
     """
     if is_local:
         assert mine is not None

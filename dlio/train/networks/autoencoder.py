@@ -79,10 +79,8 @@ class _Decoder(nn.Module):
 class Autoencoder(nn.Module):
     """An encoder and its mirror. Input and output: float32 (n, 3, side, side), normalised.
 
-    Args:
-        encoder: the layers.
-        decoders: the mirror of each layer; called with its output and the shape of its input.
-        noise: share of a layer's inputs that are set to 0 in training.
+    Each of the decoders is called with the output of its layer and the shape of the layer's input.
+    In training, the share `noise` of a layer's inputs is set to 0.
     """
 
     def __init__(self, encoder: nn.Sequential, decoders: list[nn.Module], noise: float) -> None:

@@ -58,11 +58,8 @@ def alexnet(classes: int = 1000) -> nn.Sequential:
 
 
 class Inception(nn.Module):
-    """Four parallel paths, concatenated (Szegedy et al., arXiv 1409.4842, figure 2b).
-
-    Args:
-        widths: channels of #1x1, #3x3 reduce, #3x3, #5x5 reduce, #5x5 and pool proj of table 1.
-    """
+    """Four parallel paths, concatenated (Szegedy et al., arXiv 1409.4842, figure 2b); `widths` are
+    the channels of #1x1, #3x3 reduce, #3x3, #5x5 reduce, #5x5 and pool proj of table 1."""
 
     def __init__(self, inputs: int, widths: tuple[int, int, int, int, int, int]) -> None:
         super().__init__()

@@ -113,11 +113,8 @@ def make_array_task(
 ) -> ArrayTask:
     """Make the task of a settled configuration on a data set of arrays. Collective.
 
-    Reads all targets once, each rank a part of them: for the number of classes, or for the mean
-    and standard deviation.
-
-    Args:
-        whole: schema of whole samples, of which a rank may read its slab alone.
+    Reads all targets once, each rank a part of them: for the number of classes, or for the mean and
+    standard deviation. `whole` is the schema of whole samples, of which a rank may read a part.
 
     Raises UsageError for a target that does not suit the task.
     """

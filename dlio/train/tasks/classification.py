@@ -42,12 +42,9 @@ def _bins_of(scores: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 
 
 def score_sums(scores: torch.Tensor, positive: torch.Tensor) -> Sums:
-    """Return the histogram of some samples; shape (BINS,).
+    """Return the histogram, shape (BINS,), of scores (n,) of samples that are positive or not.
 
-    Args:
-        scores: greater for samples that are more likely positive; shape (n,). NaN sorts as an
-            extreme score.
-        positive: True for positive samples; shape (n,).
+    A score is greater for a sample that is more likely positive. NaN sorts as an extreme score.
     """
     bins = _bins_of(scores.detach().float().cpu().numpy())
     right = positive.detach().cpu().numpy().astype(np.int64)
@@ -73,11 +70,7 @@ _BEST: Final = 5
 
 
 class Classes(TaskObjective):
-    """Loss and metrics of logits (n, classes) and class numbers (n,).
-
-    Args:
-        classes: number of classes, at least 1.
-    """
+    """Loss and metrics of logits (n, classes) and class numbers (n,)."""
 
     has_accuracy = True
 

@@ -141,10 +141,7 @@ def table_statistics(
 ) -> tuple[dict[str, ColumnMoments], dict[str, ValueCounts]]:
     """Return the moments of some columns, and the values of some, by name. Collective.
 
-    Args:
-        numbers, values: names from `column_names`; one may be in both.
-
-    Raises SourceError for a sample that cannot be read.
+    Names are those of `column_names`. Raises SourceError for a sample that cannot be read.
     """
     count = len(reader)
     size = max(_PIECE, -(-count // _MOST_CHUNKS))

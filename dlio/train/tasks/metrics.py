@@ -72,10 +72,9 @@ def goodness(name: str, value: float | None) -> float:
 
 
 def real_sums(values: torch.Tensor) -> Sums:
-    """Return the exact sum of values, each rounded to a multiple of 2**-32; shape (REAL,).
+    """Return the exact sum of values (n,), each rounded to a multiple of 2**-32; shape (REAL,).
 
-    Args:
-        values: shape (n,). Those that are not finite, or 2**40 and more, are only counted.
+    Those that are not finite, or 2**40 and more, are only counted.
     """
     wide = values.detach().to("cpu", torch.float64).numpy().reshape(-1)
     sound = np.abs(wide) < _LARGEST  # False for NaN.

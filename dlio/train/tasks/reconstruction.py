@@ -16,11 +16,7 @@ from dlio.train.train_options import ModelOptions
 
 
 class Reconstruction(TaskObjective):
-    """Squared error of images (n, 3, size, size), or of a layer's input and of the image.
-
-    Args:
-        model: value of `--model`, for errors.
-    """
+    """Squared error of images (n, 3, size, size), or of a layer's input and of the image."""
 
     outputs = 1
     sum_count = 1 + 2 * REAL

@@ -45,10 +45,7 @@ TASKS: Final[dict[str, _Make]] = dict(
 def resolve_config(config: TrainConfig, data: Dataset, schema: Schema) -> TrainConfig:
     """Return the configuration with the task, model and optimizer that a run of these data has.
 
-    Args:
-        schema: of whole samples, of which this rank may read parts.
-
-    Raises UsageError for a task that the data do not suit.
+    The schema is of whole samples. Raises UsageError for a task that the data do not suit.
     """
     source, model = config.data.source, config.model
     table, arrays = is_table(schema), is_arrays(schema)
@@ -83,11 +80,7 @@ def resolve_config(config: TrainConfig, data: Dataset, schema: Schema) -> TrainC
 def make_task(
     options: ModelOptions, source: str, data: Dataset, comm: Communicator, schema: Schema
 ) -> TrainingTask:
-    """Make the task of a settled configuration. Collective.
-
-    Args:
-        source: of the data set, for errors.
-        schema: of whole samples, of which this rank may read parts.
+    """Make the task of a settled configuration, of a schema of whole samples. Collective.
 
     Raises UsageError for data that lack something that the task needs.
     """

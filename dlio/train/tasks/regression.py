@@ -21,12 +21,8 @@ _FARTHEST: Final = 2.0**20
 
 
 class Numbers(TaskObjective):
-    """Loss and metrics of outputs (n, 1) and targets (n,), both standardised.
-
-    Args:
-        scale: standard deviation of the targets, in their units.
-        mean: of the targets.
-    """
+    """Loss and metrics of outputs (n, 1) and targets (n,), both standardised by this mean and
+    scale, the standard deviation in the targets' units."""
 
     outputs = 1
     sum_count = 1 + _PARTS * REAL

@@ -33,9 +33,6 @@ class Segments(TaskObjective):
 
     Elements of class 255 do not count. IoU is intersection over union of the elements of a class
     over all samples; the mean is over classes that occur in targets or answers.
-
-    Args:
-        classes: number of classes, at least 1.
     """
 
     watch = "iou"
