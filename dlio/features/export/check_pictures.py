@@ -1,6 +1,5 @@
 """Pictures and labels that measure an exported model, in memory."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,12 +26,6 @@ class LabelledPictures:
     def accuracy(self, logits: torch.Tensor) -> float:
         """Share of right answers, 0 to 1, of logits (n, classes)."""
         return float((logits.argmax(1) == self.labels).double().mean())
-
-
-def batches(images: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """Yield views of at most `size` pictures, in order."""
-    for first in range(0, len(images), size):
-        yield images[first : first + size]
 
 
 def read_pictures(

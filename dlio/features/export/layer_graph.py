@@ -18,6 +18,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from dlio.errors import UsageError
 from dlio.train.model import PIXEL_MEAN, PIXEL_STD
+from dlio.util.printable import first_line
 
 # Graphs
 Kind = Literal["input", "conv", "linear", "relu", "pool", "flatten", "output"]
@@ -115,8 +116,10 @@ def fold_norm(layer: GraphLayer, norm: nn.modules.batchnorm._BatchNorm) -> Graph
     mean, variance = norm.running_mean, norm.running_var
     if mean is None or variance is None or layer.weight is None or layer.bias is None:
         raise UsageError(f"{layer.name}: its batch normalisation has no running statistics")
-    wide = (each.double() for each in (layer.weight, layer.bias, mean, variance))
-    weight, bias = fuse_conv_bn_weights(*wide, norm.eps, norm.weight, norm.bias)
+    own, shift = layer.weight.double(), layer.bias.double()
+    weight, bias = fuse_conv_bn_weights(
+        own, shift, mean.double(), variance.double(), norm.eps, norm.weight, norm.bias
+    )
     return replace(layer, weight=weight.detach().float(), bias=bias.detach().float())
 
 
@@ -151,10 +154,9 @@ def trace_network(module: nn.Module, image_size: int) -> LayerGraph:
         graph = fx.symbolic_trace(module)
         ShapeProp(graph).propagate(torch.zeros(1, 3, image_size, image_size))
     except Exception as error:  # Tracing runs the module's own code.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"the model cannot be traced by torch.fx: {reason}; its forward must not branch on "
-            "values"
+            f"the model cannot be traced by torch.fx: {first_line(error)}; its forward must not "
+            "branch on values"
         ) from error
     return _GraphTracer(graph).network(image_size)
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from dlio.errors import DlioError
-from dlio.features.export.check_pictures import LabelledPictures, batches, read_pictures
+from dlio.features.export.check_pictures import LabelledPictures, read_pictures
 from dlio.features.export.export_options import ExportOptions
 from dlio.features.export.layer_graph import LayerGraph, trace_network
 from dlio.features.export.nir_graph import activation_scales, import_nir, simulate, spiking_graph
@@ -230,13 +230,13 @@ def _random_pictures(image_size: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _logits(trained: TrainedModel, images: torch.Tensor) -> torch.Tensor:
-    parts = [trained.module(normalised(batch, _HOST)) for batch in batches(images, _BATCH)]
+    parts = [trained.module(normalised(batch, _HOST)) for batch in torch.split(images, _BATCH)]
     return torch.cat(parts)
 
 
 @torch.no_grad()
 def _network_logits(network: LayerGraph, images: torch.Tensor) -> torch.Tensor:
-    return torch.cat([network.logits(batch.float() / 255) for batch in batches(images, _BATCH)])
+    return torch.cat([network.logits(batch.float() / 255) for batch in torch.split(images, _BATCH)])
 
 
 def _check_difference(

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
-from dlio.features.export.check_pictures import LabelledPictures, batches
+from dlio.features.export.check_pictures import LabelledPictures
 from dlio.features.export.layer_graph import GraphLayer, LayerGraph
 from dlio.features.export.ternary import Ternary
 from dlio.util.extras import how_to_install
@@ -55,7 +55,7 @@ def activation_scales(
     """
     generator = torch.Generator().manual_seed(0)
     drawn: dict[str, list[torch.Tensor]] = {}
-    for images in batches(pictures.images, _BATCH):
+    for images in torch.split(pictures.images, _BATCH):
         for name, values in network(images.float() / 255).items():
             if name in network.layers and network.layers[name].kind == "relu":
                 flat = values.flatten()
@@ -236,7 +236,7 @@ def simulate(
             each.is_subtracting = reset == "subtract"
     neurons = [each for each in module.modules() if isinstance(each, _IntegrateAndFire)]
     logits: dict[int, list[torch.Tensor]] = {count: [] for count in steps}
-    for batch in batches(images, _SIMULATED):
+    for batch in torch.split(images, _SIMULATED):
         pixels = batch.float() / 255
         state: Any = None
         total = torch.zeros(())
@@ -277,8 +277,8 @@ class _IntegrateAndFire(nn.Module):
 
 def _convolution(node: "nir.Conv2d") -> nn.Module:
     outputs, inputs, *kernel = node.weight.shape
-    sizes = (_pair(each) for each in (kernel, node.stride, node.padding, node.dilation))
-    return _filled(nn.Conv2d(inputs, outputs, *sizes), node)
+    stride, padding, dilation = map(_pair, (node.stride, node.padding, node.dilation))
+    return _filled(nn.Conv2d(inputs, outputs, _pair(kernel), stride, padding, dilation), node)
 
 
 def _affine(node: "nir.Affine") -> nn.Module:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from dlio.errors import DlioError, UsageError
-from dlio.features.export.check_pictures import batches
 from dlio.features.export.trained_model import TrainedModel
 from dlio.train.model import PIXEL_MEAN, PIXEL_STD, normalised
 from dlio.util.extras import how_to_install
+from dlio.util.printable import first_line
 
 INPUT_NAME: Final = "images"
 OUTPUT_NAME: Final = "logits"
@@ -77,10 +77,9 @@ def to_onnx(trained: TrainedModel, kind: str, names: Sequence[str] = ()) -> byte
                 dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
             )
     except Exception as error:  # torch passes on any error of the model's own code.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"torch cannot export --model {trained.model} to ONNX: {reason}; its forward must "
-            "not branch on values"
+            f"torch cannot export --model {trained.model} to ONNX: {first_line(error)}; its "
+            "forward must not branch on values"
         ) from error
     assert program is not None
     shape = program.model.graph.inputs[0].shape
@@ -123,12 +122,11 @@ class OnnxModel:
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits (n, classes) of pictures, uint8 (n, 3, image_size, image_size)."""
         parts = []
-        for batch in batches(images, _BATCH):
+        for batch in torch.split(images, _BATCH):
             given = batch if self.is_of_pixels else normalised(batch, _HOST)
             try:
                 (logits,) = self._session.run([OUTPUT_NAME], {INPUT_NAME: given.numpy()})
             except Exception as error:  # onnxruntime has errors of its own.
-                reason = str(error).strip().splitlines()[0]
-                raise DlioError(f"onnxruntime cannot run the model: {reason}") from error
+                raise DlioError(f"onnxruntime cannot run the model: {first_line(error)}") from error
             parts.append(torch.from_numpy(np.asarray(logits)))
         return torch.cat(parts)

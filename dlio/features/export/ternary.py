@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dlio.features.export.check_pictures import LabelledPictures, batches
+from dlio.features.export.check_pictures import LabelledPictures
 from dlio.features.export.layer_graph import LayerGraph
 
 _BATCH: Final = 64
@@ -92,7 +92,7 @@ def tune_ternary(
     for epoch in range(epochs):
         total = 0.0
         order = torch.randperm(len(pictures), generator=generator)
-        for chosen in batches(order, _BATCH):
+        for chosen in torch.split(order, _BATCH):
             pixels = pictures.images[chosen].float() / 255
             if torch.rand((), generator=generator) < 0.5:
                 pixels = pixels.flip(3)

@@ -12,6 +12,7 @@ from torch import nn
 
 from dlio.errors import SourceError, UsageError
 from dlio.train.checkpoint.checkpoint_store import StoredCheckpoint, open_checkpoint
+from dlio.train.checkpoint.state import mean_of_ranks, part_of
 from dlio.train.factory import split_options
 from dlio.train.model import make_model
 from dlio.train.names import DEFAULT_MODEL
@@ -174,25 +175,8 @@ def _mean_weights(checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor]:
 
     The moving average of a run with --ema takes the place of its weights.
     """
-    return {**_mean(checkpoint, "model/"), **_mean(checkpoint, "ema/")}
-
-
-def _mean(checkpoint: StoredCheckpoint, part: str) -> dict[str, torch.Tensor]:
-    state = checkpoint.read(f"all/{part}")
-    total: dict[str, torch.Tensor] = {}
-    kinds: dict[str, torch.dtype] = {}
-    for rank in range(checkpoint.ranks):
-        for name, value in checkpoint.read(f"rank{rank}/{part}").items():
-            kinds[name] = value.dtype
-            if not value.is_floating_point():
-                total.setdefault(name, value)
-            elif name in total:
-                total[name] += value.double() / checkpoint.ranks
-            else:
-                total[name] = value.double() / checkpoint.ranks
-    for name, value in total.items():
-        state[name] = value.to(kinds[name])
-    return state
+    tensors = {**checkpoint.read("all/"), **mean_of_ranks(checkpoint, ("model/", "ema/"))}
+    return {**part_of(tensors, "model/"), **part_of(tensors, "ema/")}
 
 
 def _count_classes(name: str, image_size: int, state: Mapping[str, torch.Tensor], path: str) -> int:

@@ -23,6 +23,7 @@ from dlio.features.pruning.neuron_groups import (
     is_depthwise,
 )
 from dlio.train.model_copies import bare_copy, without_graphs
+from dlio.util.printable import first_line
 
 # Verification on a copy of the model with random weights
 #
@@ -56,8 +57,7 @@ class GroupVerifier:
             update_counts(small, groups, keep)
             after = self._outputs(small)
         except Exception as error:
-            text = str(error).strip().split("\n")[0]
-            return f"a model with fewer of its neurons does not run: {text}"
+            return f"a model with fewer of its neurons does not run: {first_line(error)}"
         expected = self._zeroed_outputs(groups, gone)
         if len(after) != len(expected) or any(
             a.shape != b.shape for a, b in zip(after, expected, strict=True)
@@ -218,15 +218,7 @@ def _as_heads(model: nn.Module, group: NeuronGroup) -> Iterator[NeuronGroup]:
         def together(member: GroupMember, heads: int = heads) -> GroupMember:
             return replace(member, channels=member.channels.reshape(heads, -1))
 
-        whole = replace(
-            group,
-            width=heads,
-            producers=tuple(map(together, group.producers)),
-            through=tuple(map(together, group.through)),
-            consumers=tuple(map(together, group.consumers)),
-            activation=None,
-            norm="",
-        )
+        whole = replace(group.with_members(together), width=heads, activation=None, norm="")
         widths = [
             (name, other, size)
             for name, other, value in _counts(model, prefix, _WIDTHS)

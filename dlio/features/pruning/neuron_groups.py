@@ -165,6 +165,15 @@ class NeuronGroup:
         """All members, producers first."""
         return self.producers + self.through + self.consumers
 
+    def with_members(self, change: Callable[[GroupMember], GroupMember]) -> "NeuronGroup":
+        """Return the group with each member changed."""
+        return replace(
+            self,
+            producers=tuple(map(change, self.producers)),
+            through=tuple(map(change, self.through)),
+            consumers=tuple(map(change, self.consumers)),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class UnprunableLayer:
@@ -202,25 +211,18 @@ def shrunk(groups: Sequence[NeuronGroup], keep: Mapping[str, Indices]) -> tuple[
     """Return the groups of the model after the cut, with renumbered channels."""
     gone = channels_gone(groups, keep)
 
-    def member_after(member: GroupMember, stay: Indices) -> GroupMember:
-        channels = member.channels[stay]
-        if member.key in gone:
-            channels = channels - np.searchsorted(gone[member.key], channels)
-        return replace(member, channels=channels)
-
-    after = []
-    for group in groups:
+    def group_after(group: NeuronGroup) -> NeuronGroup:
         stay = keep.get(group.name, np.arange(group.width, dtype=np.int64))
-        after.append(
-            replace(
-                group,
-                width=len(stay),
-                producers=tuple(member_after(m, stay) for m in group.producers),
-                through=tuple(member_after(m, stay) for m in group.through),
-                consumers=tuple(member_after(m, stay) for m in group.consumers),
-            )
-        )
-    return tuple(after)
+
+        def member_after(member: GroupMember) -> GroupMember:
+            channels = member.channels[stay]
+            if member.key in gone:
+                channels = channels - np.searchsorted(gone[member.key], channels)
+            return replace(member, channels=channels)
+
+        return replace(group.with_members(member_after), width=len(stay))
+
+    return tuple(map(group_after, groups))
 
 
 # Inputs

@@ -9,7 +9,7 @@ import simplejpeg
 import torch
 from torch import nn
 
-from dlio.features.export.check_pictures import LabelledPictures, batches, read_pictures
+from dlio.features.export.check_pictures import LabelledPictures, read_pictures
 from dlio.train.model import make_model, normalised
 from tests.train.conftest import dlio, pictures
 
@@ -66,7 +66,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     model = make_model(MODEL, CLASSES, SIZE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(6):
-        for chosen in batches(torch.randperm(len(data)), 32):
+        for chosen in torch.split(torch.randperm(len(data)), 32):
             logits = model(normalised(data.images[chosen], torch.device("cpu")))
             optimizer.zero_grad()
             nn.functional.cross_entropy(logits, data.labels[chosen]).backward()  # type: ignore[no-untyped-call]
