@@ -72,7 +72,7 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
         data.mount(layout.data, config.ranks.pretend_nodes)
         torch.set_num_threads(max(1, available_cores() // comm.size))
         keep_freed_memory()
-        task = make_task(config.model, config.data.source, data, comm, layout.schema(data))
+        task = make_task(config, data, comm, layout.schema(data))
         model = channels_last(task.make_model()).to(device)
         _check_state(config.model, state, model.state_dict())
         layout.cut_layers(model)

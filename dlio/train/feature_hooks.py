@@ -93,9 +93,7 @@ class SavedFeature:
 class FeatureHooks:
     """A feature in one rank of a run. These methods do nothing; a feature has those that it needs.
 
-    Args:
-        options: the feature's record.
-        run: the rank's part of the run. Its exchange and optimizer do not exist yet.
+    It is made from the feature's record, before the run's exchange and optimizer exist.
     """
 
     sums_gradients = False
@@ -110,11 +108,7 @@ class FeatureHooks:
         """Take part in a run. Collective."""
 
     def connected(self, run: FeatureRun, batches: int) -> None:
-        """Adapt to the exchange. Collective.
-
-        Args:
-            batches: batches of this rank in an epoch.
-        """
+        """Adapt to the exchange; a rank has so many batches in an epoch. Collective."""
 
     def wrapped(
         self, run: FeatureRun, model: Callable[[torch.Tensor], Outputs]
@@ -139,12 +133,8 @@ class FeatureHooks:
         """Begin an epoch, or the rest of it, at `run.position`."""
 
     def groups(self, count: int, planned: int) -> Sequence[slice]:
-        """Return the groups of a batch that are computed one by one.
-
-        Args:
-            count: samples that this rank has.
-            planned: samples of the global batch.
-        """
+        """Return the groups, computed one by one, of this rank's samples of a planned global
+        batch."""
         return [slice(0, count)]
 
     def begin_group(self, run: FeatureRun, group: slice, planned: int) -> None:
@@ -157,12 +147,8 @@ class FeatureHooks:
         """Run before the forward pass on a batch or a group; both have shape (n, ...)."""
 
     def weigh(self, losses: torch.Tensor, samples: npt.NDArray[np.int64]) -> torch.Tensor | None:
-        """Return factors of the samples' losses; None to leave these as they are.
-
-        Args:
-            losses: shape (n,).
-            samples: sample indices; shape (n,).
-        """
+        """Return factors of the losses (n,) of samples, given by index; None to leave them as they
+        are."""
 
     def before_step(self, planned: int) -> None:
         """Run when the exchange has summed the gradients of `planned` samples. Collective."""
@@ -187,11 +173,8 @@ class FeatureHooks:
     def compared(
         self, run: FeatureRun, everyone: Sequence[RankEpoch], accuracy: float | None
     ) -> None:
-        """Take in the ranks' measurements of an epoch; these are the same on all ranks.
-
-        Args:
-            accuracy: held-out accuracy; None without it.
-        """
+        """Take in the ranks' measurements of an epoch, the same on all ranks, and the held-out
+        accuracy."""
 
     def report(self) -> Mapping[str, object]:
         """Return the feature's fields in the report of the finished epoch, as JSON types."""
@@ -204,11 +187,8 @@ class FeatureHooks:
     def averaged(
         self, model: nn.Module, mean: Mapping[str, torch.Tensor], comm: Communicator
     ) -> None:
-        """Change the mean over ranks of the state of `model`, on the host, in place. Collective.
-
-        Args:
-            comm: the ranks that have the same parameters.
-        """
+        """Change the mean of the state of `model` over the ranks that have the same parameters, on
+        the host, in place. Collective."""
 
     def evaluated(self) -> nn.Module | None:
         """Return the model to evaluate and to save; None for the one that is trained."""
@@ -232,10 +212,10 @@ class FeatureHooks:
         return {}
 
     def restore_shape(self, run: FeatureRun, facts: Any) -> None:
-        """Give the model the shape that it was saved with. Collective.
+        """Give the model the shape that it was saved with, by the saved facts; None if there are
+        none.
 
-        Args:
-            facts: as saved; None if the state was saved without the feature.
+        Collective.
         """
 
     def restore(self, saved: SavedFeature) -> None:

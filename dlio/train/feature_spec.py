@@ -76,12 +76,8 @@ class FeatureSpec:
         """Raise UsageError for options that do not fit the number of ranks."""
 
     def check_saved(self, about: Mapping[str, Any], path: str, is_on: bool) -> None:
-        """Raise UsageError if a saved state cannot be continued with the feature on or off.
-
-        Args:
-            about: the `RunState` of the state.
-            path: where it is, for the message.
-        """
+        """Raise UsageError if a saved state, by its `RunState`, cannot be continued with the
+        feature on or off. The path is for the message."""
 
     def continues_exchange(self, options: Any, about: Mapping[str, object]) -> bool:
         """True if the exchange's part of a saved state is of tensors that this run's exchange has.

@@ -36,7 +36,6 @@ _KINDS: Final = {
     "adamw": _OptimizerKind(lambda groups, _: torch.optim.AdamW(groups, lr=0.0), 2e-3, 5e-2),
 }
 
-
 OPTIMIZERS: Final = tuple(_KINDS)
 """Names that --optimizer takes."""
 

@@ -30,13 +30,9 @@ class SampleLedger:
         written: int = 0,
         start: int = 0,
     ) -> None:
-        """
-        Args:
-            numbers: of the ranks when the job began; None if it has begun with them.
-            token: of a job that starts again; its launcher then removes what a failed run leaves.
-            written: bytes in the file of the epochs before this start.
-            start: times that all ranks have begun again.
-        """
+        """`numbers` are the ranks' when the job began, by default these. A job that starts again
+        has a token, whose launcher removes what a failed run leaves; it has begun again `start`
+        times, and has `written` bytes of the epochs before."""
         self._path = path
         self._comm = comm
         self._numbers = range(comm.size) if numbers is None else numbers

@@ -128,9 +128,7 @@ class TrainingRun:
     def build(self) -> None:
         """Make the task, the model and all that trains it."""
         config, comm, mounted, layout = self._config, self._comm, self._mounted, self._layout
-        task = make_task(
-            config.model, config.data.source, self._data, comm, layout.schema(self._data)
-        )
+        task = make_task(config, self._data, comm, layout.schema(self._data))
         machines = layout.machines(mounted)
         torch.set_num_threads(max(1, available_cores() * machines // comm.size))
         for feature, options in config.active():
@@ -145,7 +143,7 @@ class TrainingRun:
             layout,
             self._device,
             task,
-            self._make_model(task, config.data.seed, config.model.weights),
+            self._make_model(task),
             self._loader,
             self._held_out,
             begun,
@@ -170,11 +168,11 @@ class TrainingRun:
         self._callbacks = make_callbacks(config.callbacks, config.survival, comm.rank)
         self._restart.end_phase("model")
 
-    def _make_model(self, task: TrainingTask, seed: int, weights: str | None) -> nn.Module:
+    def _make_model(self, task: TrainingTask) -> nn.Module:
         """Make the model on its device, with the weights of --weights."""
-        torch.manual_seed(seed)
+        torch.manual_seed(self._config.data.seed)
         model = channels_last(task.make_model()).to(self._device)
-        if weights is not None and not self._is_found:
+        if (weights := self._config.model.weights) is not None and not self._is_found:
             load_weights(weights, model, self._comm.rank)
         self._layout.cut_layers(model)
         return model
@@ -203,14 +201,12 @@ class TrainingRun:
     def _save_regularly(self, checkpoints: "Checkpoints") -> "CheckpointCallback":
         from dlio.train.checkpoint.checkpoint_callback import CheckpointCallback
 
-        options, requests = self._config.checkpoints, None
+        requests = None
         if self._end_requests is not None:
             requests = make_request_channel(self._comm, parse_exchange(self._config.ranks.exchange))
             self._stack.callback(requests.close)
             self._end_requests.ask = partial(requests.wish, RunRequest.END)
-        return CheckpointCallback(
-            self._run, checkpoints, options.checkpoint_every, options.checkpoint_minutes, requests
-        )
+        return CheckpointCallback(self._run, checkpoints, requests)
 
     def train(self) -> None:
         """Train the remaining epochs, or until the ranks are told to pause or to leave."""

@@ -71,11 +71,11 @@ class TrainingProgress:
             # Do not time the first step, whose beginning is unknown here.
             self._samples, self._started = -samples, now
             if self._bar is not None:
-                self._bar.begin(f"epoch {epoch + 1}/{self._epochs}", self.steps)
+                self._bar.begin(self._name(epoch), self.steps)
         self._samples += samples
         is_live = self._tells or self._bar is not None
         if not self._samples and self._tells:
-            tell_launcher(f"epoch {epoch + 1}/{self._epochs}", step + 1, self.steps)
+            tell_launcher(self._name(epoch), step + 1, self.steps)
         if not self._samples or now - self._last < (_REFRESH_S if is_live else _LINE_EVERY_S):
             return
         self._last = now
@@ -85,12 +85,9 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.update(step + 1, note=said)
         elif self._tells:
-            tell_launcher(f"epoch {epoch + 1}/{self._epochs}", step + 1, self.steps, said)
+            tell_launcher(self._name(epoch), step + 1, self.steps, said)
         else:
-            print(
-                f"epoch {epoch + 1}/{self._epochs} step {step + 1}/{self.steps}: {said}",
-                flush=True,
-            )
+            print(f"{self._name(epoch)} step {step + 1}/{self.steps}: {said}", flush=True)
 
     def lost(self, rank: int, loss: MeasuredLoss) -> None:
         """Show that ranks were lost and the others go on; the lowest of these shows progress now.
@@ -113,8 +110,11 @@ class TrainingProgress:
         said = f"loss {loss}{held_out}, {report.samples_per_s:,.0f} samples/s"
         said += "".join(feature.progress(report) for feature in find_features())
         if self._tells:
-            tell_launcher(f"epoch {report.epoch + 1}/{self._epochs}", self.steps, self.steps)
+            tell_launcher(self._name(report.epoch), self.steps, self.steps)
         elif self._bar is not None:
             self._bar.update(self.steps)
-        line = f"epoch {report.epoch + 1}/{self._epochs}: {said} in {report.seconds:.1f} s"
+        line = f"{self._name(report.epoch)}: {said} in {report.seconds:.1f} s"
         print(line, flush=True)
+
+    def _name(self, epoch: int) -> str:
+        return f"epoch {epoch + 1}/{self._epochs}"

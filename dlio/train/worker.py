@@ -69,11 +69,10 @@ class Worker:
         begun: int | None = None,
         is_found: bool = False,
     ) -> None:
-        """
-        Args:
-            model: with its first weights, on the device; this rank's parts of it.
-            begun: ranks when the job began, if they were started again: the global batch stays.
-            is_found: a state is restored next, so that the ranks' models need not be alike.
+        """The model has its first weights, on the device; this rank's parts of it.
+
+        If the ranks were started again, they were `begun` when the job began: the global batch
+        stays. If a state is restored next, `is_found`, the ranks' models need not be alike.
         """
         self.config, self.loader, self.held_out = config, loader, held_out
         self.comm: Communicator = layout.comm

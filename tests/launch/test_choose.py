@@ -184,15 +184,15 @@ class _Trail(BatchAssigner):
     """A dealing that has trained some batches, one per optimizer step."""
 
     def __init__(self, *batches: tuple[int, list[list[int]]]) -> None:
-        self.batches = list(batches)
+        self.rows = list(batches)
         self.back: list[tuple[int, int]] = []
 
     @property
     def closed(self) -> int:
-        return len(self.batches)
+        return len(self.rows)
 
     def trail(self, since: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
-        for step, shares in self.batches[since:]:
+        for step, shares in self.rows[since:]:
             for member, samples in enumerate(shares):
                 yield step, step + 10, len(shares), member, samples
 
@@ -210,7 +210,7 @@ def test_a_journal_takes_back_what_nobody_had_heard_of(tmp_path: Path) -> None:
     dealt = _Trail((10, [[1, 2], [3]]), (11, [[4], [6]]))
     journal = Journal(str(tmp_path), numbers=[4, 6])
     journal.write(44, 1, dealt, 0)
-    dealt.batches.append((12, [[5]]))
+    dealt.rows.append((12, [[5]]))
     dealt.back.append((11, 1))
     journal.write(46, 1, dealt, 0)
     taken = [_line(10, 4, [1, 2], 20, 2), _line(10, 6, [3], 20, 2), _line(11, 4, [4], 21, 2)]
@@ -225,7 +225,7 @@ def test_a_journal_has_the_lines_up_to_a_turn(tmp_path: Path) -> None:
     dealt = _Trail((10, [[1, 2], [3]]), (11, [[4], [6]]))
     journal = Journal(str(tmp_path), numbers=[4, 6])
     journal.write(44, 1, dealt, 0)
-    dealt.batches.append((12, [[5], [7]]))
+    dealt.rows.append((12, [[5], [7]]))
     journal.write(46, 1, dealt, 0)
     first = [
         _line(10, 4, [1, 2], 20, 2),

@@ -297,17 +297,17 @@ def _script_work(
     return TrialProgram(
         "dlio.features.search.trial:run_script_trial",
         [
-            ("dlio.features.search.trial:ScriptCall", {"words": list(words)}),
             ("dlio.integrations.script.run_options:RunOptions", as_mapping(options)),
-            _task(objectives),
+            _task(objectives, words),
         ],
     )
 
 
-def _task(objectives: Sequence[Objective]) -> tuple[str, dict[str, object]]:
-    return "dlio.features.search.trial:TrialTask", {
-        "objectives": [each.name for each in objectives]
-    }
+def _task(
+    objectives: Sequence[Objective], words: Sequence[str] = ()
+) -> tuple[str, dict[str, object]]:
+    names = [each.name for each in objectives]
+    return "dlio.features.search.trial:TrialTask", {"objectives": names, "words": list(words)}
 
 
 def _fixed(run: SearchedRun, search: SearchOptions, words: Sequence[str]) -> dict[str, object]:

@@ -89,17 +89,12 @@ class TrialLink(Closable):
 
 @dataclass(frozen=True, slots=True)
 class TrialTask:
-    """The results that a trial tells."""
+    """The results that a trial tells, and the script that it runs."""
 
     objectives: tuple[str, ...]
     """Names of the metrics."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptCall:
-    """A script with its arguments."""
-
-    words: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    """A script with its arguments; empty for `dlio train`."""
 
 
 class SearchCallback(Callback):
@@ -138,20 +133,20 @@ def run_training(config: TrainConfig, task: TrialTask) -> None:
         report.print()
 
 
-def run_script_trial(call: ScriptCall, options: "RunOptions", task: TrialTask) -> None:
+def run_script_trial(options: "RunOptions", task: TrialTask) -> None:
     """Run a script as a rank of a trial."""
     from dlio.comm import world
     from dlio.integrations.script.runner import run_script
 
     if world().rank:
-        run_script(call.words[0], call.words[1:], options)
+        run_script(task.words[0], task.words[1:], options)
         return
     with TrialLink() as link:
         link.begin()
         stream = _MetricLines(sys.stdout, link, task.objectives)
         sys.stdout = stream
         try:
-            run_script(call.words[0], call.words[1:], options)
+            run_script(task.words[0], task.words[1:], options)
         finally:
             sys.stdout = stream.stream
 

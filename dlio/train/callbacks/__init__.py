@@ -27,7 +27,7 @@ def make_callbacks(
     from dlio.train.callbacks.weight_guard import WeightGuard
     from dlio.train.factory import call_with, load_factory, split_options
 
-    callbacks: list[Callback] = [SlowRankGuard(survival.evict_slow)]
+    callbacks: list[Callback] = [SlowRankGuard()]
     if options.check_weights is not None:
         callbacks.append(WeightGuard(options.check_weights))
     if options.nan != "off":

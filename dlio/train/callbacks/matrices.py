@@ -1,9 +1,8 @@
 """Dump weights and gradients as numpy files for inspection."""
 
-import functools
 import io
+import operator
 import os
-from typing import IO
 
 import numpy as np
 import torch
@@ -47,11 +46,7 @@ class MatrixDump(Callback):
                 packed = io.BytesIO()
                 np.save(packed, held.numpy())
                 path = os.path.join(folder, f"{name}.npy")
-                write_whole(path, functools.partial(_put, packed.getbuffer()))
-
-
-def _put(packed: memoryview, file: IO[bytes]) -> None:
-    file.write(packed)
+                write_whole(path, operator.methodcaller("write", packed.getbuffer()))
 
 
 def _make(folder: str) -> None:

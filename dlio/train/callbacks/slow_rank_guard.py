@@ -35,8 +35,7 @@ class SlowRankGuard(Callback):
     """Compares the ranks' speeds after each epoch, if no watch of a node compares them all; has
     slow ones leave, if it `evicts`, as far as `min_ranks` allows."""
 
-    def __init__(self, evicts: bool) -> None:
-        self._evicts = evicts
+    def __init__(self) -> None:
         self._members: RankRoster | None = None
         self._told: set[int] = set()
         self._updates = 0
@@ -47,7 +46,7 @@ class SlowRankGuard(Callback):
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
         assert self._members is not None
-        members = self._members.present()
+        members, survival = self._members.present(), run.config.survival
         steps, self._updates = run.updates - self._updates, run.updates
         if steps < _LEAST_STEPS:
             return
@@ -58,7 +57,7 @@ class SlowRankGuard(Callback):
         for rank, times in slow_ranks(report.rank_samples_per_s):
             member = members[rank]
             last = report.epoch + 1 == run.config.optimizer.epochs
-            leaves = self._evicts and not last and run.comm.size > run.config.survival.min_ranks
+            leaves = survival.evict_slow and not last and run.comm.size > survival.min_ranks
             if run.comm.rank == 0 and (member not in self._told or leaves):
                 end = ": it leaves (--evict-slow)" if leaves else ""
                 what = f"computed {times:.0f} times slower than the others in epoch"

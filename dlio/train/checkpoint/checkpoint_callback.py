@@ -16,20 +16,18 @@ from dlio.train.worker import Worker
 class CheckpointCallback(Callback):
     """Write a checkpoint at the end of each epoch, every so many steps, and when any rank asks.
 
-    None for `every` and `minutes` leaves out checkpoints between the ends of epochs. `wishes` are
-    any rank's, for a checkpoint, and for the end after it. The caller closes it and the folder.
+    `wishes` are any rank's, for a checkpoint, and for the end after it. The caller closes them,
+    and the folder.
     """
 
     def __init__(
         self,
         worker: Worker,
         checkpoints: Checkpoints,
-        every: int | None,
-        minutes: float | None = None,
-        wishes: RequestChannel | None = None,
+        wishes: RequestChannel | None,
     ) -> None:
-        self._worker, self._checkpoints, self._every = worker, checkpoints, every
-        self._wishes = wishes
+        self._worker, self._checkpoints, self._wishes = worker, checkpoints, wishes
+        minutes = worker.config.checkpoints.checkpoint_minutes
         self._period_s = math.inf if minutes is None else 60 * minutes
         self._due = time.monotonic() + self._period_s
         """When rank 0 asks for the next one."""
@@ -50,7 +48,8 @@ class CheckpointCallback(Callback):
         self._ends = RunRequest.END in wish
         if whole_epoch:
             return  # `epoch_ends` saves.
-        if wish or (self._every is not None and run.updates % self._every == 0):
+        every = run.config.checkpoints.checkpoint_every
+        if wish or (every is not None and run.updates % every == 0):
             self.save(run)
         if self._ends:
             raise AllLeave

@@ -32,7 +32,13 @@ from dlio.errors import PeerLost, SourceError, UsageError
 from dlio.train.checkpoint.checkpoint_folder import CheckpointFolder
 from dlio.train.checkpoint.host_copies import HostCopies
 from dlio.train.checkpoint.rank_parts import agree, complete, has_part, write_part
-from dlio.train.checkpoint.tensor_reader import CONTENTS, contents, read_small, read_tensors
+from dlio.train.checkpoint.tensor_reader import (
+    CONTENTS,
+    cause_of,
+    contents,
+    read_small,
+    read_tensors,
+)
 from dlio.train.report import CheckpointReport
 from dlio.util.limits import parsing
 from dlio.util.printable import print_line
@@ -283,7 +289,7 @@ class Checkpoints(RecoveryPart[Report]):
             with self._place.unfinished(unfinished.hidden) as path:
                 write_part(path, unfinished.rank, {**staged, **checksum})
         except BaseException as raised:
-            error = _first_line(raised)
+            error = cause_of(raised)
             if unfinished.ranks > 1:
                 error = f"rank {unfinished.rank}: {error}"
 
@@ -305,7 +311,7 @@ class Checkpoints(RecoveryPart[Report]):
         except PeerLost:
             pass  # Those that are left settle in `wait` what becomes of it.
         except BaseException as raised:
-            self._outcome = _first_line(raised)
+            self._outcome = cause_of(raised)
 
     def _settled(self, unfinished: _PendingCheckpoint) -> str:
         """Return the error of a checkpoint that all ranks that are left have done with, or nothing.
@@ -346,7 +352,7 @@ class Checkpoints(RecoveryPart[Report]):
             for old in [name for name in names if name <= unfinished.name][self._keep :]:
                 self._place.hide(old, f"{_UNFINISHED}{old}")
         except Exception as error:
-            return _first_line(error)
+            return cause_of(error)
         return ""
 
 
@@ -435,12 +441,3 @@ def _checksum(tensors: Tensors) -> torch.Tensor:
 
 def _sum_name(rank: int) -> str:
     return f"checksum/rank{rank}"
-
-
-def _first_line(error: BaseException) -> str:
-    """First line of the cause that torch wraps, which is the part that a user can act on."""
-    causes = getattr(error, "failures", None)
-    if causes:
-        wrapped = next(iter(causes.values()))
-        error = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-    return f"{error}".strip().splitlines()[0] if f"{error}".strip() else type(error).__name__

@@ -167,7 +167,7 @@ def restore(run: Worker, checkpoint: SavedState) -> None:
     mine = (
         checkpoint.read(f"rank{rank}/")
         if same
-        else _merged(checkpoint, saved, _parts_of_weights(run))
+        else mean_of_ranks(checkpoint, _parts_of_weights(run))
     )
     tensors = {**checkpoint.read("all/"), **mine}
     facts: Mapping[str, Any] = checkpoint.about
@@ -228,8 +228,9 @@ def _restore_optimizer(run: Worker, state: Mapping[str, torch.Tensor]) -> None:
         run.optimizer.state[parameter][key] = own
 
 
-def _merged(checkpoint: SavedState, saved: int, parts: tuple[str, ...]) -> dict[str, torch.Tensor]:
+def mean_of_ranks(checkpoint: SavedState, parts: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """Mean over the saved ranks of those of their own tensors whose names begin with `parts`."""
+    saved = checkpoint.ranks
     total: dict[str, torch.Tensor] = {}
     kinds: dict[str, torch.dtype] = {}
     for rank in range(saved):

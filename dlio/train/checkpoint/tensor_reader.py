@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from dlio.errors import SourceError
 from dlio.train.weights import check_archive
 from dlio.util.limits import open_regular, parsing
+from dlio.util.printable import first_line
 
 CONTENTS: Final = ".metadata"
 _MAX_BYTES: Final = 256 << 20
@@ -222,9 +223,12 @@ def read_tensors(path: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
             load(tensors, storage_reader=_Reader(path), no_dist=True)
         # torch wraps any error of its reader in one that is not an Exception.
         except (Exception, CheckpointException) as error:
-            causes = getattr(error, "failures", None) or {0: error}
-            cause = next(iter(causes.values()))
-            cause = cause[0] if isinstance(cause, tuple) else cause
-            lines = str(cause).strip().splitlines() or [type(cause).__name__]
-            raise SourceError(f"{path}: the checkpoint is damaged: {lines[0]}") from error
+            raise SourceError(f"{path}: the checkpoint is damaged: {cause_of(error)}") from error
     return tensors
+
+
+def cause_of(error: BaseException) -> str:
+    """First line of the cause that torch wraps, which is the part that a user can act on."""
+    causes = getattr(error, "failures", None) or {0: error}
+    cause = next(iter(causes.values()))
+    return first_line(cause[0] if isinstance(cause, tuple) else cause)

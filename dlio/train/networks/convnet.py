@@ -8,23 +8,15 @@ from torch.nn.functional import interpolate
 
 from dlio.errors import UsageError
 
-_CONVOLUTIONS: Final[tuple[type[nn.Module], ...]] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_BATCH_NORMS: Final[tuple[type[nn.Module], ...]] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_MAX_POOLS: Final[tuple[type[nn.Module], ...]] = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-_MEANS: Final[tuple[type[nn.Module], ...]] = (
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
-)
+_MOST_DIMENSIONS: Final = 3
 
 
-def _of_dimensions(
-    kinds: tuple[type[nn.Module], ...], dimensions: int, *args: object, **options: object
-) -> nn.Module:
-    """Make the layer of a kind for arrays of 1 to 3 dimensions. Raises UsageError for others."""
-    if not 1 <= dimensions <= len(kinds):
-        raise UsageError(f"--model: dimensions={dimensions}: give 1 to {len(kinds)}")
-    return kinds[dimensions - 1](*args, **options)
+def _of_dimensions(kind: str, dimensions: int, *args: object, **options: object) -> nn.Module:
+    """Make torch's layer of a kind for 1 to 3 dimensions. Raises UsageError for others."""
+    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        raise UsageError(f"--model: dimensions={dimensions}: give 1 to {_MOST_DIMENSIONS}")
+    layer: type[nn.Module] = getattr(nn, f"{kind}{dimensions}d")
+    return layer(*args, **options)
 
 
 class ConvNet(nn.Sequential):
@@ -32,11 +24,8 @@ class ConvNet(nn.Sequential):
 
     The form of CosmoFlow's network (Mathuriya et al., arXiv 1808.04728), with batch normalisation,
     and the mean in place of a dense layer over all places, so that sides of any size fit. Input:
-    float32 (n, channels, ...), sides of 2**depth or more; output: (n, classes).
-
-    Args:
-        dimensions: of space, 1 to 3.
-        width: channels of the first convolution; each further one has twice as many.
+    float32 (n, channels, ...), of 1 to 3 dimensions with sides of 2**depth or more; output: (n,
+    classes). The first convolution has `width` channels, each further one twice as many.
     """
 
     def __init__(
@@ -52,13 +41,13 @@ class ConvNet(nn.Sequential):
         for number in range(depth):
             after = width << number
             layers += [
-                _of_dimensions(_CONVOLUTIONS, dimensions, before, after, 3, padding=1, bias=False),
-                _of_dimensions(_BATCH_NORMS, dimensions, after),
+                _of_dimensions("Conv", dimensions, before, after, 3, padding=1, bias=False),
+                _of_dimensions("BatchNorm", dimensions, after),
                 nn.ReLU(),
-                _of_dimensions(_MAX_POOLS, dimensions, 2),
+                _of_dimensions("MaxPool", dimensions, 2),
             ]
             before = after
-        layers += [_of_dimensions(_MEANS, dimensions, 1), nn.Flatten()]
+        layers += [_of_dimensions("AdaptiveAvgPool", dimensions, 1), nn.Flatten()]
         super().__init__(*layers, nn.Linear(before, 64), nn.ReLU(), nn.Linear(64, classes))
 
 
@@ -69,8 +58,8 @@ class _Block(nn.Sequential):
         layers: list[nn.Module] = []
         for channels in (inputs, outputs):
             layers += [
-                _of_dimensions(_CONVOLUTIONS, dimensions, channels, outputs, 3, 1, 1, bias=False),
-                _of_dimensions(_BATCH_NORMS, dimensions, outputs),
+                _of_dimensions("Conv", dimensions, channels, outputs, 3, 1, 1, bias=False),
+                _of_dimensions("BatchNorm", dimensions, outputs),
                 nn.ReLU(),
             ]
         super().__init__(*layers)
@@ -79,13 +68,10 @@ class _Block(nn.Sequential):
 class UNet(nn.Module):
     """An encoder that halves the sides `depth` times, and a decoder that gets its features.
 
-    It gives each pixel or voxel a class (Ronneberger et al., arXiv 1505.04597). Input: float32
-    (n, channels, ...), normalised; output: logits (n, classes, ...). 0.5 million parameters at the
-    default width and depth in two dimensions.
-
-    Args:
-        width: channels of the first stage; each further one has twice as many.
-        dimensions: of space, 1 to 3.
+    It gives each pixel or voxel a class (Ronneberger et al., arXiv 1505.04597). Input: float32 (n,
+    channels, ...), normalised, of 1 to 3 dimensions; output: logits (n, classes, ...). The first
+    stage has `width` channels, each further one twice as many: 0.5 million parameters by default in
+    two dimensions.
     """
 
     def __init__(
@@ -102,11 +88,11 @@ class UNet(nn.Module):
             _Block(inputs, outputs, dimensions)
             for inputs, outputs in zip([channels, *widths[:-1]], widths, strict=True)
         )
-        self.pool = _of_dimensions(_MAX_POOLS, dimensions, 2, ceil_mode=True)
+        self.pool = _of_dimensions("MaxPool", dimensions, 2, ceil_mode=True)
         self.up = nn.ModuleList(
             _Block(widths[k] + widths[k + 1], widths[k], dimensions) for k in reversed(range(depth))
         )
-        self.head = _of_dimensions(_CONVOLUTIONS, dimensions, width, classes, 1)
+        self.head = _of_dimensions("Conv", dimensions, width, classes, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: (n, channels, ...), normalised -> logits (n, classes, ...)

@@ -7,14 +7,9 @@ class Mlp(nn.Sequential):
     """Linear layers with layer normalisation and ReLU, and a linear output.
 
     Layer normalisation (Ba et al., arXiv 1607.06450) rather than that of batches: it does not
-    depend on which samples come together. Input: float32 (n, ...), flattened to (n, inputs);
-    output: (n, classes).
-
-    Args:
-        inputs: numbers of a sample; those of an image if None.
-        width: neurons of each hidden layer.
-        depth: hidden layers.
-        dropout: probability with which a hidden neuron is left out of a training step.
+    depend on which samples come together. Input: float32 (n, ...), flattened to (n, inputs), those
+    of an image by default; output: (n, classes). There are `depth` hidden layers of `width`
+    neurons, which a training step leaves out with the probability `dropout`.
     """
 
     def __init__(

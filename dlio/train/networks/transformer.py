@@ -13,10 +13,7 @@ class VisionTransformer(nn.Module):
     """ViT-Ti/16 for images (n, 3, side, side): 5,717,416 parameters at 224 pixels, 1,000 classes.
 
     Dosovitskiy et al., arXiv 2010.11929; of width 192, with 12 layers and 3 heads, as in Touvron et
-    al., arXiv 2012.12877, table 1.
-
-    Args:
-        side: pixels per side of an image, a multiple of 16.
+    al., arXiv 2012.12877, table 1. Sides are multiples of 16.
     """
 
     def __init__(

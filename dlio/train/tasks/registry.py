@@ -78,12 +78,13 @@ def resolve_config(config: TrainConfig, data: Dataset, schema: Schema) -> TrainC
 
 
 def make_task(
-    options: ModelOptions, source: str, data: Dataset, comm: Communicator, schema: Schema
+    config: TrainConfig, data: Dataset, comm: Communicator, schema: Schema
 ) -> TrainingTask:
     """Make the task of a settled configuration, of a schema of whole samples. Collective.
 
     Raises UsageError for data that lack something that the task needs.
     """
+    options, source = config.model, config.data.source
     if is_arrays(schema):
         return make_array_task(options, source, data, schema, comm)
     name = "table" if is_table(schema) else options.task
