@@ -6,14 +6,12 @@ that the choice may know. So it depends on the seed, the trial's number and thei
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from dlio.errors import UsageError
 from dlio.features.search.search_space import SearchParameter, grid_of
 from dlio.util.extras import how_to_install
-from dlio.util.options import Scalar
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -24,15 +22,6 @@ Direction = Literal["minimize", "maximize"]
 
 _RANDOM_FIRST: Final = {"tpe": 10, "cmaes": 1}
 """Trials that have to be known before results are used: earlier choices are random."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrialParameters:
-    """The parameters of one trial."""
-
-    point: Mapping[str, Scalar]
-    attributes: Mapping[str, object]
-    """Notes of the sampler to itself, which a later choice reads."""
 
 
 def quiet_optuna() -> None:
@@ -105,18 +94,25 @@ class ParameterSampler:
         count = max(0, number - self._lag + 1)
         return count if count >= _RANDOM_FIRST.get(self._name, number + 1) else 0
 
-    def choose(self, number: int, known: "Sequence[FrozenTrial]") -> TrialParameters:
-        """Return the parameters of a trial, by the first `known(number)` trials."""
+    def choose(self, number: int, known: "Sequence[FrozenTrial]") -> "FrozenTrial":
+        """Return a trial that begins, chosen by the first `known(number)` ones.
+
+        It has notes of the sampler to itself, which a later choice reads.
+        """
         import optuna
 
         if self._grid is not None:
-            return TrialParameters(self._grid[number], {})
+            return optuna.trial.create_trial(
+                state=optuna.trial.TrialState.RUNNING,
+                params=self._grid[number],
+                distributions=distributions(self._axes),
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study = optuna.create_study(directions=self._directions, sampler=self._sampler(number))
             study.add_trials(known)
-            trial = study.ask(distributions(self._axes))
-        return TrialParameters(dict(trial.params), dict(study.trials[-1].system_attrs))
+            study.ask(distributions(self._axes))
+        return study.trials[-1]
 
     def _sampler(self, number: int) -> "BaseSampler":
         import optuna

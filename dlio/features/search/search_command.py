@@ -201,7 +201,7 @@ def _search(
     shared = checked_tiers(run.data.tiers) if run.data.tiers is not None else None
     cores = search.cores_per_rank or max(1, available_cores() // search.ranks)
     first = {"--lag": lag, "--cores-per-rank": cores}
-    with Study(search.study, axes, objectives, _fixed(run, search, words), first) as study:
+    with Study(search.study, objectives, _fixed(run, search, words), first) as study:
         sampling = sampler(study.first["--lag"])
         for name, given in (("--lag", search.lag), ("--cores-per-rank", search.cores_per_rank)):
             if given not in (None, study.first[name]):

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dlio.errors import UsageError
 from dlio.features.search.objectives import Objective
-from dlio.features.search.parameter_sampler import TrialParameters, distributions
-from dlio.features.search.search_space import Point, SearchParameter
+from dlio.features.search.search_space import Point
 from dlio.features.search.successive_halving import TrialCourse
 from dlio.util.closable import Closable
 from dlio.util.folders import remove_path
@@ -103,13 +102,11 @@ class Study(Closable):
     def __init__(
         self,
         folder: str,
-        axes: Sequence[SearchParameter],
         objectives: Sequence[Objective],
         fixed: Mapping[str, object],
         first: Mapping[str, int],
     ) -> None:
         self.folder, self.objectives = folder, objectives
-        self._distributions = distributions(axes)
         try:
             os.close(make_folders(os.path.join(folder, "trials")))
             self._lock = open_own(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT)
@@ -154,19 +151,10 @@ class Study(Closable):
         """Return the first trials, all for None, as samplers take them."""
         return self.optuna_study.get_trials(deepcopy=False)[:count]
 
-    def add(self, choice: TrialParameters) -> TrialRecord:
+    def add(self, trial: "FrozenTrial") -> TrialRecord:
         """Begin a trial."""
-        import optuna
-
-        self.optuna_study.add_trial(
-            optuna.trial.create_trial(
-                state=optuna.trial.TrialState.RUNNING,
-                params=dict(choice.point),
-                distributions=self._distributions,
-                system_attrs=dict(choice.attributes),
-            )
-        )
-        record = TrialRecord(len(self.records), dict(choice.point), "running")
+        self.optuna_study.add_trial(trial)
+        record = TrialRecord(len(self.records), dict(trial.params), "running")
         self.records.append(record)
         return record
 

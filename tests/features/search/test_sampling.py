@@ -6,7 +6,7 @@ import pytest
 
 from dlio.errors import UsageError
 from dlio.features.search.objectives import Objective
-from dlio.features.search.parameter_sampler import ParameterSampler, TrialParameters, quiet_optuna
+from dlio.features.search.parameter_sampler import ParameterSampler, quiet_optuna
 from dlio.features.search.search_space import Point, SearchParameter
 from dlio.features.search.study import Study, TrialEpoch
 
@@ -23,11 +23,11 @@ FIRST = {"lag": 3}
 def _points(folder: Path, sampler: str, trials: int, reopen: bool, sign: int = 1) -> list[Point]:
     """Run a search whose results are a function of the parameters; return all parameters."""
     sampling = ParameterSampler(sampler, AXES, 7, 3, ["maximize"])
-    study = Study(str(folder), AXES, GOALS, {}, FIRST)
+    study = Study(str(folder), GOALS, {}, FIRST)
     for number in range(trials):
         if reopen:
             study.close()
-            study = Study(str(folder), AXES, GOALS, {}, FIRST)
+            study = Study(str(folder), GOALS, {}, FIRST)
         known = study.frozen(sampling.known(number))
         record = study.add(sampling.choose(number, known))
         value = sign * float(record.point["momentum"])
@@ -64,7 +64,7 @@ def test_a_grid_is_tried_in_its_order() -> None:
     axes = (SearchParameter("a", (1, 2)), SearchParameter("b", ("x", "y")))
     grid = ParameterSampler("grid", axes, 0, 1, ["maximize"])
     assert grid.most == 4
-    assert [grid.choose(k, []).point for k in (0, 3)] == [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
+    assert [grid.choose(k, []).params for k in (0, 3)] == [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
 
 
 def test_cmaes_needs_two_ranges() -> None:
@@ -74,30 +74,30 @@ def test_cmaes_needs_two_ranges() -> None:
 
 def test_two_searches_on_one_folder_are_refused_and_so_are_other_options(tmp_path: Path) -> None:
     fixed = {"--epochs": 3}
-    study = Study(str(tmp_path), AXES, GOALS, fixed, FIRST)
+    study = Study(str(tmp_path), GOALS, fixed, FIRST)
     with pytest.raises(UsageError, match="another dlio search"):
-        Study(str(tmp_path), AXES, GOALS, fixed, FIRST)
+        Study(str(tmp_path), GOALS, fixed, FIRST)
     study.close()
     with pytest.raises(UsageError, match="--epochs 3, not 4"):
-        Study(str(tmp_path), AXES, GOALS, {"--epochs": 4}, FIRST)
-    with Study(str(tmp_path), AXES, GOALS, fixed, {"lag": 9}) as study:
+        Study(str(tmp_path), GOALS, {"--epochs": 4}, FIRST)
+    with Study(str(tmp_path), GOALS, fixed, {"lag": 9}) as study:
         assert study.first == FIRST
 
 
 def test_a_journal_whose_last_line_is_torn_goes_on(tmp_path: Path) -> None:
-    point: Point = {"lr": 0.01, "momentum": 0.5, "exchange": "gossip"}
-    with Study(str(tmp_path), AXES, GOALS, {}, FIRST) as study:
-        record = study.add(TrialParameters(point, {}))
+    begun = ParameterSampler("random", AXES, 0, 1, ["maximize"]).choose(0, [])
+    with Study(str(tmp_path), GOALS, {}, FIRST) as study:
+        record = study.add(begun)
         study.report(record, 0, TrialEpoch((0.25,), 7))
         study.report(record, 0, TrialEpoch((0.5,), 9))  # Told again: the first one stays.
     with open(tmp_path / "journal.log", "ab") as file:
         file.write(b'{"op_code": 8, "wor')
-    with Study(str(tmp_path), AXES, GOALS, {}, FIRST) as study:
+    with Study(str(tmp_path), GOALS, {}, FIRST) as study:
         (record,) = study.records
-        assert (record.point, record.state) == (point, "running")
+        assert (record.point, record.state) == (begun.params, "running")
         assert record.epochs == [TrialEpoch((0.25,), 7)]
         study.end(record, "complete")
-    with Study(str(tmp_path), AXES, GOALS, {}, FIRST) as study:
+    with Study(str(tmp_path), GOALS, {}, FIRST) as study:
         assert [each.state for each in study.records] == ["complete"]
         assert study.best() == study.records
 
@@ -105,11 +105,10 @@ def test_a_journal_whose_last_line_is_torn_goes_on(tmp_path: Path) -> None:
 def test_the_best_of_several_objectives_are_those_that_none_dominates(tmp_path: Path) -> None:
     goals = (*GOALS, Objective("seconds", is_minimised=True))
     rows = [(0.5, 2.0), (0.6, 2.0), (0.4, 1.0), (0.6, 3.0)]
-    with Study(str(tmp_path), AXES, goals, {}, FIRST) as study:
+    sampler = ParameterSampler("random", AXES, 0, 1, ["maximize"])
+    with Study(str(tmp_path), goals, {}, FIRST) as study:
         for row in rows:
-            record = study.add(
-                TrialParameters({"lr": 0.01, "momentum": 0.5, "exchange": "gossip"}, {})
-            )
+            record = study.add(sampler.choose(len(study.records), []))
             study.report(record, 0, TrialEpoch(row))
             study.end(record, "complete")
         assert [record.number for record in study.best()] == [1, 2]
