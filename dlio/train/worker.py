@@ -51,7 +51,8 @@ class RunPosition(TypedDict):
 
 
 class Worker:
-    """One rank of a run, which callbacks see as `Run`, and features as `FeatureRun`.
+    """One rank of a run, which callbacks see as `Run`, and features as `FeatureRun`, which say more
+    of its attributes.
 
     All ranks construct it together; `close` is collective too. Samples are weighted so that the
     mean over ranks of the gradients is the gradient of the global batch's mean loss.
@@ -118,7 +119,6 @@ class Worker:
         """Called before parameters and the optimizer's state change."""
         self._accumulate = config.optimizer.accumulate
         self.samples = len(loader.data)
-        """Samples of this epoch, over all ranks."""
         spares = config.survival.spares
         self._ranks = layout.replicas.size
         """Ranks at the beginning, with spares, that average their gradients."""
@@ -150,21 +150,15 @@ class Worker:
         """Losses before the ranks were started again."""
         self.earlier_changes: list[MeasuredLoss] = []
         self.epoch_number = 0
-        """Number of the epoch, from 0."""
         self.position = 0
-        """Samples of the epoch's order that all ranks have trained on."""
         self.updates: int = 0
-        """Optimizer steps since the run began."""
         self.left_out = 0
         """Optimizer steps left out in this epoch."""
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         """Sums of loss, correct answers and samples of this epoch and rank; on the device."""
         self.last_loss = torch.zeros((), device=self.device)
-        """Sum of losses of this rank's last batch; on the device."""
         self.gradient_norm: torch.Tensor | None = None
-        """Norm of the last step's gradients before clipping."""
         self.history: list[EpochReport] = []
-        """Reports of all finished epochs, including those before the run was resumed."""
         self.stopped: str | None = None
         """Reason why the run ends early."""
         self._pending = self._step = self.finished = 0

@@ -59,9 +59,6 @@ class MeshLayout(RankLayout):
                 "nodes: give --shuffle global, or start these ranks on one node"
             )
 
-    def end_epoch(self, model: nn.Module) -> None:
-        """Run after the last step of an epoch. Collective."""
-
     def close(self) -> None:
         self.mesh.close()
 
@@ -143,7 +140,8 @@ class LayerShares(MeshLayout):
     def gradient_norm(self, model: nn.Module) -> torch.Tensor:
         return self._parts.gradient_norm(model)
 
-    def end_epoch(self, model: nn.Module) -> None:
+    def align(self, model: nn.Module) -> None:
+        """Copy the first rank's whole parameters to the others; see `LayerParts.align`."""
         self._parts.align(model)
 
 
@@ -171,12 +169,11 @@ class MeshHooks(FeatureHooks):
 
     def __init__(self, options: MeshOptions, run: FeatureRun) -> None:
         self._axes = options.mesh
-        self._layout = run.layout if isinstance(run.layout, MeshLayout) else None
-        self.together = self._layout is not None
+        self.together = isinstance(run.layout, MeshLayout)
 
     def end_epoch(self, run: FeatureRun) -> None:
-        if self._layout is not None:
-            self._layout.end_epoch(run.model)
+        if isinstance(run.layout, LayerShares):
+            run.layout.align(run.model)
 
     def facts(self) -> str | None:
         return self._axes

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 from torch import nn
@@ -28,7 +28,13 @@ from dlio.features.pruning.model_wrappers import (
     without_compiler,
     without_reducer,
 )
-from dlio.features.pruning.neuron_groups import ModelInput, NeuronGroup, PrunableGroups, shrunk
+from dlio.features.pruning.neuron_groups import (
+    JsonRecord,
+    ModelInput,
+    NeuronGroup,
+    PrunableGroups,
+    shrunk,
+)
 from dlio.features.pruning.plan_trials import PlanTrials, Probe, TrialResult
 from dlio.features.pruning.pruning_pace import TOLERANCE, PruningPace, Schedule
 from dlio.features.pruning.pruning_report import Round
@@ -49,12 +55,12 @@ class ReshapableExchange(Protocol):
 class ApoptosisState(TypedDict):
     """`Apoptosis.state_dict` as JSON types."""
 
-    layout: dict[str, Any]
+    layout: JsonRecord
     steps: int
     collected: int
     watching: bool
     pace: dict[str, object]
-    rounds: list[dict[str, Any]]
+    rounds: list[JsonRecord]
 
 
 class Apoptosis(Closable):

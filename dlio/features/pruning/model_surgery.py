@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from dlio.errors import DlioError
 from dlio.exchange.cut import TensorCut
 from dlio.features.pruning.neuron_groups import (
     Indices,
+    JsonRecord,
     NeuronGroup,
     Side,
     channels_gone,
@@ -203,7 +204,7 @@ class PrunedLayout:
             layers[key] = size, np.delete(left, channels)
         return PrunedLayout(self.version + 1, cut, layers, counts)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonRecord:
         """Convert to JSON types, for a checkpoint."""
         return {
             "version": self.version,
@@ -213,7 +214,7 @@ class PrunedLayout:
         }
 
     @staticmethod
-    def from_json(record: Any) -> "PrunedLayout":
+    def from_json(record: JsonRecord) -> "PrunedLayout":
         """Rebuild the layout that `to_json` converted. Raises DlioError for any other record."""
         try:
             return PrunedLayout(

@@ -7,7 +7,7 @@ do not depend on the library that found the groups.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,8 @@ def _side(module: nn.Module, tensors: dict[str, int], attributes: tuple[str, ...
 
 # Groups
 Indices = npt.NDArray[np.int64]
+JsonRecord: TypeAlias = dict[str, Any]
+"""The fields of a value as JSON types, as its `to_json` returns them."""
 ModelInput = torch.Tensor | Sequence[object] | Mapping[str, object]
 """Input of a model: a tensor, a sequence of positional arguments, or a mapping of keyword ones."""
 

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import torch
 from torch import nn
 
 from dlio.errors import DlioError, SourceError, UsageError
 from dlio.features.pruning.model_surgery import PrunedLayout, shrink_to
+from dlio.features.pruning.neuron_groups import JsonRecord
 from dlio.features.pruning.pruning_feature import LAYOUT_SUFFIX
 from dlio.train.weights import load_saved, stored_state
 from dlio.util.arguments import PathText, named, path_in
@@ -30,7 +31,7 @@ def fit_model(model: nn.Module, path: str, about: Mapping[str, object] | None) -
     if about is None:
         shrink_to(model, _read_layout(path + LAYOUT_SUFFIX))
     elif isinstance(saved := about.get("pruning"), Mapping):
-        shrink_to(model, PrunedLayout.from_json(saved.get("layout")))
+        shrink_to(model, PrunedLayout.from_json(cast(JsonRecord, saved.get("layout"))))
 
 
 def load_pruned(model: Module, path: PathText) -> Module:

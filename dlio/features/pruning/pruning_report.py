@@ -1,8 +1,9 @@
 """The record of a pruning round, and the report of an epoch, as JSON types."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypedDict
+from typing import TypedDict
+
+from dlio.features.pruning.neuron_groups import JsonRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,12 @@ class Round:
     seconds: float = 0.0
     """Time that the round took on this rank."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonRecord:
         """Convert to JSON types."""
         return {**asdict(self), "undone": list(self.undone)}
 
     @staticmethod
-    def from_json(record: Mapping[str, Any]) -> "Round":
+    def from_json(record: JsonRecord) -> "Round":
         """Rebuild the round that `to_json` converted."""
         return Round(**{**record, "undone": tuple(record["undone"])})
 
@@ -51,7 +52,7 @@ class PruningReport(TypedDict):
     flops_per_sample: int
     """FLOPs of a forward pass now."""
     flops_at_first: int
-    rounds: list[dict[str, Any]]
+    rounds: list[JsonRecord]
     """The epoch's `Round`s."""
     undone: int
     """Number of rounds in which removals were rejected."""

@@ -27,7 +27,6 @@ Bounds are cumulative: each one assumes that the removals before it have been do
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import gcd
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +35,7 @@ from torch import nn
 
 from dlio.errors import UsageError
 from dlio.features.pruning.input_statistics import Statistics
-from dlio.features.pruning.neuron_groups import GroupMember, Indices, NeuronGroup
+from dlio.features.pruning.neuron_groups import GroupMember, Indices, JsonRecord, NeuronGroup
 
 # Pairs of neurons with proportional weights, by blocks of cosine similarities
 Array = npt.NDArray[np.float64]
@@ -193,7 +192,7 @@ class RemovalPlan:
     """Amounts to add to biases and running means, by name in the state dict; shape (width before
     the cut,)."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonRecord:
         """Convert to JSON types, for messages and reports."""
         return {
             "keep": {name: keep.tolist() for name, keep in self.keep.items()},
@@ -202,7 +201,7 @@ class RemovalPlan:
         }
 
     @staticmethod
-    def from_json(record: Mapping[str, Any]) -> "RemovalPlan":
+    def from_json(record: JsonRecord) -> "RemovalPlan":
         """Rebuild the plan that `to_json` converted."""
         return RemovalPlan(
             {name: np.array(keep, np.int64) for name, keep in record["keep"].items()},

@@ -95,11 +95,7 @@ class Autoencoder(nn.Module):
         return len(self.decoders)
 
     def choose_layer(self, layer: int | None) -> None:
-        """Train and evaluate one layer, from 1, and leave the others as they are; all for None.
-
-        With a layer chosen, the output is (reconstruction, the layer's input), and in evaluation a
-        third part, the image as reconstructed from the layer's code.
-        """
+        """Train and evaluate one layer, from 1, or all, as a `LayerwiseModel` does."""
         self._layer = layer
         if not self.training:
             return
