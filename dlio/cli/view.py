@@ -80,7 +80,10 @@ def command(options: ViewOptions) -> None:
         shown = min(options.count, len(data))
     if len(page.failed) == shown:
         raise SourceError(page.failed[0])
-    path = options.output or _new_file()
+    path = options.output
+    if path is None:
+        descriptor, path = tempfile.mkstemp(prefix="dlio-view-", suffix=".html")
+        os.close(descriptor)
     page.save(path, private=options.output is None)
     print_line(f"{path}: {shown} samples of {options.source}, {os.path.getsize(path):,} bytes")
     for error in page.failed[:5]:
@@ -95,13 +98,6 @@ def _opened(path: str) -> bool:
     if sys.platform != "darwin" and not any(os.environ.get(name) for name in screens):
         return False
     return webbrowser.open(f"file://{path}")
-
-
-def _new_file() -> str:
-    """Return the name of a new file of this user's."""
-    descriptor, path = tempfile.mkstemp(prefix="dlio-view-", suffix=".html")
-    os.close(descriptor)
-    return path
 
 
 def _imported(name: str) -> Callable[[Any], Any]:

@@ -249,7 +249,9 @@ class PayloadFitter:
         if not self._whole or self._form == "indexed_binary":
             return np.frombuffer(payload, np.uint8)
         if self._form == "hdf5":
-            return np.frombuffer(_hdf5_of(payload, name)[0], np.uint8)
+            return np.frombuffer(
+                _records(io.BytesIO(payload), np.zeros(1, np.int64), name)[0], np.uint8
+            )
         start = _member(payload, name) if self._form == "npz" else 0
         offset, shape, item = _npy_head(payload[start : start + _HEAD_BYTES], name)
         count = math.prod(shape) * item
@@ -311,37 +313,12 @@ def _npy_head(head: memoryview, name: str) -> tuple[int, tuple[int, ...], int]:
     return parsed.offset, parsed.shape, np.dtype(parsed.descr).itemsize
 
 
-class _View(io.RawIOBase):
-    """A stream of bytes in memory, without a copy of them."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        base = (0, self._at, len(self._data))[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, into: Any) -> int:
-        part = self._data[self._at : self._at + len(into)]
-        into[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-
 def _member(payload: memoryview, name: str) -> int:
     """Return the offset of the array `x` in a .npz file. Raises SourceError."""
+    import pyarrow
+
     try:
-        with zipfile.ZipFile(io.BufferedReader(_View(payload))) as archive:
+        with zipfile.ZipFile(pyarrow.BufferReader(payload)) as archive:  # It copies no payload.
             entry = archive.getinfo("x.npy")
         if entry.compress_type != zipfile.ZIP_STORED:
             raise SourceError(
@@ -352,10 +329,6 @@ def _member(payload: memoryview, name: str) -> int:
         raise SourceError(f"{name} is not a .npz file of DLIO, or is damaged: {error}") from error
     start: int = entry.header_offset + 30 + sum(lengths)
     return start
-
-
-def _hdf5_of(payload: memoryview, name: str) -> list[bytes]:
-    return list(_records(io.BytesIO(payload), np.zeros(1, np.int64), name).values())
 
 
 def _hdf5_records(file: File, places: _I64) -> dict[int, bytes]:
@@ -396,14 +369,11 @@ def _hdf5(stream: Any, name: str) -> AbstractContextManager[Any]:
 
 
 def _record_sets(file: Any, name: str) -> list[Any]:
-    names = sorted((each for each in file if each.startswith("records_")), key=_by_number)
+    names = [each for each in file if each.startswith("records_")]
+    names.sort(key=lambda each: (len(each), each))  # By number.
     if not names:
         raise SourceError(f"{name} has no data sets records_0, records_1, ...: is it of DLIO?")
     return [file[each] for each in names]
-
-
-def _by_number(name: str) -> tuple[int, str]:
-    return len(name), name
 
 
 def _csv_values(payload: memoryview, name: str) -> _U8:

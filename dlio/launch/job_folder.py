@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from dlio.util.folders import hold_shared, open_below, remove_if_unheld
+from dlio.util.folders import lock_file, open_below, remove_if_unheld
 from dlio.util.trusted_files import closing_descriptor, open_file
 from dlio.util.user_folders import parent_of
 
@@ -74,7 +74,7 @@ def _made() -> tuple[tempfile.TemporaryDirectory[str], int]:
         folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
         inner = os.open(folder.name, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            lock = hold_shared(inner, _ALIVE)
+            lock = lock_file(inner, _ALIVE, shared=True)
         except FileNotFoundError:
             folder.cleanup()
             continue

@@ -298,22 +298,15 @@ def remove_marked(parent: int, name: str) -> bool:
         return True
 
 
-def lock_file(directory: int, name: str) -> int:
-    """Lock the file `name` exclusively and return its descriptor.
+def lock_file(directory: int, name: str, *, shared: bool = False) -> int:
+    """Lock the file `name`, exclusively unless `shared`, and return its descriptor.
 
     The lock ends when the descriptor is closed or the process dies.
 
     Raises FileNotFoundError if the directory was removed.
     """
     descriptor = open_file(directory, name, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
-
-
-def hold_shared(directory: int, name: str) -> int:
-    """Take a shared lock on the file `name` and return its descriptor; closing it unlocks."""
-    descriptor = open_file(directory, name, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     return descriptor
 
 

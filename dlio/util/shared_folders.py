@@ -17,7 +17,7 @@ from typing import Final
 
 from dlio.util.child_processes import module_command
 from dlio.util.closable import Closable
-from dlio.util.folders import hold_shared, lock_file, open_private, remove_if_unheld
+from dlio.util.folders import lock_file, open_private, remove_if_unheld
 from dlio.util.threads import Workers
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's own; folders in it are made private
@@ -44,7 +44,7 @@ class SharedFolder(Closable):
             if first:
                 _sweep(user)
             self.descriptor = open_private(SHARED_MEMORY, user_folder(), name)
-            self.alive = hold_shared(self.descriptor, _ALIVE)
+            self.alive = lock_file(self.descriptor, _ALIVE, shared=True)
             """The lock: whoever holds a copy of this descriptor keeps the folder, too."""
         self._starting = _start_reaper(os.path.join(self.path, _ALIVE)) if first else None
 

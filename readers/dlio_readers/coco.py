@@ -287,6 +287,8 @@ def _segments(file: CocoFile, numbers: list[int], counts: npt.NDArray[np.int64])
 
 _PREFIXES: Final = ("instances_", "person_keypoints_", "_annotations.coco", "annotations")
 _MAIN, _KEYPOINTS = "instances_", "person_keypoints_"
+_BOXLESS: Final = ("captions_", "image_info_", "panoptic_", "stuff_")
+"""Beginnings of the names of files without boxes."""
 _HEAD: Final = 1 << 16
 _FOLDER: Final = "annotations"
 
@@ -369,14 +371,10 @@ def _files(source: Source) -> list[str]:
         below = [name for name, folder in source.names(_FOLDER) if not folder]
         for prefix in (_MAIN, _KEYPOINTS, ""):
             chosen = [name for name in below if name.startswith(prefix)]
-            chosen = [name for name in chosen if name.endswith(".json") and _has_boxes(name)]
+            chosen = [n for n in chosen if n.endswith(".json") and not n.startswith(_BOXLESS)]
             if chosen:
                 return here + [f"{_FOLDER}/{name}" for name in chosen]
     return here
-
-
-def _has_boxes(name: str) -> bool:
-    return not name.startswith(("captions_", "image_info_", "panoptic_", "stuff_"))
 
 
 def _annotation_file(path: str, split: str | None) -> tuple[str, str]:

@@ -31,7 +31,7 @@ from dlio.plan.order import Order
 from dlio.util.arguments import nearest
 from dlio.util.forks import new_lock
 from dlio.util.limits import MAX_ABSENT_ROWS
-from dlio_readers.path_reader import PathReader, neighbours
+from dlio_readers.path_reader import PathReader, joined_rows, neighbours
 
 # Parts of samples: which slab of every array is read, as `select=` says
 
@@ -368,13 +368,7 @@ class ColumnReader(PathReader):
     def _payloads(self, low: int, high: int) -> list[bytes | memoryview]:
         try:
             columns = {name: column.rows(low, high) for name, column in self._columns.items()}
-            if self.schema.is_fixed:
-                arrays = {name: np.asarray(values) for name, values in columns.items()}
-                return self.schema.join_fixed(high - low, arrays)
-            return [
-                self.schema.join({name: values[k] for name, values in columns.items()})
-                for k in range(high - low)
-            ]
+            return joined_rows(self.schema, high - low, columns)
         except (SourceError, CorruptBlock):
             raise
         except Exception as error:  # Libraries of formats raise errors of any kind.

@@ -418,15 +418,12 @@ class FilesReader(PathReader):
                 file.close()
         return opened[0]
 
-    def _headers(self, sample: int) -> dict[str, ChunkedArray]:
-        return self._arrays_of(sample, self._open)
-
     def _build(self) -> Arrays:
         """Index the arrays of all files: names, types and shapes."""
         first: dict[str, ChunkedArray] = {}
         dims: list[list[int]] = []
         samples = range(len(self._rows))
-        opened = concurrently(self._headers, samples, self._urls[0])
+        opened = concurrently(lambda k: self._arrays_of(k, self._open), samples, self._urls[0])
         for row, arrays in zip(self._rows, opened, strict=True):
             first = first or arrays
             _check_alike(row.name, arrays, self._rows[0].name, first)

@@ -196,7 +196,6 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
     else:
         listed = source.listing()
         images = [e for e in listed if not e.folder and e.name.lower().endswith(PICTURES)]
-    _check_sizes(images)
     table = next((name for name in _TABLES if any(name == each for each, _ in top)), None)
     folders = {"": source.modified_ns()}
     labels = np.zeros(len(images), np.int64)
@@ -213,15 +212,15 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
                 f"{lost[:3]}, {len(left)} images have no label {left[:3]}: make both agree"
             )
         labels, classes = _numbered([label_of[entry.name] for entry in images])
-    names = Names.of([entry.name for entry in images])
+    files = _listed("", folders[""], images)
     overhead = IMAGE_LABEL.overhead if table is not None else 0
     index: Arrays = {
         "labels": labels,
-        "sizes": np.array([entry.size for entry in images], np.int64) + overhead,
-        "times": np.array([entry.modified_ns for entry in images], np.int64),
-        "changed": np.array([entry.changed_ns for entry in images], np.int64),
-        "names": names.blob,
-        "name_ends": names.ends,
+        "sizes": files.sizes + overhead,
+        "times": files.times,
+        "changed": files.changed,
+        "names": np.frombuffer(files.names, np.uint8),
+        "name_ends": files.ends,
     }
     return index, {"classes": classes, "labelled": table is not None, "folders": folders}
 
@@ -261,13 +260,6 @@ def _read_table(source: Source, table: str) -> dict[str, str]:
         return _labels_of(rows, file, label)
     except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
         raise SourceError(f"{source.path(table)} is not a label table: {error}") from error
-
-
-def _check_sizes(images: Sequence[Entry]) -> None:
-    """Raise SourceError for an image that is too large for a sample, or of an unknown size."""
-    for entry in images:
-        if entry.known_size() > MAX_SAMPLE_BYTES - IMAGE_LABEL.overhead:
-            raise SourceError(f"{entry.name} of {entry.size} bytes is not an image: remove it")
 
 
 def _labels_of(rows: Sequence[Any], file: str, label: str) -> dict[str, str]:
@@ -355,8 +347,11 @@ _Task = Callable[[], "list[_Task]"]
 
 
 def _listed(folder: str, modified_ns: int, images: Sequence[Entry]) -> _FolderFiles:
-    _check_sizes(images)
-    names = Names.of([f"{folder}/{entry.name}" for entry in images])
+    """Return the images of a folder; refuse those too large for a sample, or of unknown size."""
+    for entry in images:
+        if entry.known_size() > MAX_SAMPLE_BYTES - IMAGE_LABEL.overhead:
+            raise SourceError(f"{entry.name} of {entry.size} bytes is not an image: remove it")
+    names = Names.of([f"{folder}/{entry.name}" if folder else entry.name for entry in images])
     return _FolderFiles(
         folder,
         modified_ns,

@@ -8,6 +8,7 @@ are cached.
 """
 
 import gzip
+import io
 import json
 import math
 import threading
@@ -316,8 +317,6 @@ def _file_of(
 
 
 def _gunzip(data: bytes, size: int) -> bytes:
-    import io
-
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
         return stream.read(size + 1)
 

@@ -1,7 +1,7 @@
 """The base class of readers of files, and questions about many files at a time."""
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Self, TypeVar
 
@@ -126,6 +126,15 @@ def split_paths(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Return (paths, names of fields) of `a.h5::x,y`; of several paths, the last names apply."""
     parts = [split_fields(each) for each in ([path] if isinstance(path, str) else path)]
     return [url for url, _ in parts], next((names for _, names in reversed(parts) if names), ())
+
+
+def joined_rows(schema: Schema, count: int, columns: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """Return the payloads of samples whose values are the rows of columns."""
+    if schema.is_fixed:
+        return schema.join_fixed(count, {name: np.asarray(each) for name, each in columns.items()})
+    return [
+        schema.join({name: values[k] for name, values in columns.items()}) for k in range(count)
+    ]
 
 
 def neighbours(

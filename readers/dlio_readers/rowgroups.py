@@ -20,7 +20,7 @@ from dlio.util.arguments import nearest
 from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.columns import looks_like
-from dlio_readers.path_reader import PathReader, split_paths
+from dlio_readers.path_reader import PathReader, joined_rows, split_paths
 from dlio_readers.rehearsal import note_opening, rehearse
 
 # Columns of Arrow tables as fields of samples: kinds, sizes, and values of rows
@@ -253,13 +253,7 @@ class RowGroupReader(PathReader):
             with parsing(f"{file.name}, row group {group},"):
                 columns = self._group(group)
                 picked = {name: take(column, rows) for name, column in columns.items()}
-                if self.schema.is_fixed:
-                    joined = self.schema.join_fixed(len(rows), picked)
-                else:
-                    joined = [
-                        self.schema.join({name: values[k] for name, values in picked.items()})
-                        for k in range(len(rows))
-                    ]
+                joined = joined_rows(self.schema, len(rows), picked)
             for slot, payload in zip(slots.tolist(), joined, strict=True):
                 payloads[slot] = payload
         return payloads

@@ -242,7 +242,9 @@ def _described(source: Source, sides: SideFolders) -> _DataDescription:
     beside = os.path.dirname(sides.images)
     for folder in dict.fromkeys(["", beside]):
         names = [name for name, is_folder in source.names(folder) if not is_folder]
-        yamls = sorted((name for name in names if name.endswith(_YAML)), key=_data_first)
+        # data.yaml before others.
+        yamls = [name for name in names if name.endswith(_YAML)]
+        yamls.sort(key=lambda name: (not name.startswith(("data", "dataset")), name))
         for name in yamls:
             path = f"{folder}/{name}" if folder else name
             made = _read_yaml(source, path, inside(sides.root, path))
@@ -254,10 +256,6 @@ def _described(source: Source, sides: SideFolders) -> _DataDescription:
             named = [line.strip() for line in lines if line.strip()]
             return _DataDescription(named, files=[inside(sides.root, path)])
     return _DataDescription()
-
-
-def _data_first(name: str) -> tuple[bool, str]:
-    return not name.startswith(("data", "dataset")), name
 
 
 def _read_yaml(source: Source, name: str, url: str) -> _DataDescription | None:

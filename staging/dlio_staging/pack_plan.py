@@ -43,10 +43,6 @@ def _split(text: str) -> tuple[tuple[str, float], ...]:
     return tuple(parts)
 
 
-def _split_text(split: tuple[tuple[str, float], ...]) -> str | None:
-    return ",".join(f"{name}={share}" for name, share in split) or None
-
-
 @dataclass(frozen=True, slots=True)
 class PackOptions(CheckedOptions):
     """How to pack; options of `dlio pack`."""
@@ -97,7 +93,7 @@ class PackOptions(CheckedOptions):
             "Write several data sets with these shares of the samples, such as train=0.9,val=0.1.",
             metavar="NAME=SHARE,...",
             parse=_split,
-            show=_split_text,
+            show=lambda split: ",".join(f"{name}={share}" for name, share in split) or None,
         ),
     ] = ()
     workers: int = 1

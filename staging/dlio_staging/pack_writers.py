@@ -194,7 +194,9 @@ class TarWriter:
             for name, _ in schema.fields:
                 value, extension = values[name], self._extensions[name]
                 if extension == "":
-                    extension = _dotted(name, _magic(value), schema)
+                    first = bytes(value[:4])
+                    image = next((e for magic, e in _MAGICS if first.startswith(magic)), "img")
+                    extension = _dotted(name, image, schema)
                 if extension.endswith("npy"):
                     memory = io.BytesIO()
                     plain = np.asarray(value, schema.kinds[name].dtype)
@@ -458,12 +460,6 @@ def _dotted(name: str, extension: str, schema: Schema) -> str:
 def _plain(name: str) -> str:
     """Replace characters that WebDataset's names cannot have."""
     return "".join(c if c.isalnum() or c in "_-" else "_" for c in name.lower())
-
-
-def _magic(value: memoryview) -> str:
-    """Return the extension of an image file's format, `img` if it is unknown."""
-    first = bytes(value[:4])
-    return next((e for magic, e in _MAGICS if first.startswith(magic)), "img")
 
 
 def _fsync(path: str) -> None:

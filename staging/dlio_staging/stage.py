@@ -30,7 +30,7 @@ from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.tier import Tier
 from dlio.storage.tier_spec import choose_tiers
 from dlio.util.arguments import PathText, path_in
-from dlio.util.child_processes import end_with_parent
+from dlio.util.child_processes import end_with_parent, process_state
 from dlio.util.options import Option
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
@@ -178,7 +178,7 @@ def _wait(child: int) -> int:
                     signal.signal(-code, signal.SIG_DFL)
                 os.kill(os.getpid(), -code)
             return code
-        if _has_ended(child):
+        if process_state(child) == "Z":  # Its first thread has ended; others may keep it alive.
             ended_at = ended_at or time.monotonic()
             if time.monotonic() - ended_at > _PATIENCE_S:
                 print_line(
@@ -188,15 +188,6 @@ def _wait(child: int) -> int:
                 return _HUNG
         time.sleep(delay)
         delay = min(_CHILD_POLL_S, delay * 1.5)
-
-
-def _has_ended(pid: int) -> bool:
-    """True if a process's first thread has ended, even if others keep the process alive."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return False
 
 
 # Staging
@@ -363,8 +354,6 @@ def _bring(
         raise TierError(f"{len(missing)} of {len(own)} blocks could not be staged: {reasons}")
     copies = any(comm.allgather(len(own) != len(wanted)))
     if complete and copies:
-        from dlio_staging.stage import replicate
-
         copied = replicate(mounted, wanted, deadline)
         complete = all(comm.allgather(copied is not None))
         done.copied_bytes = sum(comm.allgather(copied or 0))

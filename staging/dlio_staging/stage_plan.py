@@ -1,7 +1,7 @@
 """Plan of a staging: its options, and the blocks that each tier of a node is to hold."""
 
 import fnmatch
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -115,19 +115,6 @@ class StageOptions(CheckedOptions):
     ] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TierPlan:
-    """Blocks that one tier of a node is to hold; written by `--report`."""
-
-    tier: str
-    blocks: int
-    """Blocks that the tier is to hold."""
-    bytes: int
-    missing_blocks: int
-    """Blocks of these that the tier does not have yet."""
-    missing_bytes: int
-
-
 def chosen_blocks(reader: Reader, options: StageOptions) -> npt.NDArray[np.int64]:
     """Return the blocks that are to be staged, on whichever node.
 
@@ -158,21 +145,19 @@ def blocks_to_read(mounted: Mount, wanted: npt.NDArray[np.int64]) -> npt.NDArray
 
 def plan_tiers(mounted: Mount, wanted: npt.NDArray[np.int64]) -> dict[str, list[dict[str, object]]]:
     """Return the plans of all nodes' tiers as JSON objects, by node name. Collective."""
-    plans = []
+    plans: list[dict[str, object]] = []
     for number, tier in enumerate(mounted.hierarchy.tiers):
         blocks = wanted[mounted.hierarchy.pinned[wanted] == number]
         missing = np.setdiff1d(blocks, np.fromiter(tier.blocks(), np.int64))
         sizes = mounted.block_bytes
         plans.append(
-            asdict(
-                TierPlan(
-                    tier=str(tier.spec),
-                    blocks=len(blocks),
-                    bytes=int(sizes[blocks].sum()),
-                    missing_blocks=len(missing),
-                    missing_bytes=int(sizes[missing].sum()),
-                )
-            )
+            {
+                "tier": str(tier.spec),
+                "blocks": len(blocks),
+                "bytes": int(sizes[blocks].sum()),
+                "missing_blocks": len(missing),
+                "missing_bytes": int(sizes[missing].sum()),
+            }
         )
     everyone = mounted.comm.allgather((mounted.nodes.names[mounted.nodes.here], plans))
     return dict(everyone)
@@ -230,7 +215,7 @@ class StageResult:
     copies: str = ""
     """Reads from each replica of the source by rank 0; empty without replicas."""
     planned: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Plan of each tier (see TierPlan) as a JSON object, by node name."""
+    """By node name, the blocks that each tier is to hold, and those of them that it lacks."""
 
 
 def start_report(reader: Reader, mounted: Mount, layout: Layout) -> StageResult:
