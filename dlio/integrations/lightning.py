@@ -458,7 +458,8 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         if comm is None or not isinstance(tensor, torch.Tensor):
             return tensor
         if group is not None:
-            return _fabric_distributed()._sync_ddp_if_available(tensor, group, reduce_op)
+            distributed: Any = import_module(f"{_FABRIC}.utilities.distributed")
+            return distributed._sync_ddp_if_available(tensor, group, reduce_op)
         name = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
         if name not in REDUCED:
             raise unknown_word("reduce_op", reduce_op, REDUCED)
@@ -515,10 +516,6 @@ def _samples_in(batch: Any) -> float:
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return float(len(leaf))
     return 1.0
-
-
-def _fabric_distributed() -> Any:
-    return import_module(f"{_FABRIC}.utilities.distributed")
 
 
 def _destroy_group() -> None:

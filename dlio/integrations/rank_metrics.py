@@ -18,11 +18,6 @@ _MARK: Final = "of_dlio"
 """Attribute of a method that takes the place of another."""
 
 
-def are_ranks() -> bool:
-    """True if there are other ranks."""
-    return world().size > 1
-
-
 def gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     """Return the tensors of all ranks, whatever the group: there is only one. Collective."""
     del group
@@ -37,7 +32,8 @@ def reduce_over_ranks(model: nn.Module) -> None:
     keeps_together(Metric, "_sync_dist", lambda metric: tuple(metric._reductions))
     for metric in model.modules():
         if isinstance(metric, Metric) and metric.dist_sync_fn is None:
-            metric.dist_sync_fn, metric.distributed_available_fn = gathered, are_ranks
+            metric.dist_sync_fn = gathered
+            metric.distributed_available_fn = lambda: world().size > 1
 
 
 def keeps_together(kind: type[Any], name: str, states: Callable[[Any], tuple[str, ...]]) -> None:

@@ -16,7 +16,7 @@ from typing import IO, TypeVar
 from dlio.errors import UsageError
 from dlio.launch.job_folder import begin_job, open_job_folder
 from dlio.launch.rank_environment import rank_environment, root_permission
-from dlio.util.child_processes import end_groups
+from dlio.util.child_processes import end_groups, printed_by
 from dlio.util.cores import available_cores
 from dlio.util.extras import how_to_install
 from dlio.util.live_line import LineOutput, LiveLine
@@ -26,6 +26,7 @@ from dlio.util.signals import receiving
 from dlio.util.threads import Workers
 
 _END_TIMEOUT_S = 10.0
+_SHORT_TIMEOUT_S = 30.0
 _RULE = "-" * 20
 _RULE_AT_END = re.compile(f"^({_RULE}-*)|({_RULE}-*)$")
 _ERROR = "dlio: error:"
@@ -369,10 +370,4 @@ def _exit_code(code: int) -> int:
 
 def is_open_mpi(mpirun: str) -> bool:
     """True if an mpirun is Open MPI's."""
-    try:
-        done = subprocess.run(
-            [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return "Open MPI" in done.stdout
+    return "Open MPI" in printed_by([mpirun, "--version"], _SHORT_TIMEOUT_S)[0]

@@ -27,9 +27,10 @@ _FAREWELL_S: Final = 30.0
 def main() -> int:
     """Run the ranks; return the exit code of the first that failed, 128 + N after signal N."""
     orders = _Orders()
-    order = orders.wait_for_first()
-    if order is None:
-        return 1
+    while not (first := orders.read(None)):
+        if orders.closed:
+            return 1
+    order = first[0]
     os.chdir(order["folder"])
     given = {**os.environ, **order["environment"]}
     count, cores = int(order["count"]), len(os.sched_getaffinity(0))
@@ -79,13 +80,6 @@ class _Orders:
     def __init__(self) -> None:
         self.closed = False
         self._text = b""
-
-    def wait_for_first(self) -> dict[str, Any] | None:
-        """Return the first order; None if the input closes before."""
-        while not self.closed:
-            if orders := self.read(None):
-                return orders[0]
-        return None
 
     def read(self, timeout_s: float | None) -> list[dict[str, Any]]:
         """Return the orders that have come, after at most `timeout_s`."""

@@ -9,7 +9,6 @@ ranks when that closes.
 
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from dlio.comm.launch_detection import meeting_port
 from dlio.launch import mpi_launch
 from dlio.launch.agent_links import NodeProcess, no_agent
 from dlio.launch.rank_environment import rank_environment, root_permission
-from dlio.util.child_processes import module_command
+from dlio.util.child_processes import module_command, printed_by
 from dlio.util.live_line import LiveLine
 from dlio.util.settings import SECRET, settings
 from dlio.util.signals import receiving
@@ -34,6 +33,7 @@ _PASSED: Final = (
 """Beginnings of the variables that mpirun passes to other nodes: those of a node stay with it."""
 _NODE_LOST: Final = 1
 _LOOK_S: Final = 0.1
+_ANSWER_TIMEOUT_S: Final = 30.0
 _END_TIMEOUT_S: Final = 15.0
 _NO_SHELL: Final = 255
 """Exit code of ssh where it does not reach the host."""
@@ -122,17 +122,8 @@ def run_under_srun(words: Sequence[str], counts: Mapping[str, int]) -> int:
 
 def slurm_address(node: str) -> str:
     """Return the address by which Slurm reaches a node; its name if Slurm does not say."""
-    try:
-        done = subprocess.run(
-            ["scontrol", "--oneliner", "show", "node", node],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return node
-    words = [word.partition("=") for word in done.stdout.split()]
+    said, _ = printed_by(["scontrol", "--oneliner", "show", "node", node], _ANSWER_TIMEOUT_S)
+    words = [word.partition("=") for word in said.split()]
     return next((value for key, _, value in words if key == "NodeAddr" and value), node)
 
 

@@ -55,14 +55,8 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on `ranks` ranks of this machine, and wait for their end.
 
-    Ctrl-C and SIGTERM end the ranks. If this process is killed, they end themselves.
-
-    Args:
-        environment: variables to set for the ranks, in addition to this process's own.
-        capture: return standard output and standard error, instead of passing them on.
-        timeout_s: seconds after which the ranks are ended; None for no limit.
-        min_ranks: fewest ranks that continue when others are lost; None to end with any rank.
-        live: draws the progress that ranks tell of.
+    Ctrl-C and SIGTERM end the ranks. If this process is killed, they end themselves. Arguments are
+    those of `mpi_launch.launch`.
 
     Returns the exit code of the first rank that failed (128 + N if signal N ended it), and the
     output if captured. If ranks survive others: 0 if any rank succeeded.

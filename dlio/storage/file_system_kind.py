@@ -3,11 +3,11 @@
 import os
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from typing import Final
 
 from dlio.data.source import is_remote
+from dlio.util.child_processes import printed_by
 from dlio.util.mount_points import MountPoint, holding, read_mounts
 from dlio.util.units import format_bytes
 
@@ -98,19 +98,7 @@ def _output(*command: str) -> str:
     program = shutil.which(command[0])
     if program is None:
         return ""
-    try:
-        done = subprocess.run(
-            [program, *command[1:]],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
+    return printed_by([program, *command[1:]], _TIMEOUT_S)[0]
 
 
 # File systems

@@ -23,6 +23,23 @@ def module_command(module: str, *argv: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *argv]
 
 
+def printed_by(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
+    """Return the output and the errors of a command; empty if it cannot run or does not end."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "", ""
+    return done.stdout, done.stderr
+
+
 def end_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies, or now if that is dead already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -13,6 +12,7 @@ from typing import Final
 from dlio.cli.doctor.findings import Finding, FindingTopic
 from dlio.cli.doctor.probe import MpiFacts
 from dlio.image.device_decode.nvimagecodec import REMEDY, is_installed
+from dlio.util.child_processes import printed_by
 from dlio.util.extras import how_to_install
 from dlio.util.settings import settings, unknown_variables
 
@@ -163,7 +163,7 @@ def _identity(text: str) -> tuple[str, ...] | None:
 
 def version_of(program: str) -> str:
     """Return the first words that a program prints of its version; empty if it fails."""
-    printed, complained = _said(program, "--version")
+    printed, complained = printed_by([program, "--version"], _VERSION_TIMEOUT_S)
     return " ".join((printed or complained).split()[:12])
 
 
@@ -190,20 +190,9 @@ def check_launchers() -> Iterator[Finding]:
 
 def slurm_plugins(srun: str) -> list[str]:
     """Return the names that `srun --mpi=list` prints."""
-    lines = "\n".join(_said(srun, "--mpi=list")).splitlines()
+    lines = "\n".join(printed_by([srun, "--mpi=list"], _VERSION_TIMEOUT_S)).splitlines()
     words = [line.split(":")[-1].strip() for line in lines if "plugin" not in line.lower()]
     return sorted({each for word in words for each in word.replace(",", " ").split()})
-
-
-def _said(*command: str) -> tuple[str, str]:
-    """Return the output and the errors of a command; empty if it cannot run or does not end."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "", ""
-    return done.stdout, done.stderr
 
 
 def check_variables(names: Iterable[str]) -> Iterator[Finding]:

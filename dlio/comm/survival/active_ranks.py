@@ -6,7 +6,6 @@ between two batches.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -18,8 +17,7 @@ class RankRequest(NamedTuple):
     ranks: int
 
 
-@dataclass(frozen=True, slots=True)
-class MembershipReport:
+class MembershipReport(NamedTuple):
     """The facts that a rank reports about itself when a generation ends."""
 
     member: int
@@ -31,16 +29,6 @@ class MembershipReport:
     meets: bool
     """True if it has come between two batches, with all others that are active."""
     wanted: RankRequest
-
-    def as_list(self) -> list[int]:
-        """Return it as JSON types."""
-        return [self.member, self.active, self.leaves, self.meets, *self.wanted]
-
-    @classmethod
-    def from_list(cls, numbers: Sequence[int]) -> "MembershipReport":
-        """Return the standing that `as_list` has returned."""
-        member, active, leaves, meets, request, ranks = map(int, numbers)
-        return cls(member, bool(active), bool(leaves), bool(meets), RankRequest(request, ranks))
 
 
 def next_members(standings: Sequence[MembershipReport]) -> tuple[int, ...]:
@@ -73,5 +61,5 @@ def leaving_members(standings: Sequence[MembershipReport], members: Sequence[int
 
 def is_meeting_due(standings: Sequence[MembershipReport]) -> bool:
     """True if others were active if all active ranks met between two batches."""
-    then = next_members([replace(each, meets=True) for each in standings])
+    then = next_members([each._replace(meets=True) for each in standings])
     return then != tuple(sorted(each.member for each in standings if each.active))

@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final, cast
 
 import mpi4py
@@ -249,9 +248,14 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
         try:
             # Nobody revokes this communicator: no rank waits on it elsewhere.
             colours = {str(number): list(handle.colours) for number, handle in handles.items()}
-            mine = self._standing(meets).as_list()
+            self._has_told = self._leaves()
+            mine = MembershipReport(
+                self.me, self.me in self.members, self._has_told, meets, self._newest_wanted()
+            )
             reported = MpiCommunicator(root).allgather([mine, colours, self._made, report])
-            standings = [MembershipReport.from_list(each[0]) for each in reported]
+            standings = [
+                MembershipReport(*each[0][:-1], RankRequest(*each[0][-1])) for each in reported
+            ]
             members = next_members(standings)
             if members:
                 self._check_enough(len(standings))
@@ -287,7 +291,8 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
         self._alive = tuple(s.member for s in standings if s.member not in leavers)
         self._wanted = max(each.wanted for each in standings)
         self._made = max(each[2] for each in reported)
-        now = [replace(s, active=s.member in members) for s in standings if s.member in self._alive]
+        living = [each for each in standings if each.member in self._alive]
+        now = [each._replace(active=each.member in members) for each in living]
         self.due = is_meeting_due(now)
         self.pauses = self.due and self._wanted.ranks == 0
         self.ends = self.pauses or (self.due and all(each.leaves for each in now))
@@ -297,11 +302,6 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
             else:
                 handle.rest()
         return [each[3] for each in reported if each[0][0] in members]
-
-    def _standing(self, meets: bool) -> MembershipReport:
-        self._has_told = self._leaves()
-        active = self.me in self.members
-        return MembershipReport(self.me, active, self._has_told, meets, self._newest_wanted())
 
     def _newest_wanted(self) -> RankRequest:
         """Return the newest request; what is asked before spares rest waits until then."""
