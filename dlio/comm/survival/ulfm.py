@@ -254,7 +254,8 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
             )
             reported = MpiCommunicator(root).allgather([mine, colours, self._made, report])
             standings = [
-                MembershipReport(*each[0][:-1], RankRequest(*each[0][-1])) for each in reported
+                MembershipReport(*each[0])._replace(wanted=RankRequest(*each[0][-1]))
+                for each in reported
             ]
             members = next_members(standings)
             if members:
