@@ -183,26 +183,23 @@ def _field(image: Image, random: np.random.Generator) -> tuple[Any, Any, float]:
     return u, v, float(random.uniform(0.09, 0.2) * min(height, width))
 
 
-def _stripes(image: Image, random: np.random.Generator, ink: Colour) -> None:
-    u, _, period = _field(image, random)
-    image[u % period < period / 2] = ink
+def _texture(inked: Callable[[Any, Any, float], Any]) -> _Painter:
+    """Return the painter of a texture that inks pixels by their coordinates and its period."""
+
+    def paint(image: Image, random: np.random.Generator, ink: Colour) -> None:
+        image[inked(*_field(image, random))] = ink
+
+    return paint
 
 
-def _checkers(image: Image, random: np.random.Generator, ink: Colour) -> None:
-    u, v, period = _field(image, random)
-    image[(u % (2 * period) < period) ^ (v % (2 * period) < period)] = ink
-
-
-def _waves(image: Image, random: np.random.Generator, ink: Colour) -> None:
-    u, v, period = _field(image, random)
+def _waves(u: Any, v: Any, period: float) -> Any:
     bent = u + 0.45 * period * np.sin(v * 2 * math.pi / (1.8 * period))
-    image[bent % period < period / 2] = ink
+    return bent % period < period / 2
 
 
-def _dots(image: Image, random: np.random.Generator, ink: Colour) -> None:
-    u, v, period = _field(image, random)
+def _dots(u: Any, v: Any, period: float) -> Any:
     near = (u % period - period / 2) ** 2 + (v % period - period / 2) ** 2
-    image[near < (0.32 * period) ** 2] = ink
+    return near < (0.32 * period) ** 2
 
 
 def _rings(image: Image, random: np.random.Generator, ink: Colour) -> None:
@@ -230,15 +227,15 @@ _CROSS: Final = np.concatenate(
 ) / np.float64(3)
 
 PAINTERS: Final[dict[str, _Painter]] = {
-    "checkers": _checkers,
+    "checkers": _texture(lambda u, v, t: (u % (2 * t) < t) ^ (v % (2 * t) < t)),
     "crosses": _polygons(_CROSS),
-    "dots": _dots,
+    "dots": _texture(_dots),
     "rings": _rings,
     "spirals": _spirals,
     "squares": _polygons(_circle(4)),
     "stars": _polygons(_circle(10, (1.0, 0.4))),
-    "stripes": _stripes,
+    "stripes": _texture(lambda u, _, period: u % period < period / 2),
     "triangles": _polygons(_circle(3)),
-    "waves": _waves,
+    "waves": _texture(_waves),
 }
 """Functions that draw a class's shapes or texture, by class name."""

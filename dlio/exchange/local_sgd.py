@@ -22,8 +22,7 @@ from dlio.exchange.exchange_base import Exchange
 from dlio.exchange.exchange_context import ExchangeContext
 from dlio.exchange.quantised_allreduce import TAGS
 from dlio.exchange.round_commit import RoundCommit
-from dlio.exchange.sums import load_states, states_of
-from dlio.exchange.traffic import KeptTotals
+from dlio.exchange.sums import BucketSums
 
 _FIRST_TAG: Final = 1
 
@@ -41,7 +40,7 @@ class LocalSgd(Exchange):
     def __init__(self, named: Named, context: ExchangeContext) -> None:
         self._context, self._comm, self._spec = context, context.comm, context.spec
         self._named, self._placement = named, BufferPlacement(named, context)
-        self._totals = KeptTotals()
+        self._sums = BucketSums()
         self._steps = 0
         """Steps of this round."""
         self._next = 0
@@ -71,10 +70,10 @@ class LocalSgd(Exchange):
         groups = in_buckets(self._named, self._spec.fragments) if together else []
         self._buckets = [self._placement.for_weights(group) for group in groups]
         self._fragments = max(1, min(self._spec.fragments, len(self._buckets)))
-        self._sums = [
+        self._sums.remake(
             self._placement.make_sum(bucket, 0, _FIRST_TAG + number * TAGS)
             for number, bucket in enumerate(self._buckets)
-        ]
+        )
         self._common = [torch.empty_like(bucket.flat) for bucket in self._buckets]
         self._momentum = [torch.zeros_like(bucket.flat) for bucket in self._buckets]
         for bucket, common in zip(self._buckets, self._common, strict=True):
@@ -99,9 +98,6 @@ class LocalSgd(Exchange):
 
     def reshape(self, cuts: Sequence[TensorCut]) -> None:
         before, state = self._buckets, self.state()
-        self._totals.keep(self._counts())
-        for each in self._sums:
-            each.close()
         self._make_buckets()
         # With equal weights on all ranks these are the common ones: the correction that makes up
         # for removed neurons must not count as a change.
@@ -116,14 +112,14 @@ class LocalSgd(Exchange):
             "steps": torch.tensor(self._steps),
             "next": torch.tensor(self._next),
             "stale": torch.tensor(sorted(self._stale), dtype=torch.int64),
-            **states_of(self._sums),
+            **self._sums.state(),
         }
         for number, (common, momentum) in enumerate(zip(self._common, self._momentum, strict=True)):
             state[f"common/{number}"], state[f"momentum/{number}"] = common.cpu(), momentum.cpu()
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        load_states(self._sums, state)
+        self._sums.load_state(state)
         self._steps = int(state.get("steps", 0))
         self._next = int(state.get("next", 0))
         everything = torch.arange(self._fragments if self._steps else 0)
@@ -136,17 +132,11 @@ class LocalSgd(Exchange):
                 self._momentum[number].copy_(state[f"momentum/{number}"])
 
     def statistics(self) -> dict[str, float]:
-        return self._totals.plus(self._counts())
-
-    def _counts(self) -> dict[str, float]:
-        counts = [each.statistics() for each in self._sums]
-        keys = ("wait_s", "messages", "bytes")
-        return {key: sum(each[key] for each in counts) for key in keys}
+        return self._sums.statistics()
 
     def close(self) -> None:
         self._commit.remove()
-        for each in self._sums:
-            each.close()
+        self._sums.close()
         self._placement.close()
         if self._comm.size > 1:
             self._comm.close()
@@ -177,8 +167,7 @@ class LocalSgd(Exchange):
             self._sums[number].wait()
 
     def reset(self, undo: bool) -> None:
-        for number, each in enumerate(self._sums):
-            each.reset(undo and number in self._begun)
+        self._sums.reset(undo, self._begun)
 
     def arrays(self, last: bool) -> list[npt.NDArray[np.float32]]:
         return [(each.before if last else each.flat).numpy() for each in self._buckets]

@@ -14,7 +14,7 @@ by `make gpu-check`.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -100,20 +100,48 @@ def ring_traffic(ranks: int, size: int) -> tuple[int, float]:
     return hops, hops * size / ranks
 
 
-def states_of(sums: Sequence[Sum]) -> dict[str, torch.Tensor]:
-    """Merge the states of several sums, as `owed/<number>` etc."""
-    return {
-        f"{name}/{number}": value
-        for number, each in enumerate(sums)
-        for name, value in each.state().items()
-    }
+class BucketSums(list[Sum]):
+    """The sums of an exchange's buckets, whose totals continue when the sums are made anew."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[str, float] = {}
 
-def load_states(sums: Sequence[Sum], state: Mapping[str, torch.Tensor]) -> None:
-    """Restore the result of `states_of`."""
-    for number, each in enumerate(sums):
-        ours = [name for name in state if name.endswith(f"/{number}")]
-        each.load_state({name.rpartition("/")[0]: state[name] for name in ours})
+    def remake(self, sums: Iterable[Sum]) -> None:
+        """Close these sums, and continue with others, which are made after that."""
+        self._before = self.statistics()
+        self.close()
+        self[:] = sums
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Merge the states of the sums, as `owed/<number>` etc."""
+        return {
+            f"{name}/{number}": value
+            for number, each in enumerate(self)
+            for name, value in each.state().items()
+        }
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore `state`."""
+        for number, each in enumerate(self):
+            ours = [name for name in state if name.endswith(f"/{number}")]
+            each.load_state({name.rpartition("/")[0]: state[name] for name in ours})
+
+    def statistics(self) -> dict[str, float]:
+        """Totals since the start, as of a single sum."""
+        counts = [self._before, *(each.statistics() for each in self)]
+        keys = ("wait_s", "messages", "bytes")
+        return {key: sum(each.get(key, 0.0) for each in counts) for key in keys}
+
+    def reset(self, undo: bool, begun: Collection[int]) -> None:
+        """Drop sums that a loss has interrupted; `undo` is for those that have `begun`."""
+        for number, each in enumerate(self):
+            each.reset(undo and number in begun)
+
+    def close(self) -> None:
+        """Close all sums."""
+        for each in self:
+            each.close()
 
 
 # Sums of host memory.

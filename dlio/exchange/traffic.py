@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 
 class MessageTraffic:
@@ -28,18 +28,3 @@ class MessageTraffic:
     def as_dict(self) -> dict[str, float]:
         """Return `wait_s`, `messages` and `bytes`, as `statistics` of sums and exchanges do."""
         return {"wait_s": self.wait_s, "messages": self.messages, "bytes": self.bytes}
-
-
-class KeptTotals:
-    """Statistics that continue when the objects that count them are recreated."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, float] = {}
-
-    def keep(self, counts: Mapping[str, float]) -> None:
-        """Add the counts of objects that are about to be discarded."""
-        self._before = self.plus(counts)
-
-    def plus(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Return the counts so far plus those of the current objects."""
-        return {key: value + self._before.get(key, 0.0) for key, value in counts.items()}

@@ -39,32 +39,21 @@ def broadcast_object(value: object, comm: Communicator, root: int = 0) -> object
         comm.bcast(_as_bytes(value), root)
         return value
     device = value.device if isinstance(value, torch.Tensor) else torch.device("cpu")
-    into = torch.empty(shape, dtype=_DTYPES[text], device=device)
-    flat = _as_bytes(into)
-    comm.bcast(flat, root)
-    return _as_tensor(flat, into)
+    return _of_root(torch.empty(shape, dtype=_DTYPES[text], device=device), comm, root)
 
 
 def gather_tensor(tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
     """Stack all ranks' tensors of one shape; result shape (ranks, *shape). Collective."""
-    rows = []
-    for root in range(comm.size):
-        flat = _as_bytes(tensor)
-        comm.bcast(flat, root)
-        rows.append(_as_tensor(flat, tensor))
-    return torch.stack(rows)
+    return torch.stack([_of_root(tensor, comm, root) for root in range(comm.size)])
 
 
 def gather_tensors(tensor: torch.Tensor, comm: Communicator) -> list[torch.Tensor]:
     """Return all ranks' tensors of one type; their shapes may differ. Collective."""
     shapes = comm.allgather(list(tensor.shape))
-    rows = []
-    for root, shape in enumerate(shapes):
-        mine = tensor if root == comm.rank else tensor.new_empty(shape)
-        flat = _as_bytes(mine)
-        comm.bcast(flat, root)
-        rows.append(_as_tensor(flat, mine))
-    return rows
+    return [
+        _of_root(tensor if root == comm.rank else tensor.new_empty(shape), comm, root)
+        for root, shape in enumerate(shapes)
+    ]
 
 
 def packed(value: object) -> Json:
@@ -120,7 +109,10 @@ def _as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return array
 
 
-def _as_tensor(flat: npt.NDArray[np.uint8], like: torch.Tensor) -> torch.Tensor:
+def _of_root(like: torch.Tensor, comm: Communicator, root: int) -> torch.Tensor:
+    """Return `root`'s tensor, of the type, shape and device of this rank's. Collective."""
+    flat = _as_bytes(like)
+    comm.bcast(flat, root)
     return torch.from_numpy(flat).view(like.dtype).reshape(like.shape).to(like.device)
 
 

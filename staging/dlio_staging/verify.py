@@ -62,41 +62,29 @@ def verify_folder(
             f"{folder} cannot be verified ({error.strerror}): name a tier of your own"
         ) from error
     with closing_descriptor(descriptor) as opened:
-        _verify(opened, folder, result, heal=heal, source=source)
-
-
-def _verify(
-    opened: int, folder: str, result: FolderVerification, *, heal: bool, source: str | None
-) -> None:
-    owner = os.fstat(opened).st_uid
-    if heal and (owner != os.geteuid() or os.fstat(opened).st_mode & 0o022):
-        raise TierError(
-            f"{folder} belongs to user {owner}, or others can write in it: only a tier of your "
-            "own can be healed"
-        )
-    manifest = _manifest(opened, folder, result)
-    wanted: dict[int, int] = {}
-    if manifest is not None:
-        wanted = dict(zip(manifest.blocks.tolist(), manifest.digests.tolist(), strict=True))
-    broken = []
-    names = [match[1] for name in os.listdir(opened) if (match := _BLOCK.fullmatch(name))]
-    present = {int(name): f"{name}.blk" for name in names}
-    for block in sorted(present.keys() | wanted.keys()):
-        reason = _damage(opened, folder, present.get(block), block, wanted.get(block), result)
-        if reason:
-            result.damaged.append(reason)
-            broken.append(block)
-    if heal and broken:
-        result.healed += _heal(folder, broken, manifest, source)
-
-
-def _manifest(opened: int, folder: str, result: FolderVerification) -> Manifest | None:
-    """Return the manifest of a folder; None without one that is intact."""
-    try:
-        return read_manifest(opened, folder)
-    except (CorruptBlock, OSError) as error:
-        result.damaged.append(str(error))
-        return None
+        owner = os.fstat(opened).st_uid
+        if heal and (owner != os.geteuid() or os.fstat(opened).st_mode & 0o022):
+            raise TierError(
+                f"{folder} belongs to user {owner}, or others can write in it: only a tier of your "
+                "own can be healed"
+            )
+        manifest, wanted = None, dict[int, int]()
+        try:
+            manifest = read_manifest(opened, folder)
+        except (CorruptBlock, OSError) as error:
+            result.damaged.append(str(error))
+        if manifest is not None:
+            wanted = dict(zip(manifest.blocks.tolist(), manifest.digests.tolist(), strict=True))
+        broken = []
+        names = [match[1] for name in os.listdir(opened) if (match := _BLOCK.fullmatch(name))]
+        present = {int(name): f"{name}.blk" for name in names}
+        for block in sorted(present.keys() | wanted.keys()):
+            reason = _damage(opened, folder, present.get(block), block, wanted.get(block), result)
+            if reason:
+                result.damaged.append(reason)
+                broken.append(block)
+        if heal and broken:
+            result.healed += _heal(folder, broken, manifest, source)
 
 
 def _damage(
