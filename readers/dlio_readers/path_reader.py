@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dlio.data.index import fingerprint_of
 from dlio.data.links import following_links, links_followed
-from dlio.data.schema import Schema
+from dlio.data.schema import Schema, Value
 from dlio.data.source import File, Source, expand, own_name, split_fields
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
@@ -128,7 +128,9 @@ def split_paths(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return [url for url, _ in parts], next((names for _, names in reversed(parts) if names), ())
 
 
-def joined_rows(schema: Schema, count: int, columns: Mapping[str, Any]) -> list[bytes | memoryview]:
+def joined_rows(
+    schema: Schema, count: int, columns: Mapping[str, Sequence[Value] | npt.NDArray[np.generic]]
+) -> list[bytes | memoryview]:
     """Return the payloads of samples whose values are the rows of columns."""
     if schema.is_fixed:
         return schema.join_fixed(count, {name: np.asarray(each) for name, each in columns.items()})
