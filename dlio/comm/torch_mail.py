@@ -9,6 +9,7 @@ has been posted. A longer body than the receive's memory is refused, on both sid
 names the other.
 """
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -384,17 +385,13 @@ class Mail:
         with self._lock:
             if self._ends_at is None:
                 self._ends_at = time.monotonic() + CLOSE_TIMEOUT_S
-                self._dismiss()
+                # Nobody here will ask for messages that others have announced.
+                for each in itertools.chain(*self._early.values()):
+                    if each.body is None:
+                        self._answer(each.asked, _UNWANTED, 0)
             pending = any(self._queues.values()) or bool(self._announced or self._replies)
         pending = pending or not all(link.idle for link in self._hub.links if link.ready)
         return not pending or time.monotonic() > self._ends_at
-
-    def _dismiss(self) -> None:
-        """Tell the others that nobody here will ask for their announced messages."""
-        for messages in self._early.values():
-            for each in messages:
-                if each.body is None:
-                    self._answer(each.asked, _UNWANTED, 0)
 
 
 def _key(link: _Link, frame: FrameHead) -> _Key:

@@ -194,11 +194,14 @@ def parse_slurm(texts: Sequence[str]) -> SlurmOptions:
     name = values.get("name")
     if name is not None and not _NAME.fullmatch(name):
         raise UsageError(f"--slurm name={name}: give letters, digits, '.', '_' and '-' alone")
+    requeue = values.get("requeue", "yes")
+    if requeue not in ("yes", "no"):
+        raise UsageError(f"--slurm requeue={requeue}: give yes or no")
     return SlurmOptions(
         _number("nodes", values.get("nodes", "1")),
         _number("ranks-per-node", values.get("ranks-per-node", "1")),
         _warning(values.get("signal", "120")),
-        _yes("requeue", values.get("requeue", "yes")),
+        requeue == "yes",
         name,
         (*directives, *more),
     )
@@ -226,12 +229,6 @@ def _warning(text: str) -> int:
             "are told by SIGUSR1 to write a checkpoint, such as 120 or USR1@120"
         )
     return int(match[1])
-
-
-def _yes(key: str, text: str) -> bool:
-    if text not in ("yes", "no"):
-        raise UsageError(f"--slurm {key}={text}: give yes or no")
-    return text == "yes"
 
 
 def _sbatch(text: str) -> str:

@@ -23,12 +23,10 @@ from dlio.util.forks import new_lock
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """State of a pool: number and bytes of the buffers in use, and of the spare ones."""
+    """State of a pool: number of the buffers in use, and of the spare ones."""
 
     out: int
     spare: int
-    out_bytes: int
-    spare_bytes: int
     allocated: int
     """Buffers that have been allocated since the pool exists."""
 
@@ -96,7 +94,7 @@ class BufferPool:
         self._headroom = headroom
         self._lock = new_lock()
         self._spare: list[npt.NDArray[np.uint8]] = []
-        self._out = self._out_bytes = 0
+        self._out = 0
         self._lent: dict[int, tuple[weakref.ref[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]] = {}
         self._keys = itertools.count()
         self._returned: deque[int] = deque()
@@ -123,10 +121,7 @@ class BufferPool:
         """Count the buffers in use and the spare ones."""
         with self._lock:
             self._collect()
-            spare_bytes = sum(len(buffer) for buffer in self._spare)
-            return PoolStatistics(
-                self._out, len(self._spare), self._out_bytes, spare_bytes, self._allocated
-            )
+            return PoolStatistics(self._out, len(self._spare), self._allocated)
 
     def clear(self) -> None:
         """Free the spare memory."""
@@ -144,7 +139,6 @@ class BufferPool:
             buffer = self._allocate(max(1, size + int(self._headroom * size)))
             self._allocated += 1
         self._out += 1
-        self._out_bytes += len(buffer)
         return buffer
 
     def _collect(self) -> None:
@@ -158,6 +152,5 @@ class BufferPool:
 
     def _keep(self, buffer: npt.NDArray[np.uint8]) -> None:
         self._out -= 1
-        self._out_bytes -= len(buffer)
         self._spare.append(buffer)
         del self._spare[: len(self._spare) - self._most_spare]

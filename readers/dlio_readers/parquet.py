@@ -12,6 +12,8 @@ from dlio_readers.path_reader import lie_at, split_paths
 from dlio_readers.rowgroups import ArrowTable, RowGroupReader
 
 _SUFFIXES: Final = (".parquet", ".parq")
+_WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}
+"""Bytes that a value takes in memory at least, where these are not 8."""
 
 
 class ParquetGroups:
@@ -47,7 +49,9 @@ class ParquetGroups:
         facts = metadata.row_group(group)
         columns = [facts.column(k) for k in range(facts.num_columns)]
         widths = {
-            each.path_in_schema: max(_width(each), metadata.schema.column(k).length)
+            each.path_in_schema: max(
+                _WIDTHS.get(each.physical_type, 8), metadata.schema.column(k).length
+            )
             for k, each in enumerate(columns)
         }
         columns = [each for each in columns if each.path_in_schema.split(".")[0] in names]
@@ -91,11 +95,6 @@ class ParquetGroups:
             for path in paths:
                 column = opened.read_row_group(group, columns=[path], use_threads=False).column(0)
                 check_claim(sum(map(_expanded, column.chunks)), stored, where)
-
-
-def _width(column: Any) -> int:
-    """Return the bytes that a value takes in memory at least."""
-    return {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}.get(column.physical_type, 8)
 
 
 def _expanded(values: Any) -> int:

@@ -62,7 +62,7 @@ def test_no_more_is_kept_than_was_asked_for() -> None:
     assert pool.statistics().spare == 2
     assert pool.statistics().out == 0
     pool.clear()
-    assert pool.statistics().spare_bytes == 0
+    assert pool.statistics().spare == 0
 
 
 def test_a_pool_of_none_keeps_none() -> None:
