@@ -269,7 +269,10 @@ def _schema_of(readers: Sequence[Reader], names: Sequence[str]) -> Schema:
     first = readers[0].schema
     if all(each.schema == first for each in readers):
         return first
-    common = [_common(each.schema) for each in readers]
+    common = []
+    for each in readers:
+        kinds = ((name, "image" if kind in IMAGES else kind) for name, kind in each.schema.fields)
+        common.append(Schema(tuple(kinds), each.schema.structure))
     for name, schema in zip(names, common, strict=True):
         if schema != common[0]:
             raise UsageError(
@@ -277,11 +280,6 @@ def _schema_of(readers: Sequence[Reader], names: Sequence[str]) -> Schema:
                 f"{fields_of(common[0])}: mix data sets of the same fields"
             )
     return common[0]
-
-
-def _common(schema: Schema) -> Schema:
-    fields = tuple((name, "image" if kind in IMAGES else kind) for name, kind in schema.fields)
-    return Schema(fields, schema.structure)
 
 
 def _layout_of(layouts: Sequence[Layout], turns: Sequence[int]) -> Layout:

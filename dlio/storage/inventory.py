@@ -239,7 +239,9 @@ def evict(root: str, fingerprint: str, *, pinned: bool = False) -> int:
     Raises TierError when it is in use, pinned, or not in the tier.
     """
     with _locked(root, fcntl.LOCK_EX) as base:
-        _sweep(base)
+        for name in os.listdir(base):
+            if name.startswith(_EVICTED):  # The remains of an eviction that was killed.
+                remove_marked(base, name)
         entry = next((e for e in stored_data(root) if e.fingerprint == fingerprint), None)
         if entry is None:
             raise TierError(f"{root} holds no data set {fingerprint}: `dlio status` lists them")
@@ -355,7 +357,7 @@ def _lease(folder: int, name: str) -> DatasetLease:
         pid=int(pid),
         host=str(holder.get("host", "")),
         alive=_is_held(folder, name),
-        since=_seconds(holder.get("since"), 0.0),
+        since=_seconds(holder.get("since")),
     )
 
 
@@ -396,13 +398,6 @@ def _locked(root: str, how: int) -> Iterator[int]:
         os.close(base)
 
 
-def _sweep(base: int) -> None:
-    """Remove the remains of evictions that were killed."""
-    for name in os.listdir(base):
-        if name.startswith(_EVICTED):
-            remove_marked(base, name)
-
-
 def _read_json(folder: int, name: str) -> dict[str, Any]:
     try:
         value = json.loads(read_small(folder, name, _MAX_FILE))
@@ -411,10 +406,10 @@ def _read_json(folder: int, name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _seconds(value: object, otherwise: float) -> float:
-    """Return a time from JSON, or another if it is none."""
+def _seconds(value: object) -> float:
+    """Return a time from JSON, 0 if it is none."""
     usable = type(value) in (int, float) and abs(float(str(value))) < 1e11
-    return float(str(value)) if usable else otherwise
+    return float(str(value)) if usable else 0.0
 
 
 def _number(data: bytes) -> int:

@@ -389,7 +389,7 @@ class SampleFetcher(Fetcher):
             return ready
         deadline = time.monotonic() + self._blocks.fill_timeout_s
         # Those that were expected are here, though their blocks may have been completed since.
-        while self._fetches(block) or self._expected(sample):
+        while self._fetches(block) or (os.getpid() == self._process and sample in self._tasks):
             task = self._awaited(sample, block, place, deadline)
             if task.error is not None:
                 raise task.error
@@ -420,9 +420,6 @@ class SampleFetcher(Fetcher):
         """Let go of the samples that were taken without the lock."""
         while self._taken:
             self._tasks.let_go(self._taken.popleft())
-
-    def _expected(self, sample: int) -> bool:
-        return os.getpid() == self._process and sample in self._tasks
 
     def _awaited(self, sample: int, block: int, place: int, deadline: float) -> SampleRead:
         """Return the task of a sample when it is done. Raises SourceError after the deadline."""
@@ -465,7 +462,9 @@ class SampleFetcher(Fetcher):
         False for one that need not be: it is here, or has failed. `closing` ends the waiting when
         it is set.
         """
-        if not self._keeps(block) or sample in self._failed or self._has(block, place):
+        if not self._keeps(block) or sample in self._failed:
+            return False
+        if self._pieces[self._targets.number(block)].places(block, [place]):
             return False
         with self._lock:
             # No more are offered than can be in flight: wanted samples overtake them, but the queue
@@ -533,9 +532,6 @@ class SampleFetcher(Fetcher):
             and self._blocks.can_fill(block)
             and not self._blocks.seen(block)
         )
-
-    def _has(self, block: int, place: int) -> bool:
-        return bool(self._pieces[self._targets.number(block)].places(block, [place]))
 
     def _want(self, sample: int, block: int, place: int) -> SampleRead:
         """Return the task of a sample that somebody needs; made, or moved forward, if need be."""

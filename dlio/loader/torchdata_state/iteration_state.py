@@ -62,7 +62,9 @@ class IterationState:
         # The state may be that of the end of a pass.
         while theirs is None or theirs.finished:
             if keeps and isinstance(self.iterator, ParallelIterator):
-                theirs = self._again(options, self.iterator)
+                theirs = self.iterator
+                pipes = isinstance(options.dataset, IterDataPipe)
+                theirs.again(share_seed(options.generator, None) if pipes else None)
             else:
                 theirs = self._make(options, length)
         steps: int | None = None
@@ -125,13 +127,6 @@ class IterationState:
             made = self._parallel(options, sampler, length, loaded)
         self.iterator = made
         return made
-
-    def _again(self, options: LoaderOptions, iterator: ParallelIterator) -> ParallelIterator:
-        seed = None
-        if isinstance(options.dataset, IterDataPipe):
-            seed = share_seed(options.generator, None)
-        iterator.again(seed)
-        return iterator
 
     def _parallel(
         self, options: LoaderOptions, sampler: Any, length: int | None, state: State | None
