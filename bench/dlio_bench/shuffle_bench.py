@@ -32,6 +32,7 @@ def plan(repeats: int, large_samples: int = 10**9) -> dict[str, object]:
     from dlio.loader.planned_traffic import job_of, traffic
     from dlio.plan.epoch import plan_epoch
     from dlio.plan.placement import HomeNode
+    from dlio_bench.shuffle_cases import MODES
 
     def whole(job: Any, windows: Callable[[], Iterable[range]]) -> None:
         planner = plan_epoch(job.plan(1, 77))
@@ -47,7 +48,7 @@ def plan(repeats: int, large_samples: int = 10**9) -> dict[str, object]:
             "moved_share": measured.moved / measured.payload,
             "messages": measured.messages,
         }
-    for mode in steps(("batch", "global", "ring", "partial(0.1)", "local")):
+    for mode in steps(MODES):
         one = replace(job, mode=mode)
         # The placement is computed once for all epochs.
         one.__dict__["placement"] = job.placement

@@ -118,24 +118,26 @@ def training(
 # Gain of `--source-order block` where samples are small and no tier holds them
 
 
-def source_order(
-    orders: Sequence[str] = ("sample", "block(4)", "block(16)", "block(64)"),
-    samples: int = 60_000,
-    at_most: int = 12_000,
-    latency_s: float = 0.002,
-) -> dict[str, object]:
-    """Samples a second of small ones, in shards behind slowfs, that no tier holds, of which
-    `at_most` are timed; requests a sample; and, of the order alone, how unevenly a global batch of
+_ORDERS: Final = ("sample", "block(4)", "block(16)", "block(64)")
+_SMALL_SAMPLES: Final = 60_000
+_TIMED_SAMPLES: Final = 12_000
+"""Of each pass, at most."""
+_LATENCY_S: Final = 0.002
+
+
+def source_order() -> dict[str, object]:
+    """Samples a second of small ones, in shards behind slowfs, that no tier holds; requests a
+    sample; and, of the order alone, how unevenly a global batch of
     1,024 draws on eighths of the data as they are stored, in units of a random draw (1.0 is a
     uniformly random draw)."""
     import dlio
     from dlio_bench.emulated.emulated_mount import slow_mount, stats
 
     results: dict[str, Any] = {}
-    with packed_noise(samples, _SAMPLE_BYTES) as packed:
-        for order in orders:
+    with packed_noise(_SMALL_SAMPLES, _SAMPLE_BYTES) as packed:
+        for order in _ORDERS:
             with (
-                slow_mount(packed, latency_s=latency_s) as slow,
+                slow_mount(packed, latency_s=_LATENCY_S) as slow,
                 dlio.open(slow, tiers="none") as source,
                 dlio.DataLoader(
                     source, 64, shuffle=True, source_order=order, num_workers=4
@@ -145,7 +147,7 @@ def source_order(
                 began, seen = time.perf_counter(), 0
                 for _ in loader:
                     seen += len(loader.last_samples)
-                    if seen >= at_most:
+                    if seen >= _TIMED_SAMPLES:
                         break
                 seconds = time.perf_counter() - began
                 results[order] = {
@@ -338,7 +340,8 @@ def _group() -> Iterator[str | None]:
 
 _LINKED_BYTES: Final = 100_000
 _TIMEOUT_S: Final = 600.0
-_GBIT: Final = 1e9 / 8
+_MODEL_S: Final = 0.03
+"""Sleep of the model for each batch."""
 
 
 class NoNamespaces(UsageError):
@@ -346,8 +349,8 @@ class NoNamespaces(UsageError):
 
 
 @contextlib.contextmanager
-def shaped(count: int, rate: float = _GBIT) -> Iterator[list[tuple[str, str, str]]]:
-    """`count` network namespaces on one switch, with links of `rate` bytes/s each way: (namespace,
+def shaped(count: int) -> Iterator[list[tuple[str, str, str]]]:
+    """`count` network namespaces on one switch, with links of a gigabit/s each way: (namespace,
     interface, address) each. They are gone afterwards.
 
     Raises NoNamespaces where that needs more rights or tools than there are.
@@ -364,8 +367,7 @@ def shaped(count: int, rate: float = _GBIT) -> Iterator[list[tuple[str, str, str
             raise NoNamespaces(f"{' '.join(words)}: {done.stderr.strip()}")
 
     def tbf(*where: str) -> None:
-        bits = f"{int(rate * 8)}bit"
-        call(*where, "root", "tbf", "rate", bits, "burst", "512kbit", "latency", "200ms")
+        call(*where, "root", "tbf", "rate", "1gbit", "burst", "512kbit", "latency", "200ms")
 
     try:
         call("ip", "link", "add", bridge, "type", "bridge")
@@ -396,12 +398,10 @@ def shaped(count: int, rate: float = _GBIT) -> Iterator[list[tuple[str, str, str
 
 def link(
     counts: Sequence[int] = (2, 4),
-    modes: Sequence[str] = ("batch", "global", "ring", "partial(0.1)", "local"),
+    modes: Sequence[str] = MODES,
     samples: int = 8000,
     batch_size: int = 64,
-    model_s: float = 0.03,
     epochs: int = 3,
-    rate: float = _GBIT,
 ) -> dict[str, object]:
     """For each number of nodes and mode: seconds and stall of epochs after the first, measured
     and forecast, and whether bytes and messages are those forecast."""
@@ -419,15 +419,15 @@ def link(
             "tiers": "ram:1GiB",
             "modes": list(modes),
             "batch_size": batch_size,
-            "model_s": model_s,
+            "model_s": _MODEL_S,
             "epochs": epochs,
         }
-        with shaped(2, rate) as places:
+        with shaped(2) as places:
             # Two ranks a node, which share its link.
             alone = _run([place for place in places for _ in range(2)], {**task, "modes": []})
             results["4 ranks on 2 nodes, exchange alone"] = _exchange(alone)
         for count in counts:
-            with shaped(count, rate) as places:
+            with shaped(count) as places:
                 report = _run(places, task)
             results[f"{count} nodes"] = {
                 key: report[key] for key in ("link_rate", "one_peer_rate", "step_s", "made_per_s")
@@ -437,8 +437,8 @@ def link(
             for mode in modes:
                 job = job_over(reader, named, 1, batch_size, mode)
                 measured = report["modes"][mode]
-                rate_ = report["one_peer_rate" if mode == "ring" else "link_rate"]
-                forecast = _forecast(job, report, model_s, rate_, measured)
+                rate = report["one_peer_rate" if mode == "ring" else "link_rate"]
+                forecast = _forecast(job, report, rate, measured)
                 counted = [traffic(job, each["epoch"]) for each in measured]
                 results[f"{count} nodes, {mode}"] = {
                     **{key: [each[key] for each in measured] for key in ("seconds", "stall_s")},
@@ -453,9 +453,7 @@ def link(
     return results
 
 
-def _forecast(
-    job: Any, report: dict[str, Any], model_s: float, link_rate: float, measured: Any
-) -> dict[str, Any]:
+def _forecast(job: Any, report: dict[str, Any], link_rate: float, measured: Any) -> dict[str, Any]:
     """Return the seconds that `dlio plan` forecasts for the measured epochs; nothing where the
     feature is not installed."""
     try:
@@ -465,7 +463,7 @@ def _forecast(
     # As measured before the epochs, over the same links.
     machine = Machine(
         link_rate=link_rate,
-        link_latency_s=(report["step_s"] - model_s) / 2,
+        link_latency_s=(report["step_s"] - _MODEL_S) / 2,
         tier_rates=(4e9,),
         decode_rate=report["made_per_s"],
         model_s=report["step_s"],
@@ -475,7 +473,7 @@ def _forecast(
     pairs = zip(measured, lines, strict=True)
     return {
         "forecast_s": [line.seconds for line in lines],
-        "forecast_stall_s": [line.seconds - job.steps * model_s for line in lines],
+        "forecast_stall_s": [line.seconds - job.steps * _MODEL_S for line in lines],
         "ratio": spread([each["seconds"] / line.seconds for each, line in pairs]),
     }
 

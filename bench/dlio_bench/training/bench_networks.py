@@ -88,11 +88,12 @@ class LanguageModel(nn.Module):
     Input: words, int64 (n, steps). Output: logits of each next word (n, classes, steps).
     """
 
-    def __init__(self, words: int = 10_000, width: int = 650) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(words, width)
+        width = 650
+        self.embedding = nn.Embedding(_WORDS, width)
         self.layers = nn.LSTM(width, width, num_layers=2, batch_first=True)
-        self.head = nn.Linear(width, words)
+        self.head = nn.Linear(width, _WORDS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x: (n, steps) -> (n, words, steps)
@@ -108,14 +109,14 @@ class UNet3d(nn.Module):
     """The 3-D U-Net: 19,069,955 parameters.
 
     Çiçek et al., arXiv 1606.06650, figure 2. Convolutions are padded, so that volumes need no
-    margin: input (n, 3, d, h, w), multiples of 8; output logits (n, classes, d, h, w). Batch
+    margin: input (n, 3, d, h, w), multiples of 8; output logits (n, 3, d, h, w). Batch
     normalisation has no parameters and the up-convolutions no biases, as in the paper's count.
     """
 
-    def __init__(self, inputs: int = 3, classes: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.down = nn.ModuleList(
-            [_double(inputs, 32, 64), _double(64, 64, 128), _double(128, 128, 256)]
+            [_double(3, 32, 64), _double(64, 64, 128), _double(128, 128, 256)]
         )
         self.bottom = _double(256, 256, 512)
         self.wider = nn.ModuleList(
@@ -124,10 +125,10 @@ class UNet3d(nn.Module):
         self.up = nn.ModuleList(
             [_double(768, 256, 256), _double(384, 128, 128), _double(192, 64, 64)]
         )
-        self.head = nn.Conv3d(64, classes, 1)
+        self.head = nn.Conv3d(64, 3, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # x: (n, inputs, d, h, w) -> logits (n, classes, d, h, w)
+        # x: (n, 3, d, h, w) -> logits (n, 3, d, h, w)
         kept = []
         for block in self.down:
             x = block(x)
