@@ -17,7 +17,7 @@ from dlio_bench.bench_ranks import FABRICS, run
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import collect, results_of
 from dlio_bench.results.repeats import ratio, spread
-from dlio_bench.results.terminal import advance, show_figures, steps, working
+from dlio_bench.results.terminal import show_figures, steps, working
 
 _USUAL: Final = ("plan", "mixing", "capacity", "exchange", "decode")
 _CASES: Final = (*_USUAL, "link", "training", "source-order")
@@ -189,11 +189,9 @@ def command(options: ShuffleBenchOptions, output: OutputOptions) -> None:
     needs_source = () if options.source else ("capacity", "decode")
     wanted = options.case or tuple(name for name in _USUAL if name not in needs_source)
     report: dict[str, Any] = {}
-    with working("shuffle", len(wanted)):
-        for name in wanted:
-            advance(name, 0)
+    with working("shuffle"):
+        for name in steps(wanted):
             report[name] = measures[name]()
-            advance()
             # Figures of a list are labelled by its rows' texts.
             case = report[name]
             show_figures(name, *collect(case if isinstance(case, Mapping) else {"rows": case}))

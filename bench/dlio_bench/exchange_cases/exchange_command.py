@@ -12,7 +12,7 @@ from dlio_bench.results.envelope import begin, finish, save
 from dlio_bench.results.figure_collection import results_of
 from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.report_values import Results
-from dlio_bench.results.terminal import advance, show, working
+from dlio_bench.results.terminal import show, steps, working
 from dlio_bench.trainings import training_data
 
 CASES: Final[dict[str, str]] = {
@@ -65,11 +65,9 @@ def command(options: ExchangeBenchOptions, cases: ExchangeCases, output: OutputO
         "options": asdict(options),
         "machine": describe_machine(_VERSIONS),
     }
-    with working("exchange", len(wanted)):
-        for name in wanted:
-            advance(name, 0)
+    with working("exchange"):
+        for name in steps(wanted):
             report[name] = pkgutil.resolve_name(CASES[name])(options)
-            advance()
             show(name, report[name])
             # Figures so far stay, if a later case fails.
             save(output, _results(report, options), start)

@@ -205,7 +205,7 @@ class Watch(CheckedOptions):
 
     part: Annotated[
         tuple[str, ...],
-        Option("WatchPart to run. Repeatable.", choices=tuple(PARTS), default_text="all"),
+        Option("Part to run. Repeatable.", choices=tuple(PARTS), default_text="all"),
     ] = ()
     baseline: Annotated[
         str, Option("Figures to compare with, as --update wrote them.", metavar="FILE")
