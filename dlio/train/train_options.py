@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Literal, Self, TypeVar
+from typing import Annotated, Final, Literal, Self
 
 from dlio.exchange.exchange_spec import COMPRESSORS
 from dlio.train.feature_spec import FeatureSpec, find_features, option_records
@@ -17,7 +17,6 @@ MODEL_NAMES: Final = (
     *("mlp", "autoencoder", "unet", "convnet"),
 )
 """Models of `dlio.train.model` that --model takes, besides `module:factory`."""
-_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,10 +471,6 @@ class TrainOptions:
     callbacks: CallbackOptions
     features: tuple[object, ...] = field(metadata={RECORDS: option_records})
     """One record for each feature that is installed."""
-
-    def of(self, record: type[_Record]) -> _Record:
-        """Return the options of a feature, by the type of its record."""
-        return next(each for each in self.features if isinstance(each, record))
 
     def replaced(self, **options: object) -> Self:
         """Return the same with other values of some options, by the names of their fields."""
