@@ -184,7 +184,7 @@ class Mail:
             for link, (key, message) in self._arriving.items():
                 if message is not None and chosen(message):
                     self._arriving[link] = (key, None)
-                    link.redirect(None)
+                    link.skip()
             for dest, queued in self._queues.items():
                 self._queues[dest] = deque(each for each in queued if not chosen(each[1]))
             announced = self._announced.items()

@@ -161,14 +161,9 @@ class PeerLink(Generic[_T]):
             kept.append(piece)
         self._out = kept
 
-    def redirect(self, body: memoryview | None) -> None:
-        """Have the rest of the body that is arriving written elsewhere; None to skip it."""
-        if body is None or self._frame is None:
-            self._body = None
-            return
-        if self._body is not None:
-            body[: self._at] = self._body[: self._at]
-        self._body = body
+    def skip(self) -> None:
+        """Skip the rest of the body that is arriving."""
+        self._body = None
 
     def write(self) -> None:
         """Send until the socket is full. Raises OSError."""
