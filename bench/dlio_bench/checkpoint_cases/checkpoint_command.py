@@ -1,7 +1,6 @@
 """`dlio bench checkpoint`: checkpoints written, read back, and taken during training."""
 
 import contextlib
-import itertools
 import os
 import shutil
 import tempfile
@@ -35,9 +34,8 @@ from dlio_bench.file_systems import check_folder
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.repeats import ratio, turns
 from dlio_bench.results.report_values import Figure, Ratio, Results
-from dlio_bench.results.terminal import show_figures, show_notes
+from dlio_bench.results.terminal import advance, show_figures, show_notes, working
 from dlio_bench.storage_cases.page_cache import drop
-from dlio_bench.storage_cases.rank_progress import RankProgress
 
 _HALF, _OPTIMIZER = 2, 12
 _VOCABULARY: Final = 128256
@@ -159,28 +157,19 @@ def run_checkpoint(case: CheckpointCase, emulation: Emulation, output: OutputOpt
     size = case.bytes_per_rank(comm.size)
     rates: dict[tuple[str, str], list[float]] = {}
     stalls: list[Stall] = []
-    with _folder(case.path, emulation, comm) as folder, RankProgress(comm.rank == 0) as progress:
+    shown = comm.rank == 0
+    with _folder(case.path, emulation, comm) as folder:
         _check_room(folder, size, comm)
         if "write" in case.case:
-            progress.begin("checkpoints", case.repeats * len(METHODS))
-            for done, (_, name) in enumerate(turns(METHODS, case.repeats), 1):
-                for kind, rate in _moved(name, folder, size, comm).items():
-                    rates.setdefault((name, kind), []).append(rate)
-                progress.update(done)
+            with working("checkpoints", case.repeats * len(METHODS), shown=shown):
+                for _, name in turns(METHODS, case.repeats):
+                    for kind, rate in _moved(name, folder, size, comm).items():
+                        rates.setdefault((name, kind), []).append(rate)
+                    advance()
         if "stall" in case.case:
-            total = (case.repeats + 1) * len(STALLING)
-            progress.begin("stalls", total)
-            steps = itertools.count(1)
             training = StallTraining(size, case.batch_size)
-            stalls = measure_stalls(
-                folder,
-                STALLING,
-                training,
-                case.steps,
-                case.repeats,
-                comm,
-                lambda _: progress.update(next(steps)),
-            )
+            with working("stalls", (case.repeats + 1) * len(STALLING), shown=shown):
+                stalls = measure_stalls(folder, STALLING, training, case.steps, case.repeats, comm)
     if comm.rank:
         return
     figures = [

@@ -20,6 +20,7 @@ from dlio.errors import UsageError
 from dlio.train.checkpoint.checkpoint_store import Checkpoints, Tensors
 from dlio.train.checkpoint.tensor_reader import ignore_no_dist_warning
 from dlio_bench.results.report_values import Figure, Ratio
+from dlio_bench.results.terminal import advance
 
 _TIMEOUT_S: Final = 1800.0
 _BLOCK: Final = 8 << 20
@@ -242,7 +243,6 @@ def measure_stalls(
     steps: int,
     repeats: int,
     comm: Communicator,
-    advance: Callable[[str], object] = lambda _: None,
 ) -> list[Stall]:
     """Return the stalls of each method's checkpoints, the methods in turn.
 
@@ -260,7 +260,7 @@ def measure_stalls(
             order = list(running) if repeat % 2 == 0 else list(running)[::-1]
             for name in order:
                 stall = _one(name, running[name], training, steps, repeat + 2, comm)
-                advance(name)
+                advance()
                 if repeat >= 0:
                     stalls.append(stall)
     finally:

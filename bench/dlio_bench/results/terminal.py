@@ -5,18 +5,19 @@
         for ...:
             advance("torch")
 
-The bar is drawn on standard error, where that is a terminal. `expect` and `advance` may be called
-by any function below `working`; without a bar they do nothing.
+The bar is drawn on standard error, where that is a terminal, or by the launcher of ranks. `expect`
+and `advance` may be called by any function below `working`; without a bar they do nothing.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlio.comm.launch_environment import shows_terminal
+from dlio.util.live_line import tell_launcher, tells_launcher
 from dlio.util.progress_bar import ProgressBar
 from dlio_bench.results.report_values import Figure, Ratio, labels_text
 
@@ -30,38 +31,50 @@ _WIDE: Final = 130
 
 @dataclass(slots=True)
 class _TerminalWork:
-    bar: ProgressBar
+    title: str
+    bar: ProgressBar | None
+    """None where the launcher draws it."""
     total: float = 0
     done: float = 0
+
+    def show(self, note: str | None = None) -> None:
+        done = min(self.done, self.total) if self.total else self.done
+        if self.bar is None:
+            tell_launcher(self.title, done, self.total, note or "")
+        else:
+            self.bar.update(done, total=self.total or None, note=note)
 
 
 _WORK: ContextVar[_TerminalWork | None] = ContextVar("work", default=None)
 
 
 @contextmanager
-def working(title: str, total: float = 0) -> Iterator[None]:
+def working(title: str, total: float = 0, *, shown: bool = True) -> Iterator[None]:
     """Draw a progress bar with the remaining time meanwhile; `expect` adds steps to those that are
-    known already."""
-    with ProgressBar(title, total=total or None, transient=True, to_stderr=True) as bar:
-        mark = _WORK.set(_TerminalWork(bar, total))
-        try:
-            yield
-        finally:
-            _WORK.reset(mark)
+    known already. Ranks that leave it to another one do not show it."""
+    with ExitStack() as stack:
+        if shown:
+            bar = None
+            if not tells_launcher():
+                bar = stack.enter_context(ProgressBar(title, transient=True, to_stderr=True))
+            work = _TerminalWork(title, bar, total)
+            stack.callback(_WORK.reset, _WORK.set(work))
+            work.show()
+        yield
 
 
 def expect(steps: float) -> None:
     """Add steps to those that the bar expects."""
     if (work := _WORK.get()) is not None:
         work.total += steps
-        work.bar.update(work.done, total=work.total)
+        work.show()
 
 
 def advance(note: str | None = None, steps: float = 1) -> None:
     """Count steps that are done; the note says which one is next, or was."""
     if (work := _WORK.get()) is not None:
         work.done += steps
-        work.bar.update(min(work.done, work.total) if work.total else work.done, note=note)
+        work.show(note)
 
 
 def steps(items: Iterable[T], note: Callable[[T], str] = str) -> Iterator[T]:

@@ -18,6 +18,7 @@ from dlio.errors import CorruptBlock, SourceError
 from dlio_bench.bench_processes import cpu_s, pss, tree
 from dlio_bench.emulated.emulated_mount import Emulation
 from dlio_bench.results.repeats import turns
+from dlio_bench.results.terminal import advance, steps, working
 from dlio_bench.storage_cases.claim import claimed
 from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest
 from dlio_bench.storage_cases.contenders.torch_loader import (
@@ -32,7 +33,6 @@ from dlio_bench.storage_cases.generate.content import payload
 from dlio_bench.storage_cases.generate.stamp import digest_of
 from dlio_bench.storage_cases.latencies import Latencies
 from dlio_bench.storage_cases.page_cache import drop, residency
-from dlio_bench.storage_cases.rank_progress import RankProgress
 from dlio_bench.storage_cases.served_bytes import Meter, ServedBytes
 from dlio_bench.storage_cases.storage_options import StorageCase
 from dlio_bench.storage_cases.utilisation import Accelerator, StepTimes
@@ -97,7 +97,7 @@ class Runner:
         """Counters of what is read."""
         return Meter(self.place.generated.files[0])
 
-    def run(self, name: str, repeat: int, progress: RankProgress) -> LoaderRun:
+    def run(self, name: str, repeat: int) -> LoaderRun:
         """Run a repeat of a loader. Collective."""
         workload = self.place.workload
         accelerator = Accelerator(
@@ -105,17 +105,15 @@ class Runner:
         )
         account = _ResourceAccount()
         with closing(_MADE.get(name, partial(FactoryLoader, name))(self.place)) as contender:
-            steps = contender.steps
-            progress.begin(f"{name}, repeat {repeat + 1}", steps * workload.epochs)
-            epochs = []
-            for number in range(workload.epochs):
-                before = number * steps
-                shown = partial(lambda before, step: progress.update(before + step), before)
-                epoch = self.epoch(contender, accelerator, number, name, shown, account.look)
-                epochs.append(epoch.to_json())
-            left_out = contender.left_out
+            total = contender.steps * workload.epochs
+            with working(f"{name}, repeat {repeat + 1}", total, shown=self.comm.rank == 0):
+                epochs = [
+                    self.epoch(contender, accelerator, number, name, account.look).to_json()
+                    for number in range(workload.epochs)
+                ]
         mine = {"epochs": epochs, **account.taken()}
-        return LoaderRun(name, repeat, self.comm.allgather(mine), steps, left_out)
+        ranks = self.comm.allgather(mine)
+        return LoaderRun(name, repeat, ranks, contender.steps, contender.left_out)
 
     def epoch(
         self,
@@ -123,13 +121,11 @@ class Runner:
         accelerator: Accelerator,
         number: int,
         name: str,
-        after_step: Callable[[int], object] = lambda _: None,
         halfway: Callable[[], object] = lambda: None,
     ) -> StorageRankEpoch:
         """Run an epoch of a number from 0. Collective.
 
-        `after_step` gets the number of steps that are done; `halfway` is called while the
-        accelerator computes on the batch in the middle of the epoch.
+        `halfway` is called while the accelerator computes on the batch in the middle of the epoch.
 
         Raises CorruptBlock for a sample with other bytes, SourceError for samples that are given
         twice or not at all.
@@ -164,7 +160,7 @@ class Runner:
 
             computed.append(accelerator.compute(host))
             self.comm.barrier()
-            after_step(step + 1)
+            advance()
             asked = time.perf_counter()
         next(batches, None)
         seconds = time.perf_counter() - began
@@ -264,20 +260,19 @@ def measure(
         stack.enter_context(warnings.catch_warnings())
         # The workload says how many workers there are.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
-        progress = stack.enter_context(RankProgress(comm.rank == 0))
-        own = stack.enter_context(_generated(case, workload, comm, progress))
+        own = stack.enter_context(_generated(case, workload, comm))
         mounted = stack.enter_context(emulation.mounted(case.path, comm, writable=False))
         read = _moved(own, case.path, mounted)
         place = LoaderShare(read, comm.rank, comm.size, case.tiers)
         compared = own.data_bytes <= _COMPARED_BYTES
-        digests = _digests(own, comm, progress) if compared else np.empty(0, np.int64)
+        digests = _digests(own, comm) if compared else np.empty(0, np.int64)
         first = nodes.node_of.tolist().index(nodes.here) == comm.rank
         runner = Runner(comm, place, digests, first, case.cache, own.files)
         bare = {}
         if case.bare_seconds:
-            bare = _bare(case.bare_seconds, place, comm, own.files if first else (), progress)
+            bare = _bare(case.bare_seconds, place, comm, own.files if first else ())
         order = turns(case.names(), case.repeats)
-        runs = [runner.run(name, repeat, progress) for repeat, name in order]
+        runs = [runner.run(name, repeat) for repeat, name in order]
         written = sum(comm.allgather(own.written_files))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if first else 0
         return StorageMeasurements(
@@ -336,19 +331,12 @@ def data_folder(path: str, workload: Workload) -> str:
 
 @contextmanager
 def _generated(
-    case: StorageCase, workload: Workload, comm: Communicator, progress: RankProgress
+    case: StorageCase, workload: Workload, comm: Communicator
 ) -> Iterator[GeneratedData]:
     """The workload's data; removed at the end if this run made it and it is not to be kept."""
     folder = data_folder(case.path, workload)
     with claimed(folder, case.keep) if comm.rank == 0 else nullcontext():
-        yield generate(
-            workload,
-            folder,
-            progress=progress,
-            rank=comm.rank,
-            ranks=comm.size,
-            barrier=comm.barrier,
-        )
+        yield generate(workload, folder, rank=comm.rank, ranks=comm.size, barrier=comm.barrier)
 
 
 def _moved(generated: GeneratedData, path: str, mounted: str) -> GeneratedData:
@@ -365,33 +353,28 @@ def _moved(generated: GeneratedData, path: str, mounted: str) -> GeneratedData:
     return replace(generated, source=moved(generated.source), files=files)
 
 
-def _digests(generated: GeneratedData, comm: Communicator, progress: RankProgress) -> Digests:
+def _digests(generated: GeneratedData, comm: Communicator) -> Digests:
     """Return the digest of each sample; the ranks share the work."""
     workload = generated.workload
     digests = np.zeros(workload.samples, np.int64)
     mine = range(comm.rank, workload.samples, comm.size)
-    progress.begin("digests of the samples", len(mine))
-    for done, sample in enumerate(mine):
-        data = payload(workload, sample, int(generated.sizes[sample]))
-        digests[sample] = digest(workload, data)
-        progress.update(done + 1)
+    with working("digests of the samples", len(mine), shown=comm.rank == 0):
+        for sample in mine:
+            data = payload(workload, sample, int(generated.sizes[sample]))
+            digests[sample] = digest(workload, data)
+            advance()
     comm.wait([comm.iallreduce(digests)], "the digests of the samples")
     return digests
 
 
 def _bare(
-    seconds: float,
-    place: LoaderShare,
-    comm: Communicator,
-    files: Sequence[str],
-    progress: RankProgress,
+    seconds: float, place: LoaderShare, comm: Communicator, files: Sequence[str]
 ) -> dict[int, float]:
     """Return the bytes per second of bare reads by all ranks together, by threads of a rank."""
-    progress.begin("bare parallel reads", len(THREADS))
     rates: dict[int, float] = {}
-    for number, threads in enumerate(THREADS):
-        if files:
-            drop(files)
-        rates[threads] = sum(comm.allgather(bare_rate(place, threads, seconds, comm.barrier)))
-        progress.update(number + 1)
+    with working("bare parallel reads", shown=comm.rank == 0):
+        for threads in steps(THREADS, "{} threads".format):
+            if files:
+                drop(files)
+            rates[threads] = sum(comm.allgather(bare_rate(place, threads, seconds, comm.barrier)))
     return rates

@@ -17,10 +17,10 @@ import xxhash
 
 from dlio.errors import UsageError
 from dlio.util.units import format_bytes
+from dlio_bench.results.terminal import advance, working
 from dlio_bench.storage_cases.generate.content import sample_sizes
 from dlio_bench.storage_cases.generate.format_writers import WRITERS, FilePart, make_store
 from dlio_bench.storage_cases.generate.stamp import check_folder, write_stamp
-from dlio_bench.storage_cases.rank_progress import RankProgress
 from dlio_bench.storage_cases.workload import Workload
 
 _TEMPORARY: Final = ".writing"
@@ -73,7 +73,6 @@ def generate(
     folder: str,
     *,
     threads: int = 4,
-    progress: RankProgress | None = None,
     rank: int = 0,
     ranks: int = 1,
     barrier: Callable[[], object] = lambda: None,
@@ -96,8 +95,8 @@ def generate(
     barrier()
     with _explained(folder):
         missing = data.missing(range(rank, workload.files, ranks))
-        data.write(missing, threads, progress or RankProgress(False))
         if missing:
+            data.write(missing, threads, shown=rank == 0)
             _sync(folder)
     barrier()
     with _explained(folder):
@@ -166,18 +165,17 @@ class _DataFiles:
         """Return the numbers of those files that are not there, or not complete."""
         return [number for number in numbers if not self._is_complete(number)]
 
-    def write(self, missing: Sequence[int], threads: int, progress: RankProgress) -> None:
+    def write(self, missing: Sequence[int], threads: int, *, shown: bool) -> None:
         """Write files; each appears complete or not at all."""
-        if missing:
-            total = sum(map(self._bytes_of, missing))
-            progress.begin(f"generating {self._workload.name}", total)
-        done = 0
-        with ThreadPoolExecutor(threads, "dlio-generate") as pool:
+        total = sum(map(self._bytes_of, missing))
+        with (
+            working(f"generating {self._workload.name}", total, shown=shown),
+            ThreadPoolExecutor(threads, "dlio-generate") as pool,
+        ):
             # A part at a time: after an error no more files begin, and there may be millions.
             for first in range(0, len(missing), _QUEUED):
                 for written in pool.map(self._write_one, missing[first : first + _QUEUED]):
-                    done += written
-                    progress.update(done)
+                    advance(steps=written)
 
     def _check_room(self, missing: Sequence[int]) -> None:
         """Raise UsageError unless files fit into the file system; network file systems with quotas
@@ -260,8 +258,6 @@ def _explained(folder: str) -> Iterator[None]:
     """Turn an error of the operating system into one with a remedy."""
     try:
         yield
-    except UsageError:
-        raise
     except OSError as error:
         remedy = {
             errno.ENOSPC: "free some space there, or name another folder",
