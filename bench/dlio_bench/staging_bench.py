@@ -121,9 +121,7 @@ def command(choice: StagingChoice, output: OutputOptions) -> None:
 def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:
     """From packed shards on a file system with 5 ms latency, into memory."""
     source = os.path.join(folder, "source")
-    size = int(bandwidth * sizes.slow_s)
-    _make_shards(source, size)
-    bytes_ = bytes_below(source)
+    bytes_ = _make_shards(source, int(bandwidth * sizes.slow_s))
     shares, reads, rates = [], [], []
     with (
         slow_mount(source, latency_s=0.005, bandwidth=bandwidth) as mounted,
@@ -134,7 +132,6 @@ def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:
             seconds = _stage(mounted, tier, bytes_)
             rates.append(bytes_ / seconds / _MIB)
             shares.append(bytes_ / seconds / bandwidth)
-            _empty(tier)
             reads.append(_parallel_read(mounted) / bandwidth)
     return {
         "bytes": bytes_,
@@ -147,28 +144,16 @@ def _slow(folder: str, sizes: Sizes, bandwidth: int) -> dict[str, Any]:
 def _local(folder: str, sizes: Sizes) -> dict[str, Any]:
     """From packed shards on the local disk, cold, into memory and onto the same disk."""
     source = os.path.join(folder, "source")
-    _make_shards(source, sizes.local_bytes)
-    bytes_ = bytes_below(source)
+    bytes_ = _make_shards(source, sizes.local_bytes)
     tier = os.path.join(folder, "tier")
+    os.makedirs(tier)
     with _memory_folder(bytes_) as memory:
-
-        def into_memory() -> float:
-            seconds = _stage(source, memory, bytes_)
-            _empty(memory)
-            return seconds
-
-        def onto_disk() -> float:
-            os.makedirs(tier)
-            seconds = _stage(source, tier, bytes_)
-            shutil.rmtree(tier)
-            return seconds
-
         contenders: dict[str, Callable[[], float]] = {
             "dd": lambda: _dd(source),
             "dd_direct": lambda: _dd(source, direct=True),
-            "memory": into_memory,
+            "memory": lambda: _stage(source, memory, bytes_),
             "dd_copy": lambda: _dd(source, os.path.join(folder, "copy")),
-            "same_disk": onto_disk,
+            "same_disk": lambda: _stage(source, tier, bytes_),
         }
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         for _, name in turns(contenders, sizes.repeats):
@@ -203,7 +188,6 @@ def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
             before = stats(mounted)
             staged.append(_stage(mounted, memory, bytes_))
             asked = {key: count - before[key] for key, count in stats(mounted).items()}
-            _empty(memory)
             if repeat and copied == classes:
                 by_cp.append(by_cp[0])  # A quarter of an hour: once.
                 continue
@@ -226,8 +210,7 @@ def _small_files(folder: str, sizes: Sizes) -> dict[str, Any]:
 def _two_jobs(folder: str, sizes: Sizes) -> dict[str, Any]:
     """Two jobs of one node stage the same data at once: bytes read from the source in all."""
     source = os.path.join(folder, "source")
-    _make_shards(source, int(100 * _MIB * sizes.slow_s / 10))
-    bytes_ = bytes_below(source)
+    bytes_ = _make_shards(source, int(100 * _MIB * sizes.slow_s / 10))
     shares, copies = [], []
     with (
         slow_mount(source, latency_s=0.005) as mounted,
@@ -249,15 +232,14 @@ def _two_jobs(folder: str, sizes: Sizes) -> dict[str, Any]:
 def _memory(folder: str, sizes: Sizes) -> dict[str, Any]:
     """The most memory that a staging process has, of a data set of many tiny samples."""
     source = os.path.join(folder, "source")
-    _make_tiny(source, sizes.samples)
-    bytes_ = bytes_below(source)
+    bytes_ = _make_tiny(source, sizes.samples)
+    tier = os.path.join(folder, "tier")
+    os.makedirs(tier)
     peaks = []
     for _ in range(sizes.repeats):
         advance()
-        tier = os.path.join(folder, "tier")
-        os.makedirs(tier)
         peaks.append(_peak_of(_stage_argv(source, tier, 2 * bytes_)) / _MIB)
-        shutil.rmtree(tier)
+        _empty(tier)
     return {"samples": sizes.samples, "bytes": bytes_, "peak_MiB": spread(peaks)}
 
 
@@ -271,20 +253,23 @@ _CASES: Final[dict[str, Callable[[str, Sizes], dict[str, Any]]]] = {
 }
 
 
-def _make_shards(folder: str, size: int) -> None:
-    """Packed samples of random bytes, 110 kB each as ImageNet's."""
+def _make_shards(folder: str, size: int) -> int:
+    """Pack samples of random bytes, 110 kB each as ImageNet's; return the bytes of the shards."""
     count = max(8, size // 110_000)
     generator = np.random.default_rng(0)
     with _packed(folder, np.uint8, (count, 110_000), 256 * _MIB) as data:
         for start in range(0, count, 256):
             part = data[start : start + 256]
             part[:] = np.frombuffer(generator.bytes(part.nbytes), np.uint8).reshape(part.shape)
+    return bytes_below(folder)
 
 
-def _make_tiny(folder: str, count: int) -> None:
+def _make_tiny(folder: str, count: int) -> int:
+    """Pack samples of one number each; return the bytes of the shards."""
     with _packed(folder, np.int64, (count,), _MIB) as data:
         for start in range(0, count, 1 << 20):
             data[start : start + (1 << 20)] = np.arange(start, min(count, start + (1 << 20)))
+    return bytes_below(folder)
 
 
 @contextmanager
@@ -315,10 +300,12 @@ def _stage_argv(source: str, tier: str, size: int) -> list[str]:
 
 
 def _stage(source: str, tier: str, size: int) -> float:
-    """Seconds of a staging, its process's start included."""
+    """Seconds of a staging, its process's start included; the tier is emptied afterwards."""
     started = time.perf_counter()
     _run(_stage_argv(source, tier, 2 * size))
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    _empty(tier)
+    return seconds
 
 
 def _run(argv: Sequence[str]) -> None:

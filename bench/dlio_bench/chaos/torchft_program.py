@@ -59,6 +59,8 @@ class TorchftSettings(TypedDict):
     """Train by torch's DistributedDataParallel, without torchft."""
 
 
+_FINISHED: Final = "finished"
+"""File in the folder of a job whose training has come to its end."""
 _ALL_LOST: Final = 3
 """Exit code of a replica group that would begin anew, as nobody has the model any more."""
 _MOST_STARTS: Final = 10
@@ -145,12 +147,13 @@ def open_lines(path: str) -> int:
 def main(argv: Sequence[str]) -> int:
     """Run a role; returns the exit code."""
     role, folder, *rest = argv
-    with open(os.path.join(folder, "settings.json"), encoding="utf-8") as file:
+    os.chdir(folder)
+    with open("settings.json", encoding="utf-8") as file:
         settings = cast(TorchftSettings, json.load(file))
     if role == "supervise":
-        return _Supervisor(settings, folder).run()
+        return _Supervisor(settings).run()
     _die_with_parent()
-    return _ReplicaGroup(settings, folder, int(rest[0])).run()
+    return _ReplicaGroup(settings, int(rest[0])).run()
 
 
 class TorchftSampler(Protocol):
@@ -163,8 +166,8 @@ class TorchftSampler(Protocol):
 class _Supervisor:
     """Starts a Lighthouse and the replica groups, and starts groups again that end."""
 
-    def __init__(self, settings: TorchftSettings, folder: str) -> None:
-        self._settings, self._folder = settings, folder
+    def __init__(self, settings: TorchftSettings) -> None:
+        self._settings = settings
         self._environment = dict(os.environ)
         self._groups: dict[int, subprocess.Popen[bytes]] = {}
         self._starts = 0
@@ -202,13 +205,13 @@ class _Supervisor:
 
     def _start(self, rank: int) -> None:
         self._groups[rank] = subprocess.Popen(
-            [sys.executable, "-I", __file__, "train", self._folder, str(rank)],
+            [sys.executable, "-I", __file__, "train", os.curdir, str(rank)],
             env=self._environment,
             stdin=subprocess.DEVNULL,
         )
 
     def _watch(self) -> int:
-        while not os.path.exists(_finished(self._folder)):
+        while not os.path.exists(_FINISHED):
             for rank, group in self._groups.items():
                 if not group.poll():
                     continue  # It runs, or has ended of itself.
@@ -226,13 +229,13 @@ class _Supervisor:
             # Groups that have not joined again by now, or are stopped, are left out.
             with suppress(subprocess.TimeoutExpired):
                 group.wait(max(0.0, deadline - time.monotonic()))
-        return 0 if os.path.exists(_finished(self._folder)) else 1
+        return 0 if os.path.exists(_FINISHED) else 1
 
     def _given_up(self) -> bool:
         newest = 0.0
         for rank in self._groups:
             with suppress(FileNotFoundError):
-                newest = max(newest, os.stat(_position(self._folder, rank)).st_mtime)
+                newest = max(newest, os.stat(f"position-{rank}.json").st_mtime)
         self._starts = 1 if newest > self._newest else self._starts + 1
         self._newest = newest
         return self._starts > _MOST_STARTS
@@ -241,9 +244,9 @@ class _Supervisor:
 class _ReplicaGroup:
     """A replica group of one process."""
 
-    def __init__(self, settings: TorchftSettings, folder: str, rank: int) -> None:
-        self._settings, self._folder, self._rank = settings, folder, rank
-        self._again = os.path.exists(_ready(folder, rank))
+    def __init__(self, settings: TorchftSettings, rank: int) -> None:
+        self._settings, self._rank = settings, rank
+        self._again = os.path.exists(f"ready-{rank}")
         self._at = (0, 0)
         """Epoch, and batch of this group in it."""
 
@@ -264,7 +267,7 @@ class _ReplicaGroup:
         share = -(-len(self._labels) // settings["ranks"])
         self._in_epoch = -(-share // settings["batch_size"])
         self._steps = settings["epochs"] * self._in_epoch
-        self._stamps = StampFile(self._folder, self._rank)
+        self._stamps = StampFile(os.curdir, self._rank)
         return self._run_plain() if settings["plain"] else self._run_torchft()
 
     def _run_plain(self) -> int:
@@ -276,7 +279,7 @@ class _ReplicaGroup:
         timeout = timedelta(seconds=_MANAGER_S)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{os.path.join(self._folder, 'store')}",
+            init_method=f"file://{os.path.abspath('store')}",
             rank=self._rank,
             world_size=settings["ranks"],
             timeout=timeout,
@@ -365,12 +368,12 @@ class _ReplicaGroup:
             seed=settings["seed"],
         )
         if self._again:
-            with suppress(FileNotFoundError), open(_position(self._folder, self._rank)) as file:
+            with suppress(FileNotFoundError), open(f"position-{self._rank}.json") as file:
                 epoch, batch = json.load(file)
                 self._at = (epoch, batch)
         self._begin()
         name = f"batches-{self._rank}-{os.getpid()}.jsonl"
-        batches = open_lines(os.path.join(self._folder, name))
+        batches = open_lines(name)
         written = False
         samples: list[int] = []
 
@@ -432,7 +435,7 @@ class _ReplicaGroup:
         self._at = (epoch, batch + 1) if batch + 1 < self._in_epoch else (epoch + 1, 0)
 
     def _save_position(self) -> None:
-        path = _position(self._folder, self._rank)
+        path = f"position-{self._rank}.json"
         with open(f"{path}.new", "w", encoding="utf-8") as file:
             json.dump(self._at, file)
         os.replace(f"{path}.new", path)
@@ -451,9 +454,9 @@ class _ReplicaGroup:
 
     def _begin(self) -> None:
         """Stamp the begin; groups that are not started again wait for each other before."""
-        open(_ready(self._folder, self._rank), "w").close()
+        open(f"ready-{self._rank}", "w").close()
         deadline = time.monotonic() + _START_S
-        others = [_ready(self._folder, rank) for rank in range(self._settings["ranks"])]
+        others = [f"ready-{rank}" for rank in range(self._settings["ranks"])]
         while not all(map(os.path.exists, others)):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not all groups were ready in {_START_S:g} s")
@@ -462,19 +465,7 @@ class _ReplicaGroup:
 
     def _end(self) -> None:
         self._stamps.end()
-        open(_finished(self._folder), "w").close()
-
-
-def _finished(folder: str) -> str:
-    return os.path.join(folder, "finished")
-
-
-def _ready(folder: str, rank: int) -> str:
-    return os.path.join(folder, f"ready-{rank}")
-
-
-def _position(folder: str, rank: int) -> str:
-    return os.path.join(folder, f"position-{rank}.json")
+        open(_FINISHED, "w").close()
 
 
 def _die_with_parent() -> None:

@@ -36,8 +36,6 @@ from dlio_bench.storage_cases.summary import (
 )
 from dlio_bench.storage_cases.utilisation import LEFT_OUT
 
-_METADATA_THREADS: Final = 4
-
 
 def command(
     case: StorageCase, emulation: Emulation, ranks: RankOptions, output: OutputOptions
@@ -77,8 +75,7 @@ def run_storage(case: StorageCase, emulation: Emulation, output: OutputOptions) 
     epochs = epochs_of(measured)
     rates = []
     if case.metadata_files:
-        files, threads = case.metadata_files, _METADATA_THREADS
-        rates = measure_metadata(case.path, files=files, threads=threads)
+        rates = measure_metadata(case.path, files=case.metadata_files)
     checked = checks_of(case, asked.overridden, emulation.profile.emulates, measured, epochs)
     notes = [*asked.notes, *_notes(case, measured, epochs)]
     results = _results(case, emulation, measured, epochs, rates, notes)
