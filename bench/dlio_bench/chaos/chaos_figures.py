@@ -7,7 +7,7 @@ from typing import Final
 
 from dlio_bench.chaos.accounts import UnevenEpoch, effective_time, quantiles, uneven_totals
 from dlio_bench.chaos.scheduled_faults import InjectedFault
-from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
+from dlio_bench.chaos.stamps import LossStamp, RankStamps, next_of_all, steps_of
 from dlio_bench.chaos.torchft_job import next_quorum_step
 
 _SHOWN: Final = {
@@ -191,7 +191,6 @@ def _others_lost(run: RunRecord) -> int:
 def next_step(ranks: Sequence[RankStamps], made: InjectedFault) -> float | None:
     """Return when all that were left had finished their first step without the ranks of a fault.
 
-    Ranks that join later are not waited for.
     None if they made none: the fault was not felt before the end.
     """
     generations = [
@@ -209,19 +208,7 @@ def next_step(ranks: Sequence[RankStamps], made: InjectedFault) -> float | None:
     known = [each for each in generations if each is not None]
     if len(known) < len(generations):
         return None
-    firsts = [
-        next(
-            (
-                step["t"]
-                for step in each.steps
-                if step["t"] >= made.at and step["generation"] >= max(known)
-            ),
-            None,
-        )
-        for each in ranks
-        if each.steps and each.steps[0]["t"] <= made.at
-    ]
-    return max((first for first in firsts if first is not None), default=None)
+    return next_of_all(ranks, made.at, max(known))
 
 
 def rows_of(result: Mapping[str, Mapping[str, object]]) -> list[dict[str, str]]:

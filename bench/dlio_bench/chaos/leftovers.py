@@ -97,11 +97,8 @@ def left_in_shared_memory(before: set[str]) -> list[str]:
     return sorted(shared_memory() - before)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Return True once a condition holds, False if it does not within `seconds`."""
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Return once a condition holds, or after some seconds."""
     deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
+    while not condition() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return True

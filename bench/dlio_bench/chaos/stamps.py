@@ -134,6 +134,24 @@ def steps_of(ranks: Sequence[RankStamps]) -> list[FinishedStep]:
     return [FinishedStep(number, each["t"], each["ranks"]) for number, each in sorted(last.items())]
 
 
+def next_of_all(ranks: Sequence[RankStamps], at: float, generation: int) -> float | None:
+    """Return when all ranks had finished their first step after a time in a generation or a later
+    one; None if none has. Ranks that joined after that time are not waited for."""
+    firsts = [
+        next(
+            (
+                step["t"]
+                for step in each.steps
+                if step["t"] >= at and step["generation"] >= generation
+            ),
+            None,
+        )
+        for each in ranks
+        if each.steps and each.steps[0]["t"] <= at
+    ]
+    return max((first for first in firsts if first is not None), default=None)
+
+
 # The bench in each rank: a callback that stamps steps, and models of a size
 
 

@@ -20,7 +20,7 @@ from dlio.train.ledger_file import LedgerLine
 from dlio_bench.chaos.chaos_job import IMAGE_SIZE
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.chaos.scheduled_faults import InjectedFault
-from dlio_bench.chaos.stamps import LossStamp, RankStamps, steps_of
+from dlio_bench.chaos.stamps import LossStamp, RankStamps, next_of_all, steps_of
 from dlio_bench.chaos.torchft_program import TorchftSettings
 
 _PROGRAM: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "torchft_program.py")
@@ -154,18 +154,12 @@ class LedgerAccount:
 def next_quorum_step(ranks: Sequence[RankStamps], made: InjectedFault) -> float | None:
     """Return when all that were left had committed their first step without the ranks of a fault.
 
-    A quorum without them is newer than all that had a step before the fault. Replica groups that
-    join later are not waited for. None if there is not one: the fault was not felt before the end.
+    A quorum without them is newer than all that had a step before the fault. None if there is not
+    one: the fault was not felt before the end.
     """
-    before = [each for each in ranks if each.steps and each.steps[0]["t"] <= made.at]
-    quorum = max(
-        step["generation"] for each in before for step in each.steps if step["t"] <= made.at
-    )
-    firsts = [
-        next((step["t"] for step in each.steps if step["generation"] > quorum), None)
-        for each in before
-    ]
-    return max((first for first in firsts if first is not None), default=None)
+    before = [step for each in ranks for step in each.steps if step["t"] <= made.at]
+    quorum = max(step["generation"] for step in before)
+    return next_of_all(ranks, made.at, quorum + 1)
 
 
 def joins(ranks: Sequence[RankStamps]) -> list[tuple[RankStamps, LossStamp]]:

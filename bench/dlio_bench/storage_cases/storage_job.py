@@ -20,19 +20,21 @@ from dlio_bench.emulated.emulated_mount import Emulation
 from dlio_bench.results.repeats import turns
 from dlio_bench.results.terminal import advance, steps, working
 from dlio_bench.storage_cases.claim import claimed
-from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest
-from dlio_bench.storage_cases.contenders.torch_loader import (
-    THREADS,
-    FactoryLoader,
-    StorageDlioLoader,
-    TorchLoader,
-    bare_rate,
-)
 from dlio_bench.storage_cases.generate import GeneratedData, generate
 from dlio_bench.storage_cases.generate.content import payload
 from dlio_bench.storage_cases.generate.stamp import digest_of
 from dlio_bench.storage_cases.latencies import Latencies
 from dlio_bench.storage_cases.page_cache import drop, residency
+from dlio_bench.storage_cases.rank_loaders import (
+    THREADS,
+    FactoryLoader,
+    LoaderShare,
+    RankLoader,
+    StorageDlioLoader,
+    TorchLoader,
+    bare_rate,
+    digest,
+)
 from dlio_bench.storage_cases.served_bytes import Meter, ServedBytes
 from dlio_bench.storage_cases.storage_options import StorageCase
 from dlio_bench.storage_cases.utilisation import Accelerator, StepTimes

@@ -10,14 +10,16 @@ import pytest
 
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio_bench.storage_cases.contenders.rank_loader import LoaderShare, RankLoader, digest
-from dlio_bench.storage_cases.contenders.torch_loader import (
-    FactoryLoader,
-    StorageDlioLoader,
-    TorchLoader,
-)
 from dlio_bench.storage_cases.generate import GeneratedData, generate
 from dlio_bench.storage_cases.generate.content import payload
+from dlio_bench.storage_cases.rank_loaders import (
+    FactoryLoader,
+    LoaderShare,
+    RankLoader,
+    StorageDlioLoader,
+    TorchLoader,
+    digest,
+)
 from dlio_bench.storage_cases.storage_job import Digests, Runner, StorageRankEpoch
 from dlio_bench.storage_cases.utilisation import Accelerator
 from dlio_bench.storage_cases.workload import FORMATS, Format, Workload
