@@ -80,13 +80,6 @@ class Stamps:
         """Stamps of each rank, by number."""
         return sorted(self._of_file.values(), key=lambda each: each.rank)
 
-    @property
-    def stepping(self) -> float | None:
-        """Time when the first step was finished; None before it."""
-        return min(
-            (each.steps[0]["t"] for each in self._of_file.values() if each.steps), default=None
-        )
-
     def read(self) -> None:
         """Read lines that were added."""
         for path in glob.glob(os.path.join(glob.escape(self._folder), "rank-*.jsonl")):

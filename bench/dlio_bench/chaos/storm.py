@@ -192,7 +192,8 @@ def _run(
             takes = clock.faults[0].takes if clock.faults else 0
             spare = len(job.left()) > takes and (mode != "restart" or not made)
             # torchft's groups begin again, as further ones.
-            begun = len(job.stamps.ranks) >= all_ranks and job.stamps.stepping is not None
+            ranks = job.stamps.ranks
+            begun = len(ranks) >= all_ranks and any(each.steps for each in ranks)
             if refill is not None and begun:
                 refill.look(job, bool(clock.faults) and not spare)
                 begun = not refill.is_under_way

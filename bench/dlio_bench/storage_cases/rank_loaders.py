@@ -53,6 +53,13 @@ class LoaderShare:
         """Whole batches of each rank in an epoch."""
         return self.workload.samples // (self.workload.batch_size * self.ranks)
 
+    def order(self, count: int, epoch: int) -> list[int]:
+        """Return this rank's part of the numbers below `count`, in the order of an epoch."""
+        order = np.arange(count)
+        if self.workload.shuffle:
+            np.random.default_rng((self.workload.seed, epoch)).shuffle(order)
+        return order[self.rank :: self.ranks].tolist()
+
 
 @dataclass(slots=True)
 class PassCounts:
@@ -151,12 +158,8 @@ class SequentialSamples(torch.utils.data.IterableDataset[Timed]):
 
     def files_of(self, worker: int) -> list[int]:
         """Return the numbers of a worker's files, in the order of the epoch."""
-        workload = self._place.workload
-        order = np.arange(workload.files)
-        if workload.shuffle:
-            np.random.default_rng((workload.seed, self._epoch)).shuffle(order)
-        mine = order[self._place.rank :: self._place.ranks]
-        return [int(number) for number in mine[worker :: self._workers]]
+        mine = self._place.order(self._place.workload.files, self._epoch)
+        return mine[worker :: self._workers]
 
     def __iter__(self) -> Iterator[Timed]:
         worker = torch.utils.data.get_worker_info()
@@ -302,12 +305,7 @@ class _RankSampler(torch.utils.data.Sampler[int]):
         return self._place.steps * self._place.workload.batch_size
 
     def __iter__(self) -> Iterator[int]:
-        workload = self._place.workload
-        order = np.arange(workload.samples)
-        if workload.shuffle:
-            np.random.default_rng((workload.seed, self.epoch)).shuffle(order)
-        mine = order[self._place.rank :: self._place.ranks]
-        yield from mine[: len(self)].tolist()
+        yield from self._place.order(self._place.workload.samples, self.epoch)[: len(self)]
 
 
 class TorchLoader(RankLoader):

@@ -31,10 +31,10 @@ from dlio_bench.storage_cases.summary import (
     curves,
     epochs_of,
     figures,
+    latencies_of,
     ratios,
     waterfalls,
 )
-from dlio_bench.storage_cases.utilisation import LEFT_OUT
 
 
 def command(
@@ -155,10 +155,7 @@ def _by_rank(measured: StorageMeasurements) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for run in measured.runs:
         for rank, record in enumerate(run.ranks):
-            batches, requests = Latencies(), Latencies()
-            for epoch in record["epochs"]:
-                batches.add(epoch["steps"]["load_s"][LEFT_OUT:])
-                requests.merge(epoch["requests"])
+            batches, requests = latencies_of(record["epochs"])
             rows.append(
                 {
                     "loader": run.loader,

@@ -345,11 +345,9 @@ def _moved(generated: GeneratedData, path: str, mounted: str) -> GeneratedData:
     """Return the data set as it is seen below another folder."""
     if mounted == path:
         return generated
-    root = os.path.join(path, "")
 
     def moved(place: str) -> str:
-        assert place.startswith(root)
-        return os.path.join(mounted, place[len(root) :])
+        return os.path.join(mounted, os.path.relpath(place, path))
 
     files = tuple(moved(each) for each in generated.files)
     return replace(generated, source=moved(generated.source), files=files)

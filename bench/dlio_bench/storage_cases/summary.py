@@ -1,6 +1,6 @@
 """Figures of epochs, from the records of all ranks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Final
@@ -69,10 +69,7 @@ def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> Loader
     workload, ranks = measured.workload, len(run.ranks)
     records = [rank["epochs"][number] for rank in run.ranks]
     steps = [_steps(each) for each in records]
-    batches, requests = Latencies(), Latencies()
-    for each, record in zip(steps, records, strict=True):
-        batches.add(each.load_s[LEFT_OUT:])
-        requests.merge(record["requests"])
+    batches, requests = latencies_of(records)
     served = _served(measured, records)
     resident = [each["resident_before"] for each in records if each["resident_before"] is not None]
     verdict = measured.meter.verdict(
@@ -108,6 +105,15 @@ def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> Loader
         cpu_s=sum(rank["cpu_s"] for rank in run.ranks),
         memory_bytes=sum(rank["memory_bytes"] for rank in run.ranks),
     )
+
+
+def latencies_of(records: Iterable[Mapping[str, Any]]) -> tuple[Latencies, Latencies]:
+    """Return the latencies of batches, without the first ones, and of requests."""
+    batches, requests = Latencies(), Latencies()
+    for record in records:
+        batches.add(record["steps"]["load_s"][LEFT_OUT:])
+        requests.merge(record["requests"])
+    return batches, requests
 
 
 def _steps(record: Mapping[str, Any]) -> StepTimes:

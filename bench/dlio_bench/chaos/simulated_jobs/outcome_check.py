@@ -1,6 +1,7 @@
 """The run of a schedule, and what must hold after it."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -133,10 +134,9 @@ def _check_sums(epoch: CohortEpoch, network: MemoryNetwork, outcome: ScheduleOut
 
 def _heard(trainers: Sequence[SimulatedTrainer]) -> dict[int, int]:
     """Return the last step of each rank that one of some has taken in."""
-    heard: dict[int, int] = {}
+    heard = Counter[int]()
     for trainer in trainers:
-        for rank, step in trainer.heard.items():
-            heard[rank] = max(step, heard.get(rank, 0))
+        heard |= Counter(trainer.heard)
     return heard
 
 
