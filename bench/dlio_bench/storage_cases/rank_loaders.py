@@ -58,7 +58,8 @@ class LoaderShare:
         order = np.arange(count)
         if self.workload.shuffle:
             np.random.default_rng((self.workload.seed, epoch)).shuffle(order)
-        return order[self.rank :: self.ranks].tolist()
+        mine: list[int] = order[self.rank :: self.ranks].tolist()
+        return mine
 
 
 @dataclass(slots=True)
