@@ -13,6 +13,8 @@ from dlio_bench.storage_cases.served_bytes import ServedBytes, Verdict
 from dlio_bench.storage_cases.storage_job import LoaderRun, StorageMeasurements
 from dlio_bench.storage_cases.utilisation import LEFT_OUT, StepTimes, least_seconds
 
+EpochRecord = Mapping[str, Any]
+"""One rank's epoch; see `StorageRankEpoch.to_json`."""
 _MIB: Final = 1 << 20
 _POINTS: Final = 120
 """Points of a curve over time."""
@@ -107,7 +109,7 @@ def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> Loader
     )
 
 
-def latencies_of(records: Iterable[Mapping[str, Any]]) -> tuple[Latencies, Latencies]:
+def latencies_of(records: Iterable[EpochRecord]) -> tuple[Latencies, Latencies]:
     """Return the latencies of batches, without the first ones, and of requests."""
     batches, requests = Latencies(), Latencies()
     for record in records:
@@ -116,11 +118,11 @@ def latencies_of(records: Iterable[Mapping[str, Any]]) -> tuple[Latencies, Laten
     return batches, requests
 
 
-def _steps(record: Mapping[str, Any]) -> StepTimes:
+def _steps(record: EpochRecord) -> StepTimes:
     return StepTimes(**record["steps"])
 
 
-def _served(measured: StorageMeasurements, records: Sequence[Mapping[str, Any]]) -> ServedBytes:
+def _served(measured: StorageMeasurements, records: Sequence[EpochRecord]) -> ServedBytes:
     """Add the counters of ranks; those of a device or of slowfs once for each node."""
     total = ServedBytes()
     seen: set[int] = set()
@@ -215,7 +217,7 @@ def curves(
 
 
 def _over_time(
-    records: Sequence[Mapping[str, Any]], batch_size: int
+    records: Sequence[EpochRecord], batch_size: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return (ends of intervals in seconds, samples per second in each), of all ranks."""
     ends = sorted(at for record in records for at in record["ended_s"])
