@@ -13,6 +13,7 @@ from dlio_staging.pack_folder import pack
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.cold
 def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> None:
     report: dict[str, Any] = measure(
         LoaderCase(str(pictures), image_size=32, batch_size=5, workers=2, repeats=2)
