@@ -12,11 +12,10 @@ else is alike on the ranks that share a layer. For torch's DTensor see `tensor_p
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
-import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -25,6 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from dlio.comm import Communicator
 from dlio.errors import UsageError
+from dlio.exchange.buckets import broadcast_tensors
 from dlio.exchange.rank_group import RankGroup
 from dlio.features.mesh.halo import fetch, sum_over
 from dlio.features.mesh.slab import Slab
@@ -365,24 +365,18 @@ class LayerParts:
             return
         comm = self._ranks.comm
         whole = [value for name, value in model.state_dict().items() if name not in self.cuts]
-        own = torch.cat([value.reshape(-1).to("cpu", torch.float64) for value in whole])
+        own = _flat(whole)
         digests = comm.allgather(xxhash.xxh3_64_hexdigest(own.numpy().tobytes()))
         if len(set(digests)) == 1:
             return
-        first = own.numpy().copy()
-        comm.bcast(first)
-        away = float((own - torch.from_numpy(first)).norm() / (1e-30 + np.linalg.norm(first)))
-        away = max(comm.allgather(away))
+        broadcast_tensors(whole, comm)
+        first = _flat(whole)
+        away = max(comm.allgather(float((own - first).norm() / (1e-30 + first.norm()))))
         if len(self.notes) == 1:
             self.notes.append(
                 "ranks that share layers computed other weights for what they have whole, away by "
                 f"{away:.1e} of their norm: they go on with the first one's after each epoch"
             )
-        at = 0
-        for value in whole:
-            mine = torch.from_numpy(first[at : at + value.numel()])
-            value.copy_(mine.view(value.shape))
-            at += value.numel()
 
     def gradient_norm(self, model: nn.Module) -> torch.Tensor:
         """Return the norm of all gradients, the same on all ranks of the axis. Collective there."""
@@ -394,6 +388,10 @@ class LayerParts:
         like = named[-1][1] if named else norm
         squares = self._ranks.total(of_parts.to(like.device, torch.float64).square().reshape(1))
         return (norm.to(squares).square() + squares[0]).sqrt().to(like.dtype)
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.reshape(-1).to("cpu", torch.float64) for each in tensors])
 
 
 def _parameter(layer: nn.Module, name: str) -> nn.Parameter | None:

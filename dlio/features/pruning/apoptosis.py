@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from dlio.comm.survival.recovery import uniform
 from dlio.errors import DlioError, UsageError
 from dlio.exchange.cut import TensorCut
 from dlio.exchange.distribute import exchange_around
+from dlio.exchange.exchange_base import Exchange
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.input_statistics import StatisticsWindow
 from dlio.features.pruning.model_size import count_parameters, widths_for
@@ -40,16 +41,6 @@ from dlio.features.pruning.pruning_pace import TOLERANCE, PruningPace, Schedule
 from dlio.features.pruning.pruning_report import Round
 from dlio.features.pruning.removal_plan import Limits
 from dlio.util.closable import Closable
-
-
-class ReshapableExchange(Protocol):
-    """The part of an exchange that cuts concern."""
-
-    def finish(self) -> None:
-        """Complete outstanding communication."""
-
-    def reshape(self, cuts: Sequence[TensorCut]) -> None:
-        """Rebuild the exchange's own tensors after a cut."""
 
 
 class ApoptosisState(TypedDict):
@@ -119,7 +110,7 @@ class Apoptosis(Closable):
         *,
         example: ModelInput,
         probe: Callable[[nn.Module], float | torch.Tensor | tuple[float, float]] | None = None,
-        exchange: ReshapableExchange | None = None,
+        exchange: Exchange | None = None,
         steps: int | None = None,
         tolerance: float = TOLERANCE,
         limits: Limits | None = None,
@@ -133,7 +124,7 @@ class Apoptosis(Closable):
             [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         )
         _check_reshapable(model, self.optimizers)
-        self._exchanges: list[ReshapableExchange] = (
+        self._exchanges: list[Exchange] = (
             [exchange] if exchange is not None else _exchanges_of(self.optimizers)
         )
         comm = world()
@@ -440,7 +431,7 @@ def _check_reshapable(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
         )
 
 
-def _exchanges_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[ReshapableExchange]:
+def _exchanges_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Exchange]:
     """The exchanges that drive these optimizers, each once."""
     around = map(exchange_around, optimizers)
     return list({id(each): each for each in around if each is not None}.values())

@@ -1,5 +1,6 @@
 """Parameters and FLOPs of a model, and widths that keep a given fraction of the parameters."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from math import ceil, gcd
 from typing import Final
@@ -66,17 +67,12 @@ def widths_for(
     """
     whole = count_parameters(model)
     wanted = fraction * whole
-    low, high = 1, _LEVELS
-    while low < high:
-        middle = (low + high) // 2
-        if parameters_with(model, groups, _widths(groups, middle, multiple)) < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    sizes = {
-        level: parameters_with(model, groups, _widths(groups, level, multiple))
-        for level in (max(1, low - 1), low)
-    }
+
+    def left(level: int) -> int:
+        return parameters_with(model, groups, _widths(groups, level, multiple))
+
+    enough = 1 + bisect_left(range(1, _LEVELS), wanted, key=left)
+    sizes = {level: left(level) for level in (max(1, enough - 1), enough)}
     level = min(sizes, key=lambda each: abs(sizes[each] - wanted))
     if sizes[level] > _NEAR * wanted:
         raise UsageError(

@@ -18,6 +18,7 @@ from dlio.features.search.search_options import SearchedRun, SearchedScript, Sea
 from dlio.features.search.search_space import (
     Point,
     SearchParameter,
+    argument_words,
     filled_in,
     parse_space,
     parse_words,
@@ -339,9 +340,5 @@ def _given_words(run: SearchedRun) -> list[str]:
             continue
         if field.name == "model" and value == DEFAULT_MODEL:
             continue
-        if isinstance(value, bool):
-            words.append(field.flag if value else f"--no-{field.flag[2:]}")
-            continue
-        for each in value if isinstance(value, tuple) else (value,):
-            words += [field.flag, str(each)]
+        words += argument_words(field.flag[2:], value)
     return words

@@ -12,7 +12,7 @@ from dlio.train.config import TrainConfig
 from dlio.train.factory import split_options
 from dlio.train.train_options import TrainOptions
 from dlio.util.arguments import nearest
-from dlio.util.options import OptionField, Scalar, as_mapping, from_mapping, options_of
+from dlio.util.options import OptionField, Scalar, Value, as_mapping, from_mapping, options_of
 
 Point = Mapping[str, Scalar]
 """Values of the parameters by name, such as {"lr": 0.01, "model.depth": 3}."""
@@ -117,7 +117,7 @@ def train_words(point: Point, run: TrainOptions) -> list[str]:
     plain = {name: value for name, value in point.items() if not name.startswith(_OF_MODEL)}
     if len(plain) < len(point):
         plain["model"] = config.model.model
-    return [word for name, value in plain.items() for word in _words(name, value)]
+    return [word for name, value in plain.items() for word in argument_words(name, value)]
 
 
 def grid_of(axes: Sequence[SearchParameter]) -> list[dict[str, Scalar]]:
@@ -137,10 +137,12 @@ def grid_of(axes: Sequence[SearchParameter]) -> list[dict[str, Scalar]]:
     return [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
 
 
-def _words(name: str, value: Scalar) -> list[str]:
+def argument_words(name: str, value: Value) -> list[str]:
+    """Return the arguments that give an option of `dlio train` a value."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", str(value)]
+    values = value if isinstance(value, tuple) else (value,)
+    return [word for each in values for word in (f"--{name}", str(each))]
 
 
 def _check_names(axes: Sequence[SearchParameter]) -> None:

@@ -191,19 +191,13 @@ class Study(Closable):
 
     def best(self) -> list[TrialRecord]:
         """Return the best trial; with several objectives, all that no other one is better than."""
+        if len(self.objectives) > 1:
+            return [self.records[trial.number] for trial in self.optuna_study.best_trials]
         complete = [record for record in self.records if record.state == "complete"]
-        rows = [
-            tuple(o.goodness(v) for o, v in zip(self.objectives, record.values, strict=True))
-            for record in complete
-        ]
-        if len(self.objectives) == 1:
-            # Of equal ones, the first.
-            return complete[(k := rows.index(max(rows))) : k + 1] if rows else []
-        return [
-            record
-            for record, row in zip(complete, rows, strict=True)
-            if not any(_dominates(other, row) for other in rows)
-        ]
+        if not complete:
+            return []
+        # Of equal ones, the first.
+        return [max(complete, key=lambda each: self.objectives[0].goodness(each.values[0]))]
 
     def trial_folder(self, number: int) -> str:
         """Return the path of a trial's folder."""
@@ -281,7 +275,3 @@ def _drop_torn_line(path: str) -> None:
             data = file.read()
         if data and not data.endswith(b"\n"):
             os.ftruncate(journal, data.rfind(b"\n") + 1)
-
-
-def _dominates(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return one != other and all(a >= b for a, b in zip(one, other, strict=True))
