@@ -4,13 +4,14 @@ Variables by which ranks find each other are those of each launcher: of mpirun, 
 """
 
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping
 
 from dlio.util.cores import available_cores
 from dlio.util.live_line import LiveLine
-from dlio.util.settings import PROGRESS, TERMINAL
+from dlio.util.settings import PROGRESS, SECRET, STORE, TERMINAL
 
 
 def rank_environment(
@@ -44,3 +45,18 @@ def root_permission() -> dict[str, str]:
     if os.geteuid() != 0:
         return {}
     return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def meeting_variables(ranks: int, store: str, host: str, port: int) -> dict[str, str]:
+    """Return the variables by which the ranks of one node meet, in a store's folder and at a
+    port."""
+    return {
+        STORE: store,
+        # The environment of a process is for its own user's eyes only.
+        SECRET: secrets.token_hex(32),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+    }

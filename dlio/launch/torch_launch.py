@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import math
 import os
-import secrets
 import select
 import signal
 import socket
@@ -22,11 +21,11 @@ from typing import IO, TYPE_CHECKING, Final
 
 from dlio.launch.job_folder import open_job_folder
 from dlio.launch.mpi_launch import ErrorFilter, code_of
-from dlio.launch.rank_environment import rank_environment
+from dlio.launch.rank_environment import meeting_variables, rank_environment
 from dlio.util.child_processes import end_groups, module_command
 from dlio.util.closable import Closable
 from dlio.util.live_line import LiveLine
-from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, SECRET, STORE, settings
+from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, settings
 from dlio.util.signals import receiving
 from dlio.util.threads import Workers
 
@@ -98,19 +97,9 @@ def _environment(
     full = {**rank_environment(ranks, live), LAUNCHER: str(os.getpid())}
     # Its warnings of sockets that a lost rank has closed.
     full.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    count = str(ranks)
-    full |= {
-        STORE: store,
-        # The environment of a process is for its own user's eyes only.
-        SECRET: secrets.token_hex(32),
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": count,
-        "LOCAL_WORLD_SIZE": count,
-        "GROUP_RANK": "0",
-        # `init_process_group` of a script connects to this store, and serves none itself.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    full |= meeting_variables(ranks, store, _HOST, port)
+    # `init_process_group` of a script connects to this store, and serves none itself.
+    full["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return {**full, **more}
 
 

@@ -17,12 +17,12 @@ _OF_ORDER: Final = ("--shuffle", "--source-order")
 _NO_NODE: Final = r"^$|^-|[^\w.\-]"
 """Matches a name that is not a host's."""
 
-NOT_REPLAYED: Final = (
+_NOT_REPLAYED: Final = (
     "{option} does not go with --replay: its weights depend on more than the batches that the "
     "trace has"
 )
-NOT_WITH_SPARES: Final = "{option} does not go with --spares yet: leave one of them out"
-"""Messages for `refuse`, also of features."""
+_NOT_WITH_SPARES: Final = "{option} does not go with --spares yet: leave one of them out"
+"""Messages for `refuse`."""
 
 
 def check_together(config: TrainOptions) -> None:
@@ -63,6 +63,14 @@ def refuse_mixed(config: TrainOptions, chosen: Mapping[str, bool]) -> None:
             )
 
 
+def refuse_spares_and_replay(config: TrainOptions, chosen: Mapping[str, bool]) -> None:
+    """Raise UsageError for --spares or --replay with the first option that is chosen."""
+    if config.survival.spares:
+        refuse(chosen, _NOT_WITH_SPARES)
+    if config.results.replay is not None:
+        refuse(chosen, _NOT_REPLAYED)
+
+
 def _check_decoding(config: TrainOptions) -> None:
     tiers = config.data.tiers
     if config.batches.decode == "device":
@@ -84,7 +92,7 @@ def _check_replay(config: TrainOptions) -> None:
                 f"--exchange {exchange}": parse_exchange(exchange).ranks_differ,
                 "--checkpoint": config.checkpoints.checkpoint is not None,
             },
-            NOT_REPLAYED,
+            _NOT_REPLAYED,
         )
 
 
@@ -140,4 +148,4 @@ def _check_fault_tolerance(config: TrainOptions) -> None:
         seconds_until(survival.leave_at, datetime.now())
     shuffle = config.batches.shuffle
     if survival.spares:
-        refuse({f"--shuffle {shuffle}": not is_exact(shuffle)}, NOT_WITH_SPARES)
+        refuse({f"--shuffle {shuffle}": not is_exact(shuffle)}, _NOT_WITH_SPARES)

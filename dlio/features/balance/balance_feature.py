@@ -5,8 +5,8 @@ from typing import Annotated
 
 from dlio.plan.epoch import check_shares
 from dlio.train.config import TrainConfig
-from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES
-from dlio.train.feature_spec import FeatureSpec, refuse
+from dlio.train.config_rules import refuse_spares_and_replay
+from dlio.train.feature_spec import FeatureSpec
 from dlio.util.options import CheckedOptions, Option
 
 
@@ -31,9 +31,5 @@ class BalanceFeature(FeatureSpec):
     hooks = "dlio.features.balance.rank_balance:BalanceHooks"
 
     def check(self, options: BalanceOptions, config: TrainConfig) -> None:
-        chosen = {"--balance": options.balance}
         check_shares(config.batches.shuffle, options.balance)
-        if config.results.replay is not None:
-            refuse(chosen, NOT_REPLAYED)
-        if config.survival.spares:
-            refuse(chosen, NOT_WITH_SPARES)
+        refuse_spares_and_replay(config, {"--balance": options.balance})

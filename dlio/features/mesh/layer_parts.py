@@ -290,8 +290,8 @@ class TensorSplit:
 
 
 class LayerParts:
-    """The parts of a model's layers that the ranks of the axis `model` have; `comm` is the
-    caller's."""
+    """The part of a `RankLayout` in which the ranks of the axis `model` have parts of layers;
+    `comm` is the caller's."""
 
     def __init__(self, comm: Communicator) -> None:
         self._ranks = RankGroup(comm)
@@ -301,7 +301,7 @@ class LayerParts:
         """Remarks on the model, for the report."""
 
     @torch.no_grad()
-    def cut(self, model: nn.Module) -> None:
+    def cut_layers(self, model: nn.Module) -> None:
         """Leave this rank's parts of a model's layers, in place.
 
         The ranks' models are alike before. Hooks, optimizers and copies come later.

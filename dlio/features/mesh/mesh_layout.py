@@ -5,7 +5,6 @@ from typing import Any, Final, Literal
 
 import torch
 import xxhash
-from torch import nn
 
 from dlio.comm import Communicator
 from dlio.comm.job_nodes import find_nodes
@@ -119,30 +118,13 @@ class SampleSlabs(MeshLayout):
         return gather(tensor)
 
 
-class LayerShares(MeshLayout):
+class LayerShares(LayerParts, MeshLayout):
     """Ranks along `model` that have whole samples, and parts of layers."""
 
     def __init__(self, mesh: Mesh, comm: Communicator, shuffle: str) -> None:
-        super().__init__(mesh, "model", comm, shuffle)
+        MeshLayout.__init__(self, mesh, "model", comm, shuffle)
+        LayerParts.__init__(self, self.sharers)
         self.replicas = self.data
-        self._parts = LayerParts(self.sharers)
-        self.notes = self._parts.notes
-
-    def cut_layers(self, model: nn.Module) -> None:
-        self._parts.cut(model)
-
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return self._parts.part(name, whole)
-
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        return self._parts.whole(name, part)
-
-    def gradient_norm(self, model: nn.Module) -> torch.Tensor:
-        return self._parts.gradient_norm(model)
-
-    def align(self, model: nn.Module) -> None:
-        """Copy the first rank's whole parameters to the others; see `LayerParts.align`."""
-        self._parts.align(model)
 
 
 def make_layout(options: MeshOptions, config: TrainConfig, comm: Communicator) -> RankLayout:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
-from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES
-from dlio.train.feature_spec import FeatureSpec, refuse
+from dlio.train.config_rules import refuse_spares_and_replay
+from dlio.train.feature_spec import FeatureSpec
 from dlio.util.options import CheckedOptions, Option
 
 if TYPE_CHECKING:
@@ -74,10 +74,7 @@ class PruningFeature(FeatureSpec):
             raise UsageError(
                 "--prune-target does not go with --prune-tolerance: leave one of them out"
             )
-        if config.survival.spares:
-            refuse({label: True}, NOT_WITH_SPARES)
-        if config.results.replay is not None:
-            refuse({label: True}, NOT_REPLAYED)
+        refuse_spares_and_replay(config, {label: True})
 
     def check_saved(self, about: Mapping[str, Any], path: str, is_on: bool) -> None:
         pruned = about.get("pruning")

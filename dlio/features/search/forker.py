@@ -15,6 +15,7 @@ with it, and it ends with the searcher. Standard input is a socket to it; messag
 
 import importlib
 import io
+import itertools
 import os
 import runpy
 import selectors
@@ -26,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from dlio.launch.node.agent_protocol import pack, receive_exactly
+from dlio.launch.node.agent_protocol import Message, pack, receive_exactly
 from dlio.util.child_processes import end_with_parent, module_command
 from dlio.util.settings import TRIAL_LINK
 
@@ -39,6 +40,7 @@ class Forker:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self.control, its = socket.socketpair()
+        self._keys = itertools.count()
         with its:
             self._process = subprocess.Popen(
                 module_command("dlio.features.search.forker", *modules),
@@ -51,31 +53,32 @@ class Forker:
 
     def fork(
         self,
-        key: str,
         argv: Sequence[str],
         environment: Mapping[str, str],
         cores: Sequence[int],
         output: int,
         link: int,
-    ) -> None:
-        """Fork a rank; it is reported under `key`. Raises OSError if the forker is gone.
+    ) -> int:
+        """Fork a rank; return the key by which it is reported.
 
         `argv` names a module to run as the main program, and its arguments. `output` is the
         descriptor for standard output and error; the rank keeps the descriptor `link`, with its
-        number in the environment.
+        number in the environment. Raises OSError if the forker is gone.
         """
+        key = next(self._keys)
         request = {"fork": key, "argv": argv, "environment": environment, "cores": cores}
         # The message may be longer than one send takes.
         data = pack(request)
         sent = socket.send_fds(self.control, [data], [output, link])
         self.control.sendall(data[sent:])
+        return key
 
-    def signal(self, key: str, number: int) -> None:
+    def signal(self, key: int, number: int) -> None:
         """Send a signal to a rank; nothing if it, or the forker, has ended."""
         with suppress(OSError):
             self.control.sendall(pack({"signal": key, "number": number}))
 
-    def receive(self) -> Mapping[str, object]:
+    def receive(self) -> Message:
         """Return the next message. Raises EOFError or OSError if the forker is gone."""
         message, _ = receive_exactly(self.control)
         return message
@@ -95,7 +98,7 @@ class _ForkServer:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._ranks: dict[int, tuple[str, int]] = {}
+        self._ranks: dict[int, tuple[int, int]] = {}
         """Key and pidfd, by process."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
@@ -144,7 +147,7 @@ class _ForkServer:
             os.killpg(process, signal.SIGKILL)  # Processes that it has started.
         self._tell({"ended": key, "code": os.waitstatus_to_exitcode(status)})
 
-    def _signal(self, wanted: str, number: int) -> None:
+    def _signal(self, wanted: int, number: int) -> None:
         for process, (key, _) in self._ranks.items():
             if key == wanted:
                 os.kill(process, number)

@@ -25,7 +25,7 @@ from dlio.features.search.search_space import (
     train_words,
     with_point,
 )
-from dlio.features.search.searcher import STOPPED, Searcher, SearchSetup, TrialProgram
+from dlio.features.search.searcher import CORES, STOPPED, Searcher, TrialProgram
 from dlio.features.search.study import Study, TrialRecord
 from dlio.features.search.successive_halving import SuccessiveHalving
 from dlio.integrations.script.run_options import RunOptions
@@ -201,10 +201,10 @@ def _search(
     sampler(lag)  # Refuses parameters that it cannot search, before there is a folder.
     shared = checked_tiers(run.data.tiers) if run.data.tiers is not None else None
     cores = search.cores_per_rank or max(1, available_cores() // search.ranks)
-    first = {"--lag": lag, "--cores-per-rank": cores}
+    first = {"--lag": lag, CORES: cores}
     with Study(search.study, objectives, _fixed(run, search, words), first) as study:
         sampling = sampler(study.first["--lag"])
-        for name, given in (("--lag", search.lag), ("--cores-per-rank", search.cores_per_rank)):
+        for name, given in (("--lag", search.lag), (CORES, search.cores_per_rank)):
             if given not in (None, study.first[name]):
                 raise UsageError(
                     f"{name} {given}: the search in {search.study} has begun with "
@@ -237,15 +237,11 @@ def _search(
             searcher = Searcher(
                 study,
                 sampling,
-                SearchSetup(
-                    trials=trials,
-                    ranks=search.ranks,
-                    ranks_per_trial=search.ranks_per_trial,
-                    cores_per_rank=study.first["--cores-per-rank"],
-                    is_script=bool(words),
-                    work=work,
-                    halving=_halving(search, run.optimizer.epochs),
-                ),
+                search,
+                trials,
+                bool(words),
+                work,
+                _halving(search, run.optimizer.epochs),
                 lambda teams: shown.update({t.record.number: t.waits for t in teams}),
             )
             is_done = searcher.run()

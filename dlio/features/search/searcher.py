@@ -1,8 +1,8 @@
 """The searcher: starts trials as ranks become free, and ends, stops or restarts them."""
 
 import json
+import math
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -18,12 +18,14 @@ from dlio.comm.private_store import StoreServer
 from dlio.errors import DlioError
 from dlio.features.search.forker import Forker
 from dlio.features.search.parameter_sampler import ParameterSampler
+from dlio.features.search.search_options import SearchOptions
 from dlio.features.search.search_space import Point
 from dlio.features.search.study import Study, TrialEpoch, TrialRecord
 from dlio.features.search.successive_halving import SuccessiveHalving
 from dlio.launch.job_folder import open_job_folder
-from dlio.launch.node.agent_protocol import pack, receive_exactly
-from dlio.util.settings import LAUNCHER, RECORD, SECRET, STORE, TRIAL
+from dlio.launch.node.agent_protocol import Message, pack, receive_exactly
+from dlio.launch.rank_environment import meeting_variables
+from dlio.util.settings import LAUNCHER, RECORD, TRIAL
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import open_own
 
@@ -56,10 +58,14 @@ class Team:
     link: socket.socket
     """The searcher's end."""
     stack: ExitStack
-    codes: dict[int, int] = field(default_factory=dict)
-    """Exit codes of ranks that have ended by themselves."""
+    codes: list[int] = field(default_factory=list)
+    """Exit codes, other than 0, of ranks that have ended by themselves."""
     left: set[int] = field(default_factory=set)
-    """Ranks that run."""
+    """The forker's keys of ranks that run."""
+    decided_at: float = 0.0
+    """Time of the decision to start it."""
+    kill_at: float = math.inf
+    """Deadline, once it was asked to end."""
     was_killed: bool = False
     """True once the searcher has ended it."""
     is_stopped: bool = False
@@ -93,42 +99,36 @@ class Team:
                 if len(slots) > 1:
                     job = stack.enter_context(open_job_folder())
                     stack.enter_context(StoreServer(job))
-                    common |= _meeting(job, len(slots))
+                    with socket.create_server((_HOST, 0)) as free:
+                        port = free.getsockname()[1]
+                    common |= meeting_variables(len(slots), job, _HOST, port)
+                    common["TORCH_CPP_LOG_LEVEL"] = "ERROR"
                 team = cls(record, slots, forker, mine, stack)
                 for rank in range(len(slots)):
                     own = common
                     if len(slots) > 1:
                         own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    key = team.key(rank)
-                    forker.fork(key, [_PROGRAM, "trial"], own, cores[rank], log, its.fileno())
-                    team.left.add(rank)
+                    argv = [_PROGRAM, "trial"]
+                    team.left.add(forker.fork(argv, own, cores[rank], log, its.fileno()))
             finally:
                 os.close(log)
             team.stack = stack.pop_all()
         return team
 
-    def key(self, rank: int) -> str:
-        """Return the name of a rank for the forker."""
-        return f"{self.record.number}.{rank}.{id(self.link)}"
-
-    def ended(self, key: str, code: int) -> bool:
-        """Note the end of a rank; True if it is one of these."""
-        for rank in self.left:
-            if self.key(rank) == key:
-                self.left.remove(rank)
-                if not self.was_killed:
-                    self.codes[rank] = code
-                return True
-        return False
+    def ended(self, key: int, code: int) -> None:
+        """Note the end of a rank."""
+        self.left.remove(key)
+        if code and not self.was_killed:
+            self.codes.append(code)
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks."""
         if number == signal.SIGKILL:
             self.was_killed = True
-        for rank in self.left:
-            self.forker.signal(self.key(rank), number)
+        for key in self.left:
+            self.forker.signal(key, number)
 
-    def receive(self) -> Mapping[str, object] | None:
+    def receive(self) -> Message | None:
         """Return the next message of the trial; None if it has ended."""
         self.link.settimeout(_FEW_S)
         try:
@@ -150,9 +150,8 @@ class Team:
     @property
     def code(self) -> int:
         """Exit code of the trial: negative if a signal, not the searcher's, has ended a rank."""
-        codes = [code for code in self.codes.values() if code]
-        killed = [code for code in codes if code < 0]
-        return (killed or codes or [0])[0]
+        killed = [code for code in self.codes if code < 0]
+        return (killed or self.codes or [0])[0]
 
 
 def _environment(work: TrialProgram, folder: str, gpus: Sequence[str]) -> dict[str, str]:
@@ -173,23 +172,9 @@ def _environment(work: TrialProgram, folder: str, gpus: Sequence[str]) -> dict[s
     return full
 
 
-def _meeting(job: str, ranks: int) -> dict[str, str]:
-    """Return the variables by which the ranks of a trial find each other."""
-    with socket.create_server((_HOST, 0)) as free:
-        port = free.getsockname()[1]
-    return {
-        STORE: job,
-        SECRET: secrets.token_hex(32),
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-
-
 # The search
+CORES: Final = "--cores-per-rank"
+"""Key of the cores that each rank of a study computes on, in `Study.first`."""
 STOPPED: Final = 75
 """Exit code of a search that was told to end, as of `dlio train`."""
 _PATIENCE_S: Final = 60.0
@@ -206,38 +191,28 @@ class SearchFailed(DlioError):
     """No trial can succeed."""
 
 
-@dataclass(frozen=True, slots=True)
-class SearchSetup:
-    """The trials that a searcher runs."""
-
-    trials: int
-    """Trials in all."""
-    ranks: int
-    ranks_per_trial: int
-    cores_per_rank: int
-    is_script: bool
-    work: Callable[[Point, str], TrialProgram]
-    """Returns a trial's program from its parameters and its folder."""
-    halving: SuccessiveHalving | None
-    """Early ends; None for none."""
-
-
 class Searcher:
-    """Runs the trials of a study on this machine.
+    """Runs the trials of a study on this machine, `trials` in all.
 
-    `changed` is called after each change of a trial, with the trials that run.
+    `work` returns a trial's program from its parameters and its folder. `changed` is called after
+    each change of a trial, with the trials that run. Without `halving` no trial ends early.
     """
 
     def __init__(
         self,
         study: Study,
         sampling: ParameterSampler,
-        setup: SearchSetup,
+        search: SearchOptions,
+        trials: int,
+        is_script: bool,
+        work: Callable[[Point, str], TrialProgram],
+        halving: SuccessiveHalving | None,
         changed: Callable[[Sequence[Team]], object],
     ) -> None:
-        self._study, self._sampling, self._setup = study, sampling, setup
-        self._changed = changed
-        self._free = list(range(setup.ranks))
+        self._study, self._sampling, self._search = study, sampling, search
+        self._trials, self._is_script, self._work = trials, is_script, work
+        self._halving, self._changed = halving, changed
+        self._free = list(range(search.ranks))
         self._teams: list[Team] = []
         self._again = [record for record in study.records if not record.has_ended]
         """Trials that run on from their checkpoints, by number."""
@@ -246,13 +221,10 @@ class Searcher:
         self._forker: Forker | None = None
         self._is_ready, self._forkers = False, 0
         self._gpus: list[str] = []
-        self._kill_at: dict[int, float] = {}
-        """Deadlines of trials that were asked to end, by number."""
         self._asked = self._stopping = False
         """True once a signal has come, and once the trials were asked to end."""
         self.starts_s: list[float] = []
         """Seconds from each decision to start a trial to the first line of its program."""
-        self._started_at: dict[int, float] = {}
 
     def run(self) -> bool:
         """Run all trials that are left; False if it was told to end before.
@@ -276,7 +248,7 @@ class Searcher:
 
     def _is_done(self) -> bool:
         ended = all(record.has_ended for record in self._study.records)
-        return ended and len(self._study.records) >= self._setup.trials
+        return ended and len(self._study.records) >= self._trials
 
     def _settle(self) -> None:
         """Answer and end trials whose look has been decided by the results of others."""
@@ -296,12 +268,12 @@ class Searcher:
     def _answer(self, team: Team, goes_on: bool) -> None:
         team.is_stopped = not goes_on
         team.answer(goes_on)
-        if team.is_stopped and self._setup.is_script:
-            self._kill_at[team.record.number] = time.monotonic() + _SCRIPT_S
+        if team.is_stopped and self._is_script:
+            team.kill_at = time.monotonic() + _SCRIPT_S
 
     def _decided(self, record: TrialRecord) -> bool | None:
         """True if a trial goes on after its last epoch; None if others have to come to it first."""
-        halving, epochs = self._setup.halving, len(record.epochs)
+        halving, epochs = self._halving, len(record.epochs)
         if halving is None or not epochs:
             return True
         objective = self._study.objectives[0]
@@ -310,7 +282,7 @@ class Searcher:
 
     def _start_trials(self) -> None:
         """Start trials while there are ranks, those that were interrupted first."""
-        while len(self._free) >= self._setup.ranks_per_trial:
+        while len(self._free) >= self._search.ranks_per_trial:
             if self._forker is None:
                 if not self._may_begin() and not self._again:
                     return
@@ -326,7 +298,7 @@ class Searcher:
         """True if there is another trial, and those that its choice knows have ended."""
         number = len(self._study.records)
         known = self._study.records[: self._sampling.known(number)]
-        return number < self._setup.trials and all(record.has_ended for record in known)
+        return number < self._trials and all(record.has_ended for record in known)
 
     def _next(self) -> TrialRecord | None:
         """Take the trial that starts next; None if one has to wait for others."""
@@ -341,16 +313,16 @@ class Searcher:
         return self._study.add(self._sampling.choose(number, known))
 
     def _start(self, record: TrialRecord) -> None:
-        count = self._setup.ranks_per_trial
+        count = self._search.ranks_per_trial
         slots, self._free = self._free[:count], self._free[count:]
         folder = self._study.trial_folder(record.number)
         gpus = [self._gpus[slot % len(self._gpus)] for slot in slots] if self._gpus else []
-        self._started_at[record.number] = time.monotonic()
+        decided_at = time.monotonic()
         assert self._forker is not None
         try:
             team = Team.start(
                 record,
-                self._setup.work(record.point, folder),
+                self._work(record.point, folder),
                 slots,
                 [self._cores(slot) for slot in slots],
                 list(dict.fromkeys(gpus)),
@@ -362,6 +334,7 @@ class Searcher:
             self._again = sorted([*self._again, record], key=lambda each: each.number)
             self._is_ready = False  # The forker's end is seen next.
             return
+        team.decided_at = decided_at
         self._teams.append(team)
         self._selector.register(team.link, selectors.EVENT_READ, team)
 
@@ -370,14 +343,14 @@ class Searcher:
         if not hasattr(os, "sched_getaffinity"):
             return []
         cores = sorted(os.sched_getaffinity(0))
-        count = min(self._setup.cores_per_rank, len(cores))
+        count = min(self._study.first[CORES], len(cores))
         return [cores[(slot * count + k) % len(cores)] for k in range(count)]
 
     def _wait(self) -> None:
         """Handle the next messages, ends of processes, and deadlines."""
         now = time.monotonic()
-        timeout = min(self._kill_at.values(), default=now + 1.0) - now
-        for key, _ in self._selector.select(max(0.0, min(1.0, timeout))):
+        until = min([now + 1.0, *(team.kill_at for team in self._teams)])
+        for key, _ in self._selector.select(max(0.0, until - now)):
             if key.data is None:
                 with suppress(BlockingIOError):
                     os.read(key.fd, 64)
@@ -387,8 +360,8 @@ class Searcher:
                 self._hear(key.data)
         now = time.monotonic()
         for team in self._teams:
-            if self._kill_at.get(team.record.number, now + 1) <= now:
-                del self._kill_at[team.record.number]
+            if team.kill_at <= now:
+                team.kill_at = math.inf
                 team.signal(signal.SIGKILL)
 
     def _hear(self, team: Team) -> bool:
@@ -399,17 +372,13 @@ class Searcher:
                 self._selector.unregister(team.link)
             return False
         if "begins" in message:
-            self.starts_s.append(time.monotonic() - self._started_at[team.record.number])
+            self.starts_s.append(time.monotonic() - team.decided_at)
             return True
-        values = message["values"]
-        epoch, source = message["epoch"], message["source_bytes"]
-        assert isinstance(values, list)
-        assert isinstance(epoch, int)
-        assert isinstance(source, int)
-        record = team.record
+        record, epoch = team.record, message["epoch"]
         if epoch >= len(record.epochs):
             self._deaths.pop(record.number, None)
-        self._study.report(record, epoch, TrialEpoch(tuple(values), source))
+        results = TrialEpoch(tuple(message["values"]), message["source_bytes"])
+        self._study.report(record, epoch, results)
         team.waits = True
         if epoch + 1 < len(record.epochs):
             team.answer(True)  # A script that began again.
@@ -426,20 +395,17 @@ class Searcher:
             self._is_ready = True
             given = os.environ.get("CUDA_VISIBLE_DEVICES")
             count = message["ready"]
-            assert isinstance(count, int)
             self._gpus = given.split(",")[:count] if given else [str(k) for k in range(count)]
         elif "ended" in message:
             key, code = message["ended"], message["code"]
-            assert isinstance(code, int)
-            for team in list(self._teams):
-                if team.ended(str(key), code):
-                    self._rank_ended(team, code)
-
-    def _rank_ended(self, team: Team, code: int) -> None:
-        if not team.left:
-            self._finish(team)
-        elif code and not team.was_killed and code != STOPPED:
-            team.signal(signal.SIGKILL)  # A trial goes on with all of its ranks alone.
+            team = next((each for each in self._teams if key in each.left), None)
+            if team is None:
+                return
+            team.ended(key, code)
+            if not team.left:
+                self._finish(team)
+            elif code and not team.was_killed and code != STOPPED:
+                team.signal(signal.SIGKILL)  # A trial goes on with all of its ranks alone.
 
     def _finish(self, team: Team) -> None:
         """Free the ranks of a trial, and end it or have it run again."""
@@ -452,7 +418,6 @@ class Searcher:
         team.close()
         self._free = sorted([*self._free, *team.slots])
         record, code = team.record, team.code
-        self._kill_at.pop(record.number, None)
         if team.is_stopped:
             self._study.end(record, "pruned")
         elif code == 0 and not team.was_killed and record.epochs:
@@ -474,8 +439,7 @@ class Searcher:
 
     def _give_up_if_hopeless(self) -> None:
         records = self._study.records
-        at_a_time = self._setup.ranks // self._setup.ranks_per_trial
-        least = min(self._setup.trials, max(3, at_a_time))
+        least = min(self._trials, max(3, self._search.at_a_time))
         if len(records) >= least and all(record.state == "failed" for record in records[:least]):
             raise SearchFailed(
                 f"the first {least} trials have failed, the first one with: {records[0].note}; "
@@ -487,7 +451,7 @@ class Searcher:
             raise SearchFailed(f"the process that starts ranks has died {_FORKERS} times")
         self._forkers += 1
         modules = ["dlio.features.search.trial", "dlio.launch.command_ranks", "dlio.train.trainer"]
-        if self._setup.is_script:
+        if self._is_script:
             modules.append("dlio.integrations.script.runner")
         self._forker, self._is_ready = Forker(modules), False
         self._selector.register(self._forker.control, selectors.EVENT_READ, self._forker)
@@ -499,7 +463,7 @@ class Searcher:
         self._forker.close()
         self._forker, self._is_ready = None, False
         for team in list(self._teams):
-            team.codes |= dict.fromkeys(team.left, -int(signal.SIGKILL))
+            team.codes += [-int(signal.SIGKILL)] * len(team.left)
             team.left.clear()
             self._finish(team)
 
@@ -532,8 +496,8 @@ class Searcher:
         self._stopping = True
         print("dlio search: trials write checkpoints and end", file=sys.stderr, flush=True)
         for team in self._teams:
-            team.signal(signal.SIGTERM if self._setup.is_script else signal.SIGUSR1)
-            self._kill_at[team.record.number] = time.monotonic() + _PATIENCE_S
+            team.signal(signal.SIGTERM if self._is_script else signal.SIGUSR1)
+            team.kill_at = time.monotonic() + _PATIENCE_S
 
     def _end_all(self) -> None:
         for team in self._teams:

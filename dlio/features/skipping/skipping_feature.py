@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from dlio.errors import UsageError
 from dlio.features.skipping.skip_rule import SHARE
 from dlio.train.config import TrainConfig
-from dlio.train.config_rules import NOT_REPLAYED, NOT_WITH_SPARES, refuse_mixed
-from dlio.train.feature_spec import FeatureSpec, refuse
+from dlio.train.config_rules import refuse_mixed, refuse_spares_and_replay
+from dlio.train.feature_spec import FeatureSpec
 from dlio.util.options import CheckedOptions, Option
 
 if TYPE_CHECKING:
@@ -58,10 +58,7 @@ class SkippingFeature(FeatureSpec):
                 f"--skip-samples with --epochs {epochs}: the first epoch and the last see all "
                 "samples; give 3 or more, and 8 to save time"
             )
-        if config.survival.spares:
-            refuse(chosen, NOT_WITH_SPARES)
-        if config.results.replay is not None:
-            refuse(chosen, NOT_REPLAYED)
+        refuse_spares_and_replay(config, chosen)
 
     def check_saved(self, about: Mapping[str, Any], path: str, is_on: bool) -> None:
         if "kept" in about["loader"] and not is_on:

@@ -77,7 +77,7 @@ def test_parts_compute_what_the_whole_does(
     def run(comm: ThreadCommunicator) -> None:
         parts, model = LayerParts(comm), copy.deepcopy(whole)
         model.zero_grad()
-        parts.cut(model)
+        parts.cut_layers(model)
         assert len(parts.cuts) == count
         here = inputs.detach().clone().requires_grad_()
         made = model(here)
@@ -117,7 +117,7 @@ def test_whole_layers_that_differ_become_the_first_ranks() -> None:
 
     def run(comm: ThreadCommunicator) -> None:
         parts, model = LayerParts(comm), copy.deepcopy(whole)
-        parts.cut(model)
+        parts.cut_layers(model)
         before = copy.deepcopy(model.state_dict())
         parts.align(model)
         assert len(parts.notes) == 1
