@@ -16,7 +16,7 @@ from dlio.comm.single import SingleCommunicator
 from dlio.comm.survival.recovery import uniform
 from dlio.errors import DlioError, UsageError
 from dlio.exchange.cut import TensorCut
-from dlio.exchange.distribute import exchange_around
+from dlio.exchange.distribute import ExchangeHandle, exchange_around
 from dlio.exchange.exchange_base import Exchange
 from dlio.features.pruning.group_search import find_groups
 from dlio.features.pruning.input_statistics import StatisticsWindow
@@ -110,7 +110,7 @@ class Apoptosis(Closable):
         *,
         example: ModelInput,
         probe: Callable[[nn.Module], float | torch.Tensor | tuple[float, float]] | None = None,
-        exchange: Exchange | None = None,
+        exchange: Exchange | ExchangeHandle | None = None,
         steps: int | None = None,
         tolerance: float = TOLERANCE,
         limits: Limits | None = None,
@@ -124,7 +124,7 @@ class Apoptosis(Closable):
             [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         )
         _check_reshapable(model, self.optimizers)
-        self._exchanges: list[Exchange] = (
+        self._exchanges: Sequence[Exchange | ExchangeHandle] = (
             [exchange] if exchange is not None else _exchanges_of(self.optimizers)
         )
         comm = world()
