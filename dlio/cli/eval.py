@@ -1,6 +1,5 @@
 """`dlio eval`: metrics of saved weights on a data set, on any number of ranks."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Annotated
@@ -15,7 +14,6 @@ from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
 from dlio.train.train_options import MIN_IMAGE_SIZE, MODEL_NAMES
 from dlio.util.options import RECORDS, CheckedOptions, Option, as_mapping
 from dlio.util.printable import print_line
-from dlio.util.whole_files import write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +86,7 @@ def evaluate_rank(options: EvalOptions, output: OutputOptions) -> None:
     if world().rank:
         return
     print_line(report.sentence())
-    if output.report is not None:
-        write_json(output.report, asdict(report))
-    if output.as_json:
-        print(json.dumps(asdict(report)))
+    output.write(asdict(report))
 
 
 def _config(options: EvalOptions) -> TrainConfig:

@@ -1,10 +1,11 @@
 """Records of options that several commands share."""
 
+import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from dlio.util.options import CheckedOptions, Option
-from dlio.util.whole_files import check_writable
+from dlio.util.whole_files import check_writable, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +62,10 @@ class OutputOptions:
         """Raise UsageError if the report cannot be written. Call it before the work starts."""
         if self.report is not None:
             check_writable("--report", self.report)
+
+    def write(self, results: object) -> None:
+        """Write the results to their destinations, as JSON."""
+        if self.report is not None:
+            write_json(self.report, results)
+        if self.as_json:
+            print(json.dumps(results), flush=True)

@@ -7,7 +7,7 @@ again.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import xxhash
@@ -84,10 +84,7 @@ def store_sample(root: str) -> str:
         files += [os.path.join(folder, name) for name in sorted(names)]
         if len(files) >= _WALKED:
             break
-    return _files_sample(root, files[:_WALKED])
-
-
-def _files_sample(root: str, files: Sequence[str]) -> str:
+    files = files[:_WALKED]
     digest = xxhash.xxh3_64()
     sampled = set(spread(len(files), _READ))
     for number, path in enumerate(files):

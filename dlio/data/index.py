@@ -11,7 +11,6 @@ Nothing is mapped: a file that another node removes, or that is truncated, would
 import contextlib
 import fcntl
 import json
-import math
 import os
 import stat
 import time
@@ -23,7 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from dlio.data.npy import read_npy_head
 from dlio.data.source import File
+from dlio.errors import CorruptBlock
 from dlio.util.folders import (
     MARK,
     empty_folder,
@@ -286,7 +287,7 @@ def _load(folder: int | None, name: str) -> Arrays | None:
     try:
         with closing_descriptor(open_below(folder, name)) as inside:
             return _loaded(inside)
-    except (OSError, ValueError, TypeError, AttributeError, EOFError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, CorruptBlock):
         return None
 
 
@@ -306,17 +307,14 @@ def _read_array(
 ) -> npt.NDArray[Any] | None:
     """Read a .npy file of a certain type and shape; None if it is another one, or cut off."""
     with os.fdopen(open_file(folder, name, os.O_RDONLY), "rb") as file:
-        if np.lib.format.read_magic(file) != (1, 0):  # A head of 2.0 may claim 4 GiB.
+        memory = bytearray(os.fstat(file.fileno()).st_size)
+        if file.readinto(memory) != len(memory):
             return None
-        actual, fortran, kind = np.lib.format.read_array_header_1_0(file)
-        wanted = math.prod(shape) * kind.itemsize
-        left = os.fstat(file.fileno()).st_size - file.tell()
-        if kind.hasobject or kind.str != dtype or actual != shape or fortran or left != wanted:
-            return None
-        memory = bytearray(wanted)
-        if file.readinto(memory) != wanted:
-            return None
-    return np.ndarray(shape, kind, memory)
+    head = read_npy_head(memoryview(memory))
+    is_whole = head.offset + head.nbytes == len(memory)
+    if (head.descr, head.shape) != (dtype, shape) or head.fortran or not is_whole:
+        return None
+    return np.ndarray(shape, dtype, memory, head.offset)
 
 
 def _digest(array: npt.NDArray[Any]) -> str:

@@ -97,9 +97,7 @@ class AnnotatedReader(ListedReader, PathReader):
         return {name: count for name, count in zip(self.classes, counts, strict=True) if count}
 
     def _read(self, sample: int) -> bytes | memoryview:
-        picture = self._files.read(sample)
-        if picture is None:
-            raise self._files.changed(sample, self._kind, self.version)
+        picture = self._content(self._files, sample)
         index = self._index
         mine = slice(int(self._ends[sample]), int(self._ends[sample + 1]))
         values: dict[str, Any] = {

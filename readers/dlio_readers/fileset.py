@@ -233,15 +233,6 @@ class FileSet:
         data = self._source.read(self.names[number])
         return head + data if len(data) == size else None
 
-    def changed(self, number: int, kind: str, version: int) -> SourceError:
-        """Return the error of a file that is not the one listed, and forget the cached index."""
-        if self._source.local:
-            forget_index(kind, version, self._source.root)
-        return SourceError(
-            f"{self.path(number)} is no longer the file that was listed: the data set "
-            "has changed; run again to list it anew"
-        )
-
     def is_unchanged(self) -> bool:
         """True if files have the attributes of the listing: all, or some of very many."""
 
@@ -354,6 +345,20 @@ class ListedReader:
 
     def close(self) -> None:
         """Nothing is open between calls."""
+
+    def _content(self, files: FileSet, number: int, head: bytes = b"") -> bytes | memoryview:
+        """Return `head` and the bytes of a file. Raises SourceError, and forgets the cached index,
+        if it is not the one that was listed.
+        """
+        content = files.read(number, head)
+        if content is not None:
+            return content
+        if self._source.local:
+            forget_index(self._kind, self.version, self._source.root)
+        raise SourceError(
+            f"{files.path(number)} is no longer the {files.sizes[number]} bytes that were listed: "
+            "the data set has changed; run again to list it anew"
+        )
 
     def _holds(self, index: Arrays) -> bool:
         """True if a kept index is valid: folders and files are those that were listed."""

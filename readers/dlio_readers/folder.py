@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.index import Arrays, Names, forget_index
+from dlio.data.index import Arrays, Names
 from dlio.data.labels import TABLE_LABEL_NAMES
 from dlio.data.links import FolderLinks, links_followed
 from dlio.data.reader_contract import PathRules
@@ -109,15 +109,7 @@ class FolderReader(ListedReader):
         label = b""
         if self.schema.overhead:
             label = LABEL.pack(int(self.labels[sample]))
-        payload = self._files.read(sample, label)
-        if payload is not None:
-            return payload
-        if self._source.local:
-            forget_index(self._kind, self.version, self._source.root)
-        raise SourceError(
-            f"{self._files.path(sample)} is no longer the {self._files.sizes[sample]} bytes that "
-            "were listed: the data set has changed; run again to list it anew"
-        )
+        return self._content(self._files, sample, label)
 
     def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:
         sizes, names, ends = index["sizes"], index["names"], index["name_ends"]

@@ -66,12 +66,8 @@ class MaskReader(ListedReader, PathReader):
         return "has no folders images and masks with image files"
 
     def _read(self, sample: int) -> bytes | memoryview:
-        values = {}
-        for field, files in zip(("image", "mask"), self._sets, strict=True):
-            values[field] = files.read(sample)
-            if values[field] is None:
-                raise files.changed(sample, self._kind, self.version)
-        return self.schema.join(values)
+        sides = zip(("image", "mask"), self._sets, strict=True)
+        return self.schema.join({field: self._content(files, sample) for field, files in sides})
 
     def _fits(self, index: Arrays, head: dict[str, Any]) -> bool:
         return len(index["name_ends"]) == len(index["mask_name_ends"])

@@ -73,8 +73,8 @@ class TablesReader(ColumnReader):
         if any(texts) != all(texts):
             raise UsageError(f"{self.path}: arrays and tables of text: open them one by one")
         if texts[0]:
-            table = open_text_tables(files, names, separator, columns)
-            self._setup(table.columns, table.count, stamps, table.classes, select=select)
+            table, rows, classes = open_text_tables(files, names, separator, columns)
+            self._setup(table, rows, stamps, classes, select=select)
             return
         if columns is not None or separator is not None:
             raise UsageError(f"columns= and separator= are for tables of text, not for {self.path}")

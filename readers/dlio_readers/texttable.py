@@ -42,15 +42,6 @@ _WHOLE: Final = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class TextTable:
-    """The columns of one or several files that have the same columns."""
-
-    columns: Mapping[str, Column]
-    count: int
-    classes: list[str]
-
-
-@dataclass(frozen=True, slots=True)
 class _TextColumnFacts:
     """A column of one file, from the file's index."""
 
@@ -96,8 +87,8 @@ def open_text_tables(
     names: Sequence[str],
     separator: str | None = None,
     features: Sequence[str] | str | None = None,
-) -> TextTable:
-    """Return the columns of some files as one table. Indexes of the files are cached.
+) -> tuple[Mapping[str, Column], int, list[str]]:
+    """Return (columns, rows, classes) of some files as one table. Their indexes are cached.
 
     Args:
         names: columns to read; all if empty.
@@ -140,7 +131,7 @@ def open_text_tables(
         number, own = header.index(name), classes if name == label else []
         make = partial(_TextColumn, number=number, kind=kinds[name], classes=own)
         columns[name] = _joined(parts, make)
-    return TextTable(columns, sum(part.count for part in parts), classes)
+    return columns, sum(part.count for part in parts), classes
 
 
 def _joined(parts: Sequence[_TableFile], make: Callable[[_TableFile], Column]) -> Column:

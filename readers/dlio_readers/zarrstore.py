@@ -84,9 +84,8 @@ class LocalFiles(LocalStore):
         prototype: BufferPrototype | None = None,
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
-        data = await asyncio.to_thread(self._requested, key, byte_range)
-        made = prototype or default_buffer_prototype()
-        return None if data is None else made.buffer.from_bytes(data)
+        options = {"prototype": prototype, "byte_range": byte_range}
+        return await asyncio.to_thread(self.get_sync, key, **options)
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -101,13 +100,10 @@ class LocalFiles(LocalStore):
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
         """Read a key as `get` does, without an event loop."""
-        data = self._requested(key, byte_range)
+        with request():
+            data = self._read(key, byte_range)
         made = prototype or default_buffer_prototype()
         return None if data is None else made.buffer.from_bytes(data)
-
-    def _requested(self, key: str, part: ByteRequest | None) -> bytes | None:
-        with request():
-            return self._read(key, part)
 
     def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
         path = self.source.path(key)

@@ -1,6 +1,5 @@
 """`dlio pack`: write a data set as few large files, in a shuffled order."""
 
-import json
 import os
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
@@ -12,7 +11,6 @@ from dlio.util.cores import available_cores
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
-from dlio.util.whole_files import write_json
 from dlio_staging.pack_folder import describe, pack, summary
 from dlio_staging.pack_plan import PackOptions
 
@@ -84,11 +82,7 @@ def pack_rank(packing: PackArguments, options: PackOptions, output: OutputOption
         return
     print_line(summary(packing.destination, done))
     places = {"source": packing.source, "destination": packing.destination}
-    about = {**places, **asdict(options), **asdict(done)}
-    if output.report is not None:
-        write_json(output.report, about)
-    if output.as_json:
-        print(json.dumps(about))
+    output.write({**places, **asdict(options), **asdict(done)})
 
 
 def _print_plan(packing: PackArguments, options: PackOptions) -> None:

@@ -37,7 +37,7 @@ from dlio.data.schema import Buffer, Schema
 from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageError
 from dlio.storage.block import NO_ROOM, check_block
 from dlio.storage.shard_file import read_footer
-from dlio.util.arguments import path_in, unknown_word
+from dlio.util.arguments import path_in
 from dlio.util.folders import (
     MARK,
     empty_folder,
@@ -403,8 +403,6 @@ def pack(
 
 def _check(source: object, destination: str, parent: str, options: PackOptions) -> None:
     """Raise UsageError if the destination or an option is invalid."""
-    if options.format not in WRITERS:
-        raise unknown_word("--format", options.format, WRITERS)
     if os.path.lexists(destination):
         raise UsageError(f"{destination} exists: remove it, or name another destination")
     if not os.path.isdir(parent):
@@ -414,10 +412,6 @@ def _check(source: object, destination: str, parent: str, options: PackOptions) 
     folder = os.path.abspath(source) if isinstance(source, str) else ""
     if os.path.isdir(folder) and (parent + "/").startswith(folder + "/"):
         raise UsageError(f"{destination} would lie in {source}: name a place outside of it")
-    if options.resize is not None and options.resize < 1:
-        raise UsageError(f"--resize {options.resize}: give the short side in pixels")
-    if not 1 <= options.quality <= 100:
-        raise UsageError(f"--quality {options.quality}: choose 1 to 100")
     shares = [share for _, share in options.split]
     names = [name for name, _ in options.split]
     if options.split and (abs(sum(shares) - 1) > 1e-6 or min(shares) <= 0):

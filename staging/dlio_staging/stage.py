@@ -1,6 +1,5 @@
 """`dlio stage`: fill the node-local disk tiers ahead of a job."""
 
-import json
 import os
 import signal
 import sys
@@ -35,7 +34,6 @@ from dlio.util.options import Option
 from dlio.util.printable import print_line
 from dlio.util.settings import settings
 from dlio.util.units import format_bytes
-from dlio.util.whole_files import write_json
 from dlio_staging.byte_progress import ByteProgress, show_progress
 from dlio_staging.stage_plan import (
     StageOptions,
@@ -311,11 +309,7 @@ def stage_rank(staging: StageArguments, options: StageOptions, output: OutputOpt
         print_plan(done, options.bandwidth)
     else:
         print_result(done)
-    report = asdict(done)
-    if output.report is not None:
-        write_json(output.report, report)
-    if output.as_json:
-        print(json.dumps(report))
+    output.write(asdict(done))
     if staging.dry_run:
         return
     if done.stopped:

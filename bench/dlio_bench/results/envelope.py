@@ -7,7 +7,6 @@
 `schema.json` next to this file is its JSON Schema.
 """
 
-import json
 import math
 import os
 import sys
@@ -50,13 +49,8 @@ def begin(output: OutputOptions) -> RunStart:
 
 def finish(output: OutputOptions, results: Results, start: RunStart) -> None:
     """Write the report of --report, and print that of --json on the last line."""
-    if output.report is None and not output.as_json:
-        return
-    report = envelope(results, start)
-    if output.report is not None:
-        write_json(output.report, report)
-    if output.as_json:
-        print(json.dumps(report), flush=True)
+    if output.report is not None or output.as_json:
+        output.write(envelope(results, start))
 
 
 def save(output: OutputOptions, results: Results, start: RunStart) -> None:
