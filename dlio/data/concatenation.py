@@ -37,7 +37,6 @@ class ReaderGroup:
         self.firsts = np.cumsum([0, *map(len, readers)])
         """Number of the first sample of each reader, and of all samples; shape (readers + 1,)."""
         self.classes: Sequence[str] = readers[0].classes
-        self.sizes = np.concatenate([np.asarray(each.sizes, np.int64) for each in readers])
         self._labels_of: list[_I64] | None = None
         """New label of each reader's labels; None if they stay."""
         self._label_at = 0
@@ -101,6 +100,9 @@ class ReaderGroup:
             np.array([number[label] for label in each.classes], np.int64) for each in self._readers
         ]
 
+    def _all_sizes(self) -> _I64:
+        return np.concatenate([np.asarray(each.sizes, np.int64) for each in self._readers])
+
     def _all_labels(self) -> _I64:
         labels = [np.asarray(each.labels, np.int64) for each in self._readers]
         if self._labels_of is not None:
@@ -144,6 +146,7 @@ class ConcatReader(ReaderGroup):
         if self._classes_differ():
             self._merge_classes(self.path, paths, "has none", "open them one by one")
         self.labels = self._all_labels()
+        self.sizes = self._all_sizes()
         order = Order(len(self.sizes), _SEED, shuffled=bool(first.objects))
         self.layout = cut_blocks(self.sizes, order)
         self.fingerprint = fingerprint_of("joined", 1, *[each.fingerprint for each in readers])
@@ -220,6 +223,7 @@ class MixtureReader(ReaderGroup):
         self._given = (list(readers), list(names), list(uses), labels)
         self.names = tuple(names)
         super().__init__(readers, self.names, _schema_of(readers, names))
+        self.sizes = self._all_sizes()
         self.path = ", ".join(self.names)
         self.objects = all(each.objects for each in readers)
         if self._classes_differ():

@@ -1,12 +1,14 @@
 """Chosen samples of one or several data sets as a data set of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from dlio.data.concatenation import ReaderGroup
 from dlio.data.index import fingerprint_of
 from dlio.data.reader_contract import Abilities, Reader, abilities_of
 from dlio.plan.layout import Layout, cut_blocks
@@ -37,7 +39,7 @@ class TableOrder(Order):
         return mapped
 
 
-class SelectionReader:
+class SelectionReader(ReaderGroup):
     """A reader of chosen samples of other readers, in an order of their own.
 
     Samples of containers stay in the order in which they are stored, so that a chunk is read with
@@ -48,19 +50,14 @@ class SelectionReader:
     """
 
     def __init__(self, readers: Sequence[Reader], owners: _I64, inner: _I64) -> None:
-        self._readers, self._owners, self._inner = list(readers), owners, inner
-        first = readers[0]
-        self.format = first.format
-        self.path = ", ".join(reader.path for reader in readers)
-        self.schema = first.schema
-        self.classes = first.classes
+        paths = [str(reader.path) for reader in readers]
+        super().__init__(readers, paths, readers[0].schema)
+        self._numbers = self.firsts[owners] + inner
+        self.format = readers[0].format
+        self.path = ", ".join(paths)
         self.objects = all(reader.objects for reader in readers)
-        self.sizes = np.zeros(len(inner), np.int64)
-        self._labels: _I64 | None = None
-        for number, reader in enumerate(readers):
-            here = owners == number
-            self.sizes[here] = reader.sizes[inner[here]]
-        self.layout = self._cut()
+        self.sizes = self._values_of(lambda reader: reader.sizes)
+        self.layout = self._cut(owners, inner)
         self.fingerprint = fingerprint_of(
             "view",
             1 if self.objects else 2,
@@ -78,47 +75,41 @@ class SelectionReader:
             multi_get=each[0].multi_get,
         )
 
-    @property
+    @cached_property
     def labels(self) -> _I64:
         """Label of each sample; some readers read their samples for them. Shape (samples,)."""
-        if self._labels is None:
-            labels = np.zeros(len(self._inner), np.int64)
-            for number, reader in enumerate(self._readers):
-                here = self._owners == number
-                labels[here] = np.asarray(reader.labels)[self._inner[here]]
-            self._labels = labels
-        return self._labels
+        return self._values_of(lambda reader: np.asarray(reader.labels))
 
     def __len__(self) -> int:
-        return len(self._inner)
+        return len(self._numbers)
 
     def name(self, sample: int) -> str:
-        return str(self._readers[int(self._owners[sample])].name(int(self._inner[sample])))
+        number = int(self._numbers[sample])
+        owner = int(self.sources_of(number))
+        return str(self._readers[owner].name(number - int(self.firsts[owner])))
 
     def read(self, samples: _I64) -> list[bytes | memoryview]:
-        payloads: list[bytes | memoryview] = [b""] * len(samples)
-        owners = self._owners[samples]
-        for number in np.unique(owners).tolist():
-            here = np.flatnonzero(owners == number)
-            inner = self._readers[number].read(self._inner[samples[here]])
-            for k, payload in zip(here.tolist(), inner, strict=True):
-                payloads[k] = payload
-        return payloads
+        return super().read(self._numbers[samples])
 
-    def close(self) -> None:
-        for reader in self._readers:
-            reader.close()
+    def _values_of(self, values: Callable[[Reader], _I64]) -> _I64:
+        """Return the chosen samples' values out of those of all samples of each reader."""
+        chosen = np.zeros(len(self), np.int64)
+        owners = self.sources_of(self._numbers)
+        for owner in np.unique(owners).tolist():
+            here = owners == owner
+            chosen[here] = values(self._readers[owner])[self._numbers[here] - self.firsts[owner]]
+        return chosen
 
-    def _cut(self) -> Layout:
-        count = len(self._inner)
+    def _cut(self, owners: _I64, inner: _I64) -> Layout:
+        count = len(inner)
         if self.objects:
             return cut_blocks(self.sizes, Order(count, _SEED, shuffled=True))
         blocks, stored = np.empty(count, np.int64), np.empty(count, np.int64)
         for number, reader in enumerate(self._readers):
-            here = self._owners == number
-            blocks[here], places = reader.layout.locate(self._inner[here])
+            here = owners == number
+            blocks[here], places = reader.layout.locate(inner[here])
             stored[here] = reader.layout.starts[blocks[here]] + places
-        table = np.lexsort((stored, self._owners)).astype(np.int64)
-        turns = (np.diff(blocks[table]) != 0) | (np.diff(self._owners[table]) != 0)
+        table = np.lexsort((stored, owners)).astype(np.int64)
+        turns = (np.diff(blocks[table]) != 0) | (np.diff(owners[table]) != 0)
         units = np.append(0, np.flatnonzero(turns) + 1).astype(np.int64)
         return cut_blocks(self.sizes, TableOrder(count, 0, 0, True, table), units)

@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import simplejpeg
 
 from dlio.data.schema import Buffer
 from dlio.errors import DecodeError
@@ -358,7 +359,7 @@ def _jpeg_size(image: Buffer, name: object) -> tuple[int, int] | None:
             check_size(shape.height, shape.width, name)
             return shape.height, shape.width
         try:
-            height, width, colours, _ = _simplejpeg().decode_jpeg_header(image)
+            height, width, colours, _ = simplejpeg.decode_jpeg_header(image)
         except ValueError as error:
             raise damaged(name, f"its JPEG header cannot be read: {error}") from error
         except KeyError:
@@ -454,7 +455,7 @@ def _decode_jpeg(
     if memory is None or len(memory) < need:
         memory = _threads.memory = np.empty(need + need // 4, np.uint8)
     try:
-        _simplejpeg().decode_jpeg(small.image, "RGB", buffer=memory, **options)
+        simplejpeg.decode_jpeg(small.image, "RGB", buffer=memory, **options)
     except ValueError as error:
         # libjpeg reports its first warning alone: the expected one must not hide another.
         if not small.lowered or not str(error).endswith(_SKIPPED):
@@ -584,11 +585,3 @@ def opencv() -> ModuleType:
             os.environ.pop(name, None)
     cv2.setNumThreads(0)
     return cv2
-
-
-@functools.cache
-def _simplejpeg() -> ModuleType:
-    import simplejpeg
-
-    module: ModuleType = simplejpeg
-    return module

@@ -1,5 +1,6 @@
 """dlio's own decoder gives libjpeg-turbo's pixels, or leaves the image to it."""
 
+import functools
 import importlib.util
 import io
 import os
@@ -291,7 +292,7 @@ def test_a_library_with_other_pixels_is_not_used(
 def test_without_it_the_reason_is_named(
     prepare: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(native, "_searched", None)
+    monkeypatch.setattr(native, "_load", functools.cache(native._load.__wrapped__))
     if prepare == "switched off":
         monkeypatch.setenv("DLIO_NATIVE", "0")
     else:

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import simplejpeg
 
 from dlio.data.schema import Buffer
 from dlio.image import native
@@ -72,8 +73,6 @@ def _has_known_colours(image: Buffer) -> bool:
     library = native.find()
     if library is not None:
         return library.shape(image) is not None
-    import simplejpeg
-
     try:
         _, _, colours, _ = simplejpeg.decode_jpeg_header(image)
     except (ValueError, KeyError):  # KeyError: subsampling such as 4:1:1, which has no name.

@@ -13,6 +13,7 @@ read without releasing the GIL.
 """
 
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +21,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import simplejpeg
 
 from dlio.data.schema import Buffer
 from dlio.image.crop import Box
-from dlio.util.forks import new_lock
 from dlio.util.settings import settings
 
 LIBRARY: Final = os.path.join(os.path.dirname(__file__), "_jpeg.so")
@@ -205,33 +206,23 @@ def _address(array: npt.NDArray[Any]) -> int:
     return address
 
 
-_lock = new_lock()
-_searched: tuple[NativeLibrary | None, str] | None = None
-"""The library and its name, or None and the reason; None before the first search."""
-
-
 def find() -> NativeLibrary | None:
     """Return the library; None if it was not built, is switched off or gives other pixels.
 
     DLIO_NATIVE is read by the first call of the process.
     """
-    return (_searched or _search())[0]
+    return _load()[0]
 
 
 def name() -> str:
     """Name the decoder of baseline JPEGs in use, for reports."""
-    library, text = _searched or _search()
+    library, text = _load()
     return text if library is not None else f"libjpeg-turbo ({text})"
 
 
-def _search() -> tuple[NativeLibrary | None, str]:
-    global _searched
-    with _lock:
-        _searched = _searched or _load()
-        return _searched
-
-
+@functools.cache
 def _load() -> tuple[NativeLibrary | None, str]:
+    """Return (the library, its name), or (None, why it is not in use)."""
     if not settings().native:
         return None, "DLIO_NATIVE=0"
     if not os.path.exists(LIBRARY):
@@ -250,8 +241,6 @@ def _load() -> tuple[NativeLibrary | None, str]:
 def agrees(library: NativeLibrary) -> bool:
     """True if the library decodes a few small images as libjpeg-turbo does, whose results depend on
     the processor and on the version."""
-    import simplejpeg
-
     for image in _samples():
         expected = simplejpeg.decode_jpeg(image, "RGB", fastdct=True, fastupsample=True)
         height, width = expected.shape[:2]
@@ -277,8 +266,6 @@ def resizes_alike(library: NativeLibrary, resize: Callable[..., npt.NDArray[np.u
 
 def _samples() -> Iterator[bytes]:
     """Small JPEGs of noise, for extreme coefficients, and of a gradient."""
-    import simplejpeg
-
     noise = np.random.default_rng(0).integers(0, 256, (43, 57, 3), np.uint8)
     noise[:24] = np.where(noise[:24] < 128, 0, 255)
     gradient = np.broadcast_to(np.arange(43, dtype=np.uint8)[:, None, None] * 5, noise.shape)
