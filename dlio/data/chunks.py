@@ -17,6 +17,7 @@ from dlio.data.chunked_array import ChunkedArray
 from dlio.data.index import fingerprint_of
 from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import MAX_PAYLOAD, Schema
+from dlio.data.source import ReadErrors
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
@@ -190,12 +191,8 @@ class ChunkReader:
         _, array, place = self._locate(sample)
         where = f"{array.where}[{','.join(map(str, place))}]"
         box = array.box(place)
-        try:
+        with ReadErrors(where):
             part = np.asarray(array.read(box))
-        except (SourceError, UsageError):
-            raise
-        except Exception as error:  # Libraries of formats raise errors of any kind.
-            raise SourceError(f"{where} cannot be read: {error}") from error
         wanted = tuple(side.stop - side.start for side in box)
         if part.shape != wanted:
             raise SourceError(f"{where} has the shape {part.shape}, not {wanted}")

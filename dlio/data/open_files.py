@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, Final
 
 from dlio.data.requests import fill, request
-from dlio.data.source import File, failed
+from dlio.data.source import File, ReadErrors
 from dlio.errors import SourceError
 from dlio.util.limits import open_regular, open_unchecked
 
@@ -154,17 +154,12 @@ def open_ranges(file: File) -> Iterator[ReadRange]:
     if file.local_path is None:
         yield file.read_into
         return
-    try:
+    with ReadErrors(file.url):
         descriptor = open_unchecked(file.local_path)
-    except OSError as error:
-        raise failed(file.url, error) from error
 
     def read(offset: int, into: memoryview) -> None:
-        try:
-            with request():
-                done = fill(descriptor, offset, into)
-        except OSError as error:
-            raise failed(file.url, error) from error
+        with ReadErrors(file.url), request():
+            done = fill(descriptor, offset, into)
         file.check_whole(into, done)
 
     try:

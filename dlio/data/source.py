@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, BinaryIO, Final
 
 import xxhash
@@ -25,7 +25,7 @@ import xxhash
 from dlio.data.identity import content_sample, stamp_of
 from dlio.data.links import check_link, links_followed
 from dlio.data.requests import pread, pread_into, request
-from dlio.errors import SourceError, UsageError
+from dlio.errors import DlioError, SourceError, UsageError
 from dlio.util.limits import check_regular, open_regular
 
 _MAX_FILES: Final = 1_000_000
@@ -74,6 +74,28 @@ class Entry:
         return self.size
 
 
+class ReadErrors:
+    """Turns errors of any kind, as libraries raise them, into SourceError: for a `with` statement.
+
+    Errors of dlio's own stay. The message names the URL, without secrets, or another place. Written
+    out, as samples are read one by one: a generator takes longer.
+    """
+
+    __slots__ = ("_text", "_where")
+
+    def __init__(self, where: str, text: str = "cannot be read") -> None:
+        self._where, self._text = where, text
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, DlioError):
+            raise failed(self._where, error, self._text) from error
+
+
 class FsspecHandle:
     """Whatever keeps a file system of fsspec.
 
@@ -103,10 +125,8 @@ class Source(FsspecHandle):
         self._follow = links_followed()
         self.root = os.path.abspath(os.path.expanduser(url))
         if is_remote(url):
-            try:
+            with ReadErrors(url, "cannot be opened"):
                 self._opened, self.root = fsspec().core.url_to_fs(url)
-            except Exception as error:
-                raise SourceError(f"{redact(url)} cannot be opened: {error}") from error
             self.root = self.root.rstrip("/")
 
     @property
@@ -129,10 +149,8 @@ class Source(FsspecHandle):
     def _ask(self, question: str, local: Callable[[str], bool], name: str) -> bool:
         if self._files is None:
             return local(self.path(name))
-        try:
+        with ReadErrors(self.path(name)):
             return bool(getattr(self._files, question)(self.path(name)))
-        except Exception as error:
-            raise failed(self.path(name), error) from error
 
     def modified_ns(self, name: str = "") -> int:
         """Return the time of a folder's last change, 0 where it is unknown."""
@@ -143,12 +161,10 @@ class Source(FsspecHandle):
 
     def listing(self, name: str = "") -> list[Entry]:
         """List a folder, sorted by name. Raises SourceError when it cannot be listed."""
-        try:
+        with ReadErrors(self.path(name)):
             if self._files is None:
                 return sorted(self._scan(name), key=lambda entry: entry.name)
             rows = self._files.ls(self.path(name), detail=True)
-        except Exception as error:
-            raise failed(self.path(name), error) from error
         entries = [
             Entry(
                 row["name"].rstrip("/").rsplit("/", 1)[-1],
@@ -174,11 +190,8 @@ class Source(FsspecHandle):
         if self._files is not None:
             rows = [(entry.name, entry.folder) for entry in self.listing(name)]
         else:
-            try:
-                with os.scandir(self.path(name)) as entries:
-                    rows = sorted((entry.name, entry.is_dir()) for entry in entries)
-            except OSError as error:
-                raise failed(self.path(name), error) from error
+            with ReadErrors(self.path(name)), os.scandir(self.path(name)) as entries:
+                rows = sorted((entry.name, entry.is_dir()) for entry in entries)
         if seen is not None:
             seen[key] = rows
         return rows
@@ -189,18 +202,15 @@ class Source(FsspecHandle):
         Raises SourceError, also if it is not a regular file, or a link out of the root.
         """
         path = f"{self.path(folder)}/{name}"
-        try:
-            status = os.lstat(path)
-            if stat.S_ISLNK(status.st_mode):
-                status = os.stat(path)
-                self.check_link(path)
-            check_regular(status, path)
-        except FileNotFoundError:
-            return None
-        except SourceError:
-            raise
-        except OSError as error:
-            raise failed(path, error) from error
+        with ReadErrors(path):
+            try:
+                status = os.lstat(path)
+                if stat.S_ISLNK(status.st_mode):
+                    status = os.stat(path)
+                    self.check_link(path)
+                check_regular(status, path)
+            except FileNotFoundError:
+                return None
         return Entry(name, False, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
@@ -208,17 +218,13 @@ class Source(FsspecHandle):
 
         Raises SourceError.
         """
-        try:
+        with ReadErrors(self.path(name)):
             if self._files is None:
                 self.check_link(self.path(name))
                 return pread(self.path(name), offset, count)
             end = None if count is None else offset + count
             with request():
                 data: bytes = self._files.cat_file(self.path(name), start=offset, end=end)
-        except SourceError:
-            raise
-        except Exception as error:
-            raise failed(self.path(name), error) from error
         return data
 
     def check_link(self, path: str) -> None:
@@ -253,7 +259,7 @@ class File(FsspecHandle):
         self._path = url
         self.times = self._changed = ""
         """Text of the time of change."""
-        try:
+        with ReadErrors(url):
             if is_remote(url):
                 self._opened, self._path = fsspec().core.url_to_fs(url)
                 info = self._files.info(self._path)
@@ -268,10 +274,6 @@ class File(FsspecHandle):
                 self.size = status.st_size
                 self.times = f"{status.st_mtime_ns}"
                 self._changed = f"{status.st_ctime_ns} {status.st_ino}"
-        except SourceError:
-            raise
-        except Exception as error:
-            raise failed(url, error) from error
 
     @cached_property
     def stamp(self) -> str:
@@ -281,10 +283,8 @@ class File(FsspecHandle):
         """
         content = ""
         if self.local_path is not None:
-            try:
+            with ReadErrors(self.url):
                 content = content_sample(self.local_path)
-            except OSError as error:
-                raise failed(self.url, error) from error
         return f"{self.size} {self.times} {content}"
 
     @property
@@ -297,14 +297,12 @@ class File(FsspecHandle):
 
         Raises SourceError.
         """
-        try:
+        with ReadErrors(self.url):
             if self.local_path is not None:
                 return self._pread(self.local_path, offset, count)
             end = None if count is None else offset + count
             with request():
                 data: bytes = self._files.cat_file(self._path, start=offset, end=end)
-        except Exception as error:
-            raise failed(self.url, error) from error
         if count is not None and len(data) > count:
             raise SourceError(
                 f"{self.name}: the server sent {len(data)} bytes for a request of {count}: it "
@@ -315,8 +313,7 @@ class File(FsspecHandle):
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` from `offset` on. Raises SourceError when the file is too short."""
-        done = 0
-        try:
+        with ReadErrors(self.url):
             if self.local_path is not None:
                 done = self._pread_into(self.local_path, offset, into)
             else:
@@ -324,10 +321,6 @@ class File(FsspecHandle):
                 done = len(data)
                 if done == len(into):
                     into[:] = data
-        except SourceError:
-            raise
-        except OSError as error:
-            raise failed(self.url, error) from error
         self.check_whole(into, done)
 
     def check_whole(self, into: memoryview, done: int) -> None:
@@ -340,12 +333,10 @@ class File(FsspecHandle):
 
     def open(self) -> BinaryIO:
         """Open a seekable stream of the file, for libraries. The caller closes it."""
-        try:
+        with ReadErrors(self.url):
             if self.local_path is not None:
                 return io.FileIO(open_regular(self.local_path))
             stream: BinaryIO = self._files.open(self._path, "rb")
-        except Exception as error:
-            raise failed(self.url, error) from error
         return stream
 
     def close(self) -> None:
@@ -436,12 +427,12 @@ def redact(text: str) -> str:
     return re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?***", text)
 
 
-def failed(url: str, error: Exception) -> SourceError:
-    """Return the error to raise when a file cannot be read."""
+def failed(url: str, error: Exception, text: str = "cannot be read") -> SourceError:
+    """Return the error to raise when a file cannot be read, or something else is wrong."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     if getattr(error, "errno", None) == errno.ESPIPE:
         reason = "it is a pipe or a socket, not a regular file"
-    return SourceError(f"{redact(url)} cannot be read: {redact(reason)}")
+    return SourceError(f"{redact(url)} {text}: {redact(reason)}")
 
 
 def _size_of(row: dict[str, Any]) -> int:
@@ -459,11 +450,9 @@ def _globbed(url: str) -> list[str]:
     if not is_remote(url):
         matches = sorted(glob.glob(os.path.expanduser(url)))
     else:
-        try:
+        with ReadErrors(url):
             system, root = fsspec().core.url_to_fs(url)
             names = sorted(system.glob(root))
-        except Exception as error:
-            raise failed(url, error) from error
         own, _, chain = url.partition("::")
         scheme = own.partition("://")[0]
         tail = f"::{chain}" if chain else ""

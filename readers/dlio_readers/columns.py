@@ -24,7 +24,7 @@ from dlio.data.index import fingerprint_of
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.reader_contract import Abilities
 from dlio.data.schema import DTYPES, Schema, Structure, Value, array_kind
-from dlio.data.source import redact
+from dlio.data.source import ReadErrors, redact
 from dlio.errors import CorruptBlock, SourceError, UsageError
 from dlio.plan.layout import cut_blocks
 from dlio.plan.order import Order
@@ -146,8 +146,11 @@ def _bounded(index: Index, size: int, name: str, shape: tuple[int, ...]) -> slic
 # Columns
 
 ENDS: Final = "__ends"
+"""Suffix of the array with the end of each value in a flat array."""
 SHAPE: Final = "__shape"
+"""Suffix of the array with the shape of each value."""
 SCHEMA: Final = "dlio_schema"
+"""Attribute with schema and classes, as `dlio pack` writes it."""
 KEPT_BYTES: Final = 32 << 20
 """Size of the cache of decoded chunks, for samples that are read one at a time."""
 _JPEG: Final = b"\xff\xd8\xff"
@@ -366,24 +369,16 @@ class ColumnReader(PathReader):
         return rows[sample - low]
 
     def _payloads(self, low: int, high: int) -> list[bytes | memoryview]:
-        try:
+        with ReadErrors(f"{self.path}, samples {low} to {high - 1}"):
             columns = {name: column.rows(low, high) for name, column in self._columns.items()}
             return joined_rows(self.schema, high - low, columns)
-        except (SourceError, CorruptBlock):
-            raise
-        except Exception as error:  # Libraries of formats raise errors of any kind.
-            raise SourceError(
-                f"{self.path}, samples {low} to {high - 1} cannot be read: {error}"
-            ) from error
 
     def _find_labels(self) -> npt.NDArray[np.int64]:
         for name in LABEL_NAMES:
             kind = self.schema.kinds.get(name)
             if kind is not None and kind.scalar and "int" in kind.text:
-                try:
+                with ReadErrors(f"{self.path}: {name}"):
                     return np.asarray(self._columns[name].rows(0, self._count)).astype(np.int64)
-                except Exception as error:
-                    raise SourceError(f"{self.path}: {name} cannot be read: {error}") from error
         return np.broadcast_to(np.int64(0), self._count)
 
 

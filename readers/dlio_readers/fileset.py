@@ -18,7 +18,7 @@ from dlio.data.identity import content_sample, sampled_of, spread
 from dlio.data.index import Arrays, Names, fingerprint_of, forget_index, kept_index
 from dlio.data.links import links_followed
 from dlio.data.requests import request
-from dlio.data.source import Source, failed
+from dlio.data.source import ReadErrors, Source
 from dlio.errors import SourceError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
@@ -259,10 +259,8 @@ class FileSet:
 
         def sample(number: int) -> str:
             path = self.path(number)
-            try:
+            with ReadErrors(path):
                 return content_sample(path, 3)
-            except OSError as error:
-                raise SourceError(f"{path} cannot be read: {error.strerror}") from error
 
         with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(sample, sampled_of(len(self))))
@@ -272,7 +270,7 @@ class FileSet:
         memory = bytearray(len(head) + size)
         memory[: len(head)] = head
         left, beyond = memoryview(memory)[len(head) :], bytearray(1)
-        try:
+        with ReadErrors(path):
             descriptor = open_unchecked(path)
             try:
                 done = os.preadv(descriptor, [left, beyond], 0)
@@ -285,8 +283,6 @@ class FileSet:
                 check_regular(status, path)
             finally:
                 os.close(descriptor)
-        except OSError as error:
-            raise failed(path, error) from error
         unchanged = done == size and status.st_ctime_ns == changed_ns
         return memoryview(memory) if unchanged else None
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dlio.data.chunked_array import ChunkedArray, plain_chunks
 from dlio.data.schema import Schema
-from dlio.data.source import File
+from dlio.data.source import File, ReadErrors
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.decompression_limits import exceeds
@@ -167,12 +167,8 @@ class Hdf5File:
 
             local = self.file.local_path
             note_opening(self.file.name)
-            try:
+            with ReadErrors(self.file.name, "is not an HDF5 file, or is damaged"):
                 self._opened = h5py.File(local or self.file.open(), "r", rdcc_nbytes=8 << 20)
-            except OSError as error:
-                raise SourceError(
-                    f"{self.file.name} is not an HDF5 file, or is damaged: {error}"
-                ) from error
         return self._opened
 
     def close(self) -> None:

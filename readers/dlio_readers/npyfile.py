@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from dlio.data.chunked_array import ChunkedArray, plain_chunks
 from dlio.data.npy import NpyHead, read_npy_head
-from dlio.data.source import File, own_name
+from dlio.data.source import File, ReadErrors, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.util.limits import check_claim
 from dlio_readers.columns import Arrays
@@ -50,27 +50,26 @@ def _head(data: bytes, size: int, name: str) -> NpyHead:
 
 def _npz(file: File) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
-    try:
-        with file.open() as stream, zipfile.ZipFile(stream) as archive:
-            for member in archive.infolist():
-                name = f"{file.name}::{member.filename}"
-                if not member.filename.endswith(".npy"):
-                    continue
-                key = member.filename.removesuffix(".npy")
-                if member.compress_type == zipfile.ZIP_STORED:
-                    start = _data_start(file, member)
-                    head = _head(file.read(start, _HEAD_BYTES), member.file_size, name)
-                    arrays[key] = _stored(file, head, start)
-                    continue
-                if member.file_size > _MAX_RAW:
-                    raise SourceError(f"{name} of {member.file_size} bytes is too large")
-                check_claim(member.file_size, member.compress_size, name)
-                data = memoryview(archive.read(member))
-                arrays[key] = _head(bytes(data[:_HEAD_BYTES]), len(data), name).array(data)
-    except SourceError:
-        raise
-    except Exception as error:  # zipfile raises many kinds of errors for damaged files.
-        raise SourceError(f"{file.name} is not a .npz file, or is damaged: {error}") from error
+    with (
+        ReadErrors(file.name, "is not a .npz file, or is damaged"),
+        file.open() as stream,
+        zipfile.ZipFile(stream) as archive,
+    ):
+        for member in archive.infolist():
+            name = f"{file.name}::{member.filename}"
+            if not member.filename.endswith(".npy"):
+                continue
+            key = member.filename.removesuffix(".npy")
+            if member.compress_type == zipfile.ZIP_STORED:
+                start = _data_start(file, member)
+                head = _head(file.read(start, _HEAD_BYTES), member.file_size, name)
+                arrays[key] = _stored(file, head, start)
+                continue
+            if member.file_size > _MAX_RAW:
+                raise SourceError(f"{name} of {member.file_size} bytes is too large")
+            check_claim(member.file_size, member.compress_size, name)
+            data = memoryview(archive.read(member))
+            arrays[key] = _head(bytes(data[:_HEAD_BYTES]), len(data), name).array(data)
     return arrays
 
 

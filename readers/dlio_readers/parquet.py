@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dlio.data.source import File, files_below
+from dlio.data.source import File, ReadErrors, files_below
 from dlio.errors import SourceError
 from dlio.util.limits import check_claim, is_plausible, parsing
 from dlio_readers.path_reader import lie_at, split_paths
@@ -23,12 +23,8 @@ class ParquetGroups:
         import pyarrow.parquet as pq
 
         self._file = file
-        try:
+        with ReadErrors(file.name, "is not a Parquet file, or is damaged"):
             self._opened = pq.ParquetFile(file.local_path or file.open())
-        except Exception as error:
-            raise SourceError(
-                f"{file.name} is not a Parquet file, or is damaged: {error}"
-            ) from error
         self.schema: Any = self._opened.schema_arrow
         self.count = int(self._opened.metadata.num_row_groups)
 

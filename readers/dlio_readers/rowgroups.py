@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dlio.data.index import Arrays, cached_index
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import DTYPES, Schema, array_kind
-from dlio.data.source import File
+from dlio.data.source import File, ReadErrors
 from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import nearest
 from dlio.util.forks import new_rlock
@@ -287,14 +287,8 @@ class RowGroupReader(PathReader):
             return columns
 
     def _read_group(self, file: int, group: int, names: Sequence[str]) -> Any:
-        try:
+        with ReadErrors(f"{self._files[file].name}, row group {group},"):
             return self._open(file).table(group, list(names))
-        except SourceError:
-            raise
-        except Exception as error:
-            raise SourceError(
-                f"{self._files[file].name}, row group {group}, cannot be read: {error}"
-            ) from error
 
     def _open(self, number: int) -> GroupedFile:
         with self._lock:

@@ -9,7 +9,7 @@ import numpy as np
 from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.identity import store_sample
 from dlio.data.reader_contract import PathRules
-from dlio.data.source import Source, failed, own_name, redact, split_fields
+from dlio.data.source import ReadErrors, Source, own_name, redact, split_fields
 from dlio.errors import SourceError, UsageError
 from dlio.plan.layout import MAX_BLOCK_BYTES
 from dlio.util.limits import MAX_ABSENT_ROWS
@@ -128,34 +128,22 @@ class ZarrReader(ColumnReader):
         from dlio_readers.zarrstore import LocalFiles, RemoteFiles
 
         source = Source(url)
-        try:
+        with ReadErrors(url, "is not a Zarr store, or is damaged"):
             self._store: Any = (LocalFiles if source.local else RemoteFiles).at(source)
             return zarr.open(self._store, mode="r")
-        except SourceError:
-            raise
-        except Exception as error:
-            raise SourceError(
-                f"{redact(url)} is not a Zarr store, or is damaged: {error}"
-            ) from error
 
     def _arrays(self, root: Any) -> dict[str, Any]:
         import zarr
 
         if isinstance(root, zarr.Array):
             return {root.basename or "data": root}
-        try:
+        with ReadErrors(self.path, "is damaged"):
             return dict(sorted(root.arrays()))
-        except Exception as error:
-            raise SourceError(f"{redact(self.path)} is damaged: {error}") from error
 
     def _whole(self, array: Any, where: str) -> Any:
-        try:
+        with ReadErrors(where):
             self._check_chunks(array, where)
             return np.asarray(array[...])
-        except SourceError:
-            raise
-        except Exception as error:
-            raise SourceError(f"{where} cannot be read: {error}") from error
 
     def _check_chunks(self, array: Any, where: str) -> None:
         if self._missing != "error":
@@ -206,10 +194,8 @@ class ZarrReader(ColumnReader):
         metadata = [source.read(mark).decode("latin-1") for mark in _MARKS if source.exists(mark)]
         names: Sequence[str] = ["", *[e.name for e in source.listing() if e.folder]]
         times = [f"{name} {source.modified_ns(name)}" for name in names]
-        try:
+        with ReadErrors(url):
             content = store_sample(source.root) if source.local else ""
-        except OSError as error:
-            raise failed(url, error) from error
         return " ".join([*metadata, *times, content])
 
 

@@ -19,7 +19,7 @@ from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import FsspecStore, LocalStore
 
 from dlio.data.requests import request
-from dlio.data.source import Source, failed
+from dlio.data.source import ReadErrors, Source
 from dlio.errors import SourceError
 from dlio.util.decompression_limits import exceeds
 from dlio.util.limits import open_regular
@@ -107,12 +107,11 @@ class LocalFiles(LocalStore):
 
     def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
         path = self.source.path(key)
-        try:
-            descriptor = open_regular(path)
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise failed(path, error) from error
+        with ReadErrors(path):
+            try:
+                descriptor = open_regular(path)
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                return None
         try:
             self._check_place(path)
             size = os.fstat(descriptor).st_size

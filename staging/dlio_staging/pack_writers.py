@@ -22,6 +22,7 @@ from dlio.storage.block import encode_block
 from dlio.storage.shard_file import SUFFIX, ShardIndex, ShardWriter
 from dlio.util.trusted_files import closing_descriptor
 from dlio.util.whole_files import open_own
+from dlio_readers.columns import ENDS, SCHEMA, SHAPE
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
 CHUNK_BYTES: Final = 1 << 20
 """Approximate size of a chunk in HDF5 files."""
 _ZARR_CHUNK_BYTES: Final = 256 << 10
-_ENDS: Final = "__ends"
-"""Suffix of the array with the end of each value in a flat array."""
-_SHAPE: Final = "__shape"
-"""Suffix of the array with the shape of each value."""
-_DESCRIPTION: Final = "dlio_schema"
-"""Attribute that holds a shard's description."""
 _EXTENSIONS: Final = {
     "jpeg": "jpg",
     "png": "png",
@@ -257,7 +252,7 @@ class ColumnsWriter:
         self._arrays: dict[str, AppendableArray] = {}
         self._ends = dict.fromkeys(shard.schema.kinds, 0)
         for name, kind in shard.schema.kinds.items():
-            if name.endswith((_ENDS, _SHAPE)):
+            if name.endswith((ENDS, SHAPE)):
                 raise UsageError(f"field {name!r}: names that end so are reserved: rename it")
             if kind.fixed:
                 assert kind.dtype is not None
@@ -265,10 +260,10 @@ class ColumnsWriter:
                 self._arrays[name] = make(name, sizes, kind.dtype)
                 continue
             self._arrays[name] = make(name, (), kind.dtype or np.dtype(np.uint8))
-            self._arrays[name + _ENDS] = make(name + _ENDS, (), np.dtype(np.int64))
+            self._arrays[name + ENDS] = make(name + ENDS, (), np.dtype(np.int64))
             if kind.dtype is not None:
                 dims = (len(kind.shape),)
-                self._arrays[name + _SHAPE] = make(name + _SHAPE, dims, np.dtype(np.int64))
+                self._arrays[name + SHAPE] = make(name + SHAPE, dims, np.dtype(np.int64))
 
     def write(self, payloads: Sequence[Buffer]) -> None:
         """Append samples, given as payloads."""
@@ -290,11 +285,11 @@ class ColumnsWriter:
         else:
             flat = [value.reshape(-1) for value in values]
             shapes = np.array([value.shape for value in values], np.int64)
-            self._append(self._arrays[name + _SHAPE], shapes, False)
+            self._append(self._arrays[name + SHAPE], shapes, False)
         ends = self._ends[name] + np.cumsum([len(each) for each in flat], dtype=np.int64)
         self._ends[name] = int(ends[-1])
         self._append(self._arrays[name], np.concatenate(flat), False)
-        self._append(self._arrays[name + _ENDS], ends, False)
+        self._append(self._arrays[name + ENDS], ends, False)
 
 
 class Hdf5Writer:
@@ -305,7 +300,7 @@ class Hdf5Writer:
 
         self._disk = UnfailingFile(path)
         self._file = h5py.File(self._disk, "w", libver="latest")
-        self._file.attrs[_DESCRIPTION] = shard.description
+        self._file.attrs[SCHEMA] = shard.description
 
         def make(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
             row = max(1, dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
@@ -357,7 +352,7 @@ class ZarrWriter:
             raise UsageError("fields with / in their names cannot be written as Zarr: rename them")
         self._path = path
         root = zarr.open_group(path, mode="w-", zarr_format=3)
-        root.attrs[_DESCRIPTION] = shard.description
+        root.attrs[SCHEMA] = shard.description
         waiting: dict[str, list[npt.NDArray[Any]]] = {}
 
         def make(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
