@@ -84,8 +84,9 @@ class LocalFiles(LocalStore):
         prototype: BufferPrototype | None = None,
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
-        options = {"prototype": prototype, "byte_range": byte_range}
-        return await asyncio.to_thread(self.get_sync, key, **options)
+        return await asyncio.to_thread(
+            self.get_sync, key, prototype=prototype, byte_range=byte_range
+        )
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
