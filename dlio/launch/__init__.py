@@ -7,8 +7,9 @@ starts it again. It imports no command.
 |---|---|
 | `command_ranks` | `-n` of any command: its records go to ranks that call its function |
 | `rank_environment` | the variables and limits that all launchers give to their ranks |
-| `mpi_launch` | ranks on this machine under mpirun, and the filter of its errors |
+| `mpi_launch` | ranks on this machine under mpirun |
 | `torch_launch` | ranks on this machine without MPI, and the store by which they meet |
+| `rank_output` | output of ranks and launchers, and the filter of mpirun's errors |
 | `relaunch` | jobs that start again |
 | `agent_links`, `node` | the agents of nodes: the launcher's side, and what runs on a node |
 | `node_requests` | nodes that join a running job and leave it |

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -11,31 +10,22 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO, TypeVar
 
 from dlio.errors import UsageError
 from dlio.launch.job_folder import begin_job, open_job_folder
 from dlio.launch.rank_environment import rank_environment, root_permission
+from dlio.launch.rank_output import ErrorFilter, RankOutput
 from dlio.util.child_processes import end_groups, printed_by
 from dlio.util.cores import available_cores
 from dlio.util.extras import how_to_install
-from dlio.util.live_line import LineOutput, LiveLine
+from dlio.util.live_line import LiveLine
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, SPARES
 from dlio.util.shared_folders import SharedFolder
 from dlio.util.signals import receiving
-from dlio.util.threads import Workers
 
 _END_TIMEOUT_S = 10.0
 _SHORT_TIMEOUT_S = 30.0
-_RULE = "-" * 20
-_RULE_AT_END = re.compile(f"^({_RULE}-*)|({_RULE}-*)$")
-_ERROR = "dlio: error:"
-_NOT_STARTED = "PMIx server's listener thread failed to start"
-"""Message of mpirun if a network interface disappeared while mpirun listed them. No rank has been
-started then, so mpirun can be started again."""
-_NODE_LOST = "PRTE has lost communication with a remote daemon"
 LOOK_S = 0.2
-_T = TypeVar("_T")
 _ALL_LOST = 1
 _STARTS = 5
 """Maximum number of attempts to start mpirun."""
@@ -49,15 +39,6 @@ SURVIVING = (
 crash in a communicator that was made after a loss. A rank that was receiving a large message over
 TCP by pieces that it asks for (`put`) may spin for ever in MPI_Isend after the sender's death."""
 SURVIVING_ENVIRONMENT = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
-_NOISE = ("NBC_Progress", "Error in NBC_Start_round", "plm:ssh: Warning: setpgid")
-"""Beginnings of what Open MPI prints about sums that a loss has interrupted."""
-_BANNERS = (
-    "MPI_ABORT was invoked",
-    "has exited due to process rank",
-    "exited with non-zero status",
-    "exiting without calling",
-    "noticed that process rank",
-)
 
 
 def launch(
@@ -117,12 +98,9 @@ def launch(
             command = wrap(command)
         for start in range(_STARTS):
             sorter = ErrorFilter(again=start + 1 < _STARTS, survives=min_ranks is not None)
-            if capture:
-                done = _captured(command, full, timeout_s, done_file)
-                sorter.not_started = _NOT_STARTED in done.stderr
-            else:
-                code = relayed(command, full, sorter, timeout_s, done_file, live)
-                done = subprocess.CompletedProcess(command, code)
+            output = RankOutput(1, live, sorter, capture)
+            code = relayed(command, full, output, timeout_s, done_file)
+            done = subprocess.CompletedProcess(command, code, output.text, output.errors)
             if not sorter.not_started:
                 break
         if done_file is not None:
@@ -162,90 +140,46 @@ def _prepared(
     return options, {**full, **environment}
 
 
-def _captured(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    timeout_s: float | None,
-    done_file: str | None,
-) -> subprocess.CompletedProcess[str]:
-    with started(command, environment, subprocess.PIPE) as process:
-        try:
-            output, errors = _until_end(
-                process, lambda limit_s: process.communicate(timeout=limit_s), timeout_s, done_file
-            )
-        except BaseException:
-            end(process)
-            raise
-    return subprocess.CompletedProcess(command, _exit_code(process.returncode), output, errors)
-
-
 def relayed(
     command: Sequence[str],
     environment: Mapping[str, str],
-    sorter: "ErrorFilter",
-    timeout_s: float | None,
-    done_file: str | None,
-    live: LiveLine,
+    output: RankOutput,
+    timeout_s: float | None = None,
+    done_file: str | None = None,
 ) -> int:
     """Run mpirun or another launcher, and return its exit code, or that in `done_file`, where ranks
-    survive others. Its standard error is passed on through `sorter`.
+    survive others. `output` is closed at the end.
     """
-    process = started(command, environment, subprocess.PIPE if live.shown else None)
-    relay = relay_output(process, sorter, live)
+    with output:
+        process = started(command, environment, output)
 
-    def ask_to_end() -> None:
-        # mpirun passes SIGUSR1 on to its ranks; SIGTERM would have it kill them after a second.
-        sorter.interrupted = True
-        process.send_signal(signal.SIGUSR1)
+        def ask_to_end() -> None:
+            # mpirun passes SIGUSR1 on to its ranks; SIGTERM would have it kill them after a second.
+            output.sorter.interrupted = True
+            process.send_signal(signal.SIGUSR1)
 
-    try:
-        with receiving(ask_to_end):
-            return _exit_code(_until_end(process, process.wait, timeout_s, done_file))
-    except BaseException as error:
-        sorter.interrupted = isinstance(error, KeyboardInterrupt)
-        end(process)
-        raise
-    finally:
-        relay.close()
-
-
-def relay_output(process: subprocess.Popen[str], sorter: "ErrorFilter", live: LiveLine) -> Workers:
-    """Start threads that pass on the output of mpirun, above a live line.
-
-    At the end close them: all that mpirun wrote has then been passed on, unless another process
-    holds a pipe.
-    """
-    errors, output = process.stderr, process.stdout
-    assert errors is not None
-
-    def read(number: int) -> None:
-        if number == 0:
-            with errors:
-                relay_lines(errors, live.above(sys.stderr), sorter)
-        elif output is not None:
-            with output:
-                for line in output:
-                    live.feed(line)
-
-    count = 1 if output is None else 2
-    return Workers("dlio-stderr", read, count, stop_timeout_s=_END_TIMEOUT_S).start()
+        try:
+            with receiving(ask_to_end):
+                code = _until_end(process, timeout_s, done_file)
+        except BaseException as error:
+            output.sorter.interrupted = isinstance(error, KeyboardInterrupt)
+            end(process)
+            raise
+    return 128 - code if code < 0 else code
 
 
 def _until_end(
-    process: subprocess.Popen[str],
-    wait: Callable[[float | None], _T],
-    timeout_s: float | None,
-    done_file: str | None,
-) -> _T:
-    """Return `wait(seconds)` at the end of mpirun. A failure that a rank leaves in `done_file` ends
-    all ranks. Raises subprocess.TimeoutExpired after `timeout_s`.
+    process: "subprocess.Popen[bytes]", timeout_s: float | None, done_file: str | None
+) -> int:
+    """Return mpirun's exit code at its end. A failure that a rank leaves in `done_file` ends all
+    ranks. Raises subprocess.TimeoutExpired after `timeout_s`.
     """
     if done_file is None:
-        return wait(timeout_s)
+        return process.wait(timeout_s)
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while True:
         try:
-            return wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+            return process.wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
             if time.monotonic() >= deadline:
                 raise
@@ -254,19 +188,20 @@ def _until_end(
 
 
 def started(
-    command: Sequence[str], environment: Mapping[str, str], output: int | None
-) -> subprocess.Popen[str]:
+    command: Sequence[str], environment: Mapping[str, str], output: RankOutput
+) -> "subprocess.Popen[bytes]":
     """Start a command in a process group of its own, so that `end` reaches all of it."""
-    return subprocess.Popen(
+    stdout, stderr = output.pipes[0]
+    process = subprocess.Popen(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
+        stdout=stdout,
+        stderr=stderr,
         start_new_session=True,
     )
+    output.start()
+    return process
 
 
 def find_mpirun() -> str:
@@ -284,88 +219,9 @@ def find_mpirun() -> str:
     return mpirun
 
 
-class ErrorFilter:
-    """Filters the standard error of ranks and mpirun, line by line.
-
-    An error that several ranks report is shown once. Open MPI's banners about an aborted rank are
-    held back until the end, and shown only if no rank has reported an error itself. With `again`
-    mpirun will be started again if it did not start its ranks. With `survives` ranks go on when
-    others are lost, and say so themselves.
-    """
-
-    def __init__(self, again: bool = False, survives: bool = False) -> None:
-        self._again, self._survives = again, survives
-        self._errors: set[str] = set()
-        self._block: list[str] | None = None
-        self._banners: list[str] = []
-        self.interrupted = False
-        """True if the user has ended the ranks; banners are then not shown."""
-        self.not_started = False
-        """True if mpirun failed before it started any rank, and may succeed if started again."""
-        self.lost_node = False
-        """True if mpirun has lost its daemon on another node; its exit code may then be 0."""
-
-    def feed(self, line: str) -> list[str]:
-        """Add a line; return the lines to show now."""
-        line = line.replace("\0", "")  # Open MPI ends its banners with a null character.
-        if not line:
-            return []
-        self.lost_node |= _NODE_LOST in line
-        if self._survives and (not line.strip() or any(words in line for words in _NOISE)):
-            return []
-        if _ERROR not in line:
-            return self._sort(line)
-        # A banner may start or end within a line, if a rank ended while it wrote one.
-        parts = _RULE_AT_END.split(line.removesuffix("\n"))
-        return [shown for part in parts if part for shown in self._sort(part + "\n")]
-
-    def _sort(self, line: str) -> list[str]:
-        if line.startswith(_RULE):
-            if self._block is None:
-                self._block = [line]
-                return []
-            block, self._block = [*self._block, line], None
-            if self._again and any(_NOT_STARTED in row for row in block):
-                self.not_started = True
-                return []
-            if any(words in row for row in block for words in _BANNERS):
-                self._banners += block
-                return []
-            return block
-        if line.lstrip().startswith(_ERROR):
-            # Another rank's error may appear within a banner.
-            line = line.lstrip()
-            shown = [] if line in self._errors else [line]
-            self._errors.add(line)
-            return shown
-        if self._block is not None:
-            self._block.append(line)
-            return []
-        return [line]
-
-    def end(self) -> list[str]:
-        """Return the lines to show after the last line."""
-        left = self._block or []
-        return left if self._errors or self.interrupted else [*self._banners, *left]
-
-
-def relay_lines(stream: IO[str], to: LineOutput, sorter: ErrorFilter) -> None:
-    """Pass a stream on through a filter until its end."""
-    for line in stream:
-        if shown := sorter.feed(line):
-            to.writelines(shown)
-            to.flush()
-    to.writelines(sorter.end())
-    to.flush()
-
-
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: "subprocess.Popen[bytes]") -> None:
     """End mpirun and its ranks by SIGTERM, and by SIGKILL if they ignore it."""
     end_groups([process], _END_TIMEOUT_S)
-
-
-def _exit_code(code: int) -> int:
-    return 128 - code if code < 0 else code
 
 
 def is_open_mpi(mpirun: str) -> bool:

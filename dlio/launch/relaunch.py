@@ -30,6 +30,7 @@ from dlio.launch.node.agent_protocol import job_folder
 from dlio.launch.node.job_starts import Incident, JobStart, Patience, living, spread
 from dlio.launch.node_requests import Growth, NodeRequests
 from dlio.launch.rank_environment import rank_environment, root_permission
+from dlio.launch.rank_output import ErrorFilter, RankOutput
 from dlio.util.child_processes import end_groups, module_command
 from dlio.util.cores import available_cores
 from dlio.util.live_line import LiveLine
@@ -124,10 +125,8 @@ class _Mpirun:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], live: LiveLine
     ) -> None:
-        output = subprocess.PIPE if live.shown else None
-        self.process = mpi_launch.started(command, environment, output)
-        self._sorter = mpi_launch.ErrorFilter(survives=True)
-        self._relay = mpi_launch.relay_output(self.process, self._sorter, live)
+        self._output = RankOutput(1, live, ErrorFilter(survives=True))
+        self.process = mpi_launch.started(command, environment, self._output)
         self._ending: Workers | None = None
 
     def end(self) -> None:
@@ -140,7 +139,7 @@ class _Mpirun:
 
     def interrupt(self, by_user: bool) -> None:
         """End it together with its ranks, and wait for that."""
-        self._sorter.interrupted = by_user
+        self._output.sorter.interrupted = by_user
         mpi_launch.end(self.process)
 
     def close(self) -> None:
@@ -148,7 +147,7 @@ class _Mpirun:
         if self._ending is not None:
             self._ending.close()
         # A remote shell to a lost node may hold the other end for longer.
-        self._relay.close()
+        self._output.close()
 
 
 class _JobStarts:
@@ -282,7 +281,7 @@ class _JobStarts:
             mpirun.close()  # It takes its ranks along.
         return code, turn
 
-    def _watch(self, process: subprocess.Popen[str], done_file: str) -> int | None:
+    def _watch(self, process: "subprocess.Popen[bytes]", done_file: str) -> int | None:
         """Return when mpirun has ended, when a rank has failed or a node is lost.
 
         Returns the exit code that a rank has left.

@@ -20,6 +20,7 @@ from dlio.comm.launch_detection import meeting_port
 from dlio.launch import mpi_launch
 from dlio.launch.agent_links import NodeProcess, no_agent
 from dlio.launch.rank_environment import rank_environment, root_permission
+from dlio.launch.rank_output import ErrorFilter, RankOutput
 from dlio.util.child_processes import module_command, printed_by
 from dlio.util.live_line import LiveLine
 from dlio.util.settings import SECRET, settings
@@ -134,9 +135,9 @@ def _environment(counts: Mapping[str, int]) -> dict[str, str]:
 
 
 def _relayed(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    sorter = mpi_launch.ErrorFilter()
-    live = LiveLine("", shown=False)
-    code = mpi_launch.relayed(command, environment, sorter, None, None, live)
+    sorter = ErrorFilter()
+    output = RankOutput(1, LiveLine("", shown=False), sorter)
+    code = mpi_launch.relayed(command, environment, output)
     if sorter.lost_node and not code:
         sys.stderr.write("dlio: error: mpirun lost a node, and the ranks with it\n")
         return _NODE_LOST

@@ -5,7 +5,6 @@ lets the others continue. It does not need torch itself.
 """
 
 import contextlib
-import itertools
 import math
 import os
 import select
@@ -13,15 +12,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
 from dlio.launch.job_folder import open_job_folder
-from dlio.launch.mpi_launch import ErrorFilter, code_of
+from dlio.launch.mpi_launch import code_of
 from dlio.launch.rank_environment import meeting_variables, rank_environment
+from dlio.launch.rank_output import ErrorFilter, RankOutput
 from dlio.util.child_processes import end_groups, module_command
 from dlio.util.closable import Closable
 from dlio.util.live_line import LiveLine
@@ -80,7 +79,7 @@ def launch(
             # A rank of NCCL that aborts its communicators goes on.
             full |= {MIN_RANKS: str(min_ranks), DONE: done_file}
             full["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        output = stack.enter_context(_RankOutput(ranks, capture, live))
+        output = stack.enter_context(RankOutput(ranks, live, ErrorFilter(), capture))
         job = stack.enter_context(_TorchJob(argv, ranks, full, output, done_file))
         store = stack.enter_context(contextlib.closing(PrivateStore(folder)))
         stack.enter_context(receiving(job.ask_to_end))
@@ -103,69 +102,6 @@ def _environment(
     return {**full, **more}
 
 
-class _RankOutput(Closable):
-    """Output of all ranks, by whole lines: captured, or passed on at once, each error once."""
-
-    def __init__(self, ranks: int, capture: bool, live: LiveLine) -> None:
-        self._capture, self._live = capture, live
-        self.text: str | None = None
-        self.errors: str | None = None
-        self._filter = ErrorFilter()
-        self._lock = threading.Lock()
-        self._lines: tuple[list[str], list[str]] = ([], [])
-        self._streams: list[tuple[int, IO[str]]] = []
-        self.pipes: list[list[int | None]] = []
-        """Descriptors of each rank's standard output and error; None for this process's."""
-        for _ in range(ranks):
-            relays = capture or live.shown
-            self.pipes.append([self._pipe(0) if relays else None, self._pipe(1)])
-        self._relay = Workers(
-            "dlio-output", self._read, len(self._streams), stop_timeout_s=_END_TIMEOUT_S
-        )
-
-    def start(self) -> None:
-        """Begin to read, once the ranks hold the pipes: a rank's end is the end of its pipes."""
-        for pipe in itertools.chain(*self.pipes):
-            if pipe is not None:
-                os.close(pipe)
-        self.pipes.clear()
-        self._relay.start()
-
-    def say(self, line: str) -> None:
-        """Write a line of the launcher's own to standard error."""
-        self._live.write(sys.stderr, [line])
-
-    def close(self) -> None:
-        """Read to the end, unless a process that outlives its rank holds a pipe."""
-        if self.pipes:
-            self.start()
-        self._relay.close()
-        if self._capture:
-            self.text, self.errors = ("".join(lines) for lines in self._lines)
-
-    def _pipe(self, number: int) -> int:
-        end, pipe = os.pipe()
-        self._streams.append((number, os.fdopen(end, encoding="utf-8", errors="replace")))
-        return pipe
-
-    def _read(self, thread: int) -> None:
-        number, stream = self._streams[thread]
-        with stream:
-            for line in stream:
-                with self._lock:
-                    self._pass_on(number, line)
-
-    def _pass_on(self, number: int, line: str) -> None:
-        if self._capture:
-            self._lines[number].append(line)
-        elif number == 0:
-            self._live.feed(line)
-        elif shown := self._filter.feed(line):
-            to = self._live.above(sys.stderr)
-            to.writelines(shown)
-            to.flush()
-
-
 class _TorchJob(Closable):
     """The ranks, and the store that tells them of deaths."""
 
@@ -174,7 +110,7 @@ class _TorchJob(Closable):
         argv: Sequence[str],
         ranks: int,
         environment: Mapping[str, str],
-        output: _RankOutput,
+        output: RankOutput,
         done_file: str | None,
     ) -> None:
         self._done_file = done_file
@@ -231,7 +167,7 @@ class _TorchJob(Closable):
         return None if self._done_file is None else code_of(self._done_file)
 
     def _say(self, message: str) -> None:
-        self._output.say(f"dlio: error: {message}\n")
+        self._output.live.write(sys.stderr, [f"dlio: error: {message}\n"])
 
     def _ends(self, deadline: float, timeout_s: float) -> Iterator[int | None]:
         """Yield each rank when it ends, and None from time to time; end with the last one."""

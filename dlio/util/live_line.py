@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from typing import Final, Protocol, Self, TextIO
+from typing import Final, Self, TextIO
 
 from dlio.util.printable import printable
 from dlio.util.settings import PROGRESS
@@ -24,14 +24,6 @@ _EVERY_S: Final = 0.1
 _CLEAR: Final = "\r\x1b[K"
 _BAR: Final = 20
 _LEAST_BAR: Final = 6
-
-
-class LineOutput(Protocol):
-    """A stream that whole lines are written to."""
-
-    def writelines(self, lines: Iterable[str], /) -> None: ...
-
-    def flush(self) -> None: ...
 
 
 def tells_launcher() -> bool:
@@ -114,10 +106,6 @@ class LiveLine:
             stream.writelines(lines)
             stream.flush()
 
-    def above(self, stream: TextIO) -> LineOutput:
-        """Return a stream whose lines are written above the line; `stream` itself without one."""
-        return _OutputAboveLine(self, stream) if self.shown else stream
-
     def _clear(self) -> None:
         if self._drawn:
             sys.stdout.write(_CLEAR)
@@ -140,16 +128,3 @@ class LiveLine:
         sys.stdout.write(f"{_CLEAR}{row}")
         sys.stdout.flush()
         self._drawn = True
-
-
-class _OutputAboveLine:
-    """A stream whose lines appear above a live line."""
-
-    def __init__(self, line: LiveLine, stream: TextIO) -> None:
-        self._line, self._stream = line, stream
-
-    def writelines(self, lines: Iterable[str], /) -> None:
-        self._line.write(self._stream, lines)
-
-    def flush(self) -> None:
-        """Return at once: each write is flushed."""

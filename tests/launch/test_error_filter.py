@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dlio.launch import mpi_launch
-from dlio.launch.mpi_launch import ErrorFilter
+from dlio.launch.rank_output import ErrorFilter
 
 RULE = "-" * 74 + "\n"
 BANNER = [RULE, "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n", RULE]

@@ -66,7 +66,7 @@ def test_no_rank_outlasts_the_deadline(tmp_path: Path) -> None:
 def test_pipes_are_closed_once_a_process_that_outlives_its_rank_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torch_launch, "_END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("dlio.launch.rank_output._END_TIMEOUT_S", 0.2)
     before = len(os.listdir("/dev/fd"))
     end = tmp_path / "end"
     wait = f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.02)"

@@ -53,7 +53,7 @@ def test_text_stays_above_the_line(
     with LiveLine("starting 2 ranks") as line:
         assert line.shown
         line.feed("a line of a rank\n")
-        line.above(sys.stderr).writelines(["an error\n"])
+        line.write(sys.stderr, ["an error\n"])
         line.feed("half a line")
     shown = terminal.getvalue()
     assert "starting 2 ranks (0 s)" in shown
@@ -83,6 +83,5 @@ def test_ranks_tell_of_their_progress(show: Callable[[], _Terminal]) -> None:
 def test_nothing_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with LiveLine("starting 2 ranks") as line:
         assert not line.shown
-        assert line.above(sys.stderr) is sys.stderr
         line.feed("text\n")
     assert capsys.readouterr().out == "text\n"
