@@ -12,7 +12,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
@@ -29,73 +28,6 @@ _PREFIX: Final = "dlio_"
 _OPTIONS: Final = ("dlio_tiers", "dlio_mode", "dlio_source_order")
 """Keys of DLIO's `storage.storage_options` that are dlio's."""
 _FILES_OF: Final = {"mmap_indexed_binary": "indexed_binary"}
-
-
-@dataclass(frozen=True, slots=True)
-class _BenchmarkJob:
-    """The settings of DLIO that a loader of one of its two data sets follows."""
-
-    form: str
-    """Format of the files, of `dlio_files.FORMATS`."""
-    files: tuple[str, ...]
-    samples_per_file: int
-    batch_size: int
-    """Samples per rank and step."""
-    steps: int
-    """Steps of a pass, the same on all ranks."""
-    passes: int
-    """Passes that DLIO is going to make."""
-    shuffled: bool
-    seed: int
-    same_order: bool
-    """True if each epoch has the order of the first."""
-    threads: int
-    """Threads that make batches; 0 for one per core."""
-    prefetch: int
-    """Batches per rank that are made ahead; 0 for dlio's default."""
-    pin_memory: bool
-    shape: tuple[int, ...]
-    """Shape of a sample."""
-    dtype: str
-    options: Mapping[str, str]
-    """Values of `_OPTIONS`, by key without prefix."""
-
-    @classmethod
-    def of(cls, arguments: Any, train: bool) -> "_BenchmarkJob":
-        """Read DLIO's ConfigArguments. Raises UsageError for settings that dlio cannot follow."""
-        form = str(arguments.format)
-        storage = str(arguments.storage_type)
-        if storage not in ("local_fs", "parallel_fs"):
-            raise UsageError(
-                f"storage_type={storage}: DlioLoader reads files, of local_fs and parallel_fs: use "
-                "DLIO's own loader"
-            )
-        if arguments.odirect:
-            raise UsageError("reader.odirect: DlioLoader does not bypass the page cache: leave out")
-        files = arguments.file_list_train if train else arguments.file_list_eval
-        batch_size = arguments.batch_size if train else arguments.batch_size_eval
-        samples = len(files) * arguments.num_samples_per_file
-        steps = samples // (batch_size * arguments.comm_size)
-        if train and arguments.total_training_steps > 0:
-            steps = min(steps, arguments.total_training_steps)
-        shuffles = (str(arguments.file_shuffle), str(arguments.sample_shuffle))
-        return cls(
-            form=_FILES_OF.get(form, form),
-            files=tuple(files),
-            samples_per_file=arguments.num_samples_per_file,
-            batch_size=batch_size,
-            steps=steps,
-            passes=arguments.epochs if train else _evaluations(arguments),
-            shuffled=train and any(each != "off" for each in shuffles),
-            seed=arguments.seed,
-            same_order=not arguments.seed_change_epoch,
-            threads=arguments.read_threads,
-            prefetch=arguments.prefetch_size,
-            pin_memory=arguments.pin_memory and torch.cuda.is_available(),
-            shape=tuple(arguments.resized_image.shape),
-            dtype=arguments.resized_image.dtype.name,
-            options=_options(arguments.storage_options or {}),
-        )
 
 
 class DlioLoader:
@@ -119,7 +51,8 @@ class DlioLoader:
         self._arguments: Any = config.get_instance()
         self._train = str(dataset_type) == "train"
         self._epoch = epoch_number
-        self._job: _BenchmarkJob | None = None
+        self._steps: int | None = None
+        """Steps of a pass, the same on all ranks; None before `read`."""
         self._data: Dataset | None = None
         self._loader: DataLoader | None = None
         self._made = 0
@@ -132,44 +65,60 @@ class DlioLoader:
 
     def read(self) -> None:
         """Open the data. Collective. Raises SourceError for missing and for damaged files."""
-        self._job = job = _BenchmarkJob.of(self._arguments, self._train)
-        if not job.steps:
+        given, train = self._arguments, self._train
+        _check_storage(given)
+        options = _options(given.storage_options or {})
+        files = given.file_list_train if train else given.file_list_eval
+        batch_size = given.batch_size if train else given.batch_size_eval
+        samples = len(files) * given.num_samples_per_file
+        self._steps = samples // (batch_size * given.comm_size)
+        if train and given.total_training_steps > 0:
+            self._steps = min(self._steps, given.total_training_steps)
+        if not self._steps:
             return
-        comm = world()
-        reader = DlioFiles(job.files, job.form, job.samples_per_file, comm)
-        prepare = self._preparing()
-        fitted = PayloadFitter(job.form, reader.whole, reader.name, job.shape, job.dtype, prepare)
-        data = self._data = Dataset(
+        form = _FILES_OF.get(str(given.format), str(given.format))
+        reader = DlioFiles(files, form, given.num_samples_per_file, world())
+        example = given.resized_image
+        self._data = Dataset(
             reader,
-            tiers=job.options.get("tiers"),
-            seed=job.seed,
-            finish=fitted,
+            tiers=options.get("tiers"),
+            seed=given.seed,
+            finish=PayloadFitter(
+                form,
+                reader.whole,
+                reader.name,
+                tuple(example.shape),
+                example.dtype.name,
+                self._preparing(),
+            ),
         )
-        ahead = math.ceil(job.prefetch / job.threads) if job.threads else 0
+        shuffles = (str(given.file_shuffle), str(given.sample_shuffle))
+        threads = given.read_threads  # 0 for one per core.
+        ahead = math.ceil(given.prefetch_size / threads) if threads else 0
         self._loader = DataLoader(
-            data,
-            job.batch_size,
-            job.shuffled,
-            num_workers=job.threads,
+            self._data,
+            batch_size,
+            train and any(each != "off" for each in shuffles),
+            num_workers=threads,
             drop_last=True,
-            pin_memory=job.pin_memory,
-            persistent_workers=job.threads > 0,
-            mode=job.options.get("mode", "batch"),
-            source_order=job.options.get("source_order", "sample"),
+            pin_memory=given.pin_memory and torch.cuda.is_available(),
+            persistent_workers=threads > 0,
+            mode=options.get("mode", "batch"),
+            source_order=options.get("source_order", "sample"),
             prefetch_factor=ahead or None,
         )
 
     def next(self) -> Iterator[Any]:
         """Yield the batches of a pass. Collective."""
-        if self._job is None:
+        if self._steps is None:
             raise UsageError("DlioLoader.next() before read(): DLIO calls read() first")
         if self._loader is None:
             return
-        loader, epoch = self._loader, 0 if self._job.same_order else self._epoch
-        loader.set_epoch(epoch)
+        loader = self._loader
+        loader.set_epoch(self._epoch if self._arguments.seed_change_epoch else 0)
         clock = _PassClock()
         # A whole pass is followed to its end, where the loader begins the next one.
-        most = None if self._job.steps == len(loader) else self._job.steps
+        most = None if self._steps == len(loader) else self._steps
         batches = itertools.islice(iter(loader), most)
         while True:
             with clock:
@@ -185,7 +134,8 @@ class DlioLoader:
     def finalize(self) -> None:
         """End a pass; after DLIO's last one, close the data set, its tiers and its threads."""
         self._made += 1
-        if self._job is not None and self._made >= self._job.passes:
+        passes = self._arguments.epochs if self._train else _evaluations(self._arguments)
+        if self._made >= passes:
             self.close()
 
     def close(self) -> None:
@@ -237,6 +187,18 @@ class _PassClock:
         total = self._end - self._first_end
         waited = sum(self._waited[1:-1])
         return 100.0 * (1 - waited / total) if total > 0 else 0.0
+
+
+def _check_storage(arguments: Any) -> None:
+    """Raise UsageError for storage that dlio does not read."""
+    storage = str(arguments.storage_type)
+    if storage not in ("local_fs", "parallel_fs"):
+        raise UsageError(
+            f"storage_type={storage}: DlioLoader reads files, of local_fs and parallel_fs: use "
+            "DLIO's own loader"
+        )
+    if arguments.odirect:
+        raise UsageError("reader.odirect: DlioLoader does not bypass the page cache: leave out")
 
 
 def _evaluations(arguments: Any) -> int:

@@ -13,7 +13,6 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -44,23 +43,14 @@ _LOCAL: Final = struct.Struct("<26xHH")
 _SIZES: Final = ".sz.idx"
 """Ends the name of the file with an indexed binary file's sizes."""
 
+_FACTS: Final = np.dtype(
+    [(name, np.int64) for name in ("size", "changed_ns", "at", "record", "item")]
+)
+"""The facts about a file: its bytes, the time of its last change, the offset of its first sample's
+bytes, the bytes of a sample, and those of an element of an array."""
+
 _U8 = npt.NDArray[np.uint8]
 _I64 = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class _FileFacts:
-    """The facts about a file, or about all of them: numbers, or arrays of shape (files,)."""
-
-    size: Any
-    """Bytes of the file."""
-    changed_ns: Any
-    at: Any
-    """Offset of the first sample's bytes."""
-    record: Any
-    """Bytes of a sample."""
-    item: Any
-    """Bytes of an element of an array."""
 
 
 class DlioFiles:
@@ -104,7 +94,7 @@ class DlioFiles:
         """True if payloads are whole files."""
         self.objects = self.whole
         self._facts = _gathered(self._files, self._look, comm)
-        sizes = self._facts.size if self.whole else self._facts.record
+        sizes = self._facts["size" if self.whole else "record"]
         if (most := int(sizes.max())) > MAX_PAYLOAD:
             raise SourceError(
                 f"{files[int(sizes.argmax())]}: a sample of {most} bytes; dlio has at most "
@@ -119,8 +109,8 @@ class DlioFiles:
             form,
             f"{samples_per_file}",
             *self._files,
-            self._facts.size,
-            self._facts.changed_ns,
+            np.ascontiguousarray(self._facts["size"]),
+            np.ascontiguousarray(self._facts["changed_ns"]),
         )
 
     def __len__(self) -> int:
@@ -147,20 +137,19 @@ class DlioFiles:
 
     def _file(self, owner: int) -> memoryview:
         """Return the bytes of a whole file."""
-        memory = new_memory(int(self._facts.size[owner]))
+        memory = new_memory(int(self._facts["size"][owner]))
         File(self._files[owner]).read_into(0, memory)
         return memory
 
     def _cut_out(self, owner: int, places: _I64) -> Mapping[int, bytes | memoryview]:
         """Return the bytes of samples of one file, by their place in it."""
-        at, record = int(self._facts.at[owner]), int(self._facts.record[owner])
+        _, _, at, record, item = self._facts[owner].tolist()
         file = File(self._files[owner])
         if self._form == "hdf5":
             return _hdf5_records(file, places)
         if self._form in _STRIDED:
             memory = new_memory(record * self._per_file)
             file.read_into(at, memory)
-            item = int(self._facts.item[owner])
             table = np.frombuffer(memory, np.uint8).reshape(record // item, self._per_file, item)
             return {k: np.ascontiguousarray(table[:, k]).data.cast("B") for k in places.tolist()}
         first, last = int(places.min()), int(places.max()) + 1
@@ -181,8 +170,8 @@ class DlioFiles:
             return Layout(starts, order)
         return cut_blocks(self.sizes, order, starts)
 
-    def _look(self, url: str) -> _FileFacts:
-        """Look at one file. Raises SourceError."""
+    def _look(self, url: str) -> tuple[int, ...]:
+        """Return the facts about one file. Raises SourceError."""
         file, count = File(url), self._per_file
         at, record, item = 0, file.size, 1
         if not self.whole:
@@ -203,7 +192,7 @@ class DlioFiles:
             else:
                 record = int(np.frombuffer(File(url + _SIZES).read(0, 8), "<u8")[0])
         changed = int(file.times) if file.times.isdecimal() else 0
-        return _FileFacts(file.size, changed, at, record, item)
+        return file.size, changed, at, record, item
 
 
 class PayloadFitter:
@@ -262,27 +251,25 @@ class PayloadFitter:
 
 
 def _gathered(
-    files: Sequence[str], look: Callable[[str], _FileFacts], comm: Communicator | None
-) -> _FileFacts:
-    """Return the facts about all files, each looked at by one rank. Collective with `comm`."""
+    files: Sequence[str], look: Callable[[str], tuple[int, ...]], comm: Communicator | None
+) -> npt.NDArray[np.void]:
+    """Return the facts about all files, each looked at by one rank; shape (files,). Collective with
+    `comm`."""
     rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
-
-    mine: list[list[int]] = []
+    mine: list[tuple[int, ...]] = []
     fault: str | None = None
     try:
-        for url in files[rank::ranks]:
-            facts = look(url)
-            mine.append([facts.size, facts.changed_ns, facts.at, facts.record, facts.item])
+        mine += map(look, files[rank::ranks])
     except SourceError as error:
         fault = str(error)
     parts = [(mine, fault)] if comm is None or ranks == 1 else comm.allgather((mine, fault))
     for _, fault in parts:
         if fault is not None:
             raise SourceError(fault)
-    table = np.empty((len(files), 5), np.int64)
+    table = np.empty(len(files), _FACTS)
     for other, (rows, _) in enumerate(parts):
-        table[other::ranks] = rows
-    return _FileFacts(*(np.ascontiguousarray(column) for column in table.T))
+        table[other::ranks] = [tuple(row) for row in rows]
+    return table
 
 
 def _array_head(file: File, form: str) -> tuple[int, tuple[int, ...], int]:
