@@ -197,6 +197,7 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         self.num_nodes = 1
         self._ranks: ExchangeHandle | None = None
         self._losses: LightningLosses | None = None
+        """None where the job ends with any rank."""
         self._owns_group = self._failed = False
 
     @property
@@ -272,12 +273,13 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
     def _prepare_for_losses(self, trainer: Any) -> None:
         if self._losses is not None:
             self._losses.close()
+            self._losses = None
         comm = world()
         recovery = recovery_of(comm)
-        rank_zero, reset = _rank_zero.rank_zero_only, _data._set_sampler_epoch
-        self._losses = LightningLosses(recovery, comm, trainer, rank_zero, reset)
         if recovery is None:
             return
+        rank_zero, reset = _rank_zero.rank_zero_only, _data._set_sampler_epoch
+        self._losses = LightningLosses(recovery, comm, trainer, rank_zero, reset)
         reduce_over_ranks(self.lightning_module)
         keeps_together(_results._ResultMetric, "compute", _logged_states)
         if not any(isinstance(each, _EpochStart) for each in trainer.callbacks):
@@ -375,10 +377,11 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
         """Write a checkpoint on rank 0, or on the next one if that is lost meanwhile. Collective
         where ranks survive others."""
         save = super().save_checkpoint
-        if self._losses is None or recovery_of(comm := world()) is None:
+        if self._losses is None:
             save(checkpoint, filepath, storage_options)
             return
         end_step()  # It may take any time.
+        comm = world()
         is_saved = False
 
         def on_rank_0() -> None:

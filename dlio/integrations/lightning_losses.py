@@ -34,14 +34,13 @@ class _RankHolder(Protocol):
 class LightningLosses(RecoveryPart[Report]):
     """Has one entry point of Lightning's trainer survive losses. Closed by its owner.
 
-    Without a recovery, where the job ends with any rank, nothing is done. `holder` has the number
-    of this rank, by which Lightning prints and logs; `reset_epoch` is Lightning's function that
-    tells a loader's sampler its epoch.
+    `holder` has the number of this rank, by which Lightning prints and logs; `reset_epoch` is
+    Lightning's function that tells a loader's sampler its epoch.
     """
 
     def __init__(
         self,
-        recovery: Recovery | None,
+        recovery: Recovery,
         comm: Communicator,
         trainer: Any,
         holder: _RankHolder,
@@ -50,17 +49,15 @@ class LightningLosses(RecoveryPart[Report]):
         self._recovery, self._comm = recovery, comm
         self._trainer, self._holder, self._reset_epoch = trainer, holder, reset_epoch
         self._fit: Any = trainer.fit_loop
-        self._begun = 0
-        """Number of recoveries before this epoch."""
         self._planned: tuple[float, float | None] = (0, None)
         """Lightning's numbers of batches of an epoch, and until it validates, without a loss."""
         self._paced = 0.0
         """Batches of the first epoch: schedules of learning rates count on as many in each."""
         self._followed = (0, 0)
         """Number of the last recovery, and calls of `_follow` since then."""
-        if recovery is None:
-            return
-        self._told, self._begun = len(recovery.losses), recovery.number
+        self._told = len(recovery.losses)
+        self._begun = recovery.number
+        """Number of recoveries before this epoch."""
         self._assigned_to = recovery.membership.members
         if not recovery.number:
             nodes = find_nodes(comm)
@@ -77,22 +74,17 @@ class LightningLosses(RecoveryPart[Report]):
 
     def close(self) -> None:
         """Take no part in later recoveries."""
-        if self._recovery is not None:
-            self._recovery.unregister(self)
-            vars(self._fit.epoch_loop).pop("update_lr_schedulers", None)
+        self._recovery.unregister(self)
+        vars(self._fit.epoch_loop).pop("update_lr_schedulers", None)
 
     def together(self, act: Callable[[], _T]) -> _T:
         """Return `act()`; after a loss, when all survivors have done it. Collective."""
-        if self._recovery is None:
-            return act()
         result = self._recovery.uniform(act)
         self._say()
         return result
 
     def begin_epoch(self) -> None:
         """Have the survivors share the next epoch. Collective."""
-        if self._recovery is None:
-            return
         membership, fit = self._recovery.membership, self._fit
         self.together(self._comm.barrier)
         if self._begun != self._recovery.number and self._planned[0]:
@@ -111,8 +103,6 @@ class LightningLosses(RecoveryPart[Report]):
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has made its step, or skipped it."""
-        if self._recovery is None:
-            return
         self._say()
         if not self._is_torn():
             return
@@ -124,11 +114,10 @@ class LightningLosses(RecoveryPart[Report]):
 
     def _is_torn(self) -> bool:
         """True if a rank was lost in this epoch."""
-        return self._recovery is not None and self._begun != self._recovery.number
+        return self._begun != self._recovery.number
 
     def _follow(self) -> None:
         """Have Lightning's epoch end where the loader's does."""
-        assert self._recovery is not None
         fit, fetcher = self._fit, self._fit._data_fetcher
         if self._followed[0] != self._recovery.number:
             self._followed = (self._recovery.number, 0)
@@ -181,7 +170,6 @@ class LightningLosses(RecoveryPart[Report]):
 
     def _say(self) -> None:
         """Say that ranks were lost; the lowest of the survivors says it."""
-        assert self._recovery is not None
         losses, first = self._recovery.losses, self._told
         self._told = len(losses)
         if self._comm.rank or len(losses) == first:
