@@ -7,7 +7,7 @@ of the epoch to the survivors, and the samplers of torch's loaders between two e
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.utils.data import DistributedSampler
@@ -25,16 +25,10 @@ _FOLLOWS: Final = 8
 """Beginnings and ends of steps after a loss, after which all ranks share with the survivors."""
 
 
-class _RankHolder(Protocol):
-    """Lightning's `rank_zero_only`."""
-
-    rank: int
-
-
 class LightningLosses(RecoveryPart[Report]):
     """Has one entry point of Lightning's trainer survive losses. Closed by its owner.
 
-    `holder` has the number of this rank, by which Lightning prints and logs; `reset_epoch` is
+    `holder` is Lightning's `rank_zero_only`, with the number of this rank; `reset_epoch` is
     Lightning's function that tells a loader's sampler its epoch.
     """
 
@@ -43,7 +37,7 @@ class LightningLosses(RecoveryPart[Report]):
         recovery: Recovery,
         comm: Communicator,
         trainer: Any,
-        holder: _RankHolder,
+        holder: Any,
         reset_epoch: Callable[[object, int], None],
     ) -> None:
         self._recovery, self._comm = recovery, comm

@@ -27,10 +27,10 @@ Each test method is named for the promise that it checks. Communicators and exch
 This package needs pytest and hypothesis: `pip install pytest hypothesis`.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from dlio.util.extras import how_to_install
+from dlio.util.lazy import lazy_names
 
 try:
     import hypothesis  # noqa: F401 - missing packages are reported here, once
@@ -69,32 +69,28 @@ __all__ = [
     "run_ranks",
 ]
 
-_WHERE = {
-    "CommunicatorTests": "communicator",
-    "CompressorTests": "compressor",
-    "ExchangeTests": "exchange_suite",
-    "FailingReader": "wrappers",
-    "FailingTier": "wrappers",
-    "LoaderStateTests": "loader_state",
-    "MemoryReader": "memory_reader",
-    "ReaderTests": "reader_suite",
-    "SlowReader": "wrappers",
-    "SlowTier": "wrappers",
-    "ThreadCommunicator": "thread_ranks",
-    "TierTests": "tier_suite",
-    "promises_of": "promises",
-    "run_ranks": "thread_ranks",
-}
+__getattr__ = lazy_names(
+    {
+        "CommunicatorTests": "dlio.testing.communicator",
+        "CompressorTests": "dlio.testing.compressor",
+        "ExchangeTests": "dlio.testing.exchange_suite",
+        "FailingReader": "dlio.testing.wrappers",
+        "FailingTier": "dlio.testing.wrappers",
+        "LoaderStateTests": "dlio.testing.loader_state",
+        "MemoryReader": "dlio.testing.memory_reader",
+        "ReaderTests": "dlio.testing.reader_suite",
+        "SlowReader": "dlio.testing.wrappers",
+        "SlowTier": "dlio.testing.wrappers",
+        "ThreadCommunicator": "dlio.testing.thread_ranks",
+        "TierTests": "dlio.testing.tier_suite",
+        "promises_of": "dlio.testing.promises",
+        "run_ranks": "dlio.testing.thread_ranks",
+    }
+)
 
 # A failed assert of an inherited test shows its values, as one of the plug-in's own tests does.
 _SUITES = "communicator compressor exchange_suite loader_state reader_suite tier_suite"
 pytest.register_assert_rewrite(*(f"dlio.testing.{suite}" for suite in _SUITES.split()))
-
-
-def __getattr__(name: str) -> object:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'dlio.testing' has no attribute {name!r}")
-    return getattr(import_module(f"dlio.testing.{_WHERE[name]}"), name)
 
 
 def __dir__() -> list[str]:

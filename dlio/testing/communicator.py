@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Final
 
 import numpy as np
@@ -82,7 +82,7 @@ class CommunicatorTests:
             assert (array == 1).all()
 
     def test_a_barrier_waits_for_every_rank(self, comm: Communicator) -> None:
-        _needs_partners(comm)
+        needs_partners(comm)
         comm.barrier()
         if comm.rank == 0:
             time.sleep(_LATE_S)
@@ -292,14 +292,15 @@ class CommunicatorTests:
         assert comm.poke() in (True, False)
 
 
-def _needs_partners(comm: Communicator) -> None:
+def needs_partners(comm: Communicator) -> None:
+    """Skip a test that one rank alone cannot run."""
     if comm.size == 1:
         pytest.skip("one rank has no partner: run it under mpirun or torchrun")
 
 
 def _neighbours(comm: Communicator) -> tuple[int, int]:
     """The next and the previous rank in a ring."""
-    _needs_partners(comm)
+    needs_partners(comm)
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
@@ -320,19 +321,23 @@ def stop_torch() -> None:
         world()  # The old world is closed.
 
 
+def check_rank(suite: object, comm: Communicator, kept: str) -> None:
+    """Run a suite on this rank, and say `kept`; end the process after a broken promise."""
+    if run_promises(suite, comm, quiet=comm.rank > 0):
+        os._exit(1)  # The other ranks are somewhere else: no one would answer a farewell.
+    print(f"rank {comm.rank} of {comm.size}: {kept}", flush=True)
+
+
 def main(arguments: list[str]) -> None:
     """Check this rank's communicator; end the process with code 1 after a broken promise."""
     start_torch()
     suite = CommunicatorTests()
     if arguments:
-        module, _, name = arguments[0].partition(":")
-        made: Callable[[], Communicator] = getattr(import_module(module), name)
+        made: Callable[[], Communicator] = resolve_name(arguments[0])
         comm = made()
     else:
         comm = suite.make()
-    if run_promises(suite, comm, quiet=comm.rank > 0):
-        os._exit(1)  # The other ranks are somewhere else: no one would answer a farewell.
-    print(f"rank {comm.rank} of {comm.size}: every promise is kept", flush=True)
+    check_rank(suite, comm, "every promise is kept")
     stop_torch()
 
 

@@ -8,7 +8,6 @@ In pytest, subclass `ExchangeTests`; `run_ranks` runs a test on ranks that are t
 """
 
 import copy
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,8 +23,7 @@ from dlio.exchange import NAMES, Exchange, parse_exchange, start_exchange
 from dlio.exchange.buckets import averaged_state, consensus_distance, trainable
 from dlio.exchange.cut import TensorCut
 from dlio.plan.order import share
-from dlio.testing.communicator import start_torch, stop_torch
-from dlio.testing.promises import run_promises
+from dlio.testing.communicator import check_rank, needs_partners, start_torch, stop_torch
 
 _BATCH: Final = 4
 _FEATURES: Final = 12
@@ -121,7 +119,7 @@ class ExchangeTests:
         assert len(set(everyone)) == 1, "it is `alike`, but ranks have other weights"
 
     def test_ranks_with_different_samples_stay_together(self, comm: Communicator) -> None:
-        _needs_partners(comm)
+        needs_partners(comm)
         distances = []
         for exchanged in (False, True):
             net = _net()
@@ -210,7 +208,7 @@ class ExchangeTests:
     # Statistics, and closing.
 
     def test_statistics_add_up_seconds_messages_and_bytes(self, comm: Communicator) -> None:
-        _needs_partners(comm)
+        needs_partners(comm)
         net = _net()
         exchange = self.make(net, comm)
         before = exchange.statistics()
@@ -278,11 +276,6 @@ def named(name: str) -> ExchangeTests:
     suite.reproducible = spec.merge != "parzen"
     suite.approaches = 1.5 if spec.merge == "parzen" else 1.0
     return suite
-
-
-def _needs_partners(comm: Communicator) -> None:
-    if comm.size == 1:
-        pytest.skip("one rank has no partner: run it under mpirun or torchrun")
 
 
 def _net() -> nn.Sequential:
@@ -383,9 +376,7 @@ def main(arguments: list[str]) -> None:
     start_torch()
     comm = world()
     for name in arguments or NAMES:
-        if run_promises(named(name), comm, quiet=comm.rank > 0):
-            os._exit(1)  # The other ranks are somewhere else: no one would answer a farewell.
-        print(f"rank {comm.rank} of {comm.size}: {name} keeps every promise", flush=True)
+        check_rank(named(name), comm, f"{name} keeps every promise")
     stop_torch()
 
 

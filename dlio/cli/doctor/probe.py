@@ -6,7 +6,6 @@ A process of its own, because loading MPI initialises it, and a wrong library ca
 import json
 import os
 import subprocess
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
@@ -42,14 +41,10 @@ def probe_mpi() -> MpiFacts:
     }
     kept = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     environment |= {name: os.environ[name] for name in kept if name in os.environ}
-    return _asked(environment)
-
-
-def _asked(environment: Mapping[str, str]) -> MpiFacts:
     try:
         done = subprocess.run(
             module_command("dlio.cli.doctor.probe"),
-            env=dict(environment),
+            env=environment,
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,

@@ -44,7 +44,7 @@ class ScriptContext:
         self.assigner = ScriptAssigner(comm)
         self.last_shares: RankShares | None = None
         """Shares of the latest balanced pass."""
-        self.shared = self.loaders = 0
+        self.shared = 0
         self.notes: list[str] = []
 
     @property
@@ -140,7 +140,6 @@ class SharingLoader(DataLoader):
         assert _context is not None
         self._context = _context
         self._balance = _ShareBalance(_context)
-        _context.loaders += 1
         self._is_shared = True
         """False if the pass that began last is not divided among the ranks."""
         if _context.tiers is not None and adapted(dataset, _context.tiers) is not None:
