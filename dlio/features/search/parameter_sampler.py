@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from dlio.errors import UsageError
-from dlio.features.search.search_space import SearchParameter, grid_of
+from dlio.features.search.search_space import grid_of
 from dlio.util.extras import how_to_install
 
 if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
     from optuna.trial import FrozenTrial
+
+    from dlio.features.search.search_space import SearchSpace
 
 Direction = Literal["minimize", "maximize"]
 
@@ -37,21 +38,6 @@ def quiet_optuna() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def distributions(axes: Sequence[SearchParameter]) -> "dict[str, BaseDistribution]":
-    """Return Optuna's distributions of the parameters."""
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-    made: dict[str, BaseDistribution] = {}
-    for axis in axes:
-        if axis.choices:
-            made[axis.name] = CategoricalDistribution(axis.choices)
-        elif axis.is_integer:
-            made[axis.name] = IntDistribution(int(axis.low), int(axis.high), log=axis.is_log)
-        else:
-            made[axis.name] = FloatDistribution(axis.low, axis.high, log=axis.is_log)
-    return made
-
-
 class ParameterSampler:
     """Chooses the parameters of trials by their numbers; trial k knows those up to k - lag.
 
@@ -61,16 +47,18 @@ class ParameterSampler:
     def __init__(
         self,
         name: str,
-        axes: Sequence[SearchParameter],
+        axes: "SearchSpace",
         seed: int,
         lag: int,
         directions: Sequence[Direction],
     ) -> None:
-        self._name, self._axes, self._seed, self._lag = name, axes, seed, lag
+        from optuna.distributions import CategoricalDistribution
+
+        self._name, self._axes, self._seed, self._lag = name, dict(axes), seed, lag
         self._directions = list(directions)
         self._grid = grid_of(axes) if name == "grid" else None
         if name == "cmaes":
-            if sum(not axis.choices for axis in axes) < 2:
+            if sum(not isinstance(axis, CategoricalDistribution) for axis in axes.values()) < 2:
                 raise UsageError(
                     "--sampler cmaes: give two ranges or more, as in --set lr=1e-4..1e-1:log; "
                     "tpe searches lists, too"
@@ -105,13 +93,13 @@ class ParameterSampler:
             return optuna.trial.create_trial(
                 state=optuna.trial.TrialState.RUNNING,
                 params=self._grid[number],
-                distributions=distributions(self._axes),
+                distributions=self._axes,
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study = optuna.create_study(directions=self._directions, sampler=self._sampler(number))
             study.add_trials(known)
-            study.ask(distributions(self._axes))
+            study.ask(self._axes)
         return study.trials[-1]
 
     def _sampler(self, number: int) -> "BaseSampler":

@@ -5,7 +5,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import ConfigFile
@@ -17,7 +17,6 @@ from dlio.features.search.parameter_sampler import ParameterSampler, quiet_optun
 from dlio.features.search.search_options import SearchedRun, SearchedScript, SearchOptions
 from dlio.features.search.search_space import (
     Point,
-    SearchParameter,
     argument_words,
     filled_in,
     parse_space,
@@ -38,6 +37,9 @@ from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import check_writable
+
+if TYPE_CHECKING:
+    from dlio.features.search.search_space import SearchSpace
 
 # One staged copy for all trials
 _SPARE: Final = 64 << 20
@@ -187,7 +189,7 @@ def command(
 def _search(
     run: SearchedRun,
     search: SearchOptions,
-    axes: Sequence[SearchParameter],
+    axes: "SearchSpace",
     objectives: Sequence[Objective],
     words: Sequence[str],
 ) -> None:

@@ -4,8 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 
 from dlio.errors import UsageError
 from dlio.train.config import TrainConfig
@@ -13,6 +12,13 @@ from dlio.train.factory import split_options
 from dlio.train.train_options import TrainOptions
 from dlio.util.arguments import nearest
 from dlio.util.options import OptionField, Scalar, Value, as_mapping, from_mapping, options_of
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+    SearchSpace = Mapping[str, BaseDistribution]
+    """Lists of values and ranges of numbers, by the names that users write, such as
+    `model.depth`."""
 
 Point = Mapping[str, Scalar]
 """Values of the parameters by name, such as {"lr": 0.01, "model.depth": 3}."""
@@ -29,65 +35,40 @@ _OWN: Final = (
 """Options that a search cannot vary."""
 
 
-@dataclass(frozen=True, slots=True)
-class SearchParameter:
-    """One parameter: a range of numbers, or a list of values."""
-
-    name: str
-    """As a user writes it, such as `batch-size` or `model.depth`."""
-    choices: tuple[Scalar, ...] = ()
-    """The values; empty for a range."""
-    low: float = math.nan
-    high: float = math.nan
-    is_log: bool = False
-    """True to draw the logarithm uniformly."""
-    is_integer: bool = False
-
-    @property
-    def ends(self) -> tuple[Scalar, ...]:
-        """All values of a list, or both ends of a range."""
-        return self.choices or tuple(
-            int(each) if self.is_integer else each for each in (self.low, self.high)
-        )
-
-
-def parse_space(texts: Sequence[str], run: TrainOptions) -> tuple[SearchParameter, ...]:
+def parse_space(texts: Sequence[str], run: TrainOptions) -> "SearchSpace":
     """Parse the texts of --set for `dlio train`.
 
     Raises UsageError for an unknown option or a value that it does not take.
     """
     fields = {each.flag[2:]: each for each in options_of(TrainOptions) if each.name not in _OWN}
-    axes = [_parsed(text, fields) for text in texts]
-    _check_names(axes)
-    for axis in axes:
-        for value in axis.ends:
+    axes = _parsed_space(texts, fields)
+    for name, axis in axes.items():
+        for value in _ends(axis):
             try:
-                with_point(run, {axis.name: value})
+                with_point(run, {name: value})
             except UsageError as error:
-                raise UsageError(f"--set {axis.name}={value}: {error}") from error
-    return tuple(axes)
+                raise UsageError(f"--set {name}={value}: {error}") from error
+    return axes
 
 
-def parse_words(texts: Sequence[str], words: Sequence[str]) -> tuple[SearchParameter, ...]:
+def parse_words(texts: Sequence[str], words: Sequence[str]) -> "SearchSpace":
     """Parse the texts of --set for a script, whose arguments `words` use each name in braces.
 
     Raises UsageError for a name without a place, and a place without a name.
     """
-    axes = [_parsed(text, None) for text in texts]
-    _check_names(axes)
-    names = [axis.name for axis in axes]
+    axes = _parsed_space(texts, None)
     places = [name for word in words for name in _PLACE.findall(word)]
-    for name in names:
+    for name in axes:
         if name not in places:
             raise UsageError(
                 f"--set {name}: the script's arguments do not use it: write {{{name}}} among them"
             )
     for place in places:
-        if place not in names:
+        if place not in axes:
             raise UsageError(
-                f"{{{place}}}: no --set names it{nearest(place, names)}; give --set {place}=..."
+                f"{{{place}}}: no --set names it{nearest(place, axes)}; give --set {place}=..."
             )
-    return tuple(axes)
+    return axes
 
 
 def filled_in(words: Sequence[str], point: Point) -> list[str]:
@@ -120,21 +101,25 @@ def train_words(point: Point, run: TrainOptions) -> list[str]:
     return [word for name, value in plain.items() for word in argument_words(name, value)]
 
 
-def grid_of(axes: Sequence[SearchParameter]) -> list[dict[str, Scalar]]:
+def grid_of(axes: "SearchSpace") -> list[dict[str, Scalar]]:
     """Return all combinations of values, the last parameter fastest.
 
     Raises UsageError for a range of real numbers.
     """
+    from optuna.distributions import FloatDistribution, IntDistribution
+
     values: list[Sequence[Scalar]] = []
-    for axis in axes:
-        if not axis.choices and not axis.is_integer:
+    for name, axis in axes.items():
+        if isinstance(axis, FloatDistribution):
             raise UsageError(
-                f"--sampler grid: {axis.name} is a range: list its values, as in "
-                f"--set {axis.name}={axis.low:g},{axis.high:g}"
+                f"--sampler grid: {name} is a range: list its values, as in "
+                f"--set {name}={axis.low:g},{axis.high:g}"
             )
-        values.append(axis.choices or range(int(axis.low), int(axis.high) + 1))
-    names = [axis.name for axis in axes]
-    return [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
+        if isinstance(axis, IntDistribution):
+            values.append(range(axis.low, axis.high + 1))
+        else:
+            values.append(_ends(axis))
+    return [dict(zip(axes, each, strict=True)) for each in itertools.product(*values)]
 
 
 def argument_words(name: str, value: Value) -> list[str]:
@@ -145,15 +130,31 @@ def argument_words(name: str, value: Value) -> list[str]:
     return [word for each in values for word in (f"--{name}", str(each))]
 
 
-def _check_names(axes: Sequence[SearchParameter]) -> None:
-    names = [axis.name for axis in axes]
-    for name in names:
-        if names.count(name) > 1:
+def _ends(axis: "BaseDistribution") -> Sequence[Scalar]:
+    """Return all values of a list, or both ends of a range."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if isinstance(axis, CategoricalDistribution):
+        return cast("Sequence[Scalar]", axis.choices)
+    assert isinstance(axis, FloatDistribution | IntDistribution)
+    return axis.low, axis.high
+
+
+def _parsed_space(texts: Sequence[str], fields: Mapping[str, OptionField] | None) -> "SearchSpace":
+    """Parse the texts of --set; None for the fields of a script, which has any names."""
+    axes: dict[str, BaseDistribution] = {}
+    for text in texts:
+        name, axis = _parsed(text, fields)
+        if name in axes:
             raise UsageError(f"--set {name}: given twice: list all of its values in one")
+        axes[name] = axis
+    return axes
 
 
-def _parsed(text: str, fields: Mapping[str, OptionField] | None) -> SearchParameter:
-    """Parse `name=values`; None for the fields of a script, which has any names."""
+def _parsed(text: str, fields: Mapping[str, OptionField] | None) -> "tuple[str, BaseDistribution]":
+    """Return the name and the values of `name=values`."""
+    from optuna.distributions import CategoricalDistribution
+
     name, equals, values = text.partition("=")
     name = name.strip().removeprefix("--")
     if not equals or not name or not values:
@@ -167,17 +168,17 @@ def _parsed(text: str, fields: Mapping[str, OptionField] | None) -> SearchParame
             raise UsageError(f"--set {name}: no option of `dlio train` that can be searched{close}")
     match = _RANGE.fullmatch(values.strip())
     if match is not None:
-        return _range(text, name, match, field)
+        return name, _range(text, match, field)
     texts = [each.strip() for each in _COMMA.split(values)]
     choices = tuple(_value(each, field, name) for each in texts)
     if len(set(choices)) != len(choices):
         raise UsageError(f"--set {text}: names a value twice")
-    return SearchParameter(name, choices)
+    return name, CategoricalDistribution(choices)
 
 
-def _range(
-    text: str, name: str, match: re.Match[str], field: OptionField | None
-) -> SearchParameter:
+def _range(text: str, match: re.Match[str], field: OptionField | None) -> "BaseDistribution":
+    from optuna.distributions import FloatDistribution, IntDistribution
+
     ends = match[1].strip(), match[2].strip()
     try:
         low, high = (float(each) for each in ends)
@@ -193,9 +194,11 @@ def _range(
     if not low < high or (is_log and low <= 0):
         limits = "above 0, the lower one first" if is_log else "the lower one first"
         raise UsageError(f"--set {text}: give numbers {limits}")
-    if is_integer and not (low.is_integer() and high.is_integer()):
+    if not is_integer:
+        return FloatDistribution(low, high, log=is_log)
+    if not (low.is_integer() and high.is_integer()):
         raise UsageError(f"--set {text}: give whole numbers at both ends")
-    return SearchParameter(name, (), low, high, is_log, is_integer)
+    return IntDistribution(int(low), int(high), log=is_log)
 
 
 def _value(text: str, field: OptionField | None, name: str) -> Scalar:

@@ -3,19 +3,18 @@
 from pathlib import Path
 
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 from dlio.errors import UsageError
 from dlio.features.search.objectives import Objective
 from dlio.features.search.parameter_sampler import ParameterSampler, quiet_optuna
-from dlio.features.search.search_space import Point, SearchParameter
+from dlio.features.search.search_space import Point
 from dlio.features.search.study import Study, TrialEpoch
 
 quiet_optuna()
-AXES = (
-    SearchParameter("lr", (), 1e-4, 1e-1, is_log=True),
-    SearchParameter("momentum", (), 0, 1),
-    SearchParameter("exchange", ("allreduce", "gossip")),
-)
+RANGE = FloatDistribution(0, 1)
+LIST = CategoricalDistribution(("allreduce", "gossip"))
+AXES = {"lr": FloatDistribution(1e-4, 1e-1, log=True), "momentum": RANGE, "exchange": LIST}
 GOALS = (Objective("val_accuracy", is_minimised=False),)
 FIRST = {"lag": 3}
 
@@ -61,7 +60,7 @@ def test_a_choice_needs_only_trials_that_precede_it_by_the_lag() -> None:
 
 
 def test_a_grid_is_tried_in_its_order() -> None:
-    axes = (SearchParameter("a", (1, 2)), SearchParameter("b", ("x", "y")))
+    axes = {"a": CategoricalDistribution((1, 2)), "b": CategoricalDistribution(("x", "y"))}
     grid = ParameterSampler("grid", axes, 0, 1, ["maximize"])
     assert grid.most == 4
     assert [grid.choose(k, []).params for k in (0, 3)] == [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
@@ -69,7 +68,7 @@ def test_a_grid_is_tried_in_its_order() -> None:
 
 def test_cmaes_needs_two_ranges() -> None:
     with pytest.raises(UsageError, match="two ranges"):
-        ParameterSampler("cmaes", AXES[1:], 0, 1, ["maximize"])
+        ParameterSampler("cmaes", {"momentum": RANGE, "exchange": LIST}, 0, 1, ["maximize"])
 
 
 def test_two_searches_on_one_folder_are_refused_and_so_are_other_options(tmp_path: Path) -> None:

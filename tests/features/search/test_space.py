@@ -1,10 +1,10 @@
 """The parameters of --set, and the configurations that they make."""
 
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from dlio.errors import UsageError
 from dlio.features.search.search_space import (
-    SearchParameter,
     filled_in,
     grid_of,
     parse_space,
@@ -29,14 +29,14 @@ def test_ranges_and_lists_have_the_types_of_their_options() -> None:
         ],
         RUN,
     )
-    assert axes == (
-        SearchParameter("lr", (), 1e-4, 1e-1, is_log=True),
-        SearchParameter("batch-size", (), 16, 64, is_integer=True),
-        SearchParameter("exchange", ("allreduce", "diloco(32,rate=0.7)")),
-        SearchParameter("model.width", (), 8, 32, is_integer=True),
-        SearchParameter("ema", (0.9, 0.99)),
-        SearchParameter("skip-samples", (True, False)),
-    )
+    assert axes == {
+        "lr": FloatDistribution(1e-4, 1e-1, log=True),
+        "batch-size": IntDistribution(16, 64),
+        "exchange": CategoricalDistribution(("allreduce", "diloco(32,rate=0.7)")),
+        "model.width": IntDistribution(8, 32),
+        "ema": CategoricalDistribution((0.9, 0.99)),
+        "skip-samples": CategoricalDistribution((True, False)),
+    }
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,7 @@ def test_a_grid_has_all_combinations_and_refuses_real_ranges() -> None:
 def test_a_scripts_arguments_and_parameters_have_to_name_each_other() -> None:
     words = ["train.py", "--lr={lr}", "{n}"]
     axes = parse_words(["lr=0.1,x", "n=1..3"], words)
-    assert axes == (
-        SearchParameter("lr", (0.1, "x")),
-        SearchParameter("n", (), 1, 3, is_integer=True),
-    )
+    assert axes == {"lr": CategoricalDistribution((0.1, "x")), "n": IntDistribution(1, 3)}
     assert filled_in(words, {"lr": 0.1, "n": 2}) == ["train.py", "--lr=0.1", "2"]
     with pytest.raises(UsageError, match="do not use it"):
         parse_words(["lr=1,2", "n=1..3", "m=1,2"], words)
