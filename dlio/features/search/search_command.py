@@ -16,6 +16,7 @@ from dlio.features.search.objectives import Objective, parse_objectives
 from dlio.features.search.parameter_sampler import ParameterSampler, quiet_optuna
 from dlio.features.search.search_options import SearchedRun, SearchedScript, SearchOptions
 from dlio.features.search.search_space import (
+    REFUSED,
     Point,
     argument_words,
     filled_in,
@@ -100,21 +101,6 @@ def stage(path: str, tiers: str) -> int:
 
 
 _TRIALS: Final = 20
-_OWN: Final = {
-    "checkpoint": "trials write checkpoints into --study",
-    "resume": "the same command goes on with --study",
-    "save": "the weights of the best trial are kept in --study",
-    "report": "--json prints the results",
-    "trace": "trials would write to one file",
-    "trace_out": "trials would write to one file",
-    "replay": "trials differ",
-    "tensorboard": "trials would write to one folder; --html plots their courses",
-    "dump_matrices": "trials would write to one folder",
-    "nodes": "trials run on this machine",
-    "spares": "trials that lose a rank go on from their checkpoints",
-    "leave_at": "send the search SIGUSR1 at that time",
-}
-"""Options of `dlio train` that a search refuses, with the reason."""
 _FREE: Final = ("tiers", "source", "val", "workers", "device", "on_error")
 """Options that may differ when a search goes on; the data are compared by their paths."""
 _OF_SCRIPTS: Final = ("source", "epochs", "exchange", "seed", "tiers")
@@ -153,7 +139,7 @@ def command(
     if under_mpi() or under_torch():
         raise UsageError("dlio search starts ranks by itself: run it once, without mpirun, with -n")
     options = as_mapping(run)
-    for name, reason in _OWN.items():
+    for name, reason in REFUSED.items():
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} does not go with a search: {reason}")
     if run.survival.is_tolerant:

@@ -27,10 +27,24 @@ _COMMA: Final = re.compile(r",(?![^(]*\))")
 """A comma outside parentheses."""
 _PLACE: Final = re.compile(r"\{([\w.-]+)\}")
 _OF_MODEL: Final = "model."
-_OWN: Final = (
-    *("source", "val", "replica", "tiers", "checkpoint", "resume", "keep", "save", "report"),
-    *("trace", "trace_out", "replay", "nodes", "spares", "leave_at", "tensorboard"),
-    *("dump_matrices", "fault_tolerance", "device", "callback"),
+REFUSED: Final = {
+    "checkpoint": "trials write checkpoints into --study",
+    "resume": "the same command goes on with --study",
+    "save": "the weights of the best trial are kept in --study",
+    "report": "--json prints the results",
+    "trace": "trials would write to one file",
+    "trace_out": "trials would write to one file",
+    "replay": "trials differ",
+    "tensorboard": "trials would write to one folder; --html plots their courses",
+    "dump_matrices": "trials would write to one folder",
+    "nodes": "trials run on this machine",
+    "spares": "trials that lose a rank go on from their checkpoints",
+    "leave_at": "send the search SIGUSR1 at that time",
+}
+"""Options of `dlio train` that a search refuses, with the reason."""
+_SAME: Final = (
+    *("source", "val", "replica", "tiers", "keep", "fault_tolerance", "device", "callback"),
+    *REFUSED,
 )
 """Options that a search cannot vary."""
 
@@ -40,7 +54,7 @@ def parse_space(texts: Sequence[str], run: TrainOptions) -> "SearchSpace":
 
     Raises UsageError for an unknown option or a value that it does not take.
     """
-    fields = {each.flag[2:]: each for each in options_of(TrainOptions) if each.name not in _OWN}
+    fields = {each.flag[2:]: each for each in options_of(TrainOptions) if each.name not in _SAME}
     axes = _parsed_space(texts, fields)
     for name, axis in axes.items():
         for value in _ends(axis):
