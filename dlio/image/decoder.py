@@ -303,12 +303,8 @@ def _resize(pixels: npt.NDArray[np.uint8], box: Box, out: npt.NDArray[np.uint8])
     part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
     height, width = out.shape[:2]
     shrinks = box.height >= 2 * height and box.width >= 2 * width
-    library = None if shrinks else native.find()
-    if (
-        library is not None
-        and native.resizes_alike(library, cv2.resize)
-        and library.resize(part, box.flip, box.upend, out)
-    ):
+    library = None if shrinks else _library()
+    if library is not None and library.resize(part, box.flip, box.upend, out):
         return
     cv2.resize(
         part,

@@ -61,6 +61,14 @@ class FairCounts:
         result: _I64 = rows[where]
         return result
 
+    def after(self, batches: int, more: int = 0) -> tuple[int, ...]:
+        """Return the samples of each source in whole batches, and `more` of a smaller one."""
+        had = tuple(self.totals(np.array([batches]))[0].tolist())
+        if not more:
+            return had
+        last = largest_remainder(self.weights, had, batches * self.batch, more)
+        return tuple(a + b for a, b in zip(had, last, strict=True))
+
     def _extras(self, batches: int) -> _I64:
         between = [source for source, rest in enumerate(self._rests) if rest]
         if len(between) <= 2:

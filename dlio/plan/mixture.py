@@ -135,8 +135,7 @@ class MixtureRule:
             if end is not None:
                 return MixtureEpoch(self, step, end, tuple(segments))
             assert steps is not None
-            counts = fair_counts(weights, batch).totals(np.array([steps]))[0].tolist()
-            had = _sums(had, counts)
+            had = _sums(had, fair_counts(weights, batch).after(steps))
             position += steps * batch
         raise AssertionError("the last weights of a schedule have no end")
 
@@ -172,13 +171,9 @@ class MixtureEpoch:
         """
         segment = next(each for each in reversed(self.segments) if each.position <= position)
         batches, rest = divmod(position - segment.position, segment.batch)
-        counts = fair_counts(segment.weights, segment.batch).totals(np.array([batches]))[0]
-        had = tuple(int(each) for each in counts)
-        if rest:
-            whole = batches * segment.batch
-            last = largest_remainder(segment.weights, had, whole, rest)
-            had = _sums(had, last)
-        return _sums(segment.drawn, had)
+        return _sums(
+            segment.drawn, fair_counts(segment.weights, segment.batch).after(batches, rest)
+        )
 
     def resumed(self, position: int, batch: int) -> "MixtureEpoch":
         """Return the epoch as it continues at a position with other global batches.

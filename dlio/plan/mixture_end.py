@@ -9,9 +9,7 @@ that is given, as `epoch_size` of MosaicML's streaming, and repeats whatever is 
 from fractions import Fraction
 from typing import Final
 
-import numpy as np
-
-from dlio.plan.fair_counts import FairCounts, fair_counts, largest_remainder
+from dlio.plan.fair_counts import FairCounts, fair_counts
 
 EXHAUSTION: Final = ("stop", "until_all", "repeat")
 
@@ -44,7 +42,7 @@ def end_of(
 
 def _stop(counts: FairCounts, steps: int | None, room: list[int], position: int) -> int | None:
     def fits(batches: int, more: int = 0) -> bool:
-        after = _after(counts, batches, more)
+        after = counts.after(batches, more)
         return all(a <= b for a, b in zip(after, room, strict=True))
 
     if steps is not None and fits(steps):
@@ -65,7 +63,7 @@ def _until_all(counts: FairCounts, steps: int | None, room: list[int], position:
     weights, batch = counts.weights, counts.batch
 
     def through(batches: int, more: int = 0) -> bool:
-        after = _after(counts, batches, more)
+        after = counts.after(batches, more)
         # A source without weight is never gone through; at the end it is not waited for.
         left = zip(after, room, weights, strict=True)
         return all(a >= b or (steps is None and not w) for a, b, w in left)
@@ -83,11 +81,3 @@ def _until_all(counts: FairCounts, steps: int | None, room: list[int], position:
     first = max(1, least - low * batch)
     more = next((k for k in range(first, batch) if through(low, k)), batch)
     return position + low * batch + more
-
-
-def _after(counts: FairCounts, batches: int, more: int) -> list[int]:
-    had: list[int] = counts.totals(np.array([batches]))[0].tolist()
-    if more:
-        last = largest_remainder(counts.weights, tuple(had), batches * counts.batch, more)
-        had = [a + b for a, b in zip(had, last, strict=True)]
-    return had

@@ -70,17 +70,24 @@ def describe_status(tiers: str | None) -> dict[str, object]:
     return {"scratch": scratch, "tiers": listed, "shared_memory": shared}
 
 
+def _tiers(text: str) -> Option:
+    """Return the option that names tiers."""
+    default = "DLIO_TIERS, or all that this user has used"
+    return Option(text, metavar="TIERS", default_text=default)
+
+
+def _names(text: str) -> Option:
+    """Return the positional option that names data sets."""
+    text += ", named as they were staged or by their fingerprints."
+    return Option(text, positional=True, metavar="SRC")
+
+
 @dataclass(frozen=True, slots=True)
 class StatusOptions:
     """Options of `dlio status`."""
 
     tiers: Annotated[
-        str | None,
-        Option(
-            "Tiers, as for --tiers of other commands, or their folders.",
-            metavar="TIERS",
-            default_text="DLIO_TIERS, or all that this user has used",
-        ),
+        str | None, _tiers("Tiers, as for --tiers of other commands, or their folders.")
     ] = None
     as_json: Annotated[bool, Option("Print JSON.", name="json")] = False
 
@@ -118,28 +125,11 @@ def status(options: StatusOptions) -> None:
 class EvictOptions:
     """Options of `dlio evict`."""
 
-    names: Annotated[
-        tuple[str, ...],
-        Option(
-            "Data sets to remove, named as they were staged or by their fingerprints.",
-            positional=True,
-            metavar="SRC",
-        ),
-    ] = ()
-    tiers: Annotated[
-        str | None,
-        Option(
-            "Tiers to remove data from.",
-            metavar="TIERS",
-            default_text="DLIO_TIERS, or all that this user has used",
-        ),
-    ] = None
+    names: Annotated[tuple[str, ...], _names("Data sets to remove")] = ()
+    tiers: Annotated[str | None, _tiers("Tiers to remove data from.")] = None
     job: Annotated[
         str | None,
-        Option(
-            "Remove data that this job used last and no process uses now.",
-            metavar="JOB",
-        ),
+        Option("Remove data that this job used last and no process uses now.", metavar="JOB"),
     ] = None
     everything: Annotated[
         bool, Option("Remove all data that is neither in use nor pinned.", name="all")
@@ -188,22 +178,8 @@ def evict_command(options: EvictOptions) -> None:
 class PinOptions:
     """Options of `dlio pin`."""
 
-    names: Annotated[
-        tuple[str, ...],
-        Option(
-            "Data sets, named as they were staged or by their fingerprints.",
-            positional=True,
-            metavar="SRC",
-        ),
-    ]
-    tiers: Annotated[
-        str | None,
-        Option(
-            "Tiers that hold the data.",
-            metavar="TIERS",
-            default_text="DLIO_TIERS, or all that this user has used",
-        ),
-    ] = None
+    names: Annotated[tuple[str, ...], _names("Data sets")]
+    tiers: Annotated[str | None, _tiers("Tiers that hold the data.")] = None
     remove: Annotated[bool, Option("Remove the protection again.")] = False
 
 

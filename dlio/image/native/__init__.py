@@ -99,8 +99,6 @@ class NativeLibrary:
             ends.argtypes = (data, size, size, size)
         library.dlio_jpeg_name.restype = ctypes.c_char_p
         self._memory = _ThreadBuffers()
-        self.resizes: bool | None = None
-        """True if `resize` gives OpenCV's pixels; None before `resizes_alike`."""
         self.instructions = library.dlio_jpeg_name().decode()
 
     def shape(self, image: Buffer) -> JpegShape | None:
@@ -250,18 +248,17 @@ def agrees(library: NativeLibrary) -> bool:
     return True
 
 
+@functools.cache
 def resizes_alike(library: NativeLibrary, resize: Callable[..., npt.NDArray[np.uint8]]) -> bool:
     """True if the library resizes a few small images as `resize` does: OpenCV's with INTER_LINEAR,
-    whose results depend on the processor and on the version. Kept in `library.resizes`."""
-    if library.resizes is None:
-        noise = np.random.default_rng(0).integers(0, 256, (61, 83, 3), np.uint8)
-        alike = True
-        for height, width in ((61, 83), (47, 44), (90, 100), (100, 60), (31, 90)):
-            out = np.empty((height, width, 3), np.uint8)
-            done = library.resize(noise, False, False, out)
-            alike = alike and done and np.array_equal(out, resize(noise, (width, height)))
-        library.resizes = alike
-    return library.resizes
+    whose results depend on the processor and on the version."""
+    noise = np.random.default_rng(0).integers(0, 256, (61, 83, 3), np.uint8)
+    for height, width in ((61, 83), (47, 44), (90, 100), (100, 60), (31, 90)):
+        out = np.empty((height, width, 3), np.uint8)
+        done = library.resize(noise, False, False, out)
+        if not done or not np.array_equal(out, resize(noise, (width, height))):
+            return False
+    return True
 
 
 def _samples() -> Iterator[bytes]:
