@@ -171,9 +171,8 @@ class MixtureEpoch:
         """
         segment = next(each for each in reversed(self.segments) if each.position <= position)
         batches, rest = divmod(position - segment.position, segment.batch)
-        return _sums(
-            segment.drawn, fair_counts(segment.weights, segment.batch).after(batches, rest)
-        )
+        counts = fair_counts(segment.weights, segment.batch)
+        return _sums(segment.drawn, counts.after(batches, rest))
 
     def resumed(self, position: int, batch: int) -> "MixtureEpoch":
         """Return the epoch as it continues at a position with other global batches.

@@ -25,7 +25,7 @@ from dlio.data.labels import LABEL_NAMES
 from dlio.data.open_files import PersistentFile
 from dlio.data.reader_contract import PathRules
 from dlio.data.schema import Schema, array_kind
-from dlio.data.source import Source, expand
+from dlio.data.source import ReadErrors, Source, expand
 from dlio.errors import SourceError
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
@@ -52,12 +52,6 @@ _PLAIN: Final = {
     "list[jpeg]": "bytes",
     "list[png]": "bytes",
 }
-# fmt: off
-_NUMBERS: Final = (
-    "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
-    "float16", "float32", "float64",
-)
-# fmt: on
 _CODES: Final = {
     8: "uint8",
     9: "int8",
@@ -71,6 +65,7 @@ _CODES: Final = {
     65: "int64",
     66: "float64",
 }
+_NUMBERS: Final = tuple(_CODES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,12 +253,8 @@ class _Shard:
                 _Shard._kept.move_to_end(self._key)
                 return _Shard._kept[self._key]
             assert self._opener is not None
-            try:
+            with ReadErrors(self.file.name, "cannot be decompressed"):
                 data = self._opener(self.file.read(), self.raw_bytes)
-            except (OSError, EOFError, ValueError, ImportError) as error:
-                if isinstance(error, SourceError):
-                    raise
-                raise SourceError(f"{self.file.name} cannot be decompressed: {error}") from error
             if len(data) != self.raw_bytes:
                 raise SourceError(f"{self.file.name} is not as long as its index says: restore it")
             _Shard._kept[self._key] = data

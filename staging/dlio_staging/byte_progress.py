@@ -36,17 +36,12 @@ class ByteProgress:
         """Return the bytes done and those of the whole work."""
         return {"title": self._title, "done": self._done, "total": self._total}
 
-    def total(self, total: int) -> None:
-        """Set the bytes of the whole work, when they become known later."""
-        self._total = total
-        if self._bar is not None:
-            self._bar.update(total=total)
-
-    def __call__(self, done: int) -> None:
-        """Show that `done` bytes of the work are done."""
+    def __call__(self, done: int, total: int | None = None) -> None:
+        """Show that `done` bytes of the work are done, of which the whole may be known only now."""
         self._done = done
+        self._total = self._total if total is None else total
         if self._bar is not None:
-            self._bar.update(done)
+            self._bar.update(done, total=self._total)
         now = time.monotonic()
         if not self._lines or now < self._next:
             return

@@ -69,15 +69,7 @@ def pack_rank(packing: PackArguments, options: PackOptions, output: OutputOption
 
     rank = world().rank
     with show_progress(1, rank == 0, "packing") as show:
-        scale: list[int] = []
-
-        def progress(done: int, total: int) -> None:
-            if not scale:
-                scale.append(total)
-                show.total(total)
-            show(done)
-
-        done = pack(packing.source, packing.destination, progress=progress, options=options)
+        done = pack(packing.source, packing.destination, progress=show, options=options)
     if rank:
         return
     print_line(summary(packing.destination, done))

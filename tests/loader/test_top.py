@@ -59,7 +59,6 @@ def test_a_training_tells_epoch_and_step_on_every_rank() -> None:
 
 def test_staging_tells_bytes_even_if_it_shows_nothing() -> None:
     with show_progress(0, shown=False, title="packing") as shown:
-        shown.total(50)
-        shown(20)
+        shown(20, 50)
         assert parts("work") == [{"kind": "work", "title": "packing", "done": 20, "total": 50}]
     assert parts("work") == []
