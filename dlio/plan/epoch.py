@@ -17,7 +17,7 @@ from dlio.errors import UsageError
 from dlio.plan.block_order import BlockOrder
 from dlio.plan.home_plan import HomePlan
 from dlio.plan.layout import Layout
-from dlio.plan.listed_order import ListedOrder, ListedPlan
+from dlio.plan.listed_order import ListedOrder
 from dlio.plan.mixture import MixtureOrder
 from dlio.plan.order import Order
 from dlio.plan.rank_shares import RankShares
@@ -132,6 +132,23 @@ class EpochPlan:
         """Most samples that any rank gets of a step; the same on all ranks."""
         return self.batch_size if self.shares is None else max(self.shares.counts)
 
+    def window(self, steps: range) -> RankWindow:
+        """Plan a run of steps by dealing whole global batches, as every other rank does; for the
+        exact modes.
+        """
+        dealt = assign(
+            self.order,
+            self.position,
+            self.batch_size,
+            steps,
+            lambda samples: self.home[self.layout.block_of(samples)],
+            self.ranks,
+            "batch" if self.mode == "batch" else "global",
+            self.shares,
+            self.on_devices,
+        )
+        return plan_window(dealt, self.rank, self.ranks.size)
+
 
 class WindowPlan(Protocol):
     """The plans of one rank."""
@@ -146,15 +163,15 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
     Raises UsageError when an inexact mode is to begin in the middle of a global batch.
     """
     if isinstance(plan.order, ListedOrder):
-        return ListedPlan(plan.order)
+        return plan.order
     one_way = isinstance(plan.order, BlockOrder | TailOrder | MixtureOrder)
     if plan.mode == "global" and plan.ranks.nodes > _FEW_NODES and not one_way:
         return GlobalPlan(plan)
     if is_exact(plan.mode):
-        return _ExactPlan(plan)
+        return plan
     if isinstance(plan.order, TailOrder):
         # Only requeued samples remain: on the nodes that hold them, where possible.
-        return _ExactPlan(replace(plan, mode="batch"))
+        return replace(plan, mode="batch")
     global_batch = plan.global_batch
     first, rest = divmod(plan.position, global_batch)
     if rest and plan.position < plan.order.n:
@@ -177,28 +194,6 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
     if plan.left is None:
         return whole
     return SurvivorPlan(whole, plan.ranks, plan.left, plan.rank)
-
-
-class _ExactPlan:
-    """Planner that deals whole global batches, as every other rank does."""
-
-    def __init__(self, plan: EpochPlan) -> None:
-        self._plan = plan
-
-    def window(self, steps: range) -> RankWindow:
-        plan = self._plan
-        dealt = assign(
-            plan.order,
-            plan.position,
-            plan.batch_size,
-            steps,
-            lambda samples: plan.home[plan.layout.block_of(samples)],
-            plan.ranks,
-            "batch" if plan.mode == "batch" else "global",
-            plan.shares,
-            plan.on_devices,
-        )
-        return plan_window(dealt, plan.rank, plan.ranks.size)
 
 
 class GlobalPlan:

@@ -39,18 +39,11 @@ class ListedOrder(Order):
         samples: _I64 = self.listed[given]
         return samples
 
-
-class ListedPlan:
-    """The plan of a rank that reads listed samples itself and exchanges none."""
-
-    def __init__(self, order: ListedOrder) -> None:
-        self._order = order
-
     def window(self, steps: range) -> RankWindow:
-        """Plan a run of steps."""
-        starts = self._order.starts[steps.start : steps.stop + 1]
+        """Plan a run of steps of the rank, which reads its samples itself and exchanges none."""
+        starts = self.starts[steps.start : steps.stop + 1]
         if not len(starts):
             starts = np.zeros(1, np.int64)
-        samples = self._order.listed[starts[0] : starts[-1]]
+        samples = self.listed[starts[0] : starts[-1]]
         none = np.full(len(samples), -1, np.int32)
         return RankWindow(steps, samples, starts - starts[0], none, {})
