@@ -8,11 +8,11 @@ Gradients of weights in parts are of this rank's part. `average_gradients` avera
 of whole weights, over the axis `data`.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -93,29 +93,19 @@ class AveragedGradients(Closable):
     def _average(self) -> None:
         if self._comm.size == 1:
             return
-        gradients = [
-            _local(parameter.grad)
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for each in gradients:
-            wide = torch.float64 if each.dtype == torch.float64 else torch.float32
-            by_type.setdefault(wide, []).append(each)
+        for parameter in itertools.chain(*(g["params"] for g in self._optimizer.param_groups)):
+            if parameter.grad is not None:
+                wide = torch.float64 if parameter.grad.dtype == torch.float64 else torch.float32
+                by_type.setdefault(wide, []).append(_local(parameter.grad))
         for wide, tensors in by_type.items():
-            self._average_flat(tensors, wide)
-
-    def _average_flat(self, tensors: Sequence[torch.Tensor], wide: torch.dtype) -> None:
-        flat = torch.cat([each.reshape(-1).to("cpu", wide) for each in tensors])
-        array = np.ascontiguousarray(flat.numpy())
-        self._comm.wait([self._comm.iallreduce(array)], "the other ranks' gradients")
-        array /= self._comm.size
-        self.bytes += array.nbytes
-        at, mean = 0, torch.from_numpy(array)
-        for each in tensors:
-            each.copy_(mean[at : at + each.numel()].view(each.shape))
-            at += each.numel()
+            flat = torch.cat([each.reshape(-1).to("cpu", wide) for each in tensors])
+            self._comm.wait([self._comm.iallreduce(flat.numpy())], "the other ranks' gradients")
+            flat /= self._comm.size
+            self.bytes += flat.nbytes
+            means = torch.split(flat, [each.numel() for each in tensors])
+            for each, mean in zip(tensors, means, strict=True):
+                each.copy_(mean.view(each.shape))
 
 
 def average_gradients(mesh: Mesh, optimizer: torch.optim.Optimizer) -> AveragedGradients:

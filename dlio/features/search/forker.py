@@ -145,7 +145,9 @@ class _ForkServer:
         _, status = os.waitpid(process, 0)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process, signal.SIGKILL)  # Processes that it has started.
-        self._tell({"ended": key, "code": os.waitstatus_to_exitcode(status)})
+        message = {"ended": key, "code": os.waitstatus_to_exitcode(status)}
+        with suppress(OSError):  # The searcher's end is seen next.
+            self._control.sendall(pack(message))
 
     def _signal(self, wanted: int, number: int) -> None:
         for process, (key, _) in self._ranks.items():
@@ -156,10 +158,6 @@ class _ForkServer:
         for process in self._ranks:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process, signal.SIGKILL)
-
-    def _tell(self, message: Mapping[str, object]) -> None:
-        with suppress(OSError):  # Its end is seen next.
-            self._control.sendall(pack(message))
 
     def _leave(self) -> None:
         """In a child: close all that is the forker's."""
