@@ -24,6 +24,7 @@ from dlio.util.whole_files import unwritable, write_json
 _MARK = "drawn.json"
 _VERSION = 1
 _QUALITY = 88
+_SEED = 0
 
 Image = npt.NDArray[np.uint8]
 Colour = tuple[int, int, int]
@@ -36,14 +37,13 @@ def draw_dataset(
     images: int = 2400,
     validation: int = 400,
     classes: int = 10,
-    seed: int = 0,
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Draw `folder`/train/<class>/*.jpg and `folder`/val/<class>/*.jpg, once.
 
-    The folder appears complete or not at all; a complete one is not drawn again. The same seed
-    draws the same pictures.
+    The folder appears complete or not at all; a complete one is not drawn again. The pictures are
+    the same each time.
 
     Args:
         images: number of training pictures of all classes together.
@@ -61,7 +61,7 @@ def draw_dataset(
         "images": images,
         "validation": validation,
         "classes": classes,
-        "seed": seed,
+        "seed": _SEED,
     }
     if os.path.exists(folder):
         if _mark(folder) == asked:
@@ -81,7 +81,7 @@ def _draw_all(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     """Draw the pictures into an empty folder, and mark it as complete."""
-    classes, images, seed = asked["classes"], asked["images"], asked["seed"]
+    classes, images = asked["classes"], asked["images"]
     names = sorted(PAINTERS)[:classes]
     jobs = [
         (os.path.join(temporary, part, names[k % classes], f"{k // classes:05d}.jpg"), k, offset)
@@ -91,9 +91,7 @@ def _draw_all(
     for path, _, _ in jobs[:classes] + jobs[images : images + classes]:
         os.close(make_folders(os.path.dirname(path)))
     with ThreadPoolExecutor(threads) as pool:
-        drawn = pool.map(
-            lambda job: _write(job[0], names[job[1] % classes], seed, job[1] + job[2]), jobs
-        )
+        drawn = pool.map(lambda job: _write(job[0], names[job[1] % classes], job[1] + job[2]), jobs)
         for done, _ in enumerate(drawn, start=1):
             if progress is not None:
                 progress(done, len(jobs))
@@ -113,8 +111,8 @@ def _mark(folder: str) -> Any:
         return None
 
 
-def _write(path: str, name: str, seed: int, number: int) -> None:
-    image = draw(name, np.random.default_rng([seed, number]))
+def _write(path: str, name: str, number: int) -> None:
+    image = draw(name, np.random.default_rng([_SEED, number]))
     done, encoded = opencv().imencode(".jpg", image, [opencv().IMWRITE_JPEG_QUALITY, _QUALITY])
     assert done
     with parent_of(path) as (folder, name), open_new(folder, name) as file:

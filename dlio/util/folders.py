@@ -233,11 +233,15 @@ def remove_entry(parent: int, name: str) -> None:
 
 def remove_bare(parent: int, name: str) -> None:
     """Remove a folder of dlio that holds nothing but its mark; one that is in use stays."""
-    with suppress(OSError):
-        with closing_descriptor(open_below(parent, name)) as folder:
-            if os.listdir(folder) == [MARK]:
-                os.unlink(MARK, dir_fd=folder)
-        os.rmdir(name, dir_fd=parent)
+    with suppress(OSError), closing_descriptor(open_below(parent, name)) as folder:
+        _remove_emptied(parent, name, folder)
+
+
+def _remove_emptied(parent: int, name: str, folder: int) -> None:
+    """Remove a folder that holds nothing but its mark, or nothing. Raises OSError."""
+    if os.listdir(folder) == [MARK]:
+        os.unlink(MARK, dir_fd=folder)
+    os.rmdir(name, dir_fd=parent)
 
 
 def remove_path(path: str) -> None:
@@ -292,9 +296,7 @@ def remove_marked(parent: int, name: str) -> bool:
         empty_folder(folder)
         if same_folder(parent, name, folder):
             with suppress(OSError):
-                if os.listdir(folder) == [MARK]:
-                    os.unlink(MARK, dir_fd=folder)
-                os.rmdir(name, dir_fd=parent)
+                _remove_emptied(parent, name, folder)
         return True
 
 

@@ -8,14 +8,13 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from dlio.cli.doctor.limit_checks import memory_limit
+from dlio.cli.doctor.limit_checks import control_groups, memory_limit
 from dlio.image import native
 from dlio.util.cores import available_cores
 from dlio_bench.file_systems import file_system_of
 
 PACKAGES: Final = ("dlio", "torch", "numpy", "mpi4py", "simplejpeg", "opencv-python-headless")
 """Packages whose versions every report names."""
-_CGROUPS: Final = "/sys/fs/cgroup"
 _FREQUENCY: Final = "/sys/devices/system/cpu/cpu0/cpufreq"
 
 
@@ -83,7 +82,7 @@ def _frequency_mhz() -> float | None:
 def _cgroup_limits() -> dict[str, object]:
     """Bytes of memory and cores that this process's control groups allow; None without limit."""
     cores: list[float] = []
-    for folder in _cgroup_folders():
+    for folder in control_groups("cpu"):
         quota, period = [*(_read(f"{folder}/cpu.max") or "").split(), "", ""][:2]
         if not quota:
             quota = _read(f"{folder}/cpu.cfs_quota_us") or ""
@@ -91,21 +90,6 @@ def _cgroup_limits() -> dict[str, object]:
         if quota.isdecimal() and period.isdecimal() and int(period):
             cores.append(int(quota) / int(period))
     return {"memory": memory_limit(), "cores": min(cores, default=None)}
-
-
-def _cgroup_folders() -> list[str]:
-    """Return the folders of this process's control groups and of all above them."""
-    folders = []
-    for line in (_read("/proc/self/cgroup") or "").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        # Version 2 has one tree, without names of controllers.
-        root = f"{_CGROUPS}/{controllers}" if controllers else _CGROUPS
-        while True:
-            folders.append(f"{root}/{path.strip('/')}")
-            if path in ("", "/"):
-                break
-            path = os.path.dirname(path)
-    return folders
 
 
 def _read(path: str) -> str | None:

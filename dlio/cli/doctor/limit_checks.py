@@ -4,6 +4,7 @@ import os
 import re
 import resource
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -110,22 +111,29 @@ def memory_limit(root: Path = _CGROUPS) -> int | None:
 
     Of version 2 and of version 1, which have the least of all groups above.
     """
+    names = ("memory.max", "memory.limit_in_bytes")
+    limits = [_limit(folder / name) for folder in control_groups("memory", root) for name in names]
+    return min(chain(*limits), default=None)
+
+
+def control_groups(controller: str, root: Path = _CGROUPS) -> list[Path]:
+    """Return the folders of this process's control groups that may limit something, such as `cpu`,
+    and of all above them.
+    """
     try:
         text = Path("/proc/self/cgroup").read_text(encoding="utf-8")
     except OSError:
-        return None
-    limits = []
+        return []
+    folders = []
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        folder, name = root / "memory", "memory.limit_in_bytes"
-        if not controllers:
-            folder, name = root, "memory.max"
+        # Version 2 has one tree, without names of controllers.
+        folder = root / controller if controllers else root
         parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts) + 1):
-            limits += _limit(folder.joinpath(*parts[:depth], name))
-    return min(limits, default=None)
+        folders += [folder.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+    return folders
 
 
 def _limit(path: Path) -> list[int]:

@@ -36,9 +36,8 @@ _PLACE: Final = "_dlio_place"
 def run_script(path: str, arguments: Sequence[str], options: RunOptions) -> None:
     """Run a script on this rank. Collective. Errors of the script propagate.
 
-    Raises UsageError if the script does not exist, or for an invalid option.
+    Raises UsageError if the script does not exist.
     """
-    parse_exchange(options.exchange)
     if not os.path.isfile(path):
         raise UsageError(f"{path}: no such script")
     comm = world()
