@@ -75,10 +75,6 @@ def _text(renderable: object) -> str:
     """Return the plain text of what cyclopts hands a formatter."""
     if renderable is None:
         return ""
-    if hasattr(renderable, "plain"):
-        return str(renderable.plain)
-    if isinstance(renderable, str):
-        return renderable
     from io import StringIO
 
     from rich.console import Console

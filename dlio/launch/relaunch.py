@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from typing import Final
 
@@ -75,19 +75,19 @@ class RestartableJob:
     ranks: int
     environment: Mapping[str, str]
     """Variables of the ranks, in addition to this process's own."""
-    nodes: tuple[str, ...] = ()
+    nodes: tuple[str, ...]
     """Nodes to start ranks on; none for this machine alone, without agents."""
-    survives: bool = False
+    survives: bool
     """True if ranks go on when others are lost."""
-    again: bool = True
+    again: bool
     """True if ranks are started again when they cannot go on."""
-    min_ranks: int = 1
+    min_ranks: int
     """Fewest ranks that are started again."""
-    progress: Callable[[], int] = lambda: -1
+    progress: Callable[[], int]
     """Returns how far the training is by its files, a number that grows."""
-    live: LiveLine = field(default_factory=lambda: LiveLine("", shown=False))
+    live: LiveLine
     """Draws the progress that ranks tell of."""
-    leftovers: Callable[[str], Sequence[str]] = lambda _: ()
+    leftovers: Callable[[str], Sequence[str]]
     """Returns files that a job of a certain token leaves if it fails."""
 
 
@@ -101,21 +101,18 @@ def run(job: RestartableJob) -> int:
     with ExitStack() as stack:
         stack.callback(lambda: _remove(job.leftovers(token) if code else ()))
         environment = _environment(job)
+        folder = stack.enter_context(open_job_folder())
+        agents = requests = None
         if job.nodes:
             readers = {entry.module for entry in entry_points(group="dlio.readers")}
             modules = [*ZYGOTE_MODULES, *sorted(readers)]
             agents = stack.enter_context(Agents(job.nodes, token, environment, modules))
-            requests = None
             if job.survives:
-                folder = stack.enter_context(open_job_folder())
                 requests = NodeRequests(folder, job.nodes)
                 name = name_of_job(folder)
                 said = f"job {name}: `dlio join {name} --nodes d` takes in a node d\n"
                 job.live.write(sys.stdout, [said])
-            code = _JobStarts(job, mpirun, token, environment, agents, "", requests).run()
-        else:
-            folder = stack.enter_context(open_job_folder())
-            code = _JobStarts(job, mpirun, token, environment, None, folder, None).run()
+        code = _JobStarts(job, mpirun, token, environment, agents, folder, requests).run()
     return code
 
 
@@ -153,8 +150,8 @@ class _Mpirun:
 class _JobStarts:
     """The starts of a job.
 
-    `folder` is for the file that ranks leave at their end; empty with agents. `requests` are for
-    other nodes; None where ranks cannot pause for that.
+    `folder` is for the file that ranks leave at their end, unless there are agents. `requests` are
+    for other nodes; None where ranks cannot pause for that.
     """
 
     def __init__(
