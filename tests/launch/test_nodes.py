@@ -242,7 +242,7 @@ def test_one_node_after_another_is_lost(run: Run) -> None:
 
 def test_a_rank_is_lost_and_then_a_node_in_the_same_epoch(run: Run) -> None:
     def first_rank(nodes: PretendedNodes, _: object) -> None:
-        ranks = [p for p, line in nodes.processes("A").items() if "agent.zygote" in line]
+        ranks = [p for p, line in nodes.processes("A").items() if "node.zygote" in line]
         os.kill(max(ranks), signal.SIGKILL)
 
     ran = run("AB", 4, {7: first_rank, 9: _lose("B")})
@@ -253,7 +253,7 @@ def test_a_rank_is_lost_and_then_a_node_in_the_same_epoch(run: Run) -> None:
 
 def test_the_first_rank_is_lost_in_the_epoch_in_which_all_began_again(run: Run) -> None:
     def first_rank(nodes: PretendedNodes, _: object) -> None:
-        ranks = [p for p, line in nodes.processes("A").items() if "agent.zygote" in line]
+        ranks = [p for p, line in nodes.processes("A").items() if "node.zygote" in line]
         os.kill(sorted(ranks)[1], signal.SIGKILL)  # The zygote is the first.
 
     # An epoch has three steps.
@@ -264,7 +264,7 @@ def test_the_first_rank_is_lost_in_the_epoch_in_which_all_began_again(run: Run) 
 
 def test_the_only_rank_of_a_node_is_stopped(run: Run) -> None:
     def stop(nodes: PretendedNodes, _: object) -> None:
-        ranks = [p for p, line in nodes.processes("B").items() if "agent.zygote" in line]
+        ranks = [p for p, line in nodes.processes("B").items() if "node.zygote" in line]
         os.kill(max(ranks), signal.SIGSTOP)
 
     ran = run("AB", 2, {7: stop})
@@ -275,7 +275,7 @@ def test_the_only_rank_of_a_node_is_stopped(run: Run) -> None:
 
 def test_all_ranks_of_a_node_are_stopped(run: Run) -> None:
     def stop(nodes: PretendedNodes, _: object) -> None:
-        ranks = [p for p, line in nodes.processes("B").items() if "agent.zygote" in line]
+        ranks = [p for p, line in nodes.processes("B").items() if "node.zygote" in line]
         for rank in sorted(ranks)[1:]:  # The zygote is the first.
             os.kill(rank, signal.SIGSTOP)
 
@@ -294,14 +294,14 @@ def test_a_daemon_is_lost_and_all_ranks_begin_again(run: Run) -> None:
 
 
 def test_a_zygote_is_lost_and_the_others_go_on_in_place(run: Run) -> None:
-    ran = run("AB", 4, {7: _kill("B", "agent.zygote")})
+    ran = run("AB", 4, {7: _kill("B", "node.zygote")})
     ran.check_exact()
     assert ran.gone == [(2, "B"), (3, "B")]
     assert ran.restarts == []
 
 
 def test_an_agent_is_lost_and_its_node_with_it(run: Run) -> None:
-    ran = run("AB", 4, {7: _kill("B", "agent.agent")})
+    ran = run("AB", 4, {7: _kill("B", "node.node_agent")})
     ran.check_exact()
     assert ran.gone == [(2, "B"), (3, "B")]
     assert len(ran.restarts) == 1
