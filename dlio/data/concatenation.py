@@ -16,12 +16,11 @@ from dlio.data.labels import LABEL_NAMES
 from dlio.data.reader_contract import Abilities, Reader, abilities_of
 from dlio.data.schema import IMAGES, LABEL, Schema
 from dlio.errors import UsageError
-from dlio.plan.layout import Layout, cut_blocks
+from dlio.plan.layout import STORAGE_SEED, Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.util.forks import new_lock
 
 _I64 = npt.NDArray[np.int64]
-_SEED: Final = 0xD110
 
 
 class ReaderGroup:
@@ -147,7 +146,7 @@ class ConcatReader(ReaderGroup):
             self._merge_classes(self.path, paths, "has none", "open them one by one")
         self.labels = self._all_labels()
         self.sizes = self._all_sizes()
-        order = Order(len(self.sizes), _SEED, shuffled=bool(first.objects))
+        order = Order(len(self.sizes), STORAGE_SEED, shuffled=bool(first.objects))
         self.layout = cut_blocks(self.sizes, order)
         self.fingerprint = fingerprint_of("joined", 1, *[each.fingerprint for each in readers])
 

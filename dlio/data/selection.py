@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +10,9 @@ import numpy.typing as npt
 from dlio.data.concatenation import ReaderGroup
 from dlio.data.index import fingerprint_of
 from dlio.data.reader_contract import Abilities, Reader, abilities_of
-from dlio.plan.layout import Layout, cut_blocks
+from dlio.plan.layout import Layout, cut_blocks, shuffled_layout
 from dlio.plan.order import Order
 
-_SEED: Final = 0xD110
 _I64 = npt.NDArray[np.int64]
 
 
@@ -103,7 +101,7 @@ class SelectionReader(ReaderGroup):
     def _cut(self, owners: _I64, inner: _I64) -> Layout:
         count = len(inner)
         if self.objects:
-            return cut_blocks(self.sizes, Order(count, _SEED, shuffled=True))
+            return shuffled_layout(self.sizes)
         blocks, stored = np.empty(count, np.int64), np.empty(count, np.int64)
         for number, reader in enumerate(self._readers):
             here = owners == number

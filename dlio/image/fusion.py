@@ -172,10 +172,9 @@ class BatchTransform:
             if isinstance(step, RandomErasing):
                 images = step.erase_each(images, self._draws(number, epoch, everyone))
             elif _is_mixer(step):
-                mixtures = [
-                    _draw_mixture(step, draws, images)
-                    for draws in self._draws(number, epoch, samples)
-                ]
+                draw = step.draw_mixture if isinstance(step, RandomChoice) else step.draw
+                size = int(images.shape[-2]), int(images.shape[-1])
+                mixtures = [draw(draws, *size) for draws in self._draws(number, epoch, samples)]
                 mixer = step.transforms[0] if isinstance(step, RandomChoice) else step
                 rows = None if partners is None else torch.from_numpy(partners)
                 images, labels = mixer.mix(images, labels, mixtures, rows, self._classes or None)
@@ -313,9 +312,3 @@ def _is_conversion(step: object) -> bool:
 
 def _is_mixer(step: object) -> bool:
     return isinstance(step, MixingTransform) or (isinstance(step, RandomChoice) and step.mixes)
-
-
-def _draw_mixture(step: Any, draws: KeyedRandom, images: torch.Tensor) -> Any:
-    size = int(images.shape[-2]), int(images.shape[-1])
-    draw = step.draw_mixture if isinstance(step, RandomChoice) else step.draw
-    return draw(draws, *size)

@@ -14,6 +14,8 @@ MIN_BLOCKS = 512
 """Intended number of blocks of a smaller data set, enough to share out evenly."""
 MIN_BLOCK_BYTES = 1 << 15
 """Least intended payload bytes, so that a block's file is not mostly its header."""
+STORAGE_SEED = 0xD110
+"""Seed of the storage order of samples that are files of their own."""
 _STRETCH = 1 << 18
 """Samples per step when all samples of a data set are visited."""
 
@@ -93,6 +95,12 @@ def cut_blocks(
         firsts = _snap(firsts, edges, before)
     firsts = np.unique(np.append(firsts[firsts < len(sizes)], len(sizes)))
     return Layout(firsts.astype(np.int64), order)
+
+
+def shuffled_layout(sizes: npt.NDArray[np.int64]) -> Layout:
+    """Cut samples that are files of their own into blocks, along a keyed order, so that each block
+    mixes classes."""
+    return cut_blocks(sizes, Order(len(sizes), STORAGE_SEED, shuffled=True))
 
 
 def _snap(

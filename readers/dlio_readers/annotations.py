@@ -20,7 +20,8 @@ from dlio.data.schema import Schema
 from dlio.data.source import File, Source
 from dlio.errors import DecodeError, SourceError
 from dlio.image.decoder import image_size
-from dlio_readers.fileset import STORAGE_SEED, FileSet, ListedReader
+from dlio.plan.layout import STORAGE_SEED, shuffled_layout
+from dlio_readers.fileset import FileSet, ListedReader
 from dlio_readers.path_reader import PathReader
 
 MAX_BOXES: Final = 1 << 16
@@ -89,7 +90,7 @@ class AnnotatedReader(ListedReader, PathReader):
         self._ends = np.concatenate([[0], index["box_ends"]]).astype(np.int64)
         self.labels = np.zeros(len(self._files), np.int64)
         self.sizes = self._payload_sizes()
-        self._cut()
+        self.layout = shuffled_layout(self.sizes)
 
     def _box_counts(self) -> dict[str, int]:
         labels = self._index["box_labels"]

@@ -27,8 +27,7 @@ from dlio.data.reader_contract import Abilities
 from dlio.data.schema import DTYPES, MAX_DIMENSIONS, MAX_PAYLOAD, Schema, array_kind
 from dlio.data.source import File, Source, expand, inside, own_name
 from dlio.errors import SourceError, UsageError
-from dlio.plan.layout import cut_blocks
-from dlio.plan.order import Order
+from dlio.plan.layout import shuffled_layout
 from dlio.util.extras import how_to_install
 from dlio.util.forks import new_lock
 from dlio.util.limits import check_claim, parsing
@@ -187,7 +186,6 @@ _INPUTS: Final = ("images", "image", "imagesTr", "inputs", "volumes")
 _TARGETS: Final = ("labels", "label", "labelsTr", "masks", "mask", "segmentations", "targets")
 _CHANNEL: Final = "_0000"
 """Ends the name of an image's first channel, as nnU-Net names files; its label lacks it."""
-_SEED: Final = 0xD110
 _VERSION: Final = 1
 _OPEN_FILES: Final = 64
 _SAMPLED: Final = 256
@@ -267,7 +265,7 @@ class FilesReader(PathReader):
             for name, facts in self._facts.items()
         }
         self.sizes = self.schema.payload_sizes(len(self._rows), bodies)
-        self.layout = cut_blocks(self.sizes, Order(len(self._rows), _SEED, shuffled=True))
+        self.layout = shuffled_layout(self.sizes)
         sampled = set(
             np.linspace(0, len(files) - 1, min(len(files), _SAMPLED)).astype(int).tolist()
         )

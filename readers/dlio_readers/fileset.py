@@ -20,8 +20,7 @@ from dlio.data.links import links_followed
 from dlio.data.requests import request
 from dlio.data.source import ReadErrors, Source
 from dlio.errors import SourceError
-from dlio.plan.layout import Layout, cut_blocks
-from dlio.plan.order import Order
+from dlio.plan.layout import Layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.util.limits import check_regular, open_unchecked
 
@@ -143,8 +142,6 @@ PICTURES: Final = (
 )
 # fmt: on
 """Suffixes of image files."""
-STORAGE_SEED: Final = 0xD110
-"""Seed of the storage order, along which blocks are cut so that each block mixes classes."""
 
 
 class FileSet:
@@ -324,11 +321,6 @@ class ListedReader:
         self._sets = [FileSet(source, index, prefix) for prefix in self.prefixes]
         self._files = self._sets[0]
         return index, head
-
-    def _cut(self) -> None:
-        """Set the layout, once `sizes` are known."""
-        order = Order(len(self.sizes), STORAGE_SEED, shuffled=True)
-        self.layout = cut_blocks(self.sizes, order)
 
     def __len__(self) -> int:
         return len(self.sizes)

@@ -27,11 +27,10 @@ from dlio.data.schema import IMAGE_LABEL, LABEL, Schema
 from dlio.data.source import Entry, Source
 from dlio.data.splits import is_split
 from dlio.errors import SourceError
-from dlio.plan.layout import cut_blocks
-from dlio.plan.order import Order
+from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio.storage.block import MAX_SAMPLE_BYTES
 from dlio.storage.shard_file import SUFFIX
-from dlio_readers.fileset import PICTURES, STORAGE_SEED, FileSet, ListedReader
+from dlio_readers.fileset import PICTURES, FileSet, ListedReader
 
 _LISTING_THREADS: Final = 32
 _LOOKED_AT: Final = 64
@@ -91,7 +90,7 @@ class FolderReader(ListedReader):
         self._files = FileSet(
             self._source, {**index, "sizes": index["sizes"] - self.schema.overhead}
         )
-        self._cut()
+        self.layout = shuffled_layout(self.sizes)
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -131,9 +130,6 @@ class FolderReader(ListedReader):
             index, head = _classes(source, classes)
         else:
             raise SourceError(f"{source.path()} holds no images ({', '.join(PICTURES)})")
-        starts = cut_blocks(
-            index["sizes"], Order(len(index["sizes"]), STORAGE_SEED, shuffled=True)
-        ).starts
         return self._listed(
             started,
             index,
@@ -141,7 +137,7 @@ class FolderReader(ListedReader):
             json.dumps([head["classes"], STORAGE_SEED]),
             *[array for name, array in index.items() if name != "changed"],
             *FileSet(source, index).content_samples(),
-            starts,
+            shuffled_layout(index["sizes"]).starts,
         )
 
 

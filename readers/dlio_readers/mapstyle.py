@@ -27,8 +27,7 @@ from dlio.data.labels import LABEL_NAMES
 from dlio.data.reader_contract import Abilities, PathRules
 from dlio.data.schema import Buffer, Schema, Structure, Value, array_kind, leaves
 from dlio.errors import DlioError, SourceError, UsageError
-from dlio.plan.layout import Layout, cut_blocks
-from dlio.plan.order import Order
+from dlio.plan.layout import Layout, shuffled_layout
 from dlio.util.arguments import whole_number
 from dlio.util.forks import new_lock
 from dlio.util.object_graph import reachable
@@ -221,7 +220,6 @@ def _calls_unseeded(code: types.CodeType) -> bool:
 # Samples
 
 _VERSION: Final = 2
-_SEED: Final = 0xD110
 _PROBES: Final = 16
 _ASKED_AGAIN: Final = 8
 _MOST_REQUESTS: Final = 4096
@@ -606,8 +604,7 @@ def _takes_several(data: Any) -> bool:
 
 
 def _layout(count: int, size: int) -> Layout:
-    sizes = np.broadcast_to(np.int64(size), count)
-    return cut_blocks(sizes, Order(count, _SEED, shuffled=True))
+    return shuffled_layout(np.broadcast_to(np.int64(size), count))
 
 
 def _mean(sizes: list[int]) -> int:

@@ -14,9 +14,9 @@ from dlio.data.reader_contract import PathRules
 from dlio.data.schema import Schema
 from dlio.data.source import Source
 from dlio.errors import SourceError
+from dlio.plan.layout import STORAGE_SEED, shuffled_layout
 from dlio_readers.fileset import (
     PICTURES,
-    STORAGE_SEED,
     FileSet,
     ListedReader,
     SideFolders,
@@ -55,7 +55,7 @@ class MaskReader(ListedReader, PathReader):
         self.labels = np.zeros(count, np.int64)
         bodies = {"image": self._sets[0].sizes, "mask": self._sets[1].sizes}
         self.sizes = self.schema.payload_sizes(count, bodies)
-        self._cut()
+        self.layout = shuffled_layout(self.sizes)
 
     @staticmethod
     def recognises(path: str) -> str | None:

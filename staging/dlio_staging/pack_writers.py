@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CHUNK_BYTES: Final = 1 << 20
 """Approximate size of a chunk in HDF5 files."""
 _ZARR_CHUNK_BYTES: Final = 256 << 10
+_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL
 _EXTENSIONS: Final = {
     "jpeg": "jpg",
     "png": "png",
@@ -156,8 +157,7 @@ class TarWriter:
 
     def __init__(self, path: str, shard: ShardRequest) -> None:
         self._path, self._shard = path, shard
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        self._file: Any = os.fdopen(open_own(path, flags, 0o644), "wb")
+        self._file: Any = os.fdopen(open_own(path, _NEW, 0o644), "wb")
         self._stream: Any = self._file
         if shard.compress == "lz4":
             import lz4.frame
@@ -463,7 +463,6 @@ def _fsync(path: str) -> None:
 
 
 # A file whose errors are kept for later
-_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
 class UnfailingFile(io.FileIO):
@@ -476,7 +475,7 @@ class UnfailingFile(io.FileIO):
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__(open_own(path, _FLAGS, 0o644), "r+")
+        super().__init__(open_own(path, _NEW, 0o644), "r+")
         self._error: OSError | None = None
 
     def check(self) -> None:
