@@ -49,7 +49,21 @@ _PRELOADED = (
     "dlio.train.checkpoint.checkpoint_callback",
     "dlio.train.trainer",
     "dlio.integrations.script.runner",
-    *(f"dlio_readers.{name}" for name in ("folder", "hdf5", "mds", "parquet", "shard", "tar")),
+    "cv2",
+    "google_crc32c",
+    "numpy.ma",
+    "rich._emoji_codes",
+    "dlio.exchange.asgd",
+    "dlio.exchange.node_gossip",
+    "dlio.exchange.round_commit",
+    "dlio.exchange.synchronous_sgd",
+    "dlio_readers.annotations",
+    "dlio_readers.folder",
+    "dlio_readers.hdf5",
+    "dlio_readers.mds",
+    "dlio_readers.parquet",
+    "dlio_readers.shard",
+    "dlio_readers.tar",
 )
 """None of them starts a thread or MPI, or is itself a program that tests run with `-m`."""
 _NAMESPACES = ("net", "mnt", "pid", "user", "ipc")
