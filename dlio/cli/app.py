@@ -11,7 +11,6 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import Annotated, Any, Final
 
@@ -22,6 +21,7 @@ from dlio.cli.cli_command import LINKS, Command, CommandFunction, describe, is_c
 from dlio.cli.help import TwoColumns
 from dlio.cli.option_groups import examples_of
 from dlio.errors import DlioError, UsageError
+from dlio.util.plugins import plugins
 
 CORE: Final[Mapping[str, str]] = {
     "train": "dlio.cli.train_command:command",
@@ -56,7 +56,7 @@ class CommandGroup:
 
 def places() -> dict[str, str]:
     """Return the import path of each command, core and plug-ins, by name."""
-    plugged = {entry.name: entry.value for entry in entry_points(group="dlio.commands")}
+    plugged = {entry.name: entry.value for entry in plugins("dlio.commands")}
     return {**CORE, **dict(sorted(plugged.items()))}
 
 

@@ -5,7 +5,6 @@ import os
 import types
 import typing
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from typing import Any, Final, TypeGuard, cast
 
 from dlio.data.concatenation import ConcatReader
@@ -18,6 +17,7 @@ from dlio.errors import SourceError, UsageError
 from dlio.util.arguments import named, nearest, one_of, path_in, paths_in
 from dlio.util.extras import how_to_install
 from dlio.util.limits import parsing
+from dlio.util.plugins import plugins
 
 # fmt: off
 OPEN_ARGUMENTS: Final = (
@@ -55,7 +55,7 @@ def open_reader(path: object, *, follow_links: bool | None = None, **options: ob
                 raise SourceError(f"{redact(each)}: no such file or folder: check the path")
     shown = redact(str(path)) if named else f"this {type(path).__name__}"
     first = path[0] if isinstance(path, list | tuple) else path
-    kinds = [(entry.name, entry.load()) for entry in entry_points(group="dlio.readers")]
+    kinds = [(entry.name, entry.load()) for entry in plugins("dlio.readers")]
     kinds.sort(key=lambda item: (path_rules_of(item[1]).is_fallback, item[0]))
     kinds = [each for each in kinds if path_rules_of(each[1]).takes_objects != named]
     with listed_once(), following_links(follow_links):

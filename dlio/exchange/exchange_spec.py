@@ -34,11 +34,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
 from typing import Final
 
 from dlio.errors import UsageError
 from dlio.util.arguments import nearest
+from dlio.util.plugins import plugins
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def compressor_entry(name: str) -> CompressorEntry | None:
     """Return the entry of a compressor: one of dlio's, or one that an installed package adds."""
     if name in COMPRESSORS:
         return COMPRESSORS[name]
-    for plugin in entry_points(group="dlio.compressors", name=name):
+    for plugin in plugins("dlio.compressors").select(name=name):
         # It may leave out any part of a message, so that it is not trusted with whole weights.
         return CompressorEntry(plugin.value, defers=True)
     return None

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
 from typing import Final
 
 import dlio.launch.node.shim
@@ -34,6 +33,7 @@ from dlio.launch.rank_output import ErrorFilter, RankOutput
 from dlio.util.child_processes import end_groups, module_command
 from dlio.util.cores import available_cores
 from dlio.util.live_line import LiveLine
+from dlio.util.plugins import plugins
 from dlio.util.settings import DONE, LAUNCHER, MIN_RANKS, START
 from dlio.util.threads import Workers
 from dlio.util.whole_files import remove_file
@@ -104,7 +104,7 @@ def run(job: RestartableJob) -> int:
         folder = stack.enter_context(open_job_folder())
         agents = requests = None
         if job.nodes:
-            readers = {entry.module for entry in entry_points(group="dlio.readers")}
+            readers = {entry.module for entry in plugins("dlio.readers")}
             modules = [*ZYGOTE_MODULES, *sorted(readers)]
             agents = stack.enter_context(Agents(job.nodes, token, environment, modules))
             if job.survives:

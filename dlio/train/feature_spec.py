@@ -10,12 +10,12 @@ The trainer knows no feature by name. What two features must not do together sta
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any, ClassVar, Final, cast
 
 from dlio.errors import UsageError
 from dlio.util.options import options_of
+from dlio.util.plugins import plugins
 
 GROUP: Final = "dlio.features"
 
@@ -113,7 +113,7 @@ def find_features() -> tuple[FeatureSpec, ...]:
     A feature whose folder was removed is left out: the rest of the trainer works without it.
     """
     specs: list[FeatureSpec] = []
-    for entry in entry_points(group=GROUP):
+    for entry in plugins(GROUP):
         try:
             present = find_spec(entry.module) is not None
         except ModuleNotFoundError:

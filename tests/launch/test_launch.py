@@ -125,7 +125,7 @@ def test_mpirun_next_to_python_is_preferred_to_the_one_on_path(
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, **places: str) -> None:
     entries = [EntryPoint(name, place, "dlio.commands") for name, place in places.items()]
-    monkeypatch.setattr(app, "entry_points", lambda group: entries)
+    monkeypatch.setattr(app, "plugins", lambda group: entries)
 
 
 def _ended(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
