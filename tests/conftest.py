@@ -55,7 +55,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--nightly"):
         settings.load_profile("nightly")
-    gc.disable()  # Collected tests stay: to look for garbage among them takes a second.
     # A shell starts background jobs with SIGINT ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -93,8 +92,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         warm.close()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without looking for garbage: they all stay, and it takes a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.enable()
     warm = session.config.stash.get(_WARM, None)
     if warm is not None and any(_starts_processes(item) for item in session.items):
         warm.start()

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +99,6 @@ def delete(feature: str, folder: Path) -> Copy:
             continue
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, folder / path, follow_symlinks=False)
-        _copy_bytecode(ROOT / path, (folder / path).parent / "__pycache__")
     for pattern in _BUILT:
         for built in ROOT.glob(pattern):
             shutil.copy2(built, folder / built.relative_to(ROOT))
@@ -109,14 +108,6 @@ def delete(feature: str, folder: Path) -> Copy:
     _drop_blocks(folder, [*words, f"dlio.features.{feature}"])
     _write_metadata(folder)
     return Copy(folder, feature, commands, flags, names)
-
-
-def _copy_bytecode(source: Path, target: Path) -> None:
-    """Copy the bytecode of a file, made by Python and by pytest, as compiling takes seconds."""
-    for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.cpython-*.pyc"):
-        target.mkdir(exist_ok=True)
-        with suppress(FileNotFoundError):  # Replaced meanwhile, by another process.
-            shutil.copy2(compiled, target)
 
 
 def _files() -> list[str]:
