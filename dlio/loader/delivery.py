@@ -34,7 +34,7 @@ from dlio.loader.batch_stream import BatchResult, BatchStream
 from dlio.loader.contract import BatchData
 from dlio.loader.nested_batches import map_leaves, tensors_in
 from dlio.storage.device_tier import CopyEvent, DeviceCopies
-from dlio.util.buffer_pool import BufferLease, BufferPool
+from dlio.util.buffer_pool import BufferPool
 from dlio.util.threads import Workers
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its streams and events.
@@ -66,8 +66,8 @@ class HostMemoryKind(Enum):
 
 
 class CudaStreams:
-    """One stream of a CUDA device for copies, and the streams of those who use the copies.
-    Thread-safe. Owner: a loader, for all its passes.
+    """One stream of a CUDA device for copies, with page-locked memory for them, and the streams of
+    those who use the copies. Thread-safe. Owner: a loader, for all its passes.
 
     torch's allocator keeps freed memory by stream: a new stream for each pass would keep that of
     the passes before.
@@ -77,15 +77,12 @@ class CudaStreams:
         self.device = device
         # One for all passes: torch hands out 32 in turn, and its allocator keeps memory by stream.
         self._stream: Any = _cuda.Stream(device)
+        self.pool = BufferPool(_MOST_SPARE, allocate=pinned_memory)
 
     def copying(self) -> AbstractContextManager[object]:
         """Make the copy stream the calling thread's current stream."""
         entered: AbstractContextManager[object] = _cuda.stream(self._stream)
         return entered
-
-    def pinned(self, count: int) -> npt.NDArray[np.uint8]:
-        """Allocate page-locked memory; shape (count,)."""
-        return pinned_memory(count)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """True if the copy stream can read the tensor's memory while the host goes on."""
@@ -143,21 +140,12 @@ _Copied = tuple[BatchResult, CopyEvent | None]
 """(batch, event that completes with its copy; None for an error, which has nothing to copy)."""
 
 
-class StagingBuffers:
-    """Streams of a device and page-locked memory for copies to it. Owner: the loader."""
-
-    def __init__(self, streams: CudaStreams) -> None:
-        self.streams = streams
-        self.pool = BufferPool(_MOST_SPARE, allocate=streams.pinned)
-
-
 class _StagedCopies:
     """Copies of one batch, and the host memory that they are made from."""
 
-    def __init__(self, staging: StagingBuffers) -> None:
-        self._streams, self._pool = staging.streams, staging.pool
+    def __init__(self, streams: CudaStreams) -> None:
+        self._streams = streams
         self._tensors: list[torch.Tensor] = []
-        self._leases: list[BufferLease] = []
         self.event: CopyEvent | None = None
         """Completes with all of them, once they have begun."""
 
@@ -176,29 +164,23 @@ class _StagedCopies:
     def release(self) -> None:
         """Let the host memory be used again."""
         self._tensors.clear()
-        for lease in self._leases:
-            lease.release()
-        self._leases.clear()
 
     def _page_locked(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, or a copy in page-locked memory, which is kept until `release`."""
         if tensor.device.type != "cpu" or not tensor.nbytes:
             return tensor
         if not self._streams.is_pinned(tensor):
-            lease = self._pool.take(tensor.nbytes)
-            self._leases.append(lease)
             shape = torch.empty_like(tensor, device="meta")  # Dense, and in the same order.
-            memory = torch.from_numpy(lease.array).view(tensor.dtype)
+            memory = torch.from_numpy(self._streams.pool.lend(tensor.nbytes)).view(tensor.dtype)
             staged = memory.as_strided(shape.size(), shape.stride())
-            return staged.copy_(tensor.detach())
+            tensor = staged.copy_(tensor.detach())
         self._tensors.append(tensor)
         return tensor
 
 
-def handed_over(feed: BatchStream, staging: StagingBuffers) -> BatchStream:
+def handed_over(feed: BatchStream, streams: CudaStreams) -> BatchStream:
     """Yield the batches of `feed` on a device, copied ahead of their use."""
-    streams = staging.streams
-    with closing(_Copier(feed, staging)) as copier:
+    with closing(_Copier(feed, streams)) as copier:
         yield None
         while (copied := copier.take()) is not None:
             fed, event = copied
@@ -230,8 +212,8 @@ def _moved_rest(leaf: BatchData, streams: CudaStreams) -> BatchData:
 class _Copier:
     """The thread that copies. Owner: the feed that it makes."""
 
-    def __init__(self, feed: BatchStream, staging: StagingBuffers) -> None:
-        self._feed, self._staging = feed, staging
+    def __init__(self, feed: BatchStream, streams: CudaStreams) -> None:
+        self._feed, self._streams = feed, streams
         self._ready: SimpleQueue[_Copied | BaseException | None] = SimpleQueue()
         # Device memory is short: a batch that waits there is one that the model cannot use.
         self._room = threading.Semaphore(_AHEAD)
@@ -266,7 +248,7 @@ class _Copier:
     def _run(self, _: int) -> None:
         last: BaseException | None = None
         try:
-            with self._staging.streams.copying():
+            with self._streams.copying():
                 for fed in self._feed:
                     assert fed is not None
                     self._room.acquire()
@@ -287,7 +269,7 @@ class _Copier:
 
     def _copy(self, fed: BatchResult) -> CopyEvent:
         """Start the copies of a batch; return the event after them."""
-        copies = _StagedCopies(self._staging)
+        copies = _StagedCopies(self._streams)
         self._under_way.append(copies)
 
         def on_device(leaf: BatchData) -> BatchData:
@@ -322,7 +304,8 @@ class DeviceDelivery:
     memory and the copy stream are made once."""
 
     def __init__(self) -> None:
-        self._staging: dict[torch.device, StagingBuffers | None] = {}
+        self.streams: dict[torch.device, CudaStreams | None] = {}
+        """By device; None for one whose copies are made in place."""
 
     def __call__(
         self,
@@ -338,23 +321,18 @@ class DeviceDelivery:
         """
         if device is not None:
             target = target_of(device)
-            staging = self.staging(target)
-            if staging is None:
+            if target not in self.streams:
+                self.streams[target] = streams_of(target)
+            streams = self.streams[target]
+            if streams is None:
                 feed = _changed(feed, lambda fed: moved(fed.data, target))
             else:
-                feed = handed_over(feed, staging)
+                feed = handed_over(feed, streams)
             next(feed)
         if transform is not None:
             feed = _changed(feed, partial(_transformed, transform))
             next(feed)
         return feed
-
-    def staging(self, device: torch.device) -> StagingBuffers | None:
-        """Return the streams and the memory for copies; None if copies are made in place."""
-        if device not in self._staging:
-            streams = streams_of(device)
-            self._staging[device] = None if streams is None else StagingBuffers(streams)
-        return self._staging[device]
 
 
 def target_of(device: torch.device | str | int) -> torch.device:

@@ -38,7 +38,7 @@ from dlio.errors import UsageError
 from dlio.plan.layout import Layout
 from dlio.plan.order import Order
 from dlio.plan.rank_shares import RankShares
-from dlio.plan.schedule import RankNodes, RankWindow, cut_window, with_ranks
+from dlio.plan.schedule import RankNodes, RankWindow, cut_window, senders_of, with_ranks
 
 _I64 = npt.NDArray[np.int64]
 _I32 = npt.NDArray[np.int32]
@@ -163,9 +163,7 @@ class HomePlan:
         """Plan a run of steps; the plans of all ranks agree."""
         first, last = steps.start + self._first_step, steps.stop + self._first_step
         samples, homes, starts = self._consumed(self._rank, steps)
-        away = (homes >= 0) & (homes != self._node)
-        senders = np.full(len(samples), -1, np.int32)
-        senders[away] = self._sender(homes[away], np.full(int(away.sum()), self._rank))
+        senders = senders_of(homes, np.full(len(samples), self._rank), self._ranks)
         sent_step, consumer, sample = self._sent
         here = slice(*np.searchsorted(sent_step, [first, last]))
         return RankWindow(
@@ -272,8 +270,8 @@ class HomePlan:
             places, slot = np.concatenate([places, own]), np.concatenate([slot, mix.place(own)])
             to = np.concatenate([to, np.full(mix.count, node)])
         step, consumer = self._consumers(to, slot)
-        sender = self._sender(np.full(len(to), node), consumer)
-        ours = np.flatnonzero((self._ranks.node_of[consumer] != node) & (sender == self._rank))
+        sender = senders_of(np.full(len(to), node), consumer, self._ranks)
+        ours = np.flatnonzero(sender == self._rank)
         ours = ours[np.lexsort((slot[ours], step[ours]))]
         homes = np.full(len(ours), node, np.int32)
         return step[ours], consumer[ours], self._samples(homes, places[ours])
@@ -295,20 +293,6 @@ class HomePlan:
             place = np.where(step < self._full_steps, full, last)
             steps[here], consumers[here] = step, self._locals[node][place]
         return steps, self._stood_for[consumers]
-
-    def _sender(
-        self, homes: npt.NDArray[np.integer], consumers: npt.NDArray[np.intp]
-    ) -> npt.NDArray[np.intp]:
-        """Return the one rank of a home node that sends to a rank, so each pair has one message."""
-        number = np.empty(self._ranks.size, np.int64)
-        for local in self._locals:
-            number[local] = np.arange(len(local))
-        senders = np.empty(len(homes), np.intp)
-        for home in np.unique(homes).tolist():
-            here = np.flatnonzero(homes == home)
-            local = self._locals[home]
-            senders[here] = local[number[consumers[here]] % len(local)]
-        return senders
 
 
 def _starts(counts: list[int]) -> _I64:

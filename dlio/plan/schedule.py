@@ -239,7 +239,9 @@ def _deal_at_home(
     return consumer
 
 
-def senders_of(homes: _I32, consumer: _I32, ranks: RankNodes) -> _I32:
+def senders_of(
+    homes: npt.NDArray[np.integer], consumer: npt.NDArray[np.integer], ranks: RankNodes
+) -> _I32:
     """Return the rank that sends each sample: one per receiver and peer node, so that each pair
     exchanges one message."""
     by_node = _stable(ranks.node_of, ranks.nodes).astype(np.int32)

@@ -108,7 +108,7 @@ class SourceRequests(Closable):
     def block(
         self, block: int, known: Mapping[int, Buffer] | None = None
     ) -> Iterator[tuple[list[Buffer], int]]:
-        """Read a block; its memory is used again when the context ends. `known` has payloads by
+        """Read a block; its memory is used again when nothing refers to it. `known` has payloads by
         sample that need not be read, of a source of single objects.
 
         Yields (the block's bytes, one buffer after another; payload bytes that were read for it).
@@ -118,13 +118,10 @@ class SourceRequests(Closable):
             yield self._encoded(block, known or {})
             return
         size = int(self.reader.block_bytes[block])
-        lease = self._pool.take(size)
-        # After an error a request may still be under way: the lease is dropped, not released.
-        self._read_stored(self.reader, block, lease.array.data)
-        try:
-            yield [lease.array.data], size
-        finally:
-            lease.release()
+        # Lent: after an error a request may still be under way, which refers to the memory.
+        memory = self._pool.lend(size).data
+        self._read_stored(self.reader, block, memory)
+        yield [memory], size
 
     def samples(self, samples: npt.NDArray[np.int64], block: int) -> list[Buffer]:
         """Return payloads of the source, a large one read in parts by several threads. `block` is

@@ -36,6 +36,7 @@ from dlio.storage.block import (
     BlockInfo,
     PayloadScratch,
     check_block,
+    own_scratch,
     read_exactly,
     read_info,
     write_all,
@@ -198,7 +199,12 @@ class Tier(Closable):
 
     def check(self, block: int) -> BlockInfo:
         """Read and check all of a published block. Raises CorruptBlock, FileNotFoundError."""
-        return self._read_whole(block)[1]
+        with closing_descriptor(self._open(block)) as descriptor:
+            info = self._info(block, descriptor)
+            # One by one: several threads check blocks, which may be large, at a time.
+            for place in range(len(info)):
+                info.read(descriptor, place, own_scratch.raw)
+        return info
 
     def digest(self, block: int) -> int:
         """Return the xxh3_64 of a published block's header and table, from its header."""
@@ -211,17 +217,13 @@ class Tier(Closable):
 
     def read_whole(self, block: int) -> memoryview:
         """Return a published block, checked. Raises CorruptBlock, FileNotFoundError."""
-        return self._read_whole(block)[0]
-
-    def _read_whole(self, block: int) -> tuple[memoryview, BlockInfo]:
         with closing_descriptor(self._open(block)) as descriptor:
             # Read, not mapped: mapped pages count as the process's own, and a file that is cut off
             # meanwhile kills by SIGBUS.
             memory = new_memory(os.fstat(descriptor).st_size)
             read_exactly(descriptor, memory, 0, self.path)
-        info = check_block(memory, os.path.join(self.path, _name(block)), 0)
-        self._check_own(block, info)
-        return memory, info
+        self._check_own(block, check_block(memory, os.path.join(self.path, _name(block)), 0))
+        return memory
 
     def publish(self, block: int, pieces: Sequence[Buffer]) -> None:
         """Write a block; it appears complete or not at all.

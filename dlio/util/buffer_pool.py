@@ -2,7 +2,8 @@
 
 There are two ways to get memory from a `BufferPool`:
 
-- `take` returns a `BufferLease`, which the caller releases. Use it for memory with one user.
+- `take` returns a buffer, which the caller gives back, once. Use it where references to the memory
+  may outlive its use.
 - `lend` returns an array whose memory returns to the pool when the array and all its views,
   memoryviews and tensors have been garbage-collected. Use it for memory that is given to users, or
   that many samples share. It costs a weak reference per call.
@@ -13,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,42 +31,10 @@ class PoolStatistics:
     """Buffers that have been allocated since the pool exists."""
 
 
-class BufferLease:
-    """Memory for one user until `release`; a context manager.
-
-    Releasing it twice is an error, because another user may have the memory by then.
-    """
-
-    __slots__ = ("_buffer", "_pool", "array")
-
-    def __init__(self, pool: "BufferPool", buffer: npt.NDArray[np.uint8], size: int) -> None:
-        self._pool = pool
-        self._buffer: npt.NDArray[np.uint8] | None = buffer
-        self.array: npt.NDArray[np.uint8] = buffer[:size]
-        """The memory, uninitialised; shape (size,)."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Return the memory to the pool. Do not use the array or its views afterwards.
-
-        Raises RuntimeError if it was released before.
-        """
-        buffer, self._buffer = self._buffer, None
-        if buffer is None:
-            raise RuntimeError("a lease of pooled memory was released twice")
-        del self.array
-        self._pool._give_back(buffer)
-
-
 class BufferPool:
     """A pool of byte buffers. Thread-safe.
 
-    Memory is aligned to 16 bytes. If a lease is dropped without `release`, or outlives the pool,
+    Memory is aligned to 16 bytes. If a buffer is dropped without `give_back`, or outlives the pool,
     Python frees its memory like any array's, and the pool cannot reuse it.
 
     Args:
@@ -101,10 +69,15 @@ class BufferPool:
         """Keys of lent memory without references. Weak-reference callbacks append to it, at any
         point of any thread, so they must not take the lock."""
 
-    def take(self, size: int) -> BufferLease:
-        """Lease `size` bytes until they are released."""
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        """Return `size` uninitialised bytes or more until they are given back."""
         with self._lock:
-            return BufferLease(self, self._buffer(size), size)
+            return self._buffer(size)
+
+    def give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """Let the memory of a buffer that was taken be used again, by others."""
+        with self._lock:
+            self._keep(buffer)
 
     def lend(self, size: int) -> npt.NDArray[np.uint8]:
         """Lend `size` uninitialised bytes until nothing refers to them; shape (size,)."""
@@ -144,10 +117,6 @@ class BufferPool:
     def _collect(self) -> None:
         while self._returned:
             _, buffer = self._lent.pop(self._returned.popleft())
-            self._keep(buffer)
-
-    def _give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
-        with self._lock:
             self._keep(buffer)
 
     def _keep(self, buffer: npt.NDArray[np.uint8]) -> None:

@@ -54,9 +54,9 @@ def test_batches_are_those_of_the_host_while_the_gpu_lags_behind(
             for _ in range(3):
                 sums += _sums(loader, busy)
                 if device:
-                    staging = loader._engines.delivered.staging(torch.device("cuda", 0))
-                    assert staging is not None
-                    allocated.append(staging.pool.statistics().allocated)
+                    streams = loader._engines.delivered.streams[torch.device("cuda", 0)]
+                    assert streams is not None
+                    allocated.append(streams.pool.statistics().allocated)
         return sums, allocated
 
     expected, _ = epochs(None)

@@ -10,6 +10,7 @@ import torch
 
 from dlio.loader.delivery import CudaStreams
 from dlio.storage.device_tier import CopyEvent
+from dlio.util.buffer_pool import BufferPool
 
 __all__ = ["RecordedEvent", "RecordedStreams"]
 
@@ -46,6 +47,7 @@ class RecordedStreams(CudaStreams):
         """(call, number of the event, or address of the memory)."""
         self.copying_threads: set[int] = set()
         self.allocated = 0
+        self.pool = BufferPool(64, allocate=self.pinned)
         self._everything_is_pinned = pinned
         self._lock = threading.RLock()
         self._begun: list[tuple[torch.Tensor, torch.Tensor] | RecordedEvent] = []

@@ -12,7 +12,7 @@ import torch
 
 import dlio
 from dlio.loader.batch_stream import BatchResult, BatchStream
-from dlio.loader.delivery import StagingBuffers, handed_over
+from dlio.loader.delivery import handed_over
 from dlio.storage.device_tier import DeviceCopies
 from dlio.util.buffer_pool import BufferPool
 from tests.loader.recorded_streams import RecordedStreams
@@ -35,7 +35,7 @@ def _feed(batches: Iterator[Any]) -> BatchStream:
 def _handed(streams: RecordedStreams, batches: Iterator[Any]) -> BatchStream:
     inner = _feed(batches)
     next(inner)
-    feed = handed_over(inner, StagingBuffers(streams))
+    feed = handed_over(inner, streams)
     next(feed)
     return feed
 
@@ -71,17 +71,16 @@ def test_a_batch_is_copied_then_awaited_by_its_users_stream_then_kept_for_it() -
 
 def test_page_locked_memory_is_used_again_only_after_the_event_of_its_copies() -> None:
     streams = RecordedStreams()
-    staging = StagingBuffers(streams)
     for _ in range(3):
         inner = _feed(_batches())
         next(inner)
-        feed = handed_over(inner, staging)
+        feed = handed_over(inner, streams)
         next(feed)
         values = [int(fed.data[0].unique()) for fed in feed if fed is not None]
         assert values == list(range(_BATCHES))
     # Of two under way and the one that is being copied, images and labels each.
-    assert streams.allocated == staging.pool.statistics().allocated <= 6
-    assert staging.pool.statistics().out == 0
+    assert streams.allocated == streams.pool.statistics().allocated <= 6
+    assert streams.pool.statistics().out == 0
     last: dict[int, int] = {}
     passed = set()
     event = 0
@@ -105,15 +104,14 @@ def test_batches_made_in_page_locked_memory_are_not_copied_on_the_host() -> None
             array[:] = number
             yield torch.from_numpy(array).view(4, 16)
 
-    staging = StagingBuffers(streams)
     for _ in range(3):
         inner = _feed(batches())
         next(inner)
-        feed = handed_over(inner, staging)
+        feed = handed_over(inner, streams)
         next(feed)
         values = [int(fed.data.unique()) for fed in feed if fed is not None]
         assert values == list(range(_BATCHES))
-    assert staging.pool.statistics().allocated == 0
+    assert streams.pool.statistics().allocated == 0
     assert streams.allocated == pool.statistics().allocated <= 4
     assert pool.statistics().out == 0
 
@@ -183,7 +181,7 @@ def test_errors_come_in_their_place_and_end_the_pass() -> None:
     inner = failed()
     next(inner)
     streams = RecordedStreams()
-    handed = handed_over(inner, StagingBuffers(streams))
+    handed = handed_over(inner, streams)
     next(handed)
     errors = [fed.error for fed in handed if fed is not None]
     assert [type(error) for error in errors] == [type(None), ValueError, type(None)]
@@ -201,15 +199,14 @@ def test_a_pass_that_is_left_ends_its_thread_and_its_feed_and_gives_all_memory_b
             closed.set()
 
     streams = RecordedStreams()
-    staging = StagingBuffers(streams)
     inner = _feed(endless())
     next(inner)
-    feed = handed_over(inner, staging)
+    feed = handed_over(inner, streams)
     next(feed)
     next(feed)
     feed.close()
     assert closed.is_set()
-    assert staging.pool.statistics().out == 0
+    assert streams.pool.statistics().out == 0
 
 
 @pytest.fixture(scope="module")

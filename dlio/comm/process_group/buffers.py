@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from mpi4py import MPI
 
 from dlio.errors import UsageError
-from dlio.util.buffer_pool import BufferLease, BufferPool
+from dlio.util.buffer_pool import BufferPool
 
 _MOST_COUNT: Final = 2**31 - 1
 """Largest element count of one MPI call: counts are C ints."""
@@ -72,7 +74,7 @@ class OperationMemory:
     def __init__(self, scratch: BufferPool, device: torch.device) -> None:
         self.device = device
         self._scratch = scratch
-        self._taken: list[BufferLease] = []
+        self._taken: list[npt.NDArray[np.uint8]] = []
         self._homeward: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
         self._loaded = self._stored = None
         self._stream: torch.cuda.Stream | None = None
@@ -117,7 +119,7 @@ class OperationMemory:
         if self.device.type == "cuda":
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._taken.append(self._scratch.take(size))
-        return torch.from_numpy(self._taken[-1].array)
+        return torch.from_numpy(self._taken[-1][:size])
 
     def ready(self) -> bool:
         """True once the copies started by `source` are complete."""
@@ -139,9 +141,8 @@ class OperationMemory:
             if self._stream is not None:
                 self._stored = self._stream.record_event()
         self._homeward.clear()
-        for lease in self._taken:
-            lease.release()
-        self._taken.clear()
+        while self._taken:
+            self._scratch.give_back(self._taken.pop())
 
     def synchronize(self) -> None:
         """Make the current stream wait for the results."""

@@ -9,8 +9,8 @@ from torch.utils.data import IterDataPipe, RandomSampler
 
 from dlio.loader.batch_stream import BatchStream, RunningPass
 from dlio.loader.contract import State, StatefulObject
+from dlio.loader.delivery import moved
 from dlio.loader.loader_options import LoaderOptions
-from dlio.loader.nested_batches import map_leaves
 from dlio.loader.passes import PassCounters
 from dlio.loader.sampler_pass import BatchesPass
 from dlio.loader.torch_engine import fed_by, plain_loader
@@ -180,16 +180,12 @@ def _feed(iterator: InlineIterator | ParallelIterator, device: Any, keeps: bool)
     try:
         for fed in fed_by(iterator):
             if device is not None and fed.error is None:
-                fed.data = map_leaves(lambda leaf: _moved(leaf, device), fed.data)
+                fed.data = moved(fed.data, torch.device(device))
             yield fed
             del fed
     finally:
         if isinstance(iterator, ParallelIterator) and not keeps:
             iterator.close()
-
-
-def _moved(leaf: Any, device: Any) -> Any:
-    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _in_threads(options: LoaderOptions) -> bool:

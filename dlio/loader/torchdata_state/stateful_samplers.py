@@ -139,13 +139,6 @@ class _BatchSamplerPass(Iterator[list[int]]):
         return state
 
     def load_state_dict(self, state: State) -> None:
-        sampler: Any = self._batches.sampler
         self._yielded = state["samples_yielded"]
-        restore(sampler, state.get("sampler_state"))
-        indices: Any = iter(sampler)
-        restore(indices, state.get("sampler_iter_state"))
-        # Otherwise the samples that were yielded are skipped one by one.
-        knows = isinstance(sampler, StatefulObject) or isinstance(indices, StatefulObject)
-        if not knows and not isinstance(sampler, InfiniteConstantSampler):
-            indices = islice(indices, self._yielded, None)
-        self._indices = indices
+        own, passed = state.get("sampler_state"), state.get("sampler_iter_state")
+        self._indices = resumed(self._batches.sampler, own, passed, self._yielded)
