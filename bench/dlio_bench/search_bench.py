@@ -31,7 +31,7 @@ from dlio_bench.results.terminal import show_figures, working
 
 CASES: Final = ("one-by-one", "packed", "asha", "storm")
 _TIMEOUT_S: Final = 7200.0
-_FORKER: Final = "dlio.features.search.forker"
+_FORKER: Final = "dlio.launch.node.zygote"
 _NETWORK: Final = "dlio_bench.exchange_cases.paced_network:paced_network"
 
 

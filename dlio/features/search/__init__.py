@@ -1,6 +1,6 @@
 """Meta-parameter search: many trainings over one staged copy of the data, which survives kills.
 
-    searcher --> forker: has imported torch; forks the ranks of a trial in milliseconds
+    searcher --> zygote: has imported torch; forks the ranks of a trial in milliseconds
         |           |
         |           +--> rank, rank, ...: one trial each, or `ranks_per_trial` of them
         +--> study folder: journal, one folder per trial (checkpoints, log, weights), tiers
@@ -13,7 +13,6 @@
 | `successive_halving` | when a trial is stopped early: ASHA and Hyperband, as pure functions |
 | `parameter_sampler` | the parameters of the next trial, by Optuna |
 | `study` | the folder: its lock, its journal, its trials |
-| `forker` | the process that forks ranks, and its client |
 | `trial` | the program of a trial's rank, and its messages to the searcher |
 | `searcher` | starts and ends trials until all are done |
 | `search_display` | the table, the page of plots, the summary |

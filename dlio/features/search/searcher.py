@@ -16,7 +16,6 @@ from typing import Final
 
 from dlio.comm.private_store import StoreServer
 from dlio.errors import DlioError
-from dlio.features.search.forker import Forker
 from dlio.features.search.parameter_sampler import ParameterSampler
 from dlio.features.search.search_options import SearchOptions
 from dlio.features.search.search_space import Point
@@ -24,8 +23,9 @@ from dlio.features.search.study import Study, TrialEpoch, TrialRecord
 from dlio.features.search.successive_halving import SuccessiveHalving
 from dlio.launch.job_folder import open_job_folder
 from dlio.launch.node.agent_protocol import Message, pack, receive_exactly
+from dlio.launch.node.zygote_process import ZygoteProcess
 from dlio.launch.rank_environment import meeting_variables
-from dlio.util.settings import LAUNCHER, RECORD, TRIAL
+from dlio.util.settings import LAUNCHER, RECORD, TRIAL, TRIAL_LINK
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import open_own
 
@@ -54,14 +54,14 @@ class Team:
     record: TrialRecord
     slots: Sequence[int]
     """Numbers of the search's ranks that it takes."""
-    forker: Forker
+    zygote: ZygoteProcess
     link: socket.socket
     """The searcher's end."""
     stack: ExitStack
     codes: list[int] = field(default_factory=list)
     """Exit codes, other than 0, of ranks that have ended by themselves."""
     left: set[int] = field(default_factory=set)
-    """The forker's keys of ranks that run."""
+    """The zygote's keys of ranks that run."""
     decided_at: float = 0.0
     """Time of the decision to start it."""
     kill_at: float = math.inf
@@ -82,11 +82,11 @@ class Team:
         cores: Sequence[Sequence[int]],
         gpus: Sequence[str],
         folder: str,
-        forker: Forker,
+        zygote: ZygoteProcess,
     ) -> "Team":
         """Fork the ranks of a trial, with the cores of each and the GPUs of all.
 
-        CUDA_VISIBLE_DEVICES names `gpus`. Raises OSError if the forker is gone.
+        CUDA_VISIBLE_DEVICES names `gpus`. Raises OSError if the zygote is gone.
         """
         mine, its = socket.socketpair()
         with ExitStack() as stack, its:
@@ -94,6 +94,7 @@ class Team:
             os.close(make_folders(folder))
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             log = open_own(os.path.join(folder, "log.txt"), flags, 0o644)
+            nothing = os.open(os.devnull, os.O_RDONLY)
             try:
                 common = _environment(work, folder, gpus)
                 if len(slots) > 1:
@@ -103,15 +104,22 @@ class Team:
                         port = free.getsockname()[1]
                     common |= meeting_variables(len(slots), job, _HOST, port)
                     common["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-                team = cls(record, slots, forker, mine, stack)
+                team = cls(record, slots, zygote, mine, stack)
                 for rank in range(len(slots)):
                     own = common
                     if len(slots) > 1:
                         own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    argv = [_PROGRAM, "trial"]
-                    team.left.add(forker.fork(argv, own, cores[rank], log, its.fileno()))
+                    order = {
+                        "argv": [_PROGRAM, "trial"],
+                        "environment": own,
+                        "folder": os.getcwd(),
+                        "cores": cores[rank],
+                        "link": TRIAL_LINK,
+                    }
+                    team.left.add(zygote.fork(order, (nothing, log, log, its.fileno())))
             finally:
                 os.close(log)
+                os.close(nothing)
             team.stack = stack.pop_all()
         return team
 
@@ -126,7 +134,7 @@ class Team:
         if number == signal.SIGKILL:
             self.was_killed = True
         for key in self.left:
-            self.forker.signal(key, number)
+            self.zygote.signal(key, number)
 
     def receive(self) -> Message | None:
         """Return the next message of the trial; None if it has ended."""
@@ -182,8 +190,8 @@ _PATIENCE_S: Final = 60.0
 _SCRIPT_S: Final = 10.0
 _DEATHS: Final = 8
 """Deaths of a trial without a new epoch after which it has failed."""
-_FORKERS: Final = 20
-"""Forkers that may die before the search gives up."""
+_ZYGOTES: Final = 20
+"""Zygotes that may die before the search gives up."""
 _LONGEST_NOTE: Final = 300
 
 
@@ -218,8 +226,8 @@ class Searcher:
         """Trials that run on from their checkpoints, by number."""
         self._deaths: Counter[int] = Counter()
         self._selector = selectors.DefaultSelector()
-        self._forker: Forker | None = None
-        self._is_ready, self._forkers = False, 0
+        self._zygote: ZygoteProcess | None = None
+        self._is_ready, self._zygotes = False, 0
         self._gpus: list[str] = []
         self._asked = self._stopping = False
         """True once a signal has come, and once the trials were asked to end."""
@@ -283,10 +291,10 @@ class Searcher:
     def _start_trials(self) -> None:
         """Start trials while there are ranks, those that were interrupted first."""
         while len(self._free) >= self._search.ranks_per_trial:
-            if self._forker is None:
+            if self._zygote is None:
                 if not self._may_begin() and not self._again:
                     return
-                self._start_forker()
+                self._start_zygote()
             if not self._is_ready:
                 return
             record = self._next()
@@ -318,7 +326,7 @@ class Searcher:
         folder = self._study.trial_folder(record.number)
         gpus = [self._gpus[slot % len(self._gpus)] for slot in slots] if self._gpus else []
         decided_at = time.monotonic()
-        assert self._forker is not None
+        assert self._zygote is not None
         try:
             team = Team.start(
                 record,
@@ -327,12 +335,12 @@ class Searcher:
                 [self._cores(slot) for slot in slots],
                 list(dict.fromkeys(gpus)),
                 folder,
-                self._forker,
+                self._zygote,
             )
         except (BrokenPipeError, ConnectionResetError):
             self._free = sorted([*self._free, *slots])
             self._again = sorted([*self._again, record], key=lambda each: each.number)
-            self._is_ready = False  # The forker's end is seen next.
+            self._is_ready = False  # The zygote's end is seen next.
             return
         team.decided_at = decided_at
         self._teams.append(team)
@@ -354,8 +362,8 @@ class Searcher:
             if key.data is None:
                 with suppress(BlockingIOError):
                     os.read(key.fd, 64)
-            elif key.data is self._forker:
-                self._hear_forker()
+            elif key.data is self._zygote:
+                self._hear_zygote()
             elif key.data in self._teams:
                 self._hear(key.data)
         now = time.monotonic()
@@ -384,17 +392,19 @@ class Searcher:
             team.answer(True)  # A script that began again.
         return True
 
-    def _hear_forker(self) -> None:
-        assert self._forker is not None
+    def _hear_zygote(self) -> None:
+        assert self._zygote is not None
         try:
-            message = self._forker.receive()
+            message = self._zygote.receive()
         except (EOFError, OSError):
-            self._forker_died()
+            self._zygote_died()
             return
         if "ready" in message:
+            self._zygote.order({"gpus": True})
+        elif "gpus" in message:
             self._is_ready = True
             given = os.environ.get("CUDA_VISIBLE_DEVICES")
-            count = message["ready"]
+            count = message["gpus"]
             self._gpus = given.split(",")[:count] if given else [str(k) for k in range(count)]
         elif "ended" in message:
             key, code = message["ended"], message["code"]
@@ -446,22 +456,22 @@ class Searcher:
                 f"the log is {self._study.trial_folder(0)}/log.txt; name a new --study"
             )
 
-    def _start_forker(self) -> None:
-        if self._forkers >= _FORKERS:
-            raise SearchFailed(f"the process that starts ranks has died {_FORKERS} times")
-        self._forkers += 1
+    def _start_zygote(self) -> None:
+        if self._zygotes >= _ZYGOTES:
+            raise SearchFailed(f"the process that starts ranks has died {_ZYGOTES} times")
+        self._zygotes += 1
         modules = ["dlio.features.search.trial", "dlio.launch.command_ranks", "dlio.train.trainer"]
         if self._is_script:
             modules.append("dlio.integrations.script.runner")
-        self._forker, self._is_ready = Forker(modules), False
-        self._selector.register(self._forker.control, selectors.EVENT_READ, self._forker)
+        self._zygote, self._is_ready = ZygoteProcess(modules), False
+        self._selector.register(self._zygote.control, selectors.EVENT_READ, self._zygote)
 
-    def _forker_died(self) -> None:
+    def _zygote_died(self) -> None:
         """Its ranks die with it: their trials run again."""
-        assert self._forker is not None
-        self._selector.unregister(self._forker.control)
-        self._forker.close()
-        self._forker, self._is_ready = None, False
+        assert self._zygote is not None
+        self._selector.unregister(self._zygote.control)
+        self._zygote.close()
+        self._zygote, self._is_ready = None, False
         for team in list(self._teams):
             team.codes += [-int(signal.SIGKILL)] * len(team.left)
             team.left.clear()
@@ -502,8 +512,8 @@ class Searcher:
     def _end_all(self) -> None:
         for team in self._teams:
             team.close()
-        if self._forker is not None:
-            self._forker.close()
+        if self._zygote is not None:
+            self._zygote.close()
 
 
 def _last_error(path: str) -> str:

@@ -10,6 +10,7 @@
 |---|---|
 | `node_agent` | one process per node; it and all that it has started end with the launcher |
 | `zygote` | a process that forks ranks out of what it has imported |
+| `zygote_process` | the same for those that own it: agents, and the searcher of `dlio search` |
 | `shim` | the stand-in of a rank under mpirun |
 | `snapshot_slots` | the state of a training in shared memory, whole or not at all |
 | `lock_keeper` | locks of a rank that its agent holds until the job is over |

@@ -26,7 +26,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -38,11 +37,10 @@ from dlio.launch.node.agent_protocol import (
     STATE,
     ZYGOTE,
     folder_name,
-    pack,
     receive_exactly,
 )
 from dlio.launch.node.snapshot_slots import newest_turn
-from dlio.util.child_processes import module_command
+from dlio.launch.node.zygote_process import ZygoteProcess
 from dlio.util.folders import open_working, remove_entry
 from dlio.util.private_sockets import listen
 from dlio.util.settings import AGENT, DONE, LAUNCHER
@@ -78,8 +76,7 @@ class NodeAgent:
         self._start = -1
         self._started: dict[str, object] | None = None
         """The order that the zygote has got last."""
-        self._zygote: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._zygote: ZygoteProcess | None = None
         self._zygotes = 0
         self._is_ready = self._stopping = False
         self._results: dict[str, float] = {}
@@ -101,8 +98,8 @@ class NodeAgent:
                 for key, _ in self._selector.select(_LOOK_S):
                     if key.fileobj is self._keeper:
                         self._keep()
-                    elif key.fileobj is self._control:
-                        self._heard()
+                    elif key.data is not None:
+                        self._heard(key.data)
                     elif not self._read():
                         return
                 # After the selector: if this process was stopped, there are signs to read.
@@ -119,15 +116,8 @@ class NodeAgent:
 
     def close(self) -> None:
         """Kill the ranks, and remove all that this job has on this node."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
         if self._zygote is not None:
-            try:
-                self._zygote.wait(_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._zygote.kill()  # Its ranks die with it.
-                self._zygote.wait()
+            self._zygote.close(_TIMEOUT_S)
         self._listener.close()
         self._keeper.close()
         for descriptor in self._kept:
@@ -203,44 +193,26 @@ class NodeAgent:
         self._answer({"stopped": self._start, "done": self._results.get("done"), "newest": newest})
 
     def _spawn(self) -> None:
-        mine, its = socket.socketpair()
         self._zygotes += 1
-        with its:
-            own = {"OPENBLAS_NUM_THREADS": "1"}  # OpenBLAS starts threads when it is loaded.
-            command = module_command("dlio.launch.node.zygote")
-            numbers = (self._listener.fileno(), its.fileno())
-            self._zygote = subprocess.Popen(
-                [*command, *map(str, numbers), *self._modules],
-                env={**os.environ, **self._environment, **own},
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
-                pass_fds=numbers,
-                start_new_session=True,
-            )
-        self._control, self._is_ready = mine, False
-        self._selector.register(mine, selectors.EVENT_READ)
+        environment = {**os.environ, **self._environment}
+        self._zygote = ZygoteProcess(self._modules, environment, self._listener)
+        self._is_ready = False
+        self._selector.register(self._zygote.control, selectors.EVENT_READ, self._zygote)
         if self._started is not None:
             self._order(self._started)
 
     def _order(self, order: Mapping[str, object]) -> None:
-        if self._control is not None:
-            # If the zygote is gone, its end is seen next.
-            with contextlib.suppress(OSError):
-                self._control.sendall(pack(order))
+        if self._zygote is not None:
+            self._zygote.order(order)
 
-    def _heard(self) -> None:
+    def _heard(self, zygote: ZygoteProcess) -> None:
         """Take a message of the zygote, or replace it if it has died."""
-        assert self._control is not None
-        assert self._zygote is not None
         try:
-            message, _ = receive_exactly(self._control)
+            message = zygote.receive()
         except (EOFError, OSError):
-            self._selector.unregister(self._control)
-            self._control.close()
-            self._control = None
-            self._zygote.kill()
-            self._zygote.wait()
-            self._is_ready = False
+            self._selector.unregister(zygote.control)
+            zygote.close(0.0)
+            self._zygote, self._is_ready = None, False
             if self._stopping:
                 self._stopped()  # The kernel has killed its ranks.
             if self._zygotes < _ZYGOTES:

@@ -2,12 +2,22 @@
 
     python -P -m dlio.launch.node.zygote LISTENER CONTROL MODULES...
 
-LISTENER is a socket at which shims connect, CONTROL one to the agent. It imports MODULES, but
-neither MPI nor CUDA, and has a single thread: a child of a process with threads may inherit a lock
-that nobody releases. Ranks end when their shim does, when the agent asks for it, and with this
-process.
+LISTENER is a socket at which shims connect, -1 for none; CONTROL is one to its owner: an agent, or
+a searcher. It imports MODULES, but neither MPI nor CUDA, and has a single thread: a child of a
+process with threads may inherit a lock that nobody releases. Ranks end when their shim does, when
+the owner asks for it, and with this process.
 
-A rank's environment is that of the job's launcher, with the variables of MPI that its shim has.
+| the owner sends | the zygote answers |
+|---|---|
+| | `ready` with its process id, once |
+| `start`: number, `environment` of the ranks of shims | |
+| `stop` | `stopped` when no rank is left |
+| `fork`: a `_RankOrder` with a key, and its streams | `ended`: key, `code`, negative for a signal |
+| `signal`: key, `number` | |
+| `gpus` | `gpus`: the number of them |
+
+The environment of a shim's rank is that of the job's launcher, with the variables of MPI that its
+shim has.
 """
 
 import gc
@@ -22,7 +32,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
 
@@ -46,9 +56,13 @@ class _RankOrder:
     environment: dict[str, str]
     folder: str
     streams: list[int]
-    start: int
-    shim: socket.socket
-    """It waits for the rank."""
+    shim: socket.socket | None = None
+    """It waits for the rank; None if the owner has ordered it by its `key`."""
+    start: int = -1
+    key: int = -1
+    cores: list[int] = field(default_factory=list)
+    link: str = ""
+    """Variable with the number of a fourth stream, which the rank keeps."""
 
 
 @dataclass(slots=True)
@@ -56,8 +70,17 @@ class _ForkedRank:
     process: int
     watch: int
     """Its pidfd."""
-    shim: socket.socket
+    shim: socket.socket | None
+    key: int
     reaped: bool = False
+
+    def kill(self) -> None:
+        """Kill it, and all that it has started if it was ordered by its key."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+        if self.shim is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process, signal.SIGKILL)
 
 
 def rank_environment(shim: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
@@ -67,11 +90,11 @@ def rank_environment(shim: Mapping[str, str], given: Mapping[str, str]) -> dict[
 
 
 class Zygote:
-    """Forks ranks for the shims that connect to `listener`, until the agent closes its end of
-    `control`.
+    """Forks ranks for the shims that connect to `listener`, and as the owner orders, until it
+    closes its end of `control`.
     """
 
-    def __init__(self, listener: socket.socket, control: socket.socket) -> None:
+    def __init__(self, listener: socket.socket | None, control: socket.socket) -> None:
         self._listener, self._control = listener, control
         self._ranks: dict[int, _ForkedRank] = {}
         """By process."""
@@ -83,26 +106,29 @@ class Zygote:
         """Since when all of the node's ranks are stopped."""
         self._looked = 0.0
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(control, selectors.EVENT_READ)
 
     def serve(self) -> _RankOrder | None:
         """Fork for each shim: returns the request in the child, None in the zygote at its end."""
         while True:
-            for key, _ in self._selector.select(_LOOK_S if self._ranks else None):
+            watches = self._listener is not None and self._ranks
+            for key, _ in self._selector.select(_LOOK_S if watches else None):
                 source = key.fileobj
-                if source is self._listener:
-                    self._connected()
-                elif source is self._control:
+                if source is self._control:
                     if not self._ordered():
                         self._kill()
                         return None
+                elif source is self._listener:
+                    self._connected(self._listener)
                 elif isinstance(source, socket.socket):
                     if not key.data.reaped:
                         self._heard(source, key.data)
                 elif not key.data.reaped:
                     self._ended(key.data)
-            self._look_for_stopped()
+            if self._listener is not None:
+                self._look_for_stopped()
             # A shim may be here before the agent's order.
             due = [asked for asked in self._asked if asked.start <= self._start]
             self._asked = [asked for asked in self._asked if asked not in due]
@@ -111,22 +137,32 @@ class Zygote:
                     return asked
 
     def _ordered(self) -> bool:
-        """Take an order of the agent; False if it is gone."""
+        """Take an order of the owner; False if it is gone."""
         try:
-            order, _ = receive_exactly(self._control)
+            order, streams = receive_exactly(self._control, _STREAMS + 1)
         except (EOFError, OSError):
             return False
         if "start" in order:
             self._start, self._environment = order["start"], order["environment"]
+        elif "fork" in order:
+            self._asked.append(_RankOrder(**order["fork"], streams=streams))
+        elif "signal" in order:
+            for rank in self._ranks.values():
+                if rank.key == order["signal"]:
+                    os.kill(rank.process, order["number"])
+        elif "gpus" in order:
+            import torch
+
+            self._tell({"gpus": torch.cuda.device_count()})
         else:
             self._stopping, self._start = True, -1
             self._kill()
             self._tell_stopped()
         return True
 
-    def _connected(self) -> None:
+    def _connected(self, listener: socket.socket) -> None:
         """Hear the request of a new shim."""
-        connection, _ = self._listener.accept()
+        connection, _ = listener.accept()
         connection.settimeout(_TIMEOUT_S)
         try:
             asked, streams = receive_exactly(connection, _STREAMS)
@@ -136,11 +172,12 @@ class Zygote:
         self._asked.append(_RankOrder(**asked, streams=streams, shim=connection))
 
     def _fork(self, request: _RankOrder) -> bool:
-        """Fork a rank for a shim; True in the child."""
-        connection = request.shim
-        if request.start != self._start or len(request.streams) != _STREAMS:
+        """Fork a rank; True in the child."""
+        connection, count = request.shim, _STREAMS + bool(request.link)
+        if request.start != self._start or len(request.streams) != count:
             _close(request.streams)  # mpirun of an earlier start.
-            connection.close()
+            if connection is not None:
+                connection.close()
             return False
         request.environment = rank_environment(request.environment, self._environment)
         parent = os.getpid()
@@ -151,11 +188,12 @@ class Zygote:
             return True
         _close(request.streams)
         watch = os.pidfd_open(process)
-        rank = self._ranks[process] = _ForkedRank(process, watch, connection)
-        self._selector.register(connection, selectors.EVENT_READ, rank)
+        rank = self._ranks[process] = _ForkedRank(process, watch, connection, request.key)
         self._selector.register(watch, selectors.EVENT_READ, rank)
-        with suppress(OSError):
-            connection.sendall(_NUMBER.pack(process))
+        if connection is not None:
+            self._selector.register(connection, selectors.EVENT_READ, rank)
+            with suppress(OSError):
+                connection.sendall(_NUMBER.pack(process))
         return False
 
     def _look_for_stopped(self) -> None:
@@ -180,49 +218,59 @@ class Zygote:
         if not heard:
             self._selector.unregister(shim)
             if not rank.reaped:
-                os.kill(rank.process, signal.SIGKILL)
+                rank.kill()
 
     def _ended(self, rank: _ForkedRank) -> None:
-        """Tell a shim how its rank has ended."""
+        """Tell a shim, or the owner, how a rank has ended."""
         self._selector.unregister(rank.watch)
         os.close(rank.watch)
         _, status = os.waitpid(rank.process, 0)
         rank.reaped = True
         del self._ranks[rank.process]
+        code = os.waitstatus_to_exitcode(status)
+        if rank.shim is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.process, signal.SIGKILL)  # Processes that it has started.
+            self._tell({"ended": rank.key, "code": code})
+            return
         with suppress(KeyError, ValueError):
             self._selector.unregister(rank.shim)
         with suppress(OSError):
-            rank.shim.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(status)))
+            rank.shim.sendall(_NUMBER.pack(code))
         rank.shim.close()
         self._tell_stopped()
 
     def _kill(self) -> None:
-        for process in self._ranks:
-            os.kill(process, signal.SIGKILL)
+        for rank in self._ranks.values():
+            rank.kill()
 
     def _tell_stopped(self) -> None:
-        """Tell the agent, if it has asked, when no rank is left."""
+        """Tell the owner, if it has asked, when no rank is left."""
         if self._stopping and not self._ranks:
             self._stopping = False
-            with suppress(OSError):
-                self._control.sendall(pack({"stopped": True}))
+            self._tell({"stopped": True})
 
-    def _leave(self, connection: socket.socket) -> None:
+    def _tell(self, message: Mapping[str, object]) -> None:
+        with suppress(OSError):  # The owner's end is seen next.
+            self._control.sendall(pack(message))
+
+    def _leave(self, connection: socket.socket | None) -> None:
         """In a child: close all that is the zygote's."""
         self._selector.close()
-        for each in (self._listener, self._control, connection):
-            each.close()
+        shims = [asked.shim for asked in self._asked]
+        shims += [rank.shim for rank in self._ranks.values()]
+        for each in (self._listener, self._control, connection, *shims):
+            if each is not None:
+                each.close()
         for asked in self._asked:
-            asked.shim.close()
             _close(asked.streams)
         for rank in self._ranks.values():
-            rank.shim.close()
             os.close(rank.watch)
 
 
 def main(listener: int, control: int, modules: list[str]) -> None:
     """Import modules and fork ranks. Returns in the zygote at its end, and in ranks at theirs."""
-    agent = socket.socket(fileno=control)
+    owner = socket.socket(fileno=control)
     for name in modules:
         # A rank that needs it tells the error.
         with suppress(ImportError):
@@ -233,13 +281,13 @@ def main(listener: int, control: int, modules: list[str]) -> None:
         raise RuntimeError(f"one of {', '.join(modules)} starts threads: ranks cannot be forked")
     gc.collect()
     gc.freeze()
-    # Signals for the whole terminal are the launcher's: it ends its agents itself.
+    # Signals for the whole terminal are the launcher's or the searcher's: these end it themselves.
     handlers: dict[int, Any] = {
         number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)
     }
     with suppress(OSError):
-        agent.sendall(pack({"ready": os.getpid()}))
-    request = Zygote(socket.socket(fileno=listener), agent).serve()
+        owner.sendall(pack({"ready": os.getpid()}))
+    request = Zygote(None if listener < 0 else socket.socket(fileno=listener), owner).serve()
     if request is None:
         os._exit(0)  # Quickly: finalizing torch takes a while.
     for number, handler in handlers.items():
@@ -260,13 +308,17 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _become(request: _RankOrder) -> None:
-    """Take over environment, folder and streams, as a process that mpirun starts."""
+    """Take over environment, folder, streams and cores, as a process that mpirun starts."""
     os.setsid()
-    for number, descriptor in enumerate(request.streams):
+    for number, descriptor in enumerate(request.streams[:_STREAMS]):
         os.dup2(descriptor, number)
-    _close(request.streams)
+    _close(request.streams[:_STREAMS])
     os.environ.clear()
     os.environ.update(request.environment)
+    for descriptor in request.streams[_STREAMS:]:
+        os.environ[request.link] = str(descriptor)
+    if request.cores:
+        os.sched_setaffinity(0, request.cores)
     os.chdir(request.folder)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(  # type: ignore[union-attr] # text streams of an interpreter
