@@ -29,7 +29,7 @@ from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.loader.torch_private import pin_memory
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, check_shares, is_exact
-from dlio.plan.rank_shares import checked_shares
+from dlio.plan.rank_shares import RankShares, checked_shares
 from dlio.storage.tier_spec import Tiers, parse_tiers
 from dlio.util.arguments import (
     MOST_SEED,
@@ -269,24 +269,22 @@ class LoaderOptions:
         if chosen shares do not fit the ranks.
         """
         assert self.batch_size is not None
-        (rank, ranks), shares = place(self.group, self.mesh), None
-        global_batch = self.batch_size * ranks
-        if survivors is not None:
-            rank, ranks, shares = survivors.rank, len(survivors.members), survivors.shares
-            global_batch = shares.global_batch
+        if survivors is None:
+            rank, ranks = place(self.group, self.mesh)
+            shares = RankShares.even(self.batch_size, ranks)
+        else:
+            rank, shares = survivors.rank, survivors.shares
         if self.shares is not None:
-            shares = checked_shares(self.shares, global_batch, ranks)
+            shares = checked_shares(self.shares, shares.global_batch, len(shares.counts))
         return FormulaOrder(
             seed=seed,
             samples=samples,
             shuffled=bool(self.shuffle),
-            batch_size=self.batch_size,
+            shares=shares,
             drop_last=self.drop_last,
             rank=rank,
-            ranks=ranks,
             source_order=self.source_order,
             layout=None if data is None or self.source_order == "sample" else data.reader.layout,
-            shares=shares,
             exact=is_exact(self.mode),
             mixing=data.mixing if isinstance(data, Mixture) else None,
         )

@@ -67,16 +67,13 @@ class FormulaOrder:
     samples: int
     """Number of samples in the data set."""
     shuffled: bool
-    batch_size: int
-    """Per rank."""
+    shares: RankShares
+    """Samples per rank of a step."""
     drop_last: bool
     rank: int
-    ranks: int
     source_order: str = "sample"
     """`sample`, or `block(k)` with the data set's layout."""
     layout: Layout | None = field(default=None, compare=False)
-    shares: RankShares | None = None
-    """Samples per rank of a step; even for None."""
     exact: bool = True
     """True for a mode whose order is the same on any number of ranks and nodes."""
     left: tuple[int, ...] | None = None
@@ -88,8 +85,8 @@ class FormulaOrder:
     """Weights of the sources, if the data set is a mixture."""
 
     @property
-    def global_batch(self) -> int:
-        return self.batch_size * self.ranks if self.shares is None else self.shares.global_batch
+    def ranks(self) -> int:
+        return len(self.shares.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,10 +348,8 @@ class PlannedPass:
         if self.requeued and (order.exact or self.is_tail):
             self.order = TailOrder.of(self.order, self.requeued)
             self.samples += len(self.requeued)
-        self.batch_size = order.batch_size
         self.shares = order.shares
-        self.dealt = order.shares or RankShares.even(order.batch_size, order.ranks)
-        self.global_batch = order.global_batch
+        self.global_batch = order.shares.global_batch
         self.steps = steps_in_epoch(
             self.samples, cursor.position, self.global_batch, order.drop_last
         )
@@ -368,10 +363,10 @@ class PlannedPass:
         """Largest number of samples that this rank gets in a step."""
         formula = self.formula
         if formula.exact:
-            return self.batch_size if self.shares is None else self.shares.counts[formula.rank]
+            return self.shares.counts[formula.rank]
         # Survivors of an inexact epoch get the parts of the lost ranks on top of their own.
         lost = 0 if formula.left is None else formula.ranks - len(formula.left)
-        return min(self.global_batch, max(self.dealt.counts) * (1 + lost))
+        return min(self.global_batch, max(self.shares.counts) * (1 + lost))
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.steps):
@@ -381,7 +376,7 @@ class PlannedPass:
         """Return the samples of a rank in one of the pass's steps, dealt by position alone."""
         first = self.cursor.position + step * self.global_batch
         last = min(first + self.global_batch, self._end)
-        part = self.dealt.part(last - first, rank)
+        part = self.shares.part(last - first, rank)
         positions = np.arange(first + part.start, first + part.stop, dtype=np.int64)
         samples: list[int] = self.order.samples(positions).tolist()
         return samples
@@ -470,7 +465,7 @@ class PlannedPass:
         return mixing.epoch(
             self.epoch,
             self.cursor.position,
-            order.global_batch,
+            order.shares.global_batch,
             order.drop_last,
             self.begun.mixture,
             len(self.begun.requeued),

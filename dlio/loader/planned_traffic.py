@@ -16,6 +16,7 @@ from dlio.plan.epoch import WINDOW_BYTES, EpochPlan, is_exact, plan_epoch
 from dlio.plan.layout import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, MIN_BLOCKS, Layout
 from dlio.plan.order import Order
 from dlio.plan.placement import HomeNode, Placement, place
+from dlio.plan.rank_shares import RankShares
 from dlio.plan.schedule import RankNodes, StepAssignment, assign, steps_in_epoch
 from dlio.storage.block import aligned, block_sizes
 from dlio.storage.mount import block_bytes_of
@@ -71,8 +72,11 @@ class ForecastJob:
 
     @property
     def steps(self) -> int:
-        batch = self.batch_size * self.ranks.size
-        return steps_in_epoch(self.samples, self.position, batch)
+        return steps_in_epoch(self.samples, self.position, self.shares.global_batch)
+
+    @cached_property
+    def shares(self) -> RankShares:
+        return RankShares.even(self.batch_size, self.ranks.size)
 
     @cached_property
     def mean_bytes(self) -> float:
@@ -93,7 +97,7 @@ class ForecastJob:
         return EpochPlan(
             Order(self.samples, self.seed, epoch),
             self.position,
-            self.batch_size,
+            self.shares,
             self.steps,
             self.mode,
             self.ranks,
@@ -116,7 +120,7 @@ class ForecastJob:
                 yield assign(
                     plan.order,
                     self.position,
-                    self.batch_size,
+                    self.shares,
                     steps,
                     lambda samples: home[self.layout.block_of(samples)],
                     self.ranks,

@@ -26,7 +26,6 @@ from dlio.plan.schedule import (
     RankWindow,
     assign,
     cut_window,
-    deal,
     keepers_of,
     plan_window,
     senders_of,
@@ -93,8 +92,8 @@ class EpochPlan:
     order: Order
     position: int
     """First position to consume."""
-    batch_size: int
-    """Per rank."""
+    shares: RankShares
+    """Samples per rank of a global batch."""
     steps: int
     mode: str
     ranks: RankNodes
@@ -104,19 +103,11 @@ class EpochPlan:
     layout: Layout
     window_bytes: int = WINDOW_BYTES
     """Approximate payload bytes of a rank's window."""
-    shares: RankShares | None = None
-    """Samples per rank of a global batch; even for None."""
     left: tuple[int, ...] | None = None
     """The survivors among `ranks`, if an inexact mode continues an epoch after a loss; `rank`
     is then -1 for a rank that did not begin it."""
     on_devices: bool = False
     """Ranks keep samples on their devices; in `batch` mode each gets those that it keeps."""
-
-    @property
-    def global_batch(self) -> int:
-        if self.shares is not None:
-            return self.shares.global_batch
-        return self.batch_size * self.ranks.size
 
     def keeps(self, samples: _I64) -> npt.NDArray[np.bool_]:
         """True for the samples that this rank keeps on its device: all that it consumes, unless
@@ -127,11 +118,6 @@ class EpochPlan:
         kept: npt.NDArray[np.bool_] = keepers_of(samples, homes, self.ranks) == self.rank
         return kept
 
-    @property
-    def largest_batch(self) -> int:
-        """Most samples that any rank gets of a step; the same on all ranks."""
-        return self.batch_size if self.shares is None else max(self.shares.counts)
-
     def window(self, steps: range) -> RankWindow:
         """Plan a run of steps by dealing whole global batches, as every other rank does; for the
         exact modes.
@@ -139,12 +125,11 @@ class EpochPlan:
         dealt = assign(
             self.order,
             self.position,
-            self.batch_size,
+            self.shares,
             steps,
             lambda samples: self.home[self.layout.block_of(samples)],
             self.ranks,
             "batch" if self.mode == "batch" else "global",
-            self.shares,
             self.on_devices,
         )
         return plan_window(dealt, self.rank, self.ranks.size)
@@ -172,7 +157,7 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
     if isinstance(plan.order, TailOrder):
         # Only requeued samples remain: on the nodes that hold them, where possible.
         return replace(plan, mode="batch")
-    global_batch = plan.global_batch
+    global_batch = plan.shares.global_batch
     first, rest = divmod(plan.position, global_batch)
     if rest and plan.position < plan.order.n:
         raise UsageError(
@@ -185,7 +170,7 @@ def plan_epoch(plan: EpochPlan) -> WindowPlan:
         plan.home,
         plan.ranks,
         plan.rank,
-        plan.shares or RankShares.even(plan.batch_size, plan.ranks.size),
+        plan.shares,
         first + plan.steps,
         exchanged(plan.mode),
         first,
@@ -208,8 +193,7 @@ class GlobalPlan:
 
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
-        self._batch = plan.global_batch
-        self._shares = plan.shares or RankShares.even(plan.batch_size, plan.ranks.size)
+        self._batch = plan.shares.global_batch
         self._end = min(plan.order.n, plan.position + plan.steps * self._batch)
         self._pushed = self._positions_to_push()
 
@@ -219,7 +203,7 @@ class GlobalPlan:
         for step in steps:
             first = plan.position + step * batch
             count = min(batch, self._end - first)
-            part = self._shares.part(count, plan.rank)
+            part = plan.shares.part(count, plan.rank)
             mine.append(np.arange(first + part.start, first + part.stop, dtype=np.int64))
             counts.append(len(part))
         samples = plan.order.samples(np.concatenate(mine) if mine else np.empty(0, np.int64))
@@ -241,8 +225,7 @@ class GlobalPlan:
         step = inside // self._batch
         first = self._plan.position + step * self._batch
         counts = np.minimum(self._batch, self._end - first)
-        ranks, shares = self._plan.ranks.size, self._plan.shares
-        return deal(inside - step * self._batch, counts, ranks, shares)
+        return self._plan.shares.deal(inside - step * self._batch, counts)
 
     def _positions_to_push(self) -> _I64:
         """Positions whose samples this rank sends, ascending."""

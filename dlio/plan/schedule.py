@@ -94,20 +94,18 @@ def window_steps(mean_bytes: float, batch_size: int, budget_bytes: int) -> int:
 def assign(
     order: Order,
     position: int,
-    batch_size: int,
+    shares: RankShares,
     steps: range,
     home_of: Callable[[_I64], _I32],
     ranks: RankNodes,
     mode: Mode,
-    shares: RankShares | None = None,
     on_devices: bool = False,
 ) -> StepAssignment:
     """Deal the global batches of `steps` to the ranks.
 
-    The global batch of step s is the order's positions from position + s·B, B = batch_size x
-    ranks; the epoch's last one may be smaller. Each rank gets an even part of it, or its part of
-    `shares`: in `global` mode the samples at consecutive positions, in `batch` mode its own node's
-    samples first.
+    The global batch of step s is the order's positions from position + s·B, B = that of `shares`;
+    the epoch's last one may be smaller. Each rank gets its part of `shares`: in `global` mode the
+    samples at consecutive positions, in `batch` mode its own node's samples first.
 
     Step 0 begins at `position` of the epoch's order, and `steps` are consecutive. `home_of` returns
     the home node of each sample, -1 for the source; a node without ranks cannot send, so its
@@ -118,7 +116,7 @@ def assign(
     either mode, for 1,000 ranks as for 10,000; 0.4 ms for a small window.
     Source: exact-batch locality, design "train a sample where it lives".
     """
-    global_batch = batch_size * ranks.size if shares is None else shares.global_batch
+    global_batch = shares.global_batch
     first = position + steps.start * global_batch
     last = min(position + steps.stop * global_batch, len(order))
     samples = order.samples(np.arange(first, max(first, last), dtype=np.int64))
@@ -127,7 +125,7 @@ def assign(
     counts = np.bincount(step, minlength=len(steps)).astype(np.int64)
     homes = with_ranks(np.asarray(home_of(samples), np.int32), ranks)
     if mode == "global":
-        consumer = deal(in_window - step * global_batch, counts[step], ranks.size, shares)
+        consumer = shares.deal(in_window - step * global_batch, counts[step])
     else:
         keepers = keepers_of(samples, homes, ranks) if on_devices else None
         consumer = _deal_at_home(homes, step, counts, ranks, shares, keepers)
@@ -181,20 +179,12 @@ def with_ranks(homes: _I32, ranks: RankNodes) -> _I32:
     return np.where(there, homes, np.int32(-1))
 
 
-def deal(in_step: _I64, counts: _I64, parts: int, shares: RankShares | None = None) -> _I32:
-    """Return the part of a step, even or by `shares`, that each place in it falls to."""
-    if shares is not None:
-        return shares.deal(in_step, counts)
-    # Largest part p with count·p // parts <= place, that is p = ((place + 1)·parts - 1) // count.
-    return (((in_step + 1) * parts - 1) // np.maximum(counts, 1)).astype(np.int32)
-
-
 def _deal_at_home(
     homes: _I32,
     step: _I64,
     counts: _I64,
     ranks: RankNodes,
-    shares: RankShares | None,
+    shares: RankShares,
     keepers: _I32 | None,
 ) -> _I32:
     """Consumers of a run of steps in `batch` mode, with the home of each sample, or -1, by step,
@@ -205,10 +195,7 @@ def _deal_at_home(
         homes = np.where(homes >= 0, homes, ranks.node_of[keepers])
     steps, nodes = len(counts), ranks.nodes
     # Samples that each rank, and therefore each node, consumes at each step.
-    if shares is None:
-        quotas = np.diff(counts[:, None] * np.arange(ranks.size + 1) // ranks.size, axis=1)
-    else:
-        quotas = shares.quotas(counts)
+    quotas = shares.quotas(counts)
     node_quotas = np.zeros((steps, nodes), np.int64)
     np.add.at(node_quotas.T, ranks.node_of, quotas.T)
     # A sample stays at home if it is among the first that its node has room for.

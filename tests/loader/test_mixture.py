@@ -21,6 +21,7 @@ from dlio.errors import UsageError
 from dlio.loader.mixture_dataset import Mixture
 from dlio.loader.passes import FormulaOrder, PlannedPass
 from dlio.plan.order import Order
+from dlio.plan.rank_shares import RankShares
 from dlio.testing import ReaderTests
 from dlio.testing.loader_state import LoaderStateTests
 from tests.loader.datasets import Numbers
@@ -217,7 +218,7 @@ def test_the_length_is_known(drop_last: bool, exhaustion: str) -> None:
 
 
 def _pass(mixing: Any, state: dict[str, Any], ranks: int, rank: int, batch: int) -> PlannedPass:
-    order = FormulaOrder(4, 130, True, batch, False, rank, ranks, mixing=mixing)
+    order = FormulaOrder(4, 130, True, RankShares.even(batch, ranks), False, rank, mixing=mixing)
     return PlannedPass(state, order)
 
 

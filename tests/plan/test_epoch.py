@@ -48,7 +48,8 @@ def epochs(draw: st.DrawFn) -> EpochPlan:
     position = draw(st.integers(0, n // whole)) * whole
     steps = steps_in_epoch(n, position, whole, draw(st.booleans()))
     home = np.array(homes, np.int32)
-    return EpochPlan(order, position, batch, steps, "batch", ranks, 0, home, layout)
+    shares = RankShares.even(batch, ranks.size)
+    return EpochPlan(order, position, shares, steps, "batch", ranks, 0, home, layout)
 
 
 def _of(plan: EpochPlan, mode: str, rank: int) -> EpochPlan:
@@ -65,7 +66,7 @@ def _windows(plan: EpochPlan, mode: str) -> list[RankWindow]:
 
 def _check(plan: EpochPlan, windows: list[RankWindow]) -> None:
     """Whatever the mode."""
-    ranks, whole = plan.ranks, plan.batch_size * plan.ranks.size
+    ranks, whole = plan.ranks, plan.shares.global_batch
     for step in range(plan.steps):
         count = min(whole, plan.order.n - plan.position - step * whole)
         sizes = [w.starts[step + 1] - w.starts[step] for w in windows]
@@ -92,7 +93,7 @@ def test_plans_of_all_ranks_agree_and_give_each_sample_once(plan: EpochPlan, mod
     consumed = np.concatenate([window.samples for window in windows])
     assert len(np.unique(consumed)) == len(consumed)
     left = plan.order.n - plan.position
-    expected = min(left, plan.steps * plan.batch_size * plan.ranks.size)
+    expected = min(left, plan.steps * plan.shares.global_batch)
     assert len(consumed) == expected
 
 
@@ -155,7 +156,7 @@ def test_ranks_that_are_left_take_over_what_their_neighbours_would_have_consumed
 @given(epochs(), st.sampled_from(["local", "ring", "partial(0.3)"]), st.integers(1, 4))
 def test_an_inexact_epoch_is_the_same_in_parts(plan: EpochPlan, mode: str, length: int) -> None:
     """Windows make no difference, nor does going on at a step."""
-    first = plan.position // (plan.batch_size * plan.ranks.size)
+    first = plan.position // plan.shares.global_batch
     values = {name: getattr(plan, name) for name in plan.__slots__}
     start = EpochPlan(**{**values, "position": 0, "steps": first + plan.steps})
     for rank in range(plan.ranks.size):
@@ -189,7 +190,8 @@ def _even(n: int, nodes: int, local: int, batch: int, mode: str, rank: int = 0) 
     home = (np.random.default_rng(0).permutation(n // 100) % nodes).astype(np.int32)
     ranks = RankNodes(np.repeat(np.arange(nodes), local).astype(np.int32))
     steps = steps_in_epoch(n, 0, batch * ranks.size)
-    return EpochPlan(Order(n, 3, 1), 0, batch, steps, mode, ranks, rank, home, layout)
+    shares = RankShares.even(batch, ranks.size)
+    return EpochPlan(Order(n, 3, 1), 0, shares, steps, mode, ranks, rank, home, layout)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 1.0])
@@ -285,7 +287,8 @@ def test_positions_up_to_a_trillion_are_addressed() -> None:
     ranks = RankNodes(np.arange(8, dtype=np.int32))
     home = (np.arange(layout.blocks) % 8).astype(np.int32)
     steps = range(10**9, 10**9 + 2)
-    dealt = assign(order, 0, 64, steps, lambda s: home[layout.block_of(s)], ranks, "batch")
+    shares, home_of = RankShares.even(64, 8), lambda s: home[layout.block_of(s)]
+    dealt = assign(order, 0, shares, steps, home_of, ranks, "batch")
     assert len(dealt.samples) == 2 * 8 * 64
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlio.plan.order import Order, share
+from dlio.plan.rank_shares import RankShares
 from dlio.plan.schedule import (
     Mode,
     RankNodes,
@@ -117,7 +118,13 @@ def test_one_node_never_sends(job: Job, mode: Mode) -> None:
     order, position, batch, ranks, _ = job
     alone = RankNodes(np.zeros(ranks.size, np.int32))
     dealt = assign(
-        order, position, batch, range(3), lambda s: np.zeros(len(s), np.int32), alone, mode
+        order,
+        position,
+        RankShares.even(batch, ranks.size),
+        range(3),
+        lambda s: np.zeros(len(s), np.int32),
+        alone,
+        mode,
     )
     window = plan_window(dealt, 0, ranks.size)
     assert (window.senders == -1).all()
@@ -156,7 +163,8 @@ def test_batch_mode_moves_only_the_overflow(nodes: int, ranks_a_node: int, batch
     steps = range(n // (batch * len(node_of)))
     moved: dict[Mode, float] = {}
     for mode in MODES:
-        dealt = assign(Order(n, 3), 0, batch, steps, lambda s: homes[s], RankNodes(node_of), mode)
+        shares = RankShares.even(batch, len(node_of))
+        dealt = assign(Order(n, 3), 0, shares, steps, lambda s: homes[s], RankNodes(node_of), mode)
         moved[mode] = float((dealt.sender >= 0).mean())
     node_batch = batch * ranks_a_node
     # Of node_batch·nodes samples, the excess of one node over node_batch: a binomial's.
@@ -169,9 +177,10 @@ def test_batch_mode_moves_only_the_overflow(nodes: int, ranks_a_node: int, batch
 @given(jobs())
 def test_a_rank_gets_the_samples_that_it_keeps_as_far_as_its_share_allows(job: Job) -> None:
     order, position, batch, ranks, homes = job
-    steps = range(steps_in_epoch(len(order), position, batch * ranks.size))
+    shares = RankShares.even(batch, ranks.size)
+    steps = range(steps_in_epoch(len(order), position, shares.global_batch))
     near, plain = (
-        assign(order, position, batch, steps, homes.__getitem__, ranks, "batch", None, on_devices)
+        assign(order, position, shares, steps, homes.__getitem__, ranks, "batch", on_devices)
         for on_devices in (True, False)
     )
     keepers = keepers_of(near.samples, homes[near.samples], ranks)
@@ -195,10 +204,10 @@ def test_a_rank_gets_the_samples_that_it_keeps_as_far_as_its_share_allows(job: J
 def test_eight_ranks_of_a_node_get_nearly_all_samples_that_they_keep() -> None:
     ranks, n, batch = RankNodes(np.zeros(8, np.int32)), 1 << 15, 256
     homes = np.zeros(n, np.int32)
-    steps = range(n // (8 * batch))
+    steps, shares = range(n // (8 * batch)), RankShares.even(batch, 8)
     for epoch in range(2):
         dealt = assign(
-            Order(n, 1, epoch), 0, batch, steps, homes.__getitem__, ranks, "batch", None, True
+            Order(n, 1, epoch), 0, shares, steps, homes.__getitem__, ranks, "batch", True
         )
         keepers = keepers_of(dealt.samples, np.zeros(n, np.int32), ranks)
         assert (dealt.consumer == keepers).mean() > 1 - 1.3 / math.sqrt(2 * math.pi * batch)
@@ -207,7 +216,8 @@ def test_eight_ranks_of_a_node_get_nearly_all_samples_that_they_keep() -> None:
 def test_two_nodes_of_batch_32_move_at_most_12_percent() -> None:
     homes = (np.arange(20_000) % 2).astype(np.int32)
     ranks = RankNodes(np.array([0, 1], np.int32))
-    dealt = assign(Order(20_000, 0), 0, 32, range(313), lambda s: homes[s], ranks, "batch")
+    shares = RankShares.even(32, 2)
+    dealt = assign(Order(20_000, 0), 0, shares, range(313), lambda s: homes[s], ranks, "batch")
     assert (dealt.sender >= 0).mean() <= 0.12
 
 
@@ -216,7 +226,8 @@ def test_a_receiver_gets_one_message_per_peer_node() -> None:
     homes = (np.arange(5000) % 3).astype(np.int32)
     receivers: dict[int, int] = {}
     ranks = RankNodes(node_of)
-    dealt = assign(Order(5000, 0), 0, 8, range(20), lambda s: homes[s], ranks, "global")
+    shares = RankShares.even(8, ranks.size)
+    dealt = assign(Order(5000, 0), 0, shares, range(20), lambda s: homes[s], ranks, "global")
     for rank in range(12):
         window = plan_window(dealt, rank, 12)
         senders = np.unique(window.senders[window.senders >= 0])
@@ -232,7 +243,13 @@ def test_ten_thousand_ranks_are_planned_alike() -> None:
     ranks = RankNodes(np.repeat(np.arange(nodes), local).astype(np.int32))
     order = Order(50_000_000, 1)
     dealt = assign(
-        order, 0, 32, range(3, 4), lambda s: (s // 1000 % nodes).astype(np.int32), ranks, "batch"
+        order,
+        0,
+        RankShares.even(32, ranks.size),
+        range(3, 4),
+        lambda s: (s // 1000 % nodes).astype(np.int32),
+        ranks,
+        "batch",
     )
     assert (np.bincount(dealt.consumer) == 32).all()
     moved = float((dealt.sender >= 0).mean())
@@ -249,7 +266,8 @@ def test_windows_are_bounded_by_bytes() -> None:
 
 def _all(job: Job, steps: range, mode: Mode) -> StepAssignment:
     order, position, batch, ranks, homes = job
-    return assign(order, position, batch, steps, lambda s: homes[s], ranks, mode)
+    shares = RankShares.even(batch, ranks.size)
+    return assign(order, position, shares, steps, lambda s: homes[s], ranks, mode)
 
 
 def _plan(job: Job, steps: range, rank: int, mode: Mode) -> RankWindow:

@@ -59,9 +59,7 @@ def epochs(draw: st.DrawFn) -> EpochPlan:
     position = draw(st.integers(0, n))
     steps = steps_in_epoch(n, position, batch * ranks.size, draw(st.booleans()))
     order, home = Order(n, draw(st.integers(0, 99))), np.array(homes, np.int32)
-    return EpochPlan(
-        order, position, batch, steps, "batch", ranks, 0, home, layout, 1 << 10, shares
-    )
+    return EpochPlan(order, position, shares, steps, "batch", ranks, 0, home, layout, 1 << 10)
 
 
 def _of(plan: EpochPlan, mode: str, rank: int) -> EpochPlan:
@@ -78,8 +76,7 @@ def test_plans_with_shares_agree_and_give_each_sample_once(plan: EpochPlan, mode
         return plan_epoch(_of(plan, mode, rank)).window(range(plan.steps))
 
     windows = [window(rank) for rank in range(plan.ranks.size)]
-    assert plan.shares is not None
-    whole = plan.global_batch
+    whole = plan.shares.global_batch
     for step in range(plan.steps):
         first = plan.position + step * whole
         expected = plan.order.samples(np.arange(first, min(first + whole, plan.order.n)))
@@ -87,7 +84,7 @@ def test_plans_with_shares_agree_and_give_each_sample_once(plan: EpochPlan, mode
         assert sorted(np.concatenate(dealt)) == sorted(expected)
         sizes = [len(plan.shares.part(len(expected), rank)) for rank in range(plan.ranks.size)]
         assert [len(part) for part in dealt] == sizes
-        assert max(sizes) <= plan.largest_batch
+        assert max(sizes) <= max(plan.shares.counts)
     for rank, mine in enumerate(windows):
         for sender in range(plan.ranks.size):
             pushed = windows[sender].sends.get(rank, np.empty(0, np.int64))
@@ -96,7 +93,9 @@ def test_plans_with_shares_agree_and_give_each_sample_once(plan: EpochPlan, mode
     assert all(each == lengths[0] for each in lengths)
     if plan.ranks.nodes > 1:
         # A window's payloads fit the budget of the rank that takes most of each step.
-        assert all(len(w) == 1 or len(w) * plan.largest_batch * 100 <= 1 << 10 for w in lengths[0])
+        assert all(
+            len(w) == 1 or len(w) * max(plan.shares.counts) * 100 <= 1 << 10 for w in lengths[0]
+        )
 
 
 @settings(max_examples=examples(60), deadline=None)

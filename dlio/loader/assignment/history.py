@@ -75,8 +75,6 @@ class SpanRecord:
     state: dict[str, Any]
     """State that the pass began with."""
     shares: Sequence[int]
-    batch_size: int
-    ranks: int
     left: Sequence[int] | None
     began: Sequence[int]
     node_of: Sequence[int] | None
@@ -88,9 +86,7 @@ class SpanRecord:
         return cls(
             members=span.members,
             state=batches.state_at(batches.cursor.position, batches.requeued),
-            shares=batches.dealt.counts,
-            batch_size=formula.batch_size,
-            ranks=formula.ranks,
+            shares=batches.shares.counts,
             left=formula.left,
             began=formula.members,
             node_of=None if span.plan is None else span.plan.ranks.node_of.tolist(),
@@ -101,9 +97,7 @@ class SpanRecord:
         the same."""
         order = replace(
             formula,
-            batch_size=self.batch_size,
             rank=0,
-            ranks=self.ranks,
             shares=RankShares(tuple(self.shares)),
             left=None if self.left is None else tuple(self.left),
             members=tuple(self.began),

@@ -35,6 +35,7 @@ from dlio.plan.block_order import BlockOrder
 from dlio.plan.epoch import EpochPlan, WindowPlan, is_exact, plan_epoch
 from dlio.plan.listed_order import ListedOrder
 from dlio.plan.order import Order
+from dlio.plan.rank_shares import RankShares
 from dlio.plan.sample_mask import masked_layout
 from dlio.plan.schedule import RankNodes
 from dlio.plan.tail_order import blocks_of
@@ -99,7 +100,7 @@ class PlannedEngine:
         Raises UsageError when the pass resumes one of another mode or with other homes.
         """
         mounted = self.mount(options, data)
-        self._check_order(batches, options.mode)
+        self._check_order(batches, options)
         if blocks_of(batches.order) is not None:
             mounted.open_stream()
         # Inexact modes deal by where blocks lie. A digest of it in the state tells whether a
@@ -125,10 +126,11 @@ class PlannedEngine:
         """Begin a pass whose samples a sampler has listed for this rank alone. Collective."""
         mounted = self.mount(options, data)
         sizes = np.diff(listed.starts)
-        self._check_order(None, options.mode)
+        self._check_order(None, options)
         this_rank = RankNodes(np.zeros(1, np.int32))
         home, layout, largest = mounted.placement.home, data.reader.layout, int(sizes.max())
-        plan = EpochPlan(listed, 0, largest, len(sizes), "batch", this_rank, 0, home, layout)
+        shares = RankShares.even(largest, 1)
+        plan = EpochPlan(listed, 0, shares, len(sizes), "batch", this_rank, 0, home, layout)
         return self._begin(options, data, mounted, batches, plan, largest, spans)
 
     def close(self) -> None:
@@ -143,7 +145,7 @@ class PlannedEngine:
                 comm.close()
         self._comm = self._other_comm = None
 
-    def _check_order(self, batches: PlannedPass | None, mode: str) -> None:
+    def _check_order(self, batches: PlannedPass | None, options: LoaderOptions) -> None:
         """Compare the ranks' orders before the first pass; None if each rank has one of its own.
         Collective.
 
@@ -156,7 +158,7 @@ class PlannedEngine:
         if batches is None:
             check_same_order({"order": "a sampler's"}, comm)
         elif not batches.formula.members and batches.formula.ranks == comm.size:
-            check_same_order({"order": "dlio's"} | _order_facts(batches, mode), comm)
+            check_same_order({"order": "dlio's"} | _order_facts(batches, options), comm)
 
     def _begin(
         self,
@@ -260,7 +262,7 @@ class PlannedEngine:
             def taken(step: int) -> None:
                 if streamed is not None:
                     done = min(step + 1, shuffle.sent)
-                    streamed.done(plan.position + done * plan.global_batch)
+                    streamed.done(plan.position + done * plan.shares.global_batch)
 
             pipeline = Pipeline(shuffle, context)
             stack.callback(pipeline.close)
@@ -293,14 +295,13 @@ def epoch_plan(batches: PlannedPass, mounted: Mount, mode: str, ranks: RankNodes
     return EpochPlan(
         order=batches.order,
         position=batches.cursor.position,
-        batch_size=batches.batch_size,
+        shares=batches.shares,
         steps=batches.steps,
         mode=mode,
         ranks=ranks,
         rank=formula.rank,
         home=home,
         layout=layout,
-        shares=batches.shares,
         left=formula.left,
         on_devices=mounted.on_devices,
     )
@@ -342,7 +343,7 @@ def _streamed_blocks(
         order,
         here,
         plan.position,
-        ahead=steps * plan.global_batch + window,
+        ahead=steps * plan.shares.global_batch + window,
         progress=mounted.stream_progress,
         generation=generation,
         threads=filler_threads(mounted.block_bytes, mounted.requests),
@@ -361,16 +362,16 @@ def _ahead(factor: int | None, threads: int, batch_bytes: int) -> int:
     return max(2, min(2 * threads, budget // max(1, batch_bytes)))
 
 
-def _order_facts(batches: PlannedPass, mode: str) -> dict[str, object]:
+def _order_facts(batches: PlannedPass, options: LoaderOptions) -> dict[str, object]:
     """Return the facts that all ranks' parts of a pass follow from, by the names of options."""
     formula, cursor = batches.formula, batches.cursor
     return {
-        "mode": mode,
+        "mode": options.mode,
         "seed": cursor.seed,
-        "batch_size": formula.batch_size,
+        "batch_size": options.batch_size,
         "shuffle": formula.shuffled,
         "drop_last": formula.drop_last,
-        "shares": None if formula.shares is None else formula.shares.counts,
+        "shares": formula.shares.counts,
         "source_order": formula.source_order,
         "epoch": cursor.epoch,
         "position in the epoch": cursor.position,

@@ -58,7 +58,7 @@ def windows_of(plan: EpochPlan, mean_bytes: float) -> list[range]:
     """
     length = _MOST_WINDOW_STEPS
     if plan.ranks.nodes > 1:
-        length = min(length, window_steps(mean_bytes, plan.largest_batch, plan.window_bytes))
+        length = min(length, window_steps(mean_bytes, max(plan.shares.counts), plan.window_bytes))
     first = min(length, _FIRST_WINDOW_STEPS, plan.steps)
     edges = sorted({0, *range(first, plan.steps, length), plan.steps})
     return [range(start, stop) for start, stop in pairwise(edges)]

@@ -117,11 +117,9 @@ class _EmptyLoader:
             seed=self._job.seed,
             samples=self._job.samples,
             shuffled=True,
-            batch_size=self._job.batch_size,
+            shares=shares,
             drop_last=False,
             rank=rank,
-            ranks=len(shares.counts),
-            shares=shares,
         )
         batches, self._place = self._place.open(order)
         assert isinstance(batches, PlannedPass)
@@ -154,14 +152,13 @@ class _EmptyLoader:
         return EpochPlan(
             order=batches.order,
             position=batches.cursor.position,
-            batch_size=batches.batch_size,
+            shares=batches.shares,
             steps=batches.steps,
             mode="batch",
             ranks=RankNodes(self._node_of[list(self._members)]),
             rank=self._dealt[0],
             home=home,
             layout=layout,
-            shares=batches.shares,
         )
 
 
