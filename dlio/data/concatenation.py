@@ -179,8 +179,7 @@ class ConcatOrder(Order):
     def of(cls, parts: Sequence[Order], turns: Sequence[int]) -> "ConcatOrder":
         return cls(sum(map(len, parts)), 0, 0, True, tuple(parts), tuple(turns))
 
-    def _map(self, values: _I64, inverse: bool) -> _I64:
-        given = np.asarray(values, np.int64)
+    def _map(self, given: _I64, inverse: bool) -> _I64:
         self._check(given)
         firsts = np.concatenate([[0], np.cumsum([len(each) for each in self.parts])])
         begins = np.empty(len(self.parts), np.int64)

@@ -30,8 +30,7 @@ class TableOrder(Order):
         back[self.table] = np.arange(len(self.table))
         object.__setattr__(self, "back", back)
 
-    def _map(self, values: _I64, inverse: bool) -> _I64:
-        given = np.asarray(values, np.int64)
+    def _map(self, given: _I64, inverse: bool) -> _I64:
         self._check(given)
         mapped: _I64 = (self.back if inverse else self.table)[given]
         return mapped

@@ -158,6 +158,7 @@ class Engines:
         stats = PassCounters(None if mounted is None else mounted.hierarchy, engine="torch")
         theirs = self.torch.iterator(options, collate, batches, iterator)
         feed = torch_feed(theirs, batches)
+        next(feed)
         workers = getattr(theirs, "_workers", ())
         return RunningPass(batches, stats, feed, spans, workers=workers, iterator=theirs)
 

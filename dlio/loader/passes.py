@@ -596,14 +596,12 @@ class PassCounters:
     """Samples of each source of a mixture."""
     _before: dict[str, Any] = field(default_factory=dict)
     _after: dict[str, Any] | None = None
-    _started: float = field(default_factory=time.perf_counter)
+    _started: float = 0.0
     _ended: float | None = None
     _waiting_since: float = 0.0
 
     def __post_init__(self) -> None:
-        self._waiting_since = self._started
-        if self.hierarchy is not None:
-            self._before = self.hierarchy.counters.snapshot()
+        self.restart()
 
     def restart(self) -> None:
         """Begin now: work that was done ahead counts as the pass before."""

@@ -1,7 +1,7 @@
 """Count the data that ranks of a job would read and send, using the planning code of real runs."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from dlio.plan.layout import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, MIN_BLOCKS, Layou
 from dlio.plan.order import Order
 from dlio.plan.placement import HomeNode, Placement, place
 from dlio.plan.rank_shares import RankShares
-from dlio.plan.schedule import RankNodes, StepAssignment, assign, steps_in_epoch
+from dlio.plan.schedule import RankNodes, StepAssignment, steps_in_epoch
 from dlio.storage.block import aligned, block_sizes
 from dlio.storage.mount import block_bytes_of
 
@@ -113,19 +113,8 @@ class ForecastJob:
 
     def dealt(self, epoch: int) -> Iterator[StepAssignment]:
         """Yield, for each window, who consumes each sample and who sends it, over all ranks."""
-        home = self.placement.home
         if is_exact(self.mode):
-            plan = self.plan(epoch, 0)
-            for steps in self.windows():
-                yield assign(
-                    plan.order,
-                    self.position,
-                    self.shares,
-                    steps,
-                    lambda samples: home[self.layout.block_of(samples)],
-                    self.ranks,
-                    "batch" if self.mode == "batch" else "global",
-                )
+            yield from map(self.plan(epoch, 0).dealt, self.windows())
             return
         plans = [plan_epoch(self.plan(epoch, rank)) for rank in range(self.ranks.size)]
         for steps in self.windows():
@@ -142,38 +131,17 @@ class ForecastJob:
             )
 
 
-def job_over(
-    reader: Reader,
-    nodes: tuple[HomeNode, ...],
-    ranks_per_node: int,
-    batch_size: int,
-    mode: str = "batch",
-    seed: int = 0,
-) -> ForecastJob:
-    """Return a job over an existing data set. Only the data set's index is read."""
-    return ForecastJob(
-        reader.layout,
-        np.asarray(reader.sizes, np.int64),
-        block_bytes_of(reader),
-        nodes,
-        ranks_per_node,
-        batch_size,
-        mode,
-        seed,
-        reader.fingerprint,
-    )
+def job_over(reader: Reader, *rest: Any, **more: Any) -> ForecastJob:
+    """Return a job over an existing data set, of which only the index is read; the other arguments
+    are those of `ForecastJob`, from `nodes` on."""
+    sizes = np.asarray(reader.sizes, np.int64)
+    more["key"] = reader.fingerprint
+    return ForecastJob(reader.layout, sizes, block_bytes_of(reader), *rest, **more)
 
 
-def job_of(
-    samples: int,
-    size: int,
-    nodes: tuple[HomeNode, ...],
-    ranks_per_node: int,
-    batch_size: int,
-    mode: str = "batch",
-    seed: int = 0,
-) -> ForecastJob:
-    """Return a job over an imagined data set: a folder of files of the same size."""
+def job_of(samples: int, size: int, *rest: Any, seed: int = 0) -> ForecastJob:
+    """Return a job over an imagined data set, a folder of files of the same size; the other
+    arguments are those of `ForecastJob`, from `nodes` on."""
     a_block = max(
         1, min(MAX_BLOCK_BYTES, max(samples * size // MIN_BLOCKS, MIN_BLOCK_BYTES)) // size
     )
@@ -181,7 +149,7 @@ def job_of(
     layout = Layout(starts, Order(samples, seed + 1))
     counts = np.diff(starts)
     bytes_ = block_sizes(counts, counts * aligned(np.array([size], np.int64))[0], IMAGE_LABEL)
-    return ForecastJob(layout, size, bytes_, nodes, ranks_per_node, batch_size, mode, seed)
+    return replace(ForecastJob(layout, size, bytes_, *rest), seed=seed)
 
 
 @dataclass(frozen=True, slots=True)

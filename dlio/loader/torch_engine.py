@@ -111,13 +111,7 @@ def plain_loader(
 
 
 def torch_feed(iterator: Iterator[Any], batches: Pass) -> BatchStream:
-    """Return the batches of an iterator of torch; a resumed iterable skips those it has had."""
-    feed = _feed(iterator, batches)
-    next(feed)
-    return feed
-
-
-def _feed(iterator: Iterator[Any], batches: Pass) -> BatchStream:
+    """Yield the batches of an iterator of torch; a resumed iterable skips those it has had."""
     for _ in range(batches.skip if isinstance(batches, BatchesPass) else 0):
         with suppress(StopIteration):
             next(iterator)

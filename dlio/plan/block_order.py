@@ -72,8 +72,7 @@ class BlockOrder(Order):
         """First position of each window, then n; shape (windows + 1,)."""
         return np.append(self.starts[: -1 : self.window], self.n)
 
-    def _map(self, values: _I64, inverse: bool) -> _I64:
-        given = np.asarray(values, np.int64)
+    def _map(self, given: _I64, inverse: bool) -> _I64:
         self._check(given)
         if not self.shuffled:
             return given.copy()

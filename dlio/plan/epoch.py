@@ -24,6 +24,7 @@ from dlio.plan.rank_shares import RankShares
 from dlio.plan.schedule import (
     RankNodes,
     RankWindow,
+    StepAssignment,
     assign,
     cut_window,
     keepers_of,
@@ -118,11 +119,9 @@ class EpochPlan:
         kept: npt.NDArray[np.bool_] = keepers_of(samples, homes, self.ranks) == self.rank
         return kept
 
-    def window(self, steps: range) -> RankWindow:
-        """Plan a run of steps by dealing whole global batches, as every other rank does; for the
-        exact modes.
-        """
-        dealt = assign(
+    def dealt(self, steps: range) -> StepAssignment:
+        """Deal the whole global batches of a run of steps; for the exact modes."""
+        return assign(
             self.order,
             self.position,
             self.shares,
@@ -132,7 +131,12 @@ class EpochPlan:
             "batch" if self.mode == "batch" else "global",
             self.on_devices,
         )
-        return plan_window(dealt, self.rank, self.ranks.size)
+
+    def window(self, steps: range) -> RankWindow:
+        """Plan a run of steps by dealing whole global batches, as every other rank does; for the
+        exact modes.
+        """
+        return plan_window(self.dealt(steps), self.rank, self.ranks.size)
 
 
 class WindowPlan(Protocol):

@@ -122,10 +122,7 @@ class HomePlan:
         last = order.n - self._full_steps * global_batch if steps > self._full_steps else 0
         last_shares = np.array([len(shares.part(last, r)) for r in range(ranks.size)])
         # Samples of each rank in the last, smaller step, as starts among its node's.
-        self._last_starts = [
-            np.concatenate([[0], np.cumsum(last_shares[local])]).astype(np.int64)
-            for local in self._locals
-        ]
+        self._last_starts = [_starts(last_shares[local].tolist()) for local in self._locals]
         quota = [
             int(self._full_steps * self._step_starts[v][-1] + self._last_starts[v][-1])
             for v in range(nodes)

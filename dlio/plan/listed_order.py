@@ -31,10 +31,9 @@ class ListedOrder(Order):
         starts = np.concatenate([[0], np.cumsum([len(each) for each in batches])])
         return cls(len(listed), 0, 0, False, listed, starts.astype(np.int64))
 
-    def _map(self, values: _I64, inverse: bool) -> _I64:
+    def _map(self, given: _I64, inverse: bool) -> _I64:
         if inverse:
             raise UsageError("a listed sample may have several positions: ask for samples")
-        given = np.asarray(values, np.int64)
         self._check(given)
         samples: _I64 = self.listed[given]
         return samples

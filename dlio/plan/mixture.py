@@ -230,10 +230,9 @@ class MixtureOrder(Order):
 
     mixed: MixtureEpoch | None = None
 
-    def _map(self, values: _I64, inverse: bool) -> _I64:
+    def _map(self, given: _I64, inverse: bool) -> _I64:
         if inverse:
             raise UsageError("a sample of a mixture may have several positions: ask for samples")
-        given = np.asarray(values, np.int64)
         self._check(given)
         flat = given.reshape(-1)
         result = np.empty(flat.shape, np.int64)
@@ -244,12 +243,6 @@ class MixtureOrder(Order):
             source, draw = self._draws(segments[number], flat[here])
             result[here] = self._samples(source, draw)
         return result.reshape(given.shape)
-
-    def sources(self, positions: _I64) -> _I64:
-        """Return the source of each position; same shape."""
-        firsts = np.cumsum((0, *self._mixed.mixing.sizes))
-        sources: _I64 = np.searchsorted(firsts, self.samples(positions), side="right") - 1
-        return sources
 
     @property
     def _mixed(self) -> MixtureEpoch:

@@ -63,14 +63,13 @@ class Order:
 
     def samples(self, positions: _I64) -> _I64:
         """Return the samples at `positions`; same shape. Raises IndexError outside 0 to n - 1."""
-        return self._map(positions, inverse=False)
+        return self._map(np.asarray(positions, np.int64), inverse=False)
 
     def positions(self, samples: _I64) -> _I64:
         """Return the positions of `samples`, the inverse of `samples`; same shape."""
-        return self._map(samples, inverse=True)
+        return self._map(np.asarray(samples, np.int64), inverse=True)
 
-    def _map(self, values: _I64, inverse: bool) -> _I64:
-        given = np.asarray(values, np.int64)
+    def _map(self, given: _I64, inverse: bool) -> _I64:
         self._check(given)
         if not self.shuffled:
             return given.copy()

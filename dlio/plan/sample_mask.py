@@ -133,9 +133,8 @@ class MaskedOrder(Order):
     """Storage order of the data set. If given, `mask` holds storage positions and positions of
     this order follow storage."""
 
-    def _map(self, values: _I64, inverse: bool) -> _I64:
+    def _map(self, given: _I64, inverse: bool) -> _I64:
         assert self.mask is not None
-        given = np.asarray(values, np.int64)
         if not inverse:
             self._check(given)
             inner = self.mask.sample(super()._map(given, False))

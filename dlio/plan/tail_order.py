@@ -29,9 +29,8 @@ class TailOrder(Order):
         n = len(whole) + len(again)
         return cls(n, whole.seed, whole.epoch, whole.shuffled, whole, again)
 
-    def _map(self, values: _I64, inverse: bool) -> _I64:
+    def _map(self, given: _I64, inverse: bool) -> _I64:
         assert self.whole is not None
-        given = np.asarray(values, np.int64)
         if not inverse:
             self._check(given)
             first = len(self.whole)

@@ -640,7 +640,7 @@ class BlockFetcher(Fetcher):
         try:
             return (block, number) not in self._damaged and tier.has(block)
         except OSError as error:
-            self._notes.tier_failed(tier.path, "read", error, "its blocks are read from elsewhere")
+            self._notes.tier_failed(tier.path, "read", error)
             return False
 
     def _fill_or_wait(self, block: int, number: int, timeout_s: float | None) -> bool:
@@ -712,9 +712,7 @@ class BlockFetcher(Fetcher):
                 self.distrust(block, number)
             except OSError as error:
                 self._damaged.add((block, number))
-                self._notes.tier_failed(
-                    tier.path, "read", error, "its blocks are read from elsewhere"
-                )
+                self._notes.tier_failed(tier.path, "read", error)
         return None
 
 
@@ -758,9 +756,13 @@ class Filler(Closable):
     Each rank of a node has one, and all go through the same list.
     """
 
-    def __init__(self, threads: int) -> None:
-        """Starts the threads: called last by constructors."""
-        self._workers = Workers("dlio-fill", self._run, threads, stop_timeout_s=_FILLER_TIMEOUT_S)
+    def __init__(
+        self, threads: int, name: str = "dlio-fill", wake: Callable[[], object] | None = None
+    ) -> None:
+        """Starts the threads, of this name, as `Workers` does: called last by constructors."""
+        self._workers = Workers(
+            name, self._run, threads, wake=wake, stop_timeout_s=_FILLER_TIMEOUT_S
+        )
         self._closing = self._workers.stopping
         self._workers.start()
 

@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dlio.plan.block_order import BlockOrder
+from dlio.storage.block_fetcher import Filler
 from dlio.storage.hierarchy import Hierarchy
-from dlio.util.threads import Workers
 from dlio.util.trusted_files import open_file
 
 _WAIT_S: Final = 0.5
-_CLOSE_TIMEOUT_S: Final = 10.0
 
 
 class StreamProgress:
@@ -57,7 +56,7 @@ class StreamProgress:
         return int(everyone[:, 1].min()), int(everyone[:, 1].max())
 
 
-class BlockStream:
+class BlockStream(Filler):
     """Brings the streamed blocks of a pass and removes them. Owner: the pass, which closes it.
 
     `here` is a mask of the blocks whose home is this node in this pass, which begins at `position`;
@@ -88,15 +87,7 @@ class BlockStream:
         self._swept: tuple[int, int] | None = None
         self._condition = threading.Condition()
         hierarchy.targets.stream(here, self._is_over)
-        self._workers = Workers(
-            "dlio-stream",
-            self._bring,
-            threads if len(self._blocks) else 0,
-            wake=self._wake,
-            stop_timeout_s=_CLOSE_TIMEOUT_S,
-        )
-        self._closing = self._workers.stopping
-        self._workers.start()
+        super().__init__(threads if len(self._blocks) else 0, "dlio-stream", self._wake)
 
     def done(self, position: int) -> None:
         """Say that this rank has used and sent the samples below `position`."""
@@ -105,26 +96,17 @@ class BlockStream:
             self._position = position
             self._condition.notify_all()
 
-    def close(self) -> None:
-        """Stop after the blocks that are being brought."""
-        self._workers.close()
-
     def _wake(self) -> None:
         with self._condition:
             self._condition.notify_all()
 
-    def _bring(self, _: int) -> None:
-        try:
-            while not self._closing.is_set():
-                self._sweep()
-                block = self._turn()
-                if block is not None:
-                    # If another rank is filling it, nobody needs to wait here.
-                    self._hierarchy.block_fetcher.fill(block, timeout_s=0)
-        except Exception:
-            # A source that hung and answers at last finds the folder closed.
-            if not self._closing.is_set():
-                raise
+    def _fill(self) -> None:
+        while not self._closing.is_set():
+            self._sweep()
+            block = self._turn()
+            if block is not None:
+                # If another rank is filling it, nobody needs to wait here.
+                self._hierarchy.block_fetcher.fill(block, timeout_s=0)
 
     def _turn(self) -> int | None:
         """Return the next block to bring, None after a while without one and at the end."""

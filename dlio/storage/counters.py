@@ -151,7 +151,13 @@ class RunNotes:
             if len(self._events) < _MOST:
                 self._events.append(event)
 
-    def tier_failed(self, path: str, doing: str, error: BaseException, then: str) -> None:
+    def tier_failed(
+        self,
+        path: str,
+        doing: str,
+        error: BaseException,
+        then: str = "its blocks are read from elsewhere",
+    ) -> None:
         """Count an error of a tier, and tell it once for each tier and kind of error. `doing` is
         `read`, `written`, `cleared` or `opened`; `then` is the consequence, as the end of a
         sentence."""

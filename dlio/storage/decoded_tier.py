@@ -238,11 +238,7 @@ class DecodedTier:
         slab = self._slabs.get(number)
         if slab is None:
             try:
-                descriptor = os.open(
-                    f"slab.{number}",
-                    os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW,
-                    dir_fd=self._folder.descriptor,
-                )
+                descriptor = open_file(self._folder.descriptor, f"slab.{number}", os.O_RDONLY)
             except FileNotFoundError:
                 return None
             with closing_descriptor(descriptor):

@@ -186,8 +186,7 @@ class Hierarchy(Closable):
                 here.append(tier.blocks())
             except OSError as error:
                 here.append(set())
-                then = "its blocks are read from elsewhere"
-                self.run_notes.tier_failed(tier.path, "read", error, then)
+                self.run_notes.tier_failed(tier.path, "read", error)
         pinned = np.flatnonzero(self.pinned >= 0)
         return sum(int(block) not in here[self.pinned[block]] for block in pinned)
 
@@ -262,8 +261,7 @@ class TierReads:
                 self._renew(block, number)
                 return None
             except OSError as error:
-                then = "its blocks are read from elsewhere"
-                self._notes.tier_failed(tier.path, "read", error, then)
+                self._notes.tier_failed(tier.path, "read", error)
                 self._renew(block, number)
                 return None
         return None

@@ -32,6 +32,7 @@ from dlio.data.index import open_cache
 from dlio.errors import TierError
 from dlio.launch.node.lock_keeper import keep
 from dlio.util.folders import (
+    file_sizes,
     is_marked,
     open_below,
     open_private,
@@ -45,7 +46,6 @@ from dlio.util.user_folders import open_folder
 from dlio.util.whole_files import take_lock, write_whole_at
 
 _NAME: Final = re.compile(r"tier-[0-9a-f]{16}\.json")
-_MOST_BYTES: Final = 1 << 14
 _MOST: Final = 1000
 
 
@@ -65,11 +65,9 @@ def known_roots() -> list[str]:
     with contextlib.suppress(OSError), open_cache() as cache:
         names = [name for name in os.listdir(cache) if _NAME.fullmatch(name)]
         for name in sorted(names)[:_MOST]:
-            with contextlib.suppress(OSError, ValueError, RecursionError):
-                row = json.loads(read_small(cache, name, _MOST_BYTES))
-                root = row.get("root") if isinstance(row, dict) else None
-                if isinstance(root, str) and os.path.isabs(root):
-                    roots.append(root)
+            root = _read_json(cache, name).get("root")
+            if isinstance(root, str) and os.path.isabs(root):
+                roots.append(root)
     return sorted(roots)
 
 
@@ -339,14 +337,9 @@ def _status(folder: int, name: str) -> os.stat_result:
 
 def _blocks(folder: int, node: str) -> tuple[int, int]:
     """Return the number of a node's blocks, and their bytes."""
-    count = size = 0
     with closing_descriptor(open_below(folder, node)) as inside:
-        for name in os.listdir(inside):
-            if name.endswith(".blk"):
-                count += 1
-                with contextlib.suppress(FileNotFoundError):
-                    size += _status(inside, name).st_size
-    return count, size
+        sizes = file_sizes(inside, ".blk")
+    return len(sizes), sum(sizes)
 
 
 def _lease(folder: int, name: str) -> DatasetLease:

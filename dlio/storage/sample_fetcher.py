@@ -38,6 +38,7 @@ from dlio.storage.block_fetcher import BlockFetcher, Fetcher, Filler, SourceRequ
 from dlio.storage.counters import RunNotes
 from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.tier import Tier, TierTargets
+from dlio.util.folders import file_sizes
 from dlio.util.forks import new_lock
 from dlio.util.threads import Workers
 from dlio.util.units import format_bytes
@@ -131,7 +132,9 @@ class TierRoom:
         """Say that `count` bytes are added. Raises TierFull where the capacity is used up."""
         with self._lock:
             if self._left < count:
-                room = self._tier.spec.capacity - _occupied(self._tier.folder)
+                room = self._tier.spec.capacity - sum(
+                    file_sizes(self._tier.folder, ".blk", ".part")
+                )
                 if room < count:
                     raise TierFull(
                         f"tier {self._tier.path} has no room for more: samples are larger than the "
@@ -140,17 +143,6 @@ class TierRoom:
                 # Listing the folder takes longer with each block: it is not done for each sample.
                 self._left = max(count, room // 2)
             self._left -= count
-
-
-def _occupied(folder: int) -> int:
-    total = 0
-    for name in os.listdir(folder):
-        if name.endswith((".blk", ".part")):
-            try:
-                total += os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
-            except FileNotFoundError:
-                continue
-    return total
 
 
 # The queue

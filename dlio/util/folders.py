@@ -18,7 +18,6 @@ import fcntl
 import os
 import shutil
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -34,6 +33,7 @@ from dlio.util.trusted_files import (
     temporary_name,
 )
 from dlio.util.user_folders import open_folder, parent_of
+from dlio.util.whole_files import take_lock
 
 MARK: Final = ".dlio"
 """Name of the file that marks a folder as dlio's."""
@@ -190,6 +190,16 @@ def mark_of(folder: int) -> str | None:
         return None
 
 
+def file_sizes(folder: int, *suffixes: str) -> list[int]:
+    """Return the bytes of each file of a folder whose name has one of these endings."""
+    sizes = []
+    for name in os.listdir(folder):
+        if name.endswith(suffixes):
+            with suppress(FileNotFoundError):  # Removed or renamed meanwhile.
+                sizes.append(os.stat(name, dir_fd=folder, follow_symlinks=False).st_size)
+    return sizes
+
+
 def is_marked(folder: int) -> bool:
     """True if this user's dlio has marked a folder as its own."""
     return mark_of(folder) is not None
@@ -331,24 +341,10 @@ def remove_if_unheld(directory: int, name: str, lock: str) -> bool:
         except UntrustedFile:
             return False
         with closing_descriptor(held):
-            # While holding the lock, so that other processes do not remove the folder, too.
-            if not _lock_alone(held) or not same_folder(directory, name, inner):
+            # Tried for a while: a reaper may get the lock first, and release it at once. While
+            # holding the lock, so that other processes do not remove the folder, too.
+            alone = take_lock(held, fcntl.LOCK_EX, _TRIES * _RETRY_S, _RETRY_S)
+            if not alone or not same_folder(directory, name, inner):
                 return False
             shutil.rmtree(name, dir_fd=directory)
             return True
-
-
-def _lock_alone(descriptor: int) -> bool:
-    """Lock a file exclusively; False if other processes share the lock.
-
-    A reaper may get the lock first and release it at once, so a single failure does not prove that
-    the folder is in use.
-    """
-    for _ in range(_TRIES):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_RETRY_S)
-        else:
-            return True
-    return False

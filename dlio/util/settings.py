@@ -91,9 +91,9 @@ def _seconds(name: str, default: float, text: str) -> Any:
     return _setting(name, "number", default, text, remedy, parse, "seconds")
 
 
-def _switch(name: str, text: str) -> Any:
+def _switch(name: str, text: str, default: bool = False) -> Any:
     remedy = "give 1 for yes or 0 for no"
-    return _setting(name, "0 or 1", False, text, remedy, _zero_or_one)
+    return _setting(name, "0 or 1", default, text, remedy, _zero_or_one)
 
 
 def _text(name: str, text: str, default_text: str) -> Any:
@@ -149,14 +149,11 @@ class Settings:
         _positive_integer,
         "pixels",
     )
-    native: bool = _setting(
+    native: bool = _switch(
         "DLIO_NATIVE",
-        "0 or 1",
-        True,
         "Decodes baseline JPEGs with dlio's own decoder, where it was built; the pixels are "
         "the same as libjpeg-turbo's.",
-        "give 1 for yes or 0 for no",
-        _zero_or_one,
+        True,
     )
     follow_links: bool = _switch(
         "DLIO_FOLLOW_LINKS",

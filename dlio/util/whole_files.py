@@ -94,7 +94,7 @@ def remove_file(path: str) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def take_lock(descriptor: int, how: int, timeout_s: float = 0.0) -> bool:
+def take_lock(descriptor: int, how: int, timeout_s: float = 0.0, poll_s: float = _POLL_S) -> bool:
     """Lock an open file by fcntl.LOCK_EX or LOCK_SH; False if another process held it until the
     deadline.
 
@@ -108,7 +108,7 @@ def take_lock(descriptor: int, how: int, timeout_s: float = 0.0) -> bool:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
 
 
 def write_json(path: str, value: object) -> None:

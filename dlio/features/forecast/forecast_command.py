@@ -76,15 +76,15 @@ class JobOptions:
 
         capacities = tuple(spec.capacity for spec in self.block_tiers())
         nodes = tuple(HomeNode(f"node{number}", capacities) for number in range(self.nodes))
-        rest = (nodes, self.ranks_per_node, self.batch_size, self.mode, self.seed)
+        rest = (nodes, self.ranks_per_node, self.batch_size, self.mode)
         if self.samples is not None:
             size = parse_bytes(self.sample_size)
             if size < 1:
                 raise UsageError(f"--sample-size {self.sample_size}: give at least 1B")
-            return job_of(self.samples, size, *rest)
+            return job_of(self.samples, size, *rest, seed=self.seed)
         reader = open_reader(str(self.source))
         try:
-            return job_over(reader, *rest)
+            return job_over(reader, *rest, seed=self.seed)
         finally:
             reader.close()
 

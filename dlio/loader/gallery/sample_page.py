@@ -17,7 +17,7 @@ from dlio.data.reader_contract import SampleName, data_bytes
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError
 from dlio.image.decoder import Decoder, decode_whole
-from dlio.loader.gallery.value_html import figure, rows_of, shortened, value_html
+from dlio.loader.gallery.value_html import figure, named_values, rows_of, shortened, value_html
 from dlio.loader.picture_targets import Companion
 from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.loader.sample_recipes import MappedRecipe
@@ -249,13 +249,5 @@ def _pixels(image: Any) -> npt.NDArray[Any] | None:
 
 def _fields(sample: Any) -> str:
     """Return the fields of a sample that is not a picture with its companion."""
-    items = (
-        sample.items()
-        if isinstance(sample, dict)
-        else enumerate(sample if isinstance(sample, tuple | list) else [sample])
-    )
-    rows = "".join(
-        f"<tr><th>{shortened(str(name), 60)}</th><td>{value_html(value)}</td></tr>"
-        for name, value in items
-    )
+    rows = named_values(sample if isinstance(sample, dict | tuple | list) else [sample])
     return f'<table class="fields">{rows}</table>'

@@ -302,13 +302,19 @@ def _nested_html(value: Any, depth: int) -> str:
         return f"<code>{shortened(json.dumps(value, ensure_ascii=False))}</code>"
     except (TypeError, ValueError, RecursionError):
         pass  # Tensors in it, for example.
-    items = list(value.items() if isinstance(value, dict) else enumerate(value))
-    rows = "".join(
-        f"<tr><th>{shortened(str(key), 60)}</th><td>{value_html(item, depth + 1)}</td></tr>"
-        for key, item in items[:_MOST_ITEMS]
-    )
-    more = f"<i>and {len(items) - _MOST_ITEMS:,} more</i>" if len(items) > _MOST_ITEMS else ""
+    rows = named_values(value, depth + 1, _MOST_ITEMS)
+    more = f"<i>and {len(value) - _MOST_ITEMS:,} more</i>" if len(value) > _MOST_ITEMS else ""
     return f"<table>{rows}</table>{more}"
+
+
+def named_values(value: Any, depth: int = 0, most: int | None = None) -> str:
+    """Return the items of a dictionary or a list as rows of a table: names or numbers, and
+    values."""
+    items = list(value.items() if isinstance(value, dict) else enumerate(value))
+    return "".join(
+        f"<tr><th>{shortened(str(key), 60)}</th><td>{value_html(item, depth)}</td></tr>"
+        for key, item in items[:most]
+    )
 
 
 def _array_html(array: npt.NDArray[Any]) -> str:

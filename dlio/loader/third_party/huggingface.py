@@ -17,10 +17,8 @@ from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import DecodeError, SourceError
 from dlio.loader.contract import Sample, UserDataset
-from dlio.plan.layout import cut_blocks
-from dlio.plan.order import Order
+from dlio.plan.layout import shuffled_layout
 
-_SEED: Final = 0xD110
 _ROWS: Final = 4096
 """Rows per step when a data set is opened."""
 _NUMBERS: Final = ("int", "uint", "float", "bool")
@@ -68,7 +66,7 @@ class ImageSet:
         label = next((name for name in LABEL_NAMES if name in kinds), None)
         names = getattr(self._features[label], "names", None) if label else None
         self.classes: Sequence[str] = list(names or ())
-        self.layout = cut_blocks(self.sizes, Order(len(data), _SEED, shuffled=True))
+        self.layout = shuffled_layout(self.sizes)
         self.fingerprint = fingerprint_of(
             "huggingface", 1, data._fingerprint, self.schema.to_json(), self.layout.starts
         )

@@ -2,6 +2,7 @@
 
 import copy
 import queue
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -32,9 +33,16 @@ class _Turns:
         self._workers, self._next, self._most = workers, first, most
         self.ended: set[int] = set()
 
-    def take(self, under_way: list[int]) -> int | None:
-        """Return the next worker; None if all have ended. Their tasks under way bound their parts
-        unless answers come in order."""
+    def take(
+        self, tasks: Iterator[WorkerTask], under_way: list[int]
+    ) -> tuple[int, WorkerTask] | None:
+        """Return (worker, its next task); None if there is none, or all workers have ended.
+        Their tasks under way bound their parts unless answers come in order."""
+        task = next(tasks, None)
+        if task is None:
+            return None
+        if task.worker is not None:
+            return task.worker, task
         for _ in range(self._workers):
             worker, self._next = self._next, (self._next + 1) % self._workers
             # As torch shares out the batches under way among the workers that are left.
@@ -42,7 +50,7 @@ class _Turns:
             if worker not in self.ended and (
                 self._most is None or under_way[worker] < self._most // left
             ):
-                return worker
+                return worker, task
         return None
 
 
@@ -90,14 +98,10 @@ class ProcessTransport(MultiProcessingDataLoaderIter):
         return taken
 
     def _try_put_index(self) -> None:
-        task = next(self._sampler_iter, None)
-        if task is None:
+        turn = self._turns.take(self._sampler_iter, self._workers_num_tasks)
+        if turn is None:
             return
-        worker = task.worker
-        if worker is None:
-            worker = self._turns.take(self._workers_num_tasks)
-        if worker is None:
-            return
+        worker, task = turn
         self._index_queues[worker].put((self._send_idx, task))
         self._task_info[self._send_idx] = (worker,)
         self._workers_num_tasks[worker] += 1
@@ -191,14 +195,10 @@ class ThreadTransport:
         return worker, answer
 
     def _put(self) -> None:
-        task = next(self._tasks, None)
-        if task is None:
+        turn = self._turns.take(self._tasks, self._under_way)
+        if turn is None:
             return
-        worker = task.worker
-        if worker is None:
-            worker = self._turns.take(self._under_way)
-        if worker is None:
-            return
+        worker, task = turn
         self._threads.put((self._sent, task), worker)
         self._under_way[worker] += 1
         self._sent += 1
