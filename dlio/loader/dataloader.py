@@ -451,7 +451,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co], Closable):
             self._engines.ahead = self._engines.ahead or self._begin(options, following)
 
     def _begin(self, options: LoaderOptions, batches: Pass) -> RunningPass:
-        """Have an engine work on a pass."""
         engines, data = self._engines, self._planned_data()
         spans = Spans() if options.trace is not None else None
         in_threads = data is not None if options.in_threads is None else options.in_threads

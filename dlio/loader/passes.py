@@ -472,7 +472,6 @@ class PlannedPass:
         )
 
     def _check_middle(self) -> None:
-        """Check a state in the middle of an epoch."""
         if not self.cursor.position:
             return
         where = "loader state in the middle of an epoch"

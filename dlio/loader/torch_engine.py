@@ -25,10 +25,21 @@ class _PlainLoader(torch.utils.data.DataLoader[Any]):
 
 
 class TorchEngine:
-    """Makes batches by a plain DataLoader of torch that is given the indices of each pass."""
+    """Makes batches by a plain DataLoader of torch, whose sampler it is: it has the indices of the
+    current pass. Persistent workers hold it from pass to pass."""
 
     def __init__(self) -> None:
-        self._indices = _PassIndices()
+        self._batches: Pass | None = None
+
+    def __iter__(self) -> Iterator[Index]:
+        assert self._batches is not None
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        steps = None if self._batches is None else self._batches.steps
+        if steps is None:
+            raise TypeError("the sampler has no length")
+        return steps
 
     def iterator(
         self,
@@ -39,8 +50,8 @@ class TorchEngine:
     ) -> BaseDataLoaderIter:
         """Begin a pass with torch's iterator; `kept` is that of persistent workers, which is used
         again."""
-        self._indices.batches = batches
-        loader = plain_loader(options, collate, self._indices)
+        self._batches = batches
+        loader = plain_loader(options, collate, self)
         # torch's iterator compares what it yields with the length that its loader was asked for.
         if options.length_was_read:
             len(loader)  # torch warns when an iterable yields more than it said.
@@ -50,23 +61,6 @@ class TorchEngine:
         # to it.
         kept._reset(loader)
         return kept
-
-
-class _PassIndices:
-    """The indices of the current pass. Persistent workers hold it from pass to pass."""
-
-    def __init__(self) -> None:
-        self.batches: Pass | None = None
-
-    def __iter__(self) -> Iterator[Index]:
-        assert self.batches is not None
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        steps = None if self.batches is None else self.batches.steps
-        if steps is None:
-            raise TypeError("the sampler has no length")
-        return steps
 
 
 def plain_loader(

@@ -155,18 +155,13 @@ class Hierarchy(Closable):
             result = self._reads.read(sample, block, from_tier)
             if result is not None:
                 return result
-            early = self.read_source(sample), "source"
+            payload = self.reader.read(np.array([sample], np.int64))[0]
+            self.counters.add_bytes("source", len(payload))
+            self.counters.add("single_bytes", len(payload))
+            early = payload, "source"
         return from_payload(early[0]), early[1]
 
-    def read_source(self, sample: int) -> Buffer:
-        """Return the payload as the source has it now; counted."""
-        payload = self.reader.read(np.array([sample], np.int64))[0]
-        self.counters.add_bytes("source", len(payload))
-        self.counters.add("single_bytes", len(payload))
-        return payload
-
     def _scatter(self, sample: int, payload: Buffer, pieces: Sequence[memoryview]) -> None:
-        """Put a payload of the source into `pieces`."""
         wanted = sum(len(piece) for piece in pieces)
         if len(payload) != wanted:
             raise SourceError(

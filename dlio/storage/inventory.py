@@ -336,7 +336,6 @@ def _status(folder: int, name: str) -> os.stat_result:
 
 
 def _blocks(folder: int, node: str) -> tuple[int, int]:
-    """Return the number of a node's blocks, and their bytes."""
     with closing_descriptor(open_below(folder, node)) as inside:
         sizes = file_sizes(inside, ".blk")
     return len(sizes), sum(sizes)

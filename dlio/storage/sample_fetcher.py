@@ -580,7 +580,6 @@ class SampleFetcher(Fetcher):
             return None
 
     def _limit(self) -> int:
-        """Requests that may be in flight now."""
         return max(1, self._flow.limit // _CALM) if self._is_calm() else self._flow.limit
 
     def _is_calm(self) -> bool:

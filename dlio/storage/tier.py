@@ -518,5 +518,4 @@ def _open_held(name: str, folder: int) -> int:
 
 
 def _close_held(descriptor: int) -> None:
-    """Close a descriptor of `_open_held`."""
     _LIBC.close(descriptor)

@@ -7,15 +7,15 @@ of ranks, so that all ranks get the same bytes.
 import json
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import numpy as np
 
 from dlio.comm.comm_protocol import Array, Buffer, Op, Request
-from dlio.comm.communicator_base import check_reducible
-from dlio.comm.deadlines import wait_all
+from dlio.comm.communicator_base import CommunicatorBase, check_reducible
+from dlio.comm.single import CompleteRequest
 from dlio.errors import CommError
 
 _T = TypeVar("_T")
@@ -62,18 +62,6 @@ class _RankGroup:
             self.receives[key].popleft().arrived = self.messages[key].popleft()
 
 
-class _RankRequest:
-    """A request that is done at once: a send, whose message has been copied."""
-
-    def done(self) -> bool:
-        """True if there is nothing to wait for any more."""
-        return True
-
-    def cancel(self) -> bool:
-        """True: only `done` touches a buffer."""
-        return True
-
-
 class _PendingReceive:
     """A receive that waits for its message."""
 
@@ -101,7 +89,7 @@ class _PendingReceive:
         return True
 
 
-class _PendingReduction(_RankRequest):
+class _PendingReduction(CompleteRequest):
     """A reduction that waits for the other ranks."""
 
     def __init__(self, group: _RankGroup, meeting: _Collective, array: Array, op: str) -> None:
@@ -122,7 +110,7 @@ class _PendingReduction(_RankRequest):
         return True
 
 
-class _Arrival(_RankRequest):
+class _Arrival(CompleteRequest):
     """Waits until all ranks have joined a collective."""
 
     def __init__(self, group: _RankGroup, meeting: _Collective) -> None:
@@ -134,13 +122,13 @@ class _Arrival(_RankRequest):
         return len(self._meeting.values) == self._group.size
 
 
-class ThreadCommunicator:
+class ThreadCommunicator(CommunicatorBase):
     """One of the ranks of `run_ranks`, used by one thread. See `dlio.comm.Communicator`."""
 
     def __init__(self, group: _RankGroup, rank: int) -> None:
         self.rank = rank
         self.size = group.size
-        self._group = group
+        self._group, self._timeout_s = group, group.job.timeout_s
         self._joined = 0
         self._closed = False
 
@@ -148,10 +136,6 @@ class ThreadCommunicator:
         """Return every rank's value, indexed by rank. Collective."""
         values = self._meet(json.dumps(value), "allgather").values
         return [json.loads(str(values[rank])) for rank in range(self.size)]
-
-    def tell(self, value: _T, root: int = 0) -> _T:
-        """Return `root`'s value on all ranks. Collective."""
-        return self.allgather(value)[root]
 
     def barrier(self) -> None:
         """Return once all ranks have called it. Collective."""
@@ -168,7 +152,7 @@ class ThreadCommunicator:
         with self._group.lock:
             self._group.messages[key].append(bytes(data))
             self._group.match(key)
-        return _RankRequest()
+        return CompleteRequest()  # The message has been copied.
 
     def irecv(self, into: Buffer, source: int, tag: int) -> Request:
         """Receive at most `len(into)` bytes. Raises CommError for a rank that does not exist."""
@@ -184,15 +168,6 @@ class ThreadCommunicator:
         """Start an element-wise reduction, in place. Raises CommError for an unknown dtype."""
         check_reducible(array)
         return _PendingReduction(self._group, self._join(array.copy()), array, op)
-
-    def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
-        """Wait for all requests. Raises CommTimeout, naming `what`, after the deadline."""
-        limit_s = self._group.job.timeout_s if timeout_s is None else timeout_s
-        wait_all(requests, what, limit_s, f"rank {self.rank} of {self.size}")
-
-    def poke(self) -> bool:
-        """Do nothing: messages move on without it."""
-        return False
 
     def dup(self) -> "ThreadCommunicator":
         """Return a communicator of the same ranks. Collective."""

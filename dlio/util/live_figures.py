@@ -55,20 +55,16 @@ class PublishedFigures(Closable):
     """Figures that are published until `close`; a context manager."""
 
     def __init__(self, kind: str, figures: Callable[[], Figures]) -> None:
-        self._kind, self._method = kind, weakref.WeakMethod(figures)
+        self._kind, self.method = kind, weakref.WeakMethod(figures)
+        """`method` gives None once the owner of the figures has ended without closing them."""
 
     def close(self) -> None:
         """Publish these no longer; with the last ones of the process its socket is closed."""
         _board.remove(self)
 
-    @property
-    def is_gone(self) -> bool:
-        """True if the owner of the figures has ended without closing them."""
-        return self._method() is None
-
     def read(self) -> Figures | None:
         """Return the figures of now; None if their owner is gone."""
-        method = self._method()
+        method = self.method()
         if method is None:
             return None
         try:
@@ -148,33 +144,29 @@ class _FigureServer:
 
     def __init__(self, answer: Callable[[], Figures]) -> None:
         self._answer = answer
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._workers = Workers("dlio-live", self._serve, wake=self._wake)
         try:
             name = f"{_PREFIX}{os.geteuid()}-{os.getpid()}-{secrets.token_hex(4)}"
-            self._listener.bind(f"\0{name}")
-            self._listener.listen(_BACKLOG)
+            self.listener.bind(f"\0{name}")
+            self.listener.listen(_BACKLOG)
             self._workers.start()
         except BaseException:
-            self._listener.close()
+            self.listener.close()
             raise
 
     def close(self) -> None:
         self._workers.close()
-        self._listener.close()
-
-    def forget(self) -> None:
-        """Close a child's copy of the socket, which would keep it open after the parent's end."""
-        self._listener.close()
+        self.listener.close()
 
     def _wake(self) -> None:
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+            self.listener.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, _: int) -> None:
         while not self._workers.stopping.is_set():
             try:
-                connection, _address = self._listener.accept()
+                connection, _address = self.listener.accept()
             except OSError:  # The end, or too many open files.
                 self._workers.stopping.wait(_AGAIN_S)
                 continue
@@ -194,7 +186,7 @@ class _FigureBoard:
 
     def add(self, published: PublishedFigures) -> None:
         with self._lock:
-            living = [each for each in self._published if not each.is_gone]
+            living = [each for each in self._published if each.method() is not None]
             self._published = [*living, published]
             if self._server is None:
                 try:
@@ -217,7 +209,7 @@ class _FigureBoard:
         server, self._server = self._server, None
         self._lock, self._published = threading.Lock(), []
         if server is not None:
-            server.forget()
+            server.listener.close()  # This copy would keep it open after the parent's end.
 
     def _answer(self) -> Figures:
         with self._lock:

@@ -221,7 +221,6 @@ def _made(
     companion: Companion,
     classes: Sequence[str],
 ) -> str:
-    """Return a sample as the loader gives it."""
     made = recipe.one(epoch, sample, payload)
     caption = f"epoch {epoch}" if recipe.is_random else "as loaded"
     image, own = made, None

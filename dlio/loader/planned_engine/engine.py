@@ -399,7 +399,6 @@ def _on_host(
 
 
 def _memory_kind(options: LoaderOptions) -> HostMemoryKind:
-    """Kind of memory that batches are made in."""
     if options.device is not None and torch.device(options.device).type == "cuda":
         return HostMemoryKind.IN_POOL
     pins = options.pin_memory and torch.cuda.is_available()

@@ -9,7 +9,7 @@ the names of their classes, so that neither torchvision nor `datasets` need be i
 import io
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,19 +27,36 @@ _Part = tuple[UserDataset, npt.NDArray[np.int64]]
 """(whole data set, indices into it)"""
 
 
-class AdaptedDataset(Protocol):
-    """A data set of another library, as dlio reads it."""
+class _TorchvisionFolder:
+    """A data set of torchvision's. As an `ImageSet` it has a reader of the same samples in the same
+    order, and the user's functions of samples, which may draw random numbers."""
 
-    @property
-    def reader(self) -> Reader:
-        """A reader of the same samples in the same order."""
-
-    @property
-    def functions(self) -> list[object]:
-        """The user's functions of samples, which may draw random numbers."""
+    def __init__(self, folder: Any, reader: Reader) -> None:
+        self._folder = folder
+        self.reader = reader
+        self.functions: list[object] = [folder.transform, folder.target_transform]
 
     def finished(self, payload: Buffer, sample: int) -> Sample:
         """Return the result of the data set's own `[i]`, from bytes that have been read."""
+        from PIL import Image
+
+        folder = self._folder
+        values = self.reader.schema.split(payload)
+        try:
+            with Image.open(io.BytesIO(values["image"])) as image:
+                picture: Any = image.convert("RGB")
+        except OSError as error:
+            name = self.reader.name(sample)
+            raise DecodeError(f"{name} cannot be decoded: {error}") from error
+        if folder.transform is not None:
+            picture = folder.transform(picture)
+        target = folder.samples[sample][1]
+        if folder.target_transform is not None:
+            target = folder.target_transform(target)
+        return picture, target
+
+
+_AdaptedDataset = ImageSet | _TorchvisionFolder
 
 
 def read_by_dlio(data: UserDataset, tiers: Tiers | None, seed: int | None = None) -> Dataset | None:
@@ -89,7 +106,7 @@ class _SampleTransform:
 
     def __init__(
         self,
-        known: Sequence[AdaptedDataset],
+        known: Sequence[_AdaptedDataset],
         owners: npt.NDArray[np.int64],
         inner: npt.NDArray[np.int64],
     ) -> None:
@@ -101,9 +118,9 @@ class _SampleTransform:
         return owner.finished(payload, int(self._inner[sample]))
 
 
-def _all_understood(wholes: list[UserDataset]) -> list[AdaptedDataset] | None:
+def _all_understood(wholes: list[UserDataset]) -> list[_AdaptedDataset] | None:
     """Whole data sets of one schema as dlio reads them; None, and all closed, if one is not."""
-    known: list[AdaptedDataset] = []
+    known: list[_AdaptedDataset] = []
     for whole in wholes:
         understood = _understood(whole)
         if understood is not None:
@@ -140,7 +157,7 @@ def _picked(parts: list[_Part], indices: npt.NDArray[np.int64]) -> list[_Part]:
     return [(parts[int(o[0])][0], i) for o, i in runs if len(o)]
 
 
-def _understood(data: UserDataset) -> AdaptedDataset | None:
+def _understood(data: UserDataset) -> _AdaptedDataset | None:
     """A whole data set as dlio reads it; None if dlio would read other samples."""
     try:
         if is_image_set(data):
@@ -185,28 +202,3 @@ def _reader_of(folder: Any) -> Reader | None:
         return reader
     reader.close()
     return None
-
-
-class _TorchvisionFolder:
-    def __init__(self, folder: Any, reader: Reader) -> None:
-        self._folder = folder
-        self.reader = reader
-        self.functions: list[object] = [folder.transform, folder.target_transform]
-
-    def finished(self, payload: Buffer, sample: int) -> Sample:
-        from PIL import Image
-
-        folder = self._folder
-        values = self.reader.schema.split(payload)
-        try:
-            with Image.open(io.BytesIO(values["image"])) as image:
-                picture: Any = image.convert("RGB")
-        except OSError as error:
-            name = self.reader.name(sample)
-            raise DecodeError(f"{name} cannot be decoded: {error}") from error
-        if folder.transform is not None:
-            picture = folder.transform(picture)
-        target = folder.samples[sample][1]
-        if folder.target_transform is not None:
-            target = folder.target_transform(target)
-        return picture, target
