@@ -6,7 +6,7 @@ import signal
 import sys
 from functools import partial
 
-from dlio.comm.launch_detection import under_torchrun
+from dlio.comm.launch_detection import under_torchrun, whole_number
 from dlio.util.settings import LAUNCHER, STORE, TERMINAL
 from dlio.util.threads import Workers
 
@@ -57,11 +57,7 @@ def local_rank(rank: int) -> int:
     """Return the number of this rank among those of its host, as its launcher says, else `rank`."""
     # Slurm numbers its own tasks: mpirun's daemons, if mpirun has started the ranks.
     names = _LOCAL_RANKS if LAUNCHER in os.environ else (*_LOCAL_RANKS, "SLURM_LOCALID")
-    for name in names:
-        text = os.environ.get(name, "")
-        if text.isascii() and text.isdigit():
-            return int(text)
-    return rank
+    return next((number for name in names if (number := whole_number(name)) >= 0), rank)
 
 
 def launched() -> bool:

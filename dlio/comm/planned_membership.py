@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dlio.comm.comm_protocol import Array, Buffer, Communicator, Json, Op, Request
+from dlio.comm.communicator_base import CommunicatorBase
 from dlio.comm.survival.membership import RankLeft, RankMessages, messages_of
 from dlio.comm.survival.rank_survivors import RankSurvivors
 from dlio.comm.world import replace_world, world
@@ -78,7 +79,7 @@ class PlannedMembership(RankSurvivors["_PlannedCommunicator"]):
         return self._root.split(sorted(set(of_each)).index(of_each[self._root.rank]))
 
 
-class _PlannedCommunicator:
+class _PlannedCommunicator(CommunicatorBase):
     """A communicator whose ranks may become fewer.
 
     `colours` are the numbers of the parts of all ranks that it is a part of, from the largest.
@@ -87,6 +88,7 @@ class _PlannedCommunicator:
     def __init__(
         self, membership: PlannedMembership, inner: Communicator, colours: tuple[int, ...]
     ) -> None:
+        super().__init__()
         self.membership, self._inner, self.colours = membership, inner, colours
         self.rank, self.size = inner.rank, inner.size
         self.over = False
@@ -104,9 +106,6 @@ class _PlannedCommunicator:
     def allgather(self, value: _T) -> list[_T]:
         return self._inner.allgather(value)
 
-    def tell(self, value: _T, root: int = 0) -> _T:
-        return self._inner.tell(value, root)
-
     def barrier(self) -> None:
         self._inner.barrier()
 
@@ -121,9 +120,6 @@ class _PlannedCommunicator:
 
     def iallreduce(self, array: Array, op: Op = "sum") -> Request:
         return self._inner.iallreduce(array, op)
-
-    def wait(self, requests: Sequence[Request], what: str, timeout_s: float | None = None) -> None:
-        self._inner.wait(requests, what, timeout_s)
 
     def poke(self) -> bool:
         return self._inner.poke()

@@ -33,7 +33,7 @@ nodes, with the mean within each. Otherwise they are between ranks, even on one 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dlio.errors import UsageError
@@ -147,7 +147,7 @@ class ExchangeSpec:
 
     def __str__(self) -> str:
         text = self.preset
-        if self.preset in _RHYTHMS:
+        if self.preset in _ARGUMENTS:
             usual = _usual(self.preset, self.compressor)
             more = [
                 f"{name}={getattr(self, name)!r}"
@@ -156,7 +156,7 @@ class ExchangeSpec:
             ]
             text += f"({','.join([str(self.period), *more])})"
         elif self.preset == "gossip":
-            arguments = [self.topology] if self.topology != _PRESETS["gossip"][1] else []
+            arguments = [self.topology] if self.topology != _PRESETS["gossip"].topology else []
             arguments += ["gradient"] if self.payload == "gradient" else []
             arguments += ["flat"] if self.flat else []
             text += f"({','.join(arguments)})" if arguments else ""
@@ -164,47 +164,32 @@ class ExchangeSpec:
 
 
 _PRESETS: Final = {
-    "allreduce": ("gradient", "all", "sum"),
-    "hierarchical": ("gradient", "hierarchical", "sum"),
-    "tree": ("gradient", "tree", "sum"),
-    "parameter-server": ("gradient", "star", "sum"),
-    "gossip": ("weight", "dissemination", "half"),
-    "asgd": ("weight", "random", "parzen"),
-    "noloco": ("weight", "pairs", "outer-pairs"),
-    "local-sgd": ("delta", "all", "sum"),
-    "diloco": ("delta", "all", "outer"),
+    each.preset: each
+    for each in (
+        ExchangeSpec("allreduce", "gradient", "all", "sum"),
+        ExchangeSpec("hierarchical", "gradient", "hierarchical", "sum"),
+        ExchangeSpec("tree", "gradient", "tree", "sum"),
+        ExchangeSpec("parameter-server", "gradient", "star", "sum"),
+        ExchangeSpec("gossip", "weight", "dissemination", "half"),
+        ExchangeSpec("asgd", "weight", "random", "parzen"),
+        ExchangeSpec("noloco", "weight", "pairs", "outer-pairs", 32, momentum=0.5),
+        ExchangeSpec("local-sgd", "delta", "all", "sum", 8),
+        ExchangeSpec("diloco", "delta", "all", "outer", 32, momentum=0.7),
+    )
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Schedule:
-    """How often and how local steps are merged; fields of ExchangeSpec."""
-
-    period: int = 1
-    fragments: int = 1
-    rate: float = 1.0
-    momentum: float = 0.0
-    consensus: float = 0.0
-
-
-_RHYTHMS: Final = {
-    "noloco": _Schedule(32, rate=1.0, momentum=0.5),
-    "local-sgd": _Schedule(8),
-    "diloco": _Schedule(32, rate=1.0, momentum=0.7),
-}
-"""Defaults of the presets that take steps. The outer rates and momenta differ from those of the
-papers, 0.7 with 0.5 and 0.7 with 0.9: they were found together with the learning rate of local
-steps, see `TrainConfig.peak_lr`."""
+"""With their defaults. The outer rates and momenta differ from those of the papers, 0.7 with 0.5
+and 0.7 with 0.9: they were found together with the learning rate of local steps, see
+`TrainConfig.peak_lr`."""
 # Every step: `adaptive` every step loses less than one bit every third step (0.48 and 0.70 points
 # behind allreduce), with fewer bytes. A move of 2.7 in all makes ranks swing, one of 1.2 does not.
-_OF_DIFFERENCES: Final = _Schedule(1, consensus=1.2)
-"""Defaults of `noloco` with a compressor of differences."""
+_OF_DIFFERENCES: Final = replace(_PRESETS["noloco"], period=1, momentum=0.0, consensus=1.2)
+"""`noloco` with a compressor of differences."""
 _ARGUMENTS: Final = {
     "noloco": ("rate", "momentum", "consensus"),
     "local-sgd": ("fragments",),
     "diloco": ("fragments", "rate", "momentum"),
 }
-"""What may follow the steps."""
+"""The presets that take steps, and what may follow these."""
 _DECAY: Final = 0.95
 _MOST_CONSENSUS: Final = 4
 """Ranks swing about their mean well before it."""
@@ -229,11 +214,11 @@ def parse_exchange(text: str) -> ExchangeSpec:
         first = re.split(r"[(+]", str(text).strip())[0]
         raise UsageError(f"exchange {text!r}: {USAGE}{nearest(first, NAMES)}")
     name, argument, compressor = match.groups()
-    payload, topology, merge = _PRESETS[name]
+    spec = _usual(name, compressor)
+    payload, topology, merge = spec.payload, spec.topology, spec.merge
     flat = False
-    rhythm = _Schedule()
-    if name in _RHYTHMS:
-        rhythm = _rhythm(text, name, argument, _usual(name, compressor))
+    if name in _ARGUMENTS:
+        spec = _with_steps(text, argument, spec)
     elif argument is not None:
         kinds = [kind.strip() for kind in argument.split(",")]
         if name != "gossip" or not set(kinds) <= set(_GOSSIP):
@@ -269,10 +254,10 @@ def parse_exchange(text: str) -> ExchangeSpec:
                     "optimizer: leave out its rate and momentum, or choose adaptive or onebit"
                 )
             merge = "accumulated"
-    if merge == "outer-pairs" and rhythm.rate == 1 and not rhythm.momentum:
+    if merge == "outer-pairs" and spec.rate == 1 and not spec.momentum:
         merge = "half"  # Such an outer optimizer takes the mean as it is.
-    return ExchangeSpec(
-        name, payload, topology, merge, compressor=compressor, flat=flat, **asdict(rhythm)
+    return replace(
+        spec, payload=payload, topology=topology, merge=merge, compressor=compressor, flat=flat
     )
 
 
@@ -281,15 +266,16 @@ def _sends_differences(name: str, compressor: str | None) -> bool:
     return name == "noloco" and compressor in _TAKES_DIFFERENCES
 
 
-def _usual(name: str, compressor: str | None) -> _Schedule:
-    """Return the defaults of a preset that takes steps."""
-    return _OF_DIFFERENCES if _sends_differences(name, compressor) else _RHYTHMS[name]
+def _usual(name: str, compressor: str | None) -> ExchangeSpec:
+    """Return a preset with its defaults."""
+    return _OF_DIFFERENCES if _sends_differences(name, compressor) else _PRESETS[name]
 
 
-def _rhythm(text: str, name: str, argument: str | None, usual: _Schedule) -> _Schedule:
-    """Return the arguments of `name(STEPS,NAME=VALUE...)`."""
+def _with_steps(text: str, argument: str | None, usual: ExchangeSpec) -> ExchangeSpec:
+    """Return a preset with its arguments, of `name(STEPS,NAME=VALUE...)`."""
     if argument is None:
         return usual
+    name = usual.preset
     steps, *rest = (part.strip() for part in argument.split(","))
     if not steps.isdecimal() or int(steps) < 1:
         raise UsageError(f"exchange {text!r}: {name}(STEPS) wants a number of steps from 1")
@@ -327,7 +313,14 @@ def _rhythm(text: str, name: str, argument: str | None, usual: _Schedule) -> _Sc
             f"exchange {text!r}: consensus is a number from 0 to {_MOST_CONSENSUS}, of noloco with "
             f"one of {', '.join(_TAKES_DIFFERENCES)}"
         )
-    return _Schedule(int(steps), int(fragments), rate, momentum, consensus)
+    return replace(
+        usual,
+        period=int(steps),
+        fragments=int(fragments),
+        rate=rate,
+        momentum=momentum,
+        consensus=consensus,
+    )
 
 
 def _number(text: str, key: str, given: Mapping[str, str], usual: float) -> float:

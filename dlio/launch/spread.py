@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
-from dlio.comm.launch_detection import meeting_port
+from dlio.comm.launch_detection import meeting_port, whole_number
 from dlio.launch import mpi_launch
 from dlio.launch.agent_links import NodeProcess, no_agent
 from dlio.launch.rank_environment import rank_environment, root_permission
@@ -129,8 +129,7 @@ def slurm_address(node: str) -> str:
 
 
 def _environment(counts: Mapping[str, int]) -> dict[str, str]:
-    text = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    cores = int(text) if text.isascii() and text.isdigit() else None
+    cores = max(0, whole_number("SLURM_CPUS_ON_NODE")) or None
     return rank_environment(max(counts.values()), cores=cores, terminal=False)
 
 

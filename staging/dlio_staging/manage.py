@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -245,10 +246,9 @@ def _ago(when: float) -> str:
 def _free(path: str) -> int:
     """Return the free bytes of a folder's file system; 0 if it is gone."""
     try:
-        status = os.statvfs(path)
+        return shutil.disk_usage(path).free
     except OSError:
         return 0
-    return status.f_bavail * status.f_frsize
 
 
 def _shared_memory() -> int:

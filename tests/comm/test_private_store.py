@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dlio.comm.net.callers import is_called_by_own_user
 from dlio.comm.private_store import STORE_NAME, PrivateStore, StoreServer
 from dlio.errors import CommError, DlioError
+from dlio.launch.torch_launch import is_called_by_own_user
 from dlio.util.private_sockets import connect
 from tests.conftest import in_time
 from tests.hostile.sockets import listening

@@ -5,7 +5,6 @@
 | `address` | the address at which ranks listen: loopback on one node |
 | `keys` | keys of a job's ranks, and the greeting by which two of them prove who they are |
 | `door` | a listener that holds few connections of strangers, and those for seconds |
-| `callers` | whether a process of this user has connected |
 | `hub` | the links of one rank with all others |
 | `gloo_gate` | gloo's listener, which is closed while no group is made |
 | `peer_link` | a connection of two ranks: frames with a running number and a MAC |

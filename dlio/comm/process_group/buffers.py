@@ -61,11 +61,6 @@ def size_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def host_memory_pool() -> BufferPool:
-    """Return a pool of host memory. Reuse pays: touching new pages costs more than copying."""
-    return BufferPool(4, slack=4.0)
-
-
 class OperationMemory:
     """Host memory of one operation, whose tensors are on one device: `source` copies inputs in,
     `finish` copies results out.

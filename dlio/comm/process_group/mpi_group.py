@@ -19,7 +19,7 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import Store
 
 from dlio.comm.mpi import one_at_a_time
-from dlio.comm.process_group.buffers import OperationMemory, host_memory_pool, typed
+from dlio.comm.process_group.buffers import OperationMemory, typed
 from dlio.comm.process_group.mpi_work import (
     CallQueue,
     GroupState,
@@ -242,7 +242,8 @@ _shared: tuple[OperationProgress, BufferPool] | None = None
 def _open_progress(group: MpiGroup) -> tuple[OperationProgress, BufferPool]:
     global _shared
     if _shared is None:
-        _shared = (OperationProgress(), host_memory_pool())
+        # Reuse pays: touching new pages of the host costs more than copying.
+        _shared = (OperationProgress(), BufferPool(4, slack=4.0))
     _open_groups.append(group)
     return _shared
 

@@ -28,16 +28,13 @@ static int read_frame(const uint8_t *body, size_t size, Header *header) {
     if (header->height < 1 || header->height > MOST_SIDE) return NOT_MINE;
     if (header->width < 1 || header->width > MOST_SIDE) return NOT_MINE;
     header->components = components;
-    int first = 0;
     for (int k = 0; k < components; k++) {
         const uint8_t *at = body + 6 + 3 * k;
         Component *component = header->component + k;
         component->wide = at[1] >> 4, component->high = at[1] & 15, component->quant = at[2];
-        component->first = first;
         int most = k == 0 && components == 3 ? 2 : 1;
         if (component->wide < 1 || component->wide > most) return NOT_MINE;
         if (component->high < 1 || component->high > most || component->quant > 3) return NOT_MINE;
-        first += component->wide * component->high;
     }
     header->mcu_height = 8 * header->component[0].high;
     header->mcu_width = 8 * header->component[0].wide;

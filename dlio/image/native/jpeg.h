@@ -57,7 +57,6 @@ typedef struct {
 typedef struct {
     int wide, high;   /* sampling factors */
     int dc, ac, quant; /* numbers of tables */
-    int first;        /* of its blocks within an MCU */
 } Component;
 
 /* A parsed header. */
