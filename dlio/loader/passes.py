@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -563,8 +563,7 @@ class StageTimes:
         self._seconds = dict.fromkeys(STAGES, 0.0)
 
     def add(self, stage: str, seconds: float) -> None:
-        with self._lock:
-            self._seconds[stage] += seconds
+        self.add_all({stage: seconds})
 
     def add_all(self, seconds: dict[str, float]) -> None:
         with self._lock:
@@ -574,6 +573,10 @@ class StageTimes:
     def snapshot(self) -> dict[str, float]:
         with self._lock:
             return dict(self._seconds)
+
+
+_SAME: Final = ("engine", "samples", "batches", "seconds", "stall_s", "first_batch_s", "threads")
+"""Counts of `PassStats` that `PassCounters` has as they are."""
 
 
 @dataclass(slots=True)
@@ -652,14 +655,8 @@ class PassCounters:
                     counted[key] = {place: value[place] - before[place] for place in value}
                 else:
                     counted[key] = value - before
-        counts = {
-            "engine": self.engine,
-            "samples": self.samples,
-            "batches": self.batches,
-            "seconds": self.seconds,
-            "stall_s": self.stall_s,
-            "first_batch_s": self.first_batch_s,
-            "threads": self.threads,
+        counts: dict[str, Any] = {
+            **{name: getattr(self, name) for name in _SAME},
             "thread_s": self.clock.snapshot(),
             "skipped": list(self.skipped),
             "notes": self.hierarchy.notes() if self.hierarchy is not None else [],

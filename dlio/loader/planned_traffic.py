@@ -12,7 +12,7 @@ from dlio.data.reader_contract import Reader
 from dlio.data.schema import IMAGE_LABEL
 from dlio.loader.shuffle.sample_message import ENTRY_BYTES
 from dlio.loader.shuffle.sample_shuffle import windows_of
-from dlio.plan.epoch import WINDOW_BYTES, EpochPlan, is_exact, plan_epoch
+from dlio.plan.epoch import EpochPlan, is_exact, plan_epoch
 from dlio.plan.layout import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, MIN_BLOCKS, Layout
 from dlio.plan.order import Order
 from dlio.plan.placement import HomeNode, Placement, place
@@ -39,7 +39,6 @@ class ForecastJob:
         mode: shuffle mode: batch, global, ring, local or partial(q).
         seed: seed of the sample order.
         key: fingerprint of the data set.
-        window_bytes: approximate payload bytes of a rank's window.
         position: number of the epoch's samples that are consumed already.
     """
 
@@ -52,7 +51,6 @@ class ForecastJob:
     mode: str = "batch"
     seed: int = 0
     key: str = "planned"
-    window_bytes: int = WINDOW_BYTES
     position: int = 0
     gone: tuple[int, ...] = field(default=())
     """Numbers of the ranks that have died."""
@@ -104,7 +102,6 @@ class ForecastJob:
             rank,
             self.placement.home,
             self.layout,
-            self.window_bytes,
         )
 
     def windows(self) -> list[range]:

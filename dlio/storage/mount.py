@@ -122,7 +122,8 @@ class Mount(Closable):
         self.notes = list(notes)
         self._uses = uses
         self._filler: Filler | None = None
-        self._progress: StreamProgress | None = None
+        self.progress: StreamProgress | None = None
+        """Positions of this node's ranks in streamed blocks, once there are any."""
         self._mounted_on = ranks.node_of
         """Node number of each rank that mounted the data set."""
         self._members = tuple(range(ranks.size))
@@ -169,14 +170,8 @@ class Mount(Closable):
         tier = Tier(spec, name, fingerprint=reader.fingerprint)
         self.hierarchy.targets.add_stream_tier(tier)
         local, me = self._mounted_here(), self._members[self.comm.rank]
-        self._progress = StreamProgress(tier.folder, len(local), local.index(me))
+        self.progress = StreamProgress(tier.folder, len(local), local.index(me))
         self._keep_progress()
-
-    @property
-    def stream_progress(self) -> StreamProgress:
-        """Positions of this node's ranks in streamed blocks; available after `open_stream`."""
-        assert self._progress is not None
-        return self._progress
 
     def streamed_home(self, order: BlockOrder) -> npt.NDArray[np.int32]:
         """Return the home node of each block for an epoch; shape (blocks,).
@@ -278,9 +273,9 @@ class Mount(Closable):
 
     def _keep_progress(self) -> None:
         """Keep streamed blocks for the survivors only, and no longer for lost ranks."""
-        if self._progress is not None:
+        if self.progress is not None:
             here = enumerate(self._mounted_here())
-            self._progress.keep([row for row, member in here if member in self._members])
+            self.progress.keep([row for row, member in here if member in self._members])
 
     def _figures(self) -> dict[str, object]:
         """Return the figures that `dlio top` shows: tiers of the node; bytes of this rank."""

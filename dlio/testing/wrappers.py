@@ -155,12 +155,10 @@ class FailingTier(Tier):
     Attributes may be set at any time.
     """
 
-    def __init__(self, spec: TierSpec, *names: str, fingerprint: str | None = None) -> None:
-        self.full: frozenset[int] = frozenset()
-        """Blocks whose `publish` raises TierFull."""
-        self.damaged: frozenset[int] = frozenset()
-        """Blocks whose `read` raises CorruptBlock."""
-        super().__init__(spec, *names, fingerprint=fingerprint)
+    full: frozenset[int] = frozenset()
+    """Blocks whose `publish` raises TierFull."""
+    damaged: frozenset[int] = frozenset()
+    """Blocks whose `read` raises CorruptBlock."""
 
     def publish(self, block: int, pieces: Sequence[Buffer]) -> None:
         """Write a block. Raises TierFull for one of `full`."""

@@ -331,6 +331,7 @@ def _streamed_blocks(
     mounted: Mount, plan: EpochPlan, order: BlockOrder, batches_ahead: int, generation: int
 ) -> BlockStream:
     """Bring the blocks of this pass that no tier pins, ahead of their use."""
+    assert mounted.progress is not None
     steps = batches_ahead
     if mounted.ranks.nodes > 1:
         # Messages of two windows are under way.
@@ -344,7 +345,7 @@ def _streamed_blocks(
         here,
         plan.position,
         ahead=steps * plan.shares.global_batch + window,
-        progress=mounted.stream_progress,
+        progress=mounted.progress,
         generation=generation,
         threads=filler_threads(mounted.block_bytes, mounted.requests),
     )
