@@ -74,7 +74,10 @@ def pytest_configure(config: pytest.Config) -> None:
         warm = config.stash[_WARM] = WarmPython()
         os.environ[_STAND_IN] = warm.executable
         if config.getoption("dist", "no") != "no":
+            # The workers of xdist are started with the stand-in, too: that takes a third off
+            # their collection of tests.
             warm.start()
+            warm.wait()
     sys.executable = os.environ[_STAND_IN]
 
 

@@ -16,12 +16,12 @@ from dlio_staging.pack_folder import pack
 @pytest.mark.cold
 def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> None:
     report: dict[str, Any] = measure(
-        LoaderCase(str(pictures), image_size=32, batch_size=5, workers=2, repeats=2)
+        LoaderCase(str(pictures), image_size=32, batch_size=5, workers=2, repeats=1)
     )
     assert report["samples"] == 12
     for name in ("torch", "torch_floats", "dlio", "ceiling"):
         rate = report["samples_per_s"][name]
-        assert len(rate["all"]) == 2
+        assert len(rate["all"]) == 1
         assert 0 < rate["min"] <= rate["median"] <= rate["max"]
     assert report["footprint"]["torch"]["processes"] == 3
     assert report["footprint"]["dlio"]["processes"] == 1
@@ -34,7 +34,7 @@ def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> No
             strict=True,
         )
     ]
-    assert report["dlio_over_torch"]["median"] == pytest.approx(sum(ratios) / 2)
+    assert report["dlio_over_torch"]["median"] == pytest.approx(sum(ratios))
     assert report["machine"]["versions"]["torch"]
     assert report["output"]["dlio"] == "uint8 CHW"
     assert report["output"]["torch_floats"] == "float32 CHW"

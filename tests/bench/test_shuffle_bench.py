@@ -37,7 +37,7 @@ def test_every_mode_is_well_mixed() -> None:
 
 
 @pytest.mark.parametrize("samples", [10**7, 10**8, 10**9], ids=["10M", "100M", "billion"])
-@pytest.mark.daily("10M")
+@pytest.mark.nightly
 def test_plans_stay_small_and_quick(samples: int) -> None:
     measured: dict[str, Any] = plan(1, samples)
     assert measured["batch"]["moved_share"] <= 0.0275

@@ -14,8 +14,8 @@ from dlio.data.reader import open_reader
 from dlio.util.shared_folders import SHARED_MEMORY, sweep_shared_memory, user_folder
 from tests.conftest import shared_folders_of
 
-# cold: the tests recognise processes by their command line, which a fork does not change.
-pytestmark = [pytest.mark.mpi, pytest.mark.cold]
+# At night, the signals reach interpreters without a stand-in before them.
+pytestmark = [pytest.mark.mpi, pytest.mark.cold("nightly")]
 ROOT = Path(__file__).resolve().parents[2]
 Soon = Callable[[Callable[[], bool]], bool]
 OURS = Path(SHARED_MEMORY, user_folder())
@@ -29,11 +29,13 @@ def job(pictures: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     options = ["-n", "2", "--pretend-nodes", "2", "--epochs", "5000", "--batch-size", "2"]
     scratch = tmp_path / "scratch"
     scratch.mkdir()
+    _folder(tmp_path).mkdir()
     tiers = ["--tiers", f"ram:100KiB,{scratch}:64MiB"]
     files = ["--report", str(tmp_path / "r.json"), "--trace", str(tmp_path / "t.json")]
     with subprocess.Popen(
         [sys.executable, "-m", "dlio.cli", "train", str(pictures), *options, *files, *tiers],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(tmp_path)},
+        cwd=_folder(tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -56,19 +58,18 @@ def job(pictures: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def _processes(tmp_path: Path) -> list[int]:
-    """Find the job's launcher, mpirun and ranks by an environment variable that they inherit."""
-    inherited = f"DLIO_CACHE={tmp_path}\0".encode()
+    """Find the job's launcher, mpirun and ranks by the current folder, which they inherit."""
     processes = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            try:
-                words = Path("/proc", entry, "cmdline").read_bytes()
-                variables = Path("/proc", entry, "environ").read_bytes()
-            except OSError:
-                continue
-            if b"dlio.cli" in words and inherited in variables:
-                processes.append(int(entry))
+            with suppress(OSError):
+                if os.readlink(f"/proc/{entry}/cwd") == str(_folder(tmp_path)):
+                    processes.append(int(entry))
     return processes
+
+
+def _folder(tmp_path: Path) -> Path:
+    return tmp_path / "here"
 
 
 def _shared_memory(processes: list[int]) -> set[str]:
@@ -116,7 +117,8 @@ def test_a_rank_that_is_killed_ends_the_job(
     ranks = [
         process
         for process in _processes(tmp_path)
-        if process != job.pid and b"mpirun" not in Path(f"/proc/{process}/cmdline").read_bytes()
+        if process != job.pid
+        and b"dlio.cli.rank_main" in Path(f"/proc/{process}/cmdline").read_bytes()
     ]
     os.kill(ranks[0], signal.SIGKILL)
     job.communicate(timeout=400)

@@ -54,7 +54,7 @@ def test_a_broken_communicator_ends_the_program(mpirun: MpiRun) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.daily("3")
+@pytest.mark.nightly  # By day, test_torchdist.py does with four ranks.
 def test_torch_distributed_keeps_the_contract(torchrun: TorchRun, ranks: int) -> None:
     assert all(KEPT in text for text in torchrun(ranks, *SUITE))
 

@@ -42,7 +42,7 @@ BODY = Path(__file__).with_name("exchange_checks.py")
         (2, ("compressed",)),
     ],
 )
-@pytest.mark.daily("2-checks0", "3-checks1", "4-checks2", "2-checks3")
+@pytest.mark.daily("2-checks0", "3-checks1", "2-checks3")
 def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, ...]) -> None:
     done = mpirun(ranks, "-W", "error", str(BODY), *checks)
     assert done.returncode == 0, done.stderr

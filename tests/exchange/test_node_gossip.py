@@ -25,7 +25,7 @@ BODY = Path(__file__).with_name("node_gossip_checks.py")
         (4, 2, ("nodes",)),
     ],
 )
-@pytest.mark.daily("4-2-checks0", "5-3-checks1")
+@pytest.mark.daily("4-2-checks0")
 def test_nodes_of_several_ranks_gossip_as_one(
     mpirun: MpiRun, ranks: int, nodes: int, checks: tuple[str, ...]
 ) -> None:

@@ -81,13 +81,12 @@ TRAIN = "train . --model resnet(width=4) --epochs 1 --batch-size 4 --image-size 
 @pytest.mark.parametrize(
     "line",
     [
-        # By day, one of two ranks does the same.
+        # By day, the test below does the same, and may import still more.
         pytest.param(TRAIN, marks=pytest.mark.nightly),
-        pytest.param(f"{TRAIN} -n 2", marks=pytest.mark.mpi),
+        pytest.param(f"{TRAIN} -n 2", marks=[pytest.mark.mpi, pytest.mark.nightly]),
         pytest.param(
             f"{TRAIN} -n 2 --fault-tolerance shrink", marks=[pytest.mark.mpi, pytest.mark.nightly]
         ),
-        # By day, the test below is the same, and may import still more.
         pytest.param(f"{TRAIN} -n 2 --backend torch", marks=pytest.mark.nightly),
         "pack . ../packed --shard-size 64KiB --workers 2",
         "stage . --tiers ../tier:10MiB",
@@ -98,7 +97,13 @@ def test_no_module_of_the_current_folder_is_imported(pictures: Path, line: str) 
     assert [path.name for path in pictures.parent.glob("marks-*")] == []
 
 
-def test_a_model_of_the_current_folder_is_imported_and_nothing_else(pictures: Path) -> None:
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("--backend", "torch"), marks=pytest.mark.nightly)]
+)
+def test_a_model_of_the_current_folder_is_imported_and_nothing_else(
+    pictures: Path, more: Sequence[str]
+) -> None:
     """`--model mine:make` asks for the user's own module, which may import its neighbours."""
     (pictures / "mine.py").write_text(
         "import torch\nimport helper\n\n\ndef make(classes):\n"
@@ -107,7 +112,7 @@ def test_a_model_of_the_current_folder_is_imported_and_nothing_else(pictures: Pa
     )
     (pictures / "helper.py").write_text("", encoding="utf-8")
     line = TRAIN.replace("--model resnet(width=4)", "--model mine:make")
-    _run(pictures, [*line.split(), "-n", "2", "--backend", "torch"])
+    _run(pictures, [*line.split(), "-n", "2", *more])
     assert [path.name for path in pictures.parent.glob("marks-*")] == []
 
 

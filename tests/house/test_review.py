@@ -22,14 +22,6 @@ def review() -> ModuleType:
     return module
 
 
-def test_no_class_or_module_is_a_bare_participle(review: ModuleType) -> None:
-    assert review.participles() == []
-
-
-def test_a_name_of_a_class_or_module_stands_once(review: ModuleType) -> None:
-    assert review.doubles() == []
-
-
 @pytest.mark.parametrize("name", ["Begun", "_Torn", "Fed", "Running", "joined", "Measured", "kept"])
 def test_a_participle_is_found(review: ModuleType, name: str) -> None:
     assert review.is_participle(name)
@@ -40,7 +32,11 @@ def test_a_noun_is_no_participle(review: ModuleType, name: str) -> None:
     assert not review.is_participle(name)
 
 
-def test_all_counts_are_printed(review: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_nouns_that_stand_once_and_all_counts_are_printed(
+    review: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert review.participles() == []
+    assert review.doubles() == []
     assert review.main() == 0
     printed = capsys.readouterr().out
     for word in ("lines of the product", "a sample's path", "the configuration", "comments in"):

@@ -74,6 +74,17 @@ def test_a_fork_ends_as_an_interpreter_does(name: str) -> None:
     assert fork.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]
 
 
+def test_output_of_a_fork_is_written_at_once_on_request() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", "print(1, end=''); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.read(1) == b"1"
+        program.communicate(b"\n", timeout=60)
+
+
 def test_a_fork_imports_dlio_from_its_own_path(tmp_path: Path) -> None:
     (tmp_path / "dlio").mkdir()
     (tmp_path / "dlio" / "__init__.py").write_text("mine = True\n", encoding="utf-8")

@@ -188,6 +188,7 @@ def test_without_dlio_the_loader_says_where_it_belongs() -> None:
         DlioLoader("npz", "train", 1)
 
 
+@pytest.mark.nightly
 def test_ranks_share_each_epoch(tmp_path: Path, mpirun: MpiRun) -> None:
     write(tmp_path, "npz", FILES, 1)
     done = mpirun(2, "-m", "tests.integrations.dlio_stub", str(tmp_path))

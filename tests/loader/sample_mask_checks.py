@@ -28,9 +28,9 @@ CASES = (
 )
 
 
-def main(folder: str) -> None:
+def main(folder: str, numbers: str) -> None:
     reports: list[dict[str, Any]] = []
-    for tiers, mode, source_order in CASES:
+    for tiers, mode, source_order in (CASES[int(number)] for number in numbers.split(",")):
         with dlio.open(folder, tiers=tiers, image_size=32, seed=3) as data:
             keep = np.random.default_rng(5).random(len(data)) < 0.5
             # A block of which none is kept.
@@ -83,4 +83,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

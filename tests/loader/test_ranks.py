@@ -101,7 +101,7 @@ def test_any_number_of_ranks_sees_the_same_batches_and_pixels(run: Run) -> None:
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), (4, 2), (3, 3)])
 @pytest.mark.parametrize("mode", ["batch", "global"])
-@pytest.mark.daily("batch-4-2", "global-3-3")
+@pytest.mark.daily("batch-4-2")
 def test_the_job_reads_the_source_once_and_peers_move_what_the_mode_says(
     run: Run, folder: Path, ranks: int, nodes: int, mode: str
 ) -> None:
@@ -143,7 +143,7 @@ def test_inexact_modes_give_each_sample_once_and_move_their_fraction(
     ("ranks", "nodes", "mode"),
     [(4, 2, "batch"), (4, 2, "ring"), (4, 2, "partial(0.3)"), (4, 4, "global")],
 )
-@pytest.mark.daily("4-2-ring", "4-4-global")
+@pytest.mark.daily("4-2-ring")
 def test_messages_and_bytes_are_those_that_were_forecast(
     run: Run, folder: Path, ranks: int, nodes: int, mode: str
 ) -> None:
@@ -181,7 +181,7 @@ def test_half_the_capacity_leaves_half_to_the_source(run: Run, folder: Path) -> 
 
 @pytest.mark.parametrize(("tiers", "share"), [("none", 1.0), ("ram:half", 0.5)])
 @pytest.mark.parametrize("mode", ["batch", "global"])
-@pytest.mark.daily("batch-ram:half-0.5", "global-none-1.0")
+@pytest.mark.daily("batch-ram:half-0.5")
 def test_blocks_that_no_tier_holds_are_read_once_by_one_rank_of_the_job(
     run: Run, folder: Path, mode: str, tiers: str, share: float
 ) -> None:
@@ -222,7 +222,7 @@ def test_what_tiers_hold_compressed_travels_compressed(
 
 
 @pytest.mark.parametrize("level", ["funneled", "serialized"])
-@pytest.mark.daily("funneled")
+@pytest.mark.nightly
 def test_mpi_with_fewer_threads_brings_the_same(run: Run, level: str) -> None:
     env = {"MPI4PY_RC_THREAD_LEVEL": level}
     reports = run(3, "ram:64MiB", "global", nodes=3, leave=2, env=env)

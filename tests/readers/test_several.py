@@ -67,6 +67,7 @@ def _paths(folder: Path, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["h5", "zarr", "parquet", "npz", "csv"])
+@pytest.mark.daily("h5", "zarr", "npz", "csv")
 def test_files_with_fields_are_one_data_set(folder: Path, name: str) -> None:
     labels = np.concatenate([_values(k)["label"] for k in range(_PARTS)])
     images = np.concatenate([_values(k)["image"] for k in range(_PARTS)])

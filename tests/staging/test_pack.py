@@ -139,7 +139,7 @@ def test_samples_survive_every_pair_of_formats(
 
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.daily("3-native", "1-tar", "3-hdf5", "1-zarr")
+@pytest.mark.daily("3-native", "1-tar", "1-hdf5", "1-zarr")
 def test_every_sample_is_packed_once_by_any_number_of_workers(
     pictures: Path, tmp_path: Path, format_: str, workers: int
 ) -> None:

@@ -100,7 +100,7 @@ def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.daily("4")
+@pytest.mark.daily("1")
 def test_a_run_is_resumed_with_another_number_of_ranks(
     dlio: Dlio, pictures: Path, here: Path, ranks: int
 ) -> None:

@@ -2,10 +2,10 @@
 
 `WarmPython` installs a copy of this file as an executable, with this environment's interpreter in
 its first line, and makes it `sys.executable`. Started as `python script.py`, `python -m module` or
-`python -c text`, after `-P` or `-W` too, it sends arguments, environment and standard streams to
-the server, which forks a process that becomes that program. This process then passes signals on and
-ends as the program does. Commands that the server cannot imitate (other options, extra descriptors,
-another namespace) run in the real interpreter.
+`python -c text`, after `-P`, `-u` or `-W` too, it sends arguments, environment and standard streams
+to the server, which forks a process that becomes that program. This process then passes signals on
+and ends as the program does. Commands that the server cannot imitate (other options, extra
+descriptors, another namespace) run in the real interpreter.
 
 Few modules are imported, and of `signal` and `socket` only the parts in C: this file starts in
 12 ms, with their enumerations it would in 20, and `import torch` takes 1.5 s.
@@ -38,9 +38,9 @@ def main() -> None:
 
 
 def _can_be_served(arguments: list[str]) -> bool:
-    """True for `script.py`, `-m` and `-c`, after `-P` and `-W`, with no descriptors to inherit."""
-    while arguments[:1] in (["-P"], ["-W"]):
-        arguments = arguments[1 if arguments[0] == "-P" else 2 :]
+    """True for `script.py`, `-m`, `-c`, after `-P`, `-u`, `-W`, with no descriptors to inherit."""
+    while arguments[:1] in (["-P"], ["-u"], ["-W"]):
+        arguments = arguments[2 if arguments[0] == "-W" else 1 :]
     if not arguments or arguments in (["-"], ["-m"], ["-c"]):
         return False
     if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):

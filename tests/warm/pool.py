@@ -13,12 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
 from dlio.image.native import build as native_build
 
 _HERE = Path(__file__).resolve().parent
+_START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
 
 
@@ -67,6 +69,14 @@ class WarmPython:
                     start_new_session=True,
                 )
             )
+
+    def wait(self) -> None:
+        """Wait until all servers answer, or have failed."""
+        end = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < end and any(server.poll() is None for server in self._servers):
+            if len(list(Path(self._folder).glob("*.socket"))) == len(self._servers):
+                return
+            time.sleep(0.02)
 
     def refused(self) -> Counter[str]:
         """Return how many commands the servers refused, by reason."""

@@ -329,6 +329,12 @@ def _make_streams() -> None:
         )
 
 
+def _unbuffer() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(write_through=True)
+
+
 def _open(descriptor: int, mode: Literal["r", "w"]) -> io.TextIOWrapper | None:
     with suppress(OSError):
         return open(descriptor, mode, encoding="utf-8", closefd=False)
@@ -358,14 +364,17 @@ class _SafePath:
 
 
 def _take_options(arguments: list[str], initial: int) -> list[str]:
-    """Act on `-P`, and put each `-W` where an interpreter has it: before its `initial` filters.
+    """Act on `-P` and `-u`; put each `-W` where an interpreter has it: before `initial` filters.
 
     The filters in front of those were added by modules. Returns the other arguments.
     """
     options: list[str] = []
-    while arguments[0] in ("-P", "-W"):
+    while arguments[0] in ("-P", "-u", "-W"):
         if arguments[0] == "-P":
             vars(sys)["flags"] = _SafePath(sys.flags)
+            arguments = arguments[1:]
+        elif arguments[0] == "-u":
+            _unbuffer()
             arguments = arguments[1:]
         else:
             options.append(arguments[1])

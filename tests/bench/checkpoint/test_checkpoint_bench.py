@@ -40,6 +40,7 @@ def test_dd_writes_as_many_bytes(tmp_path: Path) -> None:
     method.close()
 
 
+@pytest.mark.nightly  # By day, the command measures stalls below.
 def test_stalls_are_of_each_method_and_repeat(tmp_path: Path) -> None:
     training = StallTraining(200_000, 4)
     names = ("dlio", "dcp async_save")

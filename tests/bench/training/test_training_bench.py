@@ -115,7 +115,7 @@ def test_two_ranks_are_measured_and_more_are_forecast(tmp_path: Path) -> None:
     from dlio.cli import main
 
     path = tmp_path / "report.json"
-    arguments = "--networks lenet --exchanges gossip,local-sgd(2) --ranks 1,2 --forecast 4,8"
+    arguments = "--networks lenet --exchanges gossip --ranks 1,2 --forecast 4,8"
     more = "--scaling weak --batch-size 2 --repeats 1 --steps 2 --report"
     with pytest.raises(SystemExit) as ended:
         main(["bench", "train", *arguments.split(), *more.split(), str(path)])

@@ -38,6 +38,7 @@ def test_ranks_keep_the_promises(mpirun: MpiRun, ranks: int, checks: tuple[str, 
         assert done.stdout.splitlines().count(f"kept {check}") == ranks
 
 
+@pytest.mark.nightly  # By day, ranks of MPI do.
 def test_ranks_of_torchrun_keep_the_promises(torchrun: TorchRun) -> None:
     for said in torchrun(2, str(BODY), "sums", "interleaved"):
         assert said.split("\n")[:2] == ["kept sums", "kept interleaved"]

@@ -46,7 +46,7 @@ def assert_alike(weights: dict[str, torch.Tensor], others: dict[str, torch.Tenso
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("mesh", ["data=2,model=2", "model=2"])
-@pytest.mark.daily("model=2")
+@pytest.mark.nightly  # By day, tests of the mesh train layers in parts.
 def test_layers_in_parts_train_as_whole_ones(dlio: Dlio, tmp_path: Path, mesh: str) -> None:
     draw(tmp_path / "train.csv", 150, 1)
     draw(tmp_path / "val.csv", 50, 2)

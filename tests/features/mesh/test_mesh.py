@@ -32,7 +32,7 @@ PARALLEL = Path(__file__).with_name("parallel_checks.py")
         (4, ("groups",)),
     ],
 )
-@pytest.mark.daily("2-checks0", "3-checks1")
+@pytest.mark.daily("2-checks0")
 def test_ranks_compute_what_one_process_does(
     mpirun: MpiRun, ranks: int, checks: tuple[str, ...]
 ) -> None:

@@ -52,7 +52,7 @@ def trained(dlio: Dlio, here: Path, name: str, *args: str) -> tuple[Any, dict[st
         ("space=2", "classes", "unet(width=2,depth=1)"),
     ],
 )
-@pytest.mark.daily("space=2-classes-unet(width=2,depth=1)")
+@pytest.mark.nightly  # By day, ranks of the next test share pictures, and test_mesh.py has slabs.
 def test_a_mesh_trains_as_one_process_and_reads_each_slab_once(
     dlio: Dlio, tmp_path: Path, mesh: str, target: str, model: str
 ) -> None:

@@ -65,7 +65,7 @@ def _no_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Of dynamo itself.
 @pytest.mark.parametrize("kind", ["whole", "part"])
-@pytest.mark.daily("whole")
+@pytest.mark.nightly  # By day, the test below compiles and prunes in DDP.
 def test_a_compiled_model_is_pruned_as_a_plain_one(kind: str) -> None:
     plain = make_net()
     expected = pruned(plain, plain)

@@ -39,6 +39,7 @@ def test_variants_of_a_perceptron_are_as_large_as_each_other(
     assert [row["variant"] for row in results["rows"]] == ["unpruned", *last]
 
 
+@pytest.mark.nightly
 def test_rows_that_are_left_out_are_not_read() -> None:
     results: dict[str, Any] = tabular.measure_rows(
         PruneBenchOptions(seeds=1, epochs=6, shrunk_epochs=6, width=64, rows=6000)

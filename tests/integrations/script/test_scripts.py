@@ -54,7 +54,7 @@ def alone(
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.daily("plain-4", "accumulation-2")
+@pytest.mark.daily("accumulation-2")
 def test_a_script_gets_the_weights_that_one_process_gets(
     name: str,
     ranks: int,
@@ -79,7 +79,7 @@ def test_a_script_gets_the_weights_that_one_process_gets(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("exchange", ["gossip", "hierarchical", "local-sgd(2)", "asgd", "tree"])
-@pytest.mark.daily("gossip")
+@pytest.mark.nightly  # By day, the next test trains with one that averages.
 def test_other_exchanges_train_a_script_too(exchange: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out.pt")
     argv = ["-m", "dlio.cli", "run", "-n", "3", "--exchange", exchange]

@@ -25,7 +25,7 @@ def _nightly(*values: Any) -> Any:
         _nightly("hierarchical", 4, {2: ["kill", 3, 5]}, ("--pretend-nodes", "2")),
     ],
 )
-@pytest.mark.daily("hierarchical+bf16-4-ends5-more5")
+@pytest.mark.nightly
 def test_gradients_are_summed_along_the_ways_that_are_left(
     run: Run, exchange: str, ranks: int, ends: dict[int, list[object]], more: tuple[str, ...]
 ) -> None:

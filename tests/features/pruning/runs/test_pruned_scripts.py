@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[1] / "script.py"
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_pruned_script_gets_the_weights_that_one_process_gets(ranks: int, tmp_path: Path) -> None:
     results = {}
     for name, words in (("one", []), ("many", ["-m", "dlio.cli", "run", "-n", str(ranks)])):
