@@ -81,11 +81,11 @@ class RankShares:
         """Return the rank whose `part` contains each place in its step, by the samples of that
         step; shapes (n,).
         """
-        counts = np.maximum(counts, 1)
         if self._is_even:  # At half the cost of a search.
-            return (((in_step + 1) * len(self.counts) - 1) // counts).astype(np.int32)
+            ranks = len(self.counts)
+            return (((in_step + 1) * ranks - 1) // np.maximum(counts, 1)).astype(np.int32)
         # Largest rank r with count·edge[r] // B <= place, that is edge[r] <= the bound.
-        bound = ((in_step + 1) * self.global_batch - 1) // counts
+        bound = ((in_step + 1) * self.global_batch - 1) // np.maximum(counts, 1)
         return (np.searchsorted(self.edges, bound, side="right") - 1).astype(np.int32)
 
     @cached_property
