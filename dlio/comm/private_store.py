@@ -115,8 +115,6 @@ class PrivateStore:
 
 
 class _Client:
-    """A connection of the server's."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.heard = bytearray()

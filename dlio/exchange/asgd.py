@@ -202,7 +202,6 @@ class Asgd(PeerExchange, RecoveryPart[AsgdReport]):
             self._expected[peer] = self._listen(peer)
 
     def _make_bucket(self) -> None:
-        """Create a bucket of the parameters in their current shapes."""
         self._now = Bucket(self._named)
         self._codec = None
         self._longest = 4 * self._now.flat.numel()

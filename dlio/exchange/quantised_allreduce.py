@@ -112,7 +112,6 @@ class QuantisedAllreduce(Sum):
         return self._residual.owed
 
     def _cut(self) -> None:
-        """Cut the region into one part per rank."""
         comm = self._comm
         alone = comm.size == 1
         # One hop saves time, not accuracy: `onebit` on two ranks trains no better by it.

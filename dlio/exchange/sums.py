@@ -319,7 +319,6 @@ class RoutedSum(Sum):
         self._receive, self._sends = None, []
 
     def _begin(self) -> None:
-        """Post the messages of the next operation."""
         kind, peer = self._ops[self._at]
         if kind != "send":
             self._receive = self._comm.irecv(self._incoming, peer, self._tag)

@@ -164,7 +164,6 @@ def _member(transform: object) -> PixelTransform:
 
 
 def _checked(transforms: object) -> list[Any]:
-    """Return a list of callables. Raises UsageError."""
     if not isinstance(transforms, Iterable) or isinstance(transforms, torch.Tensor):
         raise UsageError(f"{named('transforms', transforms)}: give a list of transforms")
     steps = list(transforms)

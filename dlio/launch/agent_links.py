@@ -321,7 +321,6 @@ def remote_shell() -> list[str]:
 
 
 def _command(node: str, module: str, *argv: str) -> list[str]:
-    """Return the command that runs a module on a node."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     command = ["env", f"PYTHONPATH={paths}", *module_command(module, *argv)]

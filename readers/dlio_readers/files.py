@@ -197,8 +197,6 @@ _LOOKED_AT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class _SampleFiles:
-    """The files of a sample."""
-
     name: str
     urls: tuple[str, ...]
     """The input, and the target if there are targets."""

@@ -325,7 +325,6 @@ class _Walk:
         ]
 
     def _look_at(self, folder: str, modified_ns: int, names: list[str]) -> "list[_Task]":
-        """Read the sizes of files."""
         entries = [self._source.entry(folder, name) for name in names]
         self.listed.append(_listed(folder, modified_ns, [entry for entry in entries if entry]))
         return []

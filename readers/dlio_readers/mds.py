@@ -70,8 +70,6 @@ _NUMBERS: Final = tuple(_CODES.values())
 
 @dataclass(frozen=True, slots=True)
 class _MdsColumn:
-    """One column of the samples."""
-
     name: str
     encoding: str
     size: int | None

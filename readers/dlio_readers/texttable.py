@@ -65,8 +65,6 @@ class _LastRows(threading.local):
 
 @dataclass(frozen=True, slots=True)
 class _TableFile:
-    """One file of a table."""
-
     file: File
     index: Arrays
     separator: str

@@ -393,8 +393,6 @@ def scan(path: str, names: Sequence[str], files: Sequence[File]) -> Arrays:
 
 @dataclass(frozen=True, slots=True)
 class _FeatureRequest:
-    """Features to read."""
-
     path: str
     names: tuple[str, ...]
     all: bool
@@ -496,8 +494,6 @@ class _Column:
 
 
 class _ScanPart:
-    """Facts about some records."""
-
     def __init__(self, wanted: _FeatureRequest) -> None:
         self._wanted = wanted
         self.at: list[int] = []

@@ -235,7 +235,6 @@ def _print_entry(entry: dict[str, Any]) -> None:
 
 
 def _ago(when: float) -> str:
-    """Return the time since `when` in words."""
     seconds = max(0.0, time.time() - when)
     for unit, size in (("days", _DAY_S), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:

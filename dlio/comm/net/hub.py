@@ -224,7 +224,6 @@ class Hub(Generic[_T]):
             self._handler.push(link.peer, link)
 
     def _end(self, link: PeerLink[_T], error: OSError | RefusedConnection) -> None:
-        """Close a link that has failed."""
         host, port = self._name(link)
         # Strangers may come in thousands.
         if (

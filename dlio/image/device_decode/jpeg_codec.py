@@ -203,7 +203,6 @@ class JpegCodec:
         normal: Normalize | None,
         made: DecodedCrops,
     ) -> None:
-        """Decode and crop a run of the images."""
         own, order = images[run.start : run.stop], slot.queue
         rooms = [-(-_bytes(image) // _ALIGNMENT) * _ALIGNMENT for image in own]
         *places, total = itertools.accumulate(rooms, initial=0)

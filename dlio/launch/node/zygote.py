@@ -161,7 +161,6 @@ class Zygote:
         return True
 
     def _connected(self, listener: socket.socket) -> None:
-        """Hear the request of a new shim."""
         connection, _ = listener.accept()
         connection.settimeout(_TIMEOUT_S)
         try:
