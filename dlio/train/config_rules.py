@@ -2,14 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Final
 
 from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, is_exact
-from dlio.train.departure import seconds_until
 from dlio.train.feature_spec import refuse
 from dlio.train.train_options import TrainOptions
 
@@ -144,8 +142,7 @@ def _check_fault_tolerance(config: TrainOptions) -> None:
             f"--exchange {exchange} does not go with --fault-tolerance: what a lost rank "
             "did is in some fragments and not in others; leave the fragments out"
         )
-    if survival.leave_at is not None:
-        seconds_until(survival.leave_at, datetime.now())
+    survival.seconds_left()
     shuffle = config.batches.shuffle
     if survival.spares:
         refuse({f"--shuffle {shuffle}": not is_exact(shuffle)}, _NOT_WITH_SPARES)

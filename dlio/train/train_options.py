@@ -1,9 +1,11 @@
 """The options of a training run that belong to no feature, in records by subject."""
 
+import datetime
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, Self
 
+from dlio.errors import UsageError
 from dlio.exchange.exchange_spec import COMPRESSORS
 from dlio.train.feature_spec import FeatureSpec, find_features, option_records
 from dlio.train.learning_rate import SCHEDULES
@@ -329,6 +331,25 @@ class SurvivalOptions(CheckedOptions):
     def is_tolerant(self) -> bool:
         """True if the run goes on, or begins again, when ranks are lost."""
         return self.fault_tolerance != "off"
+
+    def seconds_left(self) -> float | None:
+        """Return the time until a clock shows --leave-at next; None without it.
+
+        Raises UsageError for another form than HH:MM.
+        """
+        if self.leave_at is None:
+            return None
+        try:
+            then = datetime.datetime.strptime(self.leave_at, "%H:%M").time()
+        except ValueError:
+            raise UsageError(
+                f"--leave-at {self.leave_at}: give a time of day, such as 23:50"
+            ) from None
+        now = datetime.datetime.now()
+        moment = datetime.datetime.combine(now.date(), then)
+        if moment <= now:
+            moment += datetime.timedelta(days=1)
+        return (moment - now).total_seconds()
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ class TrainingRun:
         for callback in run.callbacks:
             callback.begins(run)
         elastic = None if run.recovery is None else run.recovery.elastic
-        stack.enter_context(departure_at(elastic, survival.leave_at))
+        stack.enter_context(departure_at(elastic, survival.seconds_left()))
         if run.recovery is not None and survival.spares:
             transfer = StateTransfer(run, run.recovery, self._ledger)
             stack.callback(transfer.close)

@@ -117,7 +117,6 @@ class Worker:
         self.callbacks: Sequence[Callback] = ()
         self.before_update: Callable[[], object] = lambda: None
         """Called before parameters and the optimizer's state change."""
-        self._accumulate = config.optimizer.accumulate
         self.samples = len(loader.data)
         spares = config.survival.spares
         self._ranks = layout.replicas.size
@@ -319,7 +318,9 @@ class Worker:
         more = self._pending_batches(self._step + 1)
         if self._first is None:
             self._first = self.position
-            planned = min(self._accumulate * self.global_batch, self.samples - self._first)
+            planned = min(
+                self.config.optimizer.accumulate * self.global_batch, self.samples - self._first
+            )
             # Samples that come again: their number does not matter.
             self._planned = planned if planned > 0 else self.global_batch
         first, planned = self._first, self._planned
@@ -378,7 +379,7 @@ class Worker:
 
     def _pending_batches(self, done: int) -> int:
         """Number of batches to accumulate before the next optimizer step, after `done` batches."""
-        return min(-done % self._accumulate, self._assigner.left())
+        return min(-done % self.config.optimizer.accumulate, self._assigner.left())
 
     @torch.no_grad()
     def _update(self, first: int, planned: int) -> None:
@@ -450,7 +451,7 @@ class Worker:
         return learning_rate(
             peak=each * self.peak_lr,
             done=(self.epoch_number - span.start) * samples + first * each,
-            batch=self._accumulate * self.global_batch * each,
+            batch=self.config.optimizer.accumulate * self.global_batch * each,
             total=samples * len(span),
             schedule=self.config.optimizer.lr_schedule,
         )

@@ -161,7 +161,8 @@ def test_ranks_with_one_model_skip_a_step_together() -> None:
 @pytest.mark.needs("pruning")
 def test_epochs_with_pruning_do_not_count_towards_early_stopping() -> None:
     ended: list[str] = []
-    run: Any = SimpleNamespace(history=[], stop=ended.append)
+    config = train_config(source="data", val="held-out", early_stopping=2)
+    run: Any = SimpleNamespace(config=config, history=[], stop=ended.append)
     for accuracy, removed in ((0.5, {}), (0.4, {"dead": 3}), (0.4, {}), (0.4, {})):
         assert not ended
         run.history.append(
@@ -171,7 +172,7 @@ def test_epochs_with_pruning_do_not_count_towards_early_stopping() -> None:
                 features={"pruning": {"rounds": [{"removed": removed}]}},
             )
         )
-        EarlyStopping(2).epoch_ends(run, run.history[-1])
+        EarlyStopping().epoch_ends(run, run.history[-1])
     assert ended
 
 

@@ -29,15 +29,15 @@ def make_callbacks(
 
     callbacks: list[Callback] = [SlowRankGuard()]
     if options.check_weights is not None:
-        callbacks.append(WeightGuard(options.check_weights))
+        callbacks.append(WeightGuard())
     if options.nan != "off":
         callbacks.append(NanGuard(skip=options.nan == "skip"))
     if options.tensorboard is not None and (rank == 0 or survival.is_tolerant):
-        callbacks.append(TensorBoard(options.tensorboard, options.summaries, rank))
+        callbacks.append(TensorBoard(options.tensorboard, rank))
     if options.dump_matrices is not None and rank == 0:
         callbacks.append(MatrixDump(options.dump_matrices))
     if options.early_stopping is not None:
-        callbacks.append(EarlyStopping(options.early_stopping))
+        callbacks.append(EarlyStopping())
     for text in options.callback:
         name, given = split_options("--callback", text)
         factory = load_factory("--callback", CALLBACKS.get(name, name))

@@ -7,24 +7,23 @@ from dlio.train.tasks.metrics import goodness, label, show_metric
 
 
 class EarlyStopping(Callback):
-    """End the run after `patience` epochs without a better held-out accuracy, or other metric.
+    """End the run after so many epochs without a better held-out accuracy, or other metric.
 
     Epochs in which neurons were removed do not count, because later epochs recover their loss.
     """
 
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
-
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
+        patience = run.config.callbacks.early_stopping
+        assert patience is not None
         # The history also covers epochs before the run was resumed.
         values = [goodness(epoch.watch, epoch.watched) for epoch in run.history]
         best = values.index(max(values))
         first, since = run.history[best], run.history[best + 1 :]
-        if sum(not _was_cut(epoch) for epoch in since) >= self._patience:
+        if sum(not _was_cut(epoch) for epoch in since) >= patience:
             run.stop(
                 f"held-out {label(first.watch)} has not been better than "
                 f"{show_metric(first.watch, first.watched)}, of epoch {best + 1}, for "
-                f"{self._patience} epoch(s)"
+                f"{patience} epoch(s)"
             )
 
 

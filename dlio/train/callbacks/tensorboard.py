@@ -21,15 +21,15 @@ _LOSS_EVERY: Final = 10
 class TensorBoard(Callback):
     """Write events of rank 0, by optimizer steps; an epoch's figures stand at its last step.
 
-    If rank 0 is lost, the next one goes on in an event file of its own. `summaries` are the steps
-    between two summaries of each parameter, None for none: norms of weight and gradient, their
-    ratio, and histograms. `rank` is that of this process when the job began.
+    If rank 0 is lost, the next one goes on in an event file of its own. A summary of each parameter
+    (--summaries) has norms of weight and gradient, their ratio, and histograms. `rank` is that of
+    this process when the job began.
 
     Raises UsageError if TensorBoard is not installed, or if the folder cannot be written.
     """
 
-    def __init__(self, folder: str, summaries: int | None, rank: int = 0) -> None:
-        self._folder, self._summaries = folder, summaries
+    def __init__(self, folder: str, rank: int = 0) -> None:
+        self._folder = folder
         self._losses = 0
         """Losses of ranks that were written, or that another rank has written."""
         self._open: SummaryWriter | None = self._opened() if rank == 0 else None
@@ -70,7 +70,8 @@ class TensorBoard(Callback):
             self._scalar("train/lr", run.optimizer.param_groups[0]["lr"], run.updates)
             if run.gradient_norm is not None:
                 self._scalar("train/gradient_norm", float(run.gradient_norm), run.updates)
-        if self._summaries is not None and run.updates % self._summaries == 0:
+        summaries = run.config.callbacks.summaries
+        if summaries is not None and run.updates % summaries == 0:
             self._summarise(run)
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:

@@ -42,8 +42,7 @@ class WeightGuard(Callback):
     what more than half of them have.
     """
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self) -> None:
         self._members: RankRoster | None = None
         self._alike_at = 0
         self._repairs: list[RestoredRank] = []
@@ -55,7 +54,8 @@ class WeightGuard(Callback):
         self._alike_at = run.updates
 
     def after_step(self, run: Run) -> None:
-        if run.comm.size == 1 or run.updates % self._every:
+        every = run.config.callbacks.check_weights
+        if run.comm.size == 1 or every is None or run.updates % every:
             return
         uniform(run.comm, lambda: self._compare(run))
         if run.comm.rank == 0:
