@@ -49,7 +49,6 @@ _PRELOADED = (
     "dlio.train.checkpoint.checkpoint_callback",
     "dlio.train.trainer",
     "dlio.integrations.script.runner",
-    "cv2",
     "google_crc32c",
     "numpy.ma",
     "rich._emoji_codes",
@@ -104,6 +103,9 @@ def main(path: str) -> None:
     sys.path[1:1] = [os.path.join(_ROOT, room).rstrip("/") for room in _ROOMS]
     for module in _PRELOADED:
         __import__(module)
+    from dlio.image.decoder import opencv
+
+    opencv()  # It reads its settings when it is loaded, and dlio has some for it.
     # Finalizers of these modules would take torch's operators down at the end of every program:
     # 35 ms, as long as all else in a short one.
     for finalizer in list(vars(weakref.finalize)["_registry"]):

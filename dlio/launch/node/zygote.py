@@ -1,11 +1,11 @@
 """The zygote: a process that has imported what ranks need, and forks a rank for each shim.
 
-    python -P -m dlio.launch.node.zygote LISTENER CONTROL MODULES...
+    python -P -m dlio.launch.node.zygote LISTENER MODULES...
 
-LISTENER is a socket at which shims connect, -1 for none; CONTROL is one to its owner: an agent, or
-a searcher. It imports MODULES, but neither MPI nor CUDA, and has a single thread: a child of a
-process with threads may inherit a lock that nobody releases. Ranks end when their shim does, when
-the owner asks for it, and with this process.
+LISTENER is a socket at which shims connect, -1 for none; standard input is one to its owner: an
+agent, or a searcher. It imports MODULES, but neither MPI nor CUDA, and has a single thread: a child
+of a process with threads may inherit a lock that nobody releases. Ranks end when their shim does,
+when the owner asks for it, and with this process.
 
 | the owner sends | the zygote answers |
 |---|---|
@@ -267,9 +267,11 @@ class Zygote:
             os.close(rank.watch)
 
 
-def main(listener: int, control: int, modules: list[str]) -> None:
+def main(listener: int, modules: list[str]) -> None:
     """Import modules and fork ranks. Returns in the zygote at its end, and in ranks at theirs."""
-    owner = socket.socket(fileno=control)
+    owner = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:  # Modules must not read the owner's orders.
+        os.dup2(nothing.fileno(), 0)
     for name in modules:
         # A rank that needs it tells the error.
         with suppress(ImportError):
@@ -326,4 +328,4 @@ def _become(request: _RankOrder) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2:])

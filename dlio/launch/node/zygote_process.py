@@ -29,15 +29,15 @@ class ZygoteProcess:
     ) -> None:
         self.control, its = socket.socketpair()
         self._keys = itertools.count()
-        numbers = (-1 if listener is None else listener.fileno(), its.fileno())
+        inherited = () if listener is None else (listener.fileno(),)
         with its:
             self._process = subprocess.Popen(
-                module_command("dlio.launch.node.zygote", *map(str, numbers), *modules),
+                module_command("dlio.launch.node.zygote", *map(str, inherited or (-1,)), *modules),
                 # OpenBLAS starts threads when it is loaded.
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
+                stdin=its.fileno(),
                 stdout=_ERRORS,
-                pass_fds=[number for number in numbers if number >= 0],
+                pass_fds=inherited,
                 start_new_session=True,
             )
 
