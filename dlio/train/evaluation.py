@@ -16,7 +16,7 @@ from dlio.train.feature_hooks import layout_of
 from dlio.train.tasks.metrics import label, show_metric
 from dlio.train.tasks.registry import make_task, resolve_config
 from dlio.train.train_options import ModelOptions
-from dlio.train.training_data import make_loader, open_data
+from dlio.train.training_data import RunData
 from dlio.train.weights import read_weights
 from dlio.util.cores import available_cores
 from dlio.util.heap import keep_freed_memory
@@ -58,9 +58,8 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
     comm = world()
     with ExitStack() as stack:
         layout = stack.enter_context(layout_of(config, comm))
-        data = stack.enter_context(
-            open_data(layout, config.data.source, config, config.data.tiers, False)
-        )
+        sources = RunData(config, layout)
+        data = stack.enter_context(sources.open(config.data.source, config.data.tiers, False))
         config = resolve_config(config, data, layout.schema(data))
         if config.model.task == "regress" and not is_table(data.reader.schema):
             raise UsageError(
@@ -68,7 +67,7 @@ def evaluate(config: TrainConfig) -> EvaluationReport:
                 "or arrays: give `dlio train` the data as --val"
             )
         device = choose_device(config.model.device, comm)
-        loader = stack.enter_context(make_loader(data, config, False, layout, device))
+        loader = stack.enter_context(sources.loader(data, False, device))
         data.mount(layout.data, config.ranks.pretend_nodes)
         torch.set_num_threads(max(1, available_cores() // comm.size))
         keep_freed_memory()

@@ -34,7 +34,7 @@ from dlio.train.sample_ledger import SampleLedger
 from dlio.train.state_transfer import StateTransfer
 from dlio.train.tasks.registry import make_task, resolve_config
 from dlio.train.tasks.task_base import TrainingTask
-from dlio.train.training_data import make_loader, open_data
+from dlio.train.training_data import RunData
 from dlio.train.training_progress import TrainingProgress
 from dlio.train.weights import load_weights
 from dlio.train.worker import Worker
@@ -89,20 +89,20 @@ class TrainingRun:
         self._end_requests: EndRequests | None = None
         self._checkpoints = self._open_checkpoints()
         self._layout = layout = stack.enter_context(layout_of(config, comm))
-        self._data = data = stack.enter_context(
-            open_data(layout, config.data.source, config, config.data.tiers, True)
-        )
+        sources, options = RunData(config, layout), config.data
+        data = stack.enter_context(sources.open(options.source, options.tiers, True))
+        self._data = data
         self._config = config = resolve_config(config, data, layout.schema(data))
         self._device = device = choose_device(config.model.device, comm)
         stack.enter_context(devices_connected(comm, device))
-        self._loader = stack.enter_context(make_loader(data, config, True, layout, device))
+        self._loader = stack.enter_context(sources.loader(data, True, device))
         self._mounted = data.mount(layout.data, config.ranks.pretend_nodes)
         layout.check_order(self._mounted)
         self._held_out: DataLoader | None = None
-        if config.data.val is not None:
+        if options.val is not None:
             spare = self._mounted.spare_tiers()
-            val = stack.enter_context(open_data(layout, config.data.val, config, spare, False))
-            self._held_out = stack.enter_context(make_loader(val, config, False, layout, device))
+            val = stack.enter_context(sources.open(options.val, spare, False))
+            self._held_out = stack.enter_context(sources.loader(val, False, device))
 
     def _open_checkpoints(self) -> "Checkpoints | None":
         options, comm = self._config.checkpoints, self._comm
@@ -165,7 +165,7 @@ class TrainingRun:
         policy, hang_after = watch_policy(), config.survival.hang_after
         policy.hang_after_s = math.inf if hang_after == 0 else hang_after
         policy.evicts_slow = config.survival.evict_slow
-        self._callbacks = make_callbacks(config.callbacks, config.survival, comm.rank)
+        self._callbacks = make_callbacks(config.callbacks, comm.rank)
         self._restart.end_phase("model")
 
     def _make_model(self, task: TrainingTask) -> nn.Module:
@@ -273,7 +273,7 @@ class TrainingRun:
             report.checkpoints = self._checkpoints.statistics()
         if (path := self._config.checkpoints.save) is not None:
             self._save_weights(path)
-        _write_report(self._config.results.report, self._comm, report)
+        _write_report(self._comm, report)
         if self._planned is not None:
             self._planned.end()
 
@@ -288,11 +288,11 @@ class TrainingRun:
         self._run.features.save(path)
 
 
-def _write_report(path: str | None, comm: Communicator, report: RunReport) -> None:
+def _write_report(comm: Communicator, report: RunReport) -> None:
     """Write the report on rank 0. Collective."""
 
     def write() -> None:
-        if path is not None and comm.rank == 0:
+        if (path := report.config.results.report) is not None and comm.rank == 0:
             text = report.to_json().encode()
             write_whole(path, lambda file: file.write(text))
         comm.barrier()  # If rank 0 is lost before it has written, the next one writes.

@@ -1,6 +1,7 @@
 """Open the data sets and loaders of a run on every rank."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,34 +13,34 @@ from dlio.loader.dataset import Dataset
 from dlio.storage.tier_spec import Tiers, decoded_spec
 from dlio.train.array_fields import is_arrays, is_table
 from dlio.train.rank_layout import RankLayout
-from dlio.train.train_options import DataOptions, TrainOptions
+from dlio.train.train_options import TrainOptions
 
 
-def open_data(
-    layout: RankLayout,
-    path: str,
-    config: TrainOptions,
-    tiers: Tiers | None,
-    training: bool,
-) -> Dataset:
-    """Open a data set, on rank 0 first so that the others find its listing in the cache.
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """Opens the data sets of a run, and their loaders, as its options and its layout want."""
 
-    None for `tiers` stands for the default. In training, crops and flips of images are random, and
-    replicas are read from, too.
-    """
-    options, size = config.data, config.model.image_size
-    scale = (options.crop_scale, 1.0)
+    config: TrainOptions
+    layout: RankLayout
 
-    def open_it() -> Dataset:
+    def open(self, path: str, tiers: Tiers | None, training: bool) -> Dataset:
+        """Open a data set, on rank 0 first so that the others find its listing in the cache.
+
+        None for `tiers` stands for the default. In training, crops and flips of images are random,
+        and replicas are read from, too.
+        """
+        comm = self.layout.comm
+        if comm.rank:
+            comm.barrier()
+        options, size = self.config.data, self.config.model.image_size
         reader = open_reader(path)
-        is_pictures = not is_table(reader.schema) and not is_arrays(reader.schema)
         drawn = None
-        if training and is_pictures:
+        if training and not is_table(reader.schema) and not is_arrays(reader.schema):
             drawn = crop_transforms.Compose(
                 [
-                    crop_transforms.RandomResizedCrop(size, scale),
+                    crop_transforms.RandomResizedCrop(size, (options.crop_scale, 1.0)),
                     crop_transforms.RandomHorizontalFlip(),
-                    *_mixtures(options, reader),
+                    *self._mixtures(reader),
                 ]
             )
         given: dict[str, Any] = {
@@ -51,63 +52,53 @@ def open_data(
             "on_error": options.on_error,
             "replicas": options.replica if training else (),
         }
-        return layout.open(path, reader, given)
-
-    if layout.comm.rank == 0:
-        data = open_it()
-        layout.comm.barrier()
+        data = self.layout.open(path, reader, given)
+        if comm.rank == 0:
+            comm.barrier()
         return data
-    layout.comm.barrier()
-    return open_it()
 
+    def _mixtures(self, reader: Reader) -> list[Callable[..., Any]]:
+        """Return the transforms of --mixup and --cutmix: of each step's global batch, so that
+        images do not depend on the number of ranks and threads."""
+        options = self.config.data
+        kinds = (crop_transforms.MixUp, options.mixup), (crop_transforms.CutMix, options.cutmix)
+        wanted = [(kind, alpha) for kind, alpha in kinds if alpha is not None]
+        if not wanted:
+            return []
+        classes = len(reader.classes) or int(reader.labels.max()) + 1
+        made = [kind(alpha=alpha, num_classes=classes) for kind, alpha in wanted]
+        mixer = made[0] if len(made) == 1 else crop_transforms.RandomChoice(made)
+        # Pixels stay 0 to 255: they are normalised on the device.
+        return [crop_transforms.ToDtype(torch.float32), mixer]
 
-def _mixtures(options: DataOptions, reader: Reader) -> list[Callable[..., Any]]:
-    """Return the transforms of --mixup and --cutmix: of each step's global batch, so that images
-    do not depend on the number of ranks and threads."""
-    kinds = (crop_transforms.MixUp, options.mixup), (crop_transforms.CutMix, options.cutmix)
-    wanted = [(kind, alpha) for kind, alpha in kinds if alpha is not None]
-    if not wanted:
-        return []
-    classes = len(reader.classes) or int(reader.labels.max()) + 1
-    made = [kind(alpha=alpha, num_classes=classes) for kind, alpha in wanted]
-    mixer = made[0] if len(made) == 1 else crop_transforms.RandomChoice(made)
-    # Pixels stay 0 to 255: they are normalised on the device.
-    return [crop_transforms.ToDtype(torch.float32), mixer]
+    def loader(
+        self, data: Dataset, training: bool, device: torch.device | None = None
+    ) -> DataLoader:
+        """Make the loader of a data set; it shuffles and records its trace only for training.
 
-
-def make_loader(
-    data: Dataset,
-    config: TrainOptions,
-    training: bool,
-    layout: RankLayout,
-    device: torch.device | None = None,
-) -> DataLoader:
-    """Make the loader of a data set; it shuffles and records its trace only for training. For the
-    device of the model see `_hands_over`."""
-    options = config.batches
-    loader = DataLoader(
-        data,
-        options.batch_size,
-        training,
-        num_workers=options.workers,
-        mode=options.shuffle,
-        source_order=options.source_order if training else "sample",
-        pretend_nodes=config.ranks.pretend_nodes,
-        pin_memory=torch.cuda.is_available(),
-        trace=options.trace_out if training else None,
-        device=device if _hands_over(data, options.decode, device) else None,
-        decode=options.decode,
-        mesh=layout.data_mesh,
-    )
-    loader.assigns_batches = False  # The worker does, for all of its loaders.
-    return loader
-
-
-def _hands_over(data: Dataset, decode: str, device: torch.device | None) -> bool:
-    """True if the loader hands out batches on the model's device: where the device decodes or keeps
-    images, and where a GPU can have crops ahead of their use, without boxes or masks whose
-    values the host checks."""
-    if decode == "device" or decoded_spec(data.tiers, "gpu") is not None:
-        return True
-    on_gpu = device is not None and device.type == "cuda"
-    return on_gpu and data.crops and not data.recipe.moves
+        It hands out batches on the model's device where this decodes or keeps images, and where a
+        GPU can have crops ahead of their use, without boxes or masks whose values the host checks.
+        """
+        options = self.config.batches
+        on_gpu = device is not None and device.type == "cuda"
+        hands_over = (
+            options.decode == "device"
+            or decoded_spec(data.tiers, "gpu") is not None
+            or (on_gpu and data.crops and not data.recipe.moves)
+        )
+        loader = DataLoader(
+            data,
+            options.batch_size,
+            training,
+            num_workers=options.workers,
+            mode=options.shuffle,
+            source_order=options.source_order if training else "sample",
+            pretend_nodes=self.config.ranks.pretend_nodes,
+            pin_memory=torch.cuda.is_available(),
+            trace=options.trace_out if training else None,
+            device=device if hands_over else None,
+            decode=options.decode,
+            mesh=self.layout.data_mesh,
+        )
+        loader.assigns_batches = False  # The worker does, for all of its loaders.
+        return loader

@@ -21,7 +21,7 @@ from dlio.loader.dataset import open_dataset
 from dlio.train.config import TrainConfig, train_config
 from dlio.train.model import make_model
 from dlio.train.rank_layout import RankLayout
-from dlio.train.training_data import open_data
+from dlio.train.training_data import RunData
 from dlio.util.options import options_of
 
 MpiRun = Callable[..., subprocess.CompletedProcess[str]]
@@ -239,8 +239,8 @@ def test_a_configuration_that_cannot_work_names_its_option(wrong: dict[str, Any]
 @pytest.mark.parametrize("training", [True, False])
 def test_training_crops_have_at_least_the_requested_area(pictures: Path, training: bool) -> None:
     config = train_config("x", image_size=48, crop_scale=0.5)
-    source, layout = str(pictures / "train"), RankLayout(SingleCommunicator())
-    crop = open_data(layout, source, config, "none", training).crop
+    sources = RunData(config, RankLayout(SingleCommunicator()))
+    crop = sources.open(str(pictures / "train"), "none", training).crop
     same = Crop(48, training, (0.5, 1.0), across=48) if training else Crop(48, training)
     assert crop == same
     if training:

@@ -11,15 +11,15 @@ from dlio.errors import UsageError
 from dlio.image.device_decode.nvimagecodec import is_installed
 from dlio.train.config import train_config
 from dlio.train.rank_layout import RankLayout
-from dlio.train.training_data import make_loader, open_data
+from dlio.train.training_data import RunData
 
 
 def _batches(folder: Path, training: bool, **options: Any) -> list[tuple[Any, Any]]:
     config = train_config(str(folder), image_size=64, batch_size=5, **options)
-    layout, device = RankLayout(SingleCommunicator()), torch.device("cpu")
+    sources = RunData(config, RankLayout(SingleCommunicator()))
     with (
-        open_data(layout, config.data.source, config, "none", training) as data,
-        make_loader(data, config, training, layout, device) as loader,
+        sources.open(config.data.source, "none", training) as data,
+        sources.loader(data, training, torch.device("cpu")) as loader,
     ):
         made = [(images.clone(), labels.clone()) for images, labels in loader]
         counts = loader.stats()

@@ -14,7 +14,7 @@ from dlio.train.config import train_config
 from dlio.train.rank_layout import RankLayout
 from dlio.train.tasks.classification import Classes
 from dlio.train.trainer import train
-from dlio.train.training_data import make_loader, open_data
+from dlio.train.training_data import RunData
 
 CLASSES = 4
 
@@ -22,10 +22,10 @@ CLASSES = 4
 def batches(folder: Path, **options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return copies of the batches of an epoch."""
     config = train_config(str(folder / "train"), image_size=32, batch_size=16, **options)
-    layout = RankLayout(SingleCommunicator())
+    sources = RunData(config, RankLayout(SingleCommunicator()))
     with (
-        open_data(layout, config.data.source, config, "none", True) as data,
-        make_loader(data, config, True, layout) as loader,
+        sources.open(config.data.source, "none", True) as data,
+        sources.loader(data, True) as loader,
     ):
         return [(images.clone(), labels.clone()) for images, labels in loader]
 

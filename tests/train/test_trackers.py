@@ -39,7 +39,7 @@ def test_prometheus_gets_whole_files(dlio: Dlio, pictures: Path, here: Path) -> 
 def test_a_file_that_cannot_be_written_is_refused_at_once(here: Path) -> None:
     config = train_config(source="x", callback=("prometheus(file='gone/m.prom')",))
     with pytest.raises(UsageError, match=r"gone does not exist"):
-        make_callbacks(config.callbacks, config.survival, 0)
+        make_callbacks(config.callbacks, 0)
 
 
 class _Recorder:
@@ -81,7 +81,7 @@ def test_trackers_get_options_and_figures(
     recorder = _Recorder()
     monkeypatch.setitem(sys.modules, text.partition("(")[0], recorder)
     config = train_config(source="x", callback=(text,))
-    *_, tracker = make_callbacks(config.callbacks, config.survival, 0)
+    *_, tracker = make_callbacks(config.callbacks, 0)
     run: Any = SimpleNamespace(config=config, comm=SimpleNamespace(rank=0, size=2), updates=5)
     monkeypatch.setattr("dlio.train.callbacks.trackers.figures_of", lambda _: {"epoch/loss": 0.5})
     with tracker:
@@ -96,7 +96,7 @@ def test_trackers_get_options_and_figures(
 def test_a_tracker_that_is_not_installed_says_so() -> None:
     config = train_config(source="x", callback=("mlflow()",))
     with pytest.raises(UsageError, match="pip install mlflow"):
-        make_callbacks(config.callbacks, config.survival, 0)
+        make_callbacks(config.callbacks, 0)
 
 
 def test_an_unknown_callback_is_refused(dlio: Dlio, pictures: Path) -> None:

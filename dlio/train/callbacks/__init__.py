@@ -7,14 +7,12 @@ by its name.
 from dlio.errors import UsageError
 from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.names import CALLBACKS
-from dlio.train.train_options import CallbackOptions, SurvivalOptions
+from dlio.train.train_options import CallbackOptions
 
 __all__ = ["Callback", "Run", "make_callbacks"]
 
 
-def make_callbacks(
-    options: CallbackOptions, survival: SurvivalOptions, rank: int
-) -> list[Callback]:
+def make_callbacks(options: CallbackOptions, rank: int) -> list[Callback]:
     """Make the callbacks that a run's options ask for.
 
     Raises UsageError for a factory that cannot be called or gives another type.
@@ -32,10 +30,10 @@ def make_callbacks(
         callbacks.append(WeightGuard())
     if options.nan != "off":
         callbacks.append(NanGuard(skip=options.nan == "skip"))
-    if options.tensorboard is not None and (rank == 0 or survival.is_tolerant):
-        callbacks.append(TensorBoard(options.tensorboard, rank))
+    if options.tensorboard is not None:
+        callbacks.append(TensorBoard())
     if options.dump_matrices is not None and rank == 0:
-        callbacks.append(MatrixDump(options.dump_matrices))
+        callbacks.append(MatrixDump())
     if options.early_stopping is not None:
         callbacks.append(EarlyStopping())
     for text in options.callback:

@@ -20,12 +20,11 @@ class MatrixDump(Callback):
     gradients of the epoch's last step. Types narrower than 32 bits are written as float32.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
         self._gradients: dict[str, torch.Tensor] = {}
 
     def begins(self, run: Run) -> None:
-        _make(self._folder)
+        _make(_folder_of(run))
 
     def after_step(self, run: Run) -> None:
         self._gradients = {
@@ -35,7 +34,7 @@ class MatrixDump(Callback):
         }
 
     def epoch_ends(self, run: Run, report: EpochReport) -> None:
-        epoch = os.path.join(self._folder, f"epoch-{report.epoch + 1:04d}")
+        epoch = os.path.join(_folder_of(run), f"epoch-{report.epoch + 1:04d}")
         for kind, tensors in (("weights", run.model.state_dict()), ("gradients", self._gradients)):
             folder = os.path.join(epoch, kind)
             _make(folder)
@@ -47,6 +46,12 @@ class MatrixDump(Callback):
                 np.save(packed, held.numpy())
                 path = os.path.join(folder, f"{name}.npy")
                 write_whole(path, operator.methodcaller("write", packed.getbuffer()))
+
+
+def _folder_of(run: Run) -> str:
+    folder = run.config.callbacks.dump_matrices
+    assert folder is not None
+    return folder
 
 
 def _make(folder: str) -> None:

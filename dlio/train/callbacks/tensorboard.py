@@ -22,19 +22,20 @@ class TensorBoard(Callback):
     """Write events of rank 0, by optimizer steps; an epoch's figures stand at its last step.
 
     If rank 0 is lost, the next one goes on in an event file of its own. A summary of each parameter
-    (--summaries) has norms of weight and gradient, their ratio, and histograms. `rank` is that of
-    this process when the job began.
-
-    Raises UsageError if TensorBoard is not installed, or if the folder cannot be written.
+    (--summaries) has norms of weight and gradient, their ratio, and histograms.
     """
 
-    def __init__(self, folder: str, rank: int = 0) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
+        self._folder: str | None = None
         self._losses = 0
         """Losses of ranks that were written, or that another rank has written."""
-        self._open: SummaryWriter | None = self._opened() if rank == 0 else None
+        self._open: SummaryWriter | None = None
 
-    def _opened(self) -> "SummaryWriter":
+    @property
+    def _writer(self) -> "SummaryWriter":
+        """Raises UsageError if TensorBoard is not installed, or the folder cannot be written."""
+        if self._open is not None:
+            return self._open
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -42,14 +43,9 @@ class TensorBoard(Callback):
                 f"--tensorboard: {error}; install it: {how_to_install('tensorboard')}"
             ) from error
         try:
-            return SummaryWriter(self._folder)
+            self._open = SummaryWriter(self._folder)
         except OSError as error:
             raise unwritable(f"--tensorboard {self._folder}", error) from error
-
-    @property
-    def _writer(self) -> "SummaryWriter":
-        if self._open is None:
-            self._open = self._opened()
         return self._open
 
     def __exit__(self, *_: object) -> None:
@@ -57,6 +53,7 @@ class TensorBoard(Callback):
             self._open.close()
 
     def begins(self, run: Run) -> None:
+        self._folder = run.config.callbacks.tensorboard
         if run.comm.rank == 0:
             self._scalar("ranks/number", run.comm.size, run.updates)
 
