@@ -219,7 +219,7 @@ def distribute(
     return connect(
         model,
         optimizer,
-        exchange,
+        parse_exchange(exchange),
         seed=whole_number("seed", seed),
         pretend_nodes=pretend_nodes,
         are_alike=False,
@@ -230,7 +230,7 @@ def distribute(
 def connect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    exchange: str,
+    spec: ExchangeSpec,
     *,
     seed: int,
     pretend_nodes: int | None,
@@ -242,11 +242,9 @@ def connect(
 
     If the models are alike, or soon will be, nobody gets rank 0's.
     """
-    spec, comm = parse_exchange(exchange), world() if comm is None else comm
+    comm = world() if comm is None else comm
     if spec.fragments > 1 and recovery_of(comm) is not None:
-        raise UsageError(
-            f"exchange {exchange}: does not survive lost ranks; leave the fragments out"
-        )
+        raise UsageError(f"exchange {spec}: does not survive lost ranks; leave the fragments out")
     if not are_alike:
         broadcast_state(model, comm)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from dlio.errors import UsageError
-from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.config_rules import check_together
 from dlio.train.names import DEFAULT_OPTIMIZER
 from dlio.train.train_options import TrainOptions
@@ -37,7 +36,7 @@ class TrainConfig(TrainOptions):
             return self.optimizer.lr
         batch = self.batches.batch_size * self.optimizer.accumulate * ranks
         usual = usual_lr(self.optimizer.optimizer or DEFAULT_OPTIMIZER, batch)
-        exchange = parse_exchange(self.ranks.exchange)
+        exchange = self.ranks.spec
         if ranks > 1 and exchange.has_outer:
             local = _LOCAL if exchange.momentum else 1.0
             usual *= local * (1 - exchange.momentum) / exchange.rate

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Final
 
 from dlio.errors import UsageError
-from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan.block_order import window_of
 from dlio.plan.epoch import check_mode, is_exact
 from dlio.train.feature_spec import refuse
@@ -25,7 +24,7 @@ _NOT_WITH_SPARES: Final = "{option} does not go with --spares yet: leave one of 
 
 def check_together(config: TrainOptions) -> None:
     """Raise UsageError for options that need others, or do not go with others."""
-    batches, spec = config.batches, parse_exchange(config.ranks.exchange)
+    batches, spec = config.batches, config.ranks.spec
     check_mode(batches.shuffle)
     if config.callbacks.check_weights is not None and not spec.alike:
         raise UsageError(
@@ -84,10 +83,10 @@ def _check_decoding(config: TrainOptions) -> None:
 
 def _check_replay(config: TrainOptions) -> None:
     if config.results.replay is not None:
-        exchange = config.ranks.exchange
+        ranks = config.ranks
         refuse(
             {
-                f"--exchange {exchange}": parse_exchange(exchange).ranks_differ,
+                f"--exchange {ranks.exchange}": ranks.spec.ranks_differ,
                 "--checkpoint": config.checkpoints.checkpoint is not None,
             },
             _NOT_REPLAYED,
@@ -119,7 +118,7 @@ def _check_nodes(config: TrainOptions) -> None:
 
 
 def _check_fault_tolerance(config: TrainOptions) -> None:
-    survival, exchange = config.survival, config.ranks.exchange
+    survival, ranks = config.survival, config.ranks
     if survival.fault_tolerance == "off":
         refuse(
             {
@@ -137,9 +136,9 @@ def _check_fault_tolerance(config: TrainOptions) -> None:
             f"--checkpoint-minutes does not go with --fault-tolerance {survival.fault_tolerance} "
             "yet: give --checkpoint-every"
         )
-    elif parse_exchange(exchange).fragments > 1:
+    elif ranks.spec.fragments > 1:
         raise UsageError(
-            f"--exchange {exchange} does not go with --fault-tolerance: what a lost rank "
+            f"--exchange {ranks.exchange} does not go with --fault-tolerance: what a lost rank "
             "did is in some fragments and not in others; leave the fragments out"
         )
     survival.seconds_left()

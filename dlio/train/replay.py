@@ -56,7 +56,6 @@ class Replay:
         loaders: Sequence[DataLoader],
         recovery: Recovery,
         global_batch: int,
-        workers: int,
     ) -> None:
         assert isinstance(recovery.membership, PlannedMembership)
         self._path, self._recovery = path, recovery
@@ -69,7 +68,7 @@ class Replay:
         self._batches = DataLoader(
             self._data,
             batch_sampler=self._own,
-            num_workers=workers,
+            num_workers=loaders[0].num_workers,
             generator=torch.Generator(),  # Otherwise it draws from the one for dropout.
         )
         self._epoch = self._left = 0

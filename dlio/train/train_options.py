@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, Self
 
 from dlio.errors import UsageError
-from dlio.exchange.exchange_spec import COMPRESSORS
+from dlio.exchange.exchange_spec import COMPRESSORS, ExchangeSpec, parse_exchange
 from dlio.train.feature_spec import FeatureSpec, find_features, option_records
 from dlio.train.learning_rate import SCHEDULES
 from dlio.train.names import DEFAULT_MODEL, TASK_NAMES
@@ -260,6 +260,11 @@ class ExchangeOptions(CheckedOptions):
         int | None,
         Option("Number of nodes to pretend: the ranks are divided into this many groups.", least=1),
     ] = None
+
+    @property
+    def spec(self) -> ExchangeSpec:
+        """The exchange of --exchange. Raises UsageError for an unknown one."""
+        return parse_exchange(self.exchange)
 
     @property
     def node_names(self) -> tuple[str, ...]:

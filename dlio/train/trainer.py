@@ -17,7 +17,6 @@ from dlio.comm.survival.membership import AllLeave, AllPause, RankLeft
 from dlio.comm.survival.node_watch import watch_policy
 from dlio.comm.survival.recovery import check_survival, recovery_of, uniform
 from dlio.errors import DlioError, UsageError
-from dlio.exchange.exchange_spec import parse_exchange
 from dlio.exchange.nccl import devices_connected
 from dlio.launch.node.job_starts import start_of
 from dlio.loader.dataloader import DataLoader
@@ -190,7 +189,7 @@ class TrainingRun:
             self._saving = self._save_regularly(self._checkpoints)
             self._callbacks.append(self._saving)
         self._ledger: SampleLedger | None = None
-        if (trace := self._config.results.trace) is not None:
+        if (trace := run.config.results.trace) is not None:
             self._ledger = stack.enter_context(restart.open_ledger(run, trace))
         restart.note_losses(run)
         self._snapshots = restart.snapshots(run, self._ledger)
@@ -201,12 +200,12 @@ class TrainingRun:
     def _save_regularly(self, checkpoints: "Checkpoints") -> "CheckpointCallback":
         from dlio.train.checkpoint.checkpoint_callback import CheckpointCallback
 
-        requests = None
+        run, requests = self._run, None
         if self._end_requests is not None:
-            requests = make_request_channel(self._comm, parse_exchange(self._config.ranks.exchange))
+            requests = make_request_channel(run.comm, run.config.ranks.spec)
             self._stack.callback(requests.close)
             self._end_requests.ask = partial(requests.wish, RunRequest.END)
-        return CheckpointCallback(self._run, checkpoints, requests)
+        return CheckpointCallback(run, checkpoints, requests)
 
     def train(self) -> None:
         """Train the remaining epochs, or until the ranks are told to pause or to leave."""
@@ -222,9 +221,9 @@ class TrainingRun:
             raise
 
     def _epochs(self) -> None:
-        run, comm, stack, epochs = self._run, self._comm, self._stack, self._config.optimizer.epochs
-        survival = self._config.survival
-        progress = stack.enter_context(TrainingProgress(epochs, run.steps, comm.rank))
+        run, comm, stack = self._run, self._comm, self._stack
+        survival = run.config.survival
+        progress = stack.enter_context(TrainingProgress(run))
         for callback in run.callbacks:
             callback.begins(run)
         elastic = None if run.recovery is None else run.recovery.elastic
@@ -233,7 +232,7 @@ class TrainingRun:
             transfer = StateTransfer(run, run.recovery, self._ledger)
             stack.callback(transfer.close)
             run.rest(comm.size - survival.spares)
-        for epoch in range(len(run.history), epochs):
+        for epoch in range(len(run.history), run.config.optimizer.epochs):
             progress.epoch_ends(run.epoch(epoch, progress, self._ledger))
             if run.stopped is not None:
                 break
@@ -271,7 +270,7 @@ class TrainingRun:
         if self._checkpoints is not None:
             self._checkpoints.wait()
             report.checkpoints = self._checkpoints.statistics()
-        if (path := self._config.checkpoints.save) is not None:
+        if (path := run.config.checkpoints.save) is not None:
             self._save_weights(path)
         _write_report(self._comm, report)
         if self._planned is not None:

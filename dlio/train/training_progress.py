@@ -6,6 +6,7 @@ from typing import Self
 
 from dlio.comm.launch_environment import shows_terminal
 from dlio.comm.survival.recovery import MeasuredLoss
+from dlio.train.callbacks.callback_base import Run
 from dlio.train.feature_spec import find_features
 from dlio.train.report import EpochReport
 from dlio.train.tasks.metrics import show_metric
@@ -21,11 +22,10 @@ _FIRST = "waiting for the first batch"
 class TrainingProgress:
     """Show the progress of a run, on rank 0 only, and that of each rank to `dlio top`."""
 
-    def __init__(self, epochs: int, steps: int, rank: int) -> None:
-        speaks = rank == 0
-        self._epochs = epochs
-        self.steps = steps
-        """Steps of the current epoch."""
+    def __init__(self, run: Run) -> None:
+        speaks = run.comm.rank == 0
+        self._run, self.steps = run, run.steps
+        """`steps` are those of the current epoch."""
         self._speaks = speaks
         self._tells = speaks and tells_launcher()
         draws = speaks and not self._tells and shows_terminal()
@@ -38,7 +38,7 @@ class TrainingProgress:
         """Return what `dlio top` shows of this rank's training."""
         return {
             "epoch": max(0, self._epoch) + 1,
-            "epochs": self._epochs,
+            "epochs": self._run.config.optimizer.epochs,
             "step": self._step,
             "steps": self.steps,
         }
@@ -117,4 +117,4 @@ class TrainingProgress:
         print(line, flush=True)
 
     def _name(self, epoch: int) -> str:
-        return f"epoch {epoch + 1}/{self._epochs}"
+        return f"epoch {epoch + 1}/{self._run.config.optimizer.epochs}"

@@ -95,7 +95,7 @@ class Worker:
         self.exchange = connect(
             self.model,
             self.optimizer,
-            config.ranks.exchange,
+            config.ranks.spec,
             seed=seed,
             pretend_nodes=config.ranks.pretend_nodes if summing is None else None,
             are_alike=is_found,
@@ -142,8 +142,8 @@ class Worker:
             )
         else:
             assert self.recovery is not None
-            trace, workers = config.results.replay, config.batches.workers
-            self._assigner = Replay(trace, loaders, self.recovery, global_batch, workers)
+            trace = config.results.replay
+            self._assigner = Replay(trace, loaders, self.recovery, global_batch)
         self._losses_told = self._changes_told = 0
         self.earlier_losses: list[MeasuredLoss] = []
         """Losses before the ranks were started again."""

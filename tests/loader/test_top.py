@@ -2,11 +2,13 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 import dlio
+from dlio.train.config import train_config
 from dlio.train.training_progress import TrainingProgress
 from dlio.util.live_figures import ask_all
 from dlio_staging.byte_progress import show_progress
@@ -49,7 +51,9 @@ def test_a_loader_tells_samples_bytes_and_tiers_while_its_data_set_is_open(tmp_p
 
 def test_a_training_tells_epoch_and_step_on_every_rank() -> None:
     for rank in (0, 1):
-        with TrainingProgress(3, 10, rank) as progress:
+        config, comm = train_config("x", epochs=3), SimpleNamespace(rank=rank)
+        run: Any = SimpleNamespace(config=config, comm=comm, steps=10)
+        with TrainingProgress(run) as progress:
             assert parts("training")[0]["epoch"] == 1
             progress.step(1, 4, 8, 0.0)
             (part,) = parts("training")

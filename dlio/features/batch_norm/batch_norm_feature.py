@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 
 from dlio.errors import UsageError
-from dlio.exchange.exchange_spec import parse_exchange
 from dlio.plan.epoch import is_exact
 from dlio.train.config import TrainConfig
 from dlio.train.feature_spec import FeatureSpec, refuse
@@ -73,7 +72,7 @@ class BatchNormFeature(FeatureSpec):
         if group is None and mode != "sync":
             return
         exchange, batches = config.ranks.exchange, config.batches
-        spec, tolerance = parse_exchange(exchange), config.survival.fault_tolerance
+        spec, tolerance = config.ranks.spec, config.survival.fault_tolerance
         unsuitable = {
             f"--exchange {exchange}": not spec.alike,
             **config.labelled("pruning"),

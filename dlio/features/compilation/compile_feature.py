@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.config import TrainConfig
 from dlio.train.feature_spec import FeatureSpec, refuse
 from dlio.util.options import CheckedOptions, Option
@@ -34,7 +33,7 @@ class CompileFeature(FeatureSpec):
             exchange = config.ranks.exchange
             refuse(
                 {
-                    f"--exchange {exchange}": parse_exchange(exchange).pairwise,
+                    f"--exchange {exchange}": config.ranks.spec.pairwise,
                     **config.labelled("layerwise"),
                 },
                 "--compile does not go with {option}, which changes the model between its layers "

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from dlio.errors import UsageError
-from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.config import TrainConfig
 from dlio.train.feature_spec import FeatureSpec, refuse
 from dlio.util.options import CheckedOptions, Option
@@ -47,7 +46,7 @@ class LayerwiseFeature(FeatureSpec):
         exchange = config.ranks.exchange
         refuse(
             {
-                f"--exchange {exchange}": not parse_exchange(exchange).alike,
+                f"--exchange {exchange}": not config.ranks.spec.alike,
                 **config.labelled("pruning", "skipping"),
             },
             "{option} does not go with --layerwise: leave one of them out",

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dlio.errors import UsageError
-from dlio.exchange.exchange_spec import parse_exchange
 from dlio.features.mesh.mesh_axes import parse_axes, parse_sizes
 from dlio.train.config import TrainConfig
 from dlio.train.feature_spec import FeatureSpec, refuse
@@ -57,7 +56,7 @@ class MeshFeature(FeatureSpec):
         }
         refuse(
             {
-                f"--exchange {exchange}": not parse_exchange(exchange).alike,
+                f"--exchange {exchange}": not config.ranks.spec.alike,
                 f"--fault-tolerance {tolerance}": tolerance != "off",
                 "--nodes": config.ranks.nodes is not None,
                 "--pretend-nodes": config.ranks.pretend_nodes is not None,

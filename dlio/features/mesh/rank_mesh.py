@@ -242,7 +242,7 @@ class Mesh(Closable):
         return connect(
             model,
             optimizer,
-            exchange,
+            spec,
             seed=seed,
             pretend_nodes=None,
             are_alike=False,

@@ -31,6 +31,8 @@ class Run(Protocol):
     """Number of the epoch, from 0."""
     position: int
     """Samples of the epoch's order that all ranks have trained on."""
+    steps: int
+    """Batches of each rank in an epoch of all samples."""
     updates: int
     """Optimizer steps since the run began."""
     last_loss: torch.Tensor

@@ -116,7 +116,7 @@ def test_another_trace_is_refused_in_one_line(
     membership = PlannedMembership(SingleCommunicator())
     recovery = Recovery(membership, membership.world)
     with dlio.open(str(pictures / "train"), tiers="none") as data:
-        replay = Replay(str(path), [DataLoader(data, 9)], recovery, 9, 1)
+        replay = Replay(str(path), [DataLoader(data, 9, num_workers=1)], recovery, 9)
         with pytest.raises(UsageError, match=re.escape(said)) as error:
             replay.begin_epoch(0)
         replay.close()
