@@ -206,7 +206,6 @@ def _is_typer(loaded: object) -> bool:
 
 
 def _of_typer(name: str, loaded: Any) -> App:
-    """Return an app that passes its arguments to typer."""
     import typer
 
     def run(*tokens: str) -> None:

@@ -43,14 +43,8 @@ def draw_dataset(
     """Draw `folder`/train/<class>/*.jpg and `folder`/val/<class>/*.jpg, once.
 
     The folder appears complete or not at all; a complete one is not drawn again. The pictures are
-    the same each time.
-
-    Args:
-        images: number of training pictures of all classes together.
-        validation: number of validation pictures of all classes together.
-        classes: number of classes.
-        threads: number of threads that draw.
-        progress: called with (pictures drawn, all pictures).
+    the same each time. `images` and `validation` count those of all classes together; `progress` is
+    called with (pictures drawn, all pictures).
 
     Raises UsageError if the folder holds anything else, or for an invalid number of classes.
     """

@@ -61,12 +61,16 @@ class LaunchOptions:
         ),
     ] = ()
     print_script: Annotated[
-        bool, Option("Print the job script of --slurm, and submit nothing.", name="print")
+        bool,
+        Option("Print the job script of --slurm, and submit nothing.", name="print", needs="slurm"),
     ] = False
     script: Annotated[
         str | None,
         Option(
-            "File for the job script of --slurm.", metavar="FILE", default_text="NAME.sbatch here"
+            "File for the job script of --slurm.",
+            metavar="FILE",
+            default_text="NAME.sbatch here",
+            needs="slurm",
         ),
     ] = None
     setup: Annotated[
@@ -75,13 +79,15 @@ class LaunchOptions:
             "Line of shell at the begin of the job script, such as 'module load cuda'; repeatable.",
             metavar="LINE",
             default_text="the PATH of this Python",
+            needs="slurm",
         ),
     ] = ()
     stage: Annotated[
         bool,
         Option(
             "Have the job of --slurm stage the command's data to the disks of its --tiers before "
-            "the ranks start, and evict them at the end."
+            "the ranks start, and evict them at the end.",
+            needs="slurm",
         ),
     ] = False
 
@@ -94,16 +100,6 @@ class LaunchOptions:
                         f"{name} {value} does not go with --slurm: write --slurm "
                         "nodes=...,ranks-per-node=..."
                     )
-            return
-        only = {
-            "--print": self.print_script,
-            "--script": self.script,
-            "--setup": self.setup,
-            "--stage": self.stage,
-        }
-        for name, given in only.items():
-            if given:
-                raise UsageError(f"{name} needs --slurm: it is for the job script")
 
 
 @dataclass(frozen=True, slots=True)

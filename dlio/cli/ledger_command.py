@@ -90,7 +90,6 @@ def _as_json(epoch: "EpochCheck") -> dict[str, Any]:
 
 
 def _described(epoch: "EpochCheck") -> list[str]:
-    """Return the lines that describe the check of an epoch."""
     first = (
         f"epoch {epoch.epoch}: {epoch.samples:,} samples in {epoch.steps:,} steps on "
         f"{len(epoch.ranks)} rank(s)"

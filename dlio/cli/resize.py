@@ -37,22 +37,26 @@ class ResizeOptions(CheckedOptions):
 
 def join(change: ResizeOptions) -> None:
     """Have spare ranks of a job, or other nodes, train with the others, from the next batch on."""
-    if change.nodes is None:
-        _ask(change.job, change.ranks or 1)
-    else:
-        _ask_for_nodes(change, change.nodes, joins=True)
+    _resize(change, joins=True)
 
 
 def leave(change: ResizeOptions) -> None:
     """Have the last ranks of a job, or some nodes, end after their batch; the others go on."""
-    if change.nodes is None:
-        _ask(change.job, -(change.ranks or 1))
-    else:
-        _ask_for_nodes(change, change.nodes, joins=False)
+    _resize(change, joins=False)
 
 
-def _ask(job: str, more: int) -> None:
-    """Raises UsageError for an unknown job, or if it cannot have as many ranks."""
+def _resize(change: ResizeOptions, joins: bool) -> None:
+    """Raises UsageError for an unknown job, or if it cannot have as many ranks, or these nodes."""
+    job, more = change.job, change.ranks or 1
+    if change.nodes is not None:
+        if change.ranks is not None:
+            raise UsageError("-n does not go with --nodes: a node has as many ranks as the others")
+        asked = request_nodes(_folder_of(job), job, change.nodes, joins)
+        print(
+            f"{change.nodes} {'join' if joins else 'leave'} {job} after the batch under way: "
+            f"{', '.join(asked.nodes)} go on"
+        )
+        return
     from dlio.comm.survival.active_ranks import RankRequest
     from dlio.comm.survival.rank_requests import read_wanted, write_wanted
 
@@ -63,7 +67,7 @@ def _ask(job: str, more: int) -> None:
     if read is None:
         raise _unknown(job)
     wanted, most = read
-    ranks = wanted.ranks + more
+    ranks = wanted.ranks + (more if joins else -more)
     if not 1 <= ranks <= most:
         raise UsageError(
             f"{job} is asked to have {wanted.ranks} ranks of {most}, so {ranks} are not possible"
@@ -71,15 +75,6 @@ def _ask(job: str, more: int) -> None:
         )
     write_wanted(folder, RankRequest(wanted.request + 1, ranks), most)
     print(f"{job} is asked to have {ranks} ranks, after {wanted.ranks}")
-
-
-def _ask_for_nodes(change: ResizeOptions, names: str, joins: bool) -> None:
-    """Raises UsageError if the job cannot have other nodes, or not these."""
-    if change.ranks is not None:
-        raise UsageError("-n does not go with --nodes: a node has as many ranks as the others")
-    asked = request_nodes(_folder_of(change.job), change.job, names, joins)
-    what = "join" if joins else "leave"
-    print(f"{names} {what} {change.job} after the batch under way: {', '.join(asked.nodes)} go on")
 
 
 def _folder_of(job: str) -> str:

@@ -32,13 +32,9 @@ def command(script: Script, options: RunOptions, ranks: RankOptions) -> None:
     Its optimizers get the mean of all ranks' gradients, its DataLoaders give each rank a part of
     every batch, and only rank 0 prints and saves.
     """
+    from dlio.storage.tier_spec import choose_tiers
 
-    def check() -> None:
-        from dlio.storage.tier_spec import choose_tiers
-
-        choose_tiers(options.tiers, 0)
-
-    check()
+    choose_tiers(options.tiers, 0)  # An invalid one is reported before ranks are started.
     least = None if options.fault_tolerance == "off" else options.min_ranks
     on_ranks(ranks.ranks, run_rank, script, options, min_ranks=least, backend=ranks.backend)
 

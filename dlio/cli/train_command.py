@@ -180,10 +180,8 @@ def _start_again(
 def find_parts(source: str, val: str | None, quiet: bool = False) -> tuple[str, str | None]:
     """Return (training data, validation data).
 
-    A source that holds only the folders train/ and val/ is split into these two.
-
-    Args:
-        quiet: do not print that it is.
+    A source that holds only the folders train/ and val/ is split into these two, and that is
+    printed unless `quiet`.
     """
     if not os.path.isdir(source):
         return source, val

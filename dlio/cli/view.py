@@ -101,7 +101,6 @@ def _opened(path: str) -> bool:
 
 
 def _imported(name: str) -> Callable[[Any], Any]:
-    """Return an object of a module. Raises UsageError."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise UsageError(f"--transform {name}: write it as MODULE:NAME")

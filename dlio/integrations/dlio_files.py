@@ -136,7 +136,6 @@ class DlioFiles:
         """Do nothing: files are opened for each request."""
 
     def _file(self, owner: int) -> memoryview:
-        """Return the bytes of a whole file."""
         memory = new_memory(int(self._facts["size"][owner]))
         File(self._files[owner]).read_into(0, memory)
         return memory
@@ -146,7 +145,8 @@ class DlioFiles:
         _, _, at, record, item = self._facts[owner].tolist()
         file = File(self._files[owner])
         if self._form == "hdf5":
-            return _hdf5_records(file, places)
+            with closing(file.open()) as stream:
+                return _records(stream, places, file.name)
         if self._form in _STRIDED:
             memory = new_memory(record * self._per_file)
             file.read_into(at, memory)
@@ -316,11 +316,6 @@ def _member(payload: memoryview, name: str) -> int:
         raise SourceError(f"{name} is not a .npz file of DLIO, or is damaged: {error}") from error
     start: int = entry.header_offset + 30 + sum(lengths)
     return start
-
-
-def _hdf5_records(file: File, places: _I64) -> dict[int, bytes]:
-    with closing(file.open()) as stream:
-        return _records(stream, places, file.name)
 
 
 def _records(stream: Any, places: _I64, name: str) -> dict[int, bytes]:

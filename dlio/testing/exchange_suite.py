@@ -9,7 +9,8 @@ In pytest, subclass `ExchangeTests`; `run_ranks` runs a test on ranks that are t
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -46,6 +47,20 @@ class ExchangeTests:
     def make(self, model: nn.Module, comm: Communicator) -> Exchange:
         """Start the exchange of a model; your own is a subclass of `Exchange`. Collective."""
         return start_exchange(parse_exchange(self.name), trainable(model), model.modules(), comm)
+
+    @contextmanager
+    def trained(
+        self, comm: Communicator, steps: int = 0
+    ) -> Iterator[tuple[nn.Sequential, Exchange]]:
+        """A network and its exchange, after some steps on samples of each rank's own; closed at the
+        end, unless a promise is broken: other ranks may not come as far."""
+        net = _net()
+        exchange = self.make(net, comm)
+        if steps:
+            _train_apart(net, exchange, comm, steps)
+            exchange.finish()
+        yield net, exchange
+        exchange.close()
 
     @pytest.fixture
     def comm(self) -> Communicator:
@@ -132,59 +147,45 @@ class ExchangeTests:
         assert distances[1] < self.approaches * distances[0]
 
     def test_ranks_without_samples_take_part(self, comm: Communicator) -> None:
-        net = _net()
-        exchange = self.make(net, comm)
-        optimizer = _sgd(net)
-        for step in range(4):
-            inputs, labels = _samples(step, 1)
-            mine = share(1, comm.size, comm.rank)
-            _step(net, exchange, optimizer, inputs[mine], labels[mine], 1, comm.size)
-        exchange.finish()
-        assert all(parameter.isfinite().all() for parameter in net.parameters())
-        moved = comm.allgather(_difference(net, _net()))
-        exchange.close()
+        with self.trained(comm) as (net, exchange):
+            optimizer = _sgd(net)
+            for step in range(4):
+                inputs, labels = _samples(step, 1)
+                mine = share(1, comm.size, comm.rank)
+                _step(net, exchange, optimizer, inputs[mine], labels[mine], 1, comm.size)
+            exchange.finish()
+            assert all(parameter.isfinite().all() for parameter in net.parameters())
+            moved = comm.allgather(_difference(net, _net()))
         assert max(moved) > 0, "the step of the one rank with a sample is lost"
 
     def test_weights_rest_after_finish(self, comm: Communicator) -> None:
-        net = _net()
-        exchange = self.make(net, comm)
-        _train_apart(net, exchange, comm, 3)
-        exchange.finish()
-        before = _bytes(net)
-        comm.barrier()
-        exchange.finish()
-        net(_samples(0, 2)[0])
-        assert _bytes(net) == before, "something was under way after finish()"
-        exchange.close()
+        with self.trained(comm, 3) as (net, exchange):
+            before = _bytes(net)
+            comm.barrier()
+            exchange.finish()
+            net(_samples(0, 2)[0])
+            assert _bytes(net) == before, "something was under way after finish()"
 
     def test_it_goes_on_with_a_network_that_was_cut(self, comm: Communicator) -> None:
-        net = _net()
-        exchange = self.make(net, comm)
-        _train_apart(net, exchange, comm, 2)
-        exchange.finish()
-        exchange.reshape(_halve(net))
-        _train_apart(net, exchange, comm, 2)
-        exchange.finish()
-        assert net[0].weight.shape == (8, _FEATURES)
-        assert all(parameter.isfinite().all() for parameter in net.parameters())
-        same = len(set(comm.allgather(_bytes(net).hex()))) == 1
-        assert same or not exchange.alike, "ranks differ after a cut"
-        exchange.close()
+        with self.trained(comm, 2) as (net, exchange):
+            exchange.reshape(_halve(net))
+            _train_apart(net, exchange, comm, 2)
+            exchange.finish()
+            assert net[0].weight.shape == (8, _FEATURES)
+            assert all(parameter.isfinite().all() for parameter in net.parameters())
+            same = len(set(comm.allgather(_bytes(net).hex()))) == 1
+            assert same or not exchange.alike, "ranks differ after a cut"
 
     # State.
 
     def test_a_restored_exchange_trains_as_the_first_does(self, comm: Communicator) -> None:
         if not self.reproducible:
             pytest.skip("its steps depend on the ranks' speed")
-        net = _net()
-        exchange = self.make(net, comm)
-        _train_apart(net, exchange, comm, 3)
-        exchange.finish()
-        state = {name: tensor.clone() for name, tensor in exchange.state().items()}
-        saved = copy.deepcopy(net.state_dict())
-        _train_apart(net, exchange, comm, 4, first=3)
-        exchange.finish()
-        exchange.close()
+        with self.trained(comm, 3) as (net, exchange):
+            state = {name: tensor.clone() for name, tensor in exchange.state().items()}
+            saved = copy.deepcopy(net.state_dict())
+            _train_apart(net, exchange, comm, 4, first=3)
+            exchange.finish()
         again = _net()
         again.load_state_dict(saved)
         resumed = self.make(again, comm)
@@ -195,28 +196,22 @@ class ExchangeTests:
         assert _difference(again, net) < _NEAR
 
     def test_a_state_is_made_of_tensors_on_the_host(self, comm: Communicator) -> None:
-        net = _net()
-        exchange = self.make(net, comm)
-        _train_apart(net, exchange, comm, 2)
-        exchange.finish()
-        for name, tensor in exchange.state().items():
-            assert isinstance(name, str)
-            assert isinstance(tensor, torch.Tensor)
-            assert tensor.device.type == "cpu"
-        exchange.close()
+        with self.trained(comm, 2) as (_, exchange):
+            for name, tensor in exchange.state().items():
+                assert isinstance(name, str)
+                assert isinstance(tensor, torch.Tensor)
+                assert tensor.device.type == "cpu"
 
     # Statistics, and closing.
 
     def test_statistics_add_up_seconds_messages_and_bytes(self, comm: Communicator) -> None:
         needs_partners(comm)
-        net = _net()
-        exchange = self.make(net, comm)
-        before = exchange.statistics()
-        _train_apart(net, exchange, comm, 4)
-        exchange.finish()
-        after = exchange.statistics()
-        sent = comm.allgather((after["messages"], after["bytes"]))
-        exchange.close()
+        with self.trained(comm) as (net, exchange):
+            before = exchange.statistics()
+            _train_apart(net, exchange, comm, 4)
+            exchange.finish()
+            after = exchange.statistics()
+            sent = comm.allgather((after["messages"], after["bytes"]))
         assert (before["messages"], before["bytes"]) == (0, 0)
         assert after["wait_s"] >= before["wait_s"] >= 0
         assert sum(messages for messages, _ in sent) > 0

@@ -133,7 +133,6 @@ class LoaderStateTests(ABC):
         return loader
 
     def _state_after(self, steps: int) -> State:
-        """The state of a fresh loader after some steps."""
         loader = self.make()
         iterator = iter(loader)
         for _ in islice(iterator, steps):

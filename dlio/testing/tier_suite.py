@@ -266,7 +266,6 @@ class TierTests(ABC):
 
 
 def _payload(block: int, place: int, size: int = 100) -> bytes:
-    """Bytes that tell blocks and places apart."""
     return bytes([block + 1, place]) * size
 
 

@@ -123,7 +123,9 @@ class AnnotatedReader(ListedReader, PathReader):
     ) -> npt.NDArray[np.float32]:
         """Return coordinates in pixels of the picture, whose size must be the declared one."""
         declared = self._index["declared"][sample].tolist() if "declared" in self._index else [0, 0]
-        if not self._relative and not (all(declared) and _has_quick_header(picture)):
+        # Of JPEG and PNG a few bytes tell the size.
+        is_quick = bytes(picture[:2]) in (b"\xff\xd8", b"\x89P")
+        if not self._relative and not (all(declared) and is_quick):
             return values
         try:
             height, width = image_size(picture, self.name(sample))
@@ -262,8 +264,3 @@ def mirrored_pairs(names: Sequence[str]) -> list[int]:
         return _OTHER[match[0].lower()]
 
     return [number.get(_SIDE.sub(other, name.lower()), k) for k, name in enumerate(names)]
-
-
-def _has_quick_header(picture: bytes | memoryview) -> bool:
-    """True for JPEG and PNG, whose size a few bytes tell."""
-    return bytes(picture[:2]) in (b"\xff\xd8", b"\x89P")

@@ -134,7 +134,11 @@ def joined(
         if points:
             poses.append(_pose(main, k, record, extra, len(points)))
     rows = np.array(kept, np.int64).reshape(-1, 3)
-    edges = _edges(main, rows, np.array(boxes, np.float64).reshape(-1, 4), declared, outside)
+    corners = np.array(boxes, np.float64).reshape(-1, 4)
+    corners[:, 2:] += corners[:, :2]
+    sides = declared[rows[:, 1]][:, ::-1].astype(np.float64)
+    sides[sides == 0] = math.nan
+    edges = check_boxes(corners, sides, outside, lambda k: main.at("annotations", int(rows[k, 0])))
     # Boxes of some area, in the order of their pictures.
     stay = np.flatnonzero((edges[:, 2:] > edges[:, :2]).all(axis=1))
     stay = stay[np.argsort(rows[stay, 1], kind="stable")]
@@ -182,20 +186,6 @@ def _pose(
     if not fits or not all(map(_is_number, points)):
         file.fail("annotations", number, f"its keypoints are not {3 * count} numbers")
     return list(points)
-
-
-def _edges(
-    file: CocoFile,
-    rows: npt.NDArray[np.int64],
-    boxes: npt.NDArray[np.float64],
-    declared: npt.NDArray[np.int64],
-    outside: str,
-) -> npt.NDArray[np.float64]:
-    """Return left, top, right and bottom of boxes, checked."""
-    boxes[:, 2:] += boxes[:, :2]
-    sides = declared[rows[:, 1]][:, ::-1].astype(np.float64)
-    sides[sides == 0] = math.nan
-    return check_boxes(boxes, sides, outside, lambda k: file.at("annotations", int(rows[k, 0])))
 
 
 def _is_number(value: object) -> bool:
@@ -410,19 +400,8 @@ def _split_of(file: str) -> str:
 def _pictures_folder(source: Source, file: str, wanted: str | None, first: str, shown: str) -> str:
     """Return the folder, below the root, in which the first picture lies."""
     folder, split = os.path.dirname(file), _split_of(file)
-    candidates: Sequence[str] = (
-        split,
-        f"images/{split}",
-        "images",
-        "",
-        folder,
-        f"{folder}/{split}",
-        f"{folder}/images",
-        "data",
-        "train",
-        "val",
-        "test",
-    )
+    candidates = [split, f"images/{split}", "images", "", folder, f"{folder}/{split}"]
+    candidates += [f"{folder}/images", "data", "train", "val", "test"]
     if wanted is not None:
         candidates = [wanted.strip("/")]
     for folder in candidates:

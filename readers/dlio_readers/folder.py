@@ -162,10 +162,18 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
             )
         parts += own
         labels.append(np.full(count, label, np.int64))
+    index = _index_of(parts, np.concatenate(labels), IMAGE_LABEL.overhead)
+    return index, {"classes": list(classes), "labelled": True, "folders": folders}
+
+
+def _index_of(
+    parts: Sequence[_FolderFiles], labels: npt.NDArray[np.int64], overhead: int
+) -> Arrays:
+    """Return the arrays of the listing; a payload has `overhead` bytes more than its file."""
     shifts = np.cumsum([0, *(len(each.names) for each in parts)])
-    index: Arrays = {
-        "labels": np.concatenate(labels),
-        "sizes": np.concatenate([each.sizes for each in parts]) + IMAGE_LABEL.overhead,
+    return {
+        "labels": labels,
+        "sizes": np.concatenate([each.sizes for each in parts]) + overhead,
         "times": np.concatenate([each.times for each in parts]),
         "changed": np.concatenate([each.changed for each in parts]),
         "names": np.frombuffer(b"".join(each.names for each in parts), np.uint8),
@@ -173,7 +181,6 @@ def _classes(source: Source, classes: Sequence[str]) -> tuple[Arrays, dict[str, 
             [each.ends + shift for each, shift in zip(parts, shifts, strict=False)]
         ),
     }
-    return index, {"classes": list(classes), "labelled": True, "folders": folders}
 
 
 def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict[str, Any]]:
@@ -202,14 +209,7 @@ def _flat(source: Source, top: Sequence[tuple[str, bool]]) -> tuple[Arrays, dict
         labels, classes = _numbered([label_of[entry.name] for entry in images])
     files = _listed("", folders[""], images)
     overhead = IMAGE_LABEL.overhead if table is not None else 0
-    index: Arrays = {
-        "labels": labels,
-        "sizes": files.sizes + overhead,
-        "times": files.times,
-        "changed": files.changed,
-        "names": np.frombuffer(files.names, np.uint8),
-        "name_ends": files.ends,
-    }
+    index = _index_of([files], labels, overhead)
     return index, {"classes": classes, "labelled": table is not None, "folders": folders}
 
 

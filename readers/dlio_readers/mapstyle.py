@@ -384,9 +384,7 @@ class MapStyleReader:
                     kept = []
                 record = {
                     "schema": facts.schema.to_json(),
-                    "size": facts.size,
-                    "estimated": facts.estimated,
-                    "fingerprint": facts.fingerprint,
+                    "rest": [facts.size, facts.estimated, facts.fingerprint],
                     "kept": [[sample, len(payload)] for sample, payload in kept],
                 }
             except DlioError as error:
@@ -413,14 +411,9 @@ class MapStyleReader:
             for sample, size in record["kept"]:
                 self._kept[sample] = memory[at : at + size].tobytes()
                 at += size
-            size = int(record["size"])
-            self._facts = _DatasetFacts(
-                Schema.from_json(record["schema"]),
-                size,
-                bool(record["estimated"]),
-                _layout(self._count, size),
-                str(record["fingerprint"]),
-            )
+            size, estimated, fingerprint = record["rest"]
+            schema, layout = Schema.from_json(record["schema"]), _layout(self._count, size)
+            self._facts = _DatasetFacts(schema, size, estimated, layout, fingerprint)
 
     def _known(self) -> _DatasetFacts:
         facts = self._facts
@@ -444,14 +437,9 @@ class MapStyleReader:
             self._check_again(schema, probes[:_ASKED_AGAIN], payloads)
         size = schema.overhead if schema.is_fixed else _mean([len(each) for each in payloads])
         layout = _layout(self._count, size)
+        about = (self.path, self._key, schema.to_json())
         fingerprint = fingerprint_of(
-            "torch",
-            _VERSION,
-            self.path,
-            self._key,
-            schema.to_json(),
-            layout.starts,
-            *map(bytes, payloads),
+            "torch", _VERSION, *about, layout.starts, *map(bytes, payloads)
         )
         self._kept = dict(zip(probes, payloads, strict=True))
         return _DatasetFacts(schema, size, not schema.is_fixed, layout, fingerprint)
@@ -571,9 +559,7 @@ class _Shape:
                     f"{self._path}[{sample}]: field {name!r} is {kind}{list(shape)}, in others "
                     f"{self._kinds[name]}{known}: make them alike"
                 )
-            for axis, size in enumerate(shape):
-                if known[axis] != size:
-                    known[axis] = None
+            known[:] = [a if a == b else None for a, b in zip(known, shape, strict=True)]
 
     def schema(self) -> Schema:
         """Return the schema; if one field's size varies, so may the dimensions of all arrays,

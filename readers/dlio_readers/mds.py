@@ -321,14 +321,8 @@ def _unzstd(data: bytes, size: int) -> bytes:
 def _fields(shard: dict[str, Any], source: Source) -> list[_MdsColumn]:
     where = source.path(_INDEX)
     try:
-        rows = list(
-            zip(
-                shard["column_names"],
-                shard["column_encodings"],
-                shard["column_sizes"],
-                strict=True,
-            )
-        )
+        parts = ("column_names", "column_encodings", "column_sizes")
+        rows = list(zip(*(shard[part] for part in parts), strict=True))
     except (KeyError, TypeError, ValueError) as error:
         raise SourceError(f"{where}: its columns are invalid: restore it") from error
     fields = []
@@ -412,9 +406,7 @@ def _body(
     kind, known = dims.setdefault(field.name, (dtype, list(shape)))
     if kind != dtype or len(known) != len(shape):
         raise ValueError(f"{field.name} is {dtype}{list(shape)}, in others {kind}{known}")
-    for axis, size in enumerate(shape):
-        if known[axis] != size:
-            known[axis] = None
+    known[:] = [a if a == b else None for a, b in zip(known, shape, strict=True)]
     return len(part) - at
 
 

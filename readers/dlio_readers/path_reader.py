@@ -12,9 +12,11 @@ from dlio.data.index import fingerprint_of
 from dlio.data.links import following_links, links_followed
 from dlio.data.schema import Schema, Value
 from dlio.data.source import File, Source, expand, own_name, split_fields
+from dlio.errors import UsageError
 from dlio.plan.layout import Layout, cut_blocks
 from dlio.plan.order import Order
 from dlio.storage.file_system_kind import file_system_of
+from dlio.util.arguments import nearest
 
 # The same question about many files, put to a network's storage many at a time
 
@@ -126,6 +128,15 @@ def split_paths(path: str | Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Return (paths, names of fields) of `a.h5::x,y`; of several paths, the last names apply."""
     parts = [split_fields(each) for each in ([path] if isinstance(path, str) else path)]
     return [url for url, _ in parts], next((names for _, names in reversed(parts) if names), ())
+
+
+def check_names(path: str, names: Sequence[str], known: Sequence[str], kind: str) -> None:
+    """Raise UsageError if one of some names of fields is not known in a file."""
+    for name in names:
+        if name not in known:
+            raise UsageError(
+                f"{path} has no {kind} {name!r}: it has {', '.join(known)}{nearest(name, known)}"
+            )
 
 
 def joined_rows(

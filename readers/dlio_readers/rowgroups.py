@@ -15,12 +15,11 @@ from dlio.data.index import Arrays, cached_index
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import DTYPES, Schema, array_kind
 from dlio.data.source import File, ReadErrors
-from dlio.errors import SourceError, UsageError
-from dlio.util.arguments import nearest
+from dlio.errors import SourceError
 from dlio.util.forks import new_rlock
 from dlio.util.limits import check_claim, parsing
 from dlio_readers.columns import looks_like
-from dlio_readers.path_reader import PathReader, joined_rows, split_paths
+from dlio_readers.path_reader import PathReader, check_names, joined_rows, split_paths
 from dlio_readers.rehearsal import note_opening, rehearse
 
 # Columns of Arrow tables as fields of samples: kinds, sizes, and values of rows
@@ -305,12 +304,7 @@ class RowGroupReader(PathReader):
         """Index sizes and labels of all rows; reads all chosen columns once."""
         first = self._open(0).schema
         chosen = list(names) or first.names
-        for name in chosen:
-            if name not in first.names:
-                raise UsageError(
-                    f"{self._files[0].name} has no column {name!r}: it has {', '.join(first.names)}"
-                    f"{nearest(name, first.names)}"
-                )
+        check_names(self._files[0].name, chosen, first.names, "column")
         groups, counts = [], []
         for number in range(len(self._files)):
             opened = self._open(number)

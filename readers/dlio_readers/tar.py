@@ -173,7 +173,8 @@ class TarMembers:
             head = self.bytes_at(at, _BLOCK)
             if not any(head):
                 return
-            _check_sum(head, self, at)
+            if _octal(head[148:156], self, at) != sum(head[:148]) + 8 * 32 + sum(head[156:]):
+                raise self.damaged(at, "is not a tar header: the file is damaged, or not a tar")
             size = _octal(head[124:136], self, at)
             kind = head[156:157]
             if pax_size >= 0 and kind not in b"xgLK":
@@ -209,12 +210,6 @@ class TarMembers:
             raise self.damaged(self._size, "it ends within a member: it was cut off")
 
 
-def _check_sum(head: bytes, members: TarMembers, at: int) -> None:
-    stored = _octal(head[148:156], members, at)
-    if stored != sum(head[:148]) + 8 * 32 + sum(head[156:]):
-        raise members.damaged(at, "is not a tar header: the file is damaged, or not a tar")
-
-
 def _octal(field: bytes, members: TarMembers, at: int) -> int:
     if field[0] & 0x80:
         value = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
@@ -235,7 +230,6 @@ def _name(head: bytes) -> str:
 
 
 def _pax(data: bytes, members: TarMembers, at: int) -> dict[str, str]:
-    """Parse the records of a pax extended header."""
     records = {}
     place = 0
     while place < len(data):
@@ -299,8 +293,13 @@ class TarReader(PathReader):
         if not self._files:
             raise SourceError(f"{self.path} holds no tar")
         chosen = tuple(fields or ())
+        kind = "-".join(("tar", *chosen)).replace("/", "_")[:103]
+
+        def index(file: File) -> Arrays:
+            return cached_index(kind, _VERSION, [file], lambda: _build(file, chosen))
+
         with ThreadPoolExecutor(_SCAN_THREADS) as pool:
-            parts = list(pool.map(lambda file: self._index(file, chosen), self._files))
+            parts = list(pool.map(index, self._files))
         first = json.loads(parts[0]["head"].tobytes())
         names = [name for name, _ in first["fields"]]
         kinds = [_joined(name, parts) for name in range(len(names))]
@@ -410,11 +409,6 @@ class TarReader(PathReader):
         with parsing(lambda: f"{self._files[number].name}, sample {self._names[number][row]!r},"):
             return self.schema.join(values)
 
-    @staticmethod
-    def _index(file: File, fields: tuple[str, ...]) -> Arrays:
-        kind = "tar" if not fields else "tar-" + "-".join(fields).replace("/", "_")[:99]
-        return cached_index(kind, _VERSION, [file], lambda: _build(file, fields))
-
 
 def _joined(k: int, parts: Sequence[Arrays]) -> str:
     """Kind of field number k over all files; dimensions that differ become `?`."""
@@ -478,8 +472,7 @@ class _Builder:
         stem, _, extension = last.partition(".")
         key = folder + slash + stem
         field = extension.lower()
-        renamed = self._packed.get("members", {}).get(extension)
-        field = renamed if renamed is not None else field
+        field = self._packed.get("members", {}).get(extension, field)
         if key != self._key or field in self._sample:
             self._finish()
             self._key = key
@@ -524,9 +517,7 @@ class _Builder:
                         f"{self._file}: sample {self._key!r}, {field}: is {head.dtype}"
                         f"{list(head.shape)}, in others {kind}{shape}"
                     )
-                for axis, length in enumerate(head.shape):
-                    if shape[axis] != length:
-                        shape[axis] = None
+                shape[:] = [a if a == b else None for a, b in zip(shape, head.shape, strict=True)]
             row.append((at, size, number, body))
         self._rows.append(row)
         self._keys.append(self._key)

@@ -18,8 +18,8 @@ from dlio.data.index import Arrays, cached_index
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.source import File, own_name
 from dlio.errors import SourceError, UsageError
-from dlio.util.arguments import nearest
 from dlio_readers.columns import Column, ConcatColumn
+from dlio_readers.path_reader import check_names
 
 FEATURES: Final = "features"
 """Field that holds the columns of `columns=` as one array."""
@@ -109,7 +109,7 @@ def open_text_tables(
             )
     kinds = {name: _kind([part.facts[k] for part in parts]) for k, name in enumerate(header)}
     label = next((name for name in LABEL_NAMES if name in header), None)
-    _check_names(parts[0].file.name, header, names)
+    check_names(parts[0].file.name, names, header, "column")
     matrix = _feature_names(parts[0].file.name, kinds, label, features)
     chosen = list(names) or list(header)
     if features is not None:
@@ -149,14 +149,6 @@ def _part(file: File, separator: str | None) -> _TableFile:
     return _TableFile(file, index, head["separator"], facts)
 
 
-def _check_names(path: str, header: Sequence[str], names: Sequence[str]) -> None:
-    for name in names:
-        if name not in header:
-            raise UsageError(
-                f"{path} has no column {name!r}: it has {', '.join(header)}{nearest(name, header)}"
-            )
-
-
 def _feature_names(
     path: str, kinds: Mapping[str, str], label: str | None, features: Sequence[str] | str | None
 ) -> list[str]:
@@ -167,7 +159,7 @@ def _feature_names(
         chosen = [name for name, kind in kinds.items() if kind != "text" and name != label]
     else:
         chosen = [features] if isinstance(features, str) else list(features)
-    _check_names(path, list(kinds), chosen)
+    check_names(path, chosen, list(kinds), "column")
     texts = [name for name in chosen if kinds[name] == "text"]
     if texts:
         raise UsageError(
@@ -179,7 +171,6 @@ def _feature_names(
 
 
 def _kind(facts: Sequence[_TextColumnFacts]) -> str:
-    """Return the kind of a column over all files."""
     kinds = {each.kind for each in facts}
     if "text" in kinds:
         return "text"
@@ -213,7 +204,6 @@ def _classes(parts: Sequence[_TableFile], number: int) -> list[str]:
 
 
 def _parsed(part: _TableFile, start: int, stop: int) -> Sequence[list[str]]:
-    """Read rows `start` to `stop` of a file."""
     last = part.last
     if last.key == (start, stop):
         return last.rows

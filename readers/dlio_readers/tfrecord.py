@@ -23,10 +23,15 @@ from dlio.data.reader_contract import Abilities
 from dlio.data.schema import MAX_FIELDS, MAX_PAYLOAD, Schema, array_kind
 from dlio.data.source import File, Source, expand, inside, own_name, split_fields
 from dlio.errors import CorruptBlock, SourceError, UsageError
-from dlio.util.arguments import nearest
 from dlio.util.memory import new_memory
 from dlio_readers.columns import looks_like
-from dlio_readers.path_reader import PathReader, concurrently, split_paths
+from dlio_readers.path_reader import (
+    PathReader,
+    check_names,
+    concurrently,
+    neighbours,
+    split_paths,
+)
 
 # Records in TFRecord files: a length, data, and masked checksums (CRC32C) of both
 #
@@ -408,12 +413,7 @@ def _wanted(path: str, names: Sequence[str], files: Sequence[File]) -> _FeatureR
                 features = features_of(record)
             except CorruptBlock as error:
                 raise SourceError(f"{where} {error}") from error
-            for name in names:
-                if name not in features:
-                    raise UsageError(
-                        f"{where} has no feature {name!r}: it has {', '.join(sorted(features))}"
-                        f"{nearest(name, features)}"
-                    )
+            check_names(where, names, sorted(features), "feature")
             if not features:
                 raise SourceError(f"{where} has no features")
             return _FeatureRequest(path, tuple(names) or tuple(sorted(features)), not names)
@@ -558,7 +558,7 @@ _PACKED: Final = tuple(f"{suffix}.gz" for suffix in _SUFFIXES)
 _SHARD: Final = re.compile(r"(.+)-(\d{3,6})-of-(\d{3,6})")
 _VERSION: Final = 1
 _RUN_BYTES: Final = 8 << 20
-"""Bytes of neighbouring records that are read together, at most."""
+"""Bytes of a file's stretches, of which records that are neighbours are read together."""
 _CHANGED: Final = "has changed since it was indexed: open it again"
 
 _log = logging.getLogger("dlio")
@@ -601,6 +601,9 @@ class TfRecordReader(PathReader):
         self.labels = index["labels"]
         self._at, self._stored = index["at"], index["stored"]
         self._starts: list[int] = index["starts"].tolist()
+        cuts = np.flatnonzero(np.diff(self._at // _RUN_BYTES)) + 1
+        self._cuts = np.union1d(index["starts"], cuts)
+        """First samples of the stretches of a file that are read at a time, at most."""
         bodies = {name: index["bodies"][:, k] for k, name in enumerate(head["variable"])}
         self.sizes = self.schema.payload_sizes(len(self._at), bodies)
         self._lay_out(_VERSION, self._files, self.sizes)
@@ -636,15 +639,13 @@ class TfRecordReader(PathReader):
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)
         payloads: list[bytes | memoryview] = [b""] * len(samples)
-        order = np.argsort(samples, kind="stable")
-        for run in self._runs(samples[order]):
-            numbers = samples[order[run]]
-            first, last = int(numbers[0]), int(numbers[-1])
+        for first, stop, slots in neighbours(samples, self._cuts):
             begin = int(self._at[first]) - HEAD.size
-            end = int(self._at[last] + self._stored[last]) + AROUND - HEAD.size
+            end = int(self._at[stop - 1] + self._stored[stop - 1]) + FOOT.size
             memory = new_memory(end - begin)
             self._files[self._locate(first)[0]].read_into(begin, memory)
-            for slot, sample in zip(order[run].tolist(), numbers.tolist(), strict=True):
+            for slot in slots:
+                sample = int(samples[slot])
                 at = int(self._at[sample]) - HEAD.size - begin
                 stored = memory[at : at + int(self._stored[sample]) + AROUND]
                 payloads[slot] = self._payload(sample, stored)
@@ -658,20 +659,6 @@ class TfRecordReader(PathReader):
         """Return (number of the file, number of the record in it)."""
         file = bisect_right(self._starts, sample) - 1
         return file, sample - self._starts[file]
-
-    def _runs(self, samples: npt.NDArray[np.int64]) -> Iterator[slice]:
-        """Yield parts of sorted samples that lie next to each other in one file."""
-        start = 0
-        for k in range(1, len(samples) + 1):
-            if k < len(samples):
-                step = int(samples[k] - samples[k - 1])
-                span = int(self._at[samples[k]] + self._stored[samples[k]])
-                span -= int(self._at[samples[start]])
-                new_file = step and self._locate(int(samples[k]))[1] == 0
-                if step <= 1 and not new_file and span <= _RUN_BYTES:
-                    continue
-            yield slice(start, k)
-            start = k
 
     def _payload(self, sample: int, stored: memoryview) -> bytes | memoryview:
         file, number = self._locate(sample)

@@ -65,12 +65,8 @@ class YoloReader(AnnotatedReader):
     ) -> None:
         sides = side_folders(_folder_of(path), _LABELS, split)
         source = Source(sides.root)
-
-        def build() -> Annotations:
-            return _annotations(source, sides, masks, outside)
-
         kind = index_kind("yolo", sides.images, masks, outside)
-        super().__init__(source, kind, build)
+        super().__init__(source, kind, lambda: _annotations(source, sides, masks, outside))
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -112,12 +108,11 @@ def _annotations(source: Source, sides: SideFolders, masks: bool, outside: str) 
             f"{source.path(sides.others)}: none of its {len(labels)} label files has the name of a "
             f"picture, such as {notes[0]}"
         )
-
-    def read(note: str | None) -> "_Label":
-        return _Label() if note is None else _parsed(source, note, described, outside)
-
     with ThreadPoolExecutor(_THREADS) as pool:
-        parts = list(pool.map(read, own))
+        parsed = pool.map(
+            lambda note: _parsed(source, note, described, outside) if note else _Label(), own
+        )
+        parts = list(parsed)
     numbers = np.concatenate([part.labels for part in parts])
     classes = described.names
     if len(numbers) and int(numbers.max()) >= len(classes):

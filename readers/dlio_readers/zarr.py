@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from dlio.data.chunked_array import Box, ChunkedArray
+from dlio.data.chunked_array import ChunkedArray
 from dlio.data.identity import store_sample
 from dlio.data.reader_contract import PathRules
 from dlio.data.source import ReadErrors, Source, own_name, redact, split_fields
@@ -211,22 +211,17 @@ def _codecs(array: Any) -> list[str]:
         rows = list(plain["codecs"])
         if rows and rows[-1]["name"] == "sharding_indexed":
             rows += rows[-1]["configuration"]["codecs"]
-    names = [row["id"] if isinstance(row, dict) and "id" in row else _name_of(row) for row in rows]
-    return [name.removeprefix("numcodecs.") for name in names]
-
-
-def _name_of(codec: Any) -> str:
-    return str(codec["name"] if isinstance(codec, dict) else getattr(codec, "codec_id", codec))
+    names = [
+        (row.get("id") or row["name"]) if isinstance(row, dict) else getattr(row, "codec_id", row)
+        for row in rows
+    ]
+    return [str(name).removeprefix("numcodecs.") for name in names]
 
 
 def _chunked(array: Any, where: str) -> ChunkedArray:
     """Return an array with its chunks; those inside shards, which are read by ranges."""
-
-    def read(box: Box) -> Any:
-        return np.asarray(array[box])
-
-    shape = tuple(map(int, array.shape))
-    return ChunkedArray(where, shape, np.dtype(array.dtype), tuple(map(int, array.chunks)), read)
+    shape, sides = tuple(map(int, array.shape)), tuple(map(int, array.chunks))
+    return ChunkedArray(where, shape, np.dtype(array.dtype), sides, array.__getitem__)
 
 
 def _unit(array: Any) -> int:

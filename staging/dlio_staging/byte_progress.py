@@ -16,12 +16,7 @@ _FIRST_NEWS_S: Final = 2.0
 
 
 class ByteProgress:
-    """Display of progress in bytes, called with the bytes done so far; `dlio top` shows it, too.
-
-    Args:
-        bar: to draw; without one nothing is shown, or lines are printed.
-        lines: print a line every ten seconds.
-    """
+    """Progress, called with the bytes done so far: on a bar, in lines, or for `dlio top` alone."""
 
     def __init__(
         self, total: int, title: str, bar: ProgressBar | None = None, *, lines: bool = False
@@ -57,12 +52,7 @@ class ByteProgress:
 
 @contextmanager
 def show_progress(total: int, shown: bool, title: str = "staging") -> Iterator[ByteProgress]:
-    """Show the progress of the work inside the `with`.
-
-    Args:
-        total: bytes of work.
-        shown: False to show nothing.
-    """
+    """Show the progress of the work inside the `with`, of `total` bytes, if it is to be shown."""
     from dlio.comm.launch_environment import shows_terminal
 
     shown = shown and bool(total)

@@ -72,13 +72,11 @@ def describe_status(tiers: str | None) -> dict[str, object]:
 
 
 def _tiers(text: str) -> Option:
-    """Return the option that names tiers."""
     default = "DLIO_TIERS, or all that this user has used"
     return Option(text, metavar="TIERS", default_text=default)
 
 
 def _names(text: str) -> Option:
-    """Return the positional option that names data sets."""
     text += ", named as they were staged or by their fingerprints."
     return Option(text, positional=True, metavar="SRC")
 

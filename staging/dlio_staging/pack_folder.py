@@ -181,17 +181,15 @@ def write_shard(
     """
     part, options, reader = plan.parts[number], plan.options, plan.reader
     blocks = np.flatnonzero(part.shard_of == shard)
-    first, last = int(part.starts[blocks[0]]), int(part.starts[blocks[-1] + 1])
     description = ShardRequest(
         schema=plan.schema,
         classes=tuple(reader.classes),
         fingerprint=part.fingerprint,
         number=shard,
         shards=part.shards,
-        first=first,
+        first=int(part.starts[blocks[0]]),
         total=len(part.samples),
         blocks=tuple(blocks.tolist()),
-        samples=last - first,
         compress=options.compress,
     )
     inside = plan.path(os.path.join(path_of(folder), "data"), part)
@@ -422,8 +420,6 @@ def _check(source: object, destination: str, parent: str, options: PackOptions) 
 
 @dataclass(frozen=True, slots=True)
 class _PackFolder:
-    """The folder of a packing, opened."""
-
     parent: int
     """Descriptor of the folder that contains it."""
     name: str

@@ -65,8 +65,6 @@ class ShardRequest:
     """Samples of the data set."""
     blocks: tuple[int, ...]
     """Numbers of its blocks."""
-    samples: int
-    """Samples in this file."""
     compress: str
     """`auto`, `lz4` or `none`."""
 

@@ -95,11 +95,7 @@ def replicate(mounted: Mount, wanted: npt.NDArray[np.int64], deadline: float | N
 
 
 def _turn(mounted: Mount, out: tuple[int, list[int]], into: tuple[int, list[int]]) -> int:
-    """Send and receive a few blocks at once; return the bytes received.
-
-    Args:
-        out: (rank to send to, blocks to send).
-        into: (rank to receive from, blocks to receive).
+    """Send blocks to a rank and receive some from another at once; return the bytes received.
 
     Raises TierError when a block of this node is damaged or another block arrives.
     """

@@ -1,6 +1,5 @@
 """`dlio doctor`: check the machine, or the nodes of a job."""
 
-import json
 import os
 from typing import Final
 
@@ -40,7 +39,6 @@ def run_rank(options: DoctorOptions, output: OutputOptions) -> None:
     from dlio.comm import Communicator, world
     from dlio.comm.single import SingleCommunicator
     from dlio.launch.mpi_launch import find_mpirun
-    from dlio.util.whole_files import write_whole
 
     lost = []
     try:
@@ -56,12 +54,8 @@ def run_rank(options: DoctorOptions, output: OutputOptions) -> None:
         mpirun = None
     examination = examine(options, comm, lost, mpirun)
     if speaks:
-        text = json.dumps(examination)
-        if output.report is not None:
-            write_whole(output.report, lambda file: file.write(f"{text}\n".encode()))
-        if output.as_json:
-            print(text)
-        else:
+        output.write(examination)
+        if not output.as_json:
             show(examination)
         if examination["worst"] == "error":
             raise UsageError("the doctor has found errors: their remedies are in its list")

@@ -66,7 +66,6 @@ class BalanceHooks(FeatureHooks):
         return Cost.fitted(small, large)
 
     def _pass(self, run: FeatureRun, samples: int, generator: torch.Generator) -> None:
-        """Run forward and backward on some random samples."""
         assert self._copy is not None
         task = run.task
         inputs, targets = (each.to(run.device) for each in task.example(samples, generator))

@@ -121,6 +121,7 @@ class ExportOptions:
         Option(
             "Epochs over the calibration samples in which weights learn to be ternary.",
             least=0,
+            needs="ternary",
         ),
     ] = 0
     report: Annotated[
@@ -134,8 +135,6 @@ class ExportOptions:
                 "--calibrate DATA is missing: spike rates are scaled by the activations of "
                 "training data"
             )
-        if self.tune_epochs and not self.ternary:
-            raise UsageError("--tune-epochs needs --ternary, too")
         if self.kind == "onnx":
             for option, value in (("--ternary", self.ternary), ("--calibrate", self.calibrate)):
                 if value:

@@ -6,7 +6,7 @@ refused.
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, cast
 
@@ -284,7 +284,7 @@ class _GraphTracer:
         elif target is functional.dropout:
             self._sums[node] = self._sums[_source(node)]
         else:
-            raise _refused(node, _called(target))
+            raise _refused(node, getattr(target, "__name__", str(target)))
 
     def _add(self, node: fx.Node, kind: Kind, **more: Any) -> None:
         name = self._named(node.name, kind, self._sums[_source(node)], _shape(node), **more)
@@ -387,10 +387,6 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 def _argument(node: fx.Node, place: int, name: str, default: object) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
-def _called(target: str | Callable[..., Any]) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -166,7 +166,9 @@ def _nir(
     shown = calibration.images[:_RANDOM] if held_out is None else held_out.images
     graph = nir.read(io.BytesIO(packed))
     say(f"nirtorch: {len(shown)} pictures for {options.steps} steps ...")
-    simulated = simulate(graph, shown, _moments(options.steps), options.reset)
+    # The answers are read after an eighth of the steps, a quarter, half and all.
+    moments = sorted({max(1, options.steps // part) for part in (8, 4, 2, 1)})
+    simulated = simulate(graph, shown, moments, options.reset)
     last = simulated.logits[options.steps]
     if not bool(last.isfinite().all()):
         raise DlioError(f"{options.output}: the graph's answers are not finite; check the weights")
@@ -215,11 +217,6 @@ def _tell_nir(report: ExportReport, options: ExportOptions, say: Say) -> None:
         for steps, accuracy in report.accuracy_spiking.items()
     ]
     say(f"held-out accuracy on {report.samples} samples: {', '.join(parts)}")
-
-
-def _moments(steps: int) -> list[int]:
-    """Numbers of steps to read the answers after: an eighth, a quarter, half and all."""
-    return sorted({max(1, steps // part) for part in (8, 4, 2, 1)})
 
 
 def _random_pictures(image_size: int) -> torch.Tensor:

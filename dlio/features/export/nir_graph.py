@@ -163,7 +163,6 @@ class _GraphBuilder:
         )
 
     def _new_name(self, wanted: str) -> str:
-        """Return a name that neither a node nor a layer has."""
         while wanted in self._nodes or wanted in self._network.layers:
             wanted += "_"
         return wanted
@@ -281,10 +280,6 @@ def _convolution(node: "nir.Conv2d") -> nn.Module:
     return _filled(nn.Conv2d(inputs, outputs, _pair(kernel), stride, padding, dilation), node)
 
 
-def _affine(node: "nir.Affine") -> nn.Module:
-    return _filled(nn.Linear(*reversed(node.weight.shape)), node)
-
-
 def _filled(layer: nn.Module, node: "nir.Conv2d | nir.Affine") -> nn.Module:
     layer.load_state_dict({"weight": _tensor(node.weight), "bias": _tensor(node.bias)})
     return layer
@@ -315,7 +310,7 @@ def _module(graph: "nir.NIRGraph") -> nn.Module:
         {
             nir.IF: _IntegrateAndFire,
             nir.Conv2d: _convolution,
-            nir.Affine: _affine,
+            nir.Affine: lambda node: _filled(nn.Linear(*reversed(node.weight.shape)), node),
             nir.Scale: _Scale,
             nir.AvgPool2d: _pool,
             nir.Flatten: lambda _: nn.Flatten(1),

@@ -1,6 +1,5 @@
 """`dlio plan` and `dlio simulate`: forecast jobs of any size with real jobs' planning code."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from dlio.errors import UsageError
 from dlio.storage.tier_spec import TierSpec, parse_tiers
 from dlio.util.options import CheckedOptions, Option, check
 from dlio.util.units import format_bytes, format_seconds, parse_bytes, parse_seconds
-from dlio.util.whole_files import check_writable, write_json
+from dlio.util.whole_files import check_writable
 
 if TYPE_CHECKING:
     from dlio.features.forecast.epoch_simulation import Machine
@@ -273,12 +272,12 @@ def plan(
             show_sweep(rows)
         if sweep.plot is not None:
             draw_sweep(rows, sweep.plot)
-        _write([asdict(row) for row in rows], output)
+        output.write([asdict(row) for row in rows])
         return
     figures = forecast(planned, modelled, job.seed)
     if not output.as_json:
         show_forecast(figures)
-    _write(asdict(figures), output)
+    output.write(asdict(figures))
 
 
 def simulate(
@@ -321,14 +320,7 @@ def simulate(
                 f"{line.messages:,} messages of {format_bytes(line.moved)}; most in use: "
                 f"{line.bottleneck} ({line.busy[line.bottleneck]:.0%})"
             )
-    _write(epochs, output)
-
-
-def _write(figures: object, output: OutputOptions) -> None:
-    if output.report is not None:
-        write_json(output.report, figures)
-    if output.as_json:
-        print(json.dumps(figures, indent=2))
+    output.write(epochs)
 
 
 def _pair(

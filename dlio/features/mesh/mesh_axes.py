@@ -41,8 +41,7 @@ class Axes:
         return number
 
     def __str__(self) -> str:
-        pairs = zip(self.names, self.sizes, strict=True)
-        return ",".join(f"{name}={size}" for name, size in pairs)
+        return _text(dict(zip(self.names, self.sizes, strict=True)))
 
 
 def parse_axes(given: str | Mapping[str, int], ranks: int) -> Axes:

@@ -140,7 +140,7 @@ def loss(
     sharing.slab.check_local(x.shape)
     losses = function(x, target, reduction="none", **options)
     elements = losses.numel() / sharing.slab.length * sharing.slab.extent
-    return _reduced(sharing, losses, reduction, sharing.slab, elements)
+    return _reduced(sharing, losses, reduction, elements)
 
 
 def cross_entropy(
@@ -169,18 +169,14 @@ def cross_entropy(
         here = counted.numel() if weight is None else weight[counted].sum()
         elements = torch.as_tensor(here, dtype=torch.float64, device=losses.device)
         elements = sum_over(elements.detach().reshape(1), sharing.space)[0]
-    return _reduced(sharing, losses, reduction, sharing.slab, elements)
+    return _reduced(sharing, losses, reduction, elements)
 
 
 def _reduced(
-    sharing: TensorSharing,
-    losses: torch.Tensor,
-    reduction: str,
-    slab: Slab,
-    elements: float | torch.Tensor,
+    sharing: TensorSharing, losses: torch.Tensor, reduction: str, elements: float | torch.Tensor
 ) -> torch.Tensor | LocalPart:
     if reduction == "none":
-        return LocalPart(losses, slab)
+        return LocalPart(losses, sharing.slab)
     total = sum_over(losses.sum(dtype=torch.float64).reshape(1), sharing.space)[0]
     return (total / elements if reduction == "mean" else total).to(losses.dtype)
 

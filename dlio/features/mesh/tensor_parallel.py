@@ -8,7 +8,6 @@ Gradients of weights in parts are of this rank's part. `average_gradients` avera
 of whole weights, over the axis `data`.
 """
 
-import itertools
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from dlio.errors import UsageError
+from dlio.exchange.distribute import parameters_of
 from dlio.features.mesh.rank_mesh import Mesh
 from dlio.util.closable import Closable
 
@@ -94,10 +94,12 @@ class AveragedGradients(Closable):
         if self._comm.size == 1:
             return
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in itertools.chain(*(g["params"] for g in self._optimizer.param_groups)):
-            if parameter.grad is not None:
-                wide = torch.float64 if parameter.grad.dtype == torch.float64 else torch.float32
-                by_type.setdefault(wide, []).append(_local(parameter.grad))
+        for gradient in (parameter.grad for parameter in parameters_of(self._optimizer)):
+            if gradient is not None:
+                wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+                is_part = hasattr(gradient, "to_local")  # It shares the gradient's memory.
+                part = cast("Any", gradient).to_local() if is_part else gradient
+                by_type.setdefault(wide, []).append(part)
         for wide, tensors in by_type.items():
             flat = torch.cat([each.reshape(-1).to("cpu", wide) for each in tensors])
             self._comm.wait([self._comm.iallreduce(flat.numpy())], "the other ranks' gradients")
@@ -114,8 +116,3 @@ def average_gradients(mesh: Mesh, optimizer: torch.optim.Optimizer) -> AveragedG
     For models with parts of `tensor_parallel`; losses are means over the rank's samples.
     """
     return AveragedGradients(mesh, optimizer)
-
-
-def _local(gradient: Any) -> torch.Tensor:
-    """Return this rank's part of a gradient, in the gradient's memory."""
-    return cast("torch.Tensor", gradient.to_local() if hasattr(gradient, "to_local") else gradient)

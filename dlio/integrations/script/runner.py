@@ -97,10 +97,7 @@ class _ScriptTakeover:
             nodes = find_nodes(comm, options.pretend_nodes)
             names = [nodes.names[node] for node in nodes.node_of]
             recovery.describe(names, lambda: (0, self._steps))
-        context.waited = self._waited
-
-    def _waited(self) -> float:
-        return self._ranks.statistics().get("wait_s", 0.0)
+        context.waited = lambda: self._ranks.statistics().get("wait_s", 0.0)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

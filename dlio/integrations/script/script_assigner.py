@@ -54,7 +54,8 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._recovery: Recovery | None = recovery_of(comm)
-        self._groups = RankGroups(self._recovery)
+        self.groups = RankGroups(self._recovery)
+        """Knows the ranks that share the next batch, and counts those that the script gets."""
         self._open: list[ScriptBatch] = []
         """Batches that the script has computed on, and whose gradients are not summed yet."""
         self.missed = 0
@@ -77,22 +78,13 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
                 cuts = [len(again) * k // len(whole.left) for k in range(len(whole.left) + 1)]
                 more = (again[first:last] for first, last in pairwise(cuts))
                 whole.left = deque(map(add, whole.left, more))
-            members, rank = self.members, self._comm.rank
+            members, rank = self.groups.members, self._comm.rank
             if self._recovery is not None:
-                rank = members.index(self._groups.me)
+                rank = members.index(self.groups.me)
                 if len(shares.counts) != len(members):
                     shares = RankShares.even(1, len(members))
             yield ScriptAssignment(self, whole, shares, members, rank)
         whole.over = True
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The ranks that share the next batch; see `RankGroups`."""
-        return self._groups.members
-
-    def take(self) -> None:
-        """Note that the script gets a batch."""
-        self._groups.taken += 1
 
     def use(self, batch: ScriptBatch) -> None:
         """Note that the script computes on a batch."""
@@ -101,10 +93,10 @@ class ScriptAssigner(RecoveryPart[BatchReport]):
             self._open.append(batch)
 
     def report(self) -> BatchReport:
-        return self._groups.report()
+        return self.groups.report()
 
     def reconcile(self, reports: Sequence[BatchReport], comm: Communicator) -> None:
-        self._groups.reconcile(reports)
+        self.groups.reconcile(reports)
 
     def commit_step(self, contributors: Sequence[int]) -> None:
         for batch in self._open:
@@ -148,10 +140,10 @@ class ScriptAssignment:
 
     def take(self, weight: float) -> ScriptBatch:
         """Note that the script gets this rank's share of the next batch."""
-        self._assigner.take()
+        self._assigner.groups.taken += 1
         batch = self._whole.left.popleft()
         return ScriptBatch(weight, self._whole, batch, self._shares, self._members)
 
     def is_over(self) -> bool:
         """True if the next batch is to be dealt to other ranks."""
-        return self._assigner.members != self._members
+        return self._assigner.groups.members != self._members

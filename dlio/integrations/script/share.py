@@ -54,7 +54,8 @@ class ScriptContext:
     def took(self, batch: ScriptBatch, data: Any) -> None:
         """Note that the script gets a batch, as the loader yields its data."""
         self._latest = batch
-        for item in data.values() if isinstance(data, dict) else _items(data):
+        items = data if isinstance(data, list | tuple) else [data]
+        for item in data.values() if isinstance(data, dict) else items:
             if isinstance(item, torch.Tensor):
                 self._of_tensor[item] = batch
 
@@ -237,10 +238,6 @@ class SharingLoader(DataLoader):
             groups = [batches[k : k + comm.size] for k in range(0, len(batches), comm.size)]
             return [[index for each in group for index in each] for group in groups]
         return batches
-
-
-def _items(data: Any) -> Sequence[Any]:
-    return data if isinstance(data, list | tuple) else [data]
 
 
 def _alone(loader: DataLoader) -> Iterator[Any]:

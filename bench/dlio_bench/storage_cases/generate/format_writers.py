@@ -72,7 +72,6 @@ def write_native(path: str, part: FilePart) -> None:
         first=part.first,
         total=workload.samples,
         blocks=tuple(range(first, first + blocks)),
-        samples=count,
         compress="none",
     )
     writer = NativeWriter(path, shard)
