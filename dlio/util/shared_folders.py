@@ -11,11 +11,11 @@ has no files of dlio in shared memory.
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from dlio.util.child_processes import module_command
 from dlio.util.closable import Closable
 from dlio.util.folders import lock_file, open_private, remove_if_unheld
 from dlio.util.threads import Workers
@@ -116,11 +116,10 @@ def _start_reaper(lock: str) -> Workers | None:
     It has a session of its own and inherits no open file. Returns the thread that waits until it
     has detached itself; None if it could not be started.
     """
-    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "reaper.py")
     try:
         starting = subprocess.Popen(
-            module_command("dlio.util.reaper", lock),
-            env={**os.environ, "PYTHONPATH": package},
+            [sys.executable, "-I", "-S", script, lock],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

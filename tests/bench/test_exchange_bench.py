@@ -105,6 +105,7 @@ def test_steps_stand_beside_those_of_ddp() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_a_slow_rank_is_told_beside_none() -> None:
     results: dict[str, Any] = slow_rank_case.measure(replace(TINY, seconds=0.3))
     assert [row["exchange"] for row in results["rows"]] == [

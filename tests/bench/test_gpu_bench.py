@@ -78,6 +78,7 @@ def test_without_a_gpu_every_case_is_skipped_by_name_and_that_is_no_failure(
     assert report["figures"] == []
 
 
+@pytest.mark.nightly
 def test_a_case_that_fails_leaves_the_others_their_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

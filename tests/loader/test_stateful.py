@@ -88,9 +88,7 @@ WORKERS: dict[str, dict[str, Any]] = {
 IN_PROCESSES = [
     "an iterator with a state-workers",
     "a generator's data set-persistent",
-    "map-style, random-workers",
     "map-style, shuffled-persistent",
-    "a sampler with a state-workers",
 ]
 DAILY = [
     *(f"{case}-inline" for case in CASES),

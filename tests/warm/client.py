@@ -39,16 +39,14 @@ def main() -> None:
 
 def _can_be_served(arguments: list[str]) -> bool:
     """True for `script.py`, `-m`, `-c`, after `-P`, `-u`, `-W`, with no descriptors to inherit."""
+    if arguments[:1] == ["-I"]:
+        return False  # The reaper: it outlives the program that starts it, and imports little.
     while arguments[:1] in (["-P"], ["-u"], ["-W"]):
         arguments = arguments[2 if arguments[0] == "-W" else 1 :]
     if not arguments or arguments in (["-"], ["-m"], ["-c"]):
         return False
     if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         return _refuse(f"option {arguments[0]}")
-    # The reaper outlives the program that starts it; a rehearsal ends with its parent. Both import
-    # little.
-    if arguments[0] == "-m" and arguments[1] in ("dlio.util.reaper", "dlio_readers.rehearsal"):
-        return False
     if arguments[0] == "-m" and not arguments[1].startswith(("dlio.", "dlio_")):
         return False
     # The listing's own descriptor is one of them.

@@ -115,7 +115,7 @@ def test_fsdp2_trains_through_the_loader(torchrun: TorchRun, sequences: Path) ->
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "check"), [(4, "parallel"), (2, "sharded")])
-@pytest.mark.daily("2-sharded")
+@pytest.mark.nightly  # By day, the test above has ranks of torchrun.
 def test_layers_in_parts_use_the_process_group_over_mpi(
     mpirun: MpiRun, sequences: Path, ranks: int, check: str
 ) -> None:

@@ -62,6 +62,7 @@ def test_the_others_go_on_and_each_sample_counts_once(
     assert ran.errors == ""
 
 
+@pytest.mark.nightly
 def test_a_loss_is_in_report_and_tensorboard_if_rank_0_is_lost(run: Run, tmp_path: Path) -> None:
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     # Lost before its gradients are there: nobody can have the sums of its third step.

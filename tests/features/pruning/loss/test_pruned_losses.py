@@ -10,6 +10,7 @@ FREQUENT = "tests.features.pruning.loss.frequent_rounds"
 _NODES = ("--pretend-nodes", "2")
 
 
+@pytest.mark.nightly
 def test_a_loss_within_a_pruning_round_leaves_all_with_one_model(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
