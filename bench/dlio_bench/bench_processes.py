@@ -82,6 +82,15 @@ def pss(pid: int) -> int:
         return 0
 
 
+def command_line(pid: int) -> str:
+    """Words of a process's command; empty when it has ended, also for a zombie."""
+    try:
+        with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
+            return file.read().replace("\0", " ")
+    except OSError:
+        return ""
+
+
 def threads(pid: int) -> int:
     """Threads of a process; 0 when it has ended."""
     try:

@@ -122,10 +122,6 @@ def _exchange(
 
 def _made_per_s(loader: dlio.DataLoader, comm: Communicator) -> float:
     """Samples per second that a rank makes from its own tier."""
-    for _ in range(2):
-        comm.barrier()
-        began = time.perf_counter()
-        for _ in loader:
-            pass
-        seconds = time.perf_counter() - began
+    pass_s(loader, comm)
+    seconds = pass_s(loader, comm)
     return float(loader.stats()["samples"] / seconds)

@@ -24,7 +24,7 @@ from dlio.errors import DlioError
 from dlio.util.child_processes import module_command
 from dlio.util.options import CheckedOptions, Option
 from dlio_bench.bench_data import payload_bytes
-from dlio_bench.bench_processes import children
+from dlio_bench.bench_processes import children, command_line
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import results_of
 from dlio_bench.results.terminal import show_figures, working
@@ -170,7 +170,7 @@ def _words(choice: SearchChoice, case: str, study: str) -> list[str]:
 def _kill(searcher: int, draw: random.Random) -> str | None:
     """Kill a process of a search; return its kind, None if there is none of the kind drawn."""
     below = children()
-    forkers = [each for each in below.get(searcher, []) if _FORKER in _command_line(each)]
+    forkers = [each for each in below.get(searcher, []) if _FORKER in command_line(each)]
     ranks = [rank for forker in forkers for rank in below.get(forker, [])]
     kind = draw.choices(("rank", "forker", "searcher"), (6, 2, 2))[0]
     victims = {"rank": ranks, "forker": forkers, "searcher": [searcher]}[kind]
@@ -178,14 +178,6 @@ def _kill(searcher: int, draw: random.Random) -> str | None:
         os.kill(draw.choice(victims), signal.SIGKILL)
         return kind
     return None
-
-
-def _command_line(process: int) -> str:
-    try:
-        with open(f"/proc/{process}/cmdline", encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 def command(choice: SearchChoice, output: OutputOptions) -> None:

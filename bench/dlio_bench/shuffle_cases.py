@@ -359,7 +359,6 @@ def shaped(count: int) -> Iterator[list[tuple[str, str, str]]]:
         raise NoNamespaces("network namespaces need root, ip and tc (Debian: iproute2)")
     tag = f"dl{os.getpid() % 100000}"
     bridge = f"{tag}b"
-    made: list[list[str]] = []
 
     def call(*words: str) -> None:
         done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
@@ -369,18 +368,21 @@ def shaped(count: int) -> Iterator[list[tuple[str, str, str]]]:
     def tbf(*where: str) -> None:
         call(*where, "root", "tbf", "rate", "1gbit", "burst", "512kbit", "latency", "200ms")
 
-    try:
-        call("ip", "link", "add", bridge, "type", "bridge")
-        made.append(["ip", "link", "del", bridge])
+    with contextlib.ExitStack() as stack:
+
+        def make(kind: str, name: str, *words: str) -> None:
+            call("ip", kind, "add", name, *words)
+            gone = ["ip", kind, "del", name]
+            stack.callback(subprocess.run, gone, capture_output=True, timeout=20, check=False)
+
+        make("link", bridge, "type", "bridge")
         call("ip", "link", "set", bridge, "up")
         places = []
         for k in range(count):
             space, inside, outside = f"{tag}n{k}", f"{tag}i{k}", f"{tag}o{k}"
             address = f"10.213.7.{k + 1}"
-            call("ip", "netns", "add", space)
-            made.append(["ip", "netns", "del", space])
-            call("ip", "link", "add", outside, "type", "veth", "peer", "name", inside)
-            made.append(["ip", "link", "del", outside])
+            make("netns", space)
+            make("link", outside, "type", "veth", "peer", "name", inside)
             call("ip", "link", "set", inside, "netns", space)
             call("ip", "link", "set", outside, "master", bridge, "up")
             within = ("ip", "netns", "exec", space)
@@ -391,9 +393,6 @@ def shaped(count: int) -> Iterator[list[tuple[str, str, str]]]:
             tbf("tc", "qdisc", "add", "dev", outside)
             places.append((space, inside, address))
         yield places
-    finally:
-        for words in reversed(made):
-            subprocess.run(words, capture_output=True, timeout=20, check=False)
 
 
 def link(

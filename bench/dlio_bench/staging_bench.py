@@ -9,7 +9,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
@@ -330,23 +331,16 @@ def _dd(folder: str, copy: str | None = None, direct: bool = False) -> float:
 
 def _parallel_read(folder: str) -> float:
     """Bytes a second of 32 threads that read stretches of 1 MiB, and do nothing else."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    files = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
-    descriptors = [os.open(file, os.O_RDONLY) for file in files]
-    try:
-        parts = [
-            (descriptor, at)
-            for descriptor in descriptors
-            for at in range(0, os.fstat(descriptor).st_size, _MIB)
-        ]
+    with ExitStack() as stack:
+        parts = []
+        for name in sorted(os.listdir(folder)):
+            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            parts += [(descriptor, at) for at in range(0, os.fstat(descriptor).st_size, _MIB)]
         started = time.perf_counter()
         with ThreadPoolExecutor(32) as pool:
             total = sum(pool.map(lambda part: len(os.pread(part[0], _MIB, part[1])), parts))
         return total / (time.perf_counter() - started)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 @contextmanager

@@ -29,15 +29,6 @@ def processes_of(job: str) -> list[int]:
     return living
 
 
-def lives(process: int) -> bool:
-    """Return True if a process lives, False if it has ended or is a zombie."""
-    try:
-        with open(f"/proc/{process}/cmdline", "rb") as file:
-            return bool(file.read(1))  # A zombie has none.
-    except OSError:
-        return False
-
-
 def kill(processes: Iterable[int], number: int = signal.SIGKILL) -> None:
     """Send a signal to processes; some may have ended."""
     for process in processes:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from dlio.errors import UsageError
 from dlio.train.ledger_file import read_lines
+from dlio_bench.bench_processes import command_line
 from dlio_bench.chaos.accounts import (
     UnevenEpoch,
     effective_time,
@@ -24,7 +25,7 @@ from dlio_bench.chaos.accounts import (
 )
 from dlio_bench.chaos.chaos_figures import joining_times, shown_rows
 from dlio_bench.chaos.chaos_job import ChaosCase, ChaosJob
-from dlio_bench.chaos.leftovers import left_in_shared_memory, lives, shared_memory
+from dlio_bench.chaos.leftovers import left_in_shared_memory, shared_memory
 from dlio_bench.chaos.pretended_nodes import PretendedNodes, may_pretend, without_daemons
 from dlio_bench.chaos.scheduled_faults import FaultClock
 from dlio_bench.chaos.stamps import steps_of
@@ -161,7 +162,7 @@ class _World:
         firsts = [
             each.steps[0]["t"]
             for each in self._job.stamps.ranks
-            if each.steps and each.begun > self._since and lives(each.pid)
+            if each.steps and each.begun > self._since and command_line(each.pid)
         ]
         wanted = len(self.names) * self._per_node
         return max(firsts) if self._join is None and len(firsts) == wanted else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
+from dlio_bench.bench_processes import command_line
 from dlio_bench.chaos.leftovers import kill
 
 _FAKESSH: Final = Path(__file__).with_name("fakessh")
@@ -47,8 +48,7 @@ class PretendedNodes:
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
                 if os.readlink(f"/proc/{name}/ns/uts") in spaces:
-                    command = Path(f"/proc/{name}/cmdline").read_bytes()
-                    inside[int(name)] = command.replace(b"\0", b" ").decode(errors="replace")
+                    inside[int(name)] = command_line(int(name))
         return inside
 
     def lose(self, node: str) -> int:

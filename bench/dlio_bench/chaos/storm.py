@@ -12,11 +12,12 @@ import torch
 
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.ledger_file import read_lines
+from dlio_bench.bench_processes import command_line
 from dlio_bench.chaos.accounts import uneven_epochs
 from dlio_bench.chaos.chaos_figures import JobRecord, RunRecord, figures_of, rows_of
 from dlio_bench.chaos.chaos_job import ChaosCase, ChaosJob
 from dlio_bench.chaos.chaos_options import ChaosOptions
-from dlio_bench.chaos.leftovers import left_in_shared_memory, lives, shared_memory
+from dlio_bench.chaos.leftovers import left_in_shared_memory, shared_memory
 from dlio_bench.chaos.pretended_nodes import PretendedNodes, without_daemons
 from dlio_bench.chaos.scheduled_faults import FaultClock, InjectedFault
 from dlio_bench.chaos.stamps import steps_of
@@ -102,7 +103,7 @@ class _Refill:
         A job that comes no further in three starts ends.
         """
         if not self._begun:
-            settled = not job.hurt & {each.pid for each in job.stamps.ranks if lives(each.pid)}
+            settled = not any(map(command_line, job.hurt))
             if wanted and settled and any(self._nodes.kill(node, "prted") for node in "BA"):
                 self._begun = time.monotonic()
         elif job.steps_since(self._begun, self._ranks) > self._steps:

@@ -19,6 +19,7 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.checkpoint.checkpoint_store import Checkpoints, Tensors
 from dlio.train.checkpoint.tensor_reader import ignore_no_dist_warning
+from dlio_bench.results.repeats import turns
 from dlio_bench.results.report_values import Figure, Ratio
 from dlio_bench.results.terminal import advance
 
@@ -256,13 +257,11 @@ def measure_stalls(
     }
     stalls = []
     try:
-        for repeat in range(-1, repeats):  # The first allocates memory, and does not count.
-            order = list(running) if repeat % 2 == 0 else list(running)[::-1]
-            for name in order:
-                stall = _one(name, running[name], training, steps, repeat + 2, comm)
-                advance()
-                if repeat >= 0:
-                    stalls.append(stall)
+        for repeat, name in turns(running, repeats + 1):
+            stall = _one(name, running[name], training, steps, repeat + 1, comm)
+            advance()
+            if repeat:  # The first allocates memory, and does not count.
+                stalls.append(stall)
     finally:
         for method in running.values():
             method.close()

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -76,32 +77,26 @@ def gpu_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def passes(loader: DataLoader, place: GpuRunSettings) -> Callable[[], int]:
-    """Return a function that makes one pass and counts its samples."""
-
-    def run() -> int:
-        count = 0
-        for images, _ in loader:
-            count += len(images)
-        place.wait()
-        return count
-
-    return run
-
-
 def rates_in_turn(
-    contenders: Mapping[str, Callable[[], int]], repeats: int
+    contenders: Mapping[str, Callable[[], int]], place: GpuRunSettings, repeats: int = 0
 ) -> dict[str, list[float]]:
-    """Return samples/s of each repeat; contenders take turns, after one pass each that is not
-    timed."""
+    """Return samples/s of each repeat; contenders, which return their samples, take turns, after
+    one pass each that is not timed."""
     for run in contenders.values():
         run()
     rates: dict[str, list[float]] = {name: [] for name in contenders}
-    for _, name in turns(contenders, repeats):
+    for _, name in turns(contenders, repeats or place.repeats):
+        place.wait()
         began = time.perf_counter()
         count = contenders[name]()
+        place.wait()
         rates[name].append(count / (time.perf_counter() - began))
     return rates
+
+
+def _samples(loader: DataLoader) -> int:
+    """Make a pass and count its samples."""
+    return sum(len(images) for images, _ in loader)
 
 
 def repeated(place: GpuRunSettings, batches: int) -> str:
@@ -144,7 +139,7 @@ def decode(place: GpuRunSettings, measured: GpuResults) -> None:
             dlio.open(path, tiers=tiers, image_size=place.image_size) as data,
             loader_of(data, place, way) as loader,
         ):
-            rates |= rates_in_turn({label: passes(loader, place)}, place.repeats)
+            rates |= rates_in_turn({label: partial(_samples, loader)}, place)
             stats = loader.stats()
         if way == "device":
             measured.notes.append(
@@ -152,7 +147,7 @@ def decode(place: GpuRunSettings, measured: GpuResults) -> None:
                 f"{stats.get('fallbacks', 0)} by the CPU, {stats.get('device_bytes', 0)} bytes "
                 "sent a pass"
             )
-    rates |= rates_in_turn(_others(place, measured), place.repeats)
+    rates |= rates_in_turn(_others(place, measured), place)
     measured.rates("decode", rates)
     for mine, other in (
         ("device, restart rows", "device, files"),
@@ -199,7 +194,7 @@ def _best_of_dali(place: GpuRunSettings, measured: GpuResults) -> Callable[[], i
     """Return a pass of the fastest of some pipelines, each after one that is not timed."""
     loads = (0.0, 0.65, 0.9)  # Shares of the device's JPEG engine; the rest go to CUDA's decoder.
     runs = {str(load): _dali_pass(place, load) for load in loads}
-    rates = {name: rate for name, (rate,) in rates_in_turn(runs, 1).items()}
+    rates = {name: rate for name, (rate,) in rates_in_turn(runs, place, 1).items()}
     chosen = max(rates, key=rates.__getitem__)
     measured.notes.append(f"decode, DALI: hw_decoder_load={chosen} of {loads} is fastest")
     return runs[chosen]
@@ -220,7 +215,6 @@ def _dali_pass(place: GpuRunSettings, load: float) -> Callable[[], int]:
     def run() -> int:
         for _ in range(-(-count // place.batch_size)):
             next_batch()
-        place.wait()
         return count
 
     return run
@@ -275,14 +269,13 @@ def tier(place: GpuRunSettings, measured: GpuResults) -> None:
                 loader_of(data, place, "threads") as loader,
             ):
                 name = f"{kind}:SIZE:decoded"
-                rates |= rates_in_turn({name: passes(loader, place)}, place.repeats)
+                rates |= rates_in_turn({name: partial(_samples, loader)}, place)
                 stats = loader.stats()
                 measured.notes.append(
                     f"tier, {name}: {stats['decoded']} of {stats['samples']} samples of the last "
                     "pass came decoded"
                 )
-    kernel = _kernel(place, short)
-    rates |= rates_in_turn({"kernel alone": kernel}, place.repeats)
+    rates |= rates_in_turn({"kernel alone": _kernel(place, short)}, place)
     measured.rates("decoded tier", rates)
     gpu = rates["gpu:SIZE:decoded"]
     measured.ratio("decoded tier, gpu / ram", gpu, rates["ram:SIZE:decoded"])
@@ -308,7 +301,6 @@ def _kernel(place: GpuRunSettings, short: int) -> Callable[[], int]:
     def run() -> int:
         for _ in range(place.steps):
             crop_batch(pixels, starts, corners, (place.image_size, place.image_size))
-        place.wait()
         return place.steps * place.batch_size
 
     return run
@@ -351,8 +343,8 @@ def step(place: GpuRunSettings, measured: GpuResults) -> None:
             for _ in range(len(loader) + 2):  # Fills the tiers; the device compiles and chooses.
                 training(*next(fed))
             sources = {"fed": fed, "resident": itertools.repeat(next(fed))}
-            contenders = {key: _steps(each, training, place) for key, each in sources.items()}
-            rates = rates_in_turn(contenders, place.repeats)
+            contenders = {key: partial(training.steps, each) for key, each in sources.items()}
+            rates = rates_in_turn(contenders, place)
             fed.close()
         measured.rates(f"ResNet-50 step, {name}", rates)
         measured.ratio(f"ResNet-50 step, {name}: fed / resident", rates["fed"], rates["resident"])
@@ -363,18 +355,6 @@ def _endless(loader: Any) -> Generator[Any, None, None]:
         yield from loader
 
 
-def _steps(
-    batches: Iterator[Any], training: "_ResNetTraining", place: GpuRunSettings
-) -> Callable[[], int]:
-    def run() -> int:
-        for _ in range(place.steps):
-            training(*next(batches))
-        place.wait()
-        return place.steps * place.batch_size
-
-    return run
-
-
 class _ResNetTraining:
     """A ResNet-50 and its optimizer."""
 
@@ -383,6 +363,13 @@ class _ResNetTraining:
         self._model: nn.Module = channels_last(resnet50(1000)).to(place.device).train()
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
         self._precision = Precision("bf16", place.device)
+        self._place = place
+
+    def steps(self, batches: Iterator[Any]) -> int:
+        """Make the timed steps; return their samples."""
+        for images, labels in itertools.islice(batches, self._place.steps):
+            self(images, labels)
+        return self._place.steps * self._place.batch_size
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self._optimizer.zero_grad(set_to_none=True)

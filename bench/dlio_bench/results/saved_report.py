@@ -11,30 +11,22 @@ from typing import Any, Final
 from dlio.errors import UsageError, printable
 from dlio_bench.results.envelope import SCHEMA
 from dlio_bench.results.figure_collection import collect
-from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Waterfall
+from dlio_bench.results.report_values import Figure, PlotCurve, Ratio, Results, Waterfall
 
 _MOST_BYTES: Final = 256 << 20
 _KINDS: Final = ("cdf", "time", "scaling")
 
 
-@dataclass(frozen=True, slots=True)
-class SavedReport:
-    """A report; all texts are as the file has them and may hold anything."""
+@dataclass(slots=True)
+class SavedReport(Results):
+    """A report; all texts are as the file has them and may hold anything. Figures have no invalid
+    values; those without any value are left out."""
 
-    path: str
-    benchmark: str
-    figures: list[Figure]
-    """Without values that are invalid; those without any value are left out."""
-    ratios: list[Ratio]
-    curves: list[PlotCurve] = field(default_factory=list)
-    waterfalls: list[Waterfall] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    path: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
     started: str = ""
     seconds: float | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    seeds: Mapping[str, Any] = field(default_factory=dict)
     old: bool = False
     """True if it has no envelope: repeats and directions may be missing."""
 

@@ -11,6 +11,7 @@ fetched (`fetched_bytes`).
 """
 
 import os
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
@@ -22,6 +23,7 @@ from dlio_bench.file_systems import FileSystem, file_system_of
 _SECTOR: Final = 512
 """Bytes of the unit of /proc/diskstats, whatever the device's own is."""
 _OF_PROCESSES: Final = ("asked_bytes", "asked_requests", "fetched_bytes")
+_OF_SLOWFS: Final = ("bytes", "reads", "opens", "attributes")
 _CACHED: Final = 0.1
 """Share of the bytes from the page cache from which on a run is said to have read from it."""
 
@@ -132,24 +134,18 @@ class Meter:
 
     def snapshot(self) -> ServedBytes:
         """Return the counters now."""
-        asked = requests = fetched = 0
+        counts = Counter[str]()
         for pid in descendants(os.getpid()):
-            counts = _io_of(pid)
-            asked += counts.get("rchar", 0)
-            requests += counts.get("syscr", 0)
-            fetched += counts.get("read_bytes", 0)
+            counts.update(_io_of(pid))
         device = _disk(self._device) if self._device else None
         slow = _slowfs(self._slowfs) if self._slowfs else {}
         return ServedBytes(
-            asked_bytes=asked,
-            asked_requests=requests,
-            fetched_bytes=fetched,
+            asked_bytes=counts["rchar"],
+            asked_requests=counts["syscr"],
+            fetched_bytes=counts["read_bytes"],
             device_bytes=device[1] if device else None,
             device_requests=device[0] if device else None,
-            slowfs_bytes=slow.get("bytes"),
-            slowfs_reads=slow.get("reads"),
-            slowfs_opens=slow.get("opens"),
-            slowfs_attributes=slow.get("attributes"),
+            **{f"slowfs_{key}": slow.get(key) for key in _OF_SLOWFS},
         )
 
 

@@ -31,6 +31,7 @@ from dlio_bench.storage_cases.summary import (
     curves,
     epochs_of,
     figures,
+    grouped,
     latencies_of,
     ratios,
     waterfalls,
@@ -255,28 +256,26 @@ def show_epochs(epochs: Sequence[LoaderEpochFigures]) -> None:
         *("first, s", "p50, ms", "p99", "p99.9", "cached"),
     )
     rows = []
-    for loader in dict.fromkeys(each.loader for each in epochs):
-        for number in sorted({each.epoch for each in epochs}):
-            group = [each for each in epochs if (each.loader, each.epoch) == (loader, number)]
-            cached = [each.cached_percent for each in group if each.cached_percent is not None]
-            possible = [each.of_possible for each in group if each.of_possible is not None]
-            rows.append(
-                (
-                    loader if number == 1 else "",
-                    str(number),
-                    _middle([each.au for each in group], 1),
-                    _middle([each.samples_per_s for each in group], 1),
-                    _middle([each.mib_per_s for each in group], 1),
-                    _middle([each.seconds for each in group], 2),
-                    _middle(possible, 1),
-                    _middle([each.first_batch_s for each in group], 2),
-                    *(
-                        _middle([1e3 * each.batches.percentile(share) for each in group], 1)
-                        for share in PERCENTILES
-                    ),
-                    f"{median(cached):.0f}%" if cached else "unknown",
-                )
+    for (loader, number), group in grouped(epochs).items():
+        cached = [each.cached_percent for each in group if each.cached_percent is not None]
+        possible = [each.of_possible for each in group if each.of_possible is not None]
+        rows.append(
+            (
+                loader if number == 1 else "",
+                str(number),
+                _middle([each.au for each in group], 1),
+                _middle([each.samples_per_s for each in group], 1),
+                _middle([each.mib_per_s for each in group], 1),
+                _middle([each.seconds for each in group], 2),
+                _middle(possible, 1),
+                _middle([each.first_batch_s for each in group], 2),
+                *(
+                    _middle([1e3 * each.batches.percentile(share) for each in group], 1)
+                    for share in PERCENTILES
+                ),
+                f"{median(cached):.0f}%" if cached else "unknown",
             )
+        )
     table("epochs, medians of the repeats", heads, rows)
 
 

@@ -150,7 +150,7 @@ _FIGURES: Final[
 def figures(epochs: Sequence[LoaderEpochFigures]) -> list[Figure]:
     """Return one figure for each quantity, loader and epoch, with a value for each repeat."""
     result = []
-    for (loader, epoch), group in _grouped(epochs).items():
+    for (loader, epoch), group in grouped(epochs).items():
         labels = {"loader": loader, "epoch": str(epoch)}
         for name, unit, better, value in _FIGURES:
             values = tuple(each for each in map(value, group) if each is not None)
@@ -176,7 +176,7 @@ def figures(epochs: Sequence[LoaderEpochFigures]) -> list[Figure]:
 
 def ratios(epochs: Sequence[LoaderEpochFigures]) -> list[Ratio]:
     """Return dlio's throughput and epoch time compared with each other loader's, by epoch."""
-    groups = _grouped(epochs)
+    groups = grouped(epochs)
     result = []
     for (loader, epoch), group in groups.items():
         mine = groups.get(("dlio", epoch))
@@ -248,7 +248,7 @@ def waterfalls(measured: StorageMeasurements) -> Iterator[Waterfall]:
             yield Waterfall("Time of an epoch", parts, labels)
 
 
-def _grouped(
+def grouped(
     epochs: Sequence[LoaderEpochFigures],
 ) -> dict[tuple[str, int], list[LoaderEpochFigures]]:
     """The repeats of each loader's epoch, by (loader, epoch); repeats in their order."""

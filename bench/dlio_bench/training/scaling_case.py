@@ -134,26 +134,21 @@ def _labels(cell: Cell) -> dict[str, str]:
 
 def curves(cells: Sequence[Cell]) -> Iterator[PlotCurve]:
     """Yield throughput against ranks, measured and forecast apart."""
-    keys = dict.fromkeys((each.network, each.scaling, each.exchange) for each in cells)
-    for network, scaling, exchange in keys:
-        group = [
-            each
-            for each in cells
-            if (each.network, each.scaling, each.exchange) == (network, scaling, exchange)
-        ]
-        for ahead in (False, True):
-            points = [each for each in group if each.is_forecast == ahead]
-            if points:
-                yield PlotCurve(
-                    f"{network}, {scaling} scaling",
-                    "scaling",
-                    "ranks",
-                    "samples/s",
-                    tuple(float(each.ranks) for each in points),
-                    tuple(each.samples_per_s for each in points),
-                    {"exchange": exchange},
-                    ahead,
-                )
+    groups: dict[tuple[str, str, str, bool], list[Cell]] = {}
+    for each in cells:
+        key = (each.network, each.scaling, each.exchange, each.is_forecast)
+        groups.setdefault(key, []).append(each)
+    for (network, scaling, exchange, ahead), points in groups.items():
+        yield PlotCurve(
+            f"{network}, {scaling} scaling",
+            "scaling",
+            "ranks",
+            "samples/s",
+            tuple(float(each.ranks) for each in points),
+            tuple(each.samples_per_s for each in points),
+            {"exchange": exchange},
+            ahead,
+        )
 
 
 def waterfalls(measured: ScalingMeasurements) -> Iterator[Waterfall]:

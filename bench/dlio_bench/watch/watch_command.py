@@ -23,7 +23,7 @@ from dlio.util.whole_files import write_json
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.repeats import interval_of_ratio
-from dlio_bench.results.report_values import Better, Figure, Results
+from dlio_bench.results.report_values import Better, Figure, Results, labels_text
 from dlio_bench.results.saved_report import read_report
 from dlio_bench.results.terminal import advance, show_notes, table, working
 
@@ -334,7 +334,7 @@ def calibrate(folder: str) -> dict[Bound, float]:
 
 
 def _key(figure: Figure) -> str:
-    labels = ", ".join(f"{name} {value}" for name, value in sorted(figure.labels.items()))
+    labels = labels_text(dict(sorted(figure.labels.items())), alone=())
     return f"{figure.name} ({labels})" if labels else figure.name
 
 

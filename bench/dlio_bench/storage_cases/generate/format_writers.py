@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-import google_crc32c
 import h5py
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +21,13 @@ from dlio.plan.layout import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, MIN_BLOCKS
 from dlio_bench.storage_cases.generate.content import payload
 from dlio_bench.storage_cases.generate.stamp import digest_of
 from dlio_bench.storage_cases.workload import Format, Workload
+from dlio_readers.tfrecord import FOOT, masked
 from dlio_staging.pack_writers import NativeWriter, ShardRequest
 
 _SCHEMA: Final = Schema((("image", "bytes"), ("label", "int64")))
 _GROUP_BYTES: Final = 16 << 20
 """Approximate bytes of a row group of Parquet."""
 _LENGTH: Final = struct.Struct("<Q")
-_CRC: Final = struct.Struct("<I")
 _BYTES_LIST, _INT64_LIST = 1, 3
 
 
@@ -172,9 +171,9 @@ def write_tfrecord(path: str, part: FilePart) -> None:
             )
             record = _field(1, b"".join(entries))
             length = _LENGTH.pack(len(record))
-            file.write(length + _masked(length))
+            file.write(length + FOOT.pack(masked(length)))
             file.write(record)
-            file.write(_masked(record))
+            file.write(FOOT.pack(masked(record)))
 
 
 def _field(number: int, body: bytes) -> bytes:
@@ -189,12 +188,6 @@ def _varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
-
-
-def _masked(data: bytes) -> bytes:
-    """Return the checksum of data as TFRecord stores it: rotated, so that it may be summed too."""
-    crc = google_crc32c.value(data)
-    return _CRC.pack(((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 # A Zarr store, version 3, with arrays `x` and `y`: its shards are the files
