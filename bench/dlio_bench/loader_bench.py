@@ -231,7 +231,6 @@ def command(case: LoaderCase, choice: LoaderChoice, output: OutputOptions) -> No
         report,
         settings={**asdict(case), **asdict(choice)},
         paths=(choice.folder, *((case.source,) if case.source else ())),
-        versions=report.get("machine", {}).get("versions"),
     )
     finish(output, results, start)
 

@@ -138,7 +138,6 @@ def command(case: ReaderCase, formats: Formats, output: OutputOptions) -> None:
         settings={**asdict(case), "formats": formats.formats},
         seeds={"data": 0, "random": 1},
         paths=(tempfile.gettempdir(),),
-        versions=report["machine"]["versions"],
     )
     finish(output, results, start)
 

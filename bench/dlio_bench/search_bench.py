@@ -71,8 +71,6 @@ class SearchChoice(CheckedOptions):
 
 @dataclass(slots=True)
 class _SearchRun:
-    """A search that has ended."""
-
     seconds: float
     results: dict[str, Any]
     kills: dict[str, int]

@@ -113,7 +113,6 @@ def command(choice: StagingChoice, output: OutputOptions) -> None:
         settings={**asdict(sizes), "cases": choice.cases},
         seeds={"data": 0},
         paths=(folder, SHARED_MEMORY),
-        versions=report["machine"]["versions"],
     )
     show_figures("staging", results.figures, results.ratios)
     finish(output, results, start)

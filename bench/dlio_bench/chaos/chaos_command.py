@@ -99,7 +99,6 @@ def _results(report: dict[str, Any], options: ChaosOptions, folder: str) -> Resu
         settings=asdict(options),
         seeds={"faults": options.seed},
         paths=(folder,),
-        versions=report["machine"]["versions"],
     )
 
 

@@ -242,8 +242,6 @@ class _Supervisor:
 
 
 class _ReplicaGroup:
-    """A replica group of one process."""
-
     def __init__(self, settings: TorchftSettings, rank: int) -> None:
         self._settings, self._rank = settings, rank
         self._again = os.path.exists(f"ready-{rank}")

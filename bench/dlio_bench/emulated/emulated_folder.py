@@ -74,8 +74,6 @@ _KINDS: Final = (
 
 @dataclass(slots=True)
 class _OpenFile:
-    """An open file."""
-
     number: int
     """Number of the file's opening, from 0: the tail is drawn anew."""
     share: Share | None

@@ -75,8 +75,7 @@ def command(options: ExchangeBenchOptions, cases: ExchangeCases, output: OutputO
 
 
 def _results(report: dict[str, Any], options: ExchangeBenchOptions) -> Results:
-    versions = report["machine"]["versions"]
-    results = results_of("exchange", report, settings=asdict(options), versions=versions)
+    results = results_of("exchange", report, settings=asdict(options))
     if "messages" in report:
         from dlio_bench.exchange_cases.message_cost import forecasts
 

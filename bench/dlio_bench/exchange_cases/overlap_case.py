@@ -1,6 +1,5 @@
 """`--case overlap`: share of an exchange's time that backward hides, and overhead for one rank."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from dlio.comm import Communicator
 from dlio_bench.bench_ranks import FABRICS, LINK, TIMEOUT_S, run, why_no_link
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.variants import OneBatchTraining, timed
-from dlio_bench.results.repeats import spread
+from dlio_bench.results.repeats import interval_of_median, spread
 from dlio_bench.results.terminal import advance, steps
 
 _EXCHANGES: Final = (
@@ -37,7 +36,6 @@ _STEPS: Final = 2
 _OVERHEAD_STEPS: Final = 40
 _OVERHEAD_BATCH: Final = 4
 """Hidden units: in short steps, work done once a step would be the larger part."""
-_SURE: Final = 0.95
 
 
 def measure(options: ExchangeBenchOptions) -> dict[str, object]:
@@ -110,20 +108,9 @@ def _ranks(
 
 
 def _middle(values: Sequence[float]) -> dict[str, float]:
-    """Median, and in `min` and `max` its confidence interval: single steps are told by chance.
-    Whatever the distribution, the k-th of n values lies above the median as often as n tosses of a
-    coin give fewer than k heads."""
-    ordered = sorted(values)
-    n = len(ordered)
-    below, outside = 0, 1 / 2**n
-    while outside <= (1 - _SURE) / 2 and below < (n - 1) // 2:
-        below += 1
-        outside += math.comb(n, below) / 2**n
-    return {
-        "median": statistics.median(ordered),
-        "min": ordered[max(0, below - 1)],
-        "max": ordered[n - max(1, below)],
-    }
+    """Median, and in `min` and `max` its confidence interval: single steps are told by chance."""
+    low, high = interval_of_median(values) or (values[0], values[0])
+    return {"median": statistics.median(values), "min": low, "max": high}
 
 
 # The ranks

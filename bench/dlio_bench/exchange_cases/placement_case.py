@@ -132,7 +132,6 @@ def _train(
 
 
 def _tiers(source: str, placement: RankPlacement, scratch: str) -> str:
-    """Return the tiers of a placement, per node."""
     if placement.tiers != "ram+disk":
         return "ram:1GiB" if placement.tiers == "ram" else placement.tiers
     size = payload_bytes(source)

@@ -356,8 +356,6 @@ def _endless(loader: Any) -> Generator[Any, None, None]:
 
 
 class _ResNetTraining:
-    """A ResNet-50 and its optimizer."""
-
     def __init__(self, place: GpuRunSettings) -> None:
         torch.manual_seed(0)
         self._model: nn.Module = channels_last(resnet50(1000)).to(place.device).train()

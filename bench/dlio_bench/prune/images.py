@@ -51,8 +51,6 @@ def measure(options: PruneBenchOptions) -> dict[str, object]:
 
 
 class _Runs:
-    """Trainings of a case, by variant and seed."""
-
     def __init__(self, options: PruneBenchOptions, folder: str, epochs: int) -> None:
         self.source, self.val = options.check_images("images")
         self.options, self.folder, self.epochs = options, folder, epochs
@@ -80,7 +78,6 @@ class _Runs:
         return self.curve_of(self.report(name, seed, width, **more), width)
 
     def curve_of(self, report: TrainingReport, width: int) -> TrainingCurve:
-        """The curve of a report."""
         return curve_of(report, self.model(width), self.options.image_size)
 
 

@@ -80,8 +80,7 @@ def command(options: PruneBenchOptions, cases: PruneCases, output: OutputOptions
 
 
 def _results(report: dict[str, Any], options: PruneBenchOptions) -> Results:
-    versions = report["machine"]["versions"]
-    results = results_of("prune", report, settings=asdict(options), versions=versions)
+    results = results_of("prune", report, settings=asdict(options))
     for name in CASES:
         for variant, runs in report.get(name, {}).get("raw", {}).items():
             results.curves += [

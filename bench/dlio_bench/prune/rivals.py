@@ -225,7 +225,6 @@ class GroupNorm(NetworkCutter):
 
 
 def _steps_of(run: Run) -> int:
-    """Return the optimizer steps of a whole training."""
     return run.config.optimizer.epochs * len(run.loader)
 
 

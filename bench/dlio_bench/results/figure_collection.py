@@ -42,10 +42,11 @@ def results_of(
     settings: Mapping[str, object],
     seeds: Mapping[str, int] | None = None,
     paths: Sequence[str] = (),
-    versions: Mapping[str, str | None] | None = None,
 ) -> Results:
-    """Return the results of a benchmark whose report is `details`."""
+    """Return the results of a benchmark whose report is `details`; versions are those of its
+    `machine`."""
     figures, ratios = collect(details)
+    machine = details.get("machine")
     return Results(
         benchmark=benchmark,
         settings=settings,
@@ -54,7 +55,7 @@ def results_of(
         ratios=ratios,
         details=details,
         paths=tuple(paths),
-        versions=versions or {},
+        versions=machine["versions"] if isinstance(machine, Mapping) else {},
     )
 
 

@@ -153,7 +153,6 @@ def dlio_keys(case: AgreementOptions, loader: str, data: str, results: str) -> l
 
 
 def _storage(case: AgreementOptions, loader: str, place: str) -> ProgramFigures:
-    """Run `dlio bench storage`."""
     report = os.path.join(place, "storage.json")
     options = {
         "--format": "npz",

@@ -266,7 +266,6 @@ def exchange_of(name: str, loop: BenchLoop, comm: Communicator) -> ExchangeHandl
 
 
 def _pass(name: str, loop: BenchLoop, task: dict[str, Any], comm: Communicator) -> dict[str, Any]:
-    """Return the times of steps with an exchange."""
     if name == NONE:
         count = _enough(loop.steps(_WARM, None), task["steps"], comm)
         comm.barrier()

@@ -276,7 +276,6 @@ class SimulatedTrainer:
         self.recovery.commit_step(self._exchange.contributors)
 
     def _hear(self, mine: "_Messages") -> None:
-        """Take in steps of some others."""
         for other in self._trainers:
             theirs = other._exchange
             if other is not self and isinstance(theirs, _Messages) and other.cohort.living:

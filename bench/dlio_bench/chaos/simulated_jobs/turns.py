@@ -63,7 +63,6 @@ class Turns:
             raise TaskEnd
 
     def _next(self) -> int:
-        """Choose the task that runs next."""
         left = [k for k, ready in enumerate(self._ready) if ready is not None]
         able = left
         if self._error is None:

@@ -133,8 +133,6 @@ def _check_shape(workload: Workload) -> None:
 
 
 class _DataFiles:
-    """The files of a workload, to be written."""
-
     def __init__(self, workload: Workload, folder: str, sizes: npt.NDArray[np.int64]) -> None:
         self._workload, self._folder, self._sizes = workload, folder, sizes
         self.paths = tuple(
