@@ -58,9 +58,10 @@ def _code_of(run: Callable[[], object]) -> object:
     try:
         run()
     except DlioError as error:
-        if _shows_tracebacks():
-            # Do not re-raise: at exit, MPI would wait for ranks that wait for this one.
-            traceback.print_exc()
+        with contextlib.suppress(UsageError):  # The settings may be invalid themselves.
+            if settings().debug:
+                # Do not re-raise: at exit, MPI would wait for ranks that wait for this one.
+                traceback.print_exc()
         # In one write, so that output of other ranks or mpirun cannot interrupt the line.
         sys.stderr.write(f"dlio: error: {error}\n")
         sys.stderr.flush()
@@ -191,10 +192,3 @@ def _warn_of_unknown_variables() -> None:
     for name, near in unknown:
         hint = f"; did you mean {near}?" if near else ""
         print(f"dlio: warning: {name}: no such variable{hint}", file=sys.stderr, flush=True)
-
-
-def _shows_tracebacks() -> bool:
-    try:
-        return settings().debug
-    except UsageError:
-        return False

@@ -228,7 +228,7 @@ class Hdf5File:
             kind = schema.kinds[name].text if schema and name in schema.kinds else None
             return RaggedColumn(self._array(dataset, chunks), ends, shapes, kind or "bytes", where)
         if h5py.check_string_dtype(dataset.dtype) is not None:
-            return _ValuesColumn(self, dataset.name, chunks, self.count, "text", where)
+            return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, "text")
         vlen = h5py.check_vlen_dtype(dataset.dtype)
         if vlen is not None:
             if np.dtype(vlen) != np.uint8:
@@ -236,7 +236,7 @@ class Hdf5File:
             chunks.check(dataset, slice(0, 1))
             first = bytes(dataset[0][:16]) if self.count else b""
             kind = looks_like(first)
-            return _ValuesColumn(self, dataset.name, chunks, self.count, kind, where)
+            return _ValuesColumn(_ChunkedDataset(self, dataset, chunks), self.count, kind)
         if not storable(dataset.dtype):
             raise UsageError(f"{where} is {dataset.dtype}, which samples cannot have: leave it out")
         unit = dataset.chunks[0] if dataset.chunks else 1
@@ -262,8 +262,7 @@ class Hdf5File:
             if offset + dataset.nbytes > self.file.size:
                 raise SourceError(f"{self.file.name} is cut off: restore it")
             return StoredArray(self.file, offset, tuple(dataset.shape), dataset.dtype)
-        shape, sides = tuple(dataset.shape), dataset.chunks
-        return _ChunkedDataset(self, dataset.name, chunks, shape, dataset.dtype, sides)
+        return _ChunkedDataset(self, dataset, chunks)
 
     def _find(self, root: Any, names: Sequence[str]) -> dict[str, Any]:
         """Return the data sets of the file, or the named ones.
@@ -322,18 +321,10 @@ class Hdf5File:
 class _ChunkedDataset:
     """A data set that is read through the HDF5 library."""
 
-    def __init__(
-        self,
-        file: Hdf5File,
-        name: str,
-        chunks: Chunks,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        sides: tuple[int, ...] | None,
-    ) -> None:
-        self._file, self._name, self._chunks = file, name, chunks
-        self.shape, self.dtype = shape, dtype
-        self._sides = sides
+    def __init__(self, file: Hdf5File, dataset: Any, chunks: Chunks) -> None:
+        self._file, self._name, self._chunks = file, dataset.name, chunks
+        self.shape, self.dtype = tuple(dataset.shape), dataset.dtype
+        self._sides = dataset.chunks
 
     def __getitem__(self, key: Any) -> Any:
         with self._file.lock:
@@ -350,28 +341,20 @@ class _ChunkedDataset:
 class _ValuesColumn:
     """Strings or byte arrays of variable length, in HDF5's own types."""
 
-    def __init__(
-        self, file: Hdf5File, name: str, chunks: Chunks, count: int, kind: str, where: str
-    ) -> None:
-        self._file, self._name, self._chunks, self._count = file, name, chunks, count
+    unit = 1
+
+    def __init__(self, dataset: _ChunkedDataset, count: int, kind: str) -> None:
+        self._dataset, self._count = dataset, count
         self.kind = kind
-        self.unit = 1
-        self._where = where
-        self._bodies: npt.NDArray[np.int64] | None = None
 
     def bodies(self) -> npt.NDArray[np.int64]:
-        if self._bodies is None:
-            sizes = [
-                len(value)
-                for start in range(0, self._count, 1024)
-                for value in self.rows(start, min(start + 1024, self._count))
-            ]
-            self._bodies = np.array(sizes, np.int64)
-        return self._bodies
+        sizes = [
+            len(value)
+            for start in range(0, self._count, 1024)
+            for value in self.rows(start, min(start + 1024, self._count))
+        ]
+        return np.array(sizes, np.int64)
 
     def rows(self, start: int, stop: int) -> list[bytes]:
-        with self._file.lock:
-            dataset = self._file.handle()[self._name]
-            self._chunks.check(dataset, slice(start, stop))
-            values = dataset[start:stop]
+        values = self._dataset[start:stop]
         return [value.encode() if isinstance(value, str) else bytes(value) for value in values]

@@ -14,6 +14,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -283,7 +284,6 @@ class MapStyleReader:
         if not self._count:
             raise SourceError(f"{self.path} is empty: it has no samples")
         self.classes: Sequence[str] = _class_names(path)
-        self._labels: npt.NDArray[np.int64] | None = None
         self._facts: _DatasetFacts | None = None
         self._prepare()
         if place()[1] == 1:
@@ -346,12 +346,20 @@ class MapStyleReader:
     def fingerprint(self) -> str:
         return self._known().fingerprint
 
-    @property
+    @cached_property
     def labels(self) -> npt.NDArray[np.int64]:
         """Labels from the data set's `targets`, or else from every sample; shape (samples,)."""
-        if self._labels is None:
-            self._labels = self._find_labels()
-        return self._labels
+        targets = getattr(self._data, "targets", None)
+        if targets is not None and len(targets) == self._count:
+            try:
+                return np.asarray(targets).astype(np.int64)
+            except (TypeError, ValueError):
+                pass
+        name = next((n for n in LABEL_NAMES if n in self.schema.kinds), None)
+        if name is None or "int" not in self.schema.kinds[name].text or "[" in name:
+            return np.zeros(self._count, np.int64)
+        payloads = (self.read(np.array([sample]))[0] for sample in range(self._count))
+        return np.array([self.schema.split(payload)[name] for payload in payloads], np.int64)
 
     def __len__(self) -> int:
         return self._count
@@ -517,19 +525,6 @@ class MapStyleReader:
                 f"{self.name(sample)} differs from the samples that were probed: {error}; make "
                 "them alike"
             ) from error
-
-    def _find_labels(self) -> npt.NDArray[np.int64]:
-        targets = getattr(self._data, "targets", None)
-        if targets is not None and len(targets) == self._count:
-            try:
-                return np.asarray(targets).astype(np.int64)
-            except (TypeError, ValueError):
-                pass
-        name = next((n for n in LABEL_NAMES if n in self.schema.kinds), None)
-        if name is None or "int" not in self.schema.kinds[name].text or "[" in name:
-            return np.zeros(self._count, np.int64)
-        payloads = (self.read(np.array([sample]))[0] for sample in range(self._count))
-        return np.array([self.schema.split(payload)[name] for payload in payloads], np.int64)
 
     def _failed(self, sample: int, error: BaseException) -> SourceError:
         return SourceError(f"{self.name(sample)} failed with {type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -124,7 +125,6 @@ class MdsReader(PathReader):
             if not self.schema.kinds[field.name].fixed
         }
         self.classes: Sequence[str] = []
-        self._labels: npt.NDArray[np.int64] | None = None
         files = [shard.file for shard in self._shards]
         self.sizes = self.schema.payload_sizes(total, known)
         self._lay_out(_VERSION, files, self.sizes)
@@ -139,20 +139,16 @@ class MdsReader(PathReader):
         except SourceError:
             return "its index.json is not MDS's"
 
-    @property
+    @cached_property
     def labels(self) -> npt.NDArray[np.int64]:
         """Labels from the first column with a usual name of labels; shape (samples,)."""
-        if self._labels is None:
-            name = next((n for n in LABEL_NAMES if n in self.schema.kinds), "")
-            kind = self.schema.kinds.get(name)
-            if kind is None or not kind.scalar or "int" not in kind.text:
-                self._labels = np.broadcast_to(np.int64(0), len(self))
-            else:
-                blocks = map(self.layout.samples_of, range(self.layout.blocks))
-                payloads = (payload for block in blocks for payload in self.read(block))
-                values = [self.schema.split(payload)[name] for payload in payloads]
-                self._labels = np.array(values, np.int64)
-        return self._labels
+        name = next((n for n in LABEL_NAMES if n in self.schema.kinds), "")
+        kind = self.schema.kinds.get(name)
+        if kind is None or not kind.scalar or "int" not in kind.text:
+            return np.broadcast_to(np.int64(0), len(self))
+        blocks = map(self.layout.samples_of, range(self.layout.blocks))
+        payloads = (payload for block in blocks for payload in self.read(block))
+        return np.array([self.schema.split(payload)[name] for payload in payloads], np.int64)
 
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         samples = np.asarray(samples, np.int64)

@@ -550,9 +550,7 @@ def _write_shards(
     return PackResult(len(plan.reader), data_bytes, shards, file_bytes, again)
 
 
-@functools.lru_cache(maxsize=1)
-def _plan_in_worker(source: str, options: PackOptions) -> PackPlan:
-    return PackPlan(source, options)
+_plan_in_worker = functools.lru_cache(maxsize=1)(PackPlan)
 
 
 def _write_in_worker(
