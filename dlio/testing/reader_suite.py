@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from dlio.data.reader_contract import Reader, StoredBlocks, path_rules_of
@@ -91,16 +92,13 @@ class ReaderTests(ABC):
 
     def test_payloads_are_the_samples_that_were_written(self, tmp_path: Path) -> None:
         reader = self.make(tmp_path)
-        for sample, payload in enumerate(_read_all(reader)):
-            self._assert_expected(reader, sample, payload)
+        self._assert_read(reader, np.arange(len(reader), dtype=np.int64))
 
     def test_payloads_come_in_the_order_of_the_request(self, tmp_path: Path) -> None:
         reader = self.make(tmp_path)
-        drawn = np.random.default_rng(0).integers(0, len(reader), 3 * len(reader))
-        payloads = reader.read(drawn)
-        assert len(payloads) == len(drawn)
-        for sample, payload in zip(drawn.tolist(), payloads, strict=True):
-            self._assert_expected(reader, sample, payload)
+        self._assert_read(
+            reader, np.random.default_rng(0).integers(0, len(reader), 3 * len(reader))
+        )
 
     def test_a_request_for_no_samples_gives_none(self, tmp_path: Path) -> None:
         assert list(self.make(tmp_path).read(np.zeros(0, np.int64))) == []
@@ -145,14 +143,9 @@ class ReaderTests(ABC):
             order = np.roll(np.arange(len(reader), dtype=np.int64), part * 7)
             gate.wait(_DEADLINE_S)
             for _ in range(3):
-                for k, sample in enumerate(order.tolist()):
-                    payloads = reader.read(order[k : k + 1])
-                    assert len(payloads) == 1
-                    self._assert_expected(reader, sample, payloads[0])
-                payloads = reader.read(order)
-                assert len(payloads) == len(order)
-                for sample, payload in zip(order.tolist(), payloads, strict=True):
-                    self._assert_expected(reader, sample, payload)
+                for k in range(len(order)):
+                    self._assert_read(reader, order[k : k + 1])
+                self._assert_read(reader, order)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(work, range(_THREADS)))
@@ -250,10 +243,14 @@ class ReaderTests(ABC):
             with pytest.raises(CorruptBlock):
                 reader.check_stored(block, stored)
 
-    def _assert_expected(self, reader: Reader, sample: int, payload: bytes | memoryview) -> None:
-        values = reader.schema.split(payload)
-        for name, value in self.expected()[sample].items():
-            assert _plain(values[name]) == _plain(value), f"field {name!r} of sample {sample}"
+    def _assert_read(self, reader: Reader, samples: npt.NDArray[np.int64]) -> None:
+        """Read samples, and compare their values with those that were written."""
+        payloads, wanted = reader.read(samples), self.expected()
+        assert len(payloads) == len(samples)
+        for sample, payload in zip(samples.tolist(), payloads, strict=True):
+            values = reader.schema.split(payload)
+            for name, value in wanted[sample].items():
+                assert _plain(values[name]) == _plain(value), f"field {name!r} of sample {sample}"
 
 
 def _plain(value: Value) -> object:

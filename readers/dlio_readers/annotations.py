@@ -172,9 +172,8 @@ class AnnotatedReader(ListedReader, PathReader):
             "box_labels": np.ascontiguousarray(made.labels, np.int64),
         }
         fields = [("image", "image"), ("boxes", "float32[?,4]"), ("box_labels", "int64[?]")]
-        optional = ("keypoints", made.keypoints), ("crowds", made.crowds), ("ids", made.ids)
-        for name, array in (*optional, ("declared", made.declared)):
-            if array is not None:
+        for name in ("keypoints", "crowds", "ids", "declared"):
+            if (array := getattr(made, name)) is not None:
                 index[name] = array
         if made.keypoints is not None:
             fields.append(("keypoints", f"float32[?,{made.keypoints.shape[1]},3]"))

@@ -111,10 +111,9 @@ def side_folders(path: str, wanted: Sequence[str], split: str | None) -> SideFol
     """
     sides = find_sides(path, wanted)
     names = [name for name, _ in sides]
+    if split in names:
+        return dict(sides)[split]
     if split is not None:
-        for name, folders in sides:
-            if name == split:
-                return folders
         have = ", ".join(filter(None, names)) or "no splits"
         raise SourceError(f"{path} has {have}: choose one of these in place of split={split!r}")
     if len(sides) > 1:

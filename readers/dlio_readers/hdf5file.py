@@ -7,7 +7,7 @@ through the library, one read at a time because of its global lock.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,16 +45,8 @@ _MAX_INFLATION: Final = 1032
 """Bytes that one byte of deflate can become at most."""
 _FREE_BYTES: Final = 256 << 20
 _SLACK: Final = 1 << 14
-
-
-class Hdf5Dataset(Protocol):
-    """Attributes of h5py's data sets that are read here."""
-
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...] | None
-    dtype: np.dtype[Any]
-    id: Any
-    """Its low-level interface."""
+Handle: TypeAlias = Any
+"""An h5py.File or h5py.Dataset, which have no types."""
 
 
 class Chunks:
@@ -67,7 +59,7 @@ class Chunks:
     stored, or a chunk is larger than declared.
     """
 
-    def __init__(self, dataset: Hdf5Dataset, where: str) -> None:
+    def __init__(self, dataset: Handle, where: str) -> None:
         self._where = where
         self._suspects: dict[int, list[tuple[int, ...]]] = {}
         """Offsets of chunks that have to be counted, by their first row."""
@@ -90,7 +82,7 @@ class Chunks:
                 "declare fewer"
             )
 
-    def _look_at_stored(self, dataset: Hdf5Dataset) -> None:
+    def _look_at_stored(self, dataset: Handle) -> None:
         made = dataset.id.get_create_plist()
         filters = [made.get_filter(k)[0] for k in range(made.get_nfilters())]
         if not filters:
@@ -112,7 +104,7 @@ class Chunks:
                 f"{self._where}: a chunk has {largest} bytes, over {self._chunk}: restore it"
             )
 
-    def check(self, dataset: Hdf5Dataset, key: object) -> None:
+    def check(self, dataset: Handle, key: object) -> None:
         """Count what the chunks become of rows that are about to be read with a key.
 
         Raises SourceError if a chunk becomes more than it should.
@@ -137,9 +129,6 @@ class Chunks:
 
 
 # Files
-
-Handle: TypeAlias = Any
-"""An h5py.File, which has no types."""
 
 HDF5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf", ".he5")
 _MAX_SETS: Final = 1 << 12

@@ -291,10 +291,8 @@ def _file_of(
     if not packed or source.exists(str(raw["basename"])):
         return str(raw["basename"]), None
     kind = str(shard.get("compression", "")).split(":")[0]
-    if kind == "gz":
-        return str(packed["basename"]), _gunzip
-    if kind == "zstd":
-        return str(packed["basename"]), _unzstd
+    if (opener := {"gz": _gunzip, "zstd": _unzstd}.get(kind)) is not None:
+        return str(packed["basename"]), opener
     raise SourceError(
         f"{source.path(_INDEX)}: shards are compressed with {kind!r}: dlio reads zstd and gz; "
         "decompress them (MDS: keep_zip)"

@@ -217,18 +217,6 @@ class TarWriter:
         self._tar.addfile(info, io.BytesIO(data))
 
 
-class AppendableArray(Protocol):
-    """An array of a file that rows are appended to."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of its dimensions; rows are along the first."""
-
-    @property
-    def dtype(self) -> np.dtype[np.generic]:
-        """Type of its elements."""
-
-
 class ColumnsWriter:
     """Writer of one array per field, in which row i is sample i; for HDF5 and Zarr.
 
@@ -242,12 +230,13 @@ class ColumnsWriter:
     def __init__(
         self,
         shard: ShardRequest,
-        make: Callable[[str, tuple[int, ...], np.dtype[np.generic]], AppendableArray],
-        append: Callable[[AppendableArray, npt.NDArray[np.generic], bool], None],
+        make: Callable[[str, tuple[int, ...], np.dtype[np.generic]], Any],
+        append: Callable[[Any, npt.NDArray[np.generic], bool], None],
     ) -> None:
         self._schema = shard.schema
         self._append = append
-        self._arrays: dict[str, AppendableArray] = {}
+        self._arrays: dict[str, Any] = {}
+        """Arrays of h5py or zarr, along whose first dimension rows are appended."""
         self._ends = dict.fromkeys(shard.schema.kinds, 0)
         for name, kind in shard.schema.kinds.items():
             if name.endswith((ENDS, SHAPE)):

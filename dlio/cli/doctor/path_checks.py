@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -41,14 +40,6 @@ _RESTRIPE: Final = {
     "beegfs": "beegfs-ctl --setpattern --numtargets=4 --chunksize=1m on a folder (BeeGFS 8: beegfs "
     "entry set --num-targets=4), and copy the files there",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class FolderSpeed:
-    """Bytes per second of a folder, past the page cache where that is possible."""
-
-    write: float
-    read: float
 
 
 def check_tier(spec: TierSpec, measure: bool = True) -> Iterator[Finding]:
@@ -108,7 +99,7 @@ def _usable(
         return
     if folder is not None:
         try:
-            speed = measure_folder(folder)
+            writes, reads = measure_folder(folder)
         except OSError as problem:
             yield _TIERS.error(
                 subject,
@@ -116,17 +107,15 @@ def _usable(
                 "check the disk, or name another folder in --tiers",
             )
             return
-        text += (
-            f", writes {format_bytes(round(speed.write))}/s, reads "
-            f"{format_bytes(round(speed.read))}/s"
-        )
+        text += f", writes {format_bytes(round(writes))}/s, reads {format_bytes(round(reads))}/s"
     if place.network:
         return
     yield _TIERS.ok(subject, text)
 
 
-def measure_folder(folder: int, count: int = _PROBE) -> FolderSpeed:
-    """Write a file in a folder of dlio, read it again, and remove it. Raises OSError.
+def measure_folder(folder: int, count: int = _PROBE) -> tuple[float, float]:
+    """Return the bytes per second with which a file in a folder of dlio is written, and read again;
+    it is removed then. Raises OSError.
 
     Past the page cache where the file system allows that (O_DIRECT); otherwise its pages there
     are dropped before it is read.
@@ -148,7 +137,7 @@ def measure_folder(folder: int, count: int = _PROBE) -> FolderSpeed:
             if not (got := os.preadv(descriptor, [piece], done)):
                 break
             done += got
-        return FolderSpeed(write, done / (time.perf_counter() - began))
+        return write, done / (time.perf_counter() - began)
     finally:
         os.close(descriptor)
 

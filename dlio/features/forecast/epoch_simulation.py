@@ -57,7 +57,7 @@ class Timeline:
     """Time that the job waits for data: all time but the slowest rank's computing."""
     busy: dict[str, float]
     """Share of the epoch in which a resource is in use, by kind, for the busiest of its kind."""
-    moved: int
+    moved_bytes: int
     """Payload bytes sent between nodes."""
     messages: int
 
@@ -149,7 +149,7 @@ def _after(
             name: (share * so_far.seconds + left.busy[name] * left.seconds) / seconds
             for name, share in so_far.busy.items()
         },
-        so_far.moved + left.moved,
+        so_far.moved_bytes + left.moved_bytes,
         so_far.messages + left.messages,
     )
 

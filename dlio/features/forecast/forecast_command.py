@@ -301,23 +301,12 @@ def simulate(
         dying = failures if epoch == simulation.epochs - 1 else []
         seed = job.seed + epoch
         line = run(planned, modelled, epoch=epoch, cold=epoch == 0, failures=dying, seed=seed)
-        epochs.append(
-            {
-                "epoch": epoch,
-                "seconds": line.seconds,
-                "first_batch_s": line.first_batch_s,
-                "stall_s": line.stall_s,
-                "moved_bytes": line.moved,
-                "messages": line.messages,
-                "bottleneck": line.bottleneck,
-                "busy": dict(line.busy),
-            }
-        )
+        epochs.append({"epoch": epoch, **asdict(line), "bottleneck": line.bottleneck})
         if not output.as_json:
             print(
                 f"epoch {epoch}: {format_seconds(line.seconds)}, first batch after "
                 f"{format_seconds(line.first_batch_s)}, waiting {format_seconds(line.stall_s)}; "
-                f"{line.messages:,} messages of {format_bytes(line.moved)}; most in use: "
+                f"{line.messages:,} messages of {format_bytes(line.moved_bytes)}; most in use: "
                 f"{line.bottleneck} ({line.busy[line.bottleneck]:.0%})"
             )
     output.write(epochs)

@@ -61,7 +61,7 @@ def test_traffic_adds_up(
     pinned = job.placement.home[job.layout.block_of(np.arange(samples))] >= 0
     assert sum(counts.tiers) == pinned.sum() * SIZE
     line = run(job, FAST)
-    assert (line.moved, line.messages) == (counts.moved, counts.messages)
+    assert (line.moved_bytes, line.messages) == (counts.moved, counts.messages)
 
 
 def test_a_job_that_never_waits_takes_its_computing_time() -> None:
