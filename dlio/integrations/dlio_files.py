@@ -59,11 +59,8 @@ class DlioFiles:
     A payload is a whole file where a file is one sample or an image, and otherwise the bytes of one
     sample: the elements of its arrays in C order, or its line of a CSV file.
 
-    Args:
-        files: paths, in DLIO's order, which is that of the names.
-        form: format, of `FORMATS`.
-        samples_per_file: samples of each file.
-        comm: the ranks share the work of looking at the files. Collective then.
+    The paths of `files` are in DLIO's order, that of their names; `form` is one of `FORMATS`. With
+    `comm`, the ranks share the work of looking at the files. Collective then.
 
     Raises UsageError for a format that dlio does not read, SourceError for a file that is missing,
     is damaged or has another number of samples.

@@ -71,54 +71,51 @@ class ExchangeTests:
 
     def test_training_on_shares_equals_training_on_the_whole(self, comm: Communicator) -> None:
         self._needs_averages()
-        net, whole = _net(), _net()
-        exchange = self.make(net, comm)
-        optimizer, reference = _sgd(net), _sgd(whole)
-        full = comm.size * _BATCH
-        # Full batches, then smaller ones, down to a single sample: the other ranks have none.
-        for step, planned in enumerate((full, full - 1, comm.size, 1, full)):
-            inputs, labels = _samples(step, planned)
-            mine = share(planned, comm.size, comm.rank)
-            _step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
-            reference.zero_grad()
-            backward(_loss(whole, inputs, labels).div(planned))
-            reference.step()
-        exchange.finish()
-        assert _difference(net, whole) < _NEAR
-        exchange.close()
+        whole = _net()
+        with self.trained(comm) as (net, exchange):
+            optimizer, reference = _sgd(net), _sgd(whole)
+            full = comm.size * _BATCH
+            # Full batches, then smaller ones, down to a single sample: the other ranks have none.
+            for step, planned in enumerate((full, full - 1, comm.size, 1, full)):
+                inputs, labels = _samples(step, planned)
+                mine = share(planned, comm.size, comm.rank)
+                _step(net, exchange, optimizer, inputs[mine], labels[mine], planned, comm.size)
+                reference.zero_grad()
+                backward(_loss(whole, inputs, labels).div(planned))
+                reference.step()
+            exchange.finish()
+            assert _difference(net, whole) < _NEAR
 
     def test_mean_losses_are_weighed_by_samples(self, comm: Communicator) -> None:
         self._needs_averages()
-        net, whole = _net(), _net()
-        exchange = self.make(net, comm)
-        counts = [rank + 1 for rank in range(comm.size)]
-        inputs, labels = _samples(0, sum(counts))
-        first = sum(counts[: comm.rank])
-        mine = slice(first, first + counts[comm.rank])
-        exchange.weigh(counts[comm.rank])
-        backward(nn.functional.cross_entropy(net(inputs[mine]), labels[mine]))
-        exchange.before_step()
-        backward(_loss(whole, inputs, labels).div(len(inputs)))
-        assert _gradients_differ(net, whole) < _NEAR
-        exchange.close()
+        whole = _net()
+        with self.trained(comm) as (net, exchange):
+            counts = [rank + 1 for rank in range(comm.size)]
+            inputs, labels = _samples(0, sum(counts))
+            first = sum(counts[: comm.rank])
+            mine = slice(first, first + counts[comm.rank])
+            exchange.weigh(counts[comm.rank])
+            backward(nn.functional.cross_entropy(net(inputs[mine]), labels[mine]))
+            exchange.before_step()
+            backward(_loss(whole, inputs, labels).div(len(inputs)))
+            assert _gradients_differ(net, whole) < _NEAR
 
     def test_held_backwards_add_up_to_one_average(self, comm: Communicator) -> None:
         self._needs_averages()
-        net, whole = _net(), _net()
-        exchange = self.make(net, comm)
-        planned = comm.size * _BATCH
-        for part in range(3):
-            inputs, labels = _samples(part, planned)
-            mine = share(planned, comm.size, comm.rank)
-            exchange.weigh(len(mine))
-            exchange.hold(part < 2)
-            backward(nn.functional.cross_entropy(net(inputs[mine]), labels[mine]))
-            if part < 2:
-                assert exchange.statistics()["messages"] == 0, "a held backward sent messages"
-            backward(_loss(whole, inputs, labels).div(planned))
-        exchange.before_step()
-        assert _gradients_differ(net, whole) < _NEAR
-        exchange.close()
+        whole = _net()
+        with self.trained(comm) as (net, exchange):
+            planned = comm.size * _BATCH
+            for part in range(3):
+                inputs, labels = _samples(part, planned)
+                mine = share(planned, comm.size, comm.rank)
+                exchange.weigh(len(mine))
+                exchange.hold(part < 2)
+                backward(nn.functional.cross_entropy(net(inputs[mine]), labels[mine]))
+                if part < 2:
+                    assert exchange.statistics()["messages"] == 0, "a held backward sent messages"
+                backward(_loss(whole, inputs, labels).div(planned))
+            exchange.before_step()
+            assert _gradients_differ(net, whole) < _NEAR
 
     # The ranks' models.
 
@@ -220,20 +217,19 @@ class ExchangeTests:
     def test_one_rank_neither_copies_nor_communicates(self, comm: Communicator) -> None:
         if comm.size > 1:
             pytest.skip("there are other ranks")
-        net, alone = _net(), _net()
-        exchange = self.make(net, comm)
-        inputs, labels = _samples(0, _BATCH)
-        exchange.before_backward(_BATCH, _BATCH)
-        backward(_loss(net, inputs, labels).div(_BATCH))
-        backward(_loss(alone, inputs, labels).div(_BATCH))
-        gradients = [parameter.grad for parameter in net.parameters()]
-        exchange.before_step()
-        exchange.after_step()
-        exchange.finish()
-        assert all(p.grad is g for p, g in zip(net.parameters(), gradients, strict=True))
-        assert _gradients_differ(net, alone) == 0
-        assert exchange.statistics()["messages"] == 0
-        exchange.close()
+        alone = _net()
+        with self.trained(comm) as (net, exchange):
+            inputs, labels = _samples(0, _BATCH)
+            exchange.before_backward(_BATCH, _BATCH)
+            backward(_loss(net, inputs, labels).div(_BATCH))
+            backward(_loss(alone, inputs, labels).div(_BATCH))
+            gradients = [parameter.grad for parameter in net.parameters()]
+            exchange.before_step()
+            exchange.after_step()
+            exchange.finish()
+            assert all(p.grad is g for p, g in zip(net.parameters(), gradients, strict=True))
+            assert _gradients_differ(net, alone) == 0
+            assert exchange.statistics()["messages"] == 0
 
     def test_closing_removes_its_hooks(self, comm: Communicator) -> None:
         net, alone = _net(), _net()

@@ -212,15 +212,11 @@ def check_boxes(
     outside: str,
     where: Callable[[int], str],
 ) -> npt.NDArray[np.float64]:
-    """Return boxes cut off at the sides of their pictures.
+    """Return boxes (left, top, right, bottom), shape (m, 4), cut off at their pictures' sides.
 
-    Args:
-        boxes: left, top, right, bottom; shape (m, 4).
-        sides: width and height of each box's picture, in the same unit; NaN if unknown; shape
-            (m, 2).
-        outside: `error` for a box that reaches beyond its picture by more than a hundredth of the
-            side and two pixels, or `clip`.
-        where: names a box, by its number, in errors.
+    `sides` are width and height of each box's picture in the same unit, NaN if unknown, shape
+    (m, 2). `outside` is `error` for a box that reaches beyond its picture by more than a hundredth
+    of the side and two pixels, or `clip`. `where` names a box, by its number, in errors.
 
     Raises SourceError for a box that is not numbers, has negative sides, or lies outside.
     """

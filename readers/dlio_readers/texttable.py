@@ -88,11 +88,9 @@ def open_text_tables(
 ) -> tuple[Mapping[str, Column], int, list[str]]:
     """Return (columns, rows, classes) of some files as one table. Their indexes are cached.
 
-    Args:
-        names: columns to read; all if empty.
-        separator: character between values; found by the first line for None.
-        features: columns of numbers to read as one array, `FEATURES`; "*" for all of them but the
-            label. Of the others only the label and `names` are read then.
+    Columns in `names` are read, all if it is empty; without a separator the first line tells it.
+    With `features`, columns of numbers that become one array, `FEATURES` ("*" for all of them but
+    the label), only the label and `names` are read of the others.
 
     Raises SourceError for damaged files and missing labels, UsageError for columns that the files
     do not have.
@@ -298,11 +296,7 @@ def _table_index(file: File, separator: str | None) -> Arrays:
 def _separator(data: bytes) -> str:
     """Return the character that divides the first line into the most values, a comma at a tie."""
     line = next(iter(data[:_MAX_LINE].splitlines()), b"").decode("utf-8", "replace")
-
-    def values(separator: str) -> int:
-        return len(next(csv.reader([line], delimiter=separator), []))
-
-    return max(_SEPARATORS, key=values)
+    return max(_SEPARATORS, key=lambda each: len(next(csv.reader([line], delimiter=each), [])))
 
 
 def _rows(data: bytes, shift: int, separator: str, name: str) -> tuple[list[int], list[list[str]]]:

@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
@@ -254,8 +255,6 @@ def _shared_memory() -> int:
     for folder, _, names in os.walk(os.path.join(SHARED_MEMORY, user_folder())):
         for name in names:
             if name.endswith(".blk"):
-                try:
+                with suppress(OSError):
                     total += os.lstat(os.path.join(folder, name)).st_size
-                except OSError:
-                    continue
     return total

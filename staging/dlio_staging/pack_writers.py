@@ -11,7 +11,7 @@ import os
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -217,6 +217,10 @@ class TarWriter:
         self._tar.addfile(info, io.BytesIO(data))
 
 
+AppendableArray: TypeAlias = Any
+"""An array of h5py or zarr, which have no types; rows are appended along its first dimension."""
+
+
 class ColumnsWriter:
     """Writer of one array per field, in which row i is sample i; for HDF5 and Zarr.
 
@@ -230,13 +234,12 @@ class ColumnsWriter:
     def __init__(
         self,
         shard: ShardRequest,
-        make: Callable[[str, tuple[int, ...], np.dtype[np.generic]], Any],
-        append: Callable[[Any, npt.NDArray[np.generic], bool], None],
+        make: Callable[[str, tuple[int, ...], np.dtype[np.generic]], AppendableArray],
+        append: Callable[[AppendableArray, npt.NDArray[np.generic], bool], None],
     ) -> None:
         self._schema = shard.schema
         self._append = append
-        self._arrays: dict[str, Any] = {}
-        """Arrays of h5py or zarr, along whose first dimension rows are appended."""
+        self._arrays: dict[str, AppendableArray] = {}
         self._ends = dict.fromkeys(shard.schema.kinds, 0)
         for name, kind in shard.schema.kinds.items():
             if name.endswith((ENDS, SHAPE)):

@@ -63,9 +63,7 @@ _TAG = 3
 def replicate(mounted: Mount, wanted: npt.NDArray[np.int64], deadline: float | None) -> int | None:
     """Copy the blocks that this node lacks from the nodes that have read them. Collective.
 
-    Args:
-        wanted: the blocks that this node is to hold in the end.
-        deadline: time of `time.monotonic` at which to stop; None for no limit.
+    This node is to hold the `wanted` blocks in the end. The deadline is a time of `time.monotonic`.
 
     Returns the bytes received; None when the deadline came first. Raises TierError when a node
     cannot send one of its blocks.

@@ -46,11 +46,8 @@ def find_folders(path: str) -> list[str]:
 def verify_folder(
     folder: str, result: FolderVerification, *, heal: bool, source: str | None
 ) -> None:
-    """Verify one node's blocks of a data set; add samples, bytes and damage to `result`.
-
-    Args:
-        heal: fetch damaged and missing blocks again.
-        source: data set to heal from; None for the one that the manifest names.
+    """Verify one node's blocks of a data set; add samples, bytes and damage to `result`. To heal is
+    to fetch damaged and missing blocks again, from `source` or the one that the manifest names.
 
     Raises SourceError when the data set to heal from is not the one that was staged, TierError
     when another user has put the folder there, or when another user's is to be healed.

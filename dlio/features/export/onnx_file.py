@@ -113,17 +113,13 @@ class OnnxModel:
             packed, providers=["CPUExecutionProvider"]
         )
 
-    @property
-    def is_of_pixels(self) -> bool:
-        """True if the input is uint8."""
-        (described,) = self._session.get_inputs()
-        return bool(described.type == "tensor(uint8)")
-
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits (n, classes) of pictures, uint8 (n, 3, image_size, image_size)."""
+        (described,) = self._session.get_inputs()
+        is_of_pixels = described.type == "tensor(uint8)"
         parts = []
         for batch in torch.split(images, _BATCH):
-            given = batch if self.is_of_pixels else normalised(batch, _HOST)
+            given = batch if is_of_pixels else normalised(batch, _HOST)
             try:
                 (logits,) = self._session.run([OUTPUT_NAME], {INPUT_NAME: given.numpy()})
             except Exception as error:  # onnxruntime has errors of its own.
