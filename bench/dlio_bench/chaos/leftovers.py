@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
+from dlio.util.trusted_files import closing_descriptor
 
 JOB: Final = "CHAOS_JOB"
 """Environment variable by which all processes of a job are known, whoever started them."""
@@ -57,12 +58,10 @@ def _unheld(folder: str) -> list[str]:
         with suppress(OSError):
             if not entry.is_dir(follow_symlinks=False):
                 continue
-            lock = os.open(os.path.join(entry.path, _ALIVE), os.O_RDONLY)
-            try:
+            path = os.path.join(entry.path, _ALIVE)
+            with closing_descriptor(os.open(path, os.O_RDONLY)) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 unheld.append(entry.name)
-            finally:
-                os.close(lock)
     return unheld
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from dlio.errors import UsageError
+from dlio.util.trusted_files import closing_descriptor
 from dlio.util.whole_files import take_lock
 
 _ENDING_S: Final = 5.0
@@ -38,13 +39,11 @@ def remove_unclaimed(folder: str) -> None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return
-    try:
+    with closing_descriptor(descriptor):
         with suppress(OSError):
             if not take_lock(descriptor, fcntl.LOCK_EX, _ENDING_S):
                 return
         shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)
 
 
 def _open_locked(folder: str) -> tuple[int, bool]:

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from dlio.errors import UsageError
+from dlio.util.trusted_files import closing_descriptor
 from dlio_bench.file_systems import FileSystem, file_system_of
 
 DROP_CACHES: Final = "/proc/sys/vm/drop_caches"
@@ -83,15 +84,12 @@ def residency(files: Sequence[str]) -> Residency:
 
 
 def _advise(path: str) -> None:
-    descriptor = _opened(path)
-    try:
+    with closing_descriptor(_opened(path)) as descriptor:
         # Pages that are not written yet stay; not all file systems sync a read-only descriptor.
         with suppress(OSError):
             os.fdatasync(descriptor)
         with suppress(OSError):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 def _pages_of(path: str) -> tuple[int, int] | None:

@@ -22,6 +22,7 @@ import dlio
 from dlio.data.requests import observed_requests
 from dlio.errors import SourceError, UsageError
 from dlio.util.threads import Workers
+from dlio.util.trusted_files import closing_descriptor
 from dlio_bench.storage_cases.generate import GeneratedData
 from dlio_bench.storage_cases.workload import Workload
 
@@ -412,11 +413,8 @@ def bare_rate(
             for path, offset in pieces[worker::threads]:
                 if time.perf_counter() - began > seconds or errors:
                     return
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
+                with closing_descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
                     counts[worker] += len(os.pread(descriptor, _PIECE, offset))
-                finally:
-                    os.close(descriptor)
         except OSError as error:
             errors.append(error)
 

@@ -112,7 +112,7 @@ def _results(
     return Results(
         "storage",
         settings={**asdict(case), **asdict(emulation)},
-        seeds={"seed": measured.workload.seed},
+        seeds={"seed": measured.data.workload.seed},
         figures=[*figures(epochs), *bare, *metadata],
         ratios=ratios(epochs),
         curves=list(curves(measured, epochs)),
@@ -126,11 +126,11 @@ def _results(
 def _details(measured: StorageMeasurements, epochs: list[LoaderEpochFigures]) -> dict[str, object]:
     """Further keys of the report: the workload, and each rank's and node's part."""
     return {
-        "workload": asdict(measured.workload),
+        "workload": asdict(measured.data.workload),
         "nodes": list(measured.nodes.names),
         "node_of_rank": measured.nodes.node_of.tolist(),
-        "data_bytes": measured.data_bytes,
-        "file_bytes": measured.file_bytes,
+        "data_bytes": measured.data.data_bytes,
+        "file_bytes": measured.data.file_bytes,
         "generated_files": measured.written_files,
         "generated_s": measured.generated_s,
         "served": [
@@ -230,16 +230,16 @@ def _show(
 
 def headline(measured: StorageMeasurements) -> Iterator[str]:
     """Yield lines on the data and the storage."""
-    workload = measured.workload
+    workload = measured.data.workload
     ranks = len(measured.runs[0].ranks)
     yield (
         f"{workload.name}: {workload.files:,} {workload.format} files of "
-        f"{workload.samples_per_file:,} samples, {format_bytes(measured.file_bytes)}; "
+        f"{workload.samples_per_file:,} samples, {format_bytes(measured.data.file_bytes)}; "
         f"{ranks} ranks on {len(measured.nodes.names)} nodes, batches of {workload.batch_size}, "
         f"steps of {1e3 * workload.step_s:.0f} ms"
     )
     if workload.step_s:
-        step_bytes = measured.data_bytes / workload.samples * workload.batch_size * ranks
+        step_bytes = measured.data.data_bytes / workload.samples * workload.batch_size * ranks
         yield f"the accelerators want {format_bytes(int(step_bytes / workload.step_s))}/s"
     if measured.bare:
         threads, rate = max(measured.bare.items(), key=lambda each: each[1])
@@ -339,7 +339,7 @@ def checks_of(
         numbers = sorted({each.epoch for each in mine})
         cached = [each.cached_percent for each in mine if each.cached_percent is not None]
         facts = TrainingFacts(
-            workload=measured.workload,
+            workload=measured.data.workload,
             ranks=len(measured.runs[0].ranks),
             au=[mean(each.au / 100 for each in mine if each.epoch == k) for k in numbers],
             memory_bytes=measured.memory_bytes,

@@ -231,13 +231,11 @@ _COMPARED_BYTES: Final = 8 << 30
 class StorageMeasurements:
     """All that was measured; complete on rank 0."""
 
-    workload: Workload
     runs: Sequence[LoaderRun]
     nodes: JobNodes
     bare: Mapping[int, float]
     """Bytes per second of bare reads by all ranks, by threads of a rank; empty if not measured."""
-    data_bytes: int
-    file_bytes: int
+    data: GeneratedData
     written_files: int
     generated_s: float
     compared: bool
@@ -278,12 +276,10 @@ def measure(
         written = sum(comm.allgather(own.written_files))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if first else 0
         return StorageMeasurements(
-            workload=workload,
             runs=runs,
             nodes=nodes,
             bare=bare,
-            data_bytes=own.data_bytes,
-            file_bytes=own.file_bytes,
+            data=own,
             written_files=written,
             generated_s=max(comm.allgather(own.seconds)),
             compared=compared,

@@ -63,12 +63,12 @@ class LoaderEpochFigures:
 
 def epochs_of(measured: StorageMeasurements) -> list[LoaderEpochFigures]:
     """Return the figures of all epochs, in the order of the runs."""
-    numbers = range(measured.workload.epochs)
+    numbers = range(measured.data.workload.epochs)
     return [_epoch(measured, run, number) for run in measured.runs for number in numbers]
 
 
 def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> LoaderEpochFigures:
-    workload, ranks = measured.workload, len(run.ranks)
+    workload, ranks = measured.data.workload, len(run.ranks)
     records = [rank["epochs"][number] for rank in run.ranks]
     steps = [_steps(each) for each in records]
     batches, requests = latencies_of(records)
@@ -81,12 +81,12 @@ def _epoch(measured: StorageMeasurements, run: LoaderRun, number: int) -> Loader
     )
     samples_per_s = sum(each.throughput for each in steps)
     seconds = max(each.seconds for each in steps)
-    mean_bytes = measured.data_bytes / workload.samples
+    mean_bytes = measured.data.data_bytes / workload.samples
     possible = None
     # Epochs after the first read from tiers, where a loader has any: no limit of the storage.
     if measured.bare and number == 0:
         step_bytes = mean_bytes * workload.batch_size * ranks
-        fastest = max(measured.bare.values()) * measured.data_bytes / measured.file_bytes
+        fastest = max(measured.bare.values()) * measured.data.data_bytes / measured.data.file_bytes
         possible = 100 * least_seconds(run.steps, workload.step_s, step_bytes, fastest) / seconds
     return LoaderEpochFigures(
         loader=run.loader,
@@ -208,9 +208,9 @@ def curves(
     for run in measured.runs:
         if run.repeat:
             continue
-        for number in range(measured.workload.epochs):
+        for number in range(measured.data.workload.epochs):
             records = [rank["epochs"][number] for rank in run.ranks]
-            x, y = _over_time(records, measured.workload.batch_size)
+            x, y = _over_time(records, measured.data.workload.batch_size)
             if x:
                 labels = {"loader": run.loader, "epoch": str(number + 1)}
                 yield PlotCurve("Samples over time", "time", "seconds", "samples/s", x, y, labels)
@@ -234,7 +234,7 @@ def _over_time(
 def waterfalls(measured: StorageMeasurements) -> Iterator[Waterfall]:
     """Yield where the time of each epoch went, mean over the ranks, of the first repeat."""
     for run in measured.runs:
-        for number in range(measured.workload.epochs if run.repeat == 0 else 0):
+        for number in range(measured.data.workload.epochs if run.repeat == 0 else 0):
             steps = [_steps(rank["epochs"][number]) for rank in run.ranks]
             parts = {
                 "first batch": mean(each.load_s[0] for each in steps),

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from dlio.errors import UsageError
+from dlio.util.trusted_files import closing_descriptor
 from dlio.util.units import format_bytes
 from dlio_bench.results.terminal import advance, working
 from dlio_bench.storage_cases.generate.content import sample_sizes
@@ -242,13 +243,10 @@ def _finish(workload: Workload, folder: str, sizes: npt.NDArray[np.int64]) -> No
 
 def _sync(folder: str) -> None:
     """Wait until the data is on the disk: pages that are not could not leave the page cache."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with closing_descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY)) as descriptor:
         if ctypes.CDLL(None, use_errno=True).syncfs(descriptor):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), folder)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
