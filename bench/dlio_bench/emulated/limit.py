@@ -12,6 +12,7 @@ from typing import Annotated, Final
 from dlio.cli.app import run_function
 from dlio.util.options import CheckedOptions, Option
 from dlio.util.threads import Workers
+from dlio.util.trusted_files import closing_descriptor
 from dlio_bench.emulated.emulated_mount import emulated
 from dlio_bench.emulated.profile import Profile
 
@@ -31,8 +32,10 @@ class Limit(CheckedOptions):
 def served(folder: str, size: int, threads: int, seconds: float) -> float:
     """Return reads a second of `size` bytes from a folder with a file `data` of 64 MiB."""
     counts = [0] * threads
-    with emulated(folder, _NOT_SLOW) as mounted:
-        descriptor = os.open(os.path.join(mounted, "data"), os.O_RDONLY)
+    with (
+        emulated(folder, _NOT_SLOW) as mounted,
+        closing_descriptor(os.open(os.path.join(mounted, "data"), os.O_RDONLY)) as descriptor,
+    ):
         began = time.monotonic()
 
         def read(number: int) -> None:
@@ -43,11 +46,8 @@ def served(folder: str, size: int, threads: int, seconds: float) -> float:
                 counts[number] += 1
                 at += threads
 
-        try:
-            with Workers("dlio-bench", read, threads) as running:
-                running.wait()
-        finally:
-            os.close(descriptor)
+        with Workers("dlio-bench", read, threads) as running:
+            running.wait()
         return sum(counts) / (time.monotonic() - began)
 
 

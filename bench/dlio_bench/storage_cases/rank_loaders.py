@@ -8,6 +8,7 @@ import struct
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias, cast
@@ -21,7 +22,6 @@ import xxhash
 import dlio
 from dlio.data.requests import observed_requests
 from dlio.errors import SourceError, UsageError
-from dlio.util.threads import Workers
 from dlio.util.trusted_files import closing_descriptor
 from dlio_bench.storage_cases.generate import GeneratedData
 from dlio_bench.storage_cases.workload import Workload
@@ -405,24 +405,22 @@ def bare_rate(
     ]
     barrier()
     began = time.perf_counter()
-    counts = [0] * threads
-    errors: list[OSError] = []
 
-    def read(worker: int) -> None:
-        try:
-            for path, offset in pieces[worker::threads]:
-                if time.perf_counter() - began > seconds or errors:
-                    return
-                with closing_descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
-                    counts[worker] += len(os.pread(descriptor, _PIECE, offset))
-        except OSError as error:
-            errors.append(error)
+    def read(worker: int) -> int:
+        count = 0
+        for path, offset in pieces[worker::threads]:
+            if time.perf_counter() - began > seconds:
+                break
+            with closing_descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
+                count += len(os.pread(descriptor, _PIECE, offset))
+        return count
 
-    with Workers("dlio-bench-bare", read, threads) as running:
-        running.wait()
-    if errors:
-        raise SourceError(f"{errors[0].filename}: {errors[0].strerror}") from errors[0]
-    return sum(counts) / (time.perf_counter() - began)
+    try:
+        with ThreadPoolExecutor(threads, "dlio-bench-bare") as pool:
+            total = sum(pool.map(read, range(threads)))
+    except OSError as error:
+        raise SourceError(f"{error.filename}: {error.strerror}") from error
+    return total / (time.perf_counter() - began)
 
 
 # A loader of the user's own, or of another library, named as `module:function`
