@@ -6,10 +6,12 @@ refused.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
@@ -227,10 +229,10 @@ class _GraphTracer:
         elif isinstance(module, nn.AvgPool2d):
             if module.divisor_override is not None:
                 raise _refused(node, f"{kind} with divisor_override")
-            padding = _pair(module.padding)
+            padding = pair_of(module.padding)
             if any(padding) and not module.count_include_pad:
                 raise _refused(node, f"{kind} with count_include_pad=False")
-            self._pool(node, _pair(module.kernel_size), _pair(module.stride), padding)
+            self._pool(node, pair_of(module.kernel_size), pair_of(module.stride), padding)
         elif isinstance(module, nn.AdaptiveAvgPool2d):
             self._adaptive(node, module.output_size)
         elif isinstance(module, nn.Flatten):
@@ -256,9 +258,9 @@ class _GraphTracer:
             "conv",
             weight=_dense(weight, module.groups),
             bias=_bias(module.bias, module.out_channels),
-            stride=_pair(module.stride),
+            stride=pair_of(module.stride),
             padding=(padding[0], padding[1]),
-            dilation=_pair(module.dilation),
+            dilation=pair_of(module.dilation),
         )
 
     def _function(self, node: fx.Node) -> None:
@@ -275,12 +277,12 @@ class _GraphTracer:
         elif target is functional.adaptive_avg_pool2d:
             self._adaptive(node, _argument(node, 1, "output_size", None))
         elif target is functional.avg_pool2d:
-            kernel = _pair(_argument(node, 1, "kernel_size", None))
+            kernel = pair_of(_argument(node, 1, "kernel_size", None))
             if len(node.args) > 4 or set(node.kwargs) - {"kernel_size", "stride", "padding"}:
                 raise _refused(node, "avg_pool2d with further arguments")
             stride = _argument(node, 2, "stride", None)
-            padding = _pair(_argument(node, 3, "padding", 0))
-            self._pool(node, kernel, kernel if stride is None else _pair(stride), padding)
+            padding = pair_of(_argument(node, 3, "padding", 0))
+            self._pool(node, kernel, kernel if stride is None else pair_of(stride), padding)
         elif target is functional.dropout:
             self._sums[node] = self._sums[_source(node)]
         else:
@@ -389,13 +391,15 @@ def _argument(node: fx.Node, place: int, name: str, default: object) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+def pair_of(value: int | Sequence[int] | npt.NDArray[np.int64]) -> tuple[int, int]:
+    """Return height and width, of two numbers or one for both."""
+    first, second = np.broadcast_to(np.asarray(value, np.int64), 2).tolist()
+    return first, second
 
 
 def _padding(module: nn.Conv2d) -> tuple[int, int]:
     if not isinstance(module.padding, str):
-        return _pair(module.padding)
+        return pair_of(module.padding)
     if module.padding == "valid":
         return 0, 0
     spans = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]

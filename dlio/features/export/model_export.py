@@ -1,7 +1,7 @@
 """Export a trained model, and measure the file before it gets its name."""
 
 import io
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
@@ -172,12 +172,13 @@ def _nir(
     last = simulated.logits[options.steps]
     if not bool(last.isfinite().all()):
         raise DlioError(f"{options.output}: the graph's answers are not finite; check the weights")
+    signs = [each.signs.flatten() for each in ternary.values()]
     report = replace(
         report,
         difference=difference,
         neurons=simulated.neurons,
         spikes_per_picture=simulated.spikes,
-        nonzero=_nonzero(ternary.values()),
+        nonzero=float(torch.cat(signs).double().abs().mean()) if signs else None,
     )
     if held_out is not None:
         report = replace(
@@ -192,12 +193,6 @@ def _nir(
             report = replace(report, accuracy_ternary=held_out.accuracy(answers))
     _tell_nir(report, options, say)
     return report, packed
-
-
-def _nonzero(weights: Collection[Ternary]) -> float | None:
-    """Share of ternary weights that are not 0; None without any."""
-    count = sum(each.signs.numel() for each in weights)
-    return sum(float(each.signs.abs().sum()) for each in weights) / count if count else None
 
 
 def _tell_nir(report: ExportReport, options: ExportOptions, say: Say) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 
 from dlio.errors import UsageError
 from dlio.features.export.check_pictures import LabelledPictures
-from dlio.features.export.layer_graph import GraphLayer, LayerGraph
+from dlio.features.export.layer_graph import GraphLayer, LayerGraph, pair_of
 from dlio.features.export.ternary import Ternary
 from dlio.util.extras import how_to_install
 
@@ -276,8 +276,8 @@ class _IntegrateAndFire(nn.Module):
 
 def _convolution(node: "nir.Conv2d") -> nn.Module:
     outputs, inputs, *kernel = node.weight.shape
-    stride, padding, dilation = map(_pair, (node.stride, node.padding, node.dilation))
-    return _filled(nn.Conv2d(inputs, outputs, _pair(kernel), stride, padding, dilation), node)
+    stride, padding, dilation = map(pair_of, (node.stride, node.padding, node.dilation))
+    return _filled(nn.Conv2d(inputs, outputs, pair_of(kernel), stride, padding, dilation), node)
 
 
 def _filled(layer: nn.Module, node: "nir.Conv2d | nir.Affine") -> nn.Module:
@@ -320,12 +320,7 @@ def _module(graph: "nir.NIRGraph") -> nn.Module:
 
 
 def _pool(node: "nir.AvgPool2d") -> nn.AvgPool2d:
-    return nn.AvgPool2d(_pair(node.kernel_size), _pair(node.stride), _pair(node.padding))
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    first, second = np.broadcast_to(np.asarray(value, np.int64), 2).tolist()
-    return first, second
+    return nn.AvgPool2d(pair_of(node.kernel_size), pair_of(node.stride), pair_of(node.padding))
 
 
 def _tensor(values: Any) -> torch.Tensor:

@@ -57,8 +57,6 @@ def load_trained(
         return _from_checkpoint(_newest(path), model, classes, image_size)
     name, size = model or DEFAULT_MODEL, image_size or IMAGE_SIZE
     state = read_weights(path, "WEIGHTS")
-    if classes is None:
-        classes = _count_classes(name, size, state, path)
     return _loaded(name, classes, size, state, path)
 
 
@@ -85,8 +83,6 @@ def _from_checkpoint(
         )
     _check_numbers(path, name if model is None else "", size if image_size is None else 0)
     state = _mean_weights(checkpoint)
-    if classes is None:
-        classes = _count_classes(name, size, state, path)
     return _loaded(name, classes, size, state, path, about)
 
 
@@ -106,7 +102,7 @@ def _check_numbers(path: str, model: str, image_size: int) -> None:
 
 def _loaded(
     name: str,
-    classes: int,
+    classes: int | None,
     image_size: int,
     state: Mapping[str, torch.Tensor],
     path: str,
@@ -117,6 +113,8 @@ def _loaded(
     Raises UsageError for options that do not fit, or a model that does not map pictures to logits;
     SourceError for a model that is far larger than the weights.
     """
+    if classes is None:
+        classes = _count_classes(name, image_size, state, path)
     if ":" not in name:
         planned = _planned(name, classes, image_size).state_dict()
         declared, stored = (

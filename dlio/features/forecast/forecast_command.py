@@ -176,8 +176,7 @@ def _tier_rate(spec: TierSpec) -> str:
 
 
 # Commands
-_Left = TypeVar("_Left")
-_Right = TypeVar("_Right")
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +287,8 @@ def simulate(
 
     output.check_writable()
     planned = job.job()
-    slowed = dict(_pair(text, "--slow", int, float) for text in simulation.slow)
-    failures = sorted(_pair(text, "--fail", int, int) for text in simulation.fail)
+    slowed = dict(_pair(text, "--slow", float) for text in simulation.slow)
+    failures = sorted(_pair(text, "--fail", int) for text in simulation.fail)
     for rank in [*slowed, *(rank for _, rank in failures)]:
         if not 0 <= rank < planned.ranks.size:
             raise UsageError(
@@ -312,13 +311,9 @@ def simulate(
     output.write(epochs)
 
 
-def _pair(
-    text: str, option: str, first: Callable[[str], _Left], second: Callable[[str], _Right]
-) -> tuple[_Left, _Right]:
-    left, colon, right = text.partition(":")
+def _pair(text: str, option: str, second: Callable[[str], _Number]) -> tuple[int, _Number]:
+    left, _, right = text.partition(":")
     try:
-        if not colon:
-            raise ValueError
-        return first(left), second(right)
+        return int(left), second(right)
     except ValueError:
         raise UsageError(f"{option} {text}: give two numbers separated by a colon") from None

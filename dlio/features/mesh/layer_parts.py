@@ -244,15 +244,6 @@ _CLASSES: Final[dict[Kind, type[nn.Module]]] = {
 }
 
 
-def share_layer(layer: nn.Module, kind: Kind, ranks: RankGroup) -> None:
-    """Have a layer compute as one of which each rank has a part, in place.
-
-    Its name, buffers and hooks stay. Its parameters become parts separately.
-    """
-    layer.__class__ = _CLASSES[kind]
-    cast("_ColumnLinear", layer).ranks = ranks
-
-
 # The parts that ranks have
 
 
@@ -313,7 +304,8 @@ class LayerParts:
             return
         cut = 0
         for name, (kind, layer) in plan_parts(model, comm.size).items():
-            share_layer(layer, kind, self._ranks)
+            layer.__class__ = _CLASSES[kind]  # Its name, buffers and hooks stay.
+            cast("_ColumnLinear", layer).ranks = self._ranks
             for own, how in _CUTS[kind].items():
                 if (parameter := _parameter(layer, own)) is None:
                     continue

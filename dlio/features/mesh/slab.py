@@ -5,7 +5,7 @@ without a message.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dlio.errors import UsageError
 
@@ -56,14 +56,6 @@ class Slab:
         first, last = self.own
         return last - first
 
-    def resized(self, extent: int) -> "Slab":
-        """Return this rank's part of a dimension of another extent."""
-        return replace(self, extent=extent)
-
-    def moved(self, dimension: int) -> "Slab":
-        """Return the same part of another dimension."""
-        return replace(self, dimension=dimension)
-
     def select(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """Return the part, of samples of this shape, as `dlio.open(path, select=...)` takes it.
 
@@ -104,10 +96,8 @@ class LayerWindow:
 
     def needs(self, outputs: Interval) -> Interval:
         """Return the inputs of a range of outputs; it may reach into the padding."""
-        first, last = outputs
-        return first * self.stride - self.before, (
-            last - 1
-        ) * self.stride - self.before + self.reach
+        first, last = (output * self.stride - self.before for output in outputs)
+        return first, last - self.stride + self.reach
 
 
 def longest_dimension(shape: Sequence[int]) -> int:

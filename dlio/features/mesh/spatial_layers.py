@@ -9,6 +9,7 @@ Source: spatial parallelism as in Dryden et al., arXiv 1903.06681 (DistConv of L
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def convolve_transposed(
     step, before = strides[axis], pads[axis]
     reach = spread[axis] * (weight.shape[2 + axis] - 1) + 1
     whole = sharing.slab
-    slab = whole.resized((whole.extent - 1) * step - 2 * before + reach + more[axis])
+    slab = replace(whole, extent=(whole.extent - 1) * step - 2 * before + reach + more[axis])
 
     def needs(rank: int) -> Interval:
         first, last = slab.bounds(rank)
@@ -176,7 +177,7 @@ def interpolate(
     if align_corners and factor > 1:
         raise sharing.refuse("interpolate(align_corners=True) scales by the whole extent")
     whole = sharing.slab
-    slab = whole.resized(whole.extent * factor)
+    slab = replace(whole, extent=whole.extent * factor)
 
     def needs(rank: int) -> Interval:
         first, last = slab.bounds(rank)
@@ -220,7 +221,7 @@ def _grown(
 ) -> tuple[torch.Tensor, Slab]:
     """Return (all inputs of this rank's outputs, with padding; the part that the outputs are)."""
     whole = sharing.slab
-    slab = whole.resized(window.outputs(whole.extent))
+    slab = replace(whole, extent=window.outputs(whole.extent))
     spans = [window.needs(slab.bounds(rank)) for rank in range(whole.ranks)]
     wanted = [(max(0, low), min(whole.extent, high)) for low, high in spans]
     if any(low >= high for low, high in wanted):

@@ -5,6 +5,7 @@ Results over the shared dimension are those of the whole tensor, alike on all ra
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -110,7 +111,7 @@ def unsqueeze(sharing: TensorSharing, function: Function, x: torch.Tensor, dim: 
     place = dim if dim >= 0 else dim + x.ndim + 1
     slab = sharing.slab
     if place > sharing.axis(x):
-        slab = slab.moved(slab.dimension - 1)
+        slab = replace(slab, dimension=slab.dimension - 1)
     return LocalPart(function(x, dim), slab)
 
 
@@ -208,4 +209,4 @@ def _slab_after(
     """Return the slab when dimensions have been removed."""
     axis = sharing.axis(tensor)
     later = 0 if keepdim else sum(each > axis for each in removed)
-    return sharing.slab.moved(sharing.slab.dimension + later)
+    return replace(sharing.slab, dimension=sharing.slab.dimension + later)

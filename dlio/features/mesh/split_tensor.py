@@ -6,6 +6,7 @@ on the part. Any other function is refused with an error, as its result could be
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
@@ -115,7 +116,10 @@ class SplitTensor(torch.Tensor):
                 return func(*plain, **plain_options)
             layer = _LAYERS.get(name)
             if layer is not None:
-                return _shared(layer(sharing, func, *plain, **plain_options), sharing)
+                result = layer(sharing, func, *plain, **plain_options)
+                if isinstance(result, LocalPart):
+                    return join(result.tensor, replace(sharing, slab=result.slab))
+                return result
             if name in _ELEMENTWISE:
                 return _elementwise(name, func, plain, plain_options, sharing)
         raise sharing.refuse(f"torch's {name} is not supported on a part of a tensor")
@@ -183,13 +187,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return value
-
-
-def _shared(result: Any, sharing: TensorSharing) -> Any:
-    """Return a layer's result to the model: parts as tensors that ranks share."""
-    if isinstance(result, LocalPart):
-        return join(result.tensor, sharing.over(result.slab))
-    return result
 
 
 def _elementwise(

@@ -1,7 +1,7 @@
 """How ranks share a tensor, as the layers of this package are told."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -30,10 +30,6 @@ class TensorSharing:
     """The ranks that share each sample."""
     norm: RankGroup
     """The ranks whose samples batch normalisation takes together."""
-
-    def over(self, slab: Slab) -> "TensorSharing":
-        """Return the sharing of a tensor that the same ranks share in other parts."""
-        return replace(self, slab=slab)
 
     def axis(self, tensor: torch.Tensor) -> int:
         """Return the number of the shared dimension of a tensor, counted from the first one."""

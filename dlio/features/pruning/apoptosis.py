@@ -109,7 +109,7 @@ class Apoptosis(Closable):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         example: ModelInput,
-        probe: Callable[[nn.Module], float | torch.Tensor | tuple[float, float]] | None = None,
+        probe: Probe | None = None,
         exchange: Exchange | ExchangeHandle | None = None,
         steps: int | None = None,
         tolerance: float = TOLERANCE,
@@ -124,9 +124,10 @@ class Apoptosis(Closable):
             [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         )
         _check_reshapable(model, self.optimizers)
-        self._exchanges: Sequence[Exchange | ExchangeHandle] = (
-            [exchange] if exchange is not None else _exchanges_of(self.optimizers)
-        )
+        around = [exchange] if exchange is not None else map(exchange_around, self.optimizers)
+        self._exchanges: Sequence[Exchange | ExchangeHandle] = [
+            each for each in dict.fromkeys(around) if each is not None
+        ]
         comm = world()
         if self._ddp is not None:
             if self._exchanges:
@@ -143,7 +144,7 @@ class Apoptosis(Closable):
         together = self._exchanges or self._ddp is not None
         self._comm: Communicator = comm.dup() if together else SingleCommunicator()
         self._limits, self._on_cut = limits or Limits(), list(on_cut)
-        self._weighted_probe = None if probe is None else _weighted(probe)
+        self._probe = probe
         self.schedule = schedule or Schedule(tolerance=tolerance)
         self._pace = PruningPace(self.schedule, steps)
         self.example = example
@@ -351,7 +352,7 @@ class Apoptosis(Closable):
         pace = replace(self._pace)
         for exchange in self._exchanges:
             exchange.finish()
-        probe = None if self._target else self._weighted_probe
+        probe = None if self._target else self._probe
         trials = PlanTrials(
             self.model, self.groups, self._window.collector.statistics(), probe, self._comm
         )
@@ -429,19 +430,3 @@ def _check_reshapable(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
             "Apoptosis cannot reshape the state of LBFGS, which flattens all parameters into one "
             "row: choose an optimizer whose state has the shape of its parameters"
         )
-
-
-def _exchanges_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Exchange]:
-    """The exchanges that drive these optimizers, each once."""
-    around = map(exchange_around, optimizers)
-    return list({id(each): each for each in around if each is not None}.values())
-
-
-def _weighted(probe: Callable[[nn.Module], float | torch.Tensor | tuple[float, float]]) -> Probe:
-    """Give a probe's mean loss the weight 1 if it reports no number of samples."""
-
-    def weighted(model: nn.Module) -> tuple[float, float]:
-        loss = probe(model)
-        return loss if isinstance(loss, tuple) else (float(loss), 1.0)
-
-    return weighted

@@ -25,8 +25,9 @@ _GENTLER: Final = 1 / 2, 1 / 4
 _PARTS: Final = 4
 """Parts of the plan that are tried separately if the second try fails."""
 
-Probe = Callable[[nn.Module], tuple[float, float]]
-"""Return (sum of losses, number of samples) of a model on this rank; (0, 0) without samples."""
+Probe = Callable[[nn.Module], float | torch.Tensor | tuple[float, float]]
+"""Return the mean loss of a model on this rank, which counts as one sample, or the pair (sum of
+losses, number of samples); (0, 0) without samples."""
 
 
 def reduced(statistics: Statistics, comm: Communicator) -> Statistics:
@@ -147,10 +148,11 @@ class PlanTrials:
                 module.track_running_stats = False
         if plan is not None:
             apply(copy, self._groups, plan)
-        sums = np.array(self._probe(copy), np.float64)
+        loss = self._probe(copy)
+        sums = np.array(loss if isinstance(loss, tuple) else (float(loss), 1.0), np.float64)
         self._comm.wait([self._comm.iallreduce(sums)], "the loss of a trial")
         # An allreduce may add in a different order on each rank.
         self._comm.bcast(sums)
         losses, count = sums.tolist()
-        loss = losses / count if count else math.inf
-        return loss if math.isfinite(loss) else math.inf
+        mean = losses / count if count else math.inf
+        return mean if math.isfinite(mean) else math.inf

@@ -322,14 +322,20 @@ def _candidates(
     group: NeuronGroup, weights: Weights, consumers: Sequence[_Consumer], limits: Limits
 ) -> dict[int, Removal]:
     """Removals within the limits, by neuron; the first reason that applies to a neuron counts."""
-    candidates = _constants(group, consumers, limits)
+    candidates: dict[int, Removal] = {}
+    change = np.max([consumer.change for consumer in consumers], axis=0)
+    if all(consumer.seen for consumer in consumers):
+        relative = np.max([consumer.relative for consumer in consumers], axis=0)
+        dead = np.min([consumer.dead for consumer in consumers], axis=0) >= 1.0
+        for n in np.flatnonzero(relative <= limits.constant).tolist():
+            kind = "dead" if dead[n] else "constant"
+            cost = float(relative[n]) / limits.constant if limits.constant else 0.0
+            candidates[n] = Removal(group.name, n, kind, float(change[n]), cost)
     taken = set(candidates)
     for twin in _twins(group, weights, consumers, limits, taken):
         candidates[twin.neuron] = twin
         taken |= {twin.neuron, twin.twin}
-    seen = all(consumer.seen and consumer.scored for consumer in consumers)
-    if seen:
-        change = np.max([consumer.change for consumer in consumers], axis=0)
+    if all(consumer.seen and consumer.scored for consumer in consumers):
         loss = np.sum([consumer.loss for consumer in consumers], axis=0)
         total, least = 0.0, limits.least.get(group.name, 1)
         for n in np.argsort(loss, kind="stable").tolist():
@@ -341,23 +347,6 @@ def _candidates(
             cost = total / limits.loss if limits.loss else 0.0
             candidates[n] = Removal(group.name, n, "unneeded", float(change[n]), cost)
     return candidates
-
-
-def _constants(
-    group: NeuronGroup, consumers: Sequence[_Consumer], limits: Limits
-) -> dict[int, Removal]:
-    """Removals of dead and constant neurons, by neuron."""
-    if not all(consumer.seen for consumer in consumers):
-        return {}
-    change = np.max([consumer.change for consumer in consumers], axis=0)
-    relative = np.max([consumer.relative for consumer in consumers], axis=0)
-    dead = np.min([consumer.dead for consumer in consumers], axis=0) >= 1.0
-    removals: dict[int, Removal] = {}
-    for n in np.flatnonzero(relative <= limits.constant).tolist():
-        kind = "dead" if dead[n] else "constant"
-        cost = float(relative[n]) / limits.constant if limits.constant else 0.0
-        removals[n] = Removal(group.name, n, kind, float(change[n]), cost)
-    return removals
 
 
 def _twins(

@@ -58,6 +58,7 @@ class Team:
     link: socket.socket
     """The searcher's end."""
     stack: ExitStack
+    """All that belongs to its ranks."""
     codes: list[int] = field(default_factory=list)
     """Exit codes, other than 0, of ranks that have ended by themselves."""
     left: set[int] = field(default_factory=set)
@@ -150,10 +151,6 @@ class Team:
         self.waits = False
         with suppress(OSError):  # It has ended: seen next.
             self.link.sendall(pack({"goes_on": goes_on}))
-
-    def close(self) -> None:
-        """Let go of all that belongs to the trial's ranks."""
-        self.stack.close()
 
     @property
     def code(self) -> int:
@@ -269,15 +266,12 @@ class Searcher:
             if not team.waits:
                 continue
             if (goes_on := self._decided(team.record)) is not None:
-                self._answer(team, goes_on)
+                team.is_stopped = not goes_on
+                team.answer(goes_on)
+                if team.is_stopped and self._is_script:
+                    team.kill_at = time.monotonic() + _SCRIPT_S
             elif self._stopping:
                 team.signal(signal.SIGKILL)  # It has a checkpoint, and would wait for ever.
-
-    def _answer(self, team: Team, goes_on: bool) -> None:
-        team.is_stopped = not goes_on
-        team.answer(goes_on)
-        if team.is_stopped and self._is_script:
-            team.kill_at = time.monotonic() + _SCRIPT_S
 
     def _decided(self, record: TrialRecord) -> bool | None:
         """True if a trial goes on after its last epoch; None if others have to come to it first."""
@@ -425,7 +419,7 @@ class Searcher:
         if team.link in self._selector.get_map():
             self._selector.unregister(team.link)
         self._teams.remove(team)
-        team.close()
+        team.stack.close()
         self._free = sorted([*self._free, *team.slots])
         record, code = team.record, team.code
         if team.is_stopped:
@@ -511,7 +505,7 @@ class Searcher:
 
     def _end_all(self) -> None:
         for team in self._teams:
-            team.close()
+            team.stack.close()
         if self._zygote is not None:
             self._zygote.close()
 

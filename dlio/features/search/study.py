@@ -14,6 +14,7 @@ import fcntl
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -77,16 +78,6 @@ class TrialRecord:
         """Return the course of the trial by an objective, the first one of the search."""
         goodness = [objective.goodness(epoch.values[0]) for epoch in self.epochs]
         return TrialCourse(goodness, self.has_ended)
-
-
-class _NoLock:
-    """The journal's lock: there is one searcher, by the folder's lock."""
-
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
 
 
 class Study(Closable):
@@ -243,7 +234,8 @@ class Study(Closable):
 
         path = os.path.join(self.folder, _JOURNAL)
         _drop_torn_line(path)
-        lock: Any = _NoLock()
+        # There is one searcher, by the folder's lock: the journal needs none between processes.
+        lock: Any = threading.Lock()
         backend = JournalFileBackend(path, lock_obj=lock)
         return optuna.create_study(
             storage=optuna.storages.JournalStorage(backend),

@@ -1,5 +1,7 @@
 """Axes of meshes, and the slabs of ranks: no communication."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +64,7 @@ def test_ranks_need_what_their_outputs_use(
         return
     covered: list[int] = []
     for rank in range(ranks):
-        slab = Slab(extent, -1, rank, ranks).resized(outputs)
+        slab = Slab(outputs, -1, rank, ranks)
         first, last = slab.own
         covered += range(first, last)
         used = [o * stride - before + k for o in range(first, last) for k in range(reach)]
@@ -80,7 +82,7 @@ def test_a_slab_selects_its_part_of_a_shape() -> None:
     with pytest.raises(UsageError, match="does not have 3 elements"):
         slab.check_local((1, 2, 10, 4, 4))
     with pytest.raises(UsageError, match="fewer than the 3 ranks"):
-        slab.resized(2)
+        replace(slab, extent=2)
     with pytest.raises(UsageError, match="count it from the last one"):
         Slab(10, 1, 0, 2)
 
