@@ -383,7 +383,6 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    """Shape of a node's output, without the batch."""
     return tuple(cast(torch.Size, node.meta["tensor_meta"].shape))[1:]
 
 

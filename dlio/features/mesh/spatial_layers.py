@@ -249,7 +249,6 @@ def _axis(sharing: TensorSharing, dims: int, function: Function) -> int:
 
 
 def _each(given: Any, dims: int) -> list[int]:
-    """Return a size for each spatial dimension."""
     if isinstance(given, int):
         return [given] * dims
     sizes = [int(each) for each in given]

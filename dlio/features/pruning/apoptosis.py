@@ -388,7 +388,6 @@ class Apoptosis(Closable):
             self.stop("the target is reached")
 
     def _publish(self, cuts: Sequence[TensorCut]) -> None:
-        """Pass the cuts on to exchanges and callbacks."""
         for exchange in self._exchanges:
             exchange.reshape(cuts)
         for callback in self._on_cut:

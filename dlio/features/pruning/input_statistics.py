@@ -301,7 +301,6 @@ def _add(seen: _LayerSums, row: str, values: torch.Tensor) -> None:
 
 
 def _raise(seen: _LayerSums, row: str, values: torch.Tensor) -> None:
-    """Update the greatest values so far."""
     before = seen.sums.get(row)
     seen.sums[row] = values if before is None else torch.maximum(before, values)
 

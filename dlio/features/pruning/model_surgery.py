@@ -132,7 +132,6 @@ def split_key(key: str) -> tuple[str, Side]:
 
 
 def _small(cut: TensorCut) -> torch.Tensor:
-    """Make the smaller tensor that replaces the model's."""
     tensor = cut.tensor
     small = _same_format(cut.of(tensor.detach()), tensor)
     if isinstance(tensor, nn.Parameter):
@@ -161,7 +160,6 @@ def _swap(pairs: list[tuple[TensorCut, torch.Tensor]]) -> None:
 
 
 def _same_format(small: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Convert to the memory format of `tensor`."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
     if last and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
         return small.contiguous(memory_format=last)

@@ -496,7 +496,6 @@ class Searcher:
                     signal.signal(number, handler)
 
     def _ask_to_end(self) -> None:
-        """Have trials write a checkpoint and end."""
         self._stopping = True
         print("dlio search: trials write checkpoints and end", file=sys.stderr, flush=True)
         for team in self._teams:
