@@ -235,6 +235,7 @@ def test_what_cannot_be_measured_is_refused(
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_the_command_tells_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     report = tmp_path / "r.json"
     argv = ["--case", "slow-rank", "--exchange", "asgd", "--repeats", "1", "--report", str(report)]
