@@ -1,19 +1,27 @@
 """Ranks that join a run get its state from one of the others, and are then where these are."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from dlio.comm import Communicator
 from dlio.comm.survival.membership import messages_of
 from dlio.comm.survival.recovery import MeasuredLoss, Recovery, RecoveryPart
 from dlio.comm.survival.reports import Report
-from dlio.train.checkpoint.state import OWED, about, part_of, restore, tensors_of
+from dlio.train.checkpoint.state import (
+    OWED,
+    SavedState,
+    about,
+    copy_to,
+    places_of,
+    restore,
+    tensors_at,
+    tensors_of,
+)
 from dlio.train.sample_ledger import SampleLedger
 from dlio.train.worker import Worker
 
@@ -49,13 +57,10 @@ class StateTransfer(RecoveryPart[Report]):
                 self._take(comm, giver)
 
     def _give(self, comm: Communicator, rank: int) -> None:
-        tensors = {name: value.detach().cpu() for name, value in tensors_of(self._run).items()}
-        flat = {name: _bytes_of(value) for name, value in tensors.items()}
+        tensors = tensors_of(self._run)
+        places, size = places_of(tensors)
         head = {
-            "tensors": [
-                [name, str(value.dtype).removeprefix("torch."), list(value.shape), len(flat[name])]
-                for name, value in tensors.items()
-            ],
+            "tensors": places,
             "about": about(self._run),
             "place": self._run.tell_place(),
             "ledger": None if self._ledger is None else self._ledger.written,
@@ -65,7 +70,8 @@ class StateTransfer(RecoveryPart[Report]):
             "changes": [asdict(change) for change in self._recovery.changes],
         }
         text = np.frombuffer(json.dumps(head).encode(), np.uint8)
-        whole = np.concatenate([np.empty(0, np.uint8), *flat.values()])
+        whole = np.empty(size, np.uint8)
+        copy_to(whole, places, tensors)
         lengths = np.array([len(text), len(whole)], np.int64)
         to = messages_of(comm)
         parts = [lengths.view(np.uint8), text, whole]
@@ -77,22 +83,18 @@ class StateTransfer(RecoveryPart[Report]):
         comm.wait([source.irecv(lengths.view(np.uint8), giver, _TAG)], what)
         text, whole = (np.empty(int(length), np.uint8) for length in lengths)
         comm.wait([source.irecv(text, giver, _TAG), source.irecv(whole, giver, _TAG)], what)
-        head = json.loads(text.tobytes())
-        tensors: dict[str, torch.Tensor] = {}
-        begin = 0
-        for name, kind, shape, size in head["tensors"]:
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, kind))
-            into = tensors[name].view(-1).view(torch.uint8).numpy()
-            into[:] = whole[begin : begin + size]
-            begin += size
-        self._follow(head, tensors, giver)
+        self._follow(json.loads(text.tobytes()), whole, giver)
 
-    def _follow(
-        self, head: dict[str, Any], tensors: Mapping[str, torch.Tensor], giver: int
-    ) -> None:
+    def _follow(self, head: dict[str, Any], whole: npt.NDArray[np.uint8], giver: int) -> None:
         run, recovery = self._run, self._recovery
-        restore(run, _PeerState(giver, head["about"], tensors))
-        exchanged = part_of(tensors, f"rank{giver}/exchange/")
+        mine = f"rank{giver}/"
+        tensors = {
+            f"rank0/{name.removeprefix(mine)}" if name.startswith(mine) else name: tensor
+            for name, tensor in tensors_at(head["tensors"], whole).items()
+        }
+        state = SavedState("the state of another rank", 1, head["about"], tensors=tensors)
+        restore(run, state)
+        exchanged = state.read("rank0/exchange/")
         run.exchange.load_state(
             {name: each for name, each in exchanged.items() if OWED not in name}
         )
@@ -103,26 +105,3 @@ class StateTransfer(RecoveryPart[Report]):
         recovery.last_counted.update(dict(head["last_counted"]))
         recovery.losses[:] = [MeasuredLoss.from_dict(each) for each in head["losses"]]
         recovery.changes[:] = [MeasuredLoss.from_dict(each) for each in head["changes"]]
-
-
-class _PeerState:
-    """The state of one rank, in memory."""
-
-    path = "the state of another rank"
-    ranks = 1
-    is_of_one_step = True
-
-    def __init__(
-        self, giver: int, about: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
-    ) -> None:
-        self._giver, self.about, self._tensors = giver, about, tensors
-
-    def read(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Return the tensors whose names begin with `prefix`, without it."""
-        return part_of(self._tensors, prefix.replace("rank0/", f"rank{self._giver}/", 1))
-
-
-def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
-    whole: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return whole

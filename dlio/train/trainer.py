@@ -26,7 +26,7 @@ from dlio.train.compute_device import channels_last, choose_device
 from dlio.train.config import TrainConfig
 from dlio.train.departure import RESUME_CODE, EndRequests, departure_at
 from dlio.train.feature_hooks import layout_of
-from dlio.train.memory_snapshot.job_restart import FirstStart, JobRestart
+from dlio.train.memory_snapshot.job_restart import JobRestart
 from dlio.train.report import RunReport
 from dlio.train.run_requests import RunRequest, make_request_channel
 from dlio.train.sample_ledger import SampleLedger
@@ -76,8 +76,7 @@ class TrainingRun:
         self._config, self._stack = config, stack
         self._planned = None if config.results.replay is None else plan_world()
         self._comm = world()
-        start = start_of()
-        self._restart = FirstStart() if start is None else JobRestart(start, began)
+        self._restart = JobRestart(start_of(), began)
         if self._planned is None:
             survival = config.survival
             check_survival(self._comm, survival.fault_tolerance, survival.min_ranks)

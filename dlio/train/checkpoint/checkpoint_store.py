@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 import numpy as np
@@ -32,6 +32,7 @@ from dlio.errors import PeerLost, SourceError, UsageError
 from dlio.train.checkpoint.checkpoint_folder import CheckpointFolder
 from dlio.train.checkpoint.host_copies import HostCopies
 from dlio.train.checkpoint.rank_parts import agree, complete, has_part, write_part
+from dlio.train.checkpoint.state import SavedState
 from dlio.train.checkpoint.tensor_reader import (
     CONTENTS,
     cause_of,
@@ -68,27 +69,15 @@ class _PendingCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredCheckpoint:
-    """A complete checkpoint."""
+class StoredCheckpoint(SavedState):
+    """A complete checkpoint; in memory are the tensors that this rank has read to verify them."""
 
-    path: str
-    ranks: int
-    """Number of ranks that wrote it."""
-    about: Mapping[str, object]
-    """The state that was passed to `save`."""
     names: frozenset[str]
     """Names of its tensors."""
-    is_of_one_step: bool = True
-    verified: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
-    """Tensors that this rank has read to verify them."""
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Read the tensors whose names begin with `prefix`; return them without it.
-
-        Raises SourceError.
-        """
         wanted = [name for name in self.names if name.startswith(prefix)]
-        tensors = {name: self.verified[name] for name in wanted if name in self.verified}
+        tensors = {name: self.tensors[name] for name in wanted if name in self.tensors}
         tensors |= read_tensors(self.path, [name for name in wanted if name not in tensors])
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
@@ -97,7 +86,7 @@ class StoredCheckpoint:
 
         Raises SourceError.
         """
-        return replace(self, verified=_verified(self, 0, 1))
+        return replace(self, tensors=_verified(self, 0, 1))
 
 
 class Checkpoints(RecoveryPart[Report]):
@@ -188,7 +177,7 @@ class Checkpoints(RecoveryPart[Report]):
                 with parsing(path):
                     checkpoint = open_checkpoint(path)
                     verified = _verified(checkpoint, self._comm.rank, self._comm.size)
-                    checkpoint = replace(checkpoint, verified=verified)
+                    checkpoint = replace(checkpoint, tensors=verified)
             except SourceError as error:
                 damage = str(error)
             damages = [text for text in self._comm.allgather(damage) if text]

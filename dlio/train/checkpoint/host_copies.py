@@ -48,7 +48,9 @@ class HostCopies:
             tensor = tensor.detach()
             held = self.held.get(name)
             if held is None or not _fits(held, tensor):
-                held = self.held[name] = _empty(tensor)
+                held = self.held[name] = torch.empty_like(
+                    tensor, device="cpu", pin_memory=tensor.is_cuda
+                ).zero_()  # Its pages are there then.
             if name in later and tensor.numel():
                 self._later.append((held, tensor))
             else:
@@ -89,17 +91,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda k: (-strides[k], k))
     return tensor.permute(order).is_contiguous()
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    """Return host memory for a copy, whose pages are there already."""
-    if _is_dense(tensor):
-        held = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda
-        )
-    else:
-        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return held.zero_()
 
 
 def _flat(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":

@@ -1,9 +1,12 @@
 """Save the state of a run as named tensors and JSON, and restore it on any number of ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NotRequired, Protocol, TypedDict, cast
+from typing import Any, Final, NotRequired, TypedDict, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dlio.errors import UsageError
@@ -21,27 +24,26 @@ _OF_TASK: Final = ("task", "target", "category")
 """Options of a task that cannot change when a run is resumed; those of features are added."""
 
 
-class SavedState(Protocol):
+@dataclass(frozen=True, slots=True)
+class SavedState:
     """The state of a run that some ranks have saved: a checkpoint, or a copy in memory."""
 
-    @property
-    def path(self) -> str:
-        """Where it is, for errors."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that saved it."""
-
-    @property
-    def is_of_one_step(self) -> bool:
-        """True if all ranks have saved it after the same step."""
-
-    @property
-    def about(self) -> Mapping[str, object]:
-        """A `RunState`."""
+    path: str
+    """Where it is, for errors."""
+    ranks: int
+    """Number of ranks that saved it."""
+    about: Mapping[str, Any]
+    """A `RunState`."""
+    is_of_one_step: bool = field(default=True, kw_only=True)
+    """True if all ranks have saved it after the same step."""
+    tensors: Mapping[str, torch.Tensor] = field(
+        default_factory=dict, kw_only=True, compare=False, repr=False
+    )
+    """Those that are in this rank's memory."""
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
         """Return the tensors whose names begin with `prefix`, without it. Raises SourceError."""
+        return part_of(self.tensors, prefix)
 
 
 class RunState(TypedDict):
@@ -317,4 +319,36 @@ def part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch
         name.removeprefix(prefix): value
         for name, value in tensors.items()
         if name.startswith(prefix)
+    }
+
+
+TensorPlaces = list[tuple[str, str, list[int], int, int]]
+"""Name, type, shape, position and bytes of tensors that lie in one piece of memory."""
+
+
+def places_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorPlaces, int]:
+    """Return places for tensors, as JSON types, and the bytes of all."""
+    places: TensorPlaces = []
+    at = 0
+    for name, tensor in tensors.items():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        places.append((name, kind, list(tensor.shape), at, tensor.nbytes))
+        at += -(-tensor.nbytes // 64) * 64
+    return places, at
+
+
+@torch.no_grad()
+def copy_to(memory: Sized, places: TensorPlaces, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors to their places in a buffer."""
+    flat = torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else torch.empty(0)
+    for (_, _, shape, first, size), tensor in zip(places, tensors.values(), strict=True):
+        if size:
+            flat[first : first + size].view(tensor.dtype).view(shape).copy_(tensor)
+
+
+def tensors_at(places: TensorPlaces, memory: npt.NDArray[np.uint8]) -> dict[str, torch.Tensor]:
+    """Return the tensors that lie in an array, by name; they share its memory."""
+    return {
+        name: torch.from_numpy(memory[first : first + size]).view(getattr(torch, kind)).view(shape)
+        for name, kind, shape, first, size in places
     }

@@ -25,58 +25,24 @@ from dlio.util.whole_files import write_whole
 _PAUSE_TIMEOUT_S: Final = 60.0
 
 
-class FirstStart:
-    """The start of a job whose launcher does not start ranks again: there is nothing to continue.
-    Its methods are those of `JobRestart`."""
-
-    begun: int | None = None
-    """Ranks when the job began; None for those of this start."""
-    is_again = False
-    """True if ranks were started before."""
-
-    def end_phase(self, name: str) -> None:
-        """Note the end of a phase of this start; see `MeasuredLoss.phases`. Not collective."""
-
-    def find(self, comm: Communicator) -> bool:
-        """Get the newest state of the nodes' memory, for `restore`; False if there is none."""
-        return False
-
-    def restore(self, run: Worker) -> None:
-        """Take the state that was found."""
-        raise AssertionError("no state was found")
-
-    def describe(self, recovery: Recovery) -> None:
-        """Tell the recovery of the ranks' numbers when the job began."""
-
-    def open_ledger(self, run: Worker, path: str) -> SampleLedger:
-        """Open the trace, which continues where the state was copied."""
-        return SampleLedger(path, run.comm)
-
-    def note_losses(self, run: Worker) -> None:
-        """Add the ends of former starts to the report, when training is about to continue."""
-
-    def snapshots(self, run: Worker, ledger: SampleLedger | None) -> Snapshots | None:
-        """Return the callback that copies the state; None if no agent keeps it."""
-        return None
-
-    def pause(self, run: Worker, copies: Snapshots) -> NoReturn:
-        """Complete the copies of the state, and wait until the launcher ends this rank."""
-        raise AssertionError("only a launcher that starts ranks again lets them pause")
-
-
-class JobRestart(FirstStart):
+class JobRestart:
     """One rank's part in a start of a job, which the rank began at `began`, in seconds since the
     epoch.
 
-    Its methods are collective.
+    There is no `start` if the launcher does not start ranks again: then nothing is continued, and
+    nothing copied. The methods are collective, apart from `end_phase`.
     """
 
-    def __init__(self, start: JobStart, began: float) -> None:
-        self._start, self.begun = start, start.begun
-        self.is_again = start.number > 0
-        agent = os.environ.get(AGENT)
+    def __init__(self, start: JobStart | None, began: float) -> None:
+        self._start = start
+        self.begun = None if start is None else start.begun
+        """Ranks when the job began; None for those of this start."""
+        self.is_again = start is not None and start.number > 0
+        """True if ranks were started before."""
+        agent = None if start is None else os.environ.get(AGENT)
         self._folder = None if agent is None else os.path.join(agent, STATE)
-        self._ends = {"stop": start.launched, "start": began, "meet": time.time()}
+        launched = began if start is None else start.launched
+        self._ends = {"stop": launched, "start": began, "meet": time.time()}
         """When the phases of this start ended, in their order; see `MeasuredLoss.phases`."""
         self._state: SnapshotState | None = None
         self._told: list[LedgerLine] = []
@@ -87,17 +53,22 @@ class JobRestart(FirstStart):
         """The others."""
 
     def describe(self, recovery: Recovery) -> None:
-        recovery.numbers = self._start.ranks
+        """Tell the recovery of the ranks' numbers when the job began."""
+        if self._start is not None:
+            recovery.numbers = self._start.ranks
 
     def end_phase(self, name: str) -> None:
+        """Note the end of a phase of this start; see `MeasuredLoss.phases`."""
         self._ends[name] = time.time()
 
     def find(self, comm: Communicator) -> bool:
+        """Get the newest state of the nodes' memory, for `restore`; False if there is none."""
         if self.is_again and self._folder is not None:
             self._state = newest_state(comm, self._folder)
         return self._state is not None
 
     def restore(self, run: Worker) -> None:
+        """Take the state that was found."""
         assert self._state is not None
         assert self._folder is not None
         self._read_lines(run.comm, self._state)
@@ -129,7 +100,8 @@ class JobRestart(FirstStart):
             self._state = replace(state, about={**state.about, "loader": loader})
 
     def snapshots(self, run: Worker, ledger: SampleLedger | None) -> Snapshots | None:
-        if self._folder is None:
+        """Return the callback that copies the state; None if no agent keeps it."""
+        if self._start is None or self._folder is None:
             return None
         after = -1 if self._state is None else self._state.choice.turn
         copies = Snapshots(run, self._folder, self._start.ranks, self._start.number, after)
@@ -140,6 +112,9 @@ class JobRestart(FirstStart):
         return copies
 
     def open_ledger(self, run: Worker, path: str) -> SampleLedger:
+        """Open the trace, which continues where the state was copied."""
+        if self._start is None:
+            return SampleLedger(path, run.comm)
         written: Any = 0 if self._state is None else self._state.about.get("trace_bytes", 0)
         ledger = SampleLedger(
             path,
@@ -157,6 +132,9 @@ class JobRestart(FirstStart):
         return ledger
 
     def note_losses(self, run: Worker) -> None:
+        """Add the ends of former starts to the report, when training is about to continue."""
+        if self._start is None:
+            return
         now, state = time.time(), self._state
         noted: Any = 0 if state is None else state.about.get("incidents", 0)
         again = 0 if state is None else max(0, state.choice.newest // 2 - run.updates)
@@ -189,6 +167,8 @@ class JobRestart(FirstStart):
                 print(change.sentence(), flush=True)
 
     def pause(self, run: Worker, copies: Snapshots) -> NoReturn:
+        """Complete the copies of the state, and wait until the launcher ends this rank."""
+        assert self._start is not None
         paused = time.time()
         uniform(run.comm, lambda: copies.complete(run))
         uniform(run.comm, run.comm.barrier)  # All are whole.

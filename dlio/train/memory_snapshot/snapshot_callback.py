@@ -18,7 +18,7 @@ import torch
 from dlio.comm.survival.recovery import uniform
 from dlio.launch.node.snapshot_slots import SnapshotSlots
 from dlio.train.callbacks.callback_base import Callback, Run
-from dlio.train.checkpoint.state import about, tensors_of
+from dlio.train.checkpoint.state import about, copy_to, places_of, tensors_of
 from dlio.train.memory_snapshot.journal import Journal
 from dlio.train.memory_snapshot.snapshot_state import COMMON, MEMBER, turn_of
 from dlio.train.report import EpochReport
@@ -214,17 +214,7 @@ def write_slot(
     slots: SnapshotSlots, turn: int, tensors: Mapping[str, torch.Tensor], facts: SlotFacts
 ) -> None:
     """Copy tensors to a slot, whose text has the facts and the tensors' places."""
-    listed: list[tuple[str, str, list[int], int, int]] = []
-    """Name, type, shape, position and bytes of each."""
-    at = 0
-    for name, tensor in tensors.items():
-        kind = str(tensor.dtype).removeprefix("torch.")
-        listed.append((name, kind, list(tensor.shape), at, tensor.nbytes))
-        at += -(-tensor.nbytes // 64) * 64
-    head = json.dumps({**facts, "tensors": listed}).encode()
-    with slots.writing(turn, head, at) as memory, torch.no_grad():
-        flat = torch.frombuffer(memory, dtype=torch.uint8) if at else torch.empty(0)
-        for (_, _, shape, first, size), tensor in zip(listed, tensors.values(), strict=True):
-            if size:
-                flat[first : first + size].view(tensor.dtype).view(shape).copy_(tensor)
-        del flat
+    places, size = places_of(tensors)
+    head = json.dumps({**facts, "tensors": places}).encode()
+    with slots.writing(turn, head, size) as memory:
+        copy_to(memory, places, tensors)

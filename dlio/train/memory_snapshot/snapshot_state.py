@@ -10,7 +10,7 @@ import torch
 
 from dlio.comm import Communicator
 from dlio.launch.node.snapshot_slots import StoredSnapshot, stored, writers
-from dlio.train.checkpoint.state import part_of
+from dlio.train.checkpoint.state import SavedState, tensors_at
 
 COMMON: Final = "common"
 """Writer of the tensors that are equal on all ranks, and of the place in the run; where ranks step
@@ -105,28 +105,13 @@ def _course(part: SlotPart) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotState:
-    """A state in memory; see `dlio.train.checkpoint.state.SavedState`."""
+class SnapshotState(SavedState):
+    """A state in memory."""
 
     choice: SlotChoice
-    about: Mapping[str, object]
-    tensors: Mapping[str, torch.Tensor]
     reached: Mapping[int, int]
     """Turn up to which the steps of each rank are in the weights, by its number; nothing if all
     steps before the place are."""
-    path: str = "the nodes' memory"
-
-    @property
-    def ranks(self) -> int:
-        return len(self.choice.members)
-
-    @property
-    def is_of_one_step(self) -> bool:
-        return set(self.choice.members.values()) <= {self.choice.turn}
-
-    def read(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Return the tensors whose names begin with `prefix`, without it."""
-        return part_of(self.tensors, prefix)
 
 
 def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
@@ -173,14 +158,21 @@ def newest_state(comm: Communicator, folder: str) -> SnapshotState | None:
         for member, turn_heard in head["about"].get("heard", ()):
             reached[member] = max(turn_heard, reached.get(member, 0))
         prefix = "all/" if not number else f"rank{number - 1}/"
-        for name, kind, shape, first, size in head["tensors"]:
-            piece = torch.from_numpy(text[1][first : first + size])
-            tensors[f"{prefix}{name}"] = piece.view(getattr(torch, kind)).view(shape)
+        placed = tensors_at(head["tensors"], text[1])
+        tensors |= {f"{prefix}{name}": tensor for name, tensor in placed.items()}
     if choice.writer == COMMON:
         reached = {}
     else:
         reached |= choice.members
-    return SnapshotState(choice, about, tensors, reached)
+    return SnapshotState(
+        "the nodes' memory",
+        len(choice.members),
+        about,
+        choice,
+        reached,
+        is_of_one_step=set(choice.members.values()) <= {choice.turn},
+        tensors=tensors,
+    )
 
 
 def _part(writer: str, slot: StoredSnapshot) -> SlotPart:
