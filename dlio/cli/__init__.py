@@ -21,7 +21,10 @@ from dlio.util.child_processes import die
 from dlio.util.settings import DONE, LAUNCHER, START, STORE, settings, unknown_variables
 
 _FAILED = 2
-_AGAIN = 75
+_AGAIN = 76
+"""Of a rank that has lost another: the launcher starts all ranks again."""
+_TOLD_TO_END = 75
+"""`dlio.train.departure.RESUME_CODE`: importing it takes time."""
 _INTERRUPTED = 130
 _DEBUG = "DLIO_DEBUG"
 _LINKS = "--follow-links"
@@ -133,11 +136,12 @@ def _end_alone(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if left is None:
-        tells = code in (0, _FAILED)
+        tells = code in (0, _FAILED, _TOLD_TO_END)
     else:
         if (code == 1 and len(left.members) > 1) or code == _AGAIN:
             die()  # A bug: the others go on.
-        tells = left.lost or code == _FAILED if code else left.me in left.members
+        ends_all = left.lost or code in (_FAILED, _TOLD_TO_END)
+        tells = ends_all if code else left.me in left.members
     if DONE in os.environ and tells:
         # After a failure the launcher ends the others: MPI_Abort hangs after a loss.
         write_whole(os.environ[DONE], lambda file: file.write(str(code).encode()))

@@ -256,6 +256,7 @@ class TrainingRun:
         if run.comm.rank == 0:
             where = f"epoch {run.epoch_number + 1}, step {run.updates}"
             print(f"told to end at {where}: {said}", flush=True)
+        uniform(run.comm, run.comm.barrier)  # The first that ends may end the others.
         raise SystemExit(1 if failed else RESUME_CODE)
 
     def finish(self) -> None:
