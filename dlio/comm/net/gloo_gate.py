@@ -61,15 +61,18 @@ class GlooGate:
 
     def _set_filter(self) -> None:
         """Attach or detach the filter, where the kernel knows such filters."""
-        ours = {inode: number for inode, number in _sockets() if inode in self._inodes}
-        for number in ours.values():
-            with contextlib.suppress(OSError), _borrowed(number) as listener:
-                if self._open:
-                    listener.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
-                else:
-                    program = ctypes.create_string_buffer(_RETURN_ZERO, len(_RETURN_ZERO))
-                    filters = struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
-                    listener.setsockopt(socket.SOL_SOCKET, _ATTACH, filters)
+        # A gate that is being made has duplicates of all sockets for a moment: a number that is
+        # found now would be another socket's soon.
+        with making_listeners:
+            ours = {inode: number for inode, number in _sockets() if inode in self._inodes}
+            for number in ours.values():
+                with contextlib.suppress(OSError), _borrowed(number) as listener:
+                    if self._open:
+                        listener.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
+                    else:
+                        program = ctypes.create_string_buffer(_RETURN_ZERO, len(_RETURN_ZERO))
+                        filters = struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
+                        listener.setsockopt(socket.SOL_SOCKET, _ATTACH, filters)
 
 
 def _listeners(address: str) -> dict[int, int]:
