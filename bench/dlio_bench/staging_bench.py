@@ -232,7 +232,9 @@ def _two_jobs(folder: str, sizes: Sizes) -> dict[str, Any]:
 def _memory(folder: str, sizes: Sizes) -> dict[str, Any]:
     """The most memory that a staging process has, of a data set of many tiny samples."""
     source = os.path.join(folder, "source")
-    bytes_ = _make_tiny(source, sizes.samples)
+    with _packed(source, np.int64, (sizes.samples,), _MIB) as data:
+        data[:] = np.arange(sizes.samples)
+    bytes_ = bytes_below(source)
     tier = os.path.join(folder, "tier")
     os.makedirs(tier)
     peaks = []
@@ -261,14 +263,6 @@ def _make_shards(folder: str, size: int) -> int:
         for start in range(0, count, 256):
             part = data[start : start + 256]
             part[:] = np.frombuffer(generator.bytes(part.nbytes), np.uint8).reshape(part.shape)
-    return bytes_below(folder)
-
-
-def _make_tiny(folder: str, count: int) -> int:
-    """Pack samples of one number each; return the bytes of the shards."""
-    with _packed(folder, np.int64, (count,), _MIB) as data:
-        for start in range(0, count, 1 << 20):
-            data[start : start + (1 << 20)] = np.arange(start, min(count, start + (1 << 20)))
     return bytes_below(folder)
 
 

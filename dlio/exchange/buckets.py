@@ -1,6 +1,6 @@
 """Parameters grouped into buckets, each with one flat buffer for messages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,16 +126,16 @@ def in_buckets(named: Named, fewest: int = 1) -> list[list[tuple[str, nn.Paramet
 @torch.no_grad()
 def broadcast_state(model: nn.Module, comm: Communicator) -> None:
     """Overwrite parameters and buffers with rank 0's. Collective."""
-    broadcast_tensors(list(model.state_dict().values()), comm)
+    broadcast_tensors(model.state_dict().values(), comm)
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Sequence[torch.Tensor], comm: Communicator) -> None:
-    """Overwrite tensors with rank 0's, of any type, bit by bit. Collective."""
+def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root: int = 0) -> None:
+    """Overwrite tensors with those of a rank, of any type, bit by bit. Collective."""
     for tensor in tensors:
         # Bytes, not numbers: a broadcast works for types that MPI does not have, such as bfloat16.
         mine = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        comm.bcast(mine.reshape(-1).view(torch.uint8).numpy())
+        comm.bcast(mine.reshape(-1).view(torch.uint8).numpy(), root)
         tensor.copy_(mine)
 
 

@@ -401,18 +401,12 @@ class Gossip(PeerExchange, RecoveryPart[GossipReport]):
         if pair.consensus is not None:
             pair.consensus.move(bucket.flat)
         for target, view in zip(self._targets(pair), bucket.views, strict=True):
-            if not into_parameters:
-                mine = target.to(view.device, view.dtype)
-                if codec is None:
-                    view.lerp_(mine, 0.5)
-                else:
-                    view += mine
-                continue
-            there = view.to(target.device, target.dtype)
+            into, other = (target, view) if into_parameters else (view, target)
+            there = other.to(into.device, into.dtype)
             if codec is None:
-                target.lerp_(there, 0.5)
+                into.lerp_(there, 0.5)
             else:
-                target += there
+                into += there
 
     def _targets(self, pair: PairBuffer) -> list[torch.Tensor]:
         """The tensors that are averaged: parameters or their gradients."""

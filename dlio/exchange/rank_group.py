@@ -46,7 +46,7 @@ class RankGroup:
         """
         _check_thread()
         sent = [None if part is None else _bytes(part) for part in parts]
-        received = [None if shape is None else _empty(shape, dtype) for shape in shapes]
+        received = [None if each is None else torch.empty(each, dtype=dtype) for each in shapes]
         requests: list[Request] = []
         for rank, buffer in enumerate(received):
             if buffer is not None:
@@ -89,7 +89,3 @@ def _check_thread() -> None:
 
 def _bytes(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)

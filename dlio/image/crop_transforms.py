@@ -20,7 +20,6 @@ Source of the distributions: torchvision.transforms.
 
 import math
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ from dlio.image.colour import (
     RandomSolarize,
 )
 from dlio.image.composition import Compose, MultiCropTransform, RandomApply, RandomChoice, stacked
-from dlio.image.crop import Crop
+from dlio.image.crop import TRIES, Crop
 from dlio.image.decoder import opencv
 from dlio.image.mixup import CutMix, MixUp
 from dlio.image.picture import (
@@ -100,8 +99,6 @@ __all__ = [
     "TrivialAugmentWide",
 ]
 
-_TRIES: Final = 10
-
 
 class RandomResizedCrop(MultiCropTransform):
     """Cut out a part of random area and aspect ratio, and resize it.
@@ -136,7 +133,7 @@ class RandomResizedCrop(MultiCropTransform):
         (height, width), draws = shape_of(img), current_draws()
         area = height * width
         log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             target = area * draws.uniform(scale[0], scale[1])
             aspect = math.exp(draws.uniform(log_low, log_high))
             w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))

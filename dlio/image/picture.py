@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -53,20 +54,14 @@ class PixelTransform(DescribedTransform):
 
     def apply(self, pixels: Pixels, draws: RandomSource) -> Pixels:
         """Draw the changes and do them."""
-        for change in self.draw(draws, *pixels.shape[:2]):
-            pixels = self.paint(pixels, change)
-        return pixels
+        return reduce(self.paint, self.draw(draws, *pixels.shape[:2]), pixels)
 
     def __call__(self, img: Picture) -> Picture:
         """Transform a picture; all images of a batch alike, as torchvision does."""
         changes = self.draw(current_draws(), *shape_of(img))
-
-        def painted(pixels: Pixels) -> Pixels:
-            for change in changes:
-                pixels = self.paint(pixels, change)
-            return pixels
-
-        return on_pixels(type(self).__name__, painted, img) if changes else img
+        if not changes:
+            return img
+        return on_pixels(type(self).__name__, lambda each: reduce(self.paint, changes, each), img)
 
 
 class RandomChange(PixelTransform):

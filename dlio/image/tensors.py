@@ -5,12 +5,13 @@ A loader does them for the whole batch, on the device where it lies.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from dlio.errors import UsageError
+from dlio.image.crop import TRIES
 from dlio.image.picture import (
     DescribedTransform,
     Picture,
@@ -20,8 +21,6 @@ from dlio.image.picture import (
 )
 from dlio.image.random_source import RandomSource, current_draws
 from dlio.util.arguments import check_flag, named
-
-_TRIES: Final = 10
 
 
 class ToDtype(DescribedTransform):
@@ -192,7 +191,7 @@ class RandomErasing(DescribedTransform):
         if draws.uniform() >= self.p:
             return None
         area, (flat, tall) = height * width, map(math.log, self.ratio)
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             target = area * draws.uniform(*self.scale)
             aspect = math.exp(draws.uniform(flat, tall))
             h, w = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))

@@ -140,10 +140,6 @@ def _pair(values: Any) -> list[Any]:
     return list(values) if isinstance(values, Iterable) else [values, values]
 
 
-def _chosen(step: Any) -> Any:
-    return T.RandomChoice(_members(step), getattr(step, "probabilities", getattr(step, "p", None)))
-
-
 _KNOWN: Final[dict[str, Callable[[Any], Any]]] = {
     "CenterCrop": lambda step: T.CenterCrop(_pair(step.size)),
     "ColorJitter": _jitter,
@@ -158,7 +154,9 @@ _KNOWN: Final[dict[str, Callable[[Any], Any]]] = {
     "RandomAdjustSharpness": lambda step: T.RandomAdjustSharpness(step.sharpness_factor, step.p),
     "RandomApply": lambda step: T.RandomApply(_members(step), step.p),
     "RandomAutocontrast": lambda step: T.RandomAutocontrast(step.p),
-    "RandomChoice": _chosen,
+    "RandomChoice": lambda step: T.RandomChoice(
+        _members(step), getattr(step, "probabilities", getattr(step, "p", None))
+    ),
     "RandomEqualize": lambda step: T.RandomEqualize(step.p),
     "RandomErasing": _erasing,
     "RandomGrayscale": lambda step: T.RandomGrayscale(step.p),

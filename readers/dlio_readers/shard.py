@@ -120,12 +120,12 @@ class ShardReader(PathReader):
         """Verify a whole block that `read_stored` has read. Raises CorruptBlock."""
         file, start, _ = self.file_of(block)
         info = check_block(stored, file.name, start)
+        self._check_info(block, info, file)
+
+    def _check_info(self, block: int, info: BlockInfo, file: File) -> None:
+        """Raise CorruptBlock if a block is another one, or has other sizes than in the index."""
         if info.fingerprint != self.fingerprint or info.block != block:
             raise _foreign(file, block)
-        self._check_sizes(block, info, file)
-
-    def _check_sizes(self, block: int, info: BlockInfo, file: File) -> None:
-        """Raise CorruptBlock if a block's samples differ in size from those of the index."""
         shard = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
         first = int(self.layout.starts[block] - self._firsts[shard])
         count = int(self.layout.starts[block + 1] - self.layout.starts[block])
@@ -201,9 +201,7 @@ class ShardReader(PathReader):
             info = self._tables.get(block)
         if info is None:
             info = read_info(opened, file.name, start, length)
-            if info.fingerprint != self.fingerprint or info.block != block:
-                raise _foreign(file, block)
-            self._check_sizes(block, info, file)
+            self._check_info(block, info, file)
             with self._lock:
                 self._tables[block] = info
                 while len(self._tables) > _KEPT_TABLES:

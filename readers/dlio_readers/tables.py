@@ -64,7 +64,8 @@ class TablesReader(ColumnReader):
         self._stored: list[dict[str, StoredArray]] = []
         self._arrays: dict[str, list[ChunkedArray]] = {}
         paths, names = split_paths(path)
-        urls = _files_of(paths)
+        is_folder = any(Source(each).is_folder() for each in paths)
+        urls = files_below(paths, _ARRAYS) if is_folder else expand(paths)
         files = concurrently(File, urls, urls[0])
         concurrently(lambda file: file.stamp, files, urls[0])  # Kept by the files.
         stamps = [f"{file.url} {file.stamp}" for file in files]
@@ -127,11 +128,6 @@ class TablesReader(ColumnReader):
 
     def _chunked(self) -> dict[str, list[ChunkedArray]]:
         return self._arrays
-
-
-def _files_of(urls: Sequence[str]) -> list[str]:
-    """Expand patterns; a folder becomes its arrays."""
-    return files_below(urls, _ARRAYS) if any(Source(u).is_folder() for u in urls) else expand(urls)
 
 
 def _array_columns(

@@ -108,7 +108,8 @@ def figures_of(mode: str, jobs: Sequence[JobRecord], samples: int) -> dict[str, 
                 elif mode == "torchft":
                     until = next_quorum_step(run.ranks, each)
                 else:
-                    until = _next_run(job.runs[number + 1 :])
+                    later = (steps_of(other.ranks) for other in job.runs[number + 1 :])
+                    until = next((steps[0].at for steps in later if steps), None)
                     if (new := _new_step(job.runs, number)) is not None:
                         caught_up.append(new - each.at)
                 felt.append((each, until))
@@ -238,11 +239,6 @@ def _changes(ranks: Sequence[RankStamps], kind: str) -> list[LossStamp]:
             if loss["seconds"] > other["seconds"]:
                 longest[which] = loss
     return list(longest.values())
-
-
-def _next_run(later: Sequence[RunRecord]) -> float | None:
-    """Return when the first step of the next run was finished."""
-    return next((steps[0].at for run in later if (steps := steps_of(run.ranks))), None)
 
 
 def _new_step(runs: Sequence[RunRecord], number: int) -> float | None:

@@ -141,10 +141,6 @@ def _number(text: str) -> float:
         raise UsageError(f"{text!r} is not a number") from None
 
 
-def _rate(text: str) -> float:
-    return float(parse_bytes(text.removesuffix("/s")))
-
-
 _PARTS: Final[dict[str, tuple[dict[str, str], Callable[[str], float]]]] = {
     "latency": (
         {
@@ -158,7 +154,7 @@ _PARTS: Final[dict[str, tuple[dict[str, str], Callable[[str], float]]]] = {
     ),
     "bandwidth": (
         {"all": "bandwidth", "each": "each_bandwidth", "write": "write_bandwidth"},
-        _rate,
+        lambda text: float(parse_bytes(text.removesuffix("/s"))),
     ),
     "tail": ({"share": "tail_share", "times": "tail_times"}, _share),
     "metadata": ({"rate": "metadata_rate"}, _number),

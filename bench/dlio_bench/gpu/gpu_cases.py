@@ -4,7 +4,7 @@ import importlib.util
 import itertools
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -339,7 +339,7 @@ def step(place: GpuRunSettings, measured: GpuResults) -> None:
             if not len(loader):
                 measured.skipped[f"step: {name}"] = f"{len(data)} images are less than a batch"
                 continue
-            fed = _endless(loader)
+            fed = (batch for _ in itertools.count() for batch in loader)
             for _ in range(len(loader) + 2):  # Fills the tiers; the device compiles and chooses.
                 training(*next(fed))
             sources = {"fed": fed, "resident": itertools.repeat(next(fed))}
@@ -348,11 +348,6 @@ def step(place: GpuRunSettings, measured: GpuResults) -> None:
             fed.close()
         measured.rates(f"ResNet-50 step, {name}", rates)
         measured.ratio(f"ResNet-50 step, {name}: fed / resident", rates["fed"], rates["resident"])
-
-
-def _endless(loader: Any) -> Generator[Any, None, None]:
-    for _ in itertools.count():
-        yield from loader
 
 
 class _ResNetTraining:

@@ -105,7 +105,9 @@ def _row(row: Mapping[str, Any], path: tuple[str, ...], labels: dict[str, str]) 
     own = labels | {
         key.replace("_", " "): str(cell)
         for key, cell in row.items()
-        if _is_word(cell) or (isinstance(cell, int) and key in _COUNTS)
+        # A text that says which row it is, and not a figure with its range.
+        if (isinstance(cell, str) and not re.match(r"-?\d|-$|never$", cell))
+        or (isinstance(cell, int) and key in _COUNTS)
     }
     for key, cell in row.items():
         if isinstance(cell, Mapping):
@@ -146,11 +148,6 @@ _USUAL: Final = {
     "us": "time",
     "%": "share",
 }
-
-
-def _is_word(cell: object) -> bool:
-    """True for a text that says which row it is, and not for a figure with its range."""
-    return isinstance(cell, str) and not re.match(r"-?\d|-$|never$", cell)
 
 
 def _number(value: object) -> TypeGuard[int | float]:

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from dlio.comm.survival.node_watch import NodeWatch
 from dlio.comm.survival.rank_requests import RankRequests
 from dlio.comm.survival.rank_survivors import RankSurvivors, processes_here, this_process
 from dlio.errors import PeerLost, UsageError
+from dlio.util.child_processes import die
 from dlio.util.settings import settings
 
 _ENABLED: Final = "OMPI_MCA_mpi_ft_enable"
@@ -182,9 +182,7 @@ class UlfmMembership(RankSurvivors[MpiCommunicator]):
             return
         if failed and len(self.members) > 1:
             # The others are told of a signal, and never of an exit code.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         # After a loss MPI_Finalize waits for the lost rank for ever.
         if not self.lost:
             MPI.Finalize()

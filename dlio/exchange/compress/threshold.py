@@ -38,7 +38,10 @@ class ThresholdLevel(LevelRule):
             # too little at first and as gradients shrink: 25.2 % on tiny ImageNet, where exact
             # sums have 34.7.
             self.steps[tensor] = last + min(max(wanted - last, -1), 1)
-        return _number(self.steps[tensor]) if tensor in self.steps else 0.0
+        if tensor not in self.steps:
+            return 0.0
+        exponent, part = divmod(self.steps[tensor], STEPS)
+        return math.ldexp(1 + part / STEPS, exponent)
 
     def cut(self, sizes: F32, level: float) -> tuple[float, float]:
         largest = float(sizes.max())
@@ -54,10 +57,6 @@ def _step(value: float) -> int:
     fraction, exponent = math.frexp(value)
     step = (exponent - 1) * STEPS + round((2 * fraction - 1) * STEPS)
     return min(max(step, LOWEST), HIGHEST)
-
-
-def _number(step: int) -> float:
-    return math.ldexp(1 + step % STEPS / STEPS, step // STEPS)
 
 
 def threshold(pieces: Pieces, scratch: ChunkScratch) -> SparseCompressor:

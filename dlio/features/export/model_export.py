@@ -12,17 +12,15 @@ from dlio.features.export.check_pictures import LabelledPictures, read_pictures
 from dlio.features.export.export_options import ExportOptions
 from dlio.features.export.layer_graph import LayerGraph, trace_network
 from dlio.features.export.nir_graph import activation_scales, import_nir, simulate, spiking_graph
-from dlio.features.export.onnx_file import OnnxModel, to_onnx
+from dlio.features.export.onnx_file import BATCH, OnnxModel, to_onnx
 from dlio.features.export.ternary import Ternary, ternary_network, tune_ternary
 from dlio.features.export.trained_model import TrainedModel, load_trained
 from dlio.train.model import normalised
 from dlio.util.units import format_bytes
 from dlio.util.whole_files import write_json, write_whole
 
-_BATCH: Final = 64
 _RANDOM: Final = 7
 """Random pictures that each file is compared on; odd, so that the batch of the file must vary."""
-_HOST: Final = torch.device("cpu")
 Say = Callable[[str], None]
 
 
@@ -222,13 +220,13 @@ def _random_pictures(image_size: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _logits(trained: TrainedModel, images: torch.Tensor) -> torch.Tensor:
-    parts = [trained.module(normalised(batch, _HOST)) for batch in torch.split(images, _BATCH)]
-    return torch.cat(parts)
+    parts = torch.split(images, BATCH)
+    return torch.cat([trained.module(normalised(batch, batch.device)) for batch in parts])
 
 
 @torch.no_grad()
 def _network_logits(network: LayerGraph, images: torch.Tensor) -> torch.Tensor:
-    return torch.cat([network.logits(batch.float() / 255) for batch in torch.split(images, _BATCH)])
+    return torch.cat([network.logits(batch.float() / 255) for batch in torch.split(images, BATCH)])
 
 
 def _check_difference(

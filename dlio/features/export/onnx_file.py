@@ -20,9 +20,9 @@ from dlio.util.printable import first_line
 
 INPUT_NAME: Final = "images"
 OUTPUT_NAME: Final = "logits"
-_BATCH: Final = 64
+BATCH: Final = 64
+"""Pictures that are computed at a time."""
 _MOST_BYTES: Final = (1 << 31) - 1
-_HOST: Final = torch.device("cpu")
 
 
 class _ExportWrapper(nn.Module):
@@ -118,8 +118,8 @@ class OnnxModel:
         (described,) = self._session.get_inputs()
         is_of_pixels = described.type == "tensor(uint8)"
         parts = []
-        for batch in torch.split(images, _BATCH):
-            given = batch if is_of_pixels else normalised(batch, _HOST)
+        for batch in torch.split(images, BATCH):
+            given = batch if is_of_pixels else normalised(batch, batch.device)
             try:
                 (logits,) = self._session.run([OUTPUT_NAME], {INPUT_NAME: given.numpy()})
             except Exception as error:  # onnxruntime has errors of its own.

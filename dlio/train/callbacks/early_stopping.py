@@ -19,13 +19,10 @@ class EarlyStopping(Callback):
         values = [goodness(epoch.watch, epoch.watched) for epoch in run.history]
         best = values.index(max(values))
         first, since = run.history[best], run.history[best + 1 :]
-        if sum(not _was_cut(epoch) for epoch in since) >= patience:
+        features = find_features()
+        if sum(not any(each.was_cut(epoch) for each in features) for epoch in since) >= patience:
             run.stop(
                 f"held-out {label(first.watch)} has not been better than "
                 f"{show_metric(first.watch, first.watched)}, of epoch {best + 1}, for "
                 f"{patience} epoch(s)"
             )
-
-
-def _was_cut(epoch: EpochReport) -> bool:
-    return any(feature.was_cut(epoch) for feature in find_features())

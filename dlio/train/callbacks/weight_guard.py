@@ -13,9 +13,9 @@ import torch
 import xxhash
 from torch import nn
 
-from dlio.comm import Communicator
 from dlio.comm.survival.recovery import uniform
 from dlio.errors import DlioError
+from dlio.exchange.buckets import broadcast_tensors
 from dlio.train.callbacks.callback_base import Callback, Run
 from dlio.train.callbacks.rank_roster import RankRoster
 from dlio.train.report import RestoredRank, RunReport
@@ -103,10 +103,9 @@ class WeightGuard(Callback):
 @torch.no_grad()
 def _restore(run: Run, giver: int, odd: bool) -> None:
     """Give one rank's state to those that are odd. Collective."""
-    for tensor in _state(run):
-        received = _broadcast(tensor, run.comm, giver)
-        if odd:
-            tensor.copy_(received)
+    # The others keep their own: copies of them take the message.
+    taking = (tensor if odd else tensor.clone() for tensor in _state(run))
+    broadcast_tensors(taking, run.comm, giver)
     if run.precision.scales:
         scale = run.comm.tell(run.precision.scaler.state_dict(), giver)
         if odd:
@@ -121,13 +120,6 @@ def _state(run: Run) -> Iterator[torch.Tensor]:
         for parameter in group["params"]:
             state = run.optimizer.state.get(parameter, {})
             yield from (state[key] for key in sorted(state) if torch.is_tensor(state[key]))
-
-
-def _broadcast(tensor: torch.Tensor, comm: Communicator, root: int) -> torch.Tensor:
-    """Return a rank's tensor of any type, on the host. Collective."""
-    mine = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    comm.bcast(mine.reshape(-1).view(torch.uint8).numpy(), root)
-    return mine
 
 
 def _bytes_of(parameter: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -150,7 +150,8 @@ class Snapshots(Callback):
         self._newest = turn
         self._is_large = sum(t.nbytes for t in tensors.values()) > _SMALL
         write_slot(self._own, turn, own, self._facts({"heard": self._heard()}))
-        if not (self._apart or self._leads()):
+        here = (m for m in self._living() if self._folders[m] == self._folder)
+        if not self._apart and self._me != next(here):  # Another rank of the node leads it.
             return
         if self._keeps_lines and not turn % 2:  # Between epochs, the lines are in the trace.
             self.journal.write(turn, run.epoch_number, worker.assigner, worker.finished)
@@ -199,10 +200,6 @@ class Snapshots(Callback):
     def _living(self) -> Sequence[int]:
         recovery = self._worker.recovery
         return range(len(self._folders)) if recovery is None else recovery.membership.members
-
-    def _leads(self) -> bool:
-        """True if this rank is the first that is left of its node."""
-        return self._me == next(m for m in self._living() if self._folders[m] == self._folder)
 
     def _wait(self) -> None:
         if self._copying is not None:

@@ -80,7 +80,10 @@ def _section(number: int, report: SavedReport, numbers: Iterator[int]) -> str:
         parts.append('<p class="note">An old report: repeats may be missing.</p>')
     if report.ratios:
         parts.append(_ratios(report.ratios))
-    drawn = [plot(curves, numbers) for curves in _by_name(report.curves)]
+    plots: dict[tuple[str, str], list[PlotCurve]] = {}
+    for curve in report.curves:
+        plots.setdefault((curve.name, curve.kind), []).append(curve)
+    drawn = [plot(curves, numbers) for curves in plots.values()]
     drawn += [waterfall(each, numbers) for each in report.waterfalls]
     if drawn:
         parts.append(f'<h3>Plots</h3><div class="figures">{"".join(drawn)}</div>')
@@ -174,14 +177,6 @@ def _median(values: Sequence[float]) -> str:
         f'<span>{text} <span class="range">({format_number(min(values))} to '
         f"{format_number(max(values))})</span></span>"
     )
-
-
-def _by_name(curves: Iterable[PlotCurve]) -> list[list[PlotCurve]]:
-    """Return the curves of each plot: those of one name and kind."""
-    groups: dict[tuple[str, str], list[PlotCurve]] = {}
-    for curve in curves:
-        groups.setdefault((curve.name, curve.kind), []).append(curve)
-    return list(groups.values())
 
 
 def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -97,8 +97,7 @@ def plot(curves: Sequence[PlotCurve], numbers: Iterator[int]) -> str:
     """Return a figure with the curves of one name, its legend and a text in place of it. The ids of
     the page's elements have `numbers`."""
     kind = curves[0].kind
-    drawn = [(curve, _points(curve)) for curve in curves]
-    drawn = [(curve, points) for curve, points in drawn if points]
+    drawn = [(curve, points) for curve in curves if (points := _points(curve))]
     title = html.escape(curves[0].name)
     if not drawn:
         return f'<figure><figcaption>{title}</figcaption><p class="muted">no points</p></figure>'
