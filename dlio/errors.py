@@ -15,8 +15,6 @@ Each message names the error, its place (path, block, sample, rank) and the reme
 of printable characters, even if names in it are not: see `printable`.
 """
 
-from collections.abc import Iterable
-
 __all__ = [
     "CommError",
     "CommTimeout",
@@ -32,18 +30,18 @@ __all__ = [
 ]
 
 
-def printable(text: str) -> str:
-    """Escape what a terminal would obey instead of show: control characters, line ends and so on.
+def printable(text: str | bytes) -> str:
+    """Escape what a terminal would obey instead of show: control characters, line ends and so on,
+    and invalid bytes.
 
     Names of files, classes and columns come from data that others have made. Everything that shows
     them passes through here, most of it as the text of a DlioError.
     """
-    return text if text.isprintable() else "".join(_shown(text))
-
-
-def _shown(text: str) -> Iterable[str]:
-    for each in text:
-        yield each if each.isprintable() else each.encode("unicode_escape").decode("ascii")
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "surrogateescape")
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 class DlioError(Exception):

@@ -137,11 +137,6 @@ class CheckedCommand:
         """Program and arguments of each rank."""
         return module_command("dlio.cli", *self.words) if self.is_dlio else list(self.words)
 
-    @property
-    def takes_ranks(self) -> bool:
-        """True if the command has -n itself."""
-        return any(isinstance(each, RankOptions) for each in self.records.values())
-
     def option(self, name: str) -> object:
         """Return the value of an option of the command, None if it has none of that name."""
         # By mapping and not by attribute: options of `dlio train` stand in records within a record.
@@ -241,7 +236,7 @@ def _run_here(started: CheckedCommand, options: LaunchOptions) -> int:
     """Start ranks on this machine; return their exit code."""
     ranks = options.ranks or max(1, len(glob.glob("/dev/nvidia[0-9]*")))
     by_mpi = _uses_mpi(options.backend)
-    if started.takes_ranks:
+    if any(isinstance(each, RankOptions) for each in started.records.values()):  # It has -n itself.
         from dlio.cli import run_command
 
         words, named = list(started.words), started.named

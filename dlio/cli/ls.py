@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
 from dlio.data.source import redact
+from dlio.errors import printable
 from dlio.util.options import Option
-from dlio.util.printable import print_line, printable
+from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 from dlio.util.whole_files import check_writable
 

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 from dlio.cli.option_groups import with_help
-from dlio.errors import UsageError
+from dlio.errors import UsageError, printable
 from dlio.storage.counters import PLACES
 from dlio.util.live_figures import Figures, ProcessFigures, ask_all
 from dlio.util.options import Option
-from dlio.util.printable import print_line, printable
+from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 
 if TYPE_CHECKING:

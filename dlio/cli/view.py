@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from dlio.cli.option_groups import with_help
-from dlio.errors import SourceError, UsageError
+from dlio.errors import SourceError, UsageError, printable
 from dlio.util.options import CheckedOptions, Option
-from dlio.util.printable import print_line, printable
+from dlio.util.printable import print_line
 from dlio.util.whole_files import check_writable
 
 

@@ -1,14 +1,13 @@
 """The ranks that share the data: this process's place among them, and their communicator."""
 
-import sys
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Protocol, TypeGuard, cast
 
 from typing_extensions import TypeIs
 
 from dlio.comm.comm_protocol import Communicator
 from dlio.comm.launch_detection import check_launch, torchrun_place
 from dlio.comm.launch_environment import under_mpi, under_torch
-from dlio.comm.world import mpi_ranks, world
+from dlio.comm.world import mpi_ranks, torch_distributed, world
 from dlio.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def place(group: "Group | None" = None, mesh: "AnyMesh | None" = None) -> tuple[
             raise UsageError(f"mesh={mesh!r}: give a dlio.Mesh, or a DeviceMesh of torch")
         group = group_of(mesh)
     if group is None:
-        distributed = _distributed()
+        distributed = torch_distributed()
         launched = under_mpi() or under_torch() or mpi_ranks() > 1
         if not launched:
             if distributed is not None:
@@ -66,7 +65,7 @@ def place(group: "Group | None" = None, mesh: "AnyMesh | None" = None) -> tuple[
         return comm.rank, comm.size
     if _is_mpi(group):
         return int(group.Get_rank()), int(group.Get_size())
-    distributed = _distributed()
+    distributed = torch_distributed()
     if distributed is None:
         raise UsageError("group=: torch.distributed is not initialised; do that first")
     rank = distributed.get_rank(group)
@@ -116,11 +115,3 @@ def _is_own(mesh: "AnyMesh | None") -> TypeIs[RankMesh]:
 
 def _is_mpi(group: "Group") -> TypeGuard["Intracomm"]:
     return hasattr(group, "Get_rank")
-
-
-def _distributed() -> Any:
-    """torch.distributed, if it is imported and initialised."""
-    module = sys.modules.get("torch.distributed")
-    if module is None or not module.is_available() or not module.is_initialized():
-        return None
-    return module

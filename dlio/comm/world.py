@@ -8,6 +8,7 @@ single process.
 
 import os
 import sys
+from typing import Any
 
 from dlio.comm.comm_protocol import Communicator
 from dlio.comm.launch_detection import check_launch, torchrun_place
@@ -134,14 +135,18 @@ def mpi_ranks() -> int:
     return int(mpi.COMM_WORLD.size)
 
 
-def _torch_group() -> object:
-    """Return the default group of torch.distributed, None if it is not initialised."""
+def torch_distributed() -> Any:
+    """Return torch.distributed; None if it is not initialised."""
     # Looked up: importing torch takes seconds, and a command such as `dlio ls` needs none of it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    group: object = distributed.group.WORLD
-    return group
+    return distributed
+
+
+def _torch_group() -> object:
+    distributed = torch_distributed()
+    return None if distributed is None else distributed.group.WORLD
 
 
 def abort(code: int) -> None:

@@ -125,11 +125,6 @@ class ExchangeSpec:
         return self.pairwise or self.merge == "parzen"
 
     @property
-    def has_outer(self) -> bool:
-        """True if changes of weights go through an outer optimizer with momentum."""
-        return self.merge in ("outer", "outer-pairs")
-
-    @property
     def codec(self) -> str | None:
         """The compressor that makes the messages.
 

@@ -18,7 +18,7 @@ import torch
 
 from dlio.data.reader_contract import Reader, SampleName, data_bytes
 from dlio.data.schema import Buffer
-from dlio.errors import CorruptBlock, SourceError
+from dlio.errors import CorruptBlock, SourceError, printable
 from dlio.image.crop import Crop
 from dlio.image.crop_geometry import CropGeometry
 from dlio.image.decoder import Decoder, decode_all
@@ -26,7 +26,6 @@ from dlio.image.fusion import BatchTransform, TransformParts
 from dlio.image.seeded_functions import SeededFunctions
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.picture_targets import Companion
-from dlio.util.printable import printable
 
 
 class Recipe(ABC):

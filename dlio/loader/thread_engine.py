@@ -85,8 +85,6 @@ class ThreadEngine:
 
 @dataclass(frozen=True, slots=True)
 class _BatchWork:
-    """The work on a batch's indices."""
-
     options: LoaderOptions
     dataset: UserDataset
     collate: CollateFn

@@ -297,6 +297,5 @@ def _starts(counts: list[int]) -> _I64:
 
 
 def _order(count: int, epoch: Order, purpose: str) -> Order:
-    """An order of `count` items, another one in each epoch."""
     seed = xxhash.xxh3_64_intdigest(f"{epoch.seed}/{purpose}".encode())
     return Order(max(1, count), seed, epoch.epoch, epoch.shuffled)

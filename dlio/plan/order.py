@@ -180,16 +180,11 @@ def keyed_words(seed: int, epoch: int, sample: int, stream: int = 0) -> Iterator
 
     `word >> 11`, times 2**-53, are the numbers of `keyed_uniforms`. Cost 0.6 µs a number.
     """
-    state = keyed_state(seed, epoch, sample, stream)
+    # The k-th number, from 1, is the sum of this and k GOLDEN, mixed.
+    state = _mixed((sample + _key(seed, epoch, 0x5EED + stream)) & _MASK)
     while True:
         state = (state + GOLDEN) & _MASK
         yield _mixed(state)
-
-
-def keyed_state(seed: int, epoch: int, sample: int, stream: int = 0) -> int:
-    """Return the state before a sample's random numbers: the k-th one, from 1, is its sum with k
-    GOLDEN, mixed."""
-    return _mixed((sample + _key(seed, epoch, 0x5EED + stream)) & _MASK)
 
 
 def _mixed(x: int) -> int:

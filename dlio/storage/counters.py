@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from dlio.errors import TierError
+from dlio.errors import TierError, printable
 from dlio.util.forks import new_lock
-from dlio.util.printable import printable
 
 PLACES = ("source", "peer", "ram", "disk")
 """Places that a sample can be read from."""

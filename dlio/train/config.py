@@ -37,7 +37,7 @@ class TrainConfig(TrainOptions):
         batch = self.batches.batch_size * self.optimizer.accumulate * ranks
         usual = usual_lr(self.optimizer.optimizer or DEFAULT_OPTIMIZER, batch)
         exchange = self.ranks.spec
-        if ranks > 1 and exchange.has_outer:
+        if ranks > 1 and exchange.merge in ("outer", "outer-pairs"):
             local = _LOCAL if exchange.momentum else 1.0
             usual *= local * (1 - exchange.momentum) / exchange.rate
         return usual

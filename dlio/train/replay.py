@@ -28,8 +28,6 @@ _NEEDED: Final = ("update", "ranks")
 
 @dataclass(frozen=True, slots=True)
 class _ReplayStep:
-    """One step of an epoch."""
-
     counted: tuple[int, ...]
     """Ranks whose samples it used."""
     dealt: int

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from dlio.comm.launch_environment import shows_terminal
 from dlio.comm.survival.recovery import MeasuredLoss
+from dlio.errors import printable
 from dlio.loader.stats import PassStats
 from dlio.storage.counters import PLACES
 from dlio.train.config import TrainConfig
@@ -15,7 +16,6 @@ from dlio.train.feature_spec import find_features
 from dlio.train.tasks.metrics import label, show_metric
 from dlio.util.cores import available_cores
 from dlio.util.options import as_mapping
-from dlio.util.printable import printable
 from dlio.util.units import format_bytes
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from typing import Final, Self, TextIO
 
-from dlio.util.printable import printable
+from dlio.errors import printable
 from dlio.util.settings import PROGRESS
 from dlio.util.threads import Workers
 

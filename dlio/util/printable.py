@@ -3,14 +3,7 @@
 import sys
 from typing import TextIO
 
-
-def printable(text: str | bytes) -> str:
-    """Return a text with all control characters and invalid bytes escaped, line ends included."""
-    if isinstance(text, bytes):
-        text = text.decode("utf-8", "surrogateescape")
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+from dlio.errors import printable
 
 
 def first_line(error: BaseException) -> str:

@@ -20,20 +20,20 @@ parent's threads: their groups are empty there, and it forgets them.
 
 import atexit
 import logging
+import operator
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 _log = logging.getLogger("dlio")
 _STOP_TIMEOUT_S: Final = 5.0
 _LOOK_S: Final = 0.5
 
 
-class _ThreadWaiter(Protocol):
-    def __call__(self, wait: Callable[[float], bool], timeout_s: float, /) -> bool: ...
+_ThreadWaiter = Callable[[Callable[[float], bool], float], bool]
 
 
 class Workers:
@@ -178,11 +178,7 @@ def join_with(waiting: _ThreadWaiter) -> None:
     _join_by = waiting
 
 
-def _plain(wait: Callable[[float], bool], timeout_s: float, /) -> bool:
-    return wait(timeout_s)
-
-
-_join_by: _ThreadWaiter = _plain
+_join_by: _ThreadWaiter = operator.call
 
 
 class _WorkersRegistry:

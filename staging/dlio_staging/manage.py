@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
-from dlio.errors import TierError, UsageError
+from dlio.errors import TierError, UsageError, printable
 from dlio.storage.file_system_kind import file_system_of, scratch_folders
 from dlio.storage.inventory import (
     StoredDataset,
@@ -21,7 +21,7 @@ from dlio.storage.inventory import (
 )
 from dlio.storage.tier_spec import parse_tiers
 from dlio.util.options import Option, check
-from dlio.util.printable import print_line, printable
+from dlio.util.printable import print_line
 from dlio.util.settings import settings
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 from dlio.util.units import format_bytes

@@ -8,11 +8,11 @@ from typing import Annotated, Final
 import numpy as np
 
 from dlio.data.schema import IMAGES
-from dlio.errors import CorruptBlock, DlioError, SourceError, TierError, UsageError
+from dlio.errors import CorruptBlock, DlioError, SourceError, TierError, UsageError, printable
 from dlio.storage.manifest import NAME, Manifest, read_manifest
 from dlio.util.arguments import PathText, path_in
 from dlio.util.options import Option
-from dlio.util.printable import print_line, printable
+from dlio.util.printable import print_line
 from dlio.util.trusted_files import closing_descriptor, open_file
 from dlio.util.units import format_bytes
 from dlio.util.user_folders import open_folder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.errors import TierError, UsageError
+from dlio.errors import TierError, UsageError, printable
 from dlio.util.folders import (
     MARK,
     empty_folder,
@@ -17,7 +17,6 @@ from dlio.util.folders import (
     remove_marked,
     seal,
 )
-from dlio.util.printable import printable
 from dlio.util.trusted_files import (
     UntrustedFile,
     closing_descriptor,

@@ -79,7 +79,6 @@ def measure_metadata(path: str, *, files: int = 1000, threads: int = 4) -> list[
 
 
 def _measure(operation: str, folders: Sequence[str], files: int) -> MetadataRate:
-    """Measure one kind of operation, in a thread for each folder."""
     begin, stop = threading.Barrier(len(folders)), threading.Event()
     latencies: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(folders)
     spans = [(0, 0)] * len(folders)

@@ -7,9 +7,8 @@ from dlio.cli.doctor.examination import DoctorOptions, Examination
 from dlio.cli.option_groups import with_help
 from dlio.cli.option_records import OutputOptions, RankOptions
 from dlio.comm.launch_environment import shows_terminal
-from dlio.errors import CommError, UsageError
+from dlio.errors import CommError, UsageError, printable
 from dlio.launch.command_ranks import on_ranks
-from dlio.util.printable import printable
 
 _RANK_VARIABLES: Final = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 _STYLES: Final = {"ok": "green", "warning": "yellow", "error": "bold red"}

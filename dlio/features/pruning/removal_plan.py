@@ -356,7 +356,6 @@ def _twins(
     limits: Limits,
     taken: set[int],
 ) -> list[Removal]:
-    """Removals of twins among the neurons that are not `taken`."""
     vectors = _vectors(group, weights)
     if vectors is None or group.activation is None:
         return []

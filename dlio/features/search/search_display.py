@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from dlio.errors import UsageError
+from dlio.errors import UsageError, printable
 from dlio.features.search.objectives import Objective
 from dlio.features.search.study import Study, TrialRecord
 from dlio.train.tasks.metrics import show_metric
 from dlio.util.extras import how_to_install
 from dlio.util.live_figures import publish
-from dlio.util.printable import print_line, printable
+from dlio.util.printable import print_line
 from dlio.util.units import format_bytes
 from dlio.util.whole_files import write_whole
 

@@ -107,7 +107,11 @@ class _ScriptTakeover:
             return
         share.use(self._context)
         with contextlib.ExitStack() as stack, on_takeover(self._step_aside):
-            put = _putter(stack)
+
+            def put(owner: Any, name: str, value: Any) -> None:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+
             put(torch.utils.data, "DataLoader", SharingLoader)
             put(torch.utils.data.dataloader, "DataLoader", SharingLoader)
             put(torch.optim.Optimizer, "__init__", self._optimizer_made(torch.optim.Optimizer))
@@ -316,14 +320,6 @@ _REFUSED: Final = (
     "init_process_group, so it is distributed already: start it with mpirun or torchrun, or remove "
     "that call and use `dlio run`"
 )
-
-
-def _putter(stack: contextlib.ExitStack) -> Callable[[Any, str, Any], None]:
-    def put(owner: Any, name: str, value: Any) -> None:
-        stack.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
-
-    return put
 
 
 class _MutedOutput(io.TextIOBase):

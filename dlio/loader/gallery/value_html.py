@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dlio.errors import printable
 from dlio.image.decoder import opencv, shrunk
 from dlio.loader.picture_targets import Target
-from dlio.util.printable import printable
 
 _MOST_TEXT: Final = 400
 _MOST_BYTES: Final = 32

@@ -67,8 +67,6 @@ class StatefulRandom(RandomSampler):
 
 
 class _RandomPass(Iterator[int]):
-    """A pass of a StatefulRandom."""
-
     def __init__(self, sampler: StatefulRandom) -> None:
         self._sampler = sampler
         # A state says where the generator was before the pass and how far the pass is: to resume,
@@ -116,8 +114,6 @@ class StatefulBatches(BatchSampler):
 
 
 class _BatchSamplerPass(Iterator[list[int]]):
-    """A pass of a StatefulBatches."""
-
     def __init__(self, batches: StatefulBatches) -> None:
         self._batches = batches
         self._indices: Iterator[Any] = iter(batches.sampler)

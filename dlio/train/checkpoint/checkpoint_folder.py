@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from dlio.errors import UsageError
+from dlio.errors import UsageError, printable
 from dlio.util.folders import open_below, open_working, publish_folder, remove_marked, rename
-from dlio.util.printable import printable
 from dlio.util.trusted_files import closing_descriptor, open_file, path_of, planted
 from dlio.util.user_folders import make_folders
 from dlio.util.whole_files import take_lock, unwritable
