@@ -6,19 +6,6 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def variable(name: str, value: str) -> Iterator[None]:
-    """Have an environment variable meanwhile."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
-
-
-@contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Have torch compute with one thread meanwhile."""
     import torch

@@ -26,10 +26,10 @@ from dlio.image.random_source import KeyedRandom
 from dlio.loader.contract import Sample
 from dlio.plan.order import Order
 from dlio.storage.block import read_info
+from dlio.util.child_processes import variable
 from dlio.util.extras import how_to_install
 from dlio.util.threads import Workers
 from dlio_bench.bench_data import bytes_below, files_below, ram_tier
-from dlio_bench.bench_processes import variable
 from dlio_bench.emulated.emulated_mount import slow_mount
 from dlio_bench.pillow import PillowImages
 from dlio_bench.results.machine import describe_machine

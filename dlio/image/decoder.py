@@ -22,6 +22,7 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final, NamedTuple
@@ -43,6 +44,7 @@ from dlio.image.jpeg import (
     with_kept_starts,
 )
 from dlio.plan.order import keyed_uniforms
+from dlio.util.child_processes import variable
 from dlio.util.settings import settings
 
 MAX_PIXELS: Final = settings().max_pixels
@@ -572,12 +574,9 @@ _OPENCV: Final = {"OPENCV_IO_MAX_IMAGE_PIXELS": str(MAX_PIXELS), "OPENCV_LOG_LEV
 def opencv() -> ModuleType:
     """Return OpenCV, loaded at first use, without threads of its own."""
     # It reads them when it is loaded. Processes that this one starts shall not inherit them.
-    added = {name: value for name, value in _OPENCV.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
+    with ExitStack() as stack:
+        for name, value in _OPENCV.items():
+            stack.enter_context(variable(name, os.environ.get(name, value)))
         import cv2
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
     cv2.setNumThreads(0)
     return cv2

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import AnyStr, Final
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -38,6 +38,19 @@ def printed_by(command: Sequence[str], timeout_s: float) -> tuple[str, str]:
     except (OSError, subprocess.TimeoutExpired):
         return "", ""
     return done.stdout, done.stderr
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Have an environment variable meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def end_with_parent(parent: int) -> None:

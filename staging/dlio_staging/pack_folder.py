@@ -38,6 +38,7 @@ from dlio.errors import CorruptBlock, DlioError, SourceError, TierFull, UsageErr
 from dlio.storage.block import NO_ROOM, check_block
 from dlio.storage.shard_file import read_footer
 from dlio.util.arguments import path_in
+from dlio.util.child_processes import variable
 from dlio.util.folders import (
     MARK,
     empty_folder,
@@ -69,7 +70,6 @@ from dlio_staging.pack_writers import WRITERS, ShardRequest, file_name
 # Executors and queues of Python's library have named semaphores in shared memory, which stay there
 # when a whole job is killed at once, as by the memory limit of its control group.
 
-_SAFE_PATH: Final = "PYTHONSAFEPATH"
 Arguments = TypeVarTuple("Arguments")
 
 
@@ -148,15 +148,8 @@ def _context() -> ForkServerContext:
 
     Their server is started here, such that it imports nothing from the current folder.
     """
-    before = os.environ.get(_SAFE_PATH)
-    os.environ[_SAFE_PATH] = "1"
-    try:
+    with variable("PYTHONSAFEPATH", "1"):
         ensure_running()
-    finally:
-        if before is None:
-            del os.environ[_SAFE_PATH]
-        else:
-            os.environ[_SAFE_PATH] = before
     return multiprocessing.get_context("forkserver")
 
 

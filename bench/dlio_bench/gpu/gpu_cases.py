@@ -23,9 +23,9 @@ from dlio.image.device_decode.crop_kernel import crop_batch
 from dlio.image.device_decode.nvimagecodec import REMEDY, is_installed
 from dlio.train.compute_device import Precision, channels_last
 from dlio.train.networks.resnet import resnet50
+from dlio.util.child_processes import variable
 from dlio.util.settings import DEVICE_TIER
 from dlio_bench.bench_data import files_below, payload_bytes, ram_tier
-from dlio_bench.bench_processes import variable
 from dlio_bench.results.repeats import ratio, turns
 from dlio_bench.results.report_values import Figure, Ratio, Results
 

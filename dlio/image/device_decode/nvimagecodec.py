@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from dlio.errors import UsageError
+from dlio.util.child_processes import variable
 from dlio.util.forks import new_lock
 
 _BY_CUDA: Final = {
@@ -182,26 +183,21 @@ def _without_complaints() -> Iterator[None]:
 
     They are written by C++ code that knows no setting for it. Other threads' lines come late.
     """
-    chosen = os.environ.get(_VERBOSITY)
-    os.environ.setdefault(_VERBOSITY, "0")
-    try:
-        with tempfile.TemporaryFile() as held:
-            sys.stderr.flush()
-            try:
-                stderr = os.dup(2)
-            except OSError:  # Closed.
-                yield
-                return
-            os.dup2(held.fileno(), 2)
-            try:
-                yield
-            finally:
-                os.dup2(stderr, 2)
-                os.close(stderr)
-                held.seek(0)
-                for line in held.read().splitlines(keepends=True):
-                    if not any(word in line for word in _UNUSED):
-                        os.write(2, line)
-    finally:
-        if chosen is None:
-            os.environ.pop(_VERBOSITY, None)
+    quiet = variable(_VERBOSITY, os.environ.get(_VERBOSITY, "0"))
+    with quiet, tempfile.TemporaryFile() as held:
+        sys.stderr.flush()
+        try:
+            stderr = os.dup(2)
+        except OSError:  # Closed.
+            yield
+            return
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            for line in held.read().splitlines(keepends=True):
+                if not any(word in line for word in _UNUSED):
+                    os.write(2, line)
