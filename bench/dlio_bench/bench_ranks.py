@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -101,14 +102,19 @@ def start_process_group(backend: str, comm: "Communicator") -> None:
     dist.init_process_group(backend, place, rank=comm.rank, world_size=comm.size)
 
 
-def pass_s(loader: Iterable[object], comm: "Communicator") -> float:
-    """Seconds of a pass, until all ranks have ended it."""
+def timed(work: Callable[[], object], times: int, comm: "Communicator") -> float:
+    """Seconds of each of some calls, of all ranks together. Collective."""
     comm.barrier()
     began = time.perf_counter()
-    for _ in loader:
-        pass
+    for _ in range(times):
+        work()
     comm.barrier()
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) / times
+
+
+def pass_s(loader: Iterable[object], comm: "Communicator") -> float:
+    """Seconds of a pass, until all ranks have ended it."""
+    return timed(lambda: deque(loader, 0), 1, comm)
 
 
 def why_no_link() -> str | None:

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from dlio.comm import Communicator, mpi_ranks, world
 from dlio.comm.board import end_step
 from dlio.comm.launch_environment import under_mpi
-from dlio.comm.survival.recovery import recovery_of, uniform
+from dlio.comm.survival.recovery import once_on_rank_0, recovery_of, uniform
 from dlio.errors import CommError, UsageError
 from dlio.exchange import parse_exchange
 from dlio.exchange.buckets import averaged_state
@@ -381,17 +381,8 @@ class DlioStrategy(_strategies.ParallelStrategy):  # type: ignore[misc]
             save(checkpoint, filepath, storage_options)
             return
         end_step()  # It may take any time.
-        comm = world()
-        is_saved = False
-
-        def on_rank_0() -> None:
-            nonlocal is_saved
-            if comm.rank == 0 and not is_saved:
-                save(checkpoint, filepath, storage_options)
-                is_saved = True
-            comm.barrier()
-
-        self._losses.together(on_rank_0)
+        act = once_on_rank_0(world(), lambda: save(checkpoint, filepath, storage_options))
+        self._losses.together(act)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """State to be saved, the same on all ranks. Collective."""

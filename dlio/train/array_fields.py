@@ -4,14 +4,14 @@ All follows from the schema, so that ranks agree without a message.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from dlio.data.labels import LABEL_NAMES
 from dlio.data.schema import IMAGES, Kind, Schema
 from dlio.errors import UsageError
-from dlio.util.arguments import nearest
+from dlio.util.arguments import listed, nearest
 
 MOST_CHANNELS: Final = 16
 """Largest first dimension of three that is taken for channels."""
@@ -77,7 +77,7 @@ def array_fields(path: str, schema: Schema, target: str | None) -> ArrayFields:
     kinds = schema.kinds
     if target is not None and target not in kinds:
         raise UsageError(
-            f"--target {target}: {path} has no such field; it has {_listed(kinds)}"
+            f"--target {target}: {path} has no such field; it has {listed(kinds)}"
             f"{nearest(target, kinds)}"
         )
     arrays = [name for name, kind in kinds.items() if _is_array(kind) and name != target]
@@ -148,9 +148,5 @@ def _find_target(path: str, kinds: Mapping[str, Kind], chosen: str) -> str:
     if not others:
         raise UsageError(f"{path} has {chosen} alone: training needs a field to predict, too")
     raise UsageError(
-        f"{path}: give --target with the field to predict from {chosen}, one of {_listed(others)}"
+        f"{path}: give --target with the field to predict from {chosen}, one of {listed(others)}"
     )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(list(names)[:20]) or "no other"

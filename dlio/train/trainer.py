@@ -15,7 +15,7 @@ from dlio.comm import Communicator, world
 from dlio.comm.planned_membership import plan_world
 from dlio.comm.survival.membership import AllLeave, AllPause, RankLeft
 from dlio.comm.survival.node_watch import watch_policy
-from dlio.comm.survival.recovery import check_survival, recovery_of, uniform
+from dlio.comm.survival.recovery import check_survival, once_on_rank_0, recovery_of, uniform
 from dlio.errors import DlioError, UsageError
 from dlio.exchange.nccl import devices_connected
 from dlio.launch.node.job_starts import start_of
@@ -291,12 +291,11 @@ def _write_report(comm: Communicator, report: RunReport) -> None:
     """Write the report on rank 0. Collective."""
 
     def write() -> None:
-        if (path := report.config.results.report) is not None and comm.rank == 0:
+        if (path := report.config.results.report) is not None:
             text = report.to_json().encode()
             write_whole(path, lambda file: file.write(text))
-        comm.barrier()  # If rank 0 is lost before it has written, the next one writes.
 
-    uniform(comm, write)
+    uniform(comm, once_on_rank_0(comm, write))  # If it is lost before, the next rank 0 writes.
 
 
 def _die_of_bug(run: Worker, error: Exception) -> None:

@@ -7,7 +7,7 @@ import difflib
 import math
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dlio.errors import UsageError
@@ -26,6 +26,11 @@ def nearest(word: str, words: Iterable[str]) -> str:
     known = {each.lower(): each for each in words}
     close = difflib.get_close_matches(word.lower(), list(known), 1, _CLOSE)
     return f"; did you mean {known[close[0]]}?" if close else ""
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first 20 names, for errors."""
+    return ", ".join([*list(names)[:20], *(["..."] if len(names) > 20 else [])])
 
 
 def unknown_word(name: str, word: object, words: Iterable[str], more: str = "") -> UsageError:

@@ -17,11 +17,11 @@ from dlio.plan import exchange_cost as model
 from dlio.plan.exchange_cost import ExchangeLoad, LinkCost
 from dlio.util.cores import available_cores
 from dlio.util.plot_files import picture
-from dlio_bench.bench_ranks import LINK, TaskValue, run
+from dlio_bench.bench_ranks import LINK, TaskValue, run, timed
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.monitor import ENVIRONMENT, Monitor
 from dlio_bench.exchange_cases.overlap_case import fabrics_of
-from dlio_bench.exchange_cases.variants import OneBatchTraining, nodes_for, timed
+from dlio_bench.exchange_cases.variants import OneBatchTraining, nodes_for
 from dlio_bench.results.repeats import spread
 from dlio_bench.results.report_values import PlotCurve
 from dlio_bench.results.terminal import steps

@@ -11,9 +11,9 @@ import torch
 
 import dlio
 from dlio.comm import Communicator
-from dlio_bench.bench_ranks import FABRICS, LINK, TIMEOUT_S, run, why_no_link
+from dlio_bench.bench_ranks import FABRICS, LINK, TIMEOUT_S, run, timed, why_no_link
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
-from dlio_bench.exchange_cases.variants import OneBatchTraining, timed
+from dlio_bench.exchange_cases.variants import OneBatchTraining
 from dlio_bench.results.repeats import interval_of_median, spread
 from dlio_bench.results.terminal import advance, steps
 

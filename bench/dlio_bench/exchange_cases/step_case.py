@@ -13,10 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from dlio.comm import Communicator
-from dlio_bench.bench_ranks import LINK, TIMEOUT_S, TaskValue, run, start_process_group
+from dlio_bench.bench_ranks import LINK, TIMEOUT_S, TaskValue, run, start_process_group, timed
 from dlio_bench.exchange_cases.exchange_options import ExchangeBenchOptions
 from dlio_bench.exchange_cases.overlap_case import fabrics_of
-from dlio_bench.exchange_cases.variants import OneBatchTraining, timed
+from dlio_bench.exchange_cases.variants import OneBatchTraining
 from dlio_bench.results.repeats import ratio, spread, turns
 from dlio_bench.results.terminal import steps
 

@@ -78,16 +78,6 @@ class OneBatchTraining:
                     _have_left(each, world())
 
 
-def timed(work: Callable[[], None], times: int, comm: Communicator) -> float:
-    """Seconds of each of some calls, of all ranks together. Collective."""
-    comm.barrier()
-    began = time.perf_counter()
-    for _ in range(times):
-        work()
-    comm.barrier()
-    return (time.perf_counter() - began) / times
-
-
 def _have_left(exchange: Asgd, comm: Communicator) -> None:
     """Also wait for messages that a training would not wait for, to time them: all ranks'
     messages, as each leaves only when it is taken. Collective."""

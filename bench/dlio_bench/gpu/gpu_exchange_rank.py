@@ -11,8 +11,7 @@ import dlio
 from dlio.comm import Communicator
 from dlio.exchange.buffer_placement import find_path
 from dlio.exchange.exchange_spec import parse_exchange
-from dlio_bench.bench_ranks import TaskValue, start_process_group
-from dlio_bench.exchange_cases.variants import timed
+from dlio_bench.bench_ranks import TaskValue, start_process_group, timed
 
 
 def step_times(comm: Communicator, **task: TaskValue) -> dict[str, TaskValue]:

@@ -372,6 +372,22 @@ def uniform(comm: Communicator, act: Callable[[], _T]) -> _T:
     return act() if recovery is None else recovery.uniform(act)
 
 
+def once_on_rank_0(comm: Communicator, act: Callable[[], object]) -> Callable[[], None]:
+    """Return a function for `uniform` that calls `act` on rank 0, where a repetition leaves it out
+    once it is done, and has the others wait for it.
+    """
+    is_done = False
+
+    def call() -> None:
+        nonlocal is_done
+        if comm.rank == 0 and not is_done:
+            act()
+            is_done = True
+        comm.barrier()
+
+    return call
+
+
 def check_survival(comm: Communicator, choice: str, min_ranks: int) -> None:
     """Raise UsageError if these ranks do not end as `--fault-tolerance` has it: `shrink`, to
     `min_ranks` at the fewest, `restart` or `off`.

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 
 from dlio.comm import Communicator, world
 from dlio.comm.job_nodes import find_nodes
-from dlio.comm.survival.recovery import check_survival, recovery_of, uniform
+from dlio.comm.survival.recovery import check_survival, once_on_rank_0, recovery_of, uniform
 from dlio.errors import UsageError
 from dlio.exchange import Exchange, parse_exchange
 from dlio.exchange.buckets import broadcast_tensors
@@ -300,17 +300,9 @@ class _ScriptTakeover:
                 original(*args, **options)
                 return
             self._ranks.finish()
-            is_saved = False
-
-            def of_rank_0() -> None:
-                nonlocal is_saved
-                if self._comm.rank == 0 and not is_saved:
-                    original(*args, **options)
-                    is_saved = True
-                # Other ranks may read the file next: wait until it is complete.
-                self._comm.barrier()
-
-            uniform(self._comm, of_rank_0)
+            # Other ranks may read the file next: they wait until it is complete.
+            act = once_on_rank_0(self._comm, lambda: original(*args, **options))
+            uniform(self._comm, act)
 
         return save
 

@@ -37,7 +37,7 @@ from dlio.train.tasks.table_columns import (
 from dlio.train.tasks.task_base import Convert, TrainingTask
 from dlio.train.train_options import ModelOptions
 from dlio.train.weights import read_weights
-from dlio.util.arguments import nearest
+from dlio.util.arguments import listed, nearest
 
 _MOST_CLASSES: Final = 100
 """Different whole numbers of a target that are classes by themselves."""
@@ -233,7 +233,7 @@ def _target_name(options: ModelOptions, reader: Reader, names: Mapping[str, obje
     if label is None:
         raise UsageError(
             f"{reader.path} is a table: give --target with the column to predict, one of "
-            f"{_listed(names)}"
+            f"{listed(names)}"
         )
     return label
 
@@ -241,14 +241,9 @@ def _target_name(options: ModelOptions, reader: Reader, names: Mapping[str, obje
 def _unknown(reader: Reader, option: str, names: Mapping[str, object]) -> UsageError:
     word = option.partition(" ")[2]
     return UsageError(
-        f"{option}: {reader.path} has no such column to use; it has {_listed(names)}"
+        f"{option}: {reader.path} has no such column to use; it has {listed(names)}"
         f"{nearest(word, names)}"
     )
-
-
-def _listed(names: Mapping[str, object]) -> str:
-    shown = list(names)[:20]
-    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")
 
 
 def _make_target(
@@ -301,7 +296,7 @@ def _source(reader: Reader, name: str) -> tuple[str, int | None]:
     names = column_names(reader)
     if name not in names:
         raise UsageError(
-            f"{reader.path} lacks the column {name!r} of the training data; it has {_listed(names)}"
+            f"{reader.path} lacks the column {name!r} of the training data; it has {listed(names)}"
         )
     return names[name]
 
