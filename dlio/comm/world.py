@@ -8,7 +8,7 @@ single process.
 
 import os
 import sys
-from typing import Any
+from types import ModuleType
 
 from dlio.comm.comm_protocol import Communicator
 from dlio.comm.launch_detection import check_launch, torchrun_place
@@ -135,7 +135,7 @@ def mpi_ranks() -> int:
     return int(mpi.COMM_WORLD.size)
 
 
-def torch_distributed() -> Any:
+def torch_distributed() -> ModuleType | None:
     """Return torch.distributed; None if it is not initialised."""
     # Looked up: importing torch takes seconds, and a command such as `dlio ls` needs none of it.
     distributed = sys.modules.get("torch.distributed")
