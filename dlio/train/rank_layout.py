@@ -102,10 +102,6 @@ class RankLayout:
         """Return a state dict with this rank's parts of whole parameters."""
         return {name: self.part(name, value) for name, value in state.items()}
 
-    def whole_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a state dict with whole parameters."""
-        return {name: self.whole(name, value) for name, value in state.items()}
-
     def gradient_norm(self, model: nn.Module) -> torch.Tensor:
         """Return the norm of all gradients of the whole model, the same on all ranks that share
         it."""

@@ -514,7 +514,7 @@ class Worker:
         """Return the state dict to save: the mean over ranks of the weights, or of their average
         over steps. Collective."""
         mean = self._mean_of(self.features.evaluated(self.model))
-        return self.layout.whole_state(mean)
+        return {name: self.layout.whole(name, value) for name, value in mean.items()}
 
     def _mean_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the mean over ranks of a model's state dict, on the host. Collective."""
