@@ -3,6 +3,7 @@
 import sys
 from functools import cache
 from importlib.metadata import EntryPoints, entry_points
+from typing import Any
 
 
 def plugins(group: str) -> EntryPoints:
@@ -11,9 +12,10 @@ def plugins(group: str) -> EntryPoints:
     Packages that are installed while this process runs are found by the next one: to look through
     the metadata of a hundred packages takes 5 ms, and every `dlio.open` would.
     """
-    return _installed(group, tuple(sys.path))
+    found: EntryPoints = _installed(tuple(sys.path)).select(group=group)
+    return found
 
 
 @cache
-def _installed(group: str, path: tuple[str, ...]) -> EntryPoints:  # noqa: ARG001 - a part of the key
-    return entry_points(group=group)
+def _installed(path: tuple[str, ...]) -> Any:  # noqa: ARG001 - the result depends on it
+    return entry_points()  # Of another class since Python 3.12, which has `select`, too.

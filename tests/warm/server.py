@@ -46,6 +46,12 @@ _PRELOADED = (
     "simplejpeg",
     "dlio.cli.app",
     "dlio.cli.train_command",
+    "dlio.train.callbacks.epoch_figures",
+    "dlio.train.callbacks.matrices",
+    "dlio.train.callbacks.nan_guard",
+    "dlio.train.callbacks.rank_roster",
+    "dlio.train.callbacks.slow_rank_guard",
+    "dlio.train.callbacks.weight_guard",
     "dlio.train.checkpoint.checkpoint_callback",
     "dlio.train.trainer",
     "dlio.integrations.script.runner",
@@ -53,16 +59,19 @@ _PRELOADED = (
     "numpy.ma",
     "rich._emoji_codes",
     "dlio.exchange.asgd",
+    "dlio.exchange.local_sgd",
     "dlio.exchange.node_gossip",
     "dlio.exchange.round_commit",
     "dlio.exchange.synchronous_sgd",
+    "dlio.launch.torch_launch",
     "dlio_readers.annotations",
-    "dlio_readers.folder",
-    "dlio_readers.hdf5",
     "dlio_readers.mds",
-    "dlio_readers.parquet",
-    "dlio_readers.shard",
-    "dlio_readers.tar",
+    "cyclopts.completion",
+    "encodings.idna",
+    "pytest",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
+    "zoneinfo",
 )
 """None of them starts a thread or MPI, or is itself a program that tests run with `-m`."""
 _NAMESPACES = ("net", "mnt", "pid", "user", "ipc")
@@ -104,7 +113,11 @@ def main(path: str) -> None:
     for module in _PRELOADED:
         __import__(module)
     from dlio.image.decoder import opencv
+    from dlio.util.plugins import plugins
 
+    for group in ("dlio.features", "dlio.readers"):
+        for plugin in plugins(group):
+            plugin.load()
     opencv()  # It reads its settings when it is loaded, and dlio has some for it.
     # Finalizers of these modules would take torch's operators down at the end of every program:
     # 35 ms, as long as all else in a short one.
