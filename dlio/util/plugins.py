@@ -12,8 +12,8 @@ def plugins(group: str) -> EntryPoints:
     Packages that are installed while this process runs are found by the next one: to look through
     the metadata of a hundred packages takes 5 ms, and every `dlio.open` would.
     """
-    found: EntryPoints = _installed(tuple(sys.path)).select(group=group)
-    return found
+    entries: EntryPoints = _installed(tuple(sys.path)).select(group=group)
+    return entries
 
 
 @cache
