@@ -11,6 +11,7 @@ Nothing is mapped: a file that another node removes, or that is truncated, would
 import contextlib
 import fcntl
 import json
+import math
 import os
 import stat
 import time
@@ -307,8 +308,12 @@ def _read_array(
 ) -> npt.NDArray[Any] | None:
     """Read a .npy file of a certain type and shape; None if it is another one, or cut off."""
     with os.fdopen(open_file(folder, name, os.O_RDONLY), "rb") as file:
-        memory = bytearray(os.fstat(file.fileno()).st_size)
-        if file.readinto(memory) != len(memory):
+        size = os.fstat(file.fileno()).st_size
+        # Before memory is taken: a damaged file may claim to have any size.
+        if size > math.prod(shape) * np.dtype(dtype).itemsize + _MOST_HEAD:
+            return None
+        memory = bytearray(size)
+        if file.readinto(memory) != size:
             return None
     head = read_npy_head(memoryview(memory))
     is_whole = head.offset + head.nbytes == len(memory)
