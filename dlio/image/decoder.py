@@ -45,6 +45,7 @@ from dlio.image.jpeg import (
 )
 from dlio.plan.order import keyed_uniforms
 from dlio.util.child_processes import variable
+from dlio.util.forks import new_lock
 from dlio.util.settings import settings
 
 MAX_PIXELS: Final = settings().max_pixels
@@ -568,13 +569,14 @@ def shrunk(
 
 # OpenCV has its own limit, as it reads headers that dlio does not; and damage is not to be printed.
 _OPENCV: Final = {"OPENCV_IO_MAX_IMAGE_PIXELS": str(MAX_PIXELS), "OPENCV_LOG_LEVEL": "SILENT"}
+_loading = new_lock()
 
 
 @functools.cache
 def opencv() -> ModuleType:
     """Return OpenCV, loaded at first use, without threads of its own."""
     # It reads them when it is loaded. Processes that this one starts shall not inherit them.
-    with ExitStack() as stack:
+    with _loading, ExitStack() as stack:
         for name, value in _OPENCV.items():
             stack.enter_context(variable(name, os.environ.get(name, value)))
         import cv2

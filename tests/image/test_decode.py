@@ -3,6 +3,8 @@
 import io
 import math
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -286,3 +288,24 @@ def _kolmogorov_smirnov(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> f
     one = np.searchsorted(np.sort(a), grid, side="right") / len(a)
     two = np.searchsorted(np.sort(b), grid, side="right") / len(b)
     return float(np.abs(one - two).max())
+
+
+@pytest.mark.cold
+def test_threads_may_load_opencv_at_once_and_leave_no_variables_of_it() -> None:
+    script = """
+import os, threading
+from concurrent.futures import ThreadPoolExecutor
+from dlio.image.decoder import opencv
+before = dict(os.environ)
+together = threading.Barrier(16)
+def load(_):
+    together.wait()
+    opencv()
+with ThreadPoolExecutor(16) as pool:
+    list(pool.map(load, range(16)))
+print({name for name in before.keys() ^ os.environ.keys() if "OPENCV" in name})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.returncode) == ("set()\n", 0), done.stderr
