@@ -47,12 +47,15 @@ def test_faults_of_nodes_are_known() -> None:
 @pytest.mark.mpi
 @pytest.mark.cold
 @pytest.mark.nightly
+@pytest.mark.alone  # Segments of other tests' jobs would be taken for its own.
 @pytest.mark.skipif(not may_pretend(), reason="this user may not have UTS namespaces")
 def test_nodes_are_lost_and_cut_off_and_no_sample_is(tmp_path: Path) -> None:
     report = tmp_path / "r.json"
     argv = ["bench", "chaos", "--case", "nodes", "-n", "4", "--nodes", "2", "--kills", "2"]
     argv += ["--every", "2", "--epochs", "40", "--node-faults", "node,cut", "--report", str(report)]
-    assert main(argv) == 0
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert not end.value.code
     figures = json.loads(report.read_text())["nodes"]
     assert figures["faults"] == {"node": 1, "cut": 1}
     assert (figures["samples_lost"], figures["samples_doubled"]) == (0, 0)
