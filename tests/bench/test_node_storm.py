@@ -7,6 +7,8 @@ import pytest
 
 from dlio.cli import main
 from dlio.errors import UsageError
+from dlio.launch.node import node_agent
+from dlio_bench.chaos import pretended_nodes
 from dlio_bench.chaos.accounts import quantiles
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.chaos.node_storm import NodeJob, Outage, figures_of_nodes
@@ -37,6 +39,14 @@ def test_figures_are_of_the_jobs() -> None:
     assert figures["steps_redone_most"] == 1
     assert (figures["joined"], figures["joining_s"]) == (1, quantiles([0.5]))
     assert figures["ettr"] == 0.75
+
+
+def test_words_of_an_agent_pass_through_relays_that_can_be_cut(tmp_path: Path) -> None:
+    """The pretended remote shell knows an agent by the name of its module."""
+    shell = Path(pretended_nodes.__file__).with_name("fakessh").read_text(encoding="utf-8")
+    assert f"*{node_agent.__name__}*" in shell
+    with pytest.raises(RuntimeError, match="nothing of node B passes through relays"):
+        pretended_nodes.PretendedNodes(tmp_path).cut("B")
 
 
 def test_faults_of_nodes_are_known() -> None:

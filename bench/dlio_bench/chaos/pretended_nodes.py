@@ -69,7 +69,10 @@ class PretendedNodes:
 
         Messages of MPI go on: they do not pass through these processes.
         """
-        kill(self._relays(node), signal.SIGSTOP)
+        relays = self._relays(node)
+        if not relays:
+            raise RuntimeError(f"nothing of node {node} passes through relays, which could be cut")
+        kill(relays, signal.SIGSTOP)
 
     def close(self) -> None:
         """End what passes words on."""
