@@ -174,7 +174,8 @@ class EpochReport:
         The epoch has so many samples, if measurements of some were lost with ranks.
         """
         loss, correct, count = (sum(rank["sums"][k] for rank in ranks) for k in range(3))
-        trained = max(int(count), samples)
+        # Sums count what a rank computed again after a loss, too.
+        trained = samples or int(count)
         seconds = max(rank["seconds"] for rank in ranks)
         loaders: list[Any] = [rank["loader"] for rank in ranks]
         first = [each["first_batch_s"] for each in loaders if each["first_batch_s"] is not None]

@@ -73,6 +73,13 @@ def test_ranks_are_weighted_by_their_samples() -> None:
     assert epoch.notes == ["n"]
 
 
+def test_samples_that_were_computed_again_after_a_loss_count_once() -> None:
+    counted = EpochReport.of_ranks(0, [_rank(), _rank()], None, 0.0, 0.1).samples
+    for known in (counted - 3, counted, counted + 3):
+        ranks = [_rank(), _rank()]
+        assert EpochReport.of_ranks(0, ranks, None, 0.0, 0.1, samples=known).samples == known
+
+
 def test_an_epoch_whose_samples_were_all_skipped_has_no_loss() -> None:
     nothing = _rank(sums=[0.0, 0.0, 0.0], first_batch_s=None)
     epoch = EpochReport.of_ranks(0, [nothing], None, 0.0, 0.1)
