@@ -23,8 +23,6 @@ from dlio.util.settings import DONE, LAUNCHER, START, STORE, settings, unknown_v
 _FAILED = 2
 _AGAIN = 76
 """Of a rank that has lost another: the launcher starts all ranks again."""
-_TOLD_TO_END = 75
-"""`dlio.train.departure.RESUME_CODE`: importing it takes time."""
 _INTERRUPTED = 130
 _DEBUG = "DLIO_DEBUG"
 _LINKS = "--follow-links"
@@ -131,16 +129,17 @@ def _end_alone(code: int) -> None:
     left = membership()
     if left is None and START not in os.environ:
         return
+    from dlio.util.signals import RESUME_CODE
     from dlio.util.whole_files import write_whole
 
     sys.stdout.flush()
     sys.stderr.flush()
     if left is None:
-        tells = code in (0, _FAILED, _TOLD_TO_END)
+        tells = code in (0, _FAILED, RESUME_CODE)
     else:
         if (code == 1 and len(left.members) > 1) or code == _AGAIN:
             die()  # A bug: the others go on.
-        ends_all = left.lost or code in (_FAILED, _TOLD_TO_END)
+        ends_all = left.lost or code in (_FAILED, RESUME_CODE)
         tells = ends_all if code else left.me in left.members
     if DONE in os.environ and tells:
         # After a failure the launcher ends the others: MPI_Abort hangs after a loss.

@@ -9,11 +9,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from dlio.comm.survival.membership import Elastic
-from dlio.util.signals import StopSignals, work_is_done
+from dlio.util.signals import RESUME_CODE, StopSignals, work_is_done
 
-RESUME_CODE: Final = 75
-"""Exit code of a run that has written a checkpoint because it was told to end: the same command
-with --resume goes on. It is EX_TEMPFAIL of sysexits.h."""
 _TOGETHER_S: Final = 2.0
 """Ranks whose clocks differ by less than this leave together."""
 

@@ -24,7 +24,7 @@ from dlio.train.callbacks import make_callbacks
 from dlio.train.checkpoint.state import restore
 from dlio.train.compute_device import channels_last, choose_device
 from dlio.train.config import TrainConfig
-from dlio.train.departure import RESUME_CODE, EndRequests, departure_at
+from dlio.train.departure import EndRequests, departure_at
 from dlio.train.feature_hooks import layout_of
 from dlio.train.memory_snapshot.job_restart import JobRestart
 from dlio.train.report import RunReport
@@ -40,6 +40,7 @@ from dlio.train.worker import Worker
 from dlio.util.child_processes import die
 from dlio.util.cores import available_cores
 from dlio.util.heap import keep_freed_memory
+from dlio.util.signals import RESUME_CODE
 from dlio.util.whole_files import write_whole
 
 if TYPE_CHECKING:  # See `dlio.train.checkpoint`.

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+RESUME_CODE: Final = 75
+"""Exit code of a run that has written a checkpoint because it was told to end: the same command
+with --resume goes on. It is EX_TEMPFAIL of sysexits.h."""
 _SAME_S: Final = 1.0
 """Time in which signals are one: a launcher passes on those that its ranks may have got, too."""
 _NUMBERS: Final = (signal.SIGTERM, signal.SIGUSR1)

@@ -16,8 +16,8 @@ import torch
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
 from dlio.train.config import train_config
-from dlio.train.departure import RESUME_CODE
 from dlio.train.run_requests import AsynchronousRequests, RunRequest, SynchronousRequests
+from dlio.util.signals import RESUME_CODE
 from tests.conftest import MpiRun, in_time
 
 _TIMEOUT_S = 120

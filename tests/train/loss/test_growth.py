@@ -4,7 +4,7 @@ import pytest
 
 from dlio.errors import UsageError
 from dlio.train.config import train_config
-from dlio.train.departure import RESUME_CODE
+from dlio.util.signals import RESUME_CODE
 from tests.train.loss.conftest import Ran, Run, check_exact
 
 pytestmark = [pytest.mark.mpi, pytest.mark.cold("nightly")]
