@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, set_debug_level
 
 from dlio.comm.process_group import init_process_group
 from dlio.errors import CommError, CommTimeout, UsageError
@@ -405,7 +406,7 @@ def check_unfinished() -> None:
 
 
 def check_mismatch() -> None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL reports ranks that call different operations."""
+    """With torch's debug level DETAIL, an error reports ranks that call different operations."""
     dist.all_reduce(torch.ones(100))
     odd = dist.new_group()
     size = 100 + RANK
@@ -441,6 +442,9 @@ def main() -> None:
     if sys.argv[1:] == ["unfinished"]:
         check_unfinished()
         return
+    if "mismatch" in sys.argv:
+        # As with TORCH_DISTRIBUTED_DEBUG=DETAIL, which torch reads when it is imported.
+        set_debug_level(DebugLevel.DETAIL)
     init_process_group()
     assert dist.get_rank() == RANK
     assert dist.get_world_size() == SIZE
