@@ -15,6 +15,7 @@ from torch import nn
 import dlio
 from dlio.comm import Communicator
 from dlio.errors import UsageError
+from dlio.exchange import buckets
 from dlio.exchange.buckets import averaged_state, broadcast_state
 from dlio.plan.order import share
 from dlio.plan.rank_shares import fastest_shares
@@ -329,12 +330,13 @@ def check_reached(comm: Communicator) -> None:
     """
     for name in ("allreduce", "hierarchical", "allreduce+int8"):
         torch.manual_seed(4)
-        layers = [nn.Linear(512, 512, bias=False) for _ in range(3)]
+        side = int((buckets.BUCKET_BYTES / 4) ** 0.5)
+        layers = [nn.Linear(side, side, bias=False) for _ in range(3)]
         net = nn.Sequential(*layers)
         exchange = started(name, net, comm, pretend_nodes=comm.size)
         whole = copy.deepcopy(layers)
         for rank in range(comm.size):
-            inputs = samples(rank, 4)[0][:, :1].expand(4, 512)
+            inputs = samples(rank, 4)[0][:, :1].expand(4, side)
             if rank == comm.rank:
                 layers[rank % 2](inputs).square().mean().backward()
             (whole[rank % 2](inputs).square().mean() / comm.size).backward()

@@ -91,7 +91,7 @@ def check_others(comm: Communicator) -> None:
 
 def _cut(net: Net) -> list[TensorCut]:
     """Remove every sixth neuron of the first layer."""
-    keep = torch.tensor([k for k in range(600) if k % 6])
+    keep = torch.tensor([k for k in range(net.first.out_features) if k % 6])
     of = {"first.weight": (0,), "first.bias": (0,), "second.weight": (1,)}
     cuts = []
     for name, parameter in net.named_parameters():
