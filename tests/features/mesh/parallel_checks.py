@@ -18,7 +18,7 @@ from dlio.features.mesh.rank_mesh import Mesh
 from dlio.features.mesh.tensor_parallel import average_gradients, tensor_parallel
 from tests.features.mesh.nets import Transformer
 
-STEPS = 20
+STEPS = 8
 PLAN: dict[str, Literal["column", "row"]] = {
     "*.query": "column",
     "*.key": "column",
@@ -132,7 +132,7 @@ def check_sharded() -> None:
         assert all(isinstance(p, DTensor) for p in net.parameters())
         mine, its = sgd(net), sgd(one)
         steps = 0
-        for epoch in range(5):
+        for epoch in range(STEPS // 4):
             loader.set_epoch(epoch)
             for batch in loader:
                 inputs, labels = batch["sequence"], batch["label"]

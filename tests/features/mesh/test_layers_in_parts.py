@@ -107,7 +107,7 @@ def test_a_resumed_run_drops_the_same_neurons_on_ranks_that_share_layers(
 
 
 def test_a_model_without_such_layers_is_refused(dlio: Dlio, pictures: Path) -> None:
-    args = ("--epochs", "1", "--image-size", "32", "--model", "resnet", "-n", "2")
+    args = ("--epochs", "1", "--image-size", "32", "--model", "resnet(width=4)", "-n", "2")
     done = dlio("train", str(pictures / "train"), *args, "--mesh", "model=2")
     assert done.returncode != 0
     assert "the model has no layer that 2 ranks can share" in done.stderr + done.stdout

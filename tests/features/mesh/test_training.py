@@ -104,7 +104,7 @@ def test_ranks_share_pictures_that_each_decodes(dlio: Dlio, pictures: Path, tmp_
         "--image-size",
         "32",
         "--model",
-        "convnet",
+        "convnet(width=4)",
     )
     common = (*common, "--mixup", "0.4")
     one, expected = trained(dlio, tmp_path, "one", *common, "--batch-size", "20")
