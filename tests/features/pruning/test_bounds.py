@@ -22,6 +22,7 @@ from dlio.features.pruning.removal_plan import (
     plan_removals,
     weights_of,
 )
+from tests.conftest import examples
 from tests.features.pruning.networks import ACTIVATIONS, KINDS, make
 
 _FOUND: dict[tuple[str, str], PrunableGroups] = {}
@@ -145,7 +146,7 @@ def _change(
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     activation=st.sampled_from(list(ACTIVATIONS)),
     seed=st.integers(0, 2**16),
