@@ -86,10 +86,12 @@ def test_the_file_keeps_the_names_of_the_classes(
 
 
 def test_a_file_that_answers_differently_is_an_error_and_not_written(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlio.features.export import onnx_file
+    from dlio.features.export import model_export, onnx_file
 
+    packed = (exported("uint8")[0] / "model.onnx").read_bytes()
+    monkeypatch.setattr(model_export, "to_onnx", lambda *_: packed)
     right = onnx_file.OnnxModel.logits
     monkeypatch.setattr(
         onnx_file.OnnxModel, "logits", lambda self, images: 1.01 * right(self, images)
@@ -99,6 +101,7 @@ def test_a_file_that_answers_differently_is_an_error_and_not_written(
     assert not list(tmp_path.iterdir())
     _export(trained, tmp_path / "model.onnx", tolerance=0.05)
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    assert (tmp_path / "model.onnx").read_bytes() == packed
 
 
 class _FixedBatch(nn.Module):

@@ -93,7 +93,7 @@ def test_a_traced_network_computes_as_its_module(make: Any) -> None:
 
 @pytest.mark.parametrize("is_ternary", [False, True])
 def test_spike_rates_approach_activations(is_ternary: bool) -> None:
-    module, shown = _blurred(_Block()), _pictures()
+    module, shown = _blurred(_Block()), _pictures(4)
     network: LayerGraph = trace_network(module, SIZE)
     ternary: dict[str, Ternary] = {}
     if is_ternary:
@@ -188,7 +188,7 @@ def test_weights_of_a_ternary_graph_are_signs(trained: Trained, tmp_path: Path) 
         tmp_path / "model.nir",
         calibrate=str(trained.train),
         ternary=True,
-        tune_epochs=20,
+        tune_epochs=10,
         steps=64,
         report=str(tmp_path / "report.json"),
     )
