@@ -131,17 +131,17 @@ def test_options_that_balancing_does_not_go_with_are_refused(
 def test_balanced_ranks_train_on_every_sample_once(
     dlio: Callable[..., subprocess.CompletedProcess[str]],
     pictures: Path,
-    tmp_path: Path,
+    here: Path,
     exchange: str,
 ) -> None:
     files = ("--report", "r.json", "--trace", "t.jsonl")
     shape = ("--epochs", "2", "--batch-size", "10", "--image-size", "32", "--pretend-nodes", "2")
-    options = ("--balance", "--exchange", exchange, "--tiers", "ram:100MiB")
+    options = ("--balance", "--exchange", exchange, "--tiers", "ram:100MiB", "--model", "nets:mlp")
     done = dlio("train", str(pictures), "-n", "2", *options, *files, *shape)
     assert done.returncode == 0, done.stderr
-    for number, epoch in enumerate(json.loads((tmp_path / "r.json").read_text())["epochs"]):
+    for number, epoch in enumerate(json.loads((here / "r.json").read_text())["epochs"]):
         assert epoch["samples"] == SAMPLES
         assert sum(epoch["shares"]) == 20
         assert min(epoch["shares"]) >= 1
         assert len(epoch["rank_samples_per_s"]) == 2
-        assert _consumed(tmp_path / "t.jsonl", number) == Counter(range(SAMPLES))
+        assert _consumed(here / "t.jsonl", number) == Counter(range(SAMPLES))

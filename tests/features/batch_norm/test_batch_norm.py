@@ -76,8 +76,8 @@ def test_training_gives_the_same_bits_wherever_samples_are(
 ) -> None:
     for name, (ranks, *more) in placements.items():
         done = dlio(
-            *("train", str(pictures / "train"), "-n", str(ranks), "--model", "resnet(width=4)"),
-            *("--batch-size", str(8 // int(ranks)), "--batch-norm", "ghost(2)", "--epochs", "2"),
+            *("train", str(pictures / "train"), "-n", str(ranks), "--model", "convnet(width=4)"),
+            *("--batch-size", str(16 // int(ranks)), "--batch-norm", "ghost(4)", "--epochs", "2"),
             *("--image-size", "32", "--workers", "1", "--save", f"{name}.pt", *map(str, more)),
         )
         assert done.returncode == 0, done.stderr
