@@ -71,11 +71,11 @@ class Module:
 
 def statements(tree: ast.Module) -> list[ast.AST]:
     """Return a module and all statements in it; to walk through their expressions takes seconds."""
-    found: list[ast.AST] = [tree]
-    for scope in found:
+    scopes: list[ast.AST] = [tree]
+    for scope in scopes:
         inside = ast.iter_child_nodes(scope)
-        found += (each for each in inside if isinstance(each, _WITH_STATEMENTS))
-    return found
+        scopes += (each for each in inside if isinstance(each, _WITH_STATEMENTS))
+    return scopes
 
 
 @cache
