@@ -9,18 +9,34 @@ from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio_bench.loader_bench import LoaderCase, LoaderChoice, command, measure
 from dlio_bench.loader_cases import arrays, augment, mapstyle, shown
+from dlio_bench.peers.dlio_contenders import MAKERS
+from dlio_bench.peers.standalone.runners import protocol
+from dlio_bench.peers.standalone.runners.protocol import Task
 from dlio_staging.pack_folder import pack
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.cold
-def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> None:
+@pytest.mark.parametrize(
+    "contenders",
+    [
+        # By day, few: each that imports torch does so anew, in 2 s.
+        ("torch", "ceiling", "dlio"),
+        pytest.param(LoaderCase().contenders, marks=pytest.mark.nightly),
+    ],
+    ids=len,
+)
+def test_its_small_form_measures_contenders_in_one_run(
+    pictures: Path, contenders: tuple[str, ...]
+) -> None:
     report: dict[str, Any] = measure(
-        LoaderCase(str(pictures), image_size=32, batch_size=5, workers=2, repeats=1)
+        LoaderCase(
+            str(pictures), image_size=32, batch_size=5, workers=2, repeats=1, contenders=contenders
+        )
     )
     assert report["samples"] == 12
-    for name in ("torch", "torch_floats", "dlio", "ceiling"):
-        rate = report["samples_per_s"][name]
+    assert list(report["samples_per_s"]) == list(contenders)
+    for rate in report["samples_per_s"].values():
         assert len(rate["all"]) == 1
         assert 0 < rate["min"] <= rate["median"] <= rate["max"]
     assert report["footprint"]["torch"]["processes"] == 3
@@ -37,9 +53,29 @@ def test_its_small_form_measures_all_contenders_in_one_run(pictures: Path) -> No
     assert report["dlio_over_torch"]["median"] == pytest.approx(sum(ratios))
     assert report["machine"]["versions"]["torch"]
     assert report["output"]["dlio"] == "uint8 CHW"
-    assert report["output"]["torch_floats"] == "float32 CHW"
     assert report["absent"] == {}
     assert set(report["cpu_ms_per_sample"]) == set(report["samples_per_s"])
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "workers", "output"),
+    [
+        ("dlio_rows", 2, "uint8 CHW"),
+        ("full_decode", 2, None),
+        ("torch", 0, "uint8 CHW"),
+        ("torch_floats", 0, "float32 CHW"),
+    ],
+)
+def test_a_contender_passes_over_all_pictures(
+    pictures: Path, tmp_path: Path, name: str, workers: int, output: str | None
+) -> None:
+    files = sorted(map(str, pictures.glob("*/*")))
+    labels = [number // 4 for number in range(12)]
+    run = MAKERS[name](Task(files, labels, 32, 5, workers, str(tmp_path)))
+    figures = protocol._timed(run, 32, 1)
+    assert figures["labels"] == [protocol.checksum(labels)]
+    assert figures["output"] == output
 
 
 def test_large_arrays_are_measured_beside_bare_reads(tmp_path: Path) -> None:

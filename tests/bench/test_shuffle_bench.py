@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dlio.cli import main
+from dlio_bench import shuffle_cases
 from dlio_bench.shuffle_bench import exchange, plan
 from dlio_bench.shuffle_cases import MODES, NoNamespaces, capacity, link, statistics
 
@@ -75,7 +76,11 @@ def test_ranks_over_shaped_links_send_what_was_forecast() -> None:
     assert f"dl{os.getpid() % 100000}n" not in done.stdout
 
 
-def test_the_command_tells_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_tells_and_writes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shuffle_cases, "_SAMPLES", 8000)
+    monkeypatch.setattr(shuffle_cases, "_EPOCHS", 2)
     report = tmp_path / "r.json"
     with pytest.raises(SystemExit) as ended:
         main(["bench", "shuffle", "--case", "mixing", "--report", str(report)])

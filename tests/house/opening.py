@@ -4,6 +4,7 @@
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,10 @@ _METHODS: Final = {
     *("hardlink_to", "mkdir", "rename", "rmdir", "symlink_to", "touch", "unlink"),
     *("write_bytes", "write_text"),
 }
+_MAY_WRITE: Final = re.compile(
+    rf"\b(?:open|{'|'.join(_OS | _SHUTIL | _METHODS)})\s*\(|from (?:os|shutil|io|builtins) import"
+)
+"""To parse the modules without such text, and to walk through them, takes seconds."""
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _WRITING: Final = ("O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND")
 _NOWHERE: Final = ("os.devnull", "'/dev/null'")
@@ -45,6 +50,8 @@ _NOWHERE: Final = ("os.devnull", "'/dev/null'")
 
 def complaints(text: str, path: str) -> list[str]:
     """Return a line for each call that opens for writing, renames or deletes."""
+    if not _MAY_WRITE.search(text):
+        return []
     tree = ast.parse(text)
     return [
         f"{path}:{line}: {call}: use dlio.util.whole_files or dlio.util.folders"

@@ -7,6 +7,7 @@ participles, and names that stand twice; `lint-imports` forbids cycles and upwar
 """
 
 import ast
+import gc
 import io
 import re
 import sys
@@ -38,6 +39,7 @@ NOUNS = set(
     "ring seed setting shed skipping speed staging string testing thing timing training".split()
 )
 """Single words that may be names although they look like participles."""
+_WITH_STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 DOCUMENTED = {"dlio.loader.opened", "dlio_bench.emulated"}
 """Modules that users import by the guides; their paths stay."""
 
@@ -64,21 +66,33 @@ class Module:
 
     def classes(self) -> Iterator[ast.ClassDef]:
         """Yield all classes, those inside of functions and classes too."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.ClassDef):
-                yield node
+        yield from (each for each in statements(self.tree) if isinstance(each, ast.ClassDef))
+
+
+def statements(tree: ast.Module) -> list[ast.AST]:
+    """Return a module and all statements in it; to walk through their expressions takes seconds."""
+    scopes: list[ast.AST] = [tree]
+    for scope in scopes:
+        inside = ast.iter_child_nodes(scope)
+        scopes += (each for each in inside if isinstance(each, _WITH_STATEMENTS))
+    return scopes
 
 
 @cache
 def modules() -> dict[str, Module]:
     """Return all modules of the product by their dotted names."""
     by_name = {}
+    # All trees stay: to look for garbage among them takes seconds.
+    collects = gc.isenabled()
+    gc.disable()
     for package, folder in PACKAGES.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             text = path.read_text(encoding="utf-8")
             by_name[name] = Module(name, path, ast.parse(text), text)
+    if collects:
+        gc.enable()
     return by_name
 
 

@@ -32,11 +32,13 @@ def test_a_noun_is_no_participle(review: ModuleType, name: str) -> None:
     assert not review.is_participle(name)
 
 
-def test_names_are_nouns_that_stand_once_and_all_counts_are_printed(
-    review: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_are_nouns_that_stand_once(review: ModuleType) -> None:
     assert review.participles() == []
     assert review.doubles() == []
+
+
+@pytest.mark.nightly
+def test_all_counts_are_printed(review: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert review.main() == 0
     printed = capsys.readouterr().out
     for word in ("lines of the product", "a sample's path", "the configuration", "comments in"):

@@ -49,6 +49,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         [
             *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"),
             *("--disable-pip-version-check", "--prefix", str(home), "--ignore-installed"),
+            "--no-compile",  # Few of its modules are imported.
             str(wheel),
         ],
         check=True,

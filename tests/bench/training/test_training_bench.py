@@ -13,6 +13,7 @@ from dlio.errors import UsageError
 from dlio.plan.exchange_cost import LinkCost
 from dlio_bench.checkpoint_cases.methods import measure_stalls
 from dlio_bench.results.report_values import Results
+from dlio_bench.training import scaling_measurements
 from dlio_bench.training.bench_networks import NETWORKS, make_batch, make_network
 from dlio_bench.training.checkpoint_case import InterruptibleTraining, report
 from dlio_bench.training.ettr import ettr_figures, storm_options
@@ -111,9 +112,12 @@ def test_ettr_is_of_the_storms_of_chaos() -> None:
 
 
 @pytest.mark.mpi
-def test_two_ranks_are_measured_and_more_are_forecast(tmp_path: Path) -> None:
+def test_two_ranks_are_measured_and_more_are_forecast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dlio.cli import main
 
+    monkeypatch.setattr(scaling_measurements, "_SIZES", scaling_measurements._SIZES[:4])
     path = tmp_path / "report.json"
     arguments = "--networks lenet --exchanges gossip --ranks 1,2 --forecast 4,8"
     more = "--scaling weak --batch-size 2 --repeats 1 --steps 2 --report"
