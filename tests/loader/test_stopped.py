@@ -21,10 +21,10 @@ DEADLINE_S = 2.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import draw_once
 
     root = tmp_path_factory.mktemp("stopped") / "pictures"
-    draw_dataset(str(root), images=N, validation=3, classes=3)
+    draw_once(root, images=N, validation=3, classes=3)
     return root / "train"
 
 
