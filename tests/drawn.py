@@ -1,8 +1,11 @@
-"""Folders of drawn pictures. Tests that want the same pictures share the work of drawing them."""
+"""Folders of pictures that take little time to make, and to decode."""
 
 import os
 import shutil
 from pathlib import Path
+
+import numpy as np
+import simplejpeg
 
 from dlio.cli import demo_pictures
 from dlio.cli.demo_pictures import draw_dataset
@@ -34,3 +37,19 @@ def draw_once(folder: Path, *, images: int, validation: int, classes: int) -> No
         draw_dataset(str(folder), images=images, validation=validation, classes=classes)
     finally:
         demo_pictures._write = draw
+
+
+def small_pictures(folder: Path, *, images: int, classes: int = 3) -> None:
+    """Write class folders of pictures of few pixels, in files that are as large as those of many.
+
+    A block holds one of them, as of those that `draw_dataset` draws.
+    """
+    random = np.random.default_rng(1)
+    for number in range(images):
+        pixels = random.integers(0, 256, (48, 40, 3), np.uint8)
+        encoded = simplejpeg.encode_jpeg(pixels, 85)
+        comment = random.bytes(int(random.integers(30_000, 60_000)))
+        marker = b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big")
+        place = folder / f"class{number % classes}" / f"{number:05}.jpg"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(encoded[:2] + marker + comment + encoded[2:])
