@@ -15,9 +15,10 @@ from typing import Any
 
 from lightning_utilities.core.imports import RequirementCache
 
-_is_met = RequirementCache.__bool__
+_Met: Any = RequirementCache
+_is_met = _Met.__bool__
 # For metrics that no test uses, torchmetrics imports these: most of the time of a start.
-RequirementCache.__bool__ = lambda cache: (
+_Met.__bool__ = lambda cache: (
     not cache.requirement.startswith(("matplotlib", "transformers")) and _is_met(cache)
 )
 
