@@ -39,14 +39,15 @@ def draw_once(folder: Path, *, images: int, validation: int, classes: int) -> No
         demo_pictures._write = draw
 
 
-def small_pictures(folder: Path, *, images: int, classes: int = 3) -> None:
+def small_pictures(folder: Path, *, images: int, classes: int = 3, seed: int = 1) -> None:
     """Write class folders of pictures of few pixels, in files that are as large as those of many.
 
     A block holds one of them, as of those that `draw_dataset` draws.
     """
-    random = np.random.default_rng(1)
+    random = np.random.default_rng(seed)
     for number in range(images):
-        pixels = random.integers(0, 256, (48, 40, 3), np.uint8)
+        pixels = random.integers(0, 200, (48, 40, 3), np.uint8)
+        pixels[..., number % classes % 3] += np.uint8(50)  # Classes have colours.
         encoded = simplejpeg.encode_jpeg(pixels, 85)
         comment = random.bytes(int(random.integers(30_000, 60_000)))
         marker = b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big")
