@@ -368,10 +368,10 @@ def full_disk() -> FullDisk:
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three class folders of four drawn pictures each."""
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import draw_once
 
     folder = tmp_path_factory.mktemp("drawn") / "pictures"
-    draw_dataset(str(folder), images=12, validation=3, classes=3)
+    draw_once(folder, images=12, validation=3, classes=3)
     return folder / "train"
 
 

@@ -20,10 +20,10 @@ Soon = Callable[[Callable[[], bool]], bool]
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Pictures for some steps an epoch."""
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import draw_once
 
     folder = tmp_path_factory.mktemp("drawn") / "pictures"
-    draw_dataset(str(folder), images=97, validation=3, classes=3)
+    draw_once(folder, images=97, validation=3, classes=3)
     return str(folder / "train")
 
 

@@ -133,11 +133,11 @@ def _placed(text: str, place: Path) -> str:
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Class folders of drawn pictures, `train` and `val`; next to them, pictures with boxes."""
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import draw_once
     from tests.loader.targets_data import drawn, painted, write, write_coco, write_masks, write_yolo
 
     folder = tmp_path_factory.mktemp("docs") / "pictures"
-    draw_dataset(str(folder), images=48, validation=12, classes=3)
+    draw_once(folder, images=48, validation=12, classes=3)
     rows, boxes = drawn(0, 8, boxes=2), folder.parent / "boxes"
     write_coco(boxes / "coco", rows)
     write_yolo(boxes / "yolo", rows)

@@ -49,6 +49,14 @@ def loader() -> dlio.DataLoader:
 
 
 def with_lightning() -> dict[str, Any]:
+    from lightning_utilities.core.imports import RequirementCache
+
+    met: Any = RequirementCache
+    is_met = met.__bool__
+    # For metrics that no test uses, torchmetrics imports these: most of the time of a start.
+    met.__bool__ = lambda cache: (
+        not cache.requirement.startswith(("matplotlib", "transformers")) and is_met(cache)
+    )
     import lightning
 
     class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from dlio.cli.demo_pictures import draw_dataset
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 from dlio_bench.chaos.pretended_nodes import PretendedNodes, may_pretend
+from tests.drawn import draw_once
 
 pytestmark = [
     pytest.mark.mpi,
@@ -97,7 +97,7 @@ Run = Callable[..., _Ran]
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of class folders."""
     folder = tmp_path_factory.mktemp("drawn") / "pictures"
-    draw_dataset(str(folder), images=SAMPLES, validation=4, classes=4)
+    draw_once(folder, images=SAMPLES, validation=4, classes=4)
     return folder / "train"
 
 

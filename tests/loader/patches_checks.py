@@ -1,13 +1,15 @@
-"""Patches on several ranks; run under mpirun. Prints a JSON line per rank."""
+"""Patches on one rank or several; run under mpirun, it prints a JSON line per rank."""
 
 import hashlib
 import json
 import sys
+from typing import Any
 
 import dlio
 
 
-def main(path: str, batch: int, state: str, stop: int) -> None:
+def patches_and_state(path: str, batch: int, state: str, stop: int) -> dict[str, Any]:
+    """Return digests of an epoch's patches by number, and the loader's state at step `stop`."""
     patches = {}
     with (
         dlio.open(path, patch=(7, 6, 9), patches_per_volume=48, seed=3, tiers="ram:4MiB") as data,
@@ -20,8 +22,9 @@ def main(path: str, batch: int, state: str, stop: int) -> None:
                 patches[number] = hashlib.sha1(part.numpy().tobytes()).hexdigest()
             if done == stop:
                 break
-        print(json.dumps({"patches": patches, "state": loader.state_dict()}), flush=True)
+        return {"patches": patches, "state": loader.state_dict()}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    path, batch, state, stop = sys.argv[1:]
+    print(json.dumps(patches_and_state(path, int(batch), state, int(stop))), flush=True)

@@ -1,6 +1,7 @@
-"""Epochs of several ranks; run under mpirun with a folder, a mode and the pretended nodes.
+"""Epochs of several ranks; run under mpirun with a folder and a JSON list of the jobs' arguments.
 
-Prints one JSON line per rank: its samples per step, a digest of each sample's pixels, its counts.
+Prints one JSON line per rank and job: its samples per step, a digest of each sample's pixels, its
+counts.
 """
 
 import hashlib
@@ -54,5 +55,6 @@ def main(
 
 
 if __name__ == "__main__":
-    folder, tiers, mode, source_order, *numbers = sys.argv[1:]
-    main(folder, tiers, mode, source_order, *(int(text) for text in numbers))
+    for arguments in json.loads(sys.argv[2]):
+        main(sys.argv[1], *arguments)
+        world().barrier()

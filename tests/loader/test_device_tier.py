@@ -27,10 +27,10 @@ _Pass = dict[int, tuple[npt.NDArray[np.uint8], int]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import draw_once
 
     root = tmp_path_factory.mktemp("device-tier") / "pictures"
-    draw_dataset(str(root), images=_IMAGES, validation=3, classes=3)
+    draw_once(root, images=_IMAGES, validation=3, classes=3)
     return root / "train"
 
 

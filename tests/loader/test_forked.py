@@ -20,11 +20,11 @@ _DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from dlio.cli.demo_pictures import draw_dataset
     from dlio_staging.pack_folder import pack
+    from tests.drawn import draw_once
 
     root = tmp_path_factory.mktemp("forked")
-    draw_dataset(str(root / "a"), images=60, validation=2, classes=3)
+    draw_once(root / "a", images=60, validation=2, classes=3)
     pack(str(root / "a" / "train"), str(root / "packed"))
     return str(root / "packed")
 

@@ -211,10 +211,10 @@ def test_a_pass_that_is_left_ends_its_thread_and_its_feed_and_gives_all_memory_b
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import draw_once
 
     root = tmp_path_factory.mktemp("handover") / "pictures"
-    draw_dataset(str(root), images=60, validation=3, classes=3)
+    draw_once(root, images=60, validation=3, classes=3)
     return root / "train"
 
 

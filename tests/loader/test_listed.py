@@ -61,10 +61,10 @@ class _Opened:
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Opened]:
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import draw_once
 
     root = tmp_path_factory.mktemp("listed") / "pictures"
-    draw_dataset(str(root), images=_N, validation=2, classes=3)
+    draw_once(root, images=_N, validation=2, classes=3)
     with dlio.open(str(root / "train"), tiers="ram:64MiB", image_size=16, train=False) as data:
         yield _Opened(data)
 

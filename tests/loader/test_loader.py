@@ -23,10 +23,10 @@ N = 90
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import draw_once
 
     root = tmp_path_factory.mktemp("loader") / "pictures"
-    draw_dataset(str(root), images=N, validation=3, classes=3)
+    draw_once(root, images=N, validation=3, classes=3)
     return root / "train"
 
 

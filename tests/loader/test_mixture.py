@@ -32,11 +32,11 @@ _TEXT: Any = "x"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import draw_once
 
     root = tmp_path_factory.mktemp("mixture")
-    draw_dataset(str(root / "a"), images=60, validation=2, classes=3)
-    draw_dataset(str(root / "b"), images=40, validation=2, classes=2)
+    draw_once(root / "a", images=60, validation=2, classes=3)
+    draw_once(root / "b", images=40, validation=2, classes=2)
     return str(root / "a" / "train"), str(root / "b" / "train")
 
 

@@ -23,6 +23,7 @@ from dlio.data.patches import PatchReader
 from dlio.data.source import File
 from dlio.errors import SourceError, UsageError
 from dlio_readers.zarrstore import LocalFiles
+from tests.loader.patches_checks import patches_and_state
 from tests.loader.volumes import CHUNKS, PATCH, SHAPE, Part, cut, drawn, store, touched
 
 BODY = str(Path(__file__).with_name("patches_checks.py"))
@@ -358,24 +359,19 @@ def test_views_and_functions_keep_the_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_ranks_and_resumption_give_the_same_patches(
+def test_ranks_and_resumption_on_one_rank_give_the_same_patches(
     mpirun: Callable[..., "subprocess.CompletedProcess[str]"], tmp_path: Path
 ) -> None:
     path = store(tmp_path / "x.zarr", "v3", drawn())
-
-    def run(ranks: int, batch: int, state: str = "", stop: int = 99) -> tuple[dict[int, str], str]:
-        done = mpirun(ranks, "-W", "error", BODY, path, str(batch), state, str(stop))
-        assert done.returncode == 0, done.stderr
-        rows = [json.loads(line) for line in done.stdout.splitlines()]
-        patches = {int(k): each for row in rows for k, each in row["patches"].items()}
-        return patches, json.dumps(rows[0]["state"])
-
-    whole, _ = run(1, 8)
+    whole = patches_and_state(path, 8, "", 99)["patches"]
     assert len(whole) == 48
     assert len(set(whole.values())) > 40
-    begun, state = run(4, 2, stop=3)
+    done = mpirun(2, "-W", "error", BODY, path, "4", "", "3")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    begun = {int(number): each for row in rows for number, each in row["patches"].items()}
     assert len(begun) == 24
-    rest, _ = run(2, 4, state)
+    rest = patches_and_state(path, 8, json.dumps(rows[0]["state"]), 99)["patches"]
     assert {**begun, **rest} == whole
     assert len(rest) == 24
 

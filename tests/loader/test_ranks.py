@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,16 +22,45 @@ pytestmark = pytest.mark.mpi
 BODY = str(Path(__file__).with_name("ranks_checks.py"))
 N = 203
 BATCH = 4
+
+
+class Job(NamedTuple):
+    """Ranks that go through two epochs as `ranks_checks.py` has it."""
+
+    ranks: int
+    nodes: int = 1
+    mode: str = "batch"
+    batch: int = BATCH
+    tiers: str = "ram:64MiB"
+    """`ram:half` holds a quarter of the data on each node."""
+    source_order: str = "sample"
+    leave: int = 0
+
+
 Run = Callable[..., list[dict[str, Any]]]
+ALONE = Job(1, batch=8)
+DAILY = (
+    ALONE,
+    Job(2, 2, tiers="none"),
+    Job(2, 2, tiers="ram:half"),
+    Job(2, 2, "global", batch=2, leave=3),
+    Job(4, 2),
+    Job(4, 2, "global", batch=2),
+    Job(4, 2, "partial(0.3)"),
+    Job(4, 2, "ring"),
+    Job(4, 1, "global"),
+    Job(4, 2, batch=2, tiers="ram:half", source_order="block(8)"),
+)
+"""Those of the same number of ranks run one after the other: starts take most of the time."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import small_pictures
 
     root = tmp_path_factory.mktemp("ranks") / "pictures"
-    draw_dataset(str(root), images=N, validation=3, classes=3)
-    return root / "train"
+    small_pictures(root, images=N)
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +69,32 @@ def run(
     folder: Path,
     soon: Callable[[Callable[[], bool]], bool],
 ) -> Run:
-    fingerprint = open_reader(str(folder)).fingerprint
+    reader = open_reader(str(folder))
+    half = f"ram:{int(reader.sizes.sum()) // 4}B"
+    finished: dict[Job, list[dict[str, Any]]] = {}
 
-    def run(
-        ranks: int,
-        tiers: str,
-        mode: str = "batch",
-        nodes: int = 1,
-        batch: int = 4,
-        leave: int = 0,
-        source_order: str = "sample",
-        env: dict[str, str] | None = None,
-    ) -> list[dict[str, Any]]:
-        arguments = [str(folder), tiers, mode, source_order, str(nodes), str(batch), str(leave)]
-        done = mpirun(ranks, "-W", "error", BODY, *arguments, env=env)
+    def arguments(job: Job) -> list[str | int]:
+        tiers = job.tiers.replace("ram:half", half)
+        return [tiers, job.mode, job.source_order, job.nodes, job.batch, job.leave]
+
+    def run(job: Job, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
+        if env is None and job in finished:
+            return finished[job]
+        jobs = [each for each in DAILY if each.ranks == job.ranks] if job in DAILY else [job]
+        listed = json.dumps([arguments(each) for each in jobs])
+        done = mpirun(job.ranks, "-W", "error", BODY, str(folder), listed, env=env)
         assert done.returncode == 0, done.stderr
-        reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-        assert soon(lambda: not shared_folders_of(fingerprint))
-        return sorted(reports, key=lambda each: int(each["rank"]))
+        by_rank: dict[int, list[dict[str, Any]]] = {}
+        for line in done.stdout.splitlines():
+            if line.startswith("{"):
+                report = json.loads(line)
+                by_rank.setdefault(report["rank"], []).append(report)
+        assert soon(lambda: not shared_folders_of(reader.fingerprint))
+        reports = zip(*(by_rank[rank] for rank in range(job.ranks)), strict=True)
+        results = dict(zip(jobs, map(list, reports), strict=True))
+        if env is None:
+            finished.update(results)
+        return results[job]
 
     return run
 
@@ -83,13 +119,8 @@ def _bytes(reports: list[dict[str, Any]], epoch: int, place: str) -> int:
 
 
 def test_any_number_of_ranks_sees_the_same_batches_and_pixels(run: Run) -> None:
-    """Done when 4: equal global batch on 1, 2 and 4 ranks, in both modes."""
-    runs = [
-        run(1, "ram:64MiB", batch=8),
-        run(2, "ram:64MiB", batch=4, nodes=2),
-        run(4, "ram:64MiB", batch=2, nodes=2, mode="global"),
-        run(4, "none", batch=2, nodes=4),
-    ]
+    """Equal global batches on 1, 2 and 4 ranks, in both modes."""
+    runs = [run(ALONE), run(Job(2, 2, tiers="none")), run(Job(4, 2, "global", batch=2))]
     for epoch in (0, 1):
         expected = Order(N, 3, epoch).samples(np.arange(N)).tolist()
         batches = [sorted(expected[k : k + 8]) for k in range(0, N, 8)]
@@ -106,7 +137,8 @@ def test_the_job_reads_the_source_once_and_peers_move_what_the_mode_says(
     run: Run, folder: Path, ranks: int, nodes: int, mode: str
 ) -> None:
     size = int(open_reader(str(folder)).sizes.sum())
-    reports = run(ranks, "ram:64MiB", mode=mode, nodes=nodes)
+    reports = run(Job(ranks, nodes, mode))
+    assert _pixels(reports, 1) == _pixels(run(ALONE), 1)
     assert size <= _bytes(reports, 0, "source") <= 1.02 * size
     assert _bytes(reports, 1, "source") == 0
     peer = _bytes(reports, 1, "peer")
@@ -127,7 +159,7 @@ def test_inexact_modes_give_each_sample_once_and_move_their_fraction(
     run: Run, folder: Path, mode: str, moved: float
 ) -> None:
     size = int(open_reader(str(folder)).sizes.sum())
-    reports = run(4, "ram:64MiB", mode=mode, nodes=2)
+    reports = run(Job(4, 2, mode))
     for epoch in (0, 1):
         assert sorted(chain(*_global_batches(reports, epoch))) == list(range(N))
         assert len({len(rank["epochs"][epoch]["steps"]) for rank in reports}) == 1
@@ -147,7 +179,7 @@ def test_inexact_modes_give_each_sample_once_and_move_their_fraction(
 def test_messages_and_bytes_are_those_that_were_forecast(
     run: Run, folder: Path, ranks: int, nodes: int, mode: str
 ) -> None:
-    reports = run(ranks, "ram:64MiB", mode=mode, nodes=nodes)
+    reports = run(Job(ranks, nodes, mode))
     named = tuple(HomeNode(name, (64 << 20,)) for name in reports[0]["nodes"])
     reader = open_reader(str(folder))
     assert reports[0]["key"] == reader.fingerprint
@@ -166,7 +198,7 @@ def test_messages_and_bytes_are_those_that_were_forecast(
 
 def test_ranks_of_a_node_share_its_tiers_and_send_nothing(run: Run, folder: Path) -> None:
     size = int(open_reader(str(folder)).sizes.sum())
-    reports = run(4, "ram:64MiB", mode="global")
+    reports = run(Job(4, 1, "global"))
     assert _bytes(reports, 0, "source") <= 1.02 * size
     assert _bytes(reports, 1, "ram") == size
     assert _bytes(reports, 0, "peer") == 0
@@ -174,7 +206,7 @@ def test_ranks_of_a_node_share_its_tiers_and_send_nothing(run: Run, folder: Path
 
 def test_half_the_capacity_leaves_half_to_the_source(run: Run, folder: Path) -> None:
     size = int(open_reader(str(folder)).sizes.sum())
-    reports = run(2, f"ram:{size // 4}B", nodes=2)
+    reports = run(Job(2, 2, tiers="ram:half"))
     assert _bytes(reports, 1, "source") / size == pytest.approx(0.5, abs=0.04)
     assert sum(_bytes(reports, 1, place) for place in ("source", "peer", "ram")) == size
 
@@ -187,8 +219,7 @@ def test_blocks_that_no_tier_holds_are_read_once_by_one_rank_of_the_job(
 ) -> None:
     reader = open_reader(str(folder))
     size = int(reader.sizes.sum())
-    tiers = tiers.replace("half", f"{size // 4}B")
-    reports = run(4, tiers, mode, nodes=2, batch=2, source_order="block(8)")
+    reports = run(Job(4, 2, mode, 2, tiers, "block(8)"))
     for epoch in (0, 1):
         assert sorted(chain(*_global_batches(reports, epoch))) == list(range(N))
         assert _pixels(reports, epoch).keys() == _pixels(reports, 0).keys()
@@ -225,8 +256,8 @@ def test_what_tiers_hold_compressed_travels_compressed(
 @pytest.mark.nightly
 def test_mpi_with_fewer_threads_brings_the_same(run: Run, level: str) -> None:
     env = {"MPI4PY_RC_THREAD_LEVEL": level}
-    reports = run(3, "ram:64MiB", "global", nodes=3, leave=2, env=env)
-    plain = run(3, "ram:64MiB", "global", nodes=3)
+    reports = run(Job(3, 3, "global", leave=2), env=env)
+    plain = run(Job(3, 3, "global"))
     for epoch in (0, 1):
         assert _pixels(reports, epoch) == _pixels(plain, epoch)
         assert sum(rank["epochs"][epoch]["stats"]["late"] for rank in reports) == 0
@@ -235,7 +266,7 @@ def test_mpi_with_fewer_threads_brings_the_same(run: Run, level: str) -> None:
 @pytest.mark.parametrize("mode", ["batch", "global", "partial(0.5)"])
 @pytest.mark.daily("global")
 def test_leaving_early_leaves_no_message_behind(run: Run, mode: str) -> None:
-    reports = run(2, "ram:64MiB", mode=mode, nodes=2, batch=2, leave=3)
+    reports = run(Job(2, 2, mode, batch=2, leave=3))
     for epoch in (0, 1):
         assert sorted(chain(*_global_batches(reports, epoch))) == list(range(N))
     assert sum(rank["epochs"][0]["stats"]["late"] for rank in reports) == 0

@@ -11,8 +11,8 @@ import pytest
 from torch.utils.data import SequentialSampler
 
 import dlio
-from dlio.cli.demo_pictures import draw_dataset
 from dlio.errors import UsageError
+from tests.drawn import small_pictures
 from tests.loader.sample_mask_checks import BATCH, CASES
 
 BODY = str(Path(__file__).with_name("sample_mask_checks.py"))
@@ -22,8 +22,8 @@ N = 103
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("kept") / "pictures"
-    draw_dataset(str(root), images=N, validation=3, classes=3)
-    return root / "train"
+    small_pictures(root, images=N)
+    return root
 
 
 @pytest.mark.mpi

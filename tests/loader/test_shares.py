@@ -25,10 +25,10 @@ SHARES = ([5, 1, 6], [10, 1, 1], [4, 4, 4], [2, 9, 1], [1, 2, 9])
 def test_shares_may_change_between_passes_and_on_resume(
     mpirun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, mode: str
 ) -> None:
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import small_pictures
 
-    draw_dataset(str(tmp_path / "pictures"), images=N, validation=3, classes=3)
-    done = mpirun(3, "-W", "error", BODY, str(tmp_path / "pictures" / "train"), mode)
+    small_pictures(tmp_path / "pictures", images=N)
+    done = mpirun(3, "-W", "error", BODY, str(tmp_path / "pictures"), mode)
     assert done.returncode == 0, done.stderr
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     reports.sort(key=lambda rank: int(rank["rank"]))

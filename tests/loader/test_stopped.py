@@ -21,11 +21,11 @@ DEADLINE_S = 2.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import small_pictures
 
     root = tmp_path_factory.mktemp("stopped") / "pictures"
-    draw_dataset(str(root), images=N, validation=3, classes=3)
-    return root / "train"
+    small_pictures(root, images=N)
+    return root
 
 
 def test_a_peer_that_stops_delays_a_batch_by_its_deadline(

@@ -15,11 +15,11 @@ N = 103
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import small_pictures
 
     root = tmp_path_factory.mktemp("ranks") / "pictures"
-    draw_dataset(str(root), images=N, validation=3, classes=3)
-    return root / "train"
+    small_pictures(root, images=N)
+    return root
 
 
 def test_ranks_of_torch_share_the_data(torchrun: TorchRun, folder: Path) -> None:

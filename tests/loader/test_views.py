@@ -50,10 +50,10 @@ def patients() -> Iterator[dlio.Dataset]:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dlio.cli.demo_pictures import draw_dataset
+    from tests.drawn import draw_once
 
     root = tmp_path_factory.mktemp("views") / "pictures"
-    draw_dataset(str(root), images=60, validation=2, classes=3)
+    draw_once(root, images=60, validation=2, classes=3)
     return root / "train"
 
 

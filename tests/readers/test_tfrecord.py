@@ -143,7 +143,7 @@ def test_a_scan_skips_large_values_and_happens_once(
 
 @pytest.fixture(scope="module")
 def long_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 records of 100 kB. TensorBoard's writer takes seconds for their checksums."""
+    """200 records of 100 kB."""
     path = tmp_path_factory.mktemp("records") / "x.tfrecord"
     write(path, (example({"a": [bytes(100_000)], "z": [k]}) for k in range(200)))
     return path

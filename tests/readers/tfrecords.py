@@ -1,9 +1,11 @@
 """TFRecord files for tests, written with the protobuf library and the frames of TensorBoard."""
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -80,8 +82,17 @@ def sequence_example(values: Values) -> bytes:
 
 
 def write(path: Path, records: Iterable[bytes]) -> None:
-    """Write a TFRecord file."""
+    """Write a TFRecord file; large records without TensorBoard's writer: it takes 1 s for 10 MB."""
     with path.open("wb") as file:
         writer = RecordWriter(file)
         for record in records:
-            writer.write(record)
+            if len(record) < 10_000:
+                writer.write(record)
+            else:
+                length = struct.pack("<Q", len(record))
+                file.write(length + _masked(length) + record + _masked(record))
+
+
+def _masked(data: bytes) -> bytes:
+    crc = google_crc32c.value(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

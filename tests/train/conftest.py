@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlio.cli.demo_pictures import draw_dataset
+from tests.drawn import small_pictures
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     101 is a prime: the last global batch is always smaller.
     """
     folder = tmp_path_factory.mktemp("drawn") / "pictures"
-    draw_dataset(str(folder), images=101, validation=23, classes=4)
+    small_pictures(folder / "train", images=101, classes=4)
+    small_pictures(folder / "val", images=23, classes=4, seed=2)
     return folder
 
 

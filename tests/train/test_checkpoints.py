@@ -135,17 +135,18 @@ def test_a_run_is_resumed_with_another_number_of_ranks(
 
 
 def _killed_at_random(
-    pictures: Path, here: Path, ranks: int, kills: int, seed: int
+    pictures: Path, here: Path, ranks: int, kills: int, epochs: int
 ) -> tuple[int, list[Path]]:
     """Run to the end with kills in between; return (kills that hit the run, logs of the ranks)."""
-    draws = random.Random(seed)
+    draws = random.Random(kills)
     paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(here)}
     # The test's folder is removed, and with it the files that a killed Open MPI leaves.
     environment["PRTE_MCA_prte_tmpdir_base"] = str(here)
     environment["OMPI_MCA_btl_sm_backing_directory"] = str(here)
     command = [sys.executable, "-m", "dlio.cli", "train", str(pictures / "train")]
-    command += ["-n", str(ranks), "--batch-size", str(4 // ranks), "--epochs", "8", *SHAPE, *MLP]
+    command += ["-n", str(ranks), "--batch-size", str(4 // ranks), *SHAPE, *MLP]
+    command += ["--epochs", str(epochs)]
     command += ["--checkpoint-every", "3", "--checkpoint", "c", "--resume", "--save", "killed.pt"]
     command += ["--callback", "nets:Log(path='log')"]
     hits = 0
@@ -216,11 +217,13 @@ def _lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _check_killed_run(dlio: Dlio, pictures: Path, here: Path, ranks: int, kills: int) -> int:
-    hits, logs = _killed_at_random(pictures, here, ranks, kills, seed=kills)
+def _check_killed_run(
+    dlio: Dlio, pictures: Path, here: Path, ranks: int, kills: int, epochs: int
+) -> int:
+    hits, logs = _killed_at_random(pictures, here, ranks, kills, epochs)
     whole = dlio(
         *("train", str(pictures / "train"), "-n", str(ranks), "--batch-size", str(4 // ranks)),
-        *("--epochs", "8", *SHAPE, *MLP, "--save", "whole.pt"),
+        *("--epochs", str(epochs), *SHAPE, *MLP, "--save", "whole.pt"),
         *("--callback", "nets:Log(path='whole')"),
     )
     assert whole.returncode == 0, whole.stderr
@@ -244,14 +247,14 @@ def _check_killed_run(dlio: Dlio, pictures: Path, here: Path, ranks: int, kills:
 def test_a_killed_run_resumes_from_a_whole_checkpoint_and_has_the_same_result(
     dlio: Dlio, pictures: Path, here: Path
 ) -> None:
-    assert _check_killed_run(dlio, pictures, here, ranks=1, kills=3) >= 1
+    assert _check_killed_run(dlio, pictures, here, ranks=1, kills=2, epochs=4) >= 1
 
 
 @pytest.mark.nightly
 @pytest.mark.mpi
 @pytest.mark.cold
 def test_twenty_kills_of_two_ranks(dlio: Dlio, pictures: Path, here: Path) -> None:
-    assert _check_killed_run(dlio, pictures, here, ranks=2, kills=20) >= 15
+    assert _check_killed_run(dlio, pictures, here, ranks=2, kills=20, epochs=8) >= 15
 
 
 def _saved(folder: Path, steps: int = 2) -> None:

@@ -64,7 +64,7 @@ def test_accumulated_batches_are_one_large_batch(
         "train",
         str(pictures / "train"),
         "--epochs",
-        "2",
+        "1",
         *SHAPE,
         "--model",
         "nets:mlp",
@@ -92,12 +92,12 @@ def test_mixed_precision_learns_as_float32_does(
 ) -> None:
     same: Args = (
         "train",
-        str(pictures),
+        str(pictures / "train"),
         "--epochs",
-        "3",
+        "2",
         *SHAPE,
         "--model",
-        "resnet(width=8)",
+        "resnet(width=4)",
     )
     same += ("--report", "r.json", "--batch-size", "16")
     losses = {}

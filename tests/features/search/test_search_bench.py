@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from dlio.cli.demo_pictures import draw_dataset
 from dlio_bench.search_bench import SearchChoice, measure
+from tests.drawn import draw_once
 
 
 @pytest.fixture(name="pictures")
 def _pictures(tmp_path: Path) -> Path:
     """A folder with drawn pictures in class folders, `train` and `val`."""
     folder = tmp_path / "drawn"
-    draw_dataset(str(folder), images=48, validation=16, classes=4)
+    draw_once(folder, images=48, validation=16, classes=4)
     return folder
 
 

@@ -16,15 +16,16 @@ Dlio = Callable[..., subprocess.CompletedProcess[str]]
 def test_evaluation_alone_gives_the_metrics_of_the_run(
     dlio: Dlio, pictures: Path, tmp_path: Path
 ) -> None:
+    narrow = ("--model", "resnet(width=4)")
     done = dlio(
         *("train", str(pictures), "--image-size", "32", "--epochs", "2", "--save", "w.pt"),
-        *("--report", "r.json", "--ema", "0.9", "--lr-schedule", "linear"),
+        *(*narrow, "--report", "r.json", "--ema", "0.9", "--lr-schedule", "linear"),
     )
     assert done.returncode == 0, done.stderr
     trained = json.loads((tmp_path / "r.json").read_text())["epochs"][-1]
     common = ("eval", str(pictures / "val"), "--weights", "w.pt", "--image-size", "32")
     for ranks in ("1", "2"):
-        alone = dlio(*common, "-n", ranks, "--report", "e.json")
+        alone = dlio(*common, *narrow, "-n", ranks, "--report", "e.json")
         assert alone.returncode == 0, alone.stderr
         measured = json.loads((tmp_path / "e.json").read_text())
         assert measured["metrics"]["accuracy"] == trained["val_accuracy"]
