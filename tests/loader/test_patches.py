@@ -359,19 +359,34 @@ def test_views_and_functions_keep_the_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_ranks_and_resumption_on_one_rank_give_the_same_patches(
-    mpirun: Callable[..., "subprocess.CompletedProcess[str]"], tmp_path: Path
+@pytest.mark.parametrize(
+    ("ranks", "after"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.nightly)]
+)
+def test_ranks_and_resumption_give_the_same_patches(
+    mpirun: Callable[..., "subprocess.CompletedProcess[str]"],
+    tmp_path: Path,
+    ranks: int,
+    after: int,
 ) -> None:
     path = store(tmp_path / "x.zarr", "v3", drawn())
-    whole = patches_and_state(path, 8, "", 99)["patches"]
+
+    def run(ranks: int, state: str, stop: int) -> tuple[dict[int, str], str]:
+        batch = 8 // ranks
+        if ranks == 1:
+            rows = [patches_and_state(path, batch, state, stop)]
+        else:
+            done = mpirun(ranks, "-W", "error", BODY, path, str(batch), state, str(stop))
+            assert done.returncode == 0, done.stderr
+            rows = [json.loads(line) for line in done.stdout.splitlines()]
+        patches = {int(k): each for row in rows for k, each in row["patches"].items()}
+        return patches, json.dumps(rows[0]["state"])
+
+    whole, _ = run(1, "", 99)
     assert len(whole) == 48
     assert len(set(whole.values())) > 40
-    done = mpirun(2, "-W", "error", BODY, path, "4", "", "3")
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    begun = {int(number): each for row in rows for number, each in row["patches"].items()}
+    begun, state = run(ranks, "", 3)
     assert len(begun) == 24
-    rest = patches_and_state(path, 8, json.dumps(rows[0]["state"]), 99)["patches"]
+    rest, _ = run(after, state, 99)
     assert {**begun, **rest} == whole
     assert len(rest) == 24
 
