@@ -27,12 +27,12 @@ from tests.warm.pool import WarmPython
 settings.register_profile(
     "nightly", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100
 )
-settings.register_profile("daily", settings.get_profile("nightly"), max_examples=30)
+settings.register_profile("daily", settings.get_profile("nightly"), max_examples=15)
 settings.load_profile("daily")
 
 
 def examples(count: int) -> int:
-    """Return how many of `count` examples hypothesis draws in this run: by day, three in ten."""
+    """Return how many of `count` examples hypothesis draws in this run: by day, three in twenty."""
     return max(1, count * settings().max_examples // 100)
 
 

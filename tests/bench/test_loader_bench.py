@@ -17,18 +17,9 @@ from dlio_staging.pack_folder import pack
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.cold
-@pytest.mark.parametrize(
-    "contenders",
-    [
-        # By day, few: each that imports torch does so anew, in 2 s.
-        ("torch", "ceiling", "dlio"),
-        pytest.param(LoaderCase().contenders, marks=pytest.mark.nightly),
-    ],
-    ids=len,
-)
-def test_its_small_form_measures_contenders_in_one_run(
-    pictures: Path, contenders: tuple[str, ...]
-) -> None:
+@pytest.mark.nightly  # Each contender imports torch anew, in 2 s.
+def test_its_small_form_measures_contenders_in_one_run(pictures: Path) -> None:
+    contenders = LoaderCase().contenders
     report: dict[str, Any] = measure(
         LoaderCase(
             str(pictures), image_size=32, batch_size=5, workers=2, repeats=1, contenders=contenders
@@ -61,6 +52,7 @@ def test_its_small_form_measures_contenders_in_one_run(
 @pytest.mark.parametrize(
     ("name", "workers", "output"),
     [
+        ("dlio", 2, "uint8 CHW"),
         ("dlio_rows", 2, "uint8 CHW"),
         ("full_decode", 2, None),
         ("torch", 0, "uint8 CHW"),

@@ -134,8 +134,8 @@ def test_ranks_share_volumes(run: Run) -> None:
 
 
 @pytest.mark.needs("mesh")
+@pytest.mark.nightly  # By day, tests of the mesh train such models.
 @pytest.mark.parametrize("arguments", [("model=2",), ("data=2", "fsdp")])
-@pytest.mark.daily("arguments1")
 def test_ranks_share_layers(
     torchrun: TorchRun, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

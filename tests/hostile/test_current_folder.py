@@ -99,7 +99,13 @@ def test_no_module_of_the_current_folder_is_imported(pictures: Path, line: str) 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    "more", [(), pytest.param(("--backend", "torch"), marks=pytest.mark.nightly)]
+    "more",
+    [
+        # By day one process: each rank imports torch anew, in 2 s.
+        (),
+        pytest.param(("-n", "2"), marks=pytest.mark.nightly),
+        pytest.param(("-n", "2", "--backend", "torch"), marks=pytest.mark.nightly),
+    ],
 )
 def test_a_model_of_the_current_folder_is_imported_and_nothing_else(
     pictures: Path, more: Sequence[str]
@@ -112,7 +118,7 @@ def test_a_model_of_the_current_folder_is_imported_and_nothing_else(
     )
     (pictures / "helper.py").write_text("", encoding="utf-8")
     line = TRAIN.replace("--model resnet(width=4)", "--model mine:make")
-    _run(pictures, [*line.split(), "-n", "2", *more])
+    _run(pictures, [*line.split(), *more])
     assert [path.name for path in pictures.parent.glob("marks-*")] == []
 
 

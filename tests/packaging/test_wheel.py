@@ -162,6 +162,7 @@ def test_the_wheel_lists_all_commands_and_loads_its_readers(
     assert readers == str(sorted(READERS))
 
 
+@pytest.mark.nightly
 def test_folders_next_to_a_script_do_not_shadow_packages(
     installed: Path, tmp_path: Path, pictures: Path
 ) -> None:

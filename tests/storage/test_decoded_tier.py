@@ -114,6 +114,7 @@ def test_specifications_as_users_write_them_are_parsed() -> None:
 
 
 @pytest.mark.parametrize("train", [True, False])
+@pytest.mark.daily("True")
 def test_pixels_are_the_same_with_and_without_the_tier(imagenet: Path, train: bool) -> None:
     def epochs(tiers: str) -> tuple[list[dict[int, bytes]], list[int], str]:
         passes, decoded = [], []

@@ -16,6 +16,7 @@ def test_ranks_of_mpi_keep_the_contract(mpirun: MpiRun) -> None:
         assert done.stdout.count(f": {name} keeps every promise") == 3
 
 
+@pytest.mark.nightly  # By day, the checks of tests/exchange run on such ranks.
 def test_ranks_of_torch_distributed_keep_the_contract(torchrun: TorchRun) -> None:
     for said in torchrun(2, *SUITE, "allreduce", "gossip"):
         assert said.count("keeps every promise") == 2

@@ -144,7 +144,7 @@ def test_a_run_is_resumed_within_an_epoch_that_skips(
         ),
     ],
 )
-@pytest.mark.daily("options0")
+@pytest.mark.nightly
 def test_skipping_works_with_other_exchanges_shuffles_and_shares(
     dlio: Dlio, pictures: Path, here: Path, options: Args
 ) -> None:
