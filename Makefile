@@ -16,7 +16,7 @@ help:
 	@echo "make demo [DATA=folder]  train on pictures drawn for it, or on yours, with 2 MPI ranks (1.3 GB)"
 	@echo "make test [JOBS=4]       run the tests"
 	@echo "make test-all            run the nightly tests, too: those that take minutes"
-	@echo "make coverage            measure branch coverage, write .ci/coverage.json"
+	@echo "make coverage            measure branch coverage, write tests/house/coverage.json"
 	@echo "make lint                lint, format, import contracts, types, language"
 	@echo "make check               all that CI does: tests and lint"
 	@echo "make bench               loading speed compared with torch's DataLoader, on the demo's pictures"

@@ -1,4 +1,4 @@
-"""Combine the data of a test run and write the figures to `.ci/coverage.json`.
+"""Combine the data of a test run and write the figures to `tests/house/coverage.json`.
 
 coverage run -m pytest && python tests/house/measure_coverage.py
 """
