@@ -43,11 +43,15 @@ def _ended(folder: Path, launcher: str, flood: int, files: int) -> subprocess.Co
         start = mpi_launch.launch if launcher == "mpi" else torch_launch.launch
         done.append(start(limited, 2, capture=True, timeout_s=120, min_ranks=least))
 
+    def texts() -> list[str]:
+        return [path.read_text("ascii") for path in folder.glob("pid-*")]
+
     job = threading.Thread(target=run)
     job.start()
     try:
-        met = in_time(lambda: len(list(folder.glob("pid-*"))) == 2, 60)
-        pids = [int(path.read_text("ascii")) for path in folder.glob("pid-*")]
+        # A file is there before its text.
+        met = in_time(lambda: len([*filter(None, texts())]) == 2, 60)
+        pids = [int(text) for text in texts()]
         places = set[tuple[str, int]]().union(*map(listening, pids)) if met else set()
         assert {host for host, _ in places} == (set() if launcher == "mpi" else {LOOPBACK}), places
         ports = [str(port) for _, port in places]
