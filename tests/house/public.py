@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.house.statements import statements
+
 ROOMS = ("dlio", "readers/dlio_readers", "staging/dlio_staging", "bench/dlio_bench")
 PUBLIC = {
     "dlio/__init__.py",
@@ -36,7 +38,6 @@ ANY_ALLOWED = {
     "dlio/train/report": "reports of epochs as JSON types",
 }
 """Files or folders whose public signatures may have `Any`, with the reason."""
-_WITH_STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _ASSIGNED = re.compile(r"[A-Za-z]\w*$")
 
 
@@ -78,8 +79,8 @@ def complaints(path: Path) -> Iterator[str]:
     """Yield complaints about one module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = declared(tree)
-    statements = _statements(tree)
-    imported = _imported(statements)
+    body = statements(tree)
+    imported = _imported(body)
     lazy = "__getattr__" in {getattr(node, "name", "") for node in tree.body}
     public = str(path) in PUBLIC
     if public and names is None:
@@ -91,7 +92,7 @@ def complaints(path: Path) -> Iterator[str]:
                 yield f"{path}: __all__ has {name!r}, which is not there"
         if not (public or lazy or (path.name == "__init__.py" and imported & set(names))):
             yield f"{path}: has an __all__, but is internal: the underscore says what is private"
-    yield from _misplaced(path, statements)
+    yield from _misplaced(path, body)
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -105,18 +106,9 @@ def complaints(path: Path) -> Iterator[str]:
             yield from _any_in(path, node)
 
 
-def _statements(tree: ast.Module) -> list[ast.AST]:
-    """Return a module and all statements in it; to walk through their expressions takes seconds."""
-    scopes: list[ast.AST] = [tree]
-    for scope in scopes:
-        inside = ast.iter_child_nodes(scope)
-        scopes += (each for each in inside if isinstance(each, _WITH_STATEMENTS))
-    return scopes
-
-
-def _misplaced(path: Path, statements: list[ast.AST]) -> Iterator[str]:
+def _misplaced(path: Path, body: list[ast.AST]) -> Iterator[str]:
     """Yield complaints about strings that describe no attribute: none stands above them."""
-    for scope in statements:
+    for scope in body:
         if not isinstance(scope, ast.Module | ast.ClassDef | ast.FunctionDef):
             continue
         for above, node in itertools.pairwise(scope.body):
@@ -145,10 +137,10 @@ def _any_in(path: Path, node: ast.AST) -> Iterator[str]:
                 yield f"{path}:{function.lineno}: {function.name} has {ast.unparse(hint)}"
 
 
-def _imported(statements: list[ast.AST]) -> set[str]:
+def _imported(body: list[ast.AST]) -> set[str]:
     return {
         (each.asname or each.name).split(".")[0]
-        for node in statements
+        for node in body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for each in node.names
     }

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from tests.house.statements import statements
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "dlio": "dlio",
@@ -39,7 +41,6 @@ NOUNS = set(
     "ring seed setting shed skipping speed staging string testing thing timing training".split()
 )
 """Single words that may be names although they look like participles."""
-_WITH_STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 DOCUMENTED = {"dlio.loader.opened", "dlio_bench.emulated"}
 """Modules that users import by the guides; their paths stay."""
 
@@ -67,15 +68,6 @@ class Module:
     def classes(self) -> Iterator[ast.ClassDef]:
         """Yield all classes, those inside of functions and classes too."""
         yield from (each for each in statements(self.tree) if isinstance(each, ast.ClassDef))
-
-
-def statements(tree: ast.Module) -> list[ast.AST]:
-    """Return a module and all statements in it; to walk through their expressions takes seconds."""
-    scopes: list[ast.AST] = [tree]
-    for scope in scopes:
-        inside = ast.iter_child_nodes(scope)
-        scopes += (each for each in inside if isinstance(each, _WITH_STATEMENTS))
-    return scopes
 
 
 @cache
