@@ -49,14 +49,9 @@ def loader() -> dlio.DataLoader:
 
 
 def with_lightning() -> dict[str, Any]:
-    from lightning_utilities.core.imports import RequirementCache
+    from tests.lean_lightning import leave_out_unused_packages
 
-    met: Any = RequirementCache
-    is_met = met.__bool__
-    # For metrics that no test uses, torchmetrics imports these: most of the time of a start.
-    met.__bool__ = lambda cache: (
-        not cache.requirement.startswith(("matplotlib", "transformers")) and is_met(cache)
-    )
+    leave_out_unused_packages()
     import lightning
 
     class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]

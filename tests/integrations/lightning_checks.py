@@ -13,14 +13,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lightning_utilities.core.imports import RequirementCache
+from tests.lean_lightning import leave_out_unused_packages
 
-_Met: Any = RequirementCache
-_is_met = _Met.__bool__
-# For metrics that no test uses, torchmetrics imports these: most of the time of a start.
-_Met.__bool__ = lambda cache: (
-    not cache.requirement.startswith(("matplotlib", "transformers")) and _is_met(cache)
-)
+leave_out_unused_packages()
 
 import lightning
 import torch
