@@ -34,7 +34,7 @@ def _drawn() -> str:
 
 @pytest.mark.cold
 def test_a_drawn_feature_can_be_deleted(tmp_path: Path) -> None:
-    copy = deletion.delete(_drawn(), tmp_path)
+    copy = deletion.delete([_drawn()], tmp_path)
     # By night, all tests are collected.
     assert list(deletion.complaints(copy, deletion.referring(copy))) == []
 
@@ -43,7 +43,16 @@ def test_a_drawn_feature_can_be_deleted(tmp_path: Path) -> None:
 @pytest.mark.timeout(5400)
 @pytest.mark.cold
 @pytest.mark.parametrize("feature", FEATURES)
-def test_all_other_tests_pass_without_a_feature(feature: str, tmp_path: Path) -> None:
-    copy = deletion.delete(feature, tmp_path)
+def test_the_other_features_pass_without_a_feature(feature: str, tmp_path: Path) -> None:
+    copy = deletion.delete([feature], tmp_path)
     assert list(deletion.complaints(copy)) == []
-    assert deletion.remaining_tests(copy) == ""
+    assert deletion.failing_tests(copy, "tests/features") == ""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(5400)
+@pytest.mark.cold
+def test_all_else_passes_without_features(tmp_path: Path) -> None:
+    copy = deletion.delete(FEATURES, tmp_path)
+    assert list(deletion.complaints(copy)) == []
+    assert deletion.failing_tests(copy) == ""
