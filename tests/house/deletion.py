@@ -271,7 +271,7 @@ def _flags(feature: str) -> tuple[str, ...]:
 
 def importers(copy: Copy) -> list[str]:
     """Return the files of a copy that import or name a feature, as complaints."""
-    found = []
+    faults = []
     for path in sorted(copy.root.rglob("*.py")):
         relative, text = path.relative_to(copy.root).as_posix(), path.read_text(encoding="utf-8")
         # To parse the others would take seconds.
@@ -282,8 +282,8 @@ def importers(copy: Copy) -> list[str]:
         for feature in named:
             prefix = f"dlio.features.{feature}"
             if any(f"{each}.".startswith(f"{prefix}.") for each in modules):
-                found.append(f"{relative}: imports {prefix}")
-    return found
+                faults.append(f"{relative}: imports {prefix}")
+    return faults
 
 
 def referring(copy: Copy) -> list[str]:
