@@ -122,3 +122,21 @@ def test_types_are_seldom_silenced() -> None:
         if _IGNORE.search(line)
     ]
     assert len(ignores) <= MOST_IGNORES, ignores
+
+
+def test_names_that_are_imported_when_used_are_no_modules() -> None:
+    # Whoever imports a module sets its name in the package: `from package import name` then gave
+    # the module in place of the function, if another name of that module was asked for first.
+    clashes, packages = [], 0
+    for room in PRODUCT:
+        for path in (ROOT / room).rglob("__init__.py"):
+            if "def __getattr__" in (text := path.read_text(encoding="utf-8")) or (
+                "__getattr__ = lazy_names" in text
+            ):
+                packages += 1
+                names = set(re.findall(r'^ {4,8}"(\w+)": [("]', text, re.MULTILINE))
+                modules = {each.stem for each in path.parent.glob("*.py")}
+                modules |= {each.parent.name for each in path.parent.glob("*/__init__.py")}
+                clashes += [f"{path.relative_to(ROOT)}: {name}" for name in names & modules]
+    assert packages >= 4
+    assert clashes == []

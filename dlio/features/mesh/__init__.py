@@ -9,7 +9,7 @@
 | `halo` | messages between neighbours, in forward and backward passes |
 | `tensor_sharing`, `split_tensor` | tensors that ranks share, on which models run unchanged |
 | `spatial_layers`, `spatial_norms`, `spatial_reductions` | torch's functions of these tensors |
-| `tensor_parallel` | linear layers in parts, by torch's DTensor |
+| `dtensor_layers` | linear layers in parts, by torch's DTensor |
 | `layer_parts` | layers in parts of plain tensors, for `dlio train` |
 """
 
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from dlio.util.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from dlio.features.mesh.dtensor_layers import average_gradients, tensor_parallel
     from dlio.features.mesh.split_tensor import SplitTensor, gather
-    from dlio.features.mesh.tensor_parallel import average_gradients, tensor_parallel
 
 __all__ = ["SplitTensor", "average_gradients", "gather", "tensor_parallel"]
 
@@ -27,8 +27,8 @@ __all__ = ["SplitTensor", "average_gradients", "gather", "tensor_parallel"]
 __getattr__ = lazy_names(
     {
         "SplitTensor": "dlio.features.mesh.split_tensor",
-        "average_gradients": "dlio.features.mesh.tensor_parallel",
+        "average_gradients": "dlio.features.mesh.dtensor_layers",
         "gather": "dlio.features.mesh.split_tensor",
-        "tensor_parallel": "dlio.features.mesh.tensor_parallel",
+        "tensor_parallel": "dlio.features.mesh.dtensor_layers",
     },
 )
