@@ -186,11 +186,13 @@ def test_blocks_of_a_page_run(path: Path, runner: Runner, drawn: Path) -> None:
     _run_page(path, runner, runner.page(PAGES.index(path), drawn), nightly=False)
 
 
+LONG = [path for path in PAGES if any("runs" in block.markers for block in blocks_of(path))]
+
+
 @pytest.mark.nightly
-def test_blocks_that_take_minutes_run(runner: Runner, drawn: Path) -> None:
-    for number, path in enumerate(PAGES):
-        if any("runs" in block.markers for block in blocks_of(path)):
-            _run_page(path, runner, runner.page(len(PAGES) + number, drawn), nightly=True)
+@pytest.mark.parametrize("path", LONG, ids=[str(path.relative_to(ROOT)) for path in LONG])
+def test_blocks_that_take_minutes_run(path: Path, runner: Runner, drawn: Path) -> None:
+    _run_page(path, runner, runner.page(len(PAGES) + PAGES.index(path), drawn), nightly=True)
 
 
 def _run_page(path: Path, runner: Runner, place: Path, nightly: bool) -> None:
