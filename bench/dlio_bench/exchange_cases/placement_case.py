@@ -125,7 +125,7 @@ def _train(
             unchecked={"tiers": _tiers(str(options.source), placement, scratch)},
         )
     with np.load(probe) as saved:
-        early = {step: saved[f"step{step}"] for step in _EARLY}
+        early = {step: saved[f"step{step}"] for step in _EARLY if f"step{step}" in saved}
         digest = str(saved["digest"])
     seconds = sum(epoch["seconds"] for epoch in report["epochs"])
     return _TrainingResult(final_accuracy(report), seconds, early, digest)
@@ -147,7 +147,10 @@ def _rows(mode: str, seeds: Sequence[Sequence[_TrainingResult]]) -> list[dict[st
             "placement": placement.name,
             "held_out_percent": 100 * statistics.mean(runs[k].accuracy for runs in seeds),
             **{
+                # A short run of little data does not come to step 5.
                 f"distance_after_{step}": max(_distance(runs[k], runs[0], step) for runs in seeds)
+                if step in seeds[0][k].early
+                else None
                 for step in _EARLY
             },
             "final_weights": " ".join(dict.fromkeys(each[k] for each in letters)),
