@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import dlio
 from dlio.errors import UsageError
-from dlio.features.mesh.rank_mesh import Mesh
 from dlio.features.mesh.dtensor_layers import average_gradients, tensor_parallel
+from dlio.features.mesh.rank_mesh import Mesh
 from tests.features.mesh.nets import Transformer
 
 STEPS = 8

@@ -13,8 +13,8 @@ import zarr
 import dlio
 from dlio.comm.single import SingleCommunicator
 from dlio.errors import UsageError
-from dlio.features.mesh.split_tensor import gather
 from dlio.features.mesh.dtensor_layers import average_gradients, tensor_parallel
+from dlio.features.mesh.split_tensor import gather
 from tests.conftest import MpiRun, TorchRun
 from tests.features.mesh.nets import Transformer
 
