@@ -9,8 +9,8 @@ benchmarks that measure it with their tests, and the documentation's code blocks
 references to its names. In the copy, nothing imports the feature, and `dlio` neither offers its
 commands and options nor fails without them.
 
-The tests that remain are run in two parts, since all of them for each feature would take an hour
-and say no more: those of the other features in the feature's own copy, and all others once, in a
+The tests that remain are run in two parts, since all of them for each feature would take more than
+an hour: in the feature's own copy those that go with another feature, and all others once, in a
 copy that lacks every feature.
 """
 
@@ -119,15 +119,9 @@ def delete(features: Sequence[str], folder: Path) -> Copy:
         tuple(itertools.chain.from_iterable(map(ask, features)))
         for ask in (_commands, _flags, _public_names)
     )
-    places = "dlio/features/{}/", "tests/features/{}/", "examples/{}_"
-    own = tuple(place.format(feature) for place in places for feature in features)
-    kept = [path for path in _files() if not path.startswith(own)]
-    measuring = [path for path in kept if path.startswith(("bench/", "tests/bench/"))]
-    # Benchmarks of several features are tested with one of these.
-    measuring += [path for path in kept if path.startswith("tests/features/") and _uses_bench(path)]
-    lost = set[str]().union(*(_measuring(feature, measuring) for feature in features))
+    kept, lost = _kept_and_lost(features)
     for path in kept:
-        if path in lost or not (ROOT / path).is_file():
+        if not (ROOT / path).is_file():
             continue
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, folder / path, follow_symlinks=False)
@@ -142,6 +136,26 @@ def delete(features: Sequence[str], folder: Path) -> Copy:
     _drop_blocks(folder, [*words, *modules])
     _write_metadata(folder)
     return Copy(folder, tuple(features), commands, flags, names, benches)
+
+
+def _kept_and_lost(features: Sequence[str]) -> tuple[list[str], set[str]]:
+    """Return the files that remain without features, and the benchmarks with their tests that go
+    because they measure one."""
+    places = "dlio/features/{}/", "tests/features/{}/", "examples/{}_"
+    own = tuple(place.format(feature) for place in places for feature in features)
+    kept = [path for path in _files() if not path.startswith(own)]
+    measuring = [path for path in kept if path.startswith(("bench/", "tests/bench/"))]
+    # Benchmarks of several features are tested with one of these.
+    measuring += [path for path in kept if path.startswith("tests/features/") and _uses_bench(path)]
+    lost = set[str]().union(*(_measuring(feature, measuring) for feature in features))
+    return [path for path in kept if path not in lost], lost
+
+
+def tests_of_others(feature: str) -> list[str]:
+    """Return the tests that remain without a feature, and not without all of them."""
+    (with_others, _), (alone, _) = _kept_and_lost([feature]), _kept_and_lost(FEATURES)
+    tests = re.compile(r"tests/.*/test_\w+\.py")
+    return sorted(filter(tests.fullmatch, {*with_others} - {*alone}))
 
 
 def _files() -> list[str]:
@@ -355,7 +369,7 @@ def main() -> int:
         with without(*features) as copy:
             faults = list(complaints(copy))
             if given.tests and not faults:
-                own = () if features == FEATURES else ("tests/features",)
+                own = [] if features == FEATURES else tests_of_others(features[0])
                 faults += filter(None, [failing_tests(copy, *own)])
         name = "all of them" if features == FEATURES else features[0]
         print(f"{name}: {'; '.join(faults) or 'can be deleted'}", flush=True)

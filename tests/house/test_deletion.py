@@ -46,7 +46,7 @@ def test_a_drawn_feature_can_be_deleted(tmp_path: Path) -> None:
 def test_the_other_features_pass_without_a_feature(feature: str, tmp_path: Path) -> None:
     copy = deletion.delete([feature], tmp_path)
     assert list(deletion.complaints(copy)) == []
-    assert deletion.failing_tests(copy, "tests/features") == ""
+    assert deletion.failing_tests(copy, *deletion.tests_of_others(feature)) == ""
 
 
 @pytest.mark.nightly
