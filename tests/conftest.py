@@ -229,11 +229,16 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def has_feature(name: str) -> bool:
+    """Tell whether a feature's folder has not been deleted (tests/house/deletion.py)."""
+    return (ROOT / "dlio" / "features" / name).is_dir()
+
+
 def _skip_without_features(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in item.iter_markers("needs"):
             for name in mark.args:
-                if not (ROOT / "dlio" / "features" / name).is_dir():
+                if not has_feature(name):
                     item.add_marker(pytest.mark.skip(reason=f"needs dlio.features.{name}"))
 
 

@@ -13,6 +13,7 @@ import torch
 
 from dlio.errors import UsageError
 from dlio.train.config import train_config
+from tests.conftest import has_feature
 
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
 SAMPLES, SHAPE = 16, (18, 8, 8)
@@ -44,6 +45,7 @@ def trained(dlio: Dlio, here: Path, name: str, *args: str) -> tuple[Any, dict[st
 
 
 @pytest.mark.mpi
+@pytest.mark.needs("batch_norm")
 @pytest.mark.parametrize(
     ("mesh", "target", "model"),
     [
@@ -61,7 +63,8 @@ def test_a_mesh_trains_as_one_process_and_reads_each_slab_once(
     common = (f"train.h5::volume,{target}", "--val", f"val.h5::volume,{target}", "--epochs", "5")
     options: tuple[str, ...] = ("--model", model, "--tiers", "ram:16MiB", "--workers", "1")
     if target == "label":
-        options = (*options, "--accumulate", "2", "--ema", "0.9")
+        options = (*options, "--accumulate", "2")
+        options = (*options, "--ema", "0.9") if has_feature("ema") else options
     one, expected = trained(dlio, tmp_path, "one", *common, *options, "--batch-size", "4")
     count, batch = ("2", "4") if mesh == "space=2" else ("4", "2")
     ranks = ("-n", count, "--mesh", mesh, "--batch-size", batch, "--checkpoint", "c")
@@ -96,6 +99,7 @@ def test_a_mesh_trains_as_one_process_and_reads_each_slab_once(
 
 
 @pytest.mark.mpi
+@pytest.mark.needs("batch_norm")  # Ranks that normalise alone do not equal one process.
 def test_ranks_share_pictures_that_each_decodes(dlio: Dlio, pictures: Path, tmp_path: Path) -> None:
     common: tuple[str, ...] = (
         str(pictures / "train"),
@@ -122,7 +126,7 @@ def test_numbers_of_arrays_are_predicted(dlio: Dlio, tmp_path: Path) -> None:
     data = ("train.h5::volume,size", "--val", "train.h5::volume,size", "--model")
     refused = dlio("train", *data, "convnet(4)", "--epochs", "1")
     assert "only option=value" in refused.stderr
-    options = ("--epochs", "8", "--batch-size", "4", "--batch-norm", "sync")
+    options = ("--epochs", "8", "--batch-size", "4")
     done = dlio("train", *data, "convnet(width=4)", *options, "--report", "r.json")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())

@@ -168,7 +168,7 @@ def test_a_script_is_searched_by_its_metric_lines_whatever_is_killed(tables: Pat
         (["train.csv", "--set", "lr=1..2", "--save", "x"], "kept in --study"),
         (["--set", "lr=1..2", "--", "none.py"], "no such script"),
         (["--set", "lr=1..2"], "SRC is missing"),
-        (["--set", "lr=1..2", "--ema", "0.9", "--objective", "a", "--", "kills.py"], "--ema is"),
+        (["--set", "lr=1..2", "--clip", "0.9", "--objective", "a", "--", "kills.py"], "--clip is"),
         (["train.csv", "--set", "lr=1..2", "--reduction", "2"], "need --pruner"),
         (["train.csv", "--set", "lr=1..2", "--pruner", "asha", "--epochs", "1"], "more --epochs"),
         (["train.csv", "--set", "lr=1..2", "--sampler", "grid"], "list its values"),
