@@ -122,7 +122,7 @@ class Command:
         if any(field.option.after_dashes for field in self.fields):
             at = tokens.index("--") if "--" in tokens else len(tokens)
             return list(tokens[:at]), list(tokens[at + 1 :])
-        flags = {field.flag for field in self.fields if field.type is bool}
+        flags = {LINKS, *(field.flag for field in self.fields if field.type is bool)}
         at = 0
         while at < len(tokens) and tokens[at].startswith("-") and tokens[at] != "--":
             word = tokens[at]

@@ -218,7 +218,8 @@ def test_arguments_after_the_script_are_passed_to_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         run, "on_ranks", lambda *given, **_: seen.append({"ranks": given[0], "script": given[2]})
     )
-    argv = ["run", "-n", "3", "--exchange=gossip", "--balance", "--seed", "4", "train.py"]
+    monkeypatch.setenv("DLIO_FOLLOW_LINKS", "0")  # The command sets it.
+    argv = ["run", "-n", "3", "--exchange=gossip", "--follow-links", "--seed", "4", "train.py"]
     for more in (["--epochs", "3", "-n", "7", "--help"], ["--", "-x"], []):
         with pytest.raises(SystemExit) as ended:
             main([*argv, *more])
@@ -239,7 +240,7 @@ def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: P
         "    print(json.dumps([ranks, task['records'][0][1]['epochs'], loaded]))\n"
         "    return subprocess.CompletedProcess(argv, 0)\n"
         "mpi_launch.launch = start\n"
-        f"main(['train', {str(pictures)!r}, '-n', '4', '--epochs', '9', '--skip-samples',"
+        f"main(['train', {str(pictures)!r}, '-n', '4', '--epochs', '9',"
         " '--exchange', 'gossip+int8', '--model', 'resnet(width=8)'])"
     )
     done = subprocess.run(
@@ -265,4 +266,4 @@ def test_completion_knows_commands_and_options() -> None:
     from dlio.cli.app import make_app
 
     script = make_app().generate_completion(shell="bash")
-    assert all(word in script for word in ("simulate", "--skip-samples", "--bwlimit", "-n"))
+    assert all(word in script for word in ("verify", "--lr-schedule", "--bwlimit", "-n"))

@@ -91,6 +91,7 @@ def test_other_exchanges_train_a_script_too(exchange: str, tmp_path: Path) -> No
 
 
 @pytest.mark.mpi
+@pytest.mark.needs("balance")
 def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay_the_same(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     script.write_text(
