@@ -37,6 +37,9 @@ def examples(count: int) -> int:
 
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = os.pathsep.join(str(ROOT / room) for room in ("site", "", "readers", "staging", "bench"))
+"""PYTHONPATH for programs in other folders. `site` is the metadata of a copy without features
+(tests/house/deletion.py)."""
 
 
 _STAND_IN = "DLIO_TEST_PYTHON"
@@ -447,10 +450,9 @@ def mpirun() -> MpiRun:
         timeout_s: float = 400,
         options: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
-        paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
         full = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": SOURCES,
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_btl": "^ofi",  # Looking for fabrics takes a second.

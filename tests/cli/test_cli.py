@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT, SOURCES
 from tests.drawn import small_pictures
 
-ROOT = Path(__file__).resolve().parents[2]
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -21,13 +21,12 @@ def dlio(tmp_path: Path) -> Dlio:
     """Run `dlio` in an empty directory."""
 
     def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
         return subprocess.run(
             [sys.executable, "-m", "dlio.cli", *args],
             cwd=tmp_path,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
+                "PYTHONPATH": SOURCES,
                 "DLIO_CACHE": str(tmp_path / "cache"),
                 **env,
             },

@@ -12,7 +12,7 @@ import pytest
 
 from dlio.data.reader import open_reader
 from dlio.util.shared_folders import SHARED_MEMORY, sweep_shared_memory, user_folder
-from tests.conftest import shared_folders_of
+from tests.conftest import SOURCES, shared_folders_of
 
 # At night, the signals reach interpreters without a stand-in before them.
 pytestmark = [pytest.mark.mpi, pytest.mark.cold("nightly")]
@@ -25,7 +25,6 @@ OURS = Path(SHARED_MEMORY, user_folder())
 def job(pictures: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A training job on 2 ranks that has trained for one epoch of 5,000."""
     sweep_shared_memory()
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     options = ["-n", "2", "--pretend-nodes", "2", "--epochs", "5000", "--batch-size", "2"]
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -34,7 +33,7 @@ def job(pictures: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     files = ["--report", str(tmp_path / "r.json"), "--trace", str(tmp_path / "t.json")]
     with subprocess.Popen(
         [sys.executable, "-m", "dlio.cli", "train", str(pictures), *options, *files, *tiers],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": SOURCES, "DLIO_CACHE": str(tmp_path)},
         cwd=_folder(tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -13,9 +13,9 @@ import pytest
 
 from dlio.cli import ls, view
 from dlio.errors import SourceError, UsageError
+from tests.conftest import SOURCES
 from tests.loader.targets_data import drawn, painted, write, write_coco
 
-ROOT = Path(__file__).parents[2]
 View = Callable[..., str]
 
 
@@ -31,14 +31,13 @@ def coco(tmp_path: Path) -> Path:
 
 
 def test_the_command_writes_a_page_and_says_where(coco: Path, tmp_path: Path) -> None:
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "dlio.cli", "view", str(coco), "--count", "3"),
             *("--no-browser", "--crop", "32", "--output", "page.html"),
         ],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "PYTHONPATH": SOURCES},
         capture_output=True,
         text=True,
         timeout=400,

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from dlio_docs.blocks import NEEDS, RUNNABLE, SHOWN, Block, blocks_of, commands_of, pages
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import ROOT, SOURCES
+
 # `python`, `mpirun` and `dlio` are those of the tests' warm interpreter, where there is one.
 FOLDERS = [os.path.dirname(sys.executable), sysconfig.get_path("scripts"), os.environ["PATH"]]
 RULES = tomllib.loads((ROOT / "docs" / "blocks.toml").read_text(encoding="utf-8"))
@@ -112,12 +113,11 @@ class Runner:
         return answer
 
     def _environment(self) -> dict[str, str]:
-        paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
         return {
             **os.environ,
             **RULES["variables"],
             "PATH": os.pathsep.join(FOLDERS),
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": SOURCES,
             "OMP_NUM_THREADS": "1",
             "OMPI_MCA_btl_sm_backing_directory": str(self._folder),
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import TorchRun
+from tests.conftest import SOURCES, TorchRun
 
 ROOT = Path(__file__).resolve().parents[2]
 # `python`, `mpirun` and `dlio` are those of the tests' warm interpreter, where there is one.
@@ -50,11 +50,10 @@ Run = Callable[..., str]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Run a command in an empty folder and return its standard output."""
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     environment = {
         **os.environ,
         "PATH": os.pathsep.join(FOLDERS),
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": SOURCES,
         "OMP_NUM_THREADS": "1",
         "DLIO_CACHE": str(tmp_path / "cache"),
     }

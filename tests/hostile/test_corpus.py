@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT, SOURCES
 from tests.hostile.child import DEADLINE_S
 from tests.hostile.corpus import all_cases, checkpoints
 from tests.hostile.corpus.case import Case
 
-ROOT = Path(__file__).resolve().parents[2]
 ALL = all_cases()
 CASES = {case.name: case for case in ALL}
 DAILY = 50
@@ -29,10 +29,9 @@ class Child:
     """The process that opens hostile data in forks of its own."""
 
     def __init__(self, home: Path) -> None:
-        paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": SOURCES,
             "DLIO_TEST_COLD": "1",
             "DLIO_CACHE": str(home / "cache"),
             "HOME": str(home),

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import SOURCES
+
 PLANTED = [
     "dlio/__init__.py",
     "dlio_readers/__init__.py",
@@ -59,8 +60,7 @@ def pictures(tmp_path: Path) -> Path:
 
 def _run(pictures: Path, argv: Sequence[str]) -> str:
     """Run `dlio` as the installed command would, in the data set's folder."""
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
     environment["DLIO_CACHE"] = str(pictures.parent / "cache")
     done = subprocess.run(
         [sys.executable, "-P", "-m", "dlio.cli", *argv],

@@ -40,7 +40,8 @@ _LAZY = "dlio/__init__.py"
 _BUILT = ("dlio/image/native/*.so",)
 _BLOCK = re.compile(
     r"^```.*?^```$\n?"
-    r"|^::: [^\n]*\n(?: {4}[^\n]*\n)*",  # A name whose docstring the reference shows.
+    r"|^::: [^\n]*\n(?: {4}[^\n]*\n)*"  # A name whose docstring the reference shows.
+    r"|^<!-- generate: [^\n]*\n",
     re.MULTILINE | re.DOTALL,
 )
 _DEADLINE_S = 3600
@@ -131,9 +132,14 @@ def delete(features: Sequence[str], folder: Path) -> Copy:
     modules = [f"dlio.features.{feature}" for feature in features]
     _drop_lines(folder / "pyproject.toml", modules)
     benches = tuple(sorted(_module(path) for path in lost))
+    spoken = [f"dlio {name}" for name in (*commands, *_bench_commands(benches))]
     _drop_lines(folder / "bench/dlio_bench/__init__.py", benches)
-    words = [*(f"dlio {name}" for name in commands), *flags, *(f"dlio.{name}" for name in names)]
-    _drop_blocks(folder, [*words, *modules])
+    for path in lost:
+        _replace(folder / Path(path).parent / "__init__.py", f"`{Path(path).stem}`", "-")
+    _drop_blocks(folder, [*spoken, *flags, *(f"dlio.{name}" for name in names), *modules])
+    for page in _pages(folder):
+        for words in spoken:
+            _replace(page, f"`{words}", f"`{words.removeprefix('dlio ')}")
     _write_metadata(folder)
     return Copy(folder, tuple(features), commands, flags, names, benches)
 
@@ -175,6 +181,13 @@ def _commands(feature: str) -> tuple[str, ...]:
     prefix = f"dlio.features.{feature}."
     pairs = _entry_points().get("dlio.commands", {}).items()
     return tuple(name for name, value in pairs if f"{value}.".startswith(prefix))
+
+
+def _bench_commands(benches: Sequence[str]) -> list[str]:
+    """Return the commands whose benchmarks are among these modules."""
+    text = (ROOT / "bench/dlio_bench/__init__.py").read_text(encoding="utf-8")
+    pairs = re.findall(r'"(\w+)": "([\w.]+):', text)
+    return [f"bench {name}" for name, module in pairs if module in benches]
 
 
 def _public_names(feature: str) -> tuple[str, ...]:
@@ -242,10 +255,20 @@ def _drop_lines(path: Path, words: Sequence[str]) -> None:
     path.write_text("".join(line for line in lines if not pattern.search(line)), encoding="utf-8")
 
 
+def _replace(path: Path, old: str, new: str) -> None:
+    """Replace a text in a file, if there is one."""
+    if path.is_file() and old in (text := path.read_text(encoding="utf-8")):
+        path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def _pages(folder: Path) -> list[Path]:
+    return [folder / "README.md", *(folder / "docs").rglob("*.md")]
+
+
 def _drop_blocks(folder: Path, words: Sequence[str]) -> None:
     """Delete the code blocks and references of README.md and docs/ that use the feature."""
     pattern = re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in words))
-    for path in [folder / "README.md", *(folder / "docs").rglob("*.md")]:
+    for path in _pages(folder):
         text = path.read_text(encoding="utf-8")
         left = _BLOCK.sub(lambda m: "" if pattern.search(m.group()) else m.group(), text)
         if left != text:

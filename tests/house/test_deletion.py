@@ -33,6 +33,7 @@ def _drawn() -> str:
 
 
 @pytest.mark.cold
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a copy without features")
 def test_a_drawn_feature_can_be_deleted(tmp_path: Path) -> None:
     copy = deletion.delete([_drawn()], tmp_path)
     # By night, all tests are collected.

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.house import opening
-from tests.house.test_public import ROOT
 
 
 def test_nothing_is_written_but_by_the_room_that_verifies_folders(

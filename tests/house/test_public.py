@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import ROOT, has_feature
+
 PRODUCT = ("dlio", "readers/dlio_readers", "staging/dlio_staging", "bench/dlio_bench")
 MOST_LINES = 900
 MOST_IGNORES = 23
@@ -102,7 +103,9 @@ def test_a_faulty_tree_fails(
 def test_every_exception_to_the_check_is_in_use(checker: ModuleType) -> None:
     files = [str(path) for path in checker.public_files()]
     for place in (*checker.ANY_ALLOWED, *checker.PUBLIC):
-        assert any(file.startswith(place) for file in files), place
+        feature = re.match(r"dlio/features/(\w+)", place)
+        if feature is None or has_feature(feature[1]):
+            assert any(file.startswith(place) for file in files), place
 
 
 def test_no_module_is_longer_than_900_lines() -> None:
@@ -136,5 +139,5 @@ def test_names_that_are_imported_when_used_are_no_modules() -> None:
                 modules = {each.stem for each in path.parent.glob("*.py")}
                 modules |= {each.parent.name for each in path.parent.glob("*/__init__.py")}
                 clashes += [f"{path.relative_to(ROOT)}: {name}" for name in names & modules]
-    assert packages >= 4
+    assert packages >= 3
     assert clashes == []

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, has_feature
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,9 @@ def test_files_that_a_first_change_starts_from_exist() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = page.split("## Your first change")[1].split("##")[0]
     files = re.findall(r"`((?:dlio|readers|tests)/[\w/.]+)`", section)
-    assert [name for name in files if not (ROOT / name).exists()] == []
+    gone = [name for name in files if not (ROOT / name).exists()]
+    # In a copy without features, the one of the example is missing.
+    assert [name for name in gone if has_feature("ema") or name != "dlio/features/ema/"] == []
 
 
 def test_tables_of_modules_name_modules_that_exist(review: ModuleType) -> None:

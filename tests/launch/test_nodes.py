@@ -17,6 +17,7 @@ import pytest
 
 from dlio.util.shared_folders import SHARED_MEMORY, user_folder
 from dlio_bench.chaos.pretended_nodes import PretendedNodes, may_pretend
+from tests.conftest import ROOT, SOURCES
 from tests.drawn import draw_once
 
 pytestmark = [
@@ -26,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(not may_pretend(), reason="this user may not have UTS namespaces"),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 5
 SAMPLES = 48
 TIMEOUT_S = 100.0
@@ -115,7 +115,6 @@ def run(pictures: Path, tmp_path: Path, nodes: PretendedNodes) -> Run:
     With `asked`, the nodes to begin with, training waits until the damage is done.
     """
     shutil.copy(Path(__file__).with_name("stamping.py"), tmp_path)
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
 
     def train(names: str, ranks: int, hurts: dict[int, Hurt], *more: str, asked: str = "") -> _Ran:
         options = ["--epochs", str(EPOCHS), "--batch-size", str(SAMPLES // 3 // ranks)]
@@ -132,7 +131,7 @@ def run(pictures: Path, tmp_path: Path, nodes: PretendedNodes) -> Run:
             env={
                 **nodes.environment,
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
+                "PYTHONPATH": SOURCES,
                 "DLIO_CACHE": str(tmp_path / "cache"),
                 "DLIO_TIMEOUT": "180",
             },

@@ -327,7 +327,7 @@ def test_paths_in_records(option: str, value: Any, made: object) -> None:
         ("lr", "x"),
         ("tiers", 5),
         ("report", 5),
-        ("skip_samples", "yes"),
+        pytest.param("skip_samples", "yes", marks=pytest.mark.needs("skipping")),
         ("shuffle", "btach"),
         ("exchange", "gosip"),
     ],

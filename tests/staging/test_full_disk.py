@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dlio_staging.pack_writers import WRITERS
+from tests.conftest import SOURCES
 
 pytestmark = pytest.mark.cold
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -54,7 +54,6 @@ def test_a_full_disk_is_one_line(
     if left < 1 << 20:
         (small_disk / "other").write_bytes(bytes((1 << 20) - left))
     before = sorted(small_disk.iterdir())
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging"))]
     done = subprocess.run(
         [
             *[sys.executable, "-m", "dlio.cli", "pack", str(source)],
@@ -62,7 +61,7 @@ def test_a_full_disk_is_one_line(
         ],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": SOURCES,
             "DLIO_CACHE": str(tmp_path / "cache"),
         },
         capture_output=True,

@@ -21,7 +21,7 @@ from dlio.comm.single import SingleCommunicator
 from dlio.errors import SourceError, UsageError
 from dlio.train.checkpoint.checkpoint_store import Checkpoints, open_checkpoint
 from dlio.train.checkpoint.tensor_reader import contents
-from tests.conftest import in_time, is_running
+from tests.conftest import SOURCES, in_time, is_running
 
 Args = tuple[str, ...]
 _START_TIMEOUT_S = 120
@@ -139,8 +139,7 @@ def _killed_at_random(
 ) -> tuple[int, list[Path]]:
     """Run to the end with kills in between; return (kills that hit the run, logs of the ranks)."""
     draws = random.Random(kills)
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(here)}
+    environment = {**os.environ, "PYTHONPATH": SOURCES, "DLIO_CACHE": str(here)}
     # The test's folder is removed, and with it the files that a killed Open MPI leaves.
     environment["PRTE_MCA_prte_tmpdir_base"] = str(here)
     environment["OMPI_MCA_btl_sm_backing_directory"] = str(here)

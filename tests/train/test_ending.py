@@ -18,7 +18,7 @@ from dlio.errors import UsageError
 from dlio.train.config import train_config
 from dlio.train.run_requests import AsynchronousRequests, RunRequest, SynchronousRequests
 from dlio.util.signals import RESUME_CODE
-from tests.conftest import MpiRun, in_time
+from tests.conftest import SOURCES, MpiRun, in_time
 
 _TIMEOUT_S = 120
 Dlio = Callable[..., subprocess.CompletedProcess[str]]
@@ -27,8 +27,7 @@ SHAPE = ("--image-size", "32", "--tiers", "ram:64MiB", "--workers", "1", "--mode
 
 
 def _environment(here: Path) -> dict[str, str]:
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(here)}
+    own = {"PYTHONPATH": SOURCES, "DLIO_CACHE": str(here)}
     return {**os.environ, **own}
 
 

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 
 from dlio.train.train_options import MODEL_NAMES
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import SOURCES
 
 
 @pytest.mark.nightly
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", [name for name in MODEL_NAMES if name != "unet"])
 def test_a_few_hundred_steps_lower_the_loss(name: str, pictures: Path, tmp_path: Path) -> None:
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     side, epochs = ("32", 64) if name == "lenet" else ("64", 16)
     done = subprocess.run(
         [
@@ -26,7 +24,7 @@ def test_a_few_hundred_steps_lower_the_loss(name: str, pictures: Path, tmp_path:
             *("--optimizer", "adamw", "--lr", "0.0005", "--report", "r.json"),
         ],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": SOURCES, "DLIO_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=1800,
@@ -39,13 +37,12 @@ def test_a_few_hundred_steps_lower_the_loss(name: str, pictures: Path, tmp_path:
 
 
 def test_a_network_of_another_task_is_refused(pictures: Path, tmp_path: Path) -> None:
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "dlio.cli", "train", str(pictures / "train")),
             *("--task", "classify", "--model", "unet", "--image-size", "32"),
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DLIO_CACHE": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": SOURCES, "DLIO_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=400,

@@ -120,6 +120,7 @@ def test_sentences_name_skipped_samples_and_repairs() -> None:
     assert "2 damaged copies" in said
 
 
+@pytest.mark.needs("skipping")
 def test_sentences_report_the_share_of_samples_skipped_as_learnt() -> None:
     ranks = [_rank(skip_share=0.4), _rank(skip_share=0.4)]
     skipping = EpochReport.of_ranks(1, ranks, 0.5, 0.0, 0.1)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.conftest import SOURCES
+
 SAMPLES, EPOCHS = 101, 2
 
 
@@ -47,7 +48,6 @@ Run = Callable[..., Ran]
 def run(pictures: Path, tmp_path: Path) -> Run:
     """Train on several ranks of which some end, as `ending.py` has it."""
     shutil.copy(Path(__file__).with_name("ending.py"), tmp_path)
-    paths = [str(ROOT), *(str(ROOT / room) for room in ("readers", "staging", "bench"))]
 
     def train(
         ranks: int,
@@ -66,7 +66,7 @@ def run(pictures: Path, tmp_path: Path) -> Run:
             cwd=tmp_path,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
+                "PYTHONPATH": SOURCES,
                 "DLIO_CACHE": str(tmp_path / "cache"),
                 "DLIO_TIMEOUT": "180",
                 "ENDS": json.dumps(ends),
