@@ -158,9 +158,14 @@ class ChaosJob:
     def steps_since(self, began: float, ranks: int) -> int:
         """Return the fewest steps of a rank that trains and was not hurt, if all ranks have begun
         again since a monotonic time; else 0."""
-        newest = self._newest()
-        if sum(each.begun > began for each in newest.values()) < ranks:
+        if sum(each.begun > began for each in self._newest().values()) < ranks:
             return 0
+        return self.fewest_steps
+
+    @property
+    def fewest_steps(self) -> int:
+        """The fewest steps of a rank that trains and was not hurt."""
+        newest = self._newest()
         return min((len(newest[rank].steps) for rank in self.left()), default=0)
 
     def hurt_by(self, fault: ScheduledFault) -> InjectedFault | None:

@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from dlio.comm.survival.suspicion import FIRST_STEPS
 from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.ledger_file import read_lines
 from dlio_bench.bench_processes import command_line
@@ -194,7 +195,9 @@ def _run(
             spare = len(job.left()) > takes and (mode != "restart" or not made)
             # torchft's groups begin again, as further ones.
             ranks = job.stamps.ranks
-            begun = len(ranks) >= all_ranks and any(each.steps for each in ranks)
+            # Nobody is suspected in the first steps: a hang there ends the run at its deadline.
+            hangs = bool(clock.faults) and clock.faults[0].kind == "hang"
+            begun = len(ranks) >= all_ranks and job.fewest_steps > (FIRST_STEPS if hangs else 0)
             if refill is not None and begun:
                 refill.look(job, bool(clock.faults) and not spare)
                 begun = not refill.is_under_way

@@ -16,7 +16,7 @@ from dlio.comm.board import WINDOW, RankPhase, RankRow
 HANG_AFTER_S: Final = 30.0
 _STEPS_TO_HANG: Final = 20
 """Median steps without progress after which a rank hangs."""
-_FIRST_STEPS: Final = 5
+FIRST_STEPS: Final = 5
 """Steps in which nobody is suspected: models are compiled, and caches filled."""
 _HELD_S: Final = 5.0
 """Further seconds that a rank may be silent: there are calls that hold Python's lock for long."""
@@ -63,7 +63,7 @@ def hung_ranks(
         return []
     (member,) = working
     row = rows[member]
-    if row.phase is not RankPhase.COMPUTING or row.step <= _FIRST_STEPS:
+    if row.phase is not RankPhase.COMPUTING or row.step <= FIRST_STEPS:
         return []
     limit_s = hang_after_s
     if limit_s is None:
