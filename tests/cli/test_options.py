@@ -21,6 +21,7 @@ from dlio.launch import mpi_launch
 from dlio.train.config import train_config
 from dlio.util.options import OptionField, as_mapping, from_mapping, options_of
 from dlio.util.settings import SETTINGS
+from tests.conftest import has_feature
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {command.name: command for command in all_commands()}
@@ -219,7 +220,8 @@ def test_arguments_after_the_script_are_passed_to_it(monkeypatch: pytest.MonkeyP
         run, "on_ranks", lambda *given, **_: seen.append({"ranks": given[0], "script": given[2]})
     )
     monkeypatch.setenv("DLIO_FOLLOW_LINKS", "0")  # The command sets it.
-    argv = ["run", "-n", "3", "--exchange=gossip", "--follow-links", "--seed", "4", "train.py"]
+    argv = ["run", "-n", "3", "--exchange=gossip", "--follow-links"]
+    argv += [*(["--balance"] if has_feature("balance") else []), "--seed", "4", "train.py"]
     for more in (["--epochs", "3", "-n", "7", "--help"], ["--", "-x"], []):
         with pytest.raises(SystemExit) as ended:
             main([*argv, *more])
@@ -231,6 +233,7 @@ def test_arguments_after_the_script_are_passed_to_it(monkeypatch: pytest.MonkeyP
 @pytest.mark.cold
 def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: Path) -> None:
     """The launcher checks options, model, data and tiers; a stub takes the record."""
+    more = ["--skip-samples"] if has_feature("skipping") else []
     text = (
         "import json, os, subprocess, sys\n"
         "from dlio.cli import main\nfrom dlio.launch import mpi_launch\n"
@@ -240,7 +243,7 @@ def test_the_launcher_of_ranks_does_not_import_torch(pictures: Path, tmp_path: P
         "    print(json.dumps([ranks, task['records'][0][1]['epochs'], loaded]))\n"
         "    return subprocess.CompletedProcess(argv, 0)\n"
         "mpi_launch.launch = start\n"
-        f"main(['train', {str(pictures)!r}, '-n', '4', '--epochs', '9',"
+        f"main(['train', {str(pictures)!r}, '-n', '4', '--epochs', '9', *{more},"
         " '--exchange', 'gossip+int8', '--model', 'resnet(width=8)'])"
     )
     done = subprocess.run(

@@ -14,7 +14,7 @@ def test_without_pytest_the_remedy_is_named() -> None:
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 1
-    (remedy,) = done.stderr.splitlines()[-1:]
+    remedy = done.stderr.splitlines()[-1]
     assert "pip install '" in remedy
     assert all(f"'{name}>=" in remedy for name in ("hypothesis", "pytest"))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SOURCES
 from tests.drawn import small_pictures
 
 
@@ -27,8 +28,6 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def dlio(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `dlio ARGS...` in a process of its own, in an empty folder."""
-    root = Path(__file__).resolve().parents[2]
-    paths = [str(root), *(str(root / room) for room in ("readers", "staging", "bench"))]
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -36,7 +35,7 @@ def dlio(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             cwd=tmp_path,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
+                "PYTHONPATH": SOURCES,
                 "DLIO_CACHE": str(tmp_path / "cache"),
                 "DLIO_TIMEOUT": "180",
             },

@@ -195,12 +195,13 @@ def _run(
             spare = len(job.left()) > takes and (mode != "restart" or not made)
             # torchft's groups begin again, as further ones.
             ranks = job.stamps.ranks
-            # Nobody is suspected in the first steps: a hang there ends the run at its deadline.
-            hangs = bool(clock.faults) and clock.faults[0].kind == "hang"
-            begun = len(ranks) >= all_ranks and job.fewest_steps > (FIRST_STEPS if hangs else 0)
+            begun = len(ranks) >= all_ranks and any(each.steps for each in ranks)
             if refill is not None and begun:
                 refill.look(job, bool(clock.faults) and not spare)
                 begun = not refill.is_under_way
+            # Nobody is suspected in the first steps: a hang there ends the run at its deadline.
+            if clock.faults and clock.faults[0].kind == "hang":
+                spare = spare and job.fewest_steps > FIRST_STEPS
             fault = clock.due(begun and spare)
             if fault is not None and (hurt := job.hurt_by(fault)) is not None:
                 made.append(hurt)

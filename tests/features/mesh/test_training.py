@@ -126,7 +126,8 @@ def test_numbers_of_arrays_are_predicted(dlio: Dlio, tmp_path: Path) -> None:
     data = ("train.h5::volume,size", "--val", "train.h5::volume,size", "--model")
     refused = dlio("train", *data, "convnet(4)", "--epochs", "1")
     assert "only option=value" in refused.stderr
-    options = ("--epochs", "8", "--batch-size", "4")
+    together = ("--batch-norm", "sync") if has_feature("batch_norm") else ()
+    options = ("--epochs", "8", "--batch-size", "4", *together)
     done = dlio("train", *data, "convnet(width=4)", *options, "--report", "r.json")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
