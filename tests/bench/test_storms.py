@@ -143,6 +143,17 @@ def test_two_hundred_faults_lose_nothing(
 @pytest.mark.nightly
 @pytest.mark.mpi
 @pytest.mark.cold
+def test_a_rank_hangs_when_the_one_before_was_felt(source: str, tmp_path: Path) -> None:
+    # Two that hang at once end a job by design: both compute, and nobody knows who waits for whom.
+    argv = ("-n", "4", "--kills", "3", "--every", "0.05", "--epochs", "8", "--faults", "hang")
+    figures = _bench(tmp_path, source, *argv)["storm"]["shrink"]
+    _check_whole(figures, 3)
+    assert (figures["jobs"], figures["next_step_s"]["count"]) == (1, 3)
+
+
+@pytest.mark.nightly
+@pytest.mark.mpi
+@pytest.mark.cold
 @pytest.mark.parametrize(
     "exchange",
     [

@@ -15,7 +15,7 @@ from dlio.exchange.exchange_spec import parse_exchange
 from dlio.train.ledger_file import read_lines
 from dlio_bench.bench_processes import command_line
 from dlio_bench.chaos.accounts import uneven_epochs
-from dlio_bench.chaos.chaos_figures import JobRecord, RunRecord, figures_of, rows_of
+from dlio_bench.chaos.chaos_figures import JobRecord, RunRecord, figures_of, next_step, rows_of
 from dlio_bench.chaos.chaos_job import ChaosCase, ChaosJob
 from dlio_bench.chaos.chaos_options import ChaosOptions
 from dlio_bench.chaos.leftovers import left_in_shared_memory, shared_memory
@@ -199,9 +199,12 @@ def _run(
             if refill is not None and begun:
                 refill.look(job, bool(clock.faults) and not spare)
                 begun = not refill.is_under_way
-            # Nobody is suspected in the first steps: a hang there ends the run at its deadline.
+            # Nobody is suspected in the first steps, nor while two ranks compute, as two that hang
+            # do: the run would end at its deadline.
             if clock.faults and clock.faults[0].kind == "hang":
                 spare = spare and job.fewest_steps > FIRST_STEPS
+            if made and made[-1].fault.kind == "hang":
+                spare = spare and next_step(ranks, made[-1]) is not None
             fault = clock.due(begun and spare)
             if fault is not None and (hurt := job.hurt_by(fault)) is not None:
                 made.append(hurt)
