@@ -201,10 +201,11 @@ def _run(
                 begun = not refill.is_under_way
             # Nobody is suspected in the first steps, nor while two ranks compute, as two that hang
             # do: the run would end at its deadline.
-            if clock.faults and clock.faults[0].kind == "hang":
-                spare = spare and job.fewest_steps > FIRST_STEPS
-            if made and made[-1].fault.kind == "hang":
-                spare = spare and next_step(ranks, made[-1]) is not None
+            if mode == "shrink":
+                if clock.faults and clock.faults[0].kind == "hang":
+                    spare = spare and job.fewest_steps > FIRST_STEPS
+                if made and made[-1].fault.kind == "hang":
+                    spare = spare and next_step(ranks, made[-1]) is not None
             fault = clock.due(begun and spare)
             if fault is not None and (hurt := job.hurt_by(fault)) is not None:
                 made.append(hurt)
