@@ -27,7 +27,7 @@ from dlio.data.schema import Buffer
 from dlio.image.crop import Box
 from dlio.util.settings import settings
 
-LIBRARY: Final = os.path.join(os.path.dirname(__file__), "_jpeg.so")
+LIBRARY: Final = os.path.join(os.path.dirname(__file__), "_native.so")
 _ROOM: Final = 128
 """Bytes behind the pixels that the library may write: `ROOM` of jpeg.h."""
 _LEAST: Final = 1 << 20

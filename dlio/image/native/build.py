@@ -13,9 +13,9 @@ import sysconfig
 import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-NAME = "_jpeg.so"
+NAME = "_native.so"
 _TIMEOUT_S = 300
-_FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+_FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
 _WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter"]
 _AVX2 = ["-mavx2", "-mbmi", "-mbmi2"]
 """Instructions of scan.c and resize.c, which are used where the processor has them."""
@@ -45,7 +45,7 @@ def build(folder: str = HERE, flags: tuple[str, ...] = ()) -> str:
         raise BuildError("no C compiler was found (install gcc or clang, or set CC)")
     machine = [*shlex.split(os.environ.get("ARCHFLAGS", ""))]  # set on macOS by cibuildwheel
     is_x86 = platform.machine().lower() in ("x86_64", "amd64") and "arm64" not in machine
-    units: dict[str, list[str]] = {"header": [], "crop": []}
+    units: dict[str, list[str]] = {"header": [], "crop": [], "make": [], "pool": []}
     shared = [*_FLAGS, *_WARNINGS, *machine, *flags]
     if is_x86 and sysconfig.get_config_var("SIZEOF_VOID_P") == 8:
         units |= {"scan": _AVX2, "resize": _AVX2}
@@ -58,7 +58,7 @@ def build(folder: str = HERE, flags: tuple[str, ...] = ()) -> str:
             _run([*command, *shared, *more, "-c", source, "-o", objects[-1]])
         # Linkers remove an old file first: a process may have it mapped.
         path = os.path.join(folder, NAME)
-        _run([*command, *shared, "-shared", *objects, "-lm", "-o", path])
+        _run([*command, *shared, "-shared", *objects, "-lm", "-pthread", "-o", path])
     return path
 
 

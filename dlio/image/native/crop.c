@@ -49,6 +49,12 @@ static size_t memory_of(const Header *header, size_t size) {
            aligned(intervals_of(header) * sizeof(Interval)) + 64;
 }
 
+/* Bytes of memory that a part of an image takes; 0 if it is left to the other decoder. */
+size_t dlio_jpeg_memory(const Header *header, size_t size) {
+    if (!has_avx2() || intervals_of(header) > size / 2 + 1) return 0; /* Each has a marker. */
+    return memory_of(header, size);
+}
+
 /* Read an image's header.
  *
  * `shape` gets height, width and the width of an MCU in pixels, and the bytes of memory that
@@ -178,45 +184,51 @@ static int prepare(const uint8_t *data, const Header *header, Scan *scan, Kept *
  * BAD_CALL if the box or the memory does not fit. */
 EXPORT int dlio_jpeg_crop(const uint8_t *data, size_t size, const int64_t box[4], uint8_t *memory,
                           size_t memory_size, uint8_t *out, size_t out_size) {
-    if (!has_avx2()) return NOT_MINE;
     Header header;
-    Scan scan = {.header = &header, .out = out};
     int refused = dlio_header(data, size, &header);
     if (refused) return refused;
+    return dlio_jpeg_part(data, size, &header, box, memory, memory_size, out, out_size);
+}
+
+/* As dlio_jpeg_crop, of an image whose header is read. */
+int dlio_jpeg_part(const uint8_t *data, size_t size, const Header *header, const int64_t box[4],
+                   uint8_t *memory, size_t memory_size, uint8_t *out, size_t out_size) {
+    if (!has_avx2()) return NOT_MINE;
+    Scan scan = {.header = header, .out = out};
     int64_t top = box[0], left = box[1], bottom = top + box[2], right = left + box[3];
     if (top < 0 || left < 0 || bottom <= top || right <= left) return BAD_CALL;
-    if (bottom > header.height || right > header.width) return BAD_CALL;
-    scan.top = (int32_t)top / header.mcu_height;
-    scan.bottom = ((int32_t)bottom - 1) / header.mcu_height + 1;
-    scan.left = (int32_t)left / header.mcu_width;
-    scan.right = ((int32_t)right - 1) / header.mcu_width + 1;
+    if (bottom > header->height || right > header->width) return BAD_CALL;
+    scan.top = (int32_t)top / header->mcu_height;
+    scan.bottom = ((int32_t)bottom - 1) / header->mcu_height + 1;
+    scan.left = (int32_t)left / header->mcu_width;
+    scan.right = ((int32_t)right - 1) / header->mcu_width + 1;
     scan.first_row = (int32_t)top, scan.last_row = (int32_t)bottom;
-    scan.out_pitch = (size_t)(scan.right - scan.left) * (size_t)header.mcu_width * 3;
+    scan.out_pitch = (size_t)(scan.right - scan.left) * (size_t)header->mcu_width * 3;
     size_t shift = (size_t)(-(intptr_t)memory & 63);
-    if (intervals_of(&header) > size / 2 + 1 || memory_size < memory_of(&header, size) ||
+    if (intervals_of(header) > size / 2 + 1 || memory_size < memory_of(header, size) ||
         out_size < scan.out_pitch * (size_t)(bottom - top) + ROOM)
         return BAD_CALL;
     memory += shift;
     Kept *kept = (Kept *)(void *)memory;
     uint8_t *coded = memory + aligned(sizeof(Kept));
     uint8_t *planes = coded + aligned(size + PAD);
-    size_t pitch = pitch_of(&header);
+    size_t pitch = pitch_of(header);
     for (int c = 0; c < 3; c++) {
         scan.pitch[c] = pitch;
         scan.planes[c] = planes + (size_t)c * 16 * pitch;
     }
     Interval *intervals = (Interval *)(void *)(planes + pitch * 16 * 3 + 64);
-    refused = prepare(data, &header, &scan, kept);
+    int refused = prepare(data, header, &scan, kept);
     if (refused) return refused;
-    int is_cut = header.interval && header.mcus_a_row % header.interval == 0;
-    if (!(is_cut && header.starts &&
-          by_lengths(data, size, &header, &scan, intervals, coded))) {
+    int is_cut = header->interval && header->mcus_a_row % header->interval == 0;
+    if (!(is_cut && header->starts &&
+          by_lengths(data, size, header, &scan, intervals, coded))) {
         scan.count = 0;
-        refused = by_markers(data, size, &header, &scan, intervals, coded);
+        refused = by_markers(data, size, header, &scan, intervals, coded);
         if (refused) return refused;
     }
-    scan.is_exact = header.interval || scan.bottom == header.mcu_rows;
-    if (!header.interval) intervals->to = (uint32_t)header.mcus_a_row * (uint32_t)scan.bottom;
+    scan.is_exact = header->interval || scan.bottom == header->mcu_rows;
+    if (!header->interval) intervals->to = (uint32_t)header->mcus_a_row * (uint32_t)scan.bottom;
     scan.intervals = intervals, scan.data = coded;
     return dlio_scan(&scan);
 }

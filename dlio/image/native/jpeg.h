@@ -117,6 +117,10 @@ const uint8_t *dlio_unstuff(const uint8_t *data, const uint8_t *end, uint8_t **o
 /* Order of coefficients; places behind the last lead to a place that is not read. */
 extern const uint8_t dlio_zigzag[320];
 
+size_t dlio_jpeg_memory(const Header *header, size_t size);
+int dlio_jpeg_part(const uint8_t *data, size_t size, const Header *header, const int64_t box[4],
+                   uint8_t *memory, size_t memory_size, uint8_t *out, size_t out_size);
+
 int dlio_header(const uint8_t *data, size_t size, Header *header);
 const Table *dlio_table(Table *tables, const uint8_t *counts, int is_ac, uint32_t now);
 

@@ -1,0 +1,338 @@
+/* One sample of a batch: read, checked, expanded, and put into the batch. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "jpeg.h"
+#include "pool.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum {
+    FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW,
+    MOST = 0x7fffffff, /* bytes of a payload: MAX_SAMPLE_BYTES of dlio/storage/block.py */
+    PART = 1 << 19,    /* bytes that are read and checked while the cache has them */
+    LARGE = 4096       /* bytes of a field that is read into the batch itself */
+};
+
+/* Functions of the libraries xxhash and lz4, which their Python packages bring. */
+static struct {
+    uint64_t (*digest)(const void *, size_t);
+    void *(*create)(void);
+    int (*release)(void *), (*reset)(void *);
+    int (*update)(void *, const void *, size_t);
+    uint64_t (*end)(const void *);
+    int (*expand)(const char *, char *, int, int);
+} libraries;
+
+/* Take addresses of XXH3_64bits, XXH3_createState, XXH3_freeState, XXH3_64bits_reset, _update and
+ * _digest, and of LZ4_decompress_safe. Called once, before any pool. */
+EXPORT void dlio_pool_use(const int64_t addresses[7]) {
+    memcpy(&libraries, addresses, sizeof libraries);
+}
+
+INLINE int reserve(uint8_t **memory, size_t *size, size_t wanted) {
+    if (*size >= wanted) return 1;
+    size_t more = wanted + wanted / 4 + 4096;
+    free(*memory);
+    /* Zeros, as the decoder's memory has to begin. */
+    *memory = calloc(1, more);
+    *size = *memory ? more : 0;
+    return *memory != NULL;
+}
+
+void dlio_thread_rest(Thread *thread) {
+    if (thread->file >= 0) close(thread->file);
+    thread->file = -1, thread->folder = thread->block = -1;
+}
+
+void dlio_thread_end(Thread *thread) {
+    dlio_thread_rest(thread);
+    free(thread->packed), free(thread->raw), free(thread->memory);
+    free(thread->pixels), free(thread->sums);
+}
+
+/* Return the descriptor of a sample's file; -1 without. */
+static int file_of(const Sample *sample, Thread *thread) {
+    if (sample->block < 0) return (int)sample->descriptor;
+    if (thread->file >= 0 && thread->folder == sample->descriptor && thread->block == sample->block)
+        return thread->file;
+    dlio_thread_rest(thread);
+    char name[32];
+    snprintf(name, sizeof name, "%08lld.blk", (long long)sample->block);
+    int file;
+    do file = openat((int)sample->descriptor, name, FLAGS);
+    while (file < 0 && errno == EINTR);
+    if (file < 0) return -1;
+    struct stat status;
+    if (sample->regular && (fstat(file, &status) || !S_ISREG(status.st_mode))) {
+        close(file);
+        return -1;
+    }
+    thread->file = file, thread->folder = sample->descriptor, thread->block = sample->block;
+    return file;
+}
+
+static int read_all(int file, uint8_t *into, size_t size, int64_t offset) {
+    while (size) {
+        ssize_t count = pread(file, into, size, offset);
+        if (count < 0 && errno == EINTR) continue;
+        if (count <= 0) return 0;
+        into += count, size -= (size_t)count, offset += count;
+    }
+    return 1;
+}
+
+/* Read and check a payload, into `into` unless it is in memory; `at` gets where it lies. */
+static int fetch(const Sample *sample, Thread *thread, uint8_t *into, const uint8_t **at) {
+    size_t stored = (size_t)sample->stored, raw = (size_t)sample->raw;
+    const uint8_t *data = (const uint8_t *)(uintptr_t)sample->offset;
+    if (sample->descriptor >= 0) {
+        int file = file_of(sample, thread);
+        if (file < 0) return UNREADABLE;
+        uint8_t *target = into;
+        if (stored != raw) {
+            if (!reserve(&thread->packed, &thread->packed_size, stored)) return UNREADABLE;
+            target = thread->packed;
+        }
+        if (!read_all(file, target, stored, sample->offset)) return UNREADABLE;
+        data = target;
+    }
+    if (stored != raw) {
+        int count = libraries.expand((const char *)data, (char *)into, (int)stored, (int)raw);
+        if (count != (int)raw) return DAMAGED;
+        data = into;
+    }
+    if (sample->checked && libraries.digest(data, raw) != sample->digest) return DAMAGED;
+    *at = data;
+    return MADE;
+}
+
+INLINE double from_half(uint16_t bits) {
+    int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    double value = exponent == 0    ? ldexp(fraction, -24)
+                   : exponent == 31 ? (fraction ? NAN : INFINITY)
+                                    : ldexp(fraction + 1024, exponent - 25);
+    return bits >> 15 ? -value : value;
+}
+
+#define CAST(type, wide)                                                                           \
+    {                                                                                              \
+        type value;                                                                                \
+        memcpy(&value, from, sizeof value);                                                        \
+        wide made = (wide)value;                                                                   \
+        memcpy(to, &made, sizeof made);                                                            \
+        return 1;                                                                                  \
+    }
+
+/* Copy a field, or make int64 or double of a number, as Python's are in tensors. Returns 0 for a
+ * number that does not fit. The numbers of casts are those of batch_pool.py. */
+static int cast_into(int64_t cast, const uint8_t *from, int64_t bytes, uint8_t *to) {
+    switch (cast) {
+    case 0: memcpy(to, from, (size_t)bytes); return 1;
+    case 1: CAST(int8_t, int64_t)
+    case 2: CAST(int16_t, int64_t)
+    case 3: CAST(int32_t, int64_t)
+    case 4: CAST(uint8_t, int64_t)
+    case 5: CAST(uint16_t, int64_t)
+    case 6: CAST(uint32_t, int64_t)
+    case 7:
+        if (from[7] & 0x80) return 0;
+        memcpy(to, from, 8);
+        return 1;
+    case 8: CAST(float, double)
+    case 9: {
+        uint16_t half;
+        memcpy(&half, from, 2);
+        double made = from_half(half);
+        memcpy(to, &made, 8);
+        return 1;
+    }
+    case 10: *to = *from != 0; return 1;
+    }
+    return 0;
+}
+
+INLINE uint8_t *slot_of(const Job *job, int64_t column, int64_t slot) {
+    return job->columns[column] + slot * job->recipe->column[column].stride;
+}
+
+static int scatter(const Job *job, const Sample *sample, const uint8_t *payload, int64_t least) {
+    const Recipe *recipe = job->recipe;
+    for (int64_t c = 0; c < recipe->count; c++) {
+        const Column *column = recipe->column + c;
+        if (column->bytes < least || column->cast)
+            if (!cast_into(column->cast, payload + column->at, column->bytes,
+                           slot_of(job, c, sample->slot)))
+                return UNKNOWN;
+    }
+    return MADE;
+}
+
+/* Read large fields into the batch itself, part by part, and what is between them into `raw`. */
+static int stream(const Job *job, const Sample *sample, Thread *thread) {
+    const Recipe *recipe = job->recipe;
+    int file = file_of(sample, thread);
+    void *hash = NULL;
+    if (file < 0 || (sample->checked && !(hash = libraries.create()))) return UNREADABLE;
+    if (hash) libraries.reset(hash);
+    int64_t at = 0, c = 0;
+    int state = MADE;
+    while (state == MADE && at < sample->raw) {
+        while (c < recipe->count &&
+               (recipe->column[c].cast || recipe->column[c].bytes < LARGE || recipe->column[c].at < at))
+            c++;
+        int64_t end = sample->raw;
+        uint8_t *into = thread->raw + at;
+        if (c < recipe->count) {
+            const Column *column = recipe->column + c;
+            if (column->at == at) {
+                into = slot_of(job, c, sample->slot);
+                end = at + column->bytes;
+            } else
+                end = column->at;
+        }
+        while (at < end) {
+            size_t part = (size_t)(end - at < PART ? end - at : PART);
+            if (!read_all(file, into, part, sample->offset + at)) {
+                state = UNREADABLE;
+                break;
+            }
+            if (hash) libraries.update(hash, into, part);
+            into += part, at += (int64_t)part;
+        }
+    }
+    if (hash) {
+        if (state == MADE && libraries.end(hash) != sample->digest) state = DAMAGED;
+        libraries.release(hash);
+    }
+    return state == MADE ? scatter(job, sample, thread->raw, LARGE) : state;
+}
+
+/* Crops, with the numbers of dlio/image/crop.py to the last bit: this file is compiled without
+ * fused operations, and exp() is the one that Python calls. */
+
+enum { TRIES = 10, TOP = 2 * TRIES, LEFT, FLIP, UPEND };
+
+typedef struct { int64_t part[4], flip, upend; } Box; /* top, left, height, width */
+
+static void middle(const CropRule *rule, int64_t height, int64_t width, Box *box) {
+    int64_t shorter = height < width ? height : width;
+    int64_t side = rule->rows < rule->columns ? rule->rows : rule->columns;
+    double scale = rule->resize ? (double)shorter / (double)rule->resize
+                                : (double)(shorter * 7) / (double)(8 * side);
+    double h = rint((double)rule->rows * scale), w = rint((double)rule->columns * scale);
+    box->part[2] = h < 1 ? 1 : h > (double)height ? height : (int64_t)h;
+    box->part[3] = w < 1 ? 1 : w > (double)width ? width : (int64_t)w;
+}
+
+static void longest(const CropRule *rule, int64_t height, int64_t width, Box *box) {
+    double shape = (double)width / (double)height;
+    box->part[2] = height, box->part[3] = width;
+    if (shape < rule->ratio[0]) {
+        double h = rint((double)width / rule->ratio[0]);
+        if (h < (double)height) box->part[2] = (int64_t)h;
+    } else if (shape > rule->ratio[1]) {
+        double w = rint((double)height * rule->ratio[1]);
+        if (w < (double)width) box->part[3] = (int64_t)w;
+    }
+}
+
+static void draw(const CropRule *rule, const double *u, int64_t height, int64_t width, Box *box) {
+    box->flip = box->upend = 0;
+    if (rule->train) {
+        box->flip = u[FLIP] < rule->flip, box->upend = u[UPEND] < rule->upend;
+        double area = (double)(height * width);
+        for (int k = 0; k < TRIES; k++) {
+            double target = area * (rule->scale[0] + (rule->scale[1] - rule->scale[0]) * u[2 * k]);
+            double ratio = exp(rule->log_ratio[0] +
+                               (rule->log_ratio[1] - rule->log_ratio[0]) * u[2 * k + 1]);
+            double w = rint(sqrt(target * ratio)), h = rint(sqrt(target / ratio));
+            if (!(w > 0 && w <= (double)width && h > 0 && h <= (double)height)) continue;
+            box->part[2] = (int64_t)h, box->part[3] = (int64_t)w;
+            box->part[0] = (int64_t)(u[TOP] * (double)(height - box->part[2] + 1));
+            box->part[1] = (int64_t)(u[LEFT] * (double)(width - box->part[3] + 1));
+            return;
+        }
+        longest(rule, height, width, box);
+    } else
+        middle(rule, height, width, box);
+    box->part[0] = (height - box->part[2]) / 2, box->part[1] = (width - box->part[3]) / 2;
+}
+
+/* The parts of many images, for tests: `sizes` has height and width of each, `uniforms` UPEND + 1
+ * numbers, and `boxes` gets top, left, height, width, flip and upend. */
+EXPORT void dlio_boxes(const CropRule *rule, int64_t count, const int64_t *sizes,
+                       const double *uniforms, int64_t *boxes) {
+    for (int64_t k = 0; k < count; k++) {
+        Box box;
+        draw(rule, uniforms + k * (UPEND + 1), sizes[2 * k], sizes[2 * k + 1], &box);
+        memcpy(boxes + 6 * k, &box, sizeof box);
+    }
+}
+
+static int crop(const Job *job, const Sample *sample, const uint8_t *data, size_t size,
+                Thread *thread) {
+    const CropRule *rule = &job->recipe->rule;
+    Header header;
+    Box box;
+    if (dlio_header(data, size, &header)) return UNKNOWN;
+    if ((int64_t)header.height * header.width > rule->most_pixels) return UNKNOWN;
+    draw(rule, job->uniforms + job->draws * sample->slot, header.height, header.width, &box);
+    /* Those are decoded at a fraction of their size, which this decoder does not know. */
+    if (box.part[2] >= 2 * rule->rows && box.part[3] >= 2 * rule->columns) return UNKNOWN;
+    size_t memory = dlio_jpeg_memory(&header, size), mcu = (size_t)header.mcu_width;
+    size_t left = (size_t)box.part[1], right = (left + (size_t)box.part[3] - 1) / mcu * mcu + mcu;
+    size_t pitch = (right - left / mcu * mcu) * 3;
+    if (!memory || !reserve(&thread->memory, &thread->memory_size, memory) ||
+        !reserve(&thread->pixels, &thread->pixels_size, pitch * (size_t)box.part[2] + ROOM) ||
+        !reserve(&thread->sums, &thread->sums_size, (size_t)rule->columns * 40 + 64))
+        return UNKNOWN;
+    if (dlio_jpeg_part(data, size, &header, box.part, thread->memory, thread->memory_size,
+                       thread->pixels, thread->pixels_size))
+        return UNKNOWN;
+    Resize resize = {.height = (int32_t)box.part[2], .width = (int32_t)box.part[3],
+                     .rows = (int32_t)rule->rows,    .columns = (int32_t)rule->columns,
+                     .flip = box.flip != 0,          .upend = box.upend != 0};
+    dlio_resize_rgb(thread->pixels + left % mcu * 3, pitch, &resize, thread->sums,
+                    job->images + sample->slot * rule->rows * rule->columns * 3);
+    return MADE;
+}
+
+int dlio_make(const Job *job, const Sample *sample, Thread *thread) {
+    const Recipe *recipe = job->recipe;
+    if (recipe->sleep_ns) {
+        struct timespec time = {recipe->sleep_ns / 1000000000, recipe->sleep_ns % 1000000000};
+        while (nanosleep(&time, &time) && errno == EINTR) {}
+        return MADE;
+    }
+    if (sample->stored < 0 || sample->stored > sample->raw || sample->raw > MOST) return UNKNOWN;
+    /* Of other sizes Python says what is wrong with them. */
+    if (recipe->fixed ? sample->raw != recipe->least : sample->raw < recipe->least) return UNKNOWN;
+    const Column *only = recipe->count == 1 && recipe->fixed ? recipe->column : NULL;
+    uint8_t *into = NULL;
+    if (only && !only->cast && only->bytes == sample->raw && sample->descriptor >= 0)
+        into = slot_of(job, 0, sample->slot);
+    int streams = recipe->direct && sample->stored == sample->raw && sample->descriptor >= 0;
+    if (!into || streams) {
+        if (!reserve(&thread->raw, &thread->raw_size, (size_t)sample->raw)) return UNREADABLE;
+        if (!into) into = thread->raw;
+    }
+    if (streams) return stream(job, sample, thread);
+    const uint8_t *payload = NULL;
+    int state = fetch(sample, thread, into, &payload);
+    if (state != MADE) return state;
+    if (into == thread->raw || payload != into) state = scatter(job, sample, payload, INT64_MAX);
+    if (state != MADE || !recipe->crops) return state;
+    int64_t began = dlio_now();
+    state = crop(job, sample, payload + recipe->least, (size_t)(sample->raw - recipe->least), thread);
+    thread->make_ns += dlio_now() - began;
+    return state;
+}

@@ -1,0 +1,238 @@
+/* Threads, and the queue of jobs that they take samples from. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "pool.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { MOST_THREADS = 1024, STACK = 1 << 20 };
+
+#ifdef __linux__
+#define CLOCK CLOCK_MONOTONIC
+#else /* macOS cannot wait by another clock. */
+#define CLOCK CLOCK_REALTIME
+#endif
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t work; /* there is a job, or the end */
+    pthread_cond_t done; /* a job is done, or no thread is at a job that was cancelled */
+    Job *first;          /* jobs with samples that no thread has taken, in order */
+    int64_t ended;       /* jobs that were done so far */
+    int64_t alive;       /* threads that have not ended */
+    int64_t nice;
+    int stopping;
+    int64_t threads;
+    pthread_t thread[MOST_THREADS];
+} Pool;
+
+static void deadline_in(int64_t ns, struct timespec *at) {
+    clock_gettime(CLOCK, at);
+    if (ns > 3600 * (int64_t)1000000000) ns = 3600 * (int64_t)1000000000;
+    ns += at->tv_nsec;
+    at->tv_sec += (time_t)(ns / 1000000000);
+    at->tv_nsec = (long)(ns % 1000000000);
+}
+
+int64_t dlio_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
+}
+
+static void unlink_job(Pool *pool, Job *job) {
+    for (Job **at = &pool->first; *at; at = &(*at)->after)
+        if (*at == job) {
+            *at = job->after;
+            return;
+        }
+}
+
+/* Take samples of the first job, and make them without the lock. */
+static void work_on(Pool *pool, Thread *thread) {
+    Job *job = pool->first;
+    int64_t from = job->next, to = from + job->chunk, refused = 0;
+    if (to >= job->count) {
+        to = job->count;
+        pool->first = job->after;
+    }
+    job->next = to;
+    pthread_mutex_unlock(&pool->lock);
+    thread->make_ns = 0;
+    int64_t began = dlio_now();
+    for (int64_t k = from; k < to; k++) {
+        job->samples[k].state = dlio_make(job, job->samples + k, thread);
+        refused += job->samples[k].state != MADE;
+    }
+    /* An open file would keep the memory of a block that is removed meanwhile. */
+    dlio_thread_rest(thread);
+    int64_t spent = dlio_now() - began;
+    pthread_mutex_lock(&pool->lock);
+    job->refused += refused;
+    job->read_ns += spent - thread->make_ns;
+    job->make_ns += thread->make_ns;
+    job->left -= to - from;
+    /* From here on a job without samples left may be gone. */
+    if (!job->left) {
+        pool->ended++;
+        pthread_cond_broadcast(&pool->done);
+    }
+}
+
+static void *run(void *argument) {
+    Pool *pool = argument;
+    Thread thread = {.file = -1, .folder = -1, .block = -1};
+#ifdef __linux__
+    /* Of this thread alone. It fails without harm. */
+    if (pool->nice) setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), (int)pool->nice);
+    pthread_setname_np(pthread_self(), "dlio-native");
+#endif
+    pthread_mutex_lock(&pool->lock);
+    for (;;) {
+        while (!pool->stopping && !pool->first) pthread_cond_wait(&pool->work, &pool->lock);
+        if (pool->stopping) break;
+        work_on(pool, &thread);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    dlio_thread_end(&thread);
+    pthread_mutex_lock(&pool->lock);
+    pool->alive--;
+    pthread_cond_broadcast(&pool->done);
+    pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}
+
+/* Start threads; `nice` is added to their niceness. NULL if not even one can be started. */
+EXPORT Pool *dlio_pool_open(int64_t threads, int64_t nice) {
+    Pool *pool = calloc(1, sizeof *pool);
+    if (!pool) return NULL;
+    pool->nice = nice;
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+#ifdef __linux__
+    pthread_condattr_setclock(&clock, CLOCK);
+#endif
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->work, &clock);
+    pthread_cond_init(&pool->done, &clock);
+    pthread_condattr_destroy(&clock);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK);
+    /* Signals are for Python's main thread. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    pthread_mutex_lock(&pool->lock);
+    while (pool->threads < threads &&
+           !pthread_create(pool->thread + pool->threads, &attributes, run, pool))
+        pool->threads++;
+    pool->alive = pool->threads;
+    pthread_mutex_unlock(&pool->lock);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    if (!pool->threads) {
+        free(pool);
+        return NULL;
+    }
+    return pool;
+}
+
+/* Number of the pool's threads. */
+EXPORT int64_t dlio_pool_threads(const Pool *pool) { return pool->threads; }
+
+/* Begin a job: behind all others of the same order. */
+EXPORT void dlio_pool_submit(Pool *pool, Job *job) {
+    for (int64_t k = 0; k < job->count; k++) job->samples[k].state = WAITING;
+    job->next = job->refused = job->read_ns = job->make_ns = 0;
+    job->left = job->count;
+    if (job->chunk < 1) job->chunk = 1;
+    pthread_mutex_lock(&pool->lock);
+    if (!job->count) {
+        pool->ended++;
+        pthread_cond_broadcast(&pool->done);
+    } else {
+        Job **at = &pool->first;
+        while (*at && (*at)->order <= job->order) at = &(*at)->after;
+        job->after = *at;
+        *at = job;
+        int64_t chunks = (job->count - 1) / job->chunk + 1;
+        if (chunks >= pool->threads)
+            pthread_cond_broadcast(&pool->work);
+        else
+            while (chunks--) pthread_cond_signal(&pool->work);
+    }
+    pthread_mutex_unlock(&pool->lock);
+}
+
+/* Wait until the job is done, or more jobs have ended than `*ended`, which is brought up to date.
+ * Returns 1 if the job is done, 0 otherwise. */
+EXPORT int64_t dlio_pool_wait(Pool *pool, const Job *job, int64_t ns, int64_t *ended) {
+    struct timespec at;
+    deadline_in(ns, &at);
+    pthread_mutex_lock(&pool->lock);
+    while (job->left && pool->ended == *ended)
+        if (pthread_cond_timedwait(&pool->done, &pool->lock, &at) == ETIMEDOUT) break;
+    *ended = pool->ended;
+    int64_t is_done = !job->left;
+    pthread_mutex_unlock(&pool->lock);
+    return is_done;
+}
+
+/* Samples of a job that are not done. */
+EXPORT int64_t dlio_pool_left(Pool *pool, const Job *job) {
+    pthread_mutex_lock(&pool->lock);
+    int64_t left = job->left;
+    pthread_mutex_unlock(&pool->lock);
+    return left;
+}
+
+/* Give up those samples of a job that no thread has taken, and wait for the others. Returns 1 when
+ * no thread is at the job any more, 0 if one still is after so many nanoseconds. */
+EXPORT int64_t dlio_pool_cancel(Pool *pool, Job *job, int64_t ns) {
+    struct timespec at;
+    deadline_in(ns, &at);
+    pthread_mutex_lock(&pool->lock);
+    if (job->left) {
+        unlink_job(pool, job);
+        job->left -= job->count - job->next;
+        job->refused += job->count - job->next;
+        job->next = job->count;
+    }
+    while (job->left)
+        if (pthread_cond_timedwait(&pool->done, &pool->lock, &at) == ETIMEDOUT) break;
+    int64_t is_done = !job->left;
+    pthread_mutex_unlock(&pool->lock);
+    return is_done;
+}
+
+/* End the threads. Returns 0 and frees the pool when they have ended; otherwise the number of those
+ * that have not after so many nanoseconds: the pool and its jobs then have to stay. */
+EXPORT int64_t dlio_pool_close(Pool *pool, int64_t ns) {
+    struct timespec at;
+    deadline_in(ns, &at);
+    pthread_mutex_lock(&pool->lock);
+    pool->stopping = 1;
+    pthread_cond_broadcast(&pool->work);
+    while (pool->alive)
+        if (pthread_cond_timedwait(&pool->done, &pool->lock, &at) == ETIMEDOUT) break;
+    int64_t alive = pool->alive;
+    pthread_mutex_unlock(&pool->lock);
+    if (alive) return alive;
+    for (int64_t k = 0; k < pool->threads; k++) pthread_join(pool->thread[k], NULL);
+    pthread_mutex_destroy(&pool->lock);
+    pthread_cond_destroy(&pool->work);
+    pthread_cond_destroy(&pool->done);
+    free(pool);
+    return 0;
+}

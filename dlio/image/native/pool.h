@@ -1,0 +1,97 @@
+/* Batches made by threads that are not Python's. Internal to dlio/image/native; see README.md.
+ *
+ * Python describes a batch by arrays, and waits for it by one call. All structures are laid out for
+ * ctypes and numpy: eight bytes a member. */
+#ifndef DLIO_POOL_H
+#define DLIO_POOL_H
+
+#include <stdint.h>
+
+/* What became of a sample. Whatever is not MADE, Python makes as it would without this library, with
+ * all its errors; what was written for it is undefined. */
+enum {
+    WAITING = -1,  /* not begun, or given up with its job */
+    MADE = 0,
+    UNREADABLE = 1, /* its file cannot be opened or read, or ends too early */
+    DAMAGED = 2,    /* its bytes are not those that were written */
+    UNKNOWN = 3     /* coded in a way that this library leaves to others */
+};
+
+/* Where a sample's payload lies, and for which slot of the batch it is. */
+typedef struct {
+    int64_t descriptor; /* of its file, or of the folder of its block; -1: it is in memory */
+    int64_t block;      /* number of the block that is its file, in a folder; -1 otherwise */
+    int64_t regular;    /* 1 if the file has to be a regular one */
+    int64_t offset;     /* in the file; or the payload's address */
+    int64_t stored, raw; /* bytes in the file, and of the payload: fewer are LZ4 data */
+    uint64_t digest;    /* XXH3 of the payload, 64 bits */
+    int64_t checked;    /* 1 if the digest is to be compared */
+    int64_t slot;
+    int64_t state;      /* written here: see above */
+} Sample;
+
+/* A field of fixed size, which goes into an array of the batch. */
+typedef struct {
+    int64_t at, bytes; /* in the payload */
+    int64_t cast;      /* 0 to copy, or see `cast_into` in make.c */
+    int64_t stride;    /* bytes from a slot to the next */
+} Column;
+
+/* The rule of crops: Crop of dlio/image/crop.py has the words. */
+typedef struct {
+    int64_t rows, columns;
+    int64_t train;
+    int64_t resize; /* 0: 8/7 of the shorter side */
+    int64_t most_pixels;
+    double scale[2], log_ratio[2], ratio[2];
+    double flip, upend;
+} CropRule;
+
+/* How payloads become samples, the same for all batches of a loader. */
+typedef struct {
+    int64_t count;
+    const Column *column; /* in the order of `at` */
+    int64_t least;        /* bytes of the fixed part */
+    int64_t fixed;        /* 1 if nothing follows it */
+    int64_t direct;       /* 1 to read large fields into the batch itself */
+    int64_t crops;        /* 1 if an image follows the fixed part, of which a crop is made */
+    CropRule rule;
+    int64_t sleep_ns;     /* emulates the time of decoding; 0 but in benchmarks */
+} Recipe;
+
+/* A batch, or a part of it. It stays where it is until it is done or cancelled. */
+typedef struct Job {
+    int64_t order;  /* lower ones are made first */
+    int64_t count, chunk; /* samples; samples that a thread takes at a time */
+    Sample *samples;
+    const Recipe *recipe;
+    uint8_t *const *columns; /* array of each column */
+    uint8_t *images;         /* crops, RGB, by slot */
+    const double *uniforms;  /* random numbers of crops, by slot */
+    int64_t draws;           /* of each */
+    /* Written by the pool, under its lock. */
+    int64_t next, left; /* first sample that no thread has taken; samples that are not done */
+    int64_t refused;    /* samples that are not MADE */
+    int64_t read_ns, make_ns;
+    struct Job *after;
+} Job;
+
+/* Memory of a thread, which grows to the largest sample. */
+typedef struct {
+    uint8_t *packed, *raw, *memory, *pixels, *sums;
+    size_t packed_size, raw_size, memory_size, pixels_size, sums_size;
+    int64_t make_ns; /* spent on crops, of the samples that it is at */
+    /* The file that is open, of a run of samples. */
+    int64_t folder, block;
+    int file;
+} Thread;
+
+/* Nanoseconds of a clock that only goes on. */
+int64_t dlio_now(void);
+/* Make one sample; return what becomes of it. */
+int dlio_make(const Job *job, const Sample *sample, Thread *thread);
+void dlio_thread_end(Thread *thread);
+/* Close the file that is open. */
+void dlio_thread_rest(Thread *thread);
+
+#endif

@@ -1,0 +1,427 @@
+"""Batches made outside of Python: one call submits a batch, one waits for it.
+
+The threads of dlio/image/native/pool.c take the samples of a `NativeJob` one by one: each is read
+from where `SampleLocations` say that it lies, compared with its checksum, expanded, and put into the
+batch's arrays, pictures as their crops. They never take the interpreter's lock. What they do not
+know, and what is damaged, comes back as the slot's number: it is then made as without them, with all
+its errors.
+
+Checksums and LZ4 are those of the packages xxhash and lz4: the native threads call the C functions
+in these packages' own libraries, where they are compared with the Python ones first.
+"""
+
+import atexit
+import ctypes
+import functools
+import importlib
+import math
+import os
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import lz4.block
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dlio.data.schema import Schema
+from dlio.image import native
+from dlio.image.crop import DRAWS, Crop
+from dlio.image.decoder import MAX_PIXELS, resizes_natively
+from dlio.storage.sample_locations import SampleLocations
+from dlio.util.closable import Closable
+from dlio.util.settings import settings
+
+_STOP_TIMEOUT_S: Final = 5.0
+_SECOND_NS: Final = 1_000_000_000
+_LARGE_BYTES: Final = 1 << 16
+"""Least bytes of a sample of arrays whose fields are read into the batch itself."""
+_TASK_BYTES: Final = 1 << 18
+"""Payload bytes that a thread takes at a time, about: some 100 µs of work."""
+_MOST_TASK: Final = 64
+
+SAMPLE: Final = np.dtype(
+    [
+        *((name, np.int64) for name in ("descriptor", "block", "regular", "offset")),
+        *((name, np.int64) for name in ("stored", "raw")),
+        ("digest", np.uint64),
+        *((name, np.int64) for name in ("checked", "slot", "state")),
+    ]
+)
+"""`Sample` of pool.h."""
+_CASTS: Final = {
+    "int8": 1,
+    "int16": 2,
+    "int32": 3,
+    "int64": 0,
+    "uint8": 4,
+    "uint16": 5,
+    "uint32": 6,
+    "uint64": 7,
+    "float32": 8,
+    "float64": 0,
+    "float16": 9,
+    "bool": 10,
+}
+"""How numbers become the int64 and float64 of tensors: numbers of `cast_into` in make.c."""
+
+
+class _Struct(ctypes.Structure):
+    """A structure of pool.h, whose members all have eight bytes."""
+
+
+class _Column(_Struct):
+    _fields_ = [(name, ctypes.c_int64) for name in ("at", "bytes", "cast", "stride")]
+
+
+class _CropRule(_Struct):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "train", "resize", "most_pixels")),
+        *((name, ctypes.c_double * 2) for name in ("scale", "log_ratio", "ratio")),
+        *((name, ctypes.c_double) for name in ("flip", "upend")),
+    ]
+
+
+class _Recipe(_Struct):
+    _fields_ = [
+        ("count", ctypes.c_int64),
+        ("column", ctypes.POINTER(_Column)),
+        *((name, ctypes.c_int64) for name in ("least", "fixed", "direct", "crops")),
+        ("rule", _CropRule),
+        ("sleep_ns", ctypes.c_int64),
+    ]
+
+
+class _Job(_Struct):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("order", "count", "chunk")),
+        *((name, ctypes.c_void_p) for name in ("samples", "recipe", "columns", "images")),
+        ("uniforms", ctypes.c_void_p),
+        ("draws", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("next", "left", "refused", "read_ns", "make_ns")),
+        ("after", ctypes.c_void_p),
+    ]
+
+
+class NativeRecipe:
+    """How payloads of a schema become slots of a batch's arrays, for the native threads.
+
+    `fields` are those that the batch has, each in an array of its own; with a `crop`, the picture
+    that follows the fixed fields becomes a crop. `sleep_s` emulates the time of making a sample, for
+    benchmarks, and nothing is read then.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        fields: Sequence[str],
+        crop: Crop | None = None,
+        sleep_s: float = 0.0,
+    ) -> None:
+        places = {name: (kind, at) for name, kind, at in schema.places()}
+        order = sorted(fields, key=lambda name: places[name][1])
+        self.fields = tuple(order)
+        """The fields, in the order of a job's arrays."""
+        columns = (_Column * max(1, len(order)))()
+        for column, name in zip(columns, order, strict=False):
+            kind, at = places[name]
+            cast = _CASTS[kind.text] if kind.scalar else 0
+            wide = 1 if kind.text == "bool" else 8
+            column.at, column.bytes, column.cast = at, kind.bytes, cast
+            column.stride = wide if kind.scalar else kind.bytes
+        self._columns = columns
+        self.draws = 0 if crop is None else crop.draws
+        rule = _CropRule() if crop is None else _crop_rule(crop)
+        self.c = _Recipe(
+            *(len(order), columns, schema.overhead, crop is None),
+            *(schema.overhead >= _LARGE_BYTES, crop is not None, rule, round(sleep_s * _SECOND_NS)),
+        )
+        self.sample_bytes = schema.overhead
+
+    @staticmethod
+    def knows(schema: Schema, fields: Sequence[str], crop: Crop | None) -> bool:
+        """True if the native threads make such batches here."""
+        library = find()
+        if library is None or not all(_is_known(schema, name) for name in fields):
+            return False
+        if crop is None:
+            return schema.is_fixed
+        # The picture has to be the only field of variable size, and every crop a picture's only.
+        sizes = [name for name, kind in schema.kinds.items() if not kind.fixed]
+        return len(sizes) == 1 and crop.crops == 1 and resizes_natively()
+
+
+def _is_known(schema: Schema, name: str) -> bool:
+    kind = schema.kinds[name]
+    return kind.fixed and (kind.text in _CASTS if kind.scalar else bool(kind.shape))
+
+
+def _crop_rule(crop: Crop) -> _CropRule:
+    logs = [math.log(ratio) for ratio in crop.ratio]
+    pair = ctypes.c_double * 2
+    return _CropRule(
+        *(crop.size, crop.width, crop.train, crop.resize or 0, MAX_PIXELS),
+        *(pair(*crop.scale), pair(*logs), pair(*crop.ratio), crop.flip, crop.upend),
+    )
+
+
+class NativeJob:
+    """A batch, or a part of it, for the native threads; holds the memory that they write to.
+
+    Args:
+        recipe: of the loader.
+        order: number of the step: lower ones are made first.
+        slots: of the samples, shape (n,).
+        locations: of the samples, which are all known.
+        arrays: of the batch, by field.
+        images: crops of the batch, uint8 of shape (batch, rows, columns, 3).
+        uniforms: random numbers of the batch's crops, shape (batch, `Crop.draws`).
+        threads: that share the samples.
+    """
+
+    def __init__(
+        self,
+        recipe: NativeRecipe,
+        order: int,
+        slots: npt.NDArray[np.int64],
+        locations: SampleLocations,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        images: npt.NDArray[np.uint8] | None,
+        uniforms: npt.NDArray[np.float64] | None,
+        threads: int,
+    ) -> None:
+        count = len(slots)
+        samples = np.empty(count, SAMPLE)
+        for name in ("descriptor", "block", "regular", "offset", "stored", "raw", "digest"):
+            samples[name] = getattr(locations, name)
+        samples["checked"], samples["slot"] = locations.checked, slots
+        tiers = locations.tier
+        if images is None and count > 1:
+            # Samples of a block one after another: its file is opened once, and read in order.
+            by_file = np.lexsort((samples["offset"], samples["block"], samples["descriptor"]))
+            samples, tiers = samples[by_file], tiers[by_file]
+        self._samples, self._tiers = samples, tiers
+        addresses = (ctypes.c_void_p * max(1, len(recipe.fields)))(
+            *(_address(arrays[name]) for name in recipe.fields)
+        )
+        task = _TASK_BYTES * count // max(1, int(samples["raw"].sum()))
+        task = max(1, min(task, _MOST_TASK, -(-count // (2 * threads))))
+        self.c = _Job(
+            *(order, count, task, _address(samples), ctypes.addressof(recipe.c)),
+            *(ctypes.addressof(addresses), None if images is None else _address(images)),
+            *(None if uniforms is None else _address(uniforms), recipe.draws),
+        )
+        self._held = recipe, addresses, arrays, images, uniforms
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def refused(self) -> list[int]:
+        """Return the slots that were not made, of a job that has ended."""
+        if not self.c.refused:
+            return []
+        slots: list[int] = self._samples["slot"][self._samples["state"] != 0].tolist()
+        return sorted(slots)
+
+    def bytes_by_tier(self) -> dict[int, int]:
+        """Return the payload bytes that were read, by number of tier; -1 is the source."""
+        sizes = np.where(self._samples["state"] == 0, self._samples["raw"], 0)
+        counts = np.bincount(self._tiers + 1, sizes)
+        return {tier - 1: int(count) for tier, count in enumerate(counts) if count}
+
+    @property
+    def read_s(self) -> float:
+        """Seconds of threads spent on reading and on fields."""
+        return float(self.c.read_ns) / _SECOND_NS
+
+    @property
+    def make_s(self) -> float:
+        """Seconds of threads spent on crops."""
+        return float(self.c.make_ns) / _SECOND_NS
+
+
+class NativePool(Closable):
+    """Native threads, and the queue of their jobs. Owner: the pipeline, which closes it.
+
+    Closed at the latest before the interpreter ends. A forked child has none of the threads: its
+    copy is never called. Raises OSError if no thread can be started.
+
+    Args:
+        threads: number of threads.
+        nice: added to their niceness, so that others come first.
+    """
+
+    def __init__(self, threads: int, nice: int = 0) -> None:
+        library = find()
+        assert library is not None
+        self._library = library
+        pool = library.open(threads, nice)
+        if not pool:
+            raise OSError("no native thread can be started")
+        self._pool: int | None = pool
+        self._process = os.getpid()
+        self.threads = int(library.threads(pool))
+        self._ended = ctypes.c_int64(0)
+        self._jobs: dict[int, NativeJob] = {}
+        """Jobs that may be under way, by address."""
+        _open_pools.add(self)
+
+    def submit(self, job: NativeJob) -> None:
+        """Begin a job."""
+        self._jobs[ctypes.addressof(job.c)] = job
+        self._library.submit(self._pool, ctypes.byref(job.c))
+
+    def wait(self, job: NativeJob, timeout_s: float) -> bool:
+        """Wait until a job has ended; True if it has. Returns early, too, when others have ended."""
+        timeout = round(timeout_s * _SECOND_NS)
+        ends = self._library.wait(
+            self._pool, ctypes.byref(job.c), timeout, ctypes.byref(self._ended)
+        )
+        return bool(ends) and self._forget(job)
+
+    def has_ended(self, job: NativeJob) -> bool:
+        """True if a job has ended; does not wait."""
+        return not self._library.left(self._pool, ctypes.byref(job.c)) and self._forget(job)
+
+    def _forget(self, job: NativeJob) -> bool:
+        self._jobs.pop(ctypes.addressof(job.c), None)
+        return True
+
+    def close(self) -> None:
+        """Give up all samples that no thread is at, and end the threads.
+
+        A thread that hangs in a read is left behind after some seconds, with the memory that it may
+        still write to.
+        """
+        pool, self._pool = self._pool, None
+        if pool is None or os.getpid() != self._process:
+            return
+        _open_pools.discard(self)
+        for job in self._jobs.values():
+            self._library.cancel(pool, ctypes.byref(job.c), 0)
+        if self._library.close(pool, round(_STOP_TIMEOUT_S * _SECOND_NS)):
+            _abandoned.extend(self._jobs.values())
+        self._jobs.clear()
+
+
+_open_pools: Final[weakref.WeakSet[NativePool]] = weakref.WeakSet()
+_abandoned: Final[list[NativeJob]] = []
+"""Jobs of threads that hang: their memory stays."""
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in list(_open_pools):
+        pool.close()
+
+
+# The library
+
+
+class _PoolLibrary:
+    """The calls of pool.c. Raises OSError or AttributeError if something is missing."""
+
+    def __init__(self, path: str) -> None:
+        library = ctypes.CDLL(path)
+        pool, job, number = ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int64
+        for name, result, arguments in (
+            ("open", pool, (number, number)),
+            ("threads", number, (pool,)),
+            ("submit", None, (pool, job)),
+            ("wait", number, (pool, job, number, ctypes.POINTER(number))),
+            ("left", number, (pool, job)),
+            ("cancel", number, (pool, job, number)),
+            ("close", number, (pool, number)),
+        ):
+            call = getattr(library, f"dlio_pool_{name}")
+            call.restype, call.argtypes = result, arguments
+            setattr(self, name, call)
+        # These never wait: giving the interpreter's lock away, and taking it again behind all
+        # others, would take longer than the call.
+        held = ctypes.PyDLL(path)
+        for name in ("submit", "left"):
+            call = getattr(held, f"dlio_pool_{name}")
+            call.restype, call.argtypes = getattr(self, name).restype, getattr(self, name).argtypes
+            setattr(self, name, call)
+        functions = _hash_functions()
+        addresses = (number * len(functions))(
+            *(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in functions)
+        )
+        library.dlio_pool_use(addresses)
+        self._held = functions
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+def _hash_functions() -> list[Any]:
+    """Return the C functions of xxhash and lz4 that make.c calls. Raises AttributeError or OSError
+    where the packages' libraries do not offer them, or give other results."""
+    sums = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+    packed = ctypes.CDLL(importlib.import_module("lz4.block._block").__file__)
+    names = ("64bits", "createState", "freeState", "64bits_reset", "64bits_update", "64bits_digest")
+    functions = [getattr(sums, f"XXH3_{name}") for name in names]
+    digest, expand = functions[0], packed.LZ4_decompress_safe
+    digest.restype, digest.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
+    expand.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
+    data = bytes(range(256)) * 5
+    out = ctypes.create_string_buffer(len(data))
+    small = lz4.block.compress(data, store_size=False)
+    agree = expand(small, out, len(small), len(data)) == len(data) and out.raw == data
+    for count in (0, 3, 8, 16, 100, 200, 1000):
+        agree &= digest(data[:count], count) == xxhash.xxh3_64_intdigest(data[:count])
+    if not agree:
+        raise AttributeError("its checksums differ from those of xxhash, or its data from lz4's")
+    return [*functions, expand]
+
+
+def find() -> _PoolLibrary | None:
+    """Return the library of native threads; None where batches are made by Python's threads."""
+    return _load()[0]
+
+
+def name() -> str:
+    """Name the threads that make batches, for reports."""
+    library, text = _load()
+    return text if library is not None else f"Python's ({text})"
+
+
+@functools.cache
+def _load() -> tuple[_PoolLibrary | None, str]:
+    """Return (the library, its name), or (None, why it is not in use)."""
+    if not settings().native:
+        return None, "DLIO_NATIVE=0"
+    if not os.path.exists(native.LIBRARY):
+        return None, "dlio was installed without a C compiler"
+    if sys.byteorder != "little":
+        return None, "numbers of this processor begin with their highest byte"
+    try:
+        return _PoolLibrary(native.LIBRARY), "native"
+    except (OSError, AttributeError, ImportError) as error:
+        return None, f"{native.LIBRARY} cannot be used: {error}"
+
+
+def boxes_of_crops(
+    crop: Crop, sizes: npt.NDArray[np.int64], uniforms: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    """Return the parts that the native threads cut out: what `Crop.box` says, to the last bit.
+
+    `sizes` has height and width of each picture, shape (n, 2), and `uniforms` the random numbers,
+    shape (n, DRAWS). Returns top, left, height, width, flip and upend; shape (n, 6).
+    """
+    boxes = np.empty((len(sizes), 6), np.int64)
+    numbers = np.zeros((len(sizes), DRAWS)) if not crop.train else np.ascontiguousarray(uniforms)
+    rule, pixels = _crop_rule(crop), np.ascontiguousarray(sizes, np.int64)
+    call = ctypes.CDLL(native.LIBRARY).dlio_boxes
+    pointer = ctypes.c_void_p
+    call.argtypes, call.restype = (pointer, ctypes.c_int64, pointer, pointer, pointer), None
+    call(ctypes.byref(rule), len(sizes), *map(_address, (pixels, numbers, boxes)))
+    return boxes
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
