@@ -278,6 +278,11 @@ def _library() -> native.NativeLibrary | None:
     return library
 
 
+def resizes_natively() -> bool:
+    """True if dlio's own decoder makes crops here, with the pixels of OpenCV's resizing."""
+    return _library() is not None
+
+
 # Whole images, and parts of JPEGs
 
 

@@ -57,6 +57,8 @@ class Companion(ABC):
 
     is_class = False
     """True if it is the number of the picture's class."""
+    numbers: tuple[str, ...] | None = None
+    """Number fields that it consists of; None if it is made of others."""
     moves = False
     """True if it depends on where a crop lies, so that it cannot be kept next to decoded images."""
 
@@ -105,6 +107,7 @@ class _ClassNumber(Companion):
 
     def __init__(self, image: str, label: str) -> None:
         super().__init__(image)
+        self.numbers = (label,)
         self._label = label
 
     def made(self, values: Mapping[str, Any], move: CropGeometry | None, name: object) -> int:
@@ -116,6 +119,8 @@ class _ClassNumber(Companion):
 
 class _NoCompanion(Companion):
     """Photos without labels: samples are {name of the field: picture}."""
+
+    numbers = ()
 
     def made(self, values: Mapping[str, Any], move: CropGeometry | None, name: object) -> int:
         return 0

@@ -109,6 +109,8 @@ class Workers:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all threads have ended by themselves; False after `timeout_s` seconds."""
+        if not self._threads:
+            return True
         while timeout_s is None:
             if _join_by(self._joined, _LOOK_S):
                 return True
@@ -133,8 +135,9 @@ class Workers:
         return self._ended_within(self.stop_timeout_s if timeout_s is None else timeout_s)
 
     def _lose_threads(self) -> None:
-        """Be an empty group, in a forked child."""
+        """Be an empty group that has stopped, in a forked child."""
         self._threads.clear()
+        self.stopping.set()
         self._lock = threading.Lock()
 
     def _main(self, number: int) -> None:

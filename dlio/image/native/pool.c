@@ -70,6 +70,10 @@ static void work_on(Pool *pool, Thread *thread) {
     thread->make_ns = 0;
     int64_t began = dlio_now();
     for (int64_t k = from; k < to; k++) {
+        if (__atomic_load_n(&job->given_up, __ATOMIC_RELAXED)) {
+            refused += to - k;
+            break;
+        }
         job->samples[k].state = dlio_make(job, job->samples + k, thread);
         refused += job->samples[k].state != MADE;
     }
@@ -154,7 +158,7 @@ EXPORT int64_t dlio_pool_threads(const Pool *pool) { return pool->threads; }
 /* Begin a job: behind all others of the same order. */
 EXPORT void dlio_pool_submit(Pool *pool, Job *job) {
     for (int64_t k = 0; k < job->count; k++) job->samples[k].state = WAITING;
-    job->next = job->refused = job->read_ns = job->make_ns = 0;
+    job->next = job->refused = job->read_ns = job->make_ns = job->given_up = 0;
     job->left = job->count;
     if (job->chunk < 1) job->chunk = 1;
     pthread_mutex_lock(&pool->lock);
@@ -197,7 +201,7 @@ EXPORT int64_t dlio_pool_left(Pool *pool, const Job *job) {
     return left;
 }
 
-/* Give up those samples of a job that no thread has taken, and wait for the others. Returns 1 when
+/* Give up those samples of a job that no thread is at, and wait for the others. Returns 1 when
  * no thread is at the job any more, 0 if one still is after so many nanoseconds. */
 EXPORT int64_t dlio_pool_cancel(Pool *pool, Job *job, int64_t ns) {
     struct timespec at;
@@ -208,6 +212,7 @@ EXPORT int64_t dlio_pool_cancel(Pool *pool, Job *job, int64_t ns) {
         job->left -= job->count - job->next;
         job->refused += job->count - job->next;
         job->next = job->count;
+        __atomic_store_n(&job->given_up, 1, __ATOMIC_RELAXED);
     }
     while (job->left)
         if (pthread_cond_timedwait(&pool->done, &pool->lock, &at) == ETIMEDOUT) break;

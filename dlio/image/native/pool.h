@@ -73,6 +73,7 @@ typedef struct Job {
     int64_t next, left; /* first sample that no thread has taken; samples that are not done */
     int64_t refused;    /* samples that are not MADE */
     int64_t read_ns, make_ns;
+    int64_t given_up;   /* 1 if its samples are not wanted any more */
     struct Job *after;
 } Job;
 

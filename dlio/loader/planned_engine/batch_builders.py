@@ -25,6 +25,7 @@ from dlio.data.schema import Buffer
 from dlio.image.decoder import finish_all
 from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.planned_engine.mixup_partners import BatchPartners, decode_partners
+from dlio.loader.planned_engine.native_pool import NativeArrays, NativeRecipe
 from dlio.loader.recipe import CropRecipe
 from dlio.plan.epoch import EpochPlan
 from dlio.storage.decoded_tier import DecodedTier
@@ -54,6 +55,9 @@ class BatchBuilder(ABC):
     """True if payloads are read into the batch itself, by `read_directly`."""
     decodes_whole = False
     """True if `make_many` only gathers bytes, which `decode_whole` decodes together."""
+    native: NativeArrays | None = None
+    """Memory that native threads may make slots in, in place of `make_many`; see
+    `BatchFactory.native`."""
 
     def __init__(self, samples: npt.NDArray[np.int64]) -> None:
         self.samples = samples
@@ -96,6 +100,8 @@ class BatchFactory:
     mixed."""
     batch_bytes: int
     """Approximate bytes of a batch."""
+    native: NativeRecipe | None = None
+    """How native threads make the batches; None where Python's threads make them."""
     keeps_payloads: bool = False
     """True if samples share the memory of their payloads, which is not used again then."""
     close: Callable[[], None] | None = None
@@ -134,9 +140,14 @@ class CropBatchBuilder(BatchBuilder):
         self.makes_together = decoded is None
         self._recipe, self._collate, self._decoded = recipe, collate, decoded
         self._images, self._partners, self._epoch = images, partners, epoch
-        self._companions: list[Any] = [0] * len(samples)
+        numbers = recipe.companion.numbers
+        # Class numbers in an array, where native threads may write them.
+        classes = np.zeros(len(samples), np.int64)
+        self._companions: Any = [0] * len(samples) if numbers is None else classes
         # Drawn for the whole batch: numpy's calls take as long for one sample as for many.
         self._uniforms = recipe.decoder.draw(epoch, samples)
+        if numbers is not None:
+            self.native = NativeArrays(dict.fromkeys(numbers, classes), images, self._uniforms)
         self._transformed: list[Sample] = [None] * len(samples) if recipe.transforms else []
 
     def take_decoded(self, slots: list[int]) -> tuple[list[int], float]:
@@ -215,14 +226,18 @@ class CropBatchBuilder(BatchBuilder):
             for k, slot in enumerate(slots):
                 if k != slot:
                     images[k] = images[slot]
-            companions, count = [companions[slot] for slot in slots], len(slots)
+            count = len(slots)
+            if isinstance(companions, list):
+                companions = [companions[slot] for slot in slots]
+            else:
+                companions = companions[list(slots)]
             samples = samples[list(slots)]
             transformed = [transformed[slot] for slot in slots] if transformed else []
         recipe, companion = self._recipe, self._recipe.companion
         mixed: tuple[npt.NDArray[np.int64], ...] = ()  # Samples behind the others, and partners.
         if self._partners is not None:
             partners = self._partners if slots is None else self._partners.of(slots)
-            labels = np.array(companions, np.int64)
+            labels = np.asarray(companions, np.int64)
 
             def partner(row: int, sample: int, uniforms: npt.NDArray[np.float64]) -> int:
                 label: int = recipe.decode(images[row], sample, partners.fetch(sample), uniforms)
@@ -230,10 +245,12 @@ class CropBatchBuilder(BatchBuilder):
                 return label
 
             labels, *rest = decode_partners(partners, recipe, self._epoch, samples, partner, labels)
-            companions, mixed, count = labels.tolist(), tuple(rest), len(labels)
+            companions, mixed, count = labels, tuple(rest), len(labels)
         # Channels-last memory, which convolutions prefer; another layout would cost a copy here.
         crops = torch.from_numpy(images[:count]).movedim(-1, -3)
         if self._collate is not None:
+            if isinstance(companions, np.ndarray):
+                companions = companions.tolist()
             firsts: BatchData = transformed
             if recipe.transform is None:
                 firsts, batchwise = crops, recipe.batch_transform

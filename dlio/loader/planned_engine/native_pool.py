@@ -17,6 +17,7 @@ import importlib
 import math
 import os
 import sys
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from dlio.data.schema import Schema
 from dlio.image import native
 from dlio.image.crop import DRAWS, Crop
 from dlio.image.decoder import MAX_PIXELS, resizes_natively
+from dlio.loader.shuffle.sample_message import UncheckedPayload
 from dlio.storage.sample_locations import SampleLocations
 from dlio.util.closable import Closable
 from dlio.util.settings import settings
@@ -42,6 +44,11 @@ _LARGE_BYTES: Final = 1 << 16
 _TASK_BYTES: Final = 1 << 18
 """Payload bytes that a thread takes at a time, about: some 100 µs of work."""
 _MOST_TASK: Final = 64
+_ENOUGH: Final = 512
+"""Samples after which it is known whether native threads make most of them."""
+
+ARRIVED: Final = -2
+"""The number of tier of payloads that peers sent."""
 
 SAMPLE: Final = np.dtype(
     [
@@ -102,8 +109,21 @@ class _Job(_Struct):
         ("uniforms", ctypes.c_void_p),
         ("draws", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("next", "left", "refused", "read_ns", "make_ns")),
+        ("given_up", ctypes.c_int64),
         ("after", ctypes.c_void_p),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeArrays:
+    """The memory of a batch that native threads can make, all by slot."""
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+    """By field."""
+    images: npt.NDArray[np.uint8] | None = None
+    """Crops, shape (batch, rows, columns, 3)."""
+    uniforms: npt.NDArray[np.float64] | None = None
+    """Random numbers of the crops, shape (batch, `Crop.draws`)."""
 
 
 class NativeRecipe:
@@ -139,7 +159,18 @@ class NativeRecipe:
             *(len(order), columns, schema.overhead, crop is None),
             *(schema.overhead >= _LARGE_BYTES, crop is not None, rule, round(sleep_s * _SECOND_NS)),
         )
-        self.sample_bytes = schema.overhead
+        self.tried = self.refused = 0
+        """Samples of the batches of which some were refused, and those that were."""
+
+    def count(self, tried: int, refused: int) -> None:
+        """Count samples that native threads were given, and those that they left to Python's."""
+        self.tried += tried
+        self.refused += refused
+
+    @property
+    def pays(self) -> bool:
+        """False if most samples are left to Python's threads: each is read twice then."""
+        return self.tried < _ENOUGH or 2 * self.refused < self.tried
 
     @staticmethod
     def knows(schema: Schema, fields: Sequence[str], crop: Crop | None) -> bool:
@@ -176,10 +207,9 @@ class NativeJob:
         order: number of the step: lower ones are made first.
         slots: of the samples, shape (n,).
         locations: of the samples, which are all known.
-        arrays: of the batch, by field.
-        images: crops of the batch, uint8 of shape (batch, rows, columns, 3).
-        uniforms: random numbers of the batch's crops, shape (batch, `Crop.draws`).
+        memory: of the batch.
         threads: that share the samples.
+        payloads: owner of the memory where the samples lie, if they are not in files.
     """
 
     def __init__(
@@ -188,12 +218,12 @@ class NativeJob:
         order: int,
         slots: npt.NDArray[np.int64],
         locations: SampleLocations,
-        arrays: Mapping[str, npt.NDArray[Any]],
-        images: npt.NDArray[np.uint8] | None,
-        uniforms: npt.NDArray[np.float64] | None,
+        memory: NativeArrays,
         threads: int,
+        payloads: object = None,
     ) -> None:
-        count = len(slots)
+        self.began = time.perf_counter()
+        count, images, uniforms = len(slots), memory.images, memory.uniforms
         samples = np.empty(count, SAMPLE)
         for name in ("descriptor", "block", "regular", "offset", "stored", "raw", "digest"):
             samples[name] = getattr(locations, name)
@@ -205,16 +235,18 @@ class NativeJob:
             samples, tiers = samples[by_file], tiers[by_file]
         self._samples, self._tiers = samples, tiers
         addresses = (ctypes.c_void_p * max(1, len(recipe.fields)))(
-            *(_address(arrays[name]) for name in recipe.fields)
+            *(_address(memory.arrays[name]) for name in recipe.fields)
         )
-        task = _TASK_BYTES * count // max(1, int(samples["raw"].sum()))
+        self.payload_bytes = max(1, int(samples["raw"].sum()))
+        """Of all its samples."""
+        task = _TASK_BYTES * count // self.payload_bytes
         task = max(1, min(task, _MOST_TASK, -(-count // (2 * threads))))
         self.c = _Job(
             *(order, count, task, _address(samples), ctypes.addressof(recipe.c)),
             *(ctypes.addressof(addresses), None if images is None else _address(images)),
             *(None if uniforms is None else _address(uniforms), recipe.draws),
         )
-        self._held = recipe, addresses, arrays, images, uniforms
+        self._held = recipe, addresses, memory, payloads
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -226,11 +258,17 @@ class NativeJob:
         slots: list[int] = self._samples["slot"][self._samples["state"] != 0].tolist()
         return sorted(slots)
 
+    def arrived(self) -> list[int]:
+        """Return the slots that were made of what peers sent."""
+        made = (self._samples["state"] == 0) & (self._tiers == ARRIVED)
+        slots: list[int] = self._samples["slot"][made].tolist()
+        return slots
+
     def bytes_by_tier(self) -> dict[int, int]:
         """Return the payload bytes that were read, by number of tier; -1 is the source."""
         sizes = np.where(self._samples["state"] == 0, self._samples["raw"], 0)
-        counts = np.bincount(self._tiers + 1, sizes)
-        return {tier - 1: int(count) for tier, count in enumerate(counts) if count}
+        counts = np.bincount(self._tiers - ARRIVED, sizes)
+        return {tier + ARRIVED: int(count) for tier, count in enumerate(counts) if count}
 
     @property
     def read_s(self) -> float:
@@ -241,6 +279,26 @@ class NativeJob:
     def make_s(self) -> float:
         """Seconds of threads spent on crops."""
         return float(self.c.make_ns) / _SECOND_NS
+
+
+def arrived_locations(payloads: Sequence[UncheckedPayload | None]) -> SampleLocations:
+    """Return where payloads lie that have arrived from peers."""
+    here = [each for each in payloads if each is not None]
+    assert len(here) == len(payloads)
+    count = len(here)
+    stored = np.array([len(each.stored) for each in here], np.int64)
+    return SampleLocations(
+        known=np.ones(count, np.bool_),
+        descriptor=np.full(count, -1, np.int64),
+        block=np.full(count, -1, np.int64),
+        regular=np.zeros(count, np.bool_),
+        offset=np.array([_address(np.asarray(each.stored)) for each in here], np.int64),
+        stored=stored,
+        raw=np.array([each.size for each in here], np.int64),
+        digest=np.array([each.digest for each in here], np.uint64),
+        checked=np.ones(count, np.bool_),
+        tier=np.full(count, ARRIVED, np.int8),
+    )
 
 
 class NativePool(Closable):

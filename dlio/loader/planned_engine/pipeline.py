@@ -1,10 +1,13 @@
-"""The pipeline: an epoch's steps become batches, decoded by threads ahead of their use.
+"""The pipeline: an epoch's steps become batches, made by threads ahead of their use.
 
-The user's thread takes batches in order and, each time, queues the samples of another step. Decode
-threads take samples, not batches, so that one slow sample delays no other. Samples from peers are
-queued by the shuffle's thread when they arrive. The queue is ordered by step.
+The user's thread takes batches in order and, each time, begins another step. Native threads make
+the samples whose place is known, if they know how: one call submits a batch of them, one waits for
+it. All others go through a queue to decode threads of Python, and so do those that native threads
+give back. Threads take samples, not batches, so that one slow sample delays no other. Samples from
+peers are queued by the shuffle's thread when they arrive. Both queues are ordered by step.
 
-    Shuffle.attach -> queue of parts -> decode threads -> Batch.done -> take -> user
+    Shuffle.attach -> NativePool.submit -> native threads -> _collect ->  Batch.done -> take -> user
+              or   -> queue of parts    -> decode threads            ->
 
 A batch lives in memory of a pool. Its tensors are handed to the user without a copy, and the
 memory is used again only when nobody holds them any more: a steady epoch allocates nothing, and
@@ -21,7 +24,9 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -35,10 +40,18 @@ from dlio.loader.contract import BatchData
 from dlio.loader.passes import PassCounters
 from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
+from dlio.loader.planned_engine.native_pool import (
+    ARRIVED,
+    NativeArrays,
+    NativeJob,
+    NativePool,
+    arrived_locations,
+)
 from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
 from dlio.loader.trace import Spans
 from dlio.storage.block import PayloadScratch
 from dlio.storage.hierarchy import Hierarchy
+from dlio.storage.sample_locations import SampleLocations
 from dlio.util.threads import Workers
 
 # A thread that gives the interpreter's lock up waits for it behind all others: with 16 threads, a
@@ -48,6 +61,9 @@ _SAMPLES_A_TASK = 8
 _LARGE_BYTES: Final = 512 << 10
 """Larger samples are read and made one at a time, so that a thread's memory stays small."""
 _POLL_S = 0.2
+_MOST_REFUSED = 1 / 16
+"""Share of samples that native threads leave, beyond which it takes several of Python's."""
+_NO_TIER: Final = {ARRIVED: "peer", -1: "source"}
 _LEAST_READY = 2
 """Batches of which the samples are urgent, at least."""
 _SKIPPED: Final = (SourceError, CorruptBlock)
@@ -91,6 +107,8 @@ class Batch:
     """Error of each slot that failed; slot -1 is the whole batch."""
     left: int
     """Samples that are not made yet."""
+    jobs: list[NativeJob] = field(default_factory=list)
+    """Parts that native threads are making."""
     data: BatchData = None
     """The finished batch, if nothing failed."""
     done: threading.Event = field(default_factory=threading.Event)
@@ -125,8 +143,15 @@ class Pipeline:
         self._hierarchy.fetcher.pace(sys.maxsize)  # Another pass may have had samples enough.
         self._hurry = threading.Event()
         self._hurry.set()
-        self._workers = Workers("dlio-decode", self._run, context.threads, wake=self._wake)
+        self._pool = None
+        if context.factory.native is not None:
+            with suppress(OSError):  # Python's threads do as well.
+                self._pool = NativePool(context.threads)
+        # For what native threads leave, one is enough as long as it is little.
+        first = context.threads if self._pool is None else 1
+        self._workers = Workers("dlio-decode", self._run, first, wake=self._wake)
         self._workers.start()
+        self._others: Workers | None = None
 
     # The user's thread
 
@@ -148,8 +173,8 @@ class Pipeline:
             self.start()
             if not self._under_way:
                 return
+            self._wait(self._under_way[0])
             batch = self._under_way.popleft()
-            self._wait(batch)
             self._completed(-1, len(batch.step.samples))
             self._shuffle.consumed(batch.step.number)
             taken(batch.step.number)
@@ -177,7 +202,13 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the threads after the task that each is at."""
+        if not len(self._workers):
+            return  # Of a forked child, which may end without most of Python.
+        if self._pool is not None:
+            self._pool.close()
         self._workers.close()
+        if self._others is not None:
+            self._others.close()
         self._shuffle.close()
         self._hierarchy.fetcher.pace(sys.maxsize)
         for batch in self._under_way:
@@ -186,7 +217,7 @@ class Pipeline:
     def _wait(self, batch: Batch) -> None:
         started = time.monotonic()
         gave_up = False
-        while not wait_serving(batch.done.wait, _POLL_S):
+        while not wait_serving(partial(self._is_done, batch), _POLL_S):
             waited = time.monotonic() - started
             if waited > self._context.peer_timeout_s and not gave_up:
                 self._shuffle.give_up(batch.step.number)
@@ -200,6 +231,86 @@ class Pipeline:
             if self._workers.stopping.is_set():
                 raise DlioError("the loader was closed while a batch was awaited: keep it open")
             self._shuffle.check()
+
+    def _is_done(self, batch: Batch, timeout_s: float) -> bool:
+        """Wait for a batch, or for a part of any; True if the batch is done."""
+        if self._pool is not None:
+            for each in self._under_way:
+                self._collect(each)
+            if batch.jobs:
+                self._pool.wait(batch.jobs[0], timeout_s)
+                self._collect(batch)
+                return batch.done.is_set()
+        return batch.done.wait(timeout_s)
+
+    def _submit(self, batch: Batch, slots: list[int]) -> list[int]:
+        """Have native threads make those of a batch's slots that they can; return the others."""
+        builder, recipe, step = batch.builder, self._context.factory.native, batch.step
+        if self._pool is None or recipe is None or not recipe.pays:
+            return slots
+        if builder is None or (memory := builder.native) is None or not slots:
+            return slots
+        rows = np.array(slots, np.int64)
+        if (step.senders[rows] >= 0).any():
+            # A message brings samples of one kind alone: those of its sender.
+            arrived = [slot for slot in slots if step.payloads[slot] is not None]
+            payloads = [step.payloads[slot] for slot in arrived]
+            here = np.array(arrived, np.int64)
+            self._submit_part(batch, here, arrived_locations(payloads), memory, payloads)
+            rows = np.setdiff1d(rows, here)
+        where = step.samples[rows], step.blocks[rows], step.places[rows]
+        locations = self._hierarchy.locate(*where)
+        known = locations.known
+        if known.all():
+            self._submit_part(batch, rows, locations, memory, None)
+            return []
+        self._submit_part(batch, rows[known], locations.at(known), memory, None)
+        rest: list[int] = rows[~known].tolist()
+        return rest
+
+    def _submit_part(
+        self,
+        batch: Batch,
+        slots: npt.NDArray[np.int64],
+        locations: SampleLocations,
+        memory: NativeArrays,
+        payloads: object,
+    ) -> None:
+        """Have native threads make slots; `payloads` have the memory where they lie, if any."""
+        pool, recipe = self._pool, self._context.factory.native
+        if len(slots) and pool is not None and recipe is not None:
+            number = batch.step.number
+            job = NativeJob(recipe, number, slots, locations, memory, pool.threads, payloads)
+            batch.jobs.append(job)
+            pool.submit(job)
+
+    def _collect(self, batch: Batch) -> None:
+        """Count what native threads have made of a batch, and queue what they have left."""
+        pool, recipe = self._pool, self._context.factory.native
+        assert pool is not None
+        assert recipe is not None
+        for job in [job for job in batch.jobs if pool.has_ended(job)]:
+            batch.jobs.remove(job)
+            refused = job.refused()
+            if refused:
+                # What native threads leave, they would leave again.
+                recipe.count(len(job), len(refused))
+                if self._others is None and recipe.refused > _MOST_REFUSED * recipe.tried:
+                    more = self._context.threads - 1
+                    self._others = Workers("dlio-decode-more", self._run_other, more)
+                    self._others.start()
+                self._queue_parts(batch, refused)
+            spent: _StageSeconds = defaultdict(float)
+            spent["decode"] = job.make_s
+            for slot in job.arrived():
+                batch.step.payloads[slot] = None  # A message's memory goes with its last sample.
+            for tier, count in job.bytes_by_tier().items():
+                place = _NO_TIER.get(tier) or self._hierarchy.tiers[tier].kind
+                self._hierarchy.counters.add_bytes(place, count)
+                # Nearly all samples of a batch are in one tier.
+                spent[place] += job.read_s * count / job.payload_bytes
+            if made := len(job) - len(refused):
+                self._made(batch, made, job.began, spent)
 
     def _begin_batch(self, step: StepSamples) -> Callable[[list[int]], None]:
         """Begin a step's batch; return the listener that queues its slots."""
@@ -217,6 +328,7 @@ class Pipeline:
         self._under_way.append(batch)
 
         def queue_slots(slots: list[int]) -> None:
+            slots = self._submit(batch, slots)
             if not may_be_decoded:
                 missing = [slot for slot in slots if step.payloads[slot] is None]
                 self._hierarchy.fetcher.expect(step.samples[missing])
@@ -249,10 +361,13 @@ class Pipeline:
     def _wake(self) -> None:
         with self._lock:  # From now on `_completed` does not clear it.
             self._hurry.set()
-        for _ in range(len(self._workers)):
+        for _ in range(self._context.threads):
             self._queue.put((-1, next(self._ticket), None, [], False))
 
     # Decode threads
+
+    def _run_other(self, number: int) -> None:
+        self._run(number + 1)
 
     def _run(self, number: int) -> None:
         scratch: list[PayloadScratch | None] = [PayloadScratch() for _ in range(_SAMPLES_A_TASK)]

@@ -14,8 +14,13 @@ from dlio.data.schema import Buffer, Schema
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.delivery import HostMemoryKind, pinned_memory
-from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory, CropBatchBuilder
+from dlio.loader.planned_engine.batch_builders import (
+    BatchBuilder,
+    BatchFactory,
+    CropBatchBuilder,
+)
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
+from dlio.loader.planned_engine.native_pool import NativeArrays, NativeRecipe
 from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.loader.sample_recipes import FieldRecipe
 from dlio.loader.torch_private import tree_map
@@ -74,7 +79,7 @@ def host_batches(
             memory = images.take()
             return CropBatchBuilder(recipe, collate, decoded, memory, epoch, samples, partners)
 
-        return BatchFactory(begin_crops, math.prod(shape))
+        return BatchFactory(begin_crops, math.prod(shape), _native_crops(recipe, decoded))
     if collate is None and isinstance(recipe, FieldRecipe) and recipe.is_plain_arrays:
         return _array_batches(recipe, batch_size, kind)
     if collate is None:
@@ -87,6 +92,15 @@ def host_batches(
 
     # Arrays of samples share their payloads' memory: stacking them copies them anyway.
     return BatchFactory(begin, batch_size * recipe.sample_bytes, keeps_payloads=True)
+
+
+def _native_crops(recipe: CropRecipe, decoded: DecodedTier | None) -> NativeRecipe | None:
+    numbers, schema = recipe.companion.numbers, recipe.reader.schema
+    if decoded is not None or recipe.decoder.kept or recipe.transforms or numbers is None:
+        return None
+    if not NativeRecipe.knows(schema, numbers, recipe.crop):
+        return None
+    return NativeRecipe(schema, numbers, recipe.crop)
 
 
 # Arrays and numbers of fixed shapes
@@ -110,7 +124,9 @@ def _array_batches(recipe: FieldRecipe, batch_size: int, kind: HostMemoryKind) -
         arrays = {name: memory.take() for name, memory in memories.items()}
         return ArrayBatchBuilder(recipe, arrays, parts, samples)
 
-    return BatchFactory(begin, batch_size * schema.overhead)
+    names = [name for name, _ in schema.fields]
+    native = NativeRecipe(schema, names) if NativeRecipe.knows(schema, names, None) else None
+    return BatchFactory(begin, batch_size * schema.overhead, native)
 
 
 class ArrayBatchBuilder(BatchBuilder):
@@ -131,6 +147,7 @@ class ArrayBatchBuilder(BatchBuilder):
         super().__init__(samples)
         self._recipe, self._arrays, self._parts = recipe, arrays, parts
         self.reads_directly = bool(parts)
+        self.native = NativeArrays(arrays)
 
     def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
         for slot, payload in zip(slots, payloads, strict=True):

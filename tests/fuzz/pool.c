@@ -1,0 +1,186 @@
+/* Jobs for native threads, of sound and of damaged samples, given up at random: for sanitizers.
+ *
+ * `pool SEED ROUNDS FOLDER JPEG...` writes its files into FOLDER. Prints samples made and refused.
+ */
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "../../dlio/image/native/pool.h"
+
+typedef struct Pool Pool;
+void dlio_pool_use(const int64_t addresses[7]);
+Pool *dlio_pool_open(int64_t threads, int64_t nice);
+void dlio_pool_submit(Pool *pool, Job *job);
+int64_t dlio_pool_wait(Pool *pool, const Job *job, int64_t ns, int64_t *ended);
+int64_t dlio_pool_left(Pool *pool, const Job *job);
+int64_t dlio_pool_cancel(Pool *pool, Job *job, int64_t ns);
+int64_t dlio_pool_close(Pool *pool, int64_t ns);
+
+enum { COUNT = 96, SLOTS = 40, SIDE = 24, JOBS = 4, DRAWS = 24, FIXED = 8 + 24 + 8 };
+
+static uint64_t state;
+
+static uint64_t draw(uint64_t below) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (state >> 33) % below;
+}
+
+/* Stand-ins for xxhash and lz4: what they compute is tested elsewhere. */
+typedef struct { uint64_t sum; } Hash;
+static int update(void *hash, const void *data, size_t size) {
+    for (size_t k = 0; k < size; k++)
+        ((Hash *)hash)->sum = (((Hash *)hash)->sum ^ ((const uint8_t *)data)[k]) * 1099511628211u;
+    return 0;
+}
+static int reset(void *hash) { return ((Hash *)hash)->sum = 7, 0; }
+static void *create(void) { return malloc(sizeof(Hash)); }
+static int release(void *hash) { return free(hash), 0; }
+static uint64_t end(const void *hash) { return ((const Hash *)hash)->sum; }
+static uint64_t digest(const void *data, size_t size) {
+    Hash hash;
+    reset(&hash), update(&hash, data, size);
+    return hash.sum;
+}
+/* Each byte stands for two. */
+static int expand(const char *from, char *to, int size, int room) {
+    if (2 * size > room) return -1;
+    for (int k = 0; k < size; k++) to[2 * k] = to[2 * k + 1] = from[k];
+    return 2 * size;
+}
+
+typedef struct { uint8_t *data; size_t size; } Bytes;
+
+static Bytes whole(const char *path) {
+    FILE *file = fopen(path, "rb");
+    struct stat status;
+    if (!file || fstat(fileno(file), &status)) exit(3);
+    Bytes bytes = {malloc((size_t)status.st_size), (size_t)status.st_size};
+    if (fread(bytes.data, 1, bytes.size, file) != bytes.size) exit(3);
+    fclose(file);
+    return bytes;
+}
+
+/* A set of samples: payloads one after another in a file, and the rows that describe them. */
+typedef struct { Sample rows[COUNT]; uint8_t *memory; int64_t folder; } Set;
+
+static void write_set(Set *set, const char *folder, int64_t number, const Bytes *pictures,
+                      size_t count, size_t fixed) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%08lld.blk", folder, (long long)number);
+    FILE *file = fopen(path, "wb");
+    size_t at = 0;
+    set->memory = malloc(COUNT * (fixed + (1 << 16)));
+    for (int k = 0; k < COUNT; k++) {
+        const Bytes *picture = count ? pictures + draw(count) : NULL;
+        size_t raw = fixed + (picture ? picture->size : 0);
+        uint8_t *payload = set->memory + at;
+        for (size_t j = 0; j < fixed; j++) payload[j] = (uint8_t)draw(256);
+        if (picture) memcpy(payload + fixed, picture->data, picture->size);
+        if (picture && draw(2)) payload[fixed + draw(picture->size)] ^= (uint8_t)(1 + draw(255));
+        Sample *row = set->rows + k;
+        *row = (Sample){.descriptor = set->folder, .block = number, .regular = (int64_t)draw(2),
+                        .offset = (int64_t)at, .stored = (int64_t)raw, .raw = (int64_t)raw,
+                        .checked = (int64_t)draw(2), .slot = (int64_t)draw(SLOTS)};
+        if (!draw(12)) row->stored = row->raw / 2;
+        if (!draw(12)) row->raw += (int64_t)draw(3) - 1;
+        row->digest = digest(payload, raw) + !draw(12);
+        if (!draw(12)) row->block += 1;
+        if (!draw(30)) row->offset += 1 << 30;
+        if (!draw(4))
+            row->descriptor = -1, row->block = -1, row->offset = (int64_t)(uintptr_t)payload,
+            row->raw = (int64_t)raw, row->stored = (int64_t)raw;
+        at += raw;
+    }
+    if (!file || fwrite(set->memory, 1, at, file) != at || fclose(file)) exit(3);
+}
+
+int main(int argc, char **argv) {
+    if (argc < 5) return 2;
+    state = strtoull(argv[1], NULL, 10);
+    int rounds = atoi(argv[2]);
+    size_t count = (size_t)argc - 4;
+    Bytes *pictures = malloc(count * sizeof *pictures);
+    for (size_t k = 0; k < count; k++) pictures[k] = whole(argv[4 + k]);
+    int64_t functions[7] = {(int64_t)(intptr_t)digest, (int64_t)(intptr_t)create,
+                            (int64_t)(intptr_t)release, (int64_t)(intptr_t)reset,
+                            (int64_t)(intptr_t)update, (int64_t)(intptr_t)end,
+                            (int64_t)(intptr_t)expand};
+    dlio_pool_use(functions);
+    int folder = open(argv[3], O_RDONLY | O_DIRECTORY);
+    enum { LONG = 9000 };
+    Column small[3] = {{0, 8, 0, 8}, {8, 24, 0, 24}, {32, 4, 3, 8}};
+    Column large[2] = {{0, 8, 0, 8}, {8, LONG - 8, 0, LONG - 8}};
+    Recipe recipes[3] = {
+        {.count = 3, .column = small, .least = FIXED, .fixed = 1},
+        {.count = 2, .column = large, .least = LONG, .fixed = 1, .direct = 1},
+        {.count = 1, .column = small, .least = FIXED, .crops = 1,
+         .rule = {.rows = SIDE, .columns = SIDE, .train = 1, .most_pixels = 1 << 22,
+                  .scale = {0.08, 1}, .log_ratio = {-0.28, 0.28}, .ratio = {0.75, 1.33},
+                  .flip = 0.5}},
+    };
+    Set *sets = calloc(3, sizeof *sets);
+    for (int k = 0; k < 3; k++) sets[k].folder = folder;
+    write_set(sets, argv[3], 1, NULL, 0, FIXED);
+    write_set(sets + 1, argv[3], 3, NULL, 0, LONG);
+    write_set(sets + 2, argv[3], 5, pictures, count, FIXED);
+    uint64_t made = 0, refused = 0, given_up = 0;
+    for (int round = 0; round < rounds; round++) {
+        Pool *pool = dlio_pool_open(1 + (int64_t)draw(4), 1);
+        if (!pool) return 3;
+        Job jobs[JOBS];
+        Sample *rows[JOBS];
+        uint8_t *columns[JOBS][3], *images[JOBS];
+        double *uniforms = malloc(SLOTS * DRAWS * sizeof *uniforms);
+        for (int k = 0; k < SLOTS * DRAWS; k++) uniforms[k] = (double)draw(1 << 20) / (1 << 20);
+        int64_t ended = 0;
+        for (int j = 0; j < JOBS; j++) {
+            int kind = (int)draw(3);
+            const Recipe *recipe = recipes + kind;
+            rows[j] = malloc(sizeof sets->rows);
+            memcpy(rows[j], sets[kind].rows, sizeof sets->rows);
+            /* Two threads never make one slot. */
+            int64_t used = (int64_t)draw(SLOTS + 1);
+            for (int64_t k = 0; k < used; k++) {
+                rows[j][k] = sets[kind].rows[draw(COUNT)];
+                rows[j][k].slot = k;
+            }
+            for (int c = 0; c < 3; c++)
+                columns[j][c] = c < recipe->count ? malloc(SLOTS * (size_t)recipe->column[c].stride)
+                                                  : NULL;
+            images[j] = malloc(SLOTS * SIDE * SIDE * 3);
+            jobs[j] = (Job){.order = (int64_t)draw(3), .count = used, .chunk = (int64_t)draw(9),
+                            .samples = rows[j], .recipe = recipe, .columns = columns[j],
+                            .images = images[j], .uniforms = uniforms, .draws = DRAWS};
+            dlio_pool_submit(pool, jobs + j);
+        }
+        for (int j = 0; j < JOBS; j++) {
+            if (draw(3))
+                while (!dlio_pool_wait(pool, jobs + j, 1000000000, &ended)) {}
+            else
+                dlio_pool_cancel(pool, jobs + j, 1000000000000);
+            if (dlio_pool_left(pool, jobs + j)) return 4;
+        }
+        if (dlio_pool_close(pool, 1000000000000)) return 5;
+        for (int j = 0; j < JOBS; j++) {
+            int64_t bad = 0;
+            for (int64_t k = 0; k < jobs[j].count; k++) {
+                made += rows[j][k].state == MADE, bad += rows[j][k].state != MADE;
+                refused += rows[j][k].state > MADE, given_up += rows[j][k].state == WAITING;
+            }
+            if (bad != jobs[j].refused) return 6;
+            free(rows[j]), free(images[j]);
+            for (int c = 0; c < 3; c++) free(columns[j][c]);
+        }
+        free(uniforms);
+    }
+    for (int k = 0; k < 3; k++) free(sets[k].memory);
+    for (size_t k = 0; k < count; k++) free(pictures[k].data);
+    free(pictures), free(sets), close(folder);
+    printf("%llu made, %llu refused, %llu given up\n", (unsigned long long)made,
+           (unsigned long long)refused, (unsigned long long)given_up);
+    return 0;
+}

@@ -1,0 +1,384 @@
+"""Batches of native threads are those of Python's, to the last bit, and nothing is lost by them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import dlio
+from dlio import transforms as T  # noqa: N812 - as everybody calls them
+from dlio.data.schema import Schema
+from dlio.errors import DecodeError
+from dlio.image.crop import DRAWS, Crop
+from dlio.loader.planned_engine import native_pool
+from dlio.loader.planned_engine.native_pool import (
+    NativeArrays,
+    NativeJob,
+    NativePool,
+    NativeRecipe,
+    boxes_of_crops,
+)
+from dlio.storage.sample_locations import SampleLocations
+
+pytestmark = pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name())
+
+CROPS = {
+    "training": Crop(32, True),
+    "squeezed": Crop(20, True, scale=(0.5, 0.6), ratio=(2.0, 3.0), upend=0.5),
+    "wide": Crop(24, True, across=50),
+    "middle": Crop(32, False),
+    "resized": Crop(32, False, resize=33, across=40),
+}
+
+
+@pytest.mark.parametrize("crop", CROPS.values(), ids=CROPS)
+def test_native_crops_take_the_same_parts(crop: Crop) -> None:
+    generator = np.random.default_rng(0)
+    sizes = generator.integers(1, 700, (20_000, 2))
+    sizes[:100] = generator.integers(1, 3, (100, 2))
+    sizes[100:200, 0] = 1
+    uniforms = generator.random((len(sizes), DRAWS))
+    uniforms[:50] = 0.0
+    uniforms[50:100] = np.nextafter(1.0, 0.0)
+    made = boxes_of_crops(crop, sizes, uniforms)
+    for (height, width), numbers, box in zip(sizes.tolist(), uniforms.tolist(), made, strict=True):
+        wanted = crop.box(height, width, numbers)
+        parts = wanted.top, wanted.left, wanted.height, wanted.width, wanted.flip, wanted.upend
+        assert tuple(box) == parts, (height, width)
+
+
+# Whole batches
+
+
+class _Spy:
+    """Counts the samples that native threads were given, and those that they left."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.given = self.refused = 0
+        refused = NativeJob.refused
+        submit = NativePool.submit
+
+        def count_given(pool: NativePool, job: NativeJob) -> None:
+            self.given += len(job)
+            submit(pool, job)
+
+        def count_refused(job: NativeJob) -> list[int]:
+            slots = refused(job)
+            self.refused += len(slots)
+            return slots
+
+        monkeypatch.setattr(NativePool, "submit", count_given)
+        monkeypatch.setattr(NativeJob, "refused", count_refused)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> _Spy:
+    return _Spy(monkeypatch)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+def _batches(path: Path, opened: dict[str, Any], loaded: dict[str, Any]) -> list[list[Any]]:
+    """The batches of two epochs, the first while blocks are brought into the tier."""
+    options = {"tiers": "ram:64MiB", **opened}
+    with (
+        dlio.open(str(path), **options) as data,
+        dlio.DataLoader(data, **{"batch_size": 16, "shuffle": True, **loaded}) as loader,
+    ):
+        return [list(_flat(batch)) for _ in range(2) for batch in loader]
+
+
+def _check_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch, opened: dict[str, Any], **loaded: Any
+) -> None:
+    made = _batches(path, opened, loaded)
+    with monkeypatch.context() as patched:
+        patched.setattr(native_pool, "find", lambda: None)
+        wanted = _batches(path, opened, loaded)
+    assert len(made) == len(wanted)
+    for batch, other in zip(made, wanted, strict=True):
+        for tensor, same in zip(batch, other, strict=True):
+            assert (tensor.dtype, tensor.shape) == (same.dtype, same.shape)
+            assert tensor.stride() == same.stride()
+            assert torch.equal(tensor, same)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders of JPEGs of all kinds, most of them baseline, and of other pictures."""
+    folder = tmp_path_factory.mktemp("mixed")
+    generator = np.random.default_rng(1)
+    for number in range(60):
+        height, width = generator.integers(30, 90, 2)
+        image = Image.fromarray(generator.integers(0, 256, (height, width, 3), np.uint8))
+        options: dict[str, Any] = {"quality": 80, "subsampling": number % 3}
+        kind = "jpg"
+        if number % 15 == 3:
+            options["progressive"] = True
+        elif number % 15 == 7:
+            image = image.convert("L")
+        elif number % 15 == 11:
+            kind, options = "png", {}
+        path = folder / "abc"[number % 3] / f"{number}.{kind}"
+        path.parent.mkdir(exist_ok=True)
+        image.save(path, **options)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        {"image_size": 24},
+        {"image_size": 40, "train": False},
+        {"transform": T.RandomResizedCrop((20, 30), scale=(0.3, 0.9))},
+    ],
+    ids=["training", "evaluation", "rectangles"],
+)
+def test_pictures_are_the_same(
+    mixed: Path, spy: _Spy, monkeypatch: pytest.MonkeyPatch, opened: dict[str, Any]
+) -> None:
+    _check_same(mixed, monkeypatch, opened)
+    # All of the second epoch; those that native threads do not know are made by Python's.
+    assert spy.given >= 60
+    assert 4 <= spy.refused <= spy.given // 2
+
+
+def test_a_resumed_pass_goes_on_with_the_same_pictures(mixed: Path, spy: _Spy) -> None:
+    with dlio.open(str(mixed), image_size=24, tiers="ram:64MiB") as data:
+        loader = dlio.DataLoader(data, 8, shuffle=True)
+        list(loader)
+        passed = iter(loader)
+        first = [next(passed)[0] for _ in range(3)]
+        state = loader.state_dict()
+        rest = [images for images, _ in passed]
+        again = dlio.DataLoader(data, 8, shuffle=True)
+        again.load_state_dict(state)
+        for images, (same, _) in zip(rest, again, strict=True):
+            assert torch.equal(images, same)
+        assert len(first) + len(rest) == 8
+    assert spy.given
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of every kind of number."""
+    path = tmp_path_factory.mktemp("rows") / "rows.h5"
+    generator = np.random.default_rng(2)
+    with h5py.File(path, "w") as file:
+        for kind in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"):
+            high = min(np.iinfo(kind).max, 2**62)
+            low = max(np.iinfo(kind).min, -(2**62))
+            file[kind] = generator.integers(low, high, 300, np.dtype(kind).name, endpoint=True)
+        for kind in ("float16", "float32", "float64"):
+            values = generator.standard_normal(300).astype(kind)
+            values[:4] = 0.0, -0.0, np.inf, np.finfo(kind).smallest_subnormal
+            file[kind] = values
+        file["bool"] = generator.random(300) < 0.5
+        file["array"] = generator.standard_normal((300, 3, 5)).astype("float32")
+        file["flags"] = generator.random((300, 7)) < 0.5
+    return path
+
+
+def test_numbers_and_arrays_are_the_same(
+    rows: Path, spy: _Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _check_same(rows, monkeypatch, {})
+    assert spy.given >= 300
+    assert spy.refused == 0
+
+
+def test_a_number_beyond_int64_is_refused_as_without_native_threads(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["x"] = np.full(20, 2**64 - 1, np.uint64)
+    with (
+        dlio.open(str(tmp_path / "rows.h5"), tiers="ram:8MiB") as data,
+        dlio.DataLoader(data, 4) as loader,
+    ):
+        for _ in range(2):
+            with pytest.raises(OverflowError):
+                list(loader)
+
+
+@pytest.mark.parametrize("fields", [1, 2])
+def test_large_arrays_are_the_same(
+    fields: int, spy: _Spy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    generator = np.random.default_rng(3)
+    with h5py.File(tmp_path / "volumes.h5", "w") as file:
+        file["x"] = generator.standard_normal((40, 30, 40, 50)).astype("float32")
+        if fields > 1:
+            file["y"] = generator.integers(0, 9, (40, 100), np.int16)
+            file["label"] = generator.integers(0, 9, 40)
+    _check_same(tmp_path / "volumes.h5", monkeypatch, {}, batch_size=6)
+    assert spy.given >= 40
+    assert spy.refused == 0
+
+
+def test_user_s_collate_gets_python_s_numbers(mixed: Path, spy: _Spy) -> None:
+    kinds = set()
+
+    def collate(samples: list[tuple[torch.Tensor, int]]) -> int:
+        kinds.update(type(label) for _, label in samples)
+        return len(samples)
+
+    with (
+        dlio.open(str(mixed), image_size=24, tiers="ram:64MiB") as data,
+        dlio.DataLoader(data, 8, collate_fn=collate) as loader,
+    ):
+        assert sum(loader) == sum(loader) == 60
+    assert kinds == {int}
+    assert spy.given
+
+
+# Damage
+
+
+def _damage(folder: Path, change: Callable[[bytearray], None]) -> None:
+    """Change a block's file as a disk may, behind the back of its tier."""
+    (path,) = folder.rglob("*.blk")
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def test_damage_is_healed(rows: Path, spy: _Spy, tmp_path: Path) -> None:
+    with (
+        dlio.open(str(rows), tiers=f"{tmp_path}:8MiB") as data,
+        dlio.DataLoader(data, 16, shuffle=True) as loader,
+    ):
+        list(loader)
+        list(loader)
+        assert spy.given
+        _damage(tmp_path, lambda block: block.__setitem__(slice(-99, -1), bytes(98)))
+        whole = list(loader)
+        assert sum(len(batch["int8"]) for batch in whole) == 300
+        assert loader.stats()["healed"] == 1
+    assert spy.refused
+
+
+def test_a_damaged_picture_is_skipped_or_named(mixed: Path, tmp_path: Path) -> None:
+    for path in mixed.rglob("*.jpg"):
+        copy = tmp_path / path.relative_to(mixed)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    broken = tmp_path / "a" / "30.jpg"
+    broken.write_bytes(broken.read_bytes()[:-200])
+    total = len(list(tmp_path.rglob("*.jpg")))
+    with dlio.open(str(tmp_path), image_size=24, tiers="ram:64MiB") as data:
+        with dlio.DataLoader(data, 8, on_error="skip") as loader:
+            for _ in range(2):
+                assert sum(len(labels) for _, labels in loader) == total - 1
+        with dlio.DataLoader(data, 8) as loader, pytest.raises(DecodeError, match=r"30\.jpg"):
+            list(loader)
+
+
+# The pool
+
+
+def _sleeping(seconds: float, count: int) -> NativeJob:
+    recipe = NativeRecipe(Schema((("x", "int64"),)), (), sleep_s=seconds)
+    nothing = np.zeros(count, np.int64)
+    flags = np.zeros(count, np.bool_)
+    where = SampleLocations(
+        *(flags, nothing, nothing, flags, nothing, nothing, nothing),
+        *(nothing.view(np.uint64), flags, nothing.astype(np.int8)),
+    )
+    return NativeJob(recipe, 0, np.arange(count), where, NativeArrays({}), 1)
+
+
+def test_closing_gives_up_what_no_thread_is_at() -> None:
+    job = _sleeping(0.05, 1000)
+    pool = NativePool(2)
+    pool.submit(job)
+    assert not pool.wait(job, 0.01)
+    pool.close()  # Not after 25 s, which the job would take.
+    assert len(job.refused()) > 900
+
+
+def test_a_job_ends_with_all_its_samples() -> None:
+    with NativePool(3) as pool:
+        jobs = [_sleeping(0.0001, 50) for _ in range(20)]
+        for job in jobs:
+            pool.submit(job)
+        for job in jobs:
+            while not pool.wait(job, 5.0):
+                pass
+            assert job.refused() == []
+        assert all(map(pool.has_ended, jobs))
+
+
+def test_a_loader_has_few_threads_of_python(rows: Path) -> None:
+    with (
+        dlio.open(str(rows), tiers="ram:64MiB") as data,
+        dlio.DataLoader(data, 16, num_workers=16) as loader,
+    ):
+        list(loader)  # It fills the tier.
+        before = {thread.ident for thread in threading.enumerate()}
+        for _ in loader:
+            own = [each.name for each in threading.enumerate() if each.ident not in before]
+            assert len(own) <= 3, own
+
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import dlio
+data = dlio.open(sys.argv[1], tiers="ram:64MiB")
+loader = dlio.DataLoader(data, 4, num_workers=3)
+list(loader)
+batches = iter(loader)
+next(batches)
+print("under way", flush=True)
+how = sys.argv[2]
+if how == "signal":
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(20)
+if how == "fork":
+    if os.fork() == 0:
+        assert sum(len(batch["int8"]) for batch in loader) == 300
+        sys.exit(0)
+    _, status = os.wait()
+    assert status == 0, status
+    assert sum(len(batch["int8"]) for batch in batches) == 296
+    print("both", flush=True)
+"""
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [("end", 0, ""), ("signal", -signal.SIGINT, "KeyboardInterrupt"), ("fork", 0, "")],
+)
+def test_the_interpreter_ends_with_work_under_way(
+    rows: Path, how: str, code: int, said: str
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(rows), how],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )
+    assert ran.returncode == code, ran.stderr
+    assert "under way" in ran.stdout
+    assert said in ran.stderr
+    if not said:
+        assert ran.stderr == ""
