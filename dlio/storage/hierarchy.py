@@ -171,46 +171,6 @@ class Hierarchy(Closable):
             )
         scatter(payload, pieces)
 
-    def locate(self, samples, blocks, places):
-        from dlio.storage.sample_locations import SampleLocations
-
-        n = len(samples)
-        out = SampleLocations(
-            np.zeros(n, bool),
-            np.zeros(n, np.int64),
-            np.full(n, -1, np.int64),
-            np.zeros(n, bool),
-            *(np.zeros(n, np.int64) for _ in range(3)),
-            np.zeros(n, np.uint64),
-            np.ones(n, bool),
-            np.full(n, -1, np.int8),
-        )
-        for k, (b, p) in enumerate(zip(blocks.tolist(), places.tolist())):
-            t = self.block_fetcher._places.get(b, -1)
-            if t < 0:
-                continue
-            tier = self.tiers[t]
-            info = tier._tables.get(b)
-            if info is None:
-                try:
-                    with tier._opened(b) as (d, info, c):
-                        pass
-                except Exception:
-                    continue
-            e = info.table[p]
-            out.known[k] = True
-            out.descriptor[k] = tier.folder
-            out.block[k] = b
-            out.regular[k] = tier.kind != "ram"
-            out.offset[k], out.stored[k], out.raw[k], out.digest[k] = (
-                info.start + int(e["offset"]),
-                e["stored"],
-                e["raw"],
-                e["xxh3"],
-            )
-            out.tier[k] = t
-        return out
-
     # Blocks
 
     def missing(self) -> int:
