@@ -8,6 +8,7 @@ docs/guides/writing-a-reader.md.
     Abilities       further abilities of a reader: its attribute `abilities`, which may be missing
     RangedSamples   two more methods, where a sample lies in a file as ranges of bytes
     StoredBlocks    four more members, where the source has the blocks of tiers
+    FileLocations   where samples lie in open files, as arrays
     ReaderType      the class, as its entry point names it, with its attribute `path_rules`
 """
 
@@ -80,6 +81,29 @@ class Reader(Protocol):
         """Close files. Reading afterwards opens them again."""
 
 
+@dataclass(frozen=True, slots=True)
+class FileLocations:
+    """Where samples lie in open files; a row for each, all of shape (n,).
+
+    Samples that are not `known` have to be read by `Reader.read`, and their other values mean
+    nothing.
+    """
+
+    known: npt.NDArray[np.bool_]
+    descriptor: npt.NDArray[np.int64]
+    """Of an open file, which is one of `files`."""
+    offset: npt.NDArray[np.int64]
+    """Of the first byte, in the file."""
+    stored: npt.NDArray[np.int64]
+    """Bytes in the file; fewer than `raw` where they are compressed as one block of LZ4."""
+    raw: npt.NDArray[np.int64]
+    """Bytes of the payload."""
+    digest: npt.NDArray[np.uint64]
+    """xxh3_64 of the payload."""
+    files: list[object]
+    """Owners of open files: these stay open while the list refers to them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
     """Abilities of a reader beyond `Reader`; the defaults are those of most readers.
@@ -98,6 +122,16 @@ class Abilities:
     random_access: bool = False
     """True if a sample in a container can be read for its own bytes, without its neighbours. Where
     `Reader.objects` is true this is so anyway."""
+
+    locate: (
+        Callable[
+            [npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]], FileLocations
+        ]
+        | None
+    ) = None
+    """Returns where samples lie in local files, by (samples, their blocks, places in these): they
+    are then read without the reader. Thread-safe; what cannot be located is not known, and raises
+    nothing."""
 
     # Sizes
 

@@ -163,7 +163,8 @@ class ReplicatedReader:
 
     @property
     def abilities(self) -> Abilities:
-        return replace(abilities_of(self._first), summary=self.summary)
+        # Without `locate`: each read chooses among the replicas.
+        return replace(abilities_of(self._first), summary=self.summary, locate=None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"readers": [replica.reader for replica in self._replicas]}

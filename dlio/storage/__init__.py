@@ -5,7 +5,9 @@
 | `block` | a block: a run of samples with their offsets and checksums; FORMAT.md |
 | `shard_file` | a file of many blocks, with an index |
 | `tier` | a folder of blocks in memory or on a disk, shared by the ranks of a node |
+| `block_tables` | tables of many blocks in memory, as one array |
 | `hierarchy` | a sample from the fastest place that has it |
+| `sample_locations` | where the samples of a batch lie, for reads outside of Python |
 | `block_fetcher` | the block path: whole blocks from the source into their tiers |
 | `sample_fetcher` | the sample path: samples, as they are needed, until a block is complete |
 | `partial_blocks` | the blocks that the sample path has not completed yet |

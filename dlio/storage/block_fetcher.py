@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final, TypeVar, cast
 
@@ -276,6 +276,11 @@ class SourceRequests(Closable):
 # Blocks on their way into tiers
 
 
+def members(held: Collection[int], samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return a mask of the samples that are in a set, or keys of a dictionary."""
+    return np.fromiter(map(held.__contains__, samples.tolist()), np.bool_, len(samples))
+
+
 class EarlyPayloads:
     """Payloads that are read before their blocks, by sample. Thread-safe.
 
@@ -307,6 +312,11 @@ class EarlyPayloads:
         with self._changed:
             self._expected.clear()
             self._changed.notify_all()
+
+    def holds(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+        """Return a mask of the samples that are expected or here; None if there are none."""
+        held = {*self._expected, *self.payloads}
+        return members(held, samples) if held else None
 
     def get(self, sample: int, timeout_s: float) -> Buffer | None:
         """Return a payload that is here or comes within `timeout_s`; None for all others."""
@@ -340,6 +350,11 @@ class Fetcher:
 
         Waits for a sample that is on its way. Raises SourceError or CorruptBlock.
         """
+        raise NotImplementedError
+
+    def holds(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+        """Return a mask of the samples that are to be taken, though their blocks may be in tiers;
+        None if there are none. The others are about to be read without `take`."""
         raise NotImplementedError
 
     def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
@@ -406,8 +421,8 @@ class BlockFetcher(Fetcher):
         self.fill_timeout_s = settings().fill_timeout_s
         """Seconds to wait for another process that fills a block."""
         self._lock = new_lock()
-        self._places: dict[int, int] = {}
-        """Number of the fastest tier that a block was seen in."""
+        self._places = np.full(len(targets.pinned), -1, np.int8)
+        """Number of the fastest tier that each block was seen in, -1 for none; shape (blocks,)."""
         self._filling: dict[int, threading.Event] = {}
         self._reserved: set[int] = set()
         self._full = {n for n, tier in enumerate(targets.tiers) if not tier.writable}
@@ -422,12 +437,17 @@ class BlockFetcher(Fetcher):
 
     def place(self, block: int) -> int:
         """Return the number of the fastest tier that has a block, -1 for none."""
-        known = self._places.get(block)
-        return self.look(block) if known is None else known
+        known = int(self._places[block])
+        return self.look(block) if known < 0 else known
 
     def seen(self, block: int) -> bool:
         """True for a block that this process has seen in a tier; nothing is looked for."""
-        return block in self._places
+        return bool(self._places[block] >= 0)
+
+    def seen_in(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the number of the tier in which each block was seen, -1 for none; nothing is
+        looked for."""
+        return self._places[blocks].astype(np.int64)
 
     def look(self, block: int) -> int:
         """As `place`, but look again."""
@@ -439,7 +459,7 @@ class BlockFetcher(Fetcher):
 
     def forget_place(self, block: int) -> None:
         """Look for the block at its next use, and fill it then if need be."""
-        self._places.pop(block, None)
+        self._places[block] = -1
 
     def distrust(self, block: int, number: int) -> None:
         """Leave a damaged block in tier `number` unused, and remove it if possible."""
@@ -528,6 +548,10 @@ class BlockFetcher(Fetcher):
         """Return the payload of a sample of the first batch, until its block is in its tier."""
         payload = self._early.get(sample, self.fill_timeout_s)
         return None if payload is None else (payload, "source")
+
+    def holds(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+        """Return a mask of the samples of the first batch that are here or are being read."""
+        return self._early.holds(samples)
 
     def hurry(self, samples: npt.NDArray[np.int64], then: Callable[[], object]) -> None:
         """Begin to read the samples whose blocks have not arrived."""
@@ -632,7 +656,7 @@ class BlockFetcher(Fetcher):
 
     def _is_home(self, block: int) -> bool:
         """True for a block that was seen in the tier that it belongs in."""
-        return self._places.get(block, -1) == self._targets.number(block)
+        return int(self._places[block]) == self._targets.number(block)
 
     def _has(self, block: int, number: int) -> bool:
         """True if tier `number` has a block that is fit for use."""

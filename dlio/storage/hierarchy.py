@@ -9,6 +9,7 @@ pinned block from the source once. `dlio.storage` says which of two paths brings
     TierTargets    the tier that each block belongs in: pinned or streamed
     Fetcher        blocks and samples on their way into tiers, each read once per node
     TierReads      a sample out of its tier; the repair of damaged blocks
+    SampleLocator  where the samples of a batch lie, as arrays, for reads outside of Python
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from dlio.storage.block import PayloadScratch, scatter
 from dlio.storage.block_fetcher import BlockFetcher, Fetcher, SourceRequests
 from dlio.storage.counters import Counters, RunNotes
 from dlio.storage.sample_fetcher import SampleFetcher
+from dlio.storage.sample_locations import SampleLocations, SampleLocator
 from dlio.storage.tier import Tier, TierTargets
 from dlio.util.closable import Closable
 from dlio.util.forks import new_lock
@@ -82,6 +84,9 @@ class Hierarchy(Closable):
             )
         self.fetcher: Fetcher = self.sample_fetcher or self.block_fetcher
         """Brings samples from the source, ahead of their use where that takes a while."""
+        # Where samples are requests, the fetcher reads them.
+        in_source = abilities_of(reader).locate if flow is None else None
+        self._locator = SampleLocator(self.targets, self.block_fetcher, self.fetcher, in_source)
 
     # Samples
 
@@ -136,6 +141,33 @@ class Hierarchy(Closable):
             sample, block, place, lambda tier: tier.read_stored(block, place, into), store
         )
         return stored
+
+    def locate(
+        self,
+        samples: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> SampleLocations:
+        """Return where samples lie that can be read at once, for reads outside of Python.
+
+        (blocks, places) are where the layout locates them; all of shape (n,). A sample is known if
+        its block was seen in its own tier or a faster one, or belongs in none and the source is a
+        local file that the reader can locate it in. Tables that are not in memory are read here.
+        No sample is brought. Errors of tiers and of the source make samples unknown.
+
+        Each is to be read once: known samples of tiers count as read in them.
+        """
+        return self._locator.locate(samples, blocks, places)
+
+    def failed(self, blocks: npt.NDArray[np.int64]) -> None:
+        """Say that samples of these blocks were not found, or were damaged, where `locate` said
+        that they are. They are to be read by `read`, which finds out, and repairs their blocks."""
+        # Without this, `read` may leave a damaged payload unchecked, by the share of those checked.
+        different = np.unique(blocks)
+        numbers = self.block_fetcher.seen_in(different)
+        for block, number in zip(different.tolist(), numbers.tolist(), strict=True):
+            if number >= 0:
+                self.tiers[number].suspect(block)
 
     def _read(
         self,

@@ -34,7 +34,7 @@ from dlio.data.reader_contract import Reader, abilities_of
 from dlio.data.schema import Buffer
 from dlio.errors import CorruptBlock, SourceError, TierFull
 from dlio.plan.order import Order
-from dlio.storage.block_fetcher import BlockFetcher, Fetcher, Filler, SourceRequests
+from dlio.storage.block_fetcher import BlockFetcher, Fetcher, Filler, SourceRequests, members
 from dlio.storage.counters import RunNotes
 from dlio.storage.partial_blocks import PartialBlocks
 from dlio.storage.tier import Tier, TierTargets
@@ -189,6 +189,10 @@ class ReadQueue:
 
     def __contains__(self, sample: int) -> bool:
         return sample in self._tasks
+
+    def holds(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+        """Return a mask of the samples that have a task; None if none has. Needs no lock."""
+        return members(self._tasks, samples) if self._tasks else None
 
     @property
     def queued(self) -> bool:
@@ -396,6 +400,11 @@ class SampleFetcher(Fetcher):
                 return None
             time.sleep(_POLL_S)  # Another process of the node is reading it.
         return None
+
+    def holds(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+        """Return a mask of the samples that were expected or offered, and not let go of yet."""
+        self._background.wanted()  # As by `take`, for samples that are read without it.
+        return self._tasks.holds(samples) if os.getpid() == self._process else None
 
     def _ready(self, sample: int) -> tuple[Buffer, str] | None:
         """Take a sample that is here, without the lock."""

@@ -20,7 +20,6 @@ import os
 import re
 import secrets
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -41,6 +40,7 @@ from dlio.storage.block import (
     read_info,
     write_all,
 )
+from dlio.storage.block_tables import BlockTables
 from dlio.storage.tier_spec import TierSpec
 from dlio.util.closable import Closable
 from dlio.util.folders import open_private, remove_entry, unlink
@@ -93,8 +93,9 @@ class Tier(Closable):
         names = (user_folder(), *names)
         self.path = os.path.join(spec.root, *names)
         self._lock = new_lock()
-        self._tables: OrderedDict[int, BlockInfo] = OrderedDict()
-        self._table_bytes = 0
+        self._tables = BlockTables(_TABLE_BYTES)
+        self._suspects: set[int] = set()
+        """Blocks each of whose payloads is checked, whatever the share."""
         self.hits = 0
         """Samples that this process has read from here."""
         self._share = settings().checked_share
@@ -178,6 +179,37 @@ class Tier(Closable):
         with self._opened(block) as (descriptor, info, checked):
             return info.read_stored(descriptor, place, into, checked=checked)
 
+    def locate(
+        self, blocks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.void], npt.NDArray[np.bool_]]:
+        """Return where samples of published blocks lie, for reads from their files.
+
+        Tables that are not in memory are read first. Returns (mask of the samples that are here,
+        entries of their blocks' tables, mask of the reads that are to be checked), all of shape
+        (n,). Those that are here count as read. Of a block that is missing or damaged no sample is
+        here; the entry means nothing then.
+        """
+
+        def read(block: int) -> None:
+            with closing_descriptor(self._open(block)) as descriptor:
+                self._read_table(block, descriptor)
+
+        here, entries = self._tables.find(blocks, places, read)
+        count = int(np.count_nonzero(here))
+        with self._lock:
+            before = self.hits
+            self.hits += count
+        checked = np.zeros(len(blocks), np.bool_)
+        # As for single reads, see `_opened`.
+        shares = (np.arange(before, before + count + 1) * self._share).astype(np.int64)
+        checked[here] = shares[1:] != shares[:-1]
+        return here, entries, checked
+
+    def suspect(self, block: int) -> None:
+        """Check all further reads of a block, until it is discarded, and read its table again."""
+        self._suspects.add(block)
+        self._tables.drop(block)
+
     @contextmanager
     def _opened(self, block: int) -> Iterator[tuple[int, BlockInfo, bool]]:
         """Yield (descriptor, header and table, True if this read is to be checked)."""
@@ -190,7 +222,8 @@ class Tier(Closable):
                 self.hits += 1
                 # Evenly spread, not random: with a share of a half, each second read.
                 checked = int(self.hits * self._share) != int((self.hits - 1) * self._share)
-                info = self._tables.get(block)
+            checked = checked or block in self._suspects
+            info = self._tables.get(block)
             if info is None:
                 info = self._read_table(block, descriptor)
             yield descriptor, info, checked
@@ -208,8 +241,7 @@ class Tier(Closable):
 
     def digest(self, block: int) -> int:
         """Return the xxh3_64 of a published block's header and table, from its header."""
-        with self._lock:
-            info = self._tables.get(block)
+        info = self._tables.get(block)
         if info is None:
             with closing_descriptor(self._open(block)) as descriptor:
                 info = self._info(block, descriptor)
@@ -281,8 +313,8 @@ class Tier(Closable):
 
         Raises OSError if it cannot be removed.
         """
-        with self._lock:
-            self._drop_table(block)
+        self._tables.drop(block)
+        self._suspects.discard(block)
         with suppress(FileNotFoundError):
             unlink(self.folder, _name(block))
 
@@ -349,19 +381,7 @@ class Tier(Closable):
             )
 
     def _read_table(self, block: int, descriptor: int) -> BlockInfo:
-        info = self._info(block, descriptor)
-        with self._lock:
-            self._drop_table(block)
-            self._tables[block] = info
-            self._table_bytes += info.table.nbytes
-            while self._table_bytes > _TABLE_BYTES and len(self._tables) > 1:
-                self._drop_table(next(iter(self._tables)))
-        return info
-
-    def _drop_table(self, block: int) -> None:
-        info = self._tables.pop(block, None)
-        if info is not None:
-            self._table_bytes -= info.table.nbytes
+        return self._tables.add(block, self._info(block, descriptor))
 
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of dead writers, whose claims are free."""
@@ -393,6 +413,7 @@ class LostTier(Tier):
     def __init__(self, spec: TierSpec, path: str) -> None:
         self.spec, self.kind, self.path = spec, spec.kind, path
         self.writable = False
+        self.folder = -1
         self.hits = 0
 
     # Nothing is held, or taken; there is nothing to close.
@@ -440,6 +461,8 @@ class TierTargets:
     def __init__(self, tiers: Sequence[Tier], pinned: npt.NDArray[np.int8]) -> None:
         self.tiers, self.pinned = list(tiers), pinned
         self._streamed: npt.NDArray[np.bool_] | None = None
+        self._ranks = self._ranked()
+        """Position of each tier in `by_speed`, then that of none; shape (tiers + 1,)."""
         self._is_over: Callable[[int], bool] = lambda _: False
 
     @property
@@ -451,6 +474,7 @@ class TierTargets:
         """Append the tier that streamed blocks go through."""
         self.tiers.append(tier)
         self._streamed = np.zeros(len(self.pinned), np.bool_)
+        self._ranks = self._ranked()
 
     def stream(self, blocks: npt.NDArray[np.bool_], is_over: Callable[[int], bool]) -> None:
         """Stream these blocks too, except for those that are pinned. `blocks` is a mask; `is_over`
@@ -467,6 +491,21 @@ class TierTargets:
             return len(self.tiers) - 1
         return number
 
+    def numbers(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return `number` of each of some blocks."""
+        numbers = self.pinned[blocks].astype(np.int64)
+        if self._streamed is not None:
+            numbers[(numbers < 0) & self._streamed[blocks]] = len(self.tiers) - 1
+        return numbers
+
+    def are_near(
+        self, seen: npt.NDArray[np.int64], homes: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """Return a mask of the blocks that are in the tier that they belong in, or in a faster one.
+        Arguments are numbers of tiers: in which each was seen, and in which it belongs; -1 for
+        none."""
+        return (seen >= 0) & (self._ranks[seen] <= self._ranks[homes])
+
     def is_pinned(self, block: int) -> bool:
         """True for a block that a tier keeps, False for one that is streamed or in no tier."""
         return bool(self.pinned[block] >= 0)
@@ -482,6 +521,9 @@ class TierTargets:
         # are in memory.
         numbers = list(range(len(self.tiers)))
         return [numbers[-1], *numbers[:-1]] if self.can_stream else numbers
+
+    def _ranked(self) -> npt.NDArray[np.int64]:
+        return np.append(np.argsort(self.by_speed), len(self.tiers))
 
     def streamed_blocks(self) -> set[int]:
         """Return the streamed blocks that are in their tier now."""

@@ -1,17 +1,16 @@
 """The reader of dlio's native format: a folder of shards, as `dlio pack` writes it."""
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from dlio.data.open_files import PersistentFile
-from dlio.data.reader_contract import Abilities
+from dlio.data.open_files import Descriptor, PersistentFile
+from dlio.data.reader_contract import Abilities, FileLocations
 from dlio.data.source import File, Source, expand, failed, files_below, own_name
 from dlio.errors import CorruptBlock, SourceError
 from dlio.plan.layout import Layout
@@ -23,16 +22,18 @@ from dlio.storage.block import (
     read_exactly,
     read_info,
 )
+from dlio.storage.block_tables import BlockTables
 from dlio.storage.shard_file import SUFFIX, ShardIndex, read_footer
-from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 from dlio_readers.path_reader import PathReader, neighbours
 
 _OPENED_AT_A_TIME = 16
 _NAMES = 1024
 """Names of neighbours that are read together."""
-_KEPT_TABLES = 1024
-"""Block tables kept in memory, each about 24 bytes per sample."""
+_TABLE_BYTES = 16 << 20
+"""Bytes of block tables kept in memory, 24 per sample."""
+_LOCATED_FILES = 64
+"""Files that are kept open for a batch, beyond those that the process keeps open anyway."""
 
 
 class ShardReader(PathReader):
@@ -64,16 +65,22 @@ class ShardReader(PathReader):
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.layout = Layout(starts, Order(int(starts[-1]), 0, shuffled=False))
         self._firsts = np.array([footer.first for footer in footers], np.int64)
-        self._offsets = [footer.offsets for footer in footers]
-        blocks = [len(footer.counts) for footer in footers]
-        self._first_blocks = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
-        self.block_bytes = np.concatenate([np.diff(offsets) for offsets in self._offsets])
+        self._shards = np.repeat(np.arange(len(footers)), [len(each.counts) for each in footers])
+        """Number of the shard of each block; shape (blocks,)."""
+        offsets = [footer.offsets.astype(np.int64) for footer in footers]
+        self._begins = np.concatenate([each[:-1] for each in offsets])
+        """Offset of each block in its shard; shape (blocks,)."""
+        self.block_bytes = np.concatenate([np.diff(each) for each in offsets])
         """Stored bytes of each block, which tiers copy unchanged; shape (blocks,)."""
-        self.abilities = Abilities(data_bytes=sum(each.payload_bytes for each in footers))
-        self._tables: OrderedDict[int, BlockInfo] = OrderedDict()
+        self._data_bytes = sum(each.payload_bytes for each in footers)
+        self._tables = BlockTables(_TABLE_BYTES)
         self._names: tuple[int, int, list[bytes]] = (-1, 0, [])
         """Shard, first sample and names of those that were asked for last."""
-        self._lock = new_lock()
+
+    @property
+    def abilities(self) -> Abilities:
+        locate = None if self._files[0].local_path is None else self._locate
+        return Abilities(data_bytes=self._data_bytes, locate=locate)
 
     @staticmethod
     def recognises(path: str) -> str | None:
@@ -126,7 +133,7 @@ class ShardReader(PathReader):
         """Raise CorruptBlock if a block is another one, or has other sizes than in the index."""
         if info.fingerprint != self.fingerprint or info.block != block:
             raise _foreign(file, block)
-        shard = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
+        shard = int(self._shards[block])
         first = int(self.layout.starts[block] - self._firsts[shard])
         count = int(self.layout.starts[block + 1] - self.layout.starts[block])
         sizes = self._footers[shard].sizes[first : first + count]
@@ -146,17 +153,14 @@ class ShardReader(PathReader):
         return payloads
 
     def close(self) -> None:
-        with self._lock:
-            self._tables.clear()
+        self._tables.clear()
         for file in self._files:
             file.close()
 
     def file_of(self, block: int) -> tuple[PersistentFile, int, int]:
         """Return (file, offset, length) of a block."""
-        shard = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
-        k = block - int(self._first_blocks[shard])
-        offsets = self._offsets[shard]
-        return self._files[shard], int(offsets[k]), int(offsets[k + 1] - offsets[k])
+        file = self._files[int(self._shards[block])]
+        return file, int(self._begins[block]), int(self.block_bytes[block])
 
     def _read_block(
         self,
@@ -197,16 +201,53 @@ class ShardReader(PathReader):
     def _info(
         self, block: int, opened: int | DescriptorlessFile, file: File, start: int, length: int
     ) -> BlockInfo:
-        with self._lock:
-            info = self._tables.get(block)
+        info = self._tables.get(block)
         if info is None:
             info = read_info(opened, file.name, start, length)
             self._check_info(block, info, file)
-            with self._lock:
-                self._tables[block] = info
-                while len(self._tables) > _KEPT_TABLES:
-                    self._tables.popitem(last=False)
+            info = self._tables.add(block, info)
         return info
+
+    def _locate(
+        self,
+        samples: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> FileLocations:
+        """Return where samples lie in local shards; see `Abilities.locate`."""
+        shards = self._shards[blocks]
+        opened = self._descriptors(np.flatnonzero(np.bincount(shards)).tolist())
+        numbers = np.full(len(self._files), -1, np.int64)
+        for shard, descriptor in opened.items():
+            numbers[shard] = descriptor.number
+        descriptors = numbers[shards]
+
+        def read(block: int) -> None:
+            number = int(numbers[self._shards[block]])
+            if number >= 0:
+                file, start, length = self.file_of(block)
+                self._info(block, number, file, start, length)
+
+        known, entries = self._tables.find(blocks, places, read)
+        return FileLocations(
+            known=known & (descriptors >= 0),
+            descriptor=descriptors,
+            offset=self._begins[blocks] + entries["offset"].astype(np.int64),
+            stored=entries["stored"].astype(np.int64),
+            raw=entries["raw"].astype(np.int64),
+            digest=entries["xxh3"].astype(np.uint64),
+            files=list(opened.values()),
+        )
+
+    def _descriptors(self, shards: Sequence[int]) -> dict[int, Descriptor]:
+        """Open those of some shards that are local, and as many as may be."""
+        opened: dict[int, Descriptor] = {}
+        for shard in shards[:_LOCATED_FILES]:
+            file = self._files[shard]
+            if file.local_path is not None:
+                with suppress(OSError):
+                    opened[shard] = file.descriptor()
+        return opened
 
 
 def _foreign(file: File, block: int) -> CorruptBlock:
