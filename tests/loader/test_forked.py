@@ -114,7 +114,7 @@ def test_a_block_that_a_thread_reads_is_read_by_a_child_on_its_own(packed: str) 
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with reader._lock:
+        with reader._tables._lock:
             held.set()
             over.wait(_DEADLINE_S)
 
