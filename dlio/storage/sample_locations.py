@@ -37,6 +37,8 @@ class SampleLocations(FileLocations):
     where `descriptor` is the file."""
     regular: npt.NDArray[np.bool_]
     """True where the file, once it is open, has to be checked for being a regular one."""
+    kept: npt.NDArray[np.bool_]
+    """True where the file may stay open for a pass: its block is kept by its tier."""
     checked: npt.NDArray[np.bool_]
     """True where the payload has to be compared with `digest`."""
     tier: npt.NDArray[np.int8]
@@ -92,6 +94,7 @@ class SampleLocator:
             files=[],
             block=blocks.astype(np.int64),
             regular=disks[seen],
+            kept=self._targets.pinned[blocks] >= 0,
             checked=checked,
             tier=seen.astype(np.int8),
         )

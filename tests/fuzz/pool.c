@@ -13,7 +13,7 @@
 
 typedef struct Pool Pool;
 void dlio_pool_use(const int64_t addresses[7]);
-Pool *dlio_pool_open(int64_t threads, int64_t nice);
+Pool *dlio_pool_open(int64_t threads, int64_t nice, int64_t files);
 void dlio_pool_submit(Pool *pool, Job *job);
 int64_t dlio_pool_wait(Pool *pool, const Job *job, int64_t ns, int64_t *ended);
 int64_t dlio_pool_left(Pool *pool, const Job *job);
@@ -82,7 +82,7 @@ static void write_set(Set *set, const char *folder, int64_t number, const Bytes 
         if (picture) memcpy(payload + fixed, picture->data, picture->size);
         if (picture && draw(2)) payload[fixed + draw(picture->size)] ^= (uint8_t)(1 + draw(255));
         Sample *row = set->rows + k;
-        *row = (Sample){.descriptor = set->folder, .block = number, .regular = (int64_t)draw(2),
+        *row = (Sample){.descriptor = set->folder, .block = number, .regular = (int64_t)draw(2), .kept = (int64_t)draw(2),
                         .offset = (int64_t)at, .stored = (int64_t)raw, .raw = (int64_t)raw,
                         .checked = (int64_t)draw(2), .slot = (int64_t)draw(SLOTS)};
         if (!draw(12)) row->stored = row->raw / 2;
@@ -129,7 +129,7 @@ int main(int argc, char **argv) {
     write_set(sets + 2, argv[3], 5, pictures, count, FIXED);
     uint64_t made = 0, refused = 0, given_up = 0;
     for (int round = 0; round < rounds; round++) {
-        Pool *pool = dlio_pool_open(1 + (int64_t)draw(4), 1);
+        Pool *pool = dlio_pool_open(1 + (int64_t)draw(4), 1, (int64_t)draw(3));
         if (!pool) return 3;
         Job jobs[JOBS];
         Sample *rows[JOBS];

@@ -298,8 +298,18 @@ def _sleeping(seconds: float, count: int) -> NativeJob:
     nothing = np.zeros(count, np.int64)
     flags = np.zeros(count, np.bool_)
     where = SampleLocations(
-        *(flags, nothing, nothing, flags, nothing, nothing, nothing),
-        *(nothing.view(np.uint64), flags, nothing.astype(np.int8)),
+        known=~flags,
+        descriptor=nothing,
+        offset=nothing,
+        stored=nothing,
+        raw=nothing,
+        digest=nothing.view(np.uint64),
+        files=[],
+        block=nothing,
+        regular=flags,
+        kept=flags,
+        checked=flags,
+        tier=nothing.astype(np.int8),
     )
     return NativeJob(recipe, 0, np.arange(count), where, NativeArrays({}), 1)
 

@@ -48,9 +48,32 @@ INLINE int reserve(uint8_t **memory, size_t *size, size_t wanted) {
     return *memory != NULL;
 }
 
+int dlio_files_open(Files *files, int64_t count) {
+    files->file = calloc((size_t)count + 1, sizeof *files->file);
+    files->count = files->file ? count : 0;
+    for (int64_t k = 0; k < files->count; k++) {
+        files->file[k].file = -1;
+        pthread_mutex_init(&files->file[k].lock, NULL);
+    }
+    return files->file != NULL;
+}
+
+void dlio_files_close(Files *files) {
+    for (int64_t k = 0; k < files->count; k++) {
+        if (files->file[k].file >= 0) close(files->file[k].file);
+        pthread_mutex_destroy(&files->file[k].lock);
+    }
+    free(files->file);
+}
+
 void dlio_thread_rest(Thread *thread) {
-    if (thread->file >= 0) close(thread->file);
-    thread->file = -1, thread->folder = thread->block = -1;
+    if (thread->place) {
+        pthread_mutex_lock(&thread->place->lock);
+        thread->place->users--;
+        pthread_mutex_unlock(&thread->place->lock);
+    } else if (thread->file >= 0)
+        close(thread->file);
+    thread->place = NULL, thread->file = -1, thread->folder = thread->block = -1;
 }
 
 void dlio_thread_end(Thread *thread) {
@@ -59,25 +82,58 @@ void dlio_thread_end(Thread *thread) {
     free(thread->pixels), free(thread->sums);
 }
 
+static int open_block(const Sample *sample) {
+    char name[32];
+    snprintf(name, sizeof name, "%08lld.blk", (long long)sample->block);
+    int file;
+    do file = openat((int)sample->descriptor, name, FLAGS);
+    while (file < 0 && errno == EINTR);
+    struct stat status;
+    if (file >= 0 && sample->regular && (fstat(file, &status) || !S_ISREG(status.st_mode))) {
+        close(file);
+        return -1;
+    }
+    return file;
+}
+
+/* Take the file of a block that stays open, or have it stay open in place of one that nobody reads.
+ * Returns its place; NULL if the place is taken by another. */
+static File *kept_file(const Sample *sample, Files *files) {
+    File *place = files->file + (uint64_t)sample->block % (uint64_t)files->count;
+    pthread_mutex_lock(&place->lock);
+    int is_other = place->file < 0 || place->stale || place->folder != sample->descriptor ||
+                   place->block != sample->block;
+    int is_free = !place->users;
+    if (is_other && is_free) {
+        if (place->file >= 0) close(place->file);
+        place->file = open_block(sample);
+        place->folder = sample->descriptor, place->block = sample->block, place->stale = 0;
+        is_other = place->file < 0;
+    }
+    if (!is_other) place->users++;
+    pthread_mutex_unlock(&place->lock);
+    return is_other ? NULL : place;
+}
+
 /* Return the descriptor of a sample's file; -1 without. */
 static int file_of(const Sample *sample, Thread *thread) {
     if (sample->block < 0) return (int)sample->descriptor;
     if (thread->file >= 0 && thread->folder == sample->descriptor && thread->block == sample->block)
         return thread->file;
     dlio_thread_rest(thread);
-    char name[32];
-    snprintf(name, sizeof name, "%08lld.blk", (long long)sample->block);
-    int file;
-    do file = openat((int)sample->descriptor, name, FLAGS);
-    while (file < 0 && errno == EINTR);
-    if (file < 0) return -1;
-    struct stat status;
-    if (sample->regular && (fstat(file, &status) || !S_ISREG(status.st_mode))) {
-        close(file);
-        return -1;
-    }
-    thread->file = file, thread->folder = sample->descriptor, thread->block = sample->block;
-    return file;
+    if (sample->kept && thread->files->count) thread->place = kept_file(sample, thread->files);
+    thread->file = thread->place ? thread->place->file : open_block(sample);
+    thread->folder = sample->descriptor, thread->block = sample->block;
+    return thread->file;
+}
+
+/* Have the file be opened anew at its next use. */
+static void distrust(Thread *thread) {
+    if (!thread->place) return;
+    pthread_mutex_lock(&thread->place->lock);
+    thread->place->stale = 1;
+    pthread_mutex_unlock(&thread->place->lock);
+    dlio_thread_rest(thread);
 }
 
 static int read_all(int file, uint8_t *into, size_t size, int64_t offset) {
@@ -306,7 +362,7 @@ static int crop(const Job *job, const Sample *sample, const uint8_t *data, size_
     return MADE;
 }
 
-int dlio_make(const Job *job, const Sample *sample, Thread *thread) {
+static int make(const Job *job, const Sample *sample, Thread *thread) {
     const Recipe *recipe = job->recipe;
     if (recipe->sleep_ns) {
         struct timespec time = {recipe->sleep_ns / 1000000000, recipe->sleep_ns % 1000000000};
@@ -334,5 +390,11 @@ int dlio_make(const Job *job, const Sample *sample, Thread *thread) {
     int64_t began = dlio_now();
     state = crop(job, sample, payload + recipe->least, (size_t)(sample->raw - recipe->least), thread);
     thread->make_ns += dlio_now() - began;
+    return state;
+}
+
+int dlio_make(const Job *job, const Sample *sample, Thread *thread) {
+    int state = make(job, sample, thread);
+    if (state == UNREADABLE || state == DAMAGED) distrust(thread);
     return state;
 }

@@ -31,6 +31,7 @@ typedef struct {
     int64_t alive;       /* threads that have not ended */
     int64_t nice;
     int stopping;
+    Files files;
     int64_t threads;
     pthread_t thread[MOST_THREADS];
 } Pool;
@@ -77,7 +78,7 @@ static void work_on(Pool *pool, Thread *thread) {
         job->samples[k].state = dlio_make(job, job->samples + k, thread);
         refused += job->samples[k].state != MADE;
     }
-    /* An open file would keep the memory of a block that is removed meanwhile. */
+    /* An open file keeps the memory of a block that is removed meanwhile. */
     dlio_thread_rest(thread);
     int64_t spent = dlio_now() - began;
     pthread_mutex_lock(&pool->lock);
@@ -94,7 +95,7 @@ static void work_on(Pool *pool, Thread *thread) {
 
 static void *run(void *argument) {
     Pool *pool = argument;
-    Thread thread = {.file = -1, .folder = -1, .block = -1};
+    Thread thread = {.files = &pool->files, .file = -1, .folder = -1, .block = -1};
 #ifdef __linux__
     /* Of this thread alone. It fails without harm. */
     if (pool->nice) setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), (int)pool->nice);
@@ -115,10 +116,15 @@ static void *run(void *argument) {
     return NULL;
 }
 
-/* Start threads; `nice` is added to their niceness. NULL if not even one can be started. */
-EXPORT Pool *dlio_pool_open(int64_t threads, int64_t nice) {
+/* Start threads; `nice` is added to their niceness, and so many files may stay open. NULL if not even
+ * one thread can be started. */
+EXPORT Pool *dlio_pool_open(int64_t threads, int64_t nice, int64_t files) {
     Pool *pool = calloc(1, sizeof *pool);
     if (!pool) return NULL;
+    if (!dlio_files_open(&pool->files, files)) {
+        free(pool);
+        return NULL;
+    }
     pool->nice = nice;
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
@@ -146,6 +152,7 @@ EXPORT Pool *dlio_pool_open(int64_t threads, int64_t nice) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
     if (!pool->threads) {
+        dlio_files_close(&pool->files);
         free(pool);
         return NULL;
     }
@@ -238,6 +245,7 @@ EXPORT int64_t dlio_pool_close(Pool *pool, int64_t ns) {
     pthread_mutex_destroy(&pool->lock);
     pthread_cond_destroy(&pool->work);
     pthread_cond_destroy(&pool->done);
+    dlio_files_close(&pool->files);
     free(pool);
     return 0;
 }

@@ -5,6 +5,7 @@
 #ifndef DLIO_POOL_H
 #define DLIO_POOL_H
 
+#include <pthread.h>
 #include <stdint.h>
 
 /* What became of a sample. Whatever is not MADE, Python makes as it would without this library, with
@@ -22,6 +23,7 @@ typedef struct {
     int64_t descriptor; /* of its file, or of the folder of its block; -1: it is in memory */
     int64_t block;      /* number of the block that is its file, in a folder; -1 otherwise */
     int64_t regular;    /* 1 if the file has to be a regular one */
+    int64_t kept;       /* 1 if its file may stay open after use */
     int64_t offset;     /* in the file; or the payload's address */
     int64_t stored, raw; /* bytes in the file, and of the payload: fewer are LZ4 data */
     uint64_t digest;    /* XXH3 of the payload, 64 bits */
@@ -77,14 +79,30 @@ typedef struct Job {
     struct Job *after;
 } Job;
 
+/* Files of blocks that stay open: each open and close costs more than reading a small sample. */
+typedef struct {
+    pthread_mutex_t lock;
+    int64_t folder, block;
+    int file;  /* -1: none */
+    int users; /* threads that read it; it stays as long as there are some */
+    int stale; /* 1 if it is to be opened again: the block may have been replaced */
+} File;
+
+typedef struct {
+    int64_t count;
+    File *file; /* a block has one place, by its number */
+} Files;
+
 /* Memory of a thread, which grows to the largest sample. */
 typedef struct {
+    Files *files;
     uint8_t *packed, *raw, *memory, *pixels, *sums;
     size_t packed_size, raw_size, memory_size, pixels_size, sums_size;
     int64_t make_ns; /* spent on crops, of the samples that it is at */
-    /* The file that is open, of a run of samples. */
+    /* The file that is open, of a run of samples, and its place among those that stay open. */
     int64_t folder, block;
     int file;
+    File *place;
 } Thread;
 
 /* Nanoseconds of a clock that only goes on. */
@@ -92,7 +110,9 @@ int64_t dlio_now(void);
 /* Make one sample; return what becomes of it. */
 int dlio_make(const Job *job, const Sample *sample, Thread *thread);
 void dlio_thread_end(Thread *thread);
-/* Close the file that is open. */
+/* Let go of the file that is open. */
 void dlio_thread_rest(Thread *thread);
+int dlio_files_open(Files *files, int64_t count);
+void dlio_files_close(Files *files);
 
 #endif

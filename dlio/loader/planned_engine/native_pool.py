@@ -16,6 +16,7 @@ import functools
 import importlib
 import math
 import os
+import resource
 import sys
 import time
 import weakref
@@ -44,21 +45,27 @@ _LARGE_BYTES: Final = 1 << 16
 _TASK_BYTES: Final = 1 << 18
 """Payload bytes that a thread takes at a time, about: some 100 µs of work."""
 _MOST_TASK: Final = 64
+_MOST_FILES: Final = 1024
+_FILES_SHARE: Final = 4
+"""Blocks whose files stay open: at most so many, and one of so many that the process may open."""
 _ENOUGH: Final = 512
 """Samples after which it is known whether native threads make most of them."""
 
+_UNREADABLE, _DAMAGED = 1, 2  # States of samples, of pool.h.
 ARRIVED: Final = -2
 """The number of tier of payloads that peers sent."""
 
 SAMPLE: Final = np.dtype(
     [
-        *((name, np.int64) for name in ("descriptor", "block", "regular", "offset")),
+        *((name, np.int64) for name in ("descriptor", "block", "regular", "kept", "offset")),
         *((name, np.int64) for name in ("stored", "raw")),
         ("digest", np.uint64),
         *((name, np.int64) for name in ("checked", "slot", "state")),
     ]
 )
 """`Sample` of pool.h."""
+_LOCATED: Final = (*SAMPLE.names[:8], "checked") if SAMPLE.names else ()
+"""Columns that `SampleLocations` give."""
 _CASTS: Final = {
     "int8": 1,
     "int16": 2,
@@ -206,10 +213,9 @@ class NativeJob:
         recipe: of the loader.
         order: number of the step: lower ones are made first.
         slots: of the samples, shape (n,).
-        locations: of the samples, which are all known.
+        locations: of the samples; only those that are known are made.
         memory: of the batch.
         threads: that share the samples.
-        payloads: owner of the memory where the samples lie, if they are not in files.
     """
 
     def __init__(
@@ -220,15 +226,16 @@ class NativeJob:
         locations: SampleLocations,
         memory: NativeArrays,
         threads: int,
-        payloads: object = None,
     ) -> None:
         self.began = time.perf_counter()
-        count, images, uniforms = len(slots), memory.images, memory.uniforms
-        samples = np.empty(count, SAMPLE)
-        for name in ("descriptor", "block", "regular", "offset", "stored", "raw", "digest"):
+        images, uniforms = memory.images, memory.uniforms
+        samples = np.empty(len(slots), SAMPLE)
+        for name in _LOCATED:
             samples[name] = getattr(locations, name)
-        samples["checked"], samples["slot"] = locations.checked, slots
-        tiers = locations.tier
+        samples["slot"], tiers = slots, locations.tier
+        if not locations.known.all():
+            samples, tiers = samples[locations.known], tiers[locations.known]
+        count = len(samples)
         if images is None and count > 1:
             # Samples of a block one after another: its file is opened once, and read in order.
             by_file = np.lexsort((samples["offset"], samples["block"], samples["descriptor"]))
@@ -246,7 +253,7 @@ class NativeJob:
             *(ctypes.addressof(addresses), None if images is None else _address(images)),
             *(None if uniforms is None else _address(uniforms), recipe.draws),
         )
-        self._held = recipe, addresses, memory, payloads
+        self._held = recipe, addresses, memory, locations.files
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -257,6 +264,13 @@ class NativeJob:
             return []
         slots: list[int] = self._samples["slot"][self._samples["state"] != 0].tolist()
         return sorted(slots)
+
+    def unread(self) -> npt.NDArray[np.int64]:
+        """Return the slots whose payloads could not be read from files, or are damaged there."""
+        state = self._samples["state"]
+        lost = ((state == _UNREADABLE) | (state == _DAMAGED)) & (self._tiers != ARRIVED)
+        slots: npt.NDArray[np.int64] = self._samples["slot"][lost]
+        return slots
 
     def arrived(self) -> list[int]:
         """Return the slots that were made of what peers sent."""
@@ -292,11 +306,13 @@ def arrived_locations(payloads: Sequence[UncheckedPayload | None]) -> SampleLoca
         descriptor=np.full(count, -1, np.int64),
         block=np.full(count, -1, np.int64),
         regular=np.zeros(count, np.bool_),
+        kept=np.zeros(count, np.bool_),
         offset=np.array([_address(np.asarray(each.stored)) for each in here], np.int64),
         stored=stored,
         raw=np.array([each.size for each in here], np.int64),
         digest=np.array([each.digest for each in here], np.uint64),
         checked=np.ones(count, np.bool_),
+        files=list(here),
         tier=np.full(count, ARRIVED, np.int8),
     )
 
@@ -316,7 +332,9 @@ class NativePool(Closable):
         library = find()
         assert library is not None
         self._library = library
-        pool = library.open(threads, nice)
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = _MOST_FILES if soft < 0 else min(_MOST_FILES, soft // _FILES_SHARE)
+        pool = library.open(threads, nice, files)
         if not pool:
             raise OSError("no native thread can be started")
         self._pool: int | None = pool
@@ -386,7 +404,7 @@ class _PoolLibrary:
         library = ctypes.CDLL(path)
         pool, job, number = ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int64
         for name, result, arguments in (
-            ("open", pool, (number, number)),
+            ("open", pool, (number, number, number)),
             ("threads", number, (pool,)),
             ("submit", None, (pool, job)),
             ("wait", number, (pool, job, number, ctypes.POINTER(number))),

@@ -254,18 +254,14 @@ class Pipeline:
         if (step.senders[rows] >= 0).any():
             # A message brings samples of one kind alone: those of its sender.
             arrived = [slot for slot in slots if step.payloads[slot] is not None]
-            payloads = [step.payloads[slot] for slot in arrived]
             here = np.array(arrived, np.int64)
-            self._submit_part(batch, here, arrived_locations(payloads), memory, payloads)
+            sent = arrived_locations([step.payloads[slot] for slot in arrived])
+            self._submit_part(batch, here, sent, memory)
             rows = np.setdiff1d(rows, here)
         where = step.samples[rows], step.blocks[rows], step.places[rows]
         locations = self._hierarchy.locate(*where)
-        known = locations.known
-        if known.all():
-            self._submit_part(batch, rows, locations, memory, None)
-            return []
-        self._submit_part(batch, rows[known], locations.at(known), memory, None)
-        rest: list[int] = rows[~known].tolist()
+        self._submit_part(batch, rows, locations, memory)
+        rest: list[int] = rows[~locations.known].tolist()
         return rest
 
     def _submit_part(
@@ -274,13 +270,12 @@ class Pipeline:
         slots: npt.NDArray[np.int64],
         locations: SampleLocations,
         memory: NativeArrays,
-        payloads: object,
     ) -> None:
-        """Have native threads make slots; `payloads` have the memory where they lie, if any."""
+        """Have native threads make those of the slots whose locations are known."""
         pool, recipe = self._pool, self._context.factory.native
-        if len(slots) and pool is not None and recipe is not None:
+        if locations.known.any() and pool is not None and recipe is not None:
             number = batch.step.number
-            job = NativeJob(recipe, number, slots, locations, memory, pool.threads, payloads)
+            job = NativeJob(recipe, number, slots, locations, memory, pool.threads)
             batch.jobs.append(job)
             pool.submit(job)
 
@@ -295,6 +290,7 @@ class Pipeline:
             if refused:
                 # What native threads leave, they would leave again.
                 recipe.count(len(job), len(refused))
+                self._hierarchy.failed(batch.step.blocks[job.unread()])
                 if self._others is None and recipe.refused > _MOST_REFUSED * recipe.tried:
                     more = self._context.threads - 1
                     self._others = Workers("dlio-decode-more", self._run_other, more)
@@ -307,6 +303,8 @@ class Pipeline:
             for tier, count in job.bytes_by_tier().items():
                 place = _NO_TIER.get(tier) or self._hierarchy.tiers[tier].kind
                 self._hierarchy.counters.add_bytes(place, count)
+                if place == "source":
+                    self._hierarchy.counters.add("single_bytes", count)
                 # Nearly all samples of a batch are in one tier.
                 spent[place] += job.read_s * count / job.payload_bytes
             if made := len(job) - len(refused):
