@@ -53,6 +53,26 @@ def draw_pictures(folder: str, images: int, held_out: int = 3, classes: int = 3)
     return os.path.join(drawn, "train"), os.path.join(drawn, "val")
 
 
+def draw_small_pictures(folder: str, images: int, side: int, classes: int = 10) -> str:
+    """Draw JPEGs of side x side pixels into class folders `folder`/pictures/0 and on, of smooth
+    colours and some noise; return the folder of the classes."""
+    import simplejpeg
+
+    from dlio.image.decoder import opencv
+
+    cv2, generator = opencv(), np.random.default_rng(0)
+    drawn = os.path.join(folder, "pictures")
+    for number in range(classes):
+        os.makedirs(os.path.join(drawn, str(number)))
+    for number in range(images):
+        pixels = cv2.resize(generator.integers(0, 240, (8, 8, 3), np.uint8), (side, side))
+        pixels += generator.integers(0, 16, pixels.shape, np.uint8)
+        encoded = simplejpeg.encode_jpeg(pixels, quality=90, colorsubsampling="420")
+        with open(os.path.join(drawn, str(number % classes), f"{number:06d}.jpg"), "wb") as file:
+            file.write(encoded)
+    return drawn
+
+
 def ram_tier(size: int) -> str:
     """Return a RAM tier with room for so many payload bytes."""
     return f"ram:{int(1.2 * size) + (64 << 20)}B"

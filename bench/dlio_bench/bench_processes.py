@@ -2,7 +2,10 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from typing import Final
 
 
 @contextlib.contextmanager
@@ -16,6 +19,47 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def spinning_processes(count: int) -> Iterator[None]:
+    """Run processes that use all of a core each, and that end with this one."""
+    text = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10000))"
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", text]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
+
+
+def cores_for(threads: int, seconds: float) -> float:
+    """Measure how many cores a process of so many threads, that do nothing but compute and need no
+    lock, gets next to all else that runs now: its seconds on processors for each second."""
+    command = [sys.executable, "-S", "-c", _COMPUTING, str(threads), str(seconds)]
+    # In a session of its own, as contenders are: some systems divide cores among sessions first.
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, start_new_session=True
+    )
+    return float(done.stdout)
+
+
+_COMPUTING: Final = """
+import hashlib, os, sys, threading, time
+
+def compute():
+    while True:  # Calls that take milliseconds, without the interpreter's lock.
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000)
+
+for _ in range(int(sys.argv[1])):
+    threading.Thread(target=compute, daemon=True).start()
+time.sleep(0.1)
+wall, cpu = time.perf_counter(), time.process_time()
+time.sleep(float(sys.argv[2]))
+print((time.process_time() - cpu) / (time.perf_counter() - wall), flush=True)
+os._exit(0)
+"""
 
 
 def children() -> dict[int, list[int]]:

@@ -2,12 +2,11 @@
 
 import contextlib
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import numpy as np
 
@@ -17,26 +16,38 @@ from dlio.errors import UsageError
 from dlio.util.options import CheckedOptions, Option
 from dlio_bench.bench_data import draw_pictures
 from dlio_bench.loader_cases import arrays, augment, decoded, mapstyle, shown, slow
-from dlio_bench.peers.contender_table import CASES, CONTENDERS, RATIOS, cpu_ratio
-from dlio_bench.peers.environments import missing, runner_command, runner_environment
-from dlio_bench.peers.process import ContenderProcess, race
+from dlio_bench.loader_cores import cores, show_cores
+from dlio_bench.loader_rows import SMALL_BATCH, rows, show_rows
+from dlio_bench.loader_small import show_small, small
+from dlio_bench.peers.contender_table import CASES, CONTENDERS, RATIOS
+from dlio_bench.peers.environments import missing
+from dlio_bench.peers.process import ContenderProcess, race, start_contender
 from dlio_bench.peers.standalone.runners.protocol import Task
+from dlio_bench.race_report import (
+    race_figures,
+    race_ratios,
+    show_absent,
+    show_race,
+    show_ratios,
+)
 from dlio_bench.results.envelope import begin, finish
 from dlio_bench.results.figure_collection import collect, results_of
 from dlio_bench.results.machine import describe_machine
-from dlio_bench.results.repeats import ratio, spread
 from dlio_bench.results.terminal import (
     advance,
     expect,
     show_figures,
     show_notes,
-    table,
     working,
 )
 
 _USUAL = ("torch", "torch_floats", "ceiling", "full_decode", "dlio", "dlio_rows")
-_CASES = ("pictures", "arrays", "slow", "decoded", "mapstyle", "transforms")
+_CASES = (
+    *("pictures", "arrays", "slow", "decoded", "mapstyle", "transforms"),
+    *("rows", "small", "cores"),
+)
 _NEED_SOURCE = ("slow", "decoded")
+_BATCH_SIZE = 64
 _DRAWN = 400
 """Pictures that are drawn where no source is named."""
 
@@ -55,7 +66,15 @@ class LoaderCase:
         ),
     ] = ""
     image_size: Annotated[int, Option("Side of the square crops.", unit="pixels", least=1)] = 224
-    batch_size: Annotated[int, Option("Samples of a batch.", unit="samples", least=1)] = 64
+    batch_size: Annotated[
+        int | None,
+        Option(
+            "Samples of a batch.",
+            unit="samples",
+            least=1,
+            default_text=f"{_BATCH_SIZE}; {SMALL_BATCH} for the cases rows, small and cores",
+        ),
+    ] = None
     workers: Annotated[
         int, Option("Decode threads of dlio, and worker processes of other loaders.", least=1)
     ] = 2
@@ -91,13 +110,37 @@ class LoaderChoice(CheckedOptions):
             "system, with a consumer of 200 images per second. decoded: a tier of decoded images. "
             "mapstyle: 512 samples of a map-style data set that takes 25 ms for each, without and "
             "with tiers. transforms: each of dlio.transforms in one thread, compared with Pillow. "
-            "Repeatable.",
+            "rows: rows of 64 bytes, 1 and 3 kB and windows of 1,024 tokens, from a RAM tier, and "
+            "packed in the page cache. small: JPEGs of 64 pixels to 32. cores: threads that sleep "
+            "in place of decoding. Repeatable.",
             choices=_CASES,
         ),
     ] = ("pictures",)
     folder: Annotated[
         str, Option("Folder for arrays, on the disk to measure.", metavar="FOLDER")
     ] = "."
+    samples: Annotated[
+        int, Option("Rows of the case rows, or pictures of the case small.", least=10)
+    ] = 20_000
+    cores: Annotated[
+        int,
+        Option(
+            "Cores that the case cores emulates, and most threads of dlio in the cases rows and "
+            "small, next to 1 and 2.",
+            least=1,
+        ),
+    ] = 16
+    beside: Annotated[
+        int,
+        Option(
+            "Measure the case small a second time, next to so many processes that spin: what the "
+            "loaders keep of their fair share. That is samples/s there, over the samples that they "
+            "make alone for each second of processor time, times the seconds that a process of as "
+            "many threads, which only spin, gets there for each second.",
+            unit="processes",
+            least=0,
+        ),
+    ] = 0
 
     def contenders(self) -> tuple[str, ...]:
         """Return the loaders to measure. Raises UsageError for an unknown one."""
@@ -129,6 +172,7 @@ def measure(case: LoaderCase) -> dict[str, object]:
         for name in case.contenders
         if (kept := CONTENDERS[name].environment) and (why := missing(kept)) is not None
     }
+    batch_size = case.batch_size or _BATCH_SIZE
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlio-bench-"))
         files, labels = _pictures(case.source or draw_pictures(scratch, _DRAWN, 10, 10)[0])
@@ -137,51 +181,28 @@ def measure(case: LoaderCase) -> dict[str, object]:
         for name in case.contenders:
             if name not in absent:
                 folder = os.path.join(scratch, name)
-                task = Task(files, labels, case.image_size, case.batch_size, case.workers, folder)
-                starts[name] = partial(_start, name, task, case.patience)
+                task = Task(files, labels, case.image_size, batch_size, case.workers, folder)
+                starts[name] = partial(
+                    start_contender, name, task, case.patience, CONTENDERS[name].environment
+                )
         expect(len(starts) * (1 + case.repeats))
         outcome = race(starts, labels, case.repeats, advance)
-    races = outcome.races
-    rates = {name: each.rates for name, each in races.items()}
     machine = describe_machine(
         ("dlio", "torch", "numpy", "pillow", "simplejpeg", "opencv-python-headless")
     )
     assert isinstance(machine["versions"], dict)
     machine["versions"].update(outcome.versions)
+    figures = race_figures(outcome)
     return {
         "benchmark": "loader",
         "case": asdict(case),
         "samples": len(files),
         "bytes": size,
         "absent": {**absent, **outcome.absent},
-        "samples_per_s": {
-            name: {**spread(values), "all": values} for name, values in rates.items()
-        },
-        "cpu_ms_per_sample": {
-            name: spread([1000 * seconds for seconds in each.cpu]) for name, each in races.items()
-        },
-        "output": {name: each.output for name, each in races.items()},
-        "cold_first_batch_s": {name: each.cold for name, each in races.items()},
-        "first_batch_s": {name: spread(each.first) for name, each in races.items()},
-        "footprint": {name: each.footprint for name, each in races.items()},
-        **{
-            key: ratio(rates[mine], rates[other])
-            for key, (mine, other) in RATIOS.items()
-            if mine in rates and other in rates
-        },
+        **figures,
+        **race_ratios(figures, RATIOS),
         "machine": machine,
     }
-
-
-def _start(name: str, task: Task, patience_s: float) -> ContenderProcess:
-    environment = CONTENDERS[name].environment
-    if environment:
-        command = runner_command(environment, name)
-        variables = runner_environment(task.workers)
-    else:
-        command = [sys.executable, "-m", "dlio_bench.peers.dlio_contenders", name]
-        variables = {"HF_HUB_OFFLINE": "1"}
-    return ContenderProcess(name, command, task, patience_s, variables)
 
 
 def _pictures(source: str) -> tuple[list[str], list[int]]:
@@ -208,13 +229,20 @@ def command(case: LoaderCase, choice: LoaderChoice, output: OutputOptions) -> No
     case, cases = replace(case, contenders=choice.contenders()), choice.case
     report: dict[str, Any] = {}
     workers, repeats = case.workers, case.repeats
+    batch_size = case.batch_size or _BATCH_SIZE
+    small_batch = case.batch_size or SMALL_BATCH
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "pictures": lambda: measure(case),
         "arrays": lambda: arrays(choice.folder, repeats, workers),
-        "slow": lambda: slow(case.source, repeats, workers, case.batch_size),
-        "decoded": lambda: decoded(case.source, repeats, workers, case.image_size, case.batch_size),
-        "mapstyle": lambda: mapstyle(repeats, workers, case.batch_size),
+        "slow": lambda: slow(case.source, repeats, workers, batch_size),
+        "decoded": lambda: decoded(case.source, repeats, workers, case.image_size, batch_size),
+        "mapstyle": lambda: mapstyle(repeats, workers, batch_size),
         "transforms": lambda: augment(repeats, case.image_size),
+        "rows": lambda: rows(repeats, small_batch, choice.cores, choice.samples, case.patience),
+        "small": lambda: small(
+            repeats, small_batch, choice.cores, choice.samples, case.patience, choice.beside
+        ),
+        "cores": lambda: cores(repeats, small_batch, choice.cores),
     }
     for name in (name for name in measures if name in cases):
         with working(f"loader, {name}"):
@@ -224,6 +252,9 @@ def command(case: LoaderCase, choice: LoaderChoice, output: OutputOptions) -> No
             _show(figures, case.image_size, workers, repeats)
         else:
             report[name] = figures
+            if name in _SHOW:
+                _SHOW[name](figures)
+                continue
             show_figures(name, *collect(figures))
             show_notes(shown(figures) if name == "mapstyle" else [])
     results = results_of(
@@ -235,49 +266,21 @@ def command(case: LoaderCase, choice: LoaderChoice, output: OutputOptions) -> No
     finish(output, results, start)
 
 
-def _median(value: dict[str, float], form: str) -> str:
-    median, least, most = (format(value[key], form) for key in ("median", "min", "max"))
-    return f"{median} ({least} to {most})"
+_SHOW: Final[dict[str, Callable[[dict[str, object]], None]]] = {
+    "rows": show_rows,
+    "small": show_small,
+    "cores": show_cores,
+}
+"""Cases with tables of their own."""
 
 
 def _show(report: dict[str, Any], image_size: int, workers: int, repeats: int) -> None:
-    headings = (
-        *("loader", "output", "samples/s", "CPU, ms", "cold, s", "first batch, s"),
-        *("PSS, MiB", "processes", "threads"),
-    )
     for case, title in {**CASES, "": "limits"}.items():
-        rows = []
-        for name, rate in report["samples_per_s"].items():
-            if CONTENDERS[name].case != case:
-                continue
-            space = report["footprint"][name]
-            rows.append(
-                (
-                    CONTENDERS[name].title,
-                    report["output"][name] or "",
-                    _median(rate, ",.0f"),
-                    f"{report['cpu_ms_per_sample'][name]['median']:.2f}",
-                    f"{report['cold_first_batch_s'][name]:.2f}",
-                    f"{report['first_batch_s'][name]['median']:.3f}",
-                    f"{space['pss_MiB']:,.0f}",
-                    *(f"{space[key]}" for key in ("processes", "threads")),
-                )
-            )
-        if rows:
-            text = (
-                f"{title}: {report['samples']:,} to {image_size} pixels, {workers} workers, "
-                f"median of {repeats} (min to max)"
-            )
-            table(text, headings, rows, left=2)
-    show_notes([f"left out: {name} ({why})" for name, why in report["absent"].items()])
-    ratios = [
-        (
-            key.replace("_over_", " / "),
-            _median(report[key], ".2f"),
-            "-" if (cpu := cpu_ratio(report, key)) is None else f"{cpu:.2f}",
+        text = (
+            f"{title}: {report['samples']:,} to {image_size} pixels, {workers} workers, "
+            f"median of {repeats} (min to max)"
         )
-        for key in RATIOS
-        if key in report
-    ]
-    if ratios:
-        table("ratios", ("ratio", "samples/s, median (min to max)", "by CPU time"), ratios)
+        titles = {name: each.title for name, each in CONTENDERS.items() if each.case == case}
+        show_race(text, report, titles)
+    show_absent(report)
+    show_ratios(report, RATIOS)

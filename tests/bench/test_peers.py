@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dlio.errors import UsageError
@@ -27,7 +28,7 @@ from dlio_bench.peers.environments import PeersChoice, command
 from dlio_bench.peers.process import ContenderProcess, race
 from dlio_bench.peers.standalone import runners
 from dlio_bench.peers.standalone.runners import protocol
-from dlio_bench.peers.standalone.runners.protocol import Task, checksum
+from dlio_bench.peers.standalone.runners.protocol import Task, checksum, weight
 
 _STANDALONE = os.path.join(os.path.dirname(os.path.dirname(protocol.__file__)))
 _LABELS = [3, 1, 2, 1, 0]
@@ -64,6 +65,10 @@ def make(task):
         if how == "too few":
             labels = labels[1:]
         side = task.size + (how == "wrong size")
+        if task.size == 0:
+            rows = np.outer(labels, [1, 2]) + (how == "wrong rows")
+            yield rows, labels
+            return
         images = np.zeros((len(labels), side, side, 3), np.uint8)
         if how != "blank":
             images[:, 0] = 1
@@ -83,8 +88,8 @@ def fake(tmp_path: Path) -> Any:
     program = tmp_path / "fake.py"
     program.write_text(_FAKE)
 
-    def start(how: str, patience_s: float = 60.0) -> ContenderProcess:
-        task = Task([f"{k}.jpg" for k in range(5)], _LABELS, 8, 2, 1, str(tmp_path / how))
+    def start(how: str, patience_s: float = 60.0, size: int = 8) -> ContenderProcess:
+        task = Task([f"{k}.jpg" for k in range(5)], _LABELS, size, 2, 1, str(tmp_path / how))
         # The real interpreter, not the session's stand-in: these are killed and looked at.
         python = os.path.realpath(f"/proc/{os.getpid()}/exe")
         paths = os.pathsep.join([_STANDALONE, *filter(None, sys.path)])
@@ -121,6 +126,25 @@ def test_a_contender_that_fails_is_reported_and_the_others_go_on(
     assert outcome.races["good"].output == "uint8 HWC"
     assert list(outcome.versions) == ["numpy"]
     assert list(outcome.absent) == [how]
+
+
+def test_rows_with_other_values_are_reported(fake: Any) -> None:
+    outcome = race(
+        {how: partial(fake, how, size=0) for how in ("wrong rows", "good")},
+        _LABELS,
+        2,
+        weight=weight(np.outer(_LABELS, [1, 2]), _LABELS),
+    )
+    assert outcome.absent == {"wrong rows": "wrong rows gave other values than the data has"}
+    assert outcome.races["good"].output == "int64 x 2"
+    assert len(outcome.races["good"].rates) == 2
+
+
+def test_the_weight_is_of_rows_with_their_labels() -> None:
+    rows, labels = np.array([[1, 2], [3, 4], [5, 6]]), np.array([0, 1, 2])
+    turned = np.array([2, 0, 1])
+    assert weight(rows, labels) == weight(rows[turned].astype(np.float32), labels[turned]) == 50
+    assert weight(rows, labels[turned]) != weight(rows, labels)
 
 
 def test_a_contender_that_hangs_is_ended_at_its_deadline(fake: Any) -> None:

@@ -6,15 +6,13 @@ No rank of it may be suspected, killed or named.
 import itertools
 import os
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 from dlio.train.callbacks import Callback, Run
+from dlio_bench.bench_processes import spinning_processes
 from dlio_bench.chaos.chaos_job import ChaosCase
 
 _WORDS: Final = ("hangs and is killed", "times slower than", " lost at step", " lost: ")
@@ -36,7 +34,7 @@ def measure(case: ChaosCase) -> dict[str, object]:
     )
     more = ["--fault-tolerance", "shrink", "--evict-slow", "--callback", pauses]
     began = time.monotonic()
-    with _spinning(options.spinning), case.job(case.train_argv(own, more), own) as job:
+    with spinning_processes(options.spinning), case.job(case.train_argv(own, more), own) as job:
         job.finish()
     steps = [each.steps[-1]["step"] if each.steps else 0 for each in job.stamps.ranks]
     suspicions = suspicions_in([*job.output.splitlines(), *job.errors.splitlines()])
@@ -82,16 +80,3 @@ class Pauses(Callback):
     def after_step(self, run: Run) -> None:
         if self._pauses.get(run.updates) == self._rank:
             time.sleep(self._seconds)
-
-
-@contextmanager
-def _spinning(count: int) -> Iterator[None]:
-    """Run processes that use all of a core each, and that end with this one."""
-    text = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10000))"
-    processes = [subprocess.Popen([sys.executable, "-S", "-c", text]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for each in processes:
-            each.kill()
-            each.wait()

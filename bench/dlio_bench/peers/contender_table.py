@@ -131,10 +131,12 @@ RATIOS: Final[dict[str, tuple[str, str]]] = {
 """Names of ratios: (ours, the other's)."""
 
 
-def cpu_ratio(report: Mapping[str, object], key: str) -> float | None:
+def cpu_ratio(
+    report: Mapping[str, object], key: str, pairs: Mapping[str, tuple[str, str]] = RATIOS
+) -> float | None:
     """Seconds on processors that another contender takes for a sample, over ours, for one of
-    RATIOS: medians of a report of `dlio bench loader`. None where they are missing, or too
+    `pairs`: medians of a report of `dlio bench loader`. None where they are missing, or too
     small."""
     figures: Any = report.get("cpu_ms_per_sample", {})
-    mine, other = (figures.get(name, {}).get("median", 0.0) for name in RATIOS[key])
+    mine, other = (figures.get(name, {}).get("median", 0.0) for name in pairs[key])
     return other / mine if mine and other else None

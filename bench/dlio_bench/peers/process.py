@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Final
 from dlio.errors import UsageError
 from dlio.util.closable import Closable
 from dlio_bench.bench_processes import cpu_s, pss, threads, tree
+from dlio_bench.peers.environments import runner_command, runner_environment
 from dlio_bench.peers.standalone.runners.protocol import MARK, Task, checksum
 from dlio_bench.results.repeats import turns
 
@@ -33,6 +35,8 @@ class ContenderFigures:
     """Checksum of the multiset of labels of each pass."""
     output: str | None
     """Type and layout of batches; None for a loop that keeps none."""
+    values: list[int]
+    """Weights of the passes over rows that were not timed."""
     cpu_s: float
     """Seconds of all processes of the contender on processors, of all passes."""
 
@@ -193,6 +197,24 @@ class ContenderProcess(Closable):
                 os.kill(pid, number)
 
 
+def start_contender(
+    name: str,
+    task: Task,
+    patience_s: float,
+    environment: str = "",
+    module: str = "dlio_bench.peers.dlio_contenders",
+) -> ContenderProcess:
+    """Start a contender: of a peers' environment, or of a module of dlio's own for "". Its process
+    may be one of several that run the same contender: its folder names it in errors."""
+    if environment:
+        command = runner_command(environment, name)
+        variables = runner_environment(task.workers)
+    else:
+        command = [sys.executable, "-m", module, name]
+        variables = {"HF_HUB_OFFLINE": "1"}
+    return ContenderProcess(os.path.basename(task.scratch), command, task, patience_s, variables)
+
+
 # Passes of all contenders in turn, with the labels of each pass compared with the data's
 
 
@@ -230,12 +252,14 @@ def race(
     labels: Sequence[int],
     repeats: int,
     progress: Callable[[str], object] = lambda _: None,
+    weight: int | None = None,
 ) -> RaceOutcome:
-    """Have contenders load the same pictures, each `repeats` times, in turn.
+    """Have contenders load the same pictures or rows, each `repeats` times, in turn.
 
     Within each repeat every contender makes a pass that is not timed and one that is; the order is
     turned round from one repeat to the next. Whoever fails is left out, with the reason, and its
-    figures are dropped. A contender that gives other labels in a pass has failed.
+    figures are dropped. A contender that gives other labels in a pass has failed, or,
+    if `weight` is given, rows of another one.
 
     `progress` is called before a contender prepares its data and before each timed pass, with a
     note; 1 + repeats times for each contender that does not fail.
@@ -250,6 +274,8 @@ def race(
                 f"{contender.name} gave other labels than the data has, in a pass of "
                 f"{figures.samples} samples of {len(labels)}"
             )
+        if weight is not None and set(figures.values) != {weight}:
+            raise UsageError(f"{contender.name} gave other values than the data has")
         contender.pause()
         return figures
 

@@ -2,12 +2,14 @@
 
     request                          answer
     {"task": FILE}                   {"ready": true, "versions": {NAME: VERSION}}
-    {"passes": NUMBER}               {"samples", "seconds", "first_batch_s", "labels", "output"}
+    {"passes": NUMBER}               {"samples", "seconds", "first_batch_s", "labels", "output",
+                                      "values"}
 
 `FILE` holds a `Task` as JSON. Figures are those of the last pass. `labels` has a checksum of the
-multiset of labels of each pass, `output` describes the batches. An answer `{"error": TEXT}` is the
-last one. Every answer is one line that starts with `MARK`; the pipe is the standard output that the
-process was started with, and all that libraries print goes to standard error.
+multiset of labels of each pass, `output` describes the batches. `values` has the `weight` of each
+pass over rows that was not timed. An answer `{"error": TEXT}` is the last one. Every answer is one
+line that starts with `MARK`; the pipe is the standard output that the process was started with, and
+all that libraries print goes to standard error.
 """
 
 import ctypes
@@ -23,6 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 MARK: Final = "dlio-peer "
 _PR_SET_PDEATHSIG: Final = 1
@@ -30,14 +33,15 @@ _PR_SET_PDEATHSIG: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Pictures to be loaded as random resized crops, half of them flipped."""
+    """Pictures to be loaded as random resized crops, half of them flipped; or rows, as they are."""
 
     files: list[str]
-    """Paths of JPEG files."""
+    """Paths of JPEG files; of rows: a NumPy file of shape (samples, columns), and the paths that
+    dlio's contenders read."""
     labels: list[int]
-    """Class of each file."""
+    """Class of each file, or label of each row."""
     size: int
-    """Side of the crops in pixels."""
+    """Side of the crops in pixels; 0 for rows."""
     batch_size: int
     workers: int
     """Threads or processes that decode."""
@@ -48,8 +52,8 @@ class Task:
 Pass = Callable[[], Iterator[tuple[Any, Any]]]
 """One pass over all pictures; yields (images, labels) of each batch.
 
-Images are an array of shape (n, 3, size, size) or (n, size, size, 3), or None where a loop keeps
-none; labels are integers, shape (n,).
+Images are an array of shape (n, 3, size, size) or (n, size, size, 3), of rows (n, columns), or None
+where a loop keeps none; labels are integers, shape (n,).
 """
 
 
@@ -57,6 +61,13 @@ def checksum(labels: Sequence[int]) -> str:
     """Checksum of a multiset of labels: equal for the same labels in any order."""
     ordered = np.sort(np.asarray(labels, np.int64))
     return hashlib.sha256(ordered.astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def weight(rows: npt.ArrayLike, labels: npt.ArrayLike) -> int:
+    """Return the sum of rows' values, each row's times 1 + its label % 97: equal for the same rows
+    with the same labels in any order. Rows hold whole numbers, of any type; shape (n, columns)."""
+    sums = np.asarray(rows).sum(1, np.float64).astype(np.int64)
+    return int(sums @ (1 + np.asarray(labels, np.int64) % 97))
 
 
 def serve(make: Callable[[Task], Pass], packages: Sequence[str]) -> None:
@@ -98,11 +109,15 @@ def _timed(run: Pass, size: int, passes: int) -> dict[str, object]:
     the timed pass begins as is done by its end.
     """
     labels: list[list[Any]] = []
+    values: list[int] = []
     last: Any = None
     first = 0.0
     started = ended = time.perf_counter()
-    for _ in range(passes):
+    for number in range(passes):
         labels.append([])
+        # Sums would take longer than fast loaders: the timed pass of several does without.
+        weighs = size == 0 and (number + 1 < passes or passes == 1)
+        values += [0] * weighs
         started = ended
         for images, ones in run():
             if not labels[-1]:
@@ -112,6 +127,8 @@ def _timed(run: Pass, size: int, passes: int) -> dict[str, object]:
                 raise ValueError(
                     f"a batch of {len(images)} images has {len(labels[-1][-1])} labels"
                 )
+            if weighs:
+                values[-1] += weight(images, labels[-1][-1])
             last = images
         ended = time.perf_counter()
     together = [np.concatenate(part).tolist() if part else [] for part in labels]
@@ -121,12 +138,15 @@ def _timed(run: Pass, size: int, passes: int) -> dict[str, object]:
         "first_batch_s": first,
         "labels": [checksum(part) for part in together],
         "output": None if last is None else _described(last, size),
+        "values": values,
     }
 
 
 def _described(images: Any, size: int) -> str:
     """Type and layout of a batch. Raises ValueError for a wrong shape or blank images."""
     batch = np.asarray(images)
+    if size == 0:
+        return f"{batch.dtype} x {batch.shape[1]}"
     if batch.shape[1:] == (3, size, size):
         layout = "CHW"
     elif batch.shape[1:] == (size, size, 3):

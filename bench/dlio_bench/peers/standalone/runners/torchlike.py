@@ -5,7 +5,10 @@ import importlib
 import io
 import re
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, Final
+
+import numpy as np
 
 from .crops import cropped
 from .files import read, write_tar
@@ -56,6 +59,21 @@ def mosaic(task: Task) -> Pass:
     return _of_torch(data, task)
 
 
+def mosaic_rows(task: Task) -> Pass:
+    """Return a pass over rows in MosaicML Streaming's shards."""
+    let_torchvision_load()
+    from streaming import MDSWriter, StreamingDataset
+
+    rows = np.load(task.files[0], mmap_mode="r")
+    columns = {"features": f"ndarray:{rows.dtype}:{rows.shape[1]}", "label": "int"}
+    with MDSWriter(out=task.scratch, columns=columns) as out:
+        for row, label in zip(rows, task.labels, strict=True):
+            out.write({"features": np.array(row), "label": label})
+    data = StreamingDataset(local=task.scratch, shuffle=True, batch_size=task.batch_size)
+    batches: Callable[[], Iterator[Any]] = _of_torch(data, task)
+    return lambda: ((batch["features"], batch["label"]) for batch in batches())
+
+
 def litdata(task: Task) -> Pass:
     """Return a pass over LitData's chunks."""
     let_torchvision_load()
@@ -82,7 +100,7 @@ def _of_torch(data: Any, task: Task) -> Pass:
     import torch
 
     loader = torch.utils.data.DataLoader(
-        data, task.batch_size, num_workers=task.workers, persistent_workers=True
+        data, task.batch_size, num_workers=task.workers, persistent_workers=task.workers > 0
     )
     return lambda: iter(loader)
 

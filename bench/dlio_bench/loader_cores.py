@@ -1,0 +1,386 @@
+"""The case cores of `dlio bench loader`: as many cores as one likes, emulated by threads that sleep
+as long as a decode would take.
+
+What is left is what a loader itself does for a sample, and whether its threads are in each other's
+way: a sleep needs no core. Contenders differ in who sleeps:
+
+    PythonThreads   dlio.DataLoader's threads, in a transform= of the user, which stays Python's
+    SleepingPool    threads of a C library, for which Python submits and awaits whole batches: the
+                    prototype of the native room, and the native room itself once it is there
+"""
+
+import contextlib
+import ctypes
+import itertools
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+import dlio
+from dlio.image.native.build import compiler
+from dlio.loader.contract import Sample
+from dlio_bench.bench_processes import one_thread
+from dlio_bench.results.machine import describe_machine
+from dlio_bench.results.repeats import spread, turns
+from dlio_bench.results.terminal import format_figure, show_notes, steps, table
+
+DECODE_MS: Final = 1.1
+"""Milliseconds of a decode of 110 kB to 224 pixels, which the sleeps stand for."""
+_AHEAD: Final = 4
+"""Batches that are submitted to a pool before the first is awaited."""
+_PICTURES: Final = 40_000
+"""Pictures of a pass. Passes follow each other; long ones, as threads begin anew in each."""
+_SIDE: Final = 224
+_OPERATIONS: Final = 64
+"""Operations between two looks at the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedCores:
+    """Number and work of emulated cores, and how long to measure."""
+
+    cores: int
+    """Threads that sleep."""
+    decode_ms: float
+    batch_size: int
+    seconds: float
+    """Seconds of a measurement."""
+
+    @property
+    def ideal_per_s(self) -> float:
+        """Samples/s of threads that do nothing but sleep."""
+        return 1000 * self.cores / self.decode_ms
+
+
+class CoresContender(ABC):
+    """Somebody who loads batches with threads that sleep."""
+
+    title: str
+
+    def missing(self) -> str | None:
+        """Why it cannot be measured here; None if it can."""
+        return None
+
+    @abstractmethod
+    def open(self, emulated: EmulatedCores) -> AbstractContextManager[Iterator[int]]:
+        """Start its threads; give the numbers of samples of batches, as they come, without end."""
+
+
+# Today's engine
+
+
+class PythonThreads(CoresContender):
+    """dlio.DataLoader over the smallest pictures, from the RAM tier."""
+
+    title = "Python threads (dlio.DataLoader, transform=)"
+
+    @contextmanager
+    def open(self, emulated: EmulatedCores) -> Iterator[Iterator[int]]:
+        seconds = emulated.decode_ms / 1000
+
+        def sleep(picture: Sample) -> Sample:
+            time.sleep(seconds)
+            return picture
+
+        with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
+            path = os.path.join(scratch, "pictures.parquet")
+            _write_pictures(path, _PICTURES)
+            with (
+                dlio.open(
+                    f"{path}::image,label", tiers="ram:1GiB", image_size=8, transform=sleep
+                ) as data,
+                dlio.DataLoader(
+                    data, emulated.batch_size, shuffle=True, num_workers=emulated.cores
+                ) as loader,
+            ):
+                yield (len(labels) for _ in itertools.count() for _, labels in loader)
+
+
+def _write_pictures(path: str, count: int) -> None:
+    """Write a table of the same picture of 8 x 8 pixels, so many times."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import simplejpeg
+
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    encoded = simplejpeg.encode_jpeg(pixels, quality=90)
+    pq.write_table(pa.table({"image": [encoded] * count, "label": np.arange(count) % 10}), path)
+
+
+# Pools of threads that are not Python's
+
+
+class SleepingPool(Protocol):
+    """Threads that sleep for the samples of batches, and hold no lock of Python's meanwhile."""
+
+    def submit(self, count: int, sleep_ns: int) -> int:
+        """Begin a batch of so many samples, each of which sleeps; return its handle."""
+
+    def wait(self, handle: int) -> None:
+        """Wait for a batch; its handle is not used again."""
+
+    def close(self) -> None:
+        """End the threads; all batches have been waited for."""
+
+
+class BatchCalls(CoresContender):
+    """One call submits a batch to a pool, one awaits it; Python prepares arrays for whole batches
+    as the prototype does, with addresses, sizes, random numbers and memory for the pixels."""
+
+    def __init__(
+        self,
+        title: str,
+        missing: Callable[[], str | None],
+        pool: Callable[[int], SleepingPool] | None,
+    ) -> None:
+        self.title, self._missing, self._pool = title, missing, pool
+
+    def missing(self) -> str | None:
+        return self._missing()
+
+    @contextmanager
+    def open(self, emulated: EmulatedCores) -> Iterator[Iterator[int]]:
+        assert self._pool is not None
+        under_way: deque[tuple[int, Any, Any, Any]] = deque()
+        size, sleep_ns = emulated.batch_size, round(emulated.decode_ms * 1e6)
+        starts = np.arange(1 << 16, dtype=np.int64)
+        with contextlib.closing(self._pool(emulated.cores)) as pool:
+
+            def batches() -> Iterator[int]:
+                for number in itertools.count():
+                    random = np.random.default_rng(number)
+                    chosen = random.integers(0, len(starts) - 1, size)
+                    pixels = np.empty((size, _SIDE, _SIDE, 3), np.uint8)
+                    uniforms = random.random((size, 5))
+                    tasks = np.zeros((size, 13), np.int64)
+                    tasks[:, 0] = starts[chosen]
+                    tasks[:, 1] = starts[chosen + 1] - starts[chosen]
+                    tasks[:, 7] = tasks[:, 8] = _SIDE
+                    tasks[:, 11] = pixels.ctypes.data + np.arange(size) * pixels[0].nbytes
+                    under_way.append((pool.submit(size, sleep_ns), pixels, uniforms, tasks))
+                    if len(under_way) > _AHEAD:
+                        handle, pixels, *_ = under_way.popleft()
+                        pool.wait(handle)
+                        yield len(torch.from_numpy(pixels).movedim(-1, -3))
+
+            try:
+                yield batches()
+            finally:
+                for handle, *_ in under_way:
+                    pool.wait(handle)
+
+
+class PrototypePool:
+    """The prototype's pool, `sleeping_pool.c`, compiled when it is asked for."""
+
+    def __init__(self, threads: int) -> None:
+        command, here = compiler(), os.path.dirname(os.path.abspath(__file__))
+        assert command is not None
+        with tempfile.TemporaryDirectory(prefix="dlio-bench-") as scratch:
+            path = os.path.join(scratch, "pool.so")
+            flags = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-pthread")
+            source = os.path.join(here, "sleeping_pool.c")
+            subprocess.run([*command, *flags, "-o", path, source], check=True)
+            self._library = ctypes.CDLL(path)
+        pointer, whole = ctypes.c_void_p, ctypes.c_int64
+        self._library.pool_open.restype = self._library.pool_submit.restype = pointer
+        self._library.pool_submit.argtypes = (pointer, whole, whole)
+        self._library.pool_wait.argtypes = (pointer, pointer)
+        self._library.pool_close.argtypes = (pointer,)
+        self._pool = self._library.pool_open(threads)
+
+    def submit(self, count: int, sleep_ns: int) -> int:
+        """As `SleepingPool`."""
+        handle: int = self._library.pool_submit(self._pool, count, sleep_ns)
+        return handle
+
+    def wait(self, handle: int) -> None:
+        """As `SleepingPool`."""
+        self._library.pool_wait(self._pool, handle)
+
+    def close(self) -> None:
+        """As `SleepingPool`."""
+        self._library.pool_close(self._pool)
+
+
+def _without_compiler() -> str | None:
+    return None if compiler() else "no C compiler was found (install gcc or clang, or set CC)"
+
+
+CONTENDERS_FOR_CORES: Final[dict[str, CoresContender]] = {
+    "python": PythonThreads(),
+    "prototype": BatchCalls("prototype's loop (C threads)", _without_compiler, PrototypePool),
+    # The native room takes its place here as a SleepingPool, which says itself where it is missing.
+    "native": BatchCalls("native pool", lambda: "not built", None),
+}
+"""Who sleeps, by name."""
+
+
+# The measurement
+
+
+def cores(
+    repeats: int,
+    batch_size: int,
+    count: int,
+    decode_ms: float = DECODE_MS,
+    seconds: float = 2.0,
+) -> dict[str, object]:
+    """Batches of each contender, in turn, for `seconds` after the first few, `repeats` times: with
+    nothing else, and next to a thread of small operations of torch.
+
+    Returns samples/s, the share of `count` / `decode_ms`, microseconds on processors of all Python
+    threads for a sample (without that of the operations), and the percent by which the operations
+    are slower than alone. `absent` has the reasons of those that cannot be measured here.
+    """
+    emulated = EmulatedCores(count, decode_ms, batch_size, seconds)
+    absent = {
+        name: why
+        for name, each in CONTENDERS_FOR_CORES.items()
+        if (why := each.missing()) is not None
+    }
+    names = [name for name in CONTENDERS_FOR_CORES if name not in absent]
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    # Shared by the threads that this one starts, of whichever kind.
+    with _exact_sleeps(), one_thread():
+        for repeat, name in steps(list(turns(names, repeats)), "{0[1]}, repeat {0[0]}".format):
+            runs[name].append(_measured(CONTENDERS_FOR_CORES[name], emulated))
+            assert repeat < repeats
+    return {
+        "emulated": asdict(emulated),
+        "ideal": emulated.ideal_per_s,
+        "absent": absent,
+        **{
+            name: {key: spread([run[key] for run in each]) for key in each[0]}
+            for name, each in runs.items()
+        },
+        "machine": describe_machine(("dlio", "torch", "numpy")),
+    }
+
+
+def show_cores(report: Mapping[str, object]) -> None:
+    """Print the table of a report of `cores`."""
+    figures: Any = report
+    emulated = figures["emulated"]
+    title = (
+        f"{emulated['cores']} threads that sleep {emulated['decode_ms']:g} ms a sample: ideal "
+        f"{figures['ideal']:,.0f} samples/s, median (min to max)"
+    )
+    keys = ("samples_per_s", "ideal_share", "python_us", "slower_percent")
+    headings = ("threads of", "samples/s", "of the ideal", "Python, us a sample", "slowed, %")
+    rows = [
+        (each.title, *(format_figure(figures[name][key]) for key in keys))
+        for name, each in CONTENDERS_FOR_CORES.items()
+        if name in figures
+    ]
+    table(title, headings, rows)
+    show_notes(
+        [
+            f"left out: {CONTENDERS_FOR_CORES[name].title} ({why})"
+            for name, why in figures["absent"].items()
+        ]
+    )
+
+
+def _measured(contender: CoresContender, emulated: EmulatedCores) -> dict[str, float]:
+    """Figures of one repeat."""
+    earlier = set(threading.enumerate()) - {threading.current_thread()}
+    with contender.open(emulated) as batches:
+        for _ in range(2 * _AHEAD):  # The first fill a tier, and wait for all threads to start.
+            next(batches)
+        began, before = time.perf_counter(), _python_seconds(earlier)
+        count = _taken(batches, emulated.seconds)
+        spent = _python_seconds(earlier) - before
+        rate = count / (time.perf_counter() - began)
+        with SmallOperations() as beside:
+            at, done = time.perf_counter(), beside.done
+            _taken(batches, emulated.seconds)
+            busy = (beside.done - done) / (time.perf_counter() - at)
+    with SmallOperations() as quiet:
+        time.sleep(emulated.seconds)
+    return {
+        "samples_per_s": rate,
+        "ideal_share": rate / emulated.ideal_per_s,
+        "python_us": 1e6 * spent / count,
+        "operations_per_s": quiet.rate,
+        "operations_beside_per_s": busy,
+        "slower_percent": 100 * (1 - busy / quiet.rate),
+    }
+
+
+def _taken(batches: Iterator[int], seconds: float) -> int:
+    """Samples of the batches that come within some seconds, of one at least."""
+    until, count = time.perf_counter() + seconds, 0
+    for samples in batches:
+        count += samples
+        if time.perf_counter() >= until:
+            break
+    return count
+
+
+def _python_seconds(without: set[threading.Thread]) -> float:
+    """Seconds that Python's threads have been on processors until now."""
+    total = 0.0
+    for each in set(threading.enumerate()) - without:
+        if each.ident is not None:
+            with contextlib.suppress(OSError):  # It has ended meanwhile.
+                total += time.clock_gettime(time.pthread_getcpuclockid(each.ident))
+    return total
+
+
+class SmallOperations:
+    """A thread that does small operations of torch, as a training loop does. Owner: the caller, by
+    `with`; `rate` is that of the whole time then, in operations a second."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        """Operations until now."""
+        self.rate = 0.0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="dlio-bench-operations")
+
+    def __enter__(self) -> "SmallOperations":
+        self._began = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping = True
+        self._thread.join()
+        self.rate = self.done / (time.perf_counter() - self._began)
+
+    def _run(self) -> None:
+        values, step = torch.zeros(64), torch.ones(64)
+        while not self._stopping:
+            for _ in range(_OPERATIONS):
+                values.add_(step)
+            self.done += _OPERATIONS
+
+
+_PR_SET_TIMERSLACK: Final = 29
+
+
+@contextmanager
+def _exact_sleeps() -> Iterator[None]:
+    """Have sleeps of this thread, and of those that it starts, end when they should: Linux lets
+    them take 50 us longer, a twentieth of a decode."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "prctl"):
+        yield
+        return
+    library.prctl(_PR_SET_TIMERSLACK, 1)
+    try:
+        yield
+    finally:
+        library.prctl(_PR_SET_TIMERSLACK, 0)  # That of the process's beginning.
