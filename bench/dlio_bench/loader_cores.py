@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import statistics
 import subprocess
 import tempfile
 import threading
@@ -296,47 +297,60 @@ def show_cores(report: Mapping[str, object]) -> None:
 def _measured(contender: CoresContender, emulated: EmulatedCores) -> dict[str, float]:
     """Figures of one repeat."""
     earlier = set(threading.enumerate()) - {threading.current_thread()}
+    quiet = [_operations_alone(emulated.seconds / 2)]
     with contender.open(emulated) as batches:
         for _ in range(2 * _AHEAD):  # The first fill a tier, and wait for all threads to start.
             next(batches)
-        began, before = time.perf_counter(), _python_seconds(earlier)
-        count = _taken(batches, emulated.seconds)
-        spent = _python_seconds(earlier) - before
+        before: dict[threading.Thread, float] = {}
+        _look(before, earlier)
+        after, began = before.copy(), time.perf_counter()
+        count = _taken(batches, emulated.seconds, lambda: _look(after, earlier))
+        spent = sum(after.values()) - sum(before.values())
         rate = count / (time.perf_counter() - began)
         with SmallOperations() as beside:
             at, done = time.perf_counter(), beside.done
             _taken(batches, emulated.seconds)
             busy = (beside.done - done) / (time.perf_counter() - at)
-    with SmallOperations() as quiet:
-        time.sleep(emulated.seconds)
+    quiet.append(_operations_alone(emulated.seconds / 2))
+    alone = statistics.mean(quiet)
     return {
         "samples_per_s": rate,
         "ideal_share": rate / emulated.ideal_per_s,
         "python_us": 1e6 * spent / count,
-        "operations_per_s": quiet.rate,
+        "operations_per_s": alone,
         "operations_beside_per_s": busy,
-        "slower_percent": 100 * (1 - busy / quiet.rate),
+        "slower_percent": 100 * (1 - busy / alone),
     }
 
 
-def _taken(batches: Iterator[int], seconds: float) -> int:
-    """Samples of the batches that come within some seconds, of one at least."""
+def _operations_alone(seconds: float) -> float:
+    """Small operations a second of a thread that has nothing next to it."""
+    with SmallOperations() as operations:
+        time.sleep(seconds)
+    return operations.rate
+
+
+def _taken(
+    batches: Iterator[int], seconds: float, each: Callable[[], object] = lambda: None
+) -> int:
+    """Samples of the batches that come within some seconds, of one at least; `each` is called with
+    every one."""
     until, count = time.perf_counter() + seconds, 0
     for samples in batches:
         count += samples
+        each()
         if time.perf_counter() >= until:
             break
     return count
 
 
-def _python_seconds(without: set[threading.Thread]) -> float:
-    """Seconds that Python's threads have been on processors until now."""
-    total = 0.0
+def _look(at: dict[threading.Thread, float], without: set[threading.Thread]) -> None:
+    """Note the seconds that Python's threads have been on processors until now; those that have
+    ended keep theirs."""
     for each in set(threading.enumerate()) - without:
         if each.ident is not None:
             with contextlib.suppress(OSError):  # It has ended meanwhile.
-                total += time.clock_gettime(time.pthread_getcpuclockid(each.ident))
-    return total
+                at[each] = time.clock_gettime(time.pthread_getcpuclockid(each.ident))
 
 
 class SmallOperations:

@@ -73,11 +73,11 @@ def row_entries(threads: Iterable[int]) -> dict[str, RowEntry]:
             title = f"dlio, {place}, threads: {count}"
             entries[f"{name}_{count}"] = RowEntry(name, title, count)
     others = (
-        ("torch_getitems", "torch, memory map, __getitems__", ""),
+        ("torch_getitems", "torch, __getitems__", ""),
         ("torch_h5py", "torch, h5py a sample", ""),
-        ("torch_collate", "torch, memory map, default_collate", ""),
-        ("hugging_face", 'Hugging Face, set_format("torch")', ""),
-        ("grain_rows", "Grain, memory map", "grain"),
+        ("torch_collate", "torch, default_collate", ""),
+        ("hugging_face", "Hugging Face, format torch", ""),
+        ("grain_rows", "Grain", "grain"),
         ("mosaic_rows", "MosaicML Streaming", "mosaic"),
     )
     for name, what, environment in others:

@@ -10,7 +10,7 @@ from dlio_bench.results.terminal import show_notes, table
 
 _HEADINGS = (
     *("loader", "output", "samples/s", "CPU, ms", "cold, s", "first batch, s"),
-    *("PSS, MiB", "processes", "threads"),
+    *("PSS, MiB", "proc.", "threads"),
 )
 
 

@@ -229,7 +229,7 @@ class ContenderRace:
     rates: list[float] = field(default_factory=list)
     """Samples a second of each repeat."""
     cpu: list[float] = field(default_factory=list)
-    """Seconds on processors for each sample, of each timed pass and the one before it."""
+    """Seconds on processors for each sample, of timed passes and the one before them."""
     first: list[float] = field(default_factory=list)
     """Seconds to the first batch of each timed pass."""
     footprint: dict[str, float] = field(default_factory=dict)
@@ -314,7 +314,7 @@ def race(
                 continue
             own = outcome.races[name]
             own.rates.append(timed.samples / timed.seconds)
-            own.cpu.append(timed.cpu_s / (2 * timed.samples))
+            own.cpu.append(timed.cpu_s / (len(timed.labels) * len(labels)))
             own.first.append(timed.first_batch_s)
         for name, contender in running.items():
             outcome.races[name].footprint = contender.footprint()

@@ -14,6 +14,7 @@ all that libraries print goes to standard error.
 
 import ctypes
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -29,6 +30,8 @@ import numpy.typing as npt
 
 MARK: Final = "dlio-peer "
 _PR_SET_PDEATHSIG: Final = 1
+_LEAST_S: Final = 0.25
+"""Least seconds of the timed passes over rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +109,27 @@ def _timed(run: Pass, size: int, passes: int) -> dict[str, object]:
     """Figures of the last of some passes, from the end of the one before it to its own.
 
     Loaders that work ahead, into the next pass, gain nothing by it: as much has been done before
-    the timed pass begins as is done by its end.
+    the timed pass begins as is done by its end. A timed pass over rows that takes too little time
+    for the clock is followed by more, all of them timed.
     """
     labels: list[list[Any]] = []
     values: list[int] = []
     last: Any = None
     first = 0.0
     started = ended = time.perf_counter()
-    for number in range(passes):
+    for number in itertools.count():
+        enough = size > 0 or passes == 1 or ended - started >= _LEAST_S
+        if number >= passes and enough:
+            break
         labels.append([])
         # Sums would take longer than fast loaders: the timed pass of several does without.
         weighs = size == 0 and (number + 1 < passes or passes == 1)
         values += [0] * weighs
-        started = ended
+        began = ended
+        started = began if number < passes else started
         for images, ones in run():
             if not labels[-1]:
-                first = time.perf_counter() - started
+                first = time.perf_counter() - began
             labels[-1].append(np.array(ones).reshape(-1))
             if images is not None and len(images) != len(labels[-1][-1]):
                 raise ValueError(
@@ -133,7 +141,7 @@ def _timed(run: Pass, size: int, passes: int) -> dict[str, object]:
         ended = time.perf_counter()
     together = [np.concatenate(part).tolist() if part else [] for part in labels]
     return {
-        "samples": len(together[-1]),
+        "samples": sum(map(len, together[passes - 1 :])),
         "seconds": ended - started,
         "first_batch_s": first,
         "labels": [checksum(part) for part in together],
