@@ -6,7 +6,7 @@ way: a sleep needs no core. Contenders differ in who sleeps:
 
     PythonThreads   dlio.DataLoader's threads, in a transform= of the user, which stays Python's
     SleepingPool    threads of a C library, for which Python submits and awaits whole batches: the
-                    prototype of the native room, and the native room itself once it is there
+                    prototype of the loader's native threads, and these themselves
 """
 
 import contextlib
@@ -29,8 +29,17 @@ import numpy as np
 import torch
 
 import dlio
+from dlio.data.schema import Schema
 from dlio.image.native.build import compiler
 from dlio.loader.contract import Sample
+from dlio.loader.planned_engine import native_pool
+from dlio.loader.planned_engine.native_pool import (
+    NativeArrays,
+    NativeJob,
+    NativePool,
+    NativeRecipe,
+)
+from dlio.storage.sample_locations import SampleLocations
 from dlio_bench.bench_processes import one_thread
 from dlio_bench.results.machine import describe_machine
 from dlio_bench.results.repeats import spread, turns
@@ -43,6 +52,8 @@ _AHEAD: Final = 4
 _PICTURES: Final = 40_000
 """Pictures of a pass. Passes follow each other; long ones, as threads begin anew in each."""
 _SIDE: Final = 224
+_NUMBERS: Final = Schema((("number", "int64"),))
+_DEADLINE_S: Final = 60.0
 _OPERATIONS: Final = 64
 """Operations between two looks at the clock."""
 
@@ -215,6 +226,52 @@ class PrototypePool:
         self._library.pool_close(self._pool)
 
 
+class RoomPool:
+    """The native threads of dlio's loader."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = NativePool(threads)
+        self._jobs: dict[int, NativeJob] = {}
+
+    def submit(self, count: int, sleep_ns: int) -> int:
+        """As `SleepingPool`."""
+        recipe = NativeRecipe(_NUMBERS, (), sleep_s=sleep_ns / 1e9)
+        numbers, true = np.zeros(count, np.int64), np.ones(count, np.bool_)
+        locations = SampleLocations(
+            known=true,
+            descriptor=numbers,
+            offset=numbers,
+            stored=numbers,
+            raw=numbers,
+            digest=numbers.view(np.uint64),
+            files=[],
+            block=numbers,
+            regular=true,
+            kept=true,
+            checked=true,
+            tier=numbers.astype(np.int8),
+        )
+        slots, threads = np.arange(count), self._pool.threads
+        job = NativeJob(recipe, 0, slots, locations, NativeArrays({}), threads)
+        self._jobs[id(job)] = job
+        self._pool.submit(job)
+        return id(job)
+
+    def wait(self, handle: int) -> None:
+        """As `SleepingPool`."""
+        job = self._jobs.pop(handle)
+        while not self._pool.wait(job, _DEADLINE_S):
+            pass
+
+    def close(self) -> None:
+        """As `SleepingPool`."""
+        self._pool.close()
+
+
+def _without_room() -> str | None:
+    return None if native_pool.find() is not None else native_pool.name()
+
+
 def _without_compiler() -> str | None:
     return None if compiler() else "no C compiler was found (install gcc or clang, or set CC)"
 
@@ -222,8 +279,7 @@ def _without_compiler() -> str | None:
 CONTENDERS_FOR_CORES: Final[dict[str, CoresContender]] = {
     "python": PythonThreads(),
     "prototype": BatchCalls("prototype's loop (C threads)", _without_compiler, PrototypePool),
-    # The native room takes its place here as a SleepingPool, which says itself where it is missing.
-    "native": BatchCalls("native pool", lambda: "not built", None),
+    "native": BatchCalls("native pool", _without_room, RoomPool),
 }
 """Who sleeps, by name."""
 
