@@ -1,13 +1,13 @@
 """Batches made outside of Python: one call submits a batch, one waits for it.
 
 The threads of dlio/image/native/pool.c take the samples of a `NativeJob` one by one: each is read
-from where `SampleLocations` say that it lies, compared with its checksum, expanded, and put into the
-batch's arrays, pictures as their crops. They never take the interpreter's lock. What they do not
-know, and what is damaged, comes back as the slot's number: it is then made as without them, with all
-its errors.
+from where `SampleLocations` say that it lies, compared with its checksum, expanded, and put into
+the batch's arrays, pictures as their crops. They never take the interpreter's lock. What they do
+not know, and what is damaged, comes back as the number of its slot: it is then made as without
+them, with all its errors.
 
 Checksums and LZ4 are those of the packages xxhash and lz4: the native threads call the C functions
-in these packages' own libraries, where they are compared with the Python ones first.
+in these packages' own libraries, which are compared with the Python ones first.
 """
 
 import atexit
@@ -137,8 +137,8 @@ class NativeRecipe:
     """How payloads of a schema become slots of a batch's arrays, for the native threads.
 
     `fields` are those that the batch has, each in an array of its own; with a `crop`, the picture
-    that follows the fixed fields becomes a crop. `sleep_s` emulates the time of making a sample, for
-    benchmarks, and nothing is read then.
+    that follows the fixed fields becomes a crop. With `sleep_s` nothing is read or made, and each
+    sample takes so many seconds, for benchmarks.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class NativePool(Closable):
         self._library.submit(self._pool, ctypes.byref(job.c))
 
     def wait(self, job: NativeJob, timeout_s: float) -> bool:
-        """Wait until a job has ended; True if it has. Returns early, too, when others have ended."""
+        """Wait until a job has ended; True if it has. Returns early when others have ended."""
         timeout = round(timeout_s * _SECOND_NS)
         ends = self._library.wait(
             self._pool, ctypes.byref(job.c), timeout, ctypes.byref(self._ended)
