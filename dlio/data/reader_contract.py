@@ -130,8 +130,8 @@ class Abilities:
         | None
     ) = None
     """Returns where samples lie in local files, by (samples, their blocks, places in these): they
-    are then read without the reader. Thread-safe; what cannot be located is not known, and raises
-    nothing."""
+    are then read without the reader. Thread-safe; samples that
+    cannot be located are not known, and raise nothing."""
 
     # Sizes
 

@@ -233,7 +233,7 @@ def test_large_arrays_are_the_same(
 
 
 def test_user_s_collate_gets_python_s_numbers(mixed: Path, spy: _Spy) -> None:
-    kinds = set()
+    kinds: set[type] = set()
 
     def collate(samples: list[tuple[torch.Tensor, int]]) -> int:
         kinds.update(type(label) for _, label in samples)

@@ -273,7 +273,7 @@ class NativeJob:
         return slots
 
     def arrived(self) -> list[int]:
-        """Return the slots that were made of what peers sent."""
+        """Return the slots that were made of messages of peers."""
         made = (self._samples["state"] == 0) & (self._tiers == ARRIVED)
         slots: list[int] = self._samples["slot"][made].tolist()
         return slots
@@ -483,7 +483,7 @@ def _load() -> tuple[_PoolLibrary | None, str]:
 def boxes_of_crops(
     crop: Crop, sizes: npt.NDArray[np.int64], uniforms: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
-    """Return the parts that the native threads cut out: what `Crop.box` says, to the last bit.
+    """Return the parts that the native threads cut out: those of `Crop.box`, to the last bit.
 
     `sizes` has height and width of each picture, shape (n, 2), and `uniforms` the random numbers,
     shape (n, DRAWS). Returns top, left, height, width, flip and upend; shape (n, 6).

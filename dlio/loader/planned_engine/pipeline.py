@@ -147,7 +147,7 @@ class Pipeline:
         if context.factory.native is not None:
             with suppress(OSError):  # Python's threads do as well.
                 self._pool = NativePool(context.threads)
-        # For what native threads leave, one is enough as long as it is little.
+        # For the samples that native threads leave, one is enough as long as it is little.
         first = context.threads if self._pool is None else 1
         self._workers = Workers("dlio-decode", self._run, first, wake=self._wake)
         self._workers.start()
@@ -280,7 +280,7 @@ class Pipeline:
             pool.submit(job)
 
     def _collect(self, batch: Batch) -> None:
-        """Count what native threads have made of a batch, and queue what they have left."""
+        """Count the samples of a batch that native threads have made, and queue the others."""
         pool, recipe = self._pool, self._context.factory.native
         assert pool is not None
         assert recipe is not None
