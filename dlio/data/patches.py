@@ -116,7 +116,9 @@ class PatchSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Volume:
+class Volume:
+    """An array, or a row of one, that patches are cut out of."""
+
     file: int
     row: int | None
     """Row of the file's arrays; None if the file is the volume."""
@@ -142,7 +144,7 @@ class PatchReader:
         self, chunks: ChunkReader, options: PatchOptions, files_are_volumes: bool = False
     ) -> None:
         self._given = (chunks, options, files_are_volumes)
-        self._chunks, self.options = chunks, options
+        self.chunks, self.options = chunks, options
         self.format, self.path = chunks.format, chunks.path
         self.classes: Sequence[str] = chunks.classes
         """Names of the classes of volumes that are files."""
@@ -150,18 +152,20 @@ class PatchReader:
         arrays = chunks.arrays
         self._main = max(arrays, key=lambda name: len(arrays[name][0].shape))
         self._axes = self._cut_axes()
-        self._volumes = self._find_volumes(files_are_volumes)
+        self.volumes = self._find_volumes(files_are_volumes)
         self._check_fields()
         self._check_extents()
-        counts = [math.prod(self._steps(each)) for each in self._volumes]
-        if not sum(counts):
-            raise UsageError(f"{self.path}: no volume holds a whole window of {self._sides[0]}")
-        self._firsts = np.cumsum([0, *counts])
+        self._extents = np.array([each.extent for each in self.volumes], np.int64)
+        self._steps = self._count_steps()
+        counts = self._steps.prod(1)
+        if not counts.any():
+            raise UsageError(f"{self.path}: no volume holds a whole window of {self.sides[0]}")
+        self._firsts = np.append(0, np.cumsum(counts))
         count = int(self._firsts[-1])
         self.sizes = np.broadcast_to(np.int64(_NUMBER.size), count)
         self.labels = np.broadcast_to(np.int64(0), count)
         if len(self.classes):
-            files = [each.file for each in self._volumes]
+            files = [each.file for each in self.volumes]
             self.labels = np.repeat(chunks.labels_of_files[files], counts)
         self.layout = cut_blocks(self.sizes, Order(count, 0, shuffled=False))
         self.fingerprint = fingerprint_of("patches", 1, chunks.fingerprint, repr(options))
@@ -174,8 +178,8 @@ class PatchReader:
 
     def name(self, sample: int) -> str:
         volume, place = self._locate(sample)
-        here = self._volumes[volume]
-        array = self._chunks.arrays[self._main][here.file]
+        here = self.volumes[volume]
+        array = self.chunks.arrays[self._main][here.file]
         row = "" if here.row is None else f"[{here.row}]"
         return f"{array.where}{row} patch {place}"
 
@@ -203,7 +207,7 @@ class PatchReader:
     @property
     def patch_bytes(self) -> int:
         """Bytes of a patch of the first volume."""
-        volume = self._volumes[0]
+        volume = self.volumes[0]
         cuts = self._cuts(volume, [0] * len(self._axes))
         return sum(math.prod(cut.shape) * cut.array.dtype.itemsize for cut in cuts)
 
@@ -211,13 +215,40 @@ class PatchReader:
         self, number: int, seed: int, epoch: int
     ) -> tuple[list[PatchSlice], int, npt.NDArray[np.int64]]:
         """Return (parts by field, number of the volume, first index along each axis cut)."""
-        index, place = self._locate(number)
-        volume = self._volumes[index]
-        starts = self._starts(volume, place, number, seed, epoch)
-        return self._cuts(volume, starts), index, np.array(starts, np.int64)
+        (index,), (starts,) = self.places(np.array([number], np.int64), seed, epoch)
+        return self._cuts(self.volumes[index], starts.tolist()), int(index), starts
+
+    def places(
+        self, numbers: npt.NDArray[np.int64], seed: int, epoch: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return where patches begin: (numbers of their volumes, shape (n,), first index along each
+        axis that is cut, shape (n, axes)), which is negative before padding."""
+        volumes = np.searchsorted(self._firsts, numbers, side="right") - 1
+        room = self._extents[volumes] - np.array(self.sides, np.int64)
+        left = np.maximum(room, 0)
+        if self.options.stride is not None:
+            rest = numbers - self._firsts[volumes]
+            starts = np.empty_like(room)
+            for axis in reversed(range(len(self.sides))):
+                steps = self._steps[volumes, axis]
+                starts[:, axis] = rest % steps * self.options.stride[axis]
+                rest = rest // steps
+            starts = np.minimum(starts, left)
+        elif self.options.random:
+            uniforms = keyed_uniforms(seed, epoch, numbers, len(self.sides), _STREAM)
+            starts = (uniforms * (left + 1)).astype(np.int64)
+        else:
+            starts = left // 2
+        # A volume that is smaller than the patch lies in its middle.
+        return volumes, np.where(room >= 0, starts, -(-room // 2))
 
     @property
-    def _sides(self) -> tuple[int, ...]:
+    def by_row(self) -> bool:
+        """True if volumes are rows of the arrays."""
+        return self.volumes[0].row is not None
+
+    @property
+    def sides(self) -> tuple[int, ...]:
         return tuple(side for side in self.options.sides if side is not None)
 
     def _cut_axes(self) -> list[int]:
@@ -227,9 +258,9 @@ class PatchReader:
             return [0]
         return [k - len(sides) for k, side in enumerate(sides) if side is not None]
 
-    def _find_volumes(self, files_are_volumes: bool) -> list[_Volume]:
+    def _find_volumes(self, files_are_volumes: bool) -> list[Volume]:
         volumes = []
-        sides, arrays = self.options.sides, self._chunks.arrays[self._main]
+        sides, arrays = self.options.sides, self.chunks.arrays[self._main]
         dimensions = {len(each.shape) for each in arrays}
         shortest = min(dimensions)
         if shortest < len(sides) or len(dimensions) > 1:
@@ -242,16 +273,16 @@ class PatchReader:
         for file, array in enumerate(arrays):
             extent = tuple(array.shape[axis] for axis in self._axes)
             numbers = range(array.shape[0]) if rows else [None]
-            volumes += [_Volume(file, row, extent) for row in numbers]
+            volumes += [Volume(file, row, extent) for row in numbers]
         if not volumes:
             raise UsageError(f"{self.path} holds no volumes")
         return volumes
 
     def _check_fields(self) -> None:
         """Raise UsageError if fields have other extents than the largest where they are cut."""
-        main = self._chunks.arrays[self._main]
-        first_of = {volume.file: volume for volume in reversed(self._volumes)}
-        for arrays in self._chunks.arrays.values():
+        main = self.chunks.arrays[self._main]
+        first_of = {volume.file: volume for volume in reversed(self.volumes)}
+        for arrays in self.chunks.arrays.values():
             for file, volume in first_of.items():
                 array, rows = arrays[file], main[file].shape[0]
                 shape = array.shape if volume.row is None else array.shape[1:]
@@ -269,62 +300,41 @@ class PatchReader:
     def _check_extents(self) -> None:
         if self.options.pad is not None or self.options.leading:
             return
-        for volume in self._volumes:
-            if any(n < side for n, side in zip(volume.extent, self._sides, strict=True)):
-                array = self._chunks.arrays[self._main][volume.file]
+        for volume in self.volumes:
+            if any(n < side for n, side in zip(volume.extent, self.sides, strict=True)):
+                array = self.chunks.arrays[self._main][volume.file]
                 raise UsageError(
                     f"{array.where} has {volume.extent} elements along the axes of a patch of "
-                    f"{self._sides}: pad=0 fills in the rest; or give a smaller patch="
+                    f"{self.sides}: pad=0 fills in the rest; or give a smaller patch="
                 )
 
-    def _steps(self, volume: _Volume) -> tuple[int, ...]:
-        """Return the number of patches along each axis; (patches,) if they are not on a grid."""
+    def _count_steps(self) -> npt.NDArray[np.int64]:
+        """Return the number of patches of each volume along each axis, shape (volumes, axes); of
+        shape (volumes, 1) if they are not on a grid."""
         if self.options.stride is None:
-            return (self.options.per_volume,)
-        counts = []
-        for n, side, step in zip(volume.extent, self._sides, self.options.stride, strict=True):
-            if self.options.leading:
-                counts.append(max(0, (n - side) // step + 1))
-            else:
-                counts.append(1 + -(-max(0, n - side) // step))
-        return tuple(counts)
+            return np.full((len(self.volumes), 1), self.options.per_volume, np.int64)
+        room, step = self._extents - np.array(self.sides), np.array(self.options.stride)
+        if self.options.leading:
+            return np.maximum(room // step + 1, 0)
+        return 1 + -(-np.maximum(room, 0) // step)
 
     def _locate(self, sample: int) -> tuple[int, int]:
         """Return (number of the volume, number of the patch in it)."""
         volume = int(np.searchsorted(self._firsts, sample, side="right")) - 1
         return volume, sample - int(self._firsts[volume])
 
-    def _starts(self, volume: _Volume, place: int, number: int, seed: int, epoch: int) -> list[int]:
-        """Return the first index along each axis that is cut; negative before padding."""
-        room = [n - side for n, side in zip(volume.extent, self._sides, strict=True)]
-        if self.options.stride is not None:
-            places = np.unravel_index(place, self._steps(volume))
-            grid = zip(places, self.options.stride, room, strict=True)
-            starts = [min(int(k) * step, max(0, left)) for k, step, left in grid]
-        elif self.options.random:
-            samples = np.array([number], np.int64)
-            uniforms = keyed_uniforms(seed, epoch, samples, len(room), _STREAM)[0]
-            drawn = zip(uniforms.tolist(), room, strict=True)
-            starts = [int(u * (max(0, left) + 1)) for u, left in drawn]
-        else:
-            starts = [max(0, left) // 2 for left in room]
-        # A volume that is smaller than the patch lies in its middle.
-        return [s if left >= 0 else -(-left // 2) for s, left in zip(starts, room, strict=True)]
-
-    def _cuts(self, volume: _Volume, starts: Sequence[int]) -> list[PatchSlice]:
+    def _cuts(self, volume: Volume, starts: Sequence[int]) -> list[PatchSlice]:
         cuts = []
-        for name, arrays in self._chunks.arrays.items():
+        for name, arrays in self.chunks.arrays.items():
             array = arrays[volume.file]
-            offset = 0 if volume.row is None else 1
-            own = len(array.shape) - offset
             box = [slice(0, n) for n in array.shape]
             before, shape = [0] * len(box), list(array.shape)
             if volume.row is not None:
                 box[0], shape[0] = slice(volume.row, volume.row + 1), 1
-            for axis, side, start in zip(self._axes, self._sides, starts, strict=True):
-                if (axis < 0 and -axis > own) or axis >= own:
+            sides = zip(self.cut_dimensions(len(box)), self.sides, starts, strict=True)
+            for at, side, start in sides:
+                if at is None:
                     continue
-                at = axis + len(box) if axis < 0 else axis + offset
                 n = array.shape[at]
                 box[at] = slice(max(0, start), min(n, start + side))
                 before[at], shape[at] = max(0, -start), side
@@ -332,17 +342,28 @@ class PatchReader:
                 PatchSlice(
                     name,
                     array,
-                    self._chunks.first(name, volume.file),
+                    self.chunks.first(name, volume.file),
                     tuple(box),
                     volume.row is not None,
                     tuple(before),
                     tuple(shape),
-                    self._pad_of(name),
+                    self.pad_of(name),
                 )
             )
         return cuts
 
-    def _pad_of(self, name: str) -> float:
+    def cut_dimensions(self, dimensions: int) -> list[int | None]:
+        """Return the dimension of an array of so many that each axis of a patch is; None where it
+        has none."""
+        rows = int(self.by_row)
+        own = dimensions - rows
+        return [
+            None if not -own <= axis < own else axis + (dimensions if axis < 0 else rows)
+            for axis in self._axes
+        ]
+
+    def pad_of(self, name: str) -> float:
+        """Return the value around a field of volumes that are smaller than a patch."""
         pad = self.options.pad
         return float(pad.get(name, 0.0) if isinstance(pad, Mapping) else pad or 0.0)
 

@@ -362,6 +362,81 @@ static int crop(const Job *job, const Sample *sample, const uint8_t *data, size_
     return MADE;
 }
 
+/* Bytes that a read of its own costs as much as. */
+enum { GAP = 4096 };
+
+/* Copy runs of bytes; those of a file where there is one. Returns 0 if it cannot be read. */
+static int copy_runs(const Piece *piece, int first, int file, int64_t offset, const uint8_t *data) {
+    int64_t index[DIMENSIONS] = {0}, from = piece->from;
+    uint8_t *to = (uint8_t *)(uintptr_t)piece->to;
+    size_t run = (size_t)piece->count[DIMENSIONS - 1];
+    for (;;) {
+        if (data)
+            memcpy(to, data + from, run);
+        else if (!read_all(file, to, run, offset + from))
+            return 0;
+        int d = DIMENSIONS - 2;
+        for (; d >= first; d--) {
+            from += piece->from_step[d], to += piece->to_step[d];
+            if (++index[d] < piece->count[d]) break;
+            from -= piece->from_step[d] * piece->count[d], to -= piece->to_step[d] * piece->count[d];
+            index[d] = 0;
+        }
+        if (d < first) return 1;
+    }
+}
+
+/* Copy a part of a payload. Of a payload that lies as it is in a file, and is known to be intact, no
+ * more is read than that part. */
+static int cut(const Job *job, const Sample *sample, Thread *thread) {
+    Piece piece = job->pieces[sample - job->samples];
+    /* Dimensions that follow each other without a gap are one. */
+    int first = DIMENSIONS - 1, last = DIMENSIONS - 1;
+    for (int d = last - 1; d >= 0; d--) {
+        if (piece.count[d] == 1) continue;
+        if (first == last && piece.from_step[d] == piece.count[last] &&
+            piece.to_step[d] == piece.count[last])
+            piece.count[last] *= piece.count[d];
+        else {
+            first--;
+            piece.count[first] = piece.count[d];
+            piece.from_step[first] = piece.from_step[d], piece.to_step[first] = piece.to_step[d];
+        }
+    }
+    int64_t runs = 1, span = piece.count[last];
+    for (int d = first; d < last; d++)
+        runs *= piece.count[d], span += (piece.count[d] - 1) * piece.from_step[d];
+    if (piece.from < 0 || span < 0 || piece.from + span > sample->raw) return UNKNOWN;
+    uint8_t *intact = job->intact && sample->block >= 0 ? job->intact + sample->block : NULL;
+    const Sample *whole = &thread->whole;
+    int is_here = whole->raw > 0 && whole->descriptor == sample->descriptor &&
+                  whole->block == sample->block && whole->offset == sample->offset &&
+                  whole->raw == sample->raw && whole->digest == sample->digest;
+    if (is_here) return copy_runs(&piece, first, -1, 0, thread->raw) ? MADE : UNREADABLE;
+    int is_plain = sample->descriptor >= 0 && sample->stored == sample->raw;
+    int is_known = !sample->checked || (intact && __atomic_load_n(intact, __ATOMIC_RELAXED));
+    if (is_plain && is_known && (span < sample->raw || runs == 1)) {
+        int file = file_of(sample, thread);
+        if (file < 0) return UNREADABLE;
+        if (runs == 1 || span > runs * GAP)
+            return copy_runs(&piece, first, file, sample->offset, NULL) ? MADE : UNREADABLE;
+        thread->whole.raw = 0;
+        if (!reserve(&thread->raw, &thread->raw_size, (size_t)span)) return UNREADABLE;
+        if (!read_all(file, thread->raw, (size_t)span, sample->offset + piece.from))
+            return UNREADABLE;
+        piece.from = 0;
+        return copy_runs(&piece, first, -1, 0, thread->raw) ? MADE : UNREADABLE;
+    }
+    thread->whole.raw = 0;
+    if (!reserve(&thread->raw, &thread->raw_size, (size_t)sample->raw)) return UNREADABLE;
+    const uint8_t *payload = NULL;
+    int state = fetch(sample, thread, thread->raw, &payload);
+    if (state != MADE) return state;
+    if (intact) __atomic_store_n(intact, 1, __ATOMIC_RELAXED);
+    if (payload == thread->raw) thread->whole = *sample;
+    return copy_runs(&piece, first, -1, 0, payload) ? MADE : UNREADABLE;
+}
+
 static int make(const Job *job, const Sample *sample, Thread *thread) {
     const Recipe *recipe = job->recipe;
     if (recipe->sleep_ns) {
@@ -370,6 +445,8 @@ static int make(const Job *job, const Sample *sample, Thread *thread) {
         return MADE;
     }
     if (sample->stored < 0 || sample->stored > sample->raw || sample->raw > MOST) return UNKNOWN;
+    if (job->pieces) return cut(job, sample, thread);
+    thread->whole.raw = 0;
     /* Of other sizes Python says what is wrong with them. */
     if (recipe->fixed ? sample->raw != recipe->least : sample->raw < recipe->least) return UNKNOWN;
     const Column *only = recipe->count == 1 && recipe->fixed ? recipe->column : NULL;

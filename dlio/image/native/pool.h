@@ -32,6 +32,16 @@ typedef struct {
     int64_t state;      /* written here: see above */
 } Sample;
 
+/* A part of a sample's payload that goes into a batch, for patches of arrays: PIECE of
+ * dlio/data/patch_tables.py. The last dimension is that of single bytes. */
+enum { DIMENSIONS = 6 };
+typedef struct {
+    int64_t from; /* first byte in the payload */
+    int64_t to;   /* address of its first byte in the batch */
+    int64_t count[DIMENSIONS];
+    int64_t from_step[DIMENSIONS], to_step[DIMENSIONS]; /* bytes */
+} Piece;
+
 /* A field of fixed size, which goes into an array of the batch. */
 typedef struct {
     int64_t at, bytes; /* in the payload */
@@ -71,6 +81,8 @@ typedef struct Job {
     uint8_t *images;         /* crops, RGB, by slot */
     const double *uniforms;  /* random numbers of crops, by slot */
     int64_t draws;           /* of each */
+    const Piece *pieces;     /* of each sample, in place of columns and images; or NULL */
+    uint8_t *intact;         /* by block: 1 if it was compared with its digest in this pass */
     /* Written by the pool, under its lock. */
     int64_t next, left; /* first sample that no thread has taken; samples that are not done */
     int64_t refused;    /* samples that are not MADE */
@@ -99,6 +111,7 @@ typedef struct {
     uint8_t *packed, *raw, *memory, *pixels, *sums;
     size_t packed_size, raw_size, memory_size, pixels_size, sums_size;
     int64_t make_ns; /* spent on crops, of the samples that it is at */
+    Sample whole;    /* whose payload is in `raw`, if its `raw` is above 0 */
     /* The file that is open, of a run of samples, and its place among those that stay open. */
     int64_t folder, block;
     int file;

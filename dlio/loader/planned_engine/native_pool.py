@@ -20,7 +20,7 @@ import resource
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ from dlio.image import native
 from dlio.image.crop import DRAWS, Crop
 from dlio.image.decoder import MAX_PIXELS, resizes_natively
 from dlio.loader.shuffle.sample_message import UncheckedPayload
+from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.sample_locations import SampleLocations
 from dlio.util.closable import Closable
 from dlio.util.settings import settings
@@ -115,6 +116,7 @@ class _Job(_Struct):
         *((name, ctypes.c_void_p) for name in ("samples", "recipe", "columns", "images")),
         ("uniforms", ctypes.c_void_p),
         ("draws", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("pieces", "intact")),
         *((name, ctypes.c_int64) for name in ("next", "left", "refused", "read_ns", "make_ns")),
         ("given_up", ctypes.c_int64),
         ("after", ctypes.c_void_p),
@@ -131,6 +133,38 @@ class NativeArrays:
     """Crops, shape (batch, rows, columns, 3)."""
     uniforms: npt.NDArray[np.float64] | None = None
     """Random numbers of the crops, shape (batch, `Crop.draws`)."""
+    cut: Callable[[npt.NDArray[np.int64]], "NativeInput"] | None = None
+    """Returns the parts of payloads that go into slots, where a sample is not a whole payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeInput:
+    """Payloads that native threads make slots of a batch of; a row for each, all of shape (n,).
+
+    Without `pieces`, a payload is a whole sample.
+    """
+
+    slots: npt.NDArray[np.int64]
+    """Of the batch: each is made when all its rows are."""
+    locations: SampleLocations
+    """Of the payloads."""
+    blocks: npt.NDArray[np.int64]
+    """That have the payloads."""
+    hierarchy: Hierarchy
+    """That has the blocks."""
+    pieces: npt.NDArray[np.void] | None = None
+    """Parts of the payloads that go into the batch, of type PIECE (`dlio.data.patch_tables`), with
+    addresses in the batch's memory."""
+    intact: npt.NDArray[np.uint8] | None = None
+    """By block, 1 for those whose payload was compared with its digest in this pass: of these no
+    more is read than the part. Written by native threads."""
+
+    def known(self) -> npt.NDArray[np.bool_]:
+        """Return a mask of the rows of slots all of whose rows have known locations."""
+        known = self.locations.known
+        if self.pieces is None or known.all():
+            return known
+        return ~np.isin(self.slots, self.slots[~known])
 
 
 class NativeRecipe:
@@ -212,65 +246,64 @@ class NativeJob:
     Args:
         recipe: of the loader.
         order: number of the step: lower ones are made first.
-        slots: of the samples, shape (n,).
-        locations: of the samples; only those that are known are made.
+        given: the payloads; only those that are known are made.
         memory: of the batch.
-        threads: that share the samples.
+        threads: that share the payloads.
     """
 
     def __init__(
         self,
         recipe: NativeRecipe,
         order: int,
-        slots: npt.NDArray[np.int64],
-        locations: SampleLocations,
+        given: NativeInput,
         memory: NativeArrays,
         threads: int,
     ) -> None:
         self.began = time.perf_counter()
         images, uniforms = memory.images, memory.uniforms
-        samples = np.empty(len(slots), SAMPLE)
+        locations, known = given.locations, given.known()
+        samples = np.empty(len(known), SAMPLE)
         for name in _LOCATED:
             samples[name] = getattr(locations, name)
-        samples["slot"], tiers = slots, locations.tier
-        if not locations.known.all():
-            samples, tiers = samples[locations.known], tiers[locations.known]
-        count = len(samples)
-        if images is None and count > 1:
+        samples["slot"], rows = given.slots, np.flatnonzero(known)
+        if images is None and len(rows) > 1:
             # Samples of a block one after another: its file is opened once, and read in order.
-            by_file = np.lexsort((samples["offset"], samples["block"], samples["descriptor"]))
-            samples, tiers = samples[by_file], tiers[by_file]
-        self._samples, self._tiers = samples, tiers
+            own = samples[rows]
+            rows = rows[np.lexsort((own["offset"], own["block"], own["descriptor"]))]
+        self._samples, self._tiers = samples[rows], locations.tier[rows]
+        self._blocks, self.hierarchy = given.blocks[rows], given.hierarchy
+        pieces = None if given.pieces is None else given.pieces[rows]
+        self._sizes = self._samples["raw"] if pieces is None else pieces["count"].prod(1)
+        self.slots = len(rows) if pieces is None else len(np.unique(self._samples["slot"]))
+        """Number of slots that it makes."""
+        count = len(rows)
         addresses = (ctypes.c_void_p * max(1, len(recipe.fields)))(
             *(_address(memory.arrays[name]) for name in recipe.fields)
         )
-        self.payload_bytes = max(1, int(samples["raw"].sum()))
+        self.payload_bytes = max(1, int(self._sizes.sum()))
         """Of all its samples."""
         task = _TASK_BYTES * count // self.payload_bytes
         task = max(1, min(task, _MOST_TASK, -(-count // (2 * threads))))
         self.c = _Job(
-            *(order, count, task, _address(samples), ctypes.addressof(recipe.c)),
+            *(order, count, task, _address(self._samples), ctypes.addressof(recipe.c)),
             *(ctypes.addressof(addresses), None if images is None else _address(images)),
             *(None if uniforms is None else _address(uniforms), recipe.draws),
+            *(None if each is None else _address(each) for each in (pieces, given.intact)),
         )
-        self._held = recipe, addresses, memory, locations.files
-
-    def __len__(self) -> int:
-        return len(self._samples)
+        self._held = recipe, addresses, memory, locations.files, pieces, given.intact
 
     def refused(self) -> list[int]:
         """Return the slots that were not made, of a job that has ended."""
         if not self.c.refused:
             return []
-        slots: list[int] = self._samples["slot"][self._samples["state"] != 0].tolist()
-        return sorted(slots)
+        slots = np.unique(self._samples["slot"][self._samples["state"] != 0])
+        return list(map(int, slots))
 
     def unread(self) -> npt.NDArray[np.int64]:
-        """Return the slots whose payloads could not be read from files, or are damaged there."""
+        """Return the blocks of payloads that could not be read from files, or are damaged there."""
         state = self._samples["state"]
         lost = ((state == _UNREADABLE) | (state == _DAMAGED)) & (self._tiers != ARRIVED)
-        slots: npt.NDArray[np.int64] = self._samples["slot"][lost]
-        return slots
+        return self._blocks[lost]
 
     def arrived(self) -> list[int]:
         """Return the slots that were made of messages of peers."""
@@ -280,7 +313,7 @@ class NativeJob:
 
     def bytes_by_tier(self) -> dict[int, int]:
         """Return the payload bytes that were read, by number of tier; -1 is the source."""
-        sizes = np.where(self._samples["state"] == 0, self._samples["raw"], 0)
+        sizes = np.where(self._samples["state"] == 0, self._sizes, 0)
         counts = np.bincount(self._tiers - ARRIVED, sizes)
         return {tier + ARRIVED: int(count) for tier, count in enumerate(counts) if count}
 

@@ -43,6 +43,7 @@ from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.planned_engine.native_pool import (
     ARRIVED,
     NativeArrays,
+    NativeInput,
     NativeJob,
     NativePool,
     arrived_locations,
@@ -51,7 +52,6 @@ from dlio.loader.shuffle.sample_shuffle import Shuffle, StepSamples
 from dlio.loader.trace import Spans
 from dlio.storage.block import PayloadScratch
 from dlio.storage.hierarchy import Hierarchy
-from dlio.storage.sample_locations import SampleLocations
 from dlio.util.threads import Workers
 
 # A thread that gives the interpreter's lock up waits for it behind all others: with 16 threads, a
@@ -251,33 +251,31 @@ class Pipeline:
         if builder is None or (memory := builder.native) is None or not slots:
             return slots
         rows = np.array(slots, np.int64)
+        if memory.cut is not None:
+            return self._submit_part(batch, memory.cut(rows), memory)
         if (step.senders[rows] >= 0).any():
             # A message brings samples of one kind alone: those of its sender.
-            arrived = [slot for slot in slots if step.payloads[slot] is not None]
-            here = np.array(arrived, np.int64)
-            sent = arrived_locations([step.payloads[slot] for slot in arrived])
-            self._submit_part(batch, here, sent, memory)
+            here = np.array([slot for slot in slots if step.payloads[slot] is not None], np.int64)
+            sent = arrived_locations([step.payloads[slot] for slot in here.tolist()])
+            arrived = NativeInput(here, sent, step.blocks[here], self._hierarchy)
+            self._submit_part(batch, arrived, memory)
             rows = np.setdiff1d(rows, here)
         where = step.samples[rows], step.blocks[rows], step.places[rows]
-        locations = self._hierarchy.locate(*where)
-        self._submit_part(batch, rows, locations, memory)
-        rest: list[int] = rows[~locations.known].tolist()
-        return rest
+        located = self._hierarchy.locate(*where)
+        given = NativeInput(rows, located, step.blocks[rows], self._hierarchy)
+        return self._submit_part(batch, given, memory)
 
-    def _submit_part(
-        self,
-        batch: Batch,
-        slots: npt.NDArray[np.int64],
-        locations: SampleLocations,
-        memory: NativeArrays,
-    ) -> None:
-        """Have native threads make those of the slots whose locations are known."""
+    def _submit_part(self, batch: Batch, given: NativeInput, memory: NativeArrays) -> list[int]:
+        """Have native threads make those of the slots that are known; return the others."""
         pool, recipe = self._pool, self._context.factory.native
-        if locations.known.any() and pool is not None and recipe is not None:
-            number = batch.step.number
-            job = NativeJob(recipe, number, slots, locations, memory, pool.threads)
+        assert pool is not None
+        assert recipe is not None
+        known = given.known()
+        if known.any():
+            job = NativeJob(recipe, batch.step.number, given, memory, pool.threads)
             batch.jobs.append(job)
             pool.submit(job)
+        return list(map(int, np.unique(given.slots[~known])))
 
     def _collect(self, batch: Batch) -> None:
         """Count the samples of a batch that native threads have made, and queue the others."""
@@ -289,8 +287,8 @@ class Pipeline:
             refused = job.refused()
             if refused:
                 # What native threads leave, they would leave again.
-                recipe.count(len(job), len(refused))
-                self._hierarchy.failed(batch.step.blocks[job.unread()])
+                recipe.count(job.slots, len(refused))
+                job.hierarchy.failed(job.unread())
                 if self._others is None and recipe.refused > _MOST_REFUSED * recipe.tried:
                     more = self._context.threads - 1
                     self._others = Workers("dlio-decode-more", self._run_other, more)
@@ -301,13 +299,13 @@ class Pipeline:
             for slot in job.arrived():
                 batch.step.payloads[slot] = None  # A message's memory goes with its last sample.
             for tier, count in job.bytes_by_tier().items():
-                place = _NO_TIER.get(tier) or self._hierarchy.tiers[tier].kind
-                self._hierarchy.counters.add_bytes(place, count)
+                place = _NO_TIER.get(tier) or job.hierarchy.tiers[tier].kind
+                job.hierarchy.counters.add_bytes(place, count)
                 if place == "source":
-                    self._hierarchy.counters.add("single_bytes", count)
+                    job.hierarchy.counters.add("single_bytes", count)
                 # Nearly all samples of a batch are in one tier.
                 spent[place] += job.read_s * count / job.payload_bytes
-            if made := len(job) - len(refused):
+            if made := job.slots - len(refused):
                 self._made(batch, made, job.began, spent)
 
     def _begin_batch(self, step: StepSamples) -> Callable[[list[int]], None]:
