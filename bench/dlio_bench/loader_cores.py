@@ -35,6 +35,7 @@ from dlio.loader.contract import Sample
 from dlio.loader.planned_engine import native_pool
 from dlio.loader.planned_engine.native_pool import (
     NativeArrays,
+    NativeInput,
     NativeJob,
     NativePool,
     NativeRecipe,
@@ -251,8 +252,8 @@ class RoomPool:
             checked=true,
             tier=numbers.astype(np.int8),
         )
-        slots, threads = np.arange(count), self._pool.threads
-        job = NativeJob(recipe, 0, slots, locations, NativeArrays({}), threads)
+        given = NativeInput(np.arange(count), locations, numbers, None)
+        job = NativeJob(recipe, 0, given, NativeArrays({}), self._pool.threads)
         self._jobs[id(job)] = job
         self._pool.submit(job)
         return id(job)

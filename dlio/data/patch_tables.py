@@ -1,5 +1,4 @@
-"""The parts of many patches at a time, as arrays: `PatchReader.cuts` for whoever copies them outside
-of Python."""
+"""The parts of many patches at once, as arrays: `PatchReader.cuts` for copies outside of Python."""
 
 import math
 from collections.abc import Sequence
@@ -162,8 +161,9 @@ def tables_of(reader: PatchReader) -> PatchTables | None:
         if any(0 in each.shape for each in arrays) or arrays[0].dtype.kind not in "biuf":
             return None
         table = FieldTable(reader, name, arrays)
-        kept = [at for at in range(len(arrays[0].shape)) if at not in reader.cut_dimensions(len(arrays[0].shape))]
-        kept = kept[1:] if reader.by_row else kept
+        dimensions = len(arrays[0].shape)
+        differ = {*reader.cut_dimensions(dimensions), *([0] if reader.by_row else [])}
+        kept = [at for at in range(dimensions) if at not in differ]
         if len({tuple(each.shape[at] for at in kept) for each in arrays}) > 1:
             return None
         fields.append(table)

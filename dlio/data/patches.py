@@ -17,6 +17,7 @@ import numpy.typing as npt
 from dlio.data.chunked_array import Box, ChunkedArray
 from dlio.data.chunks import ChunkReader
 from dlio.data.index import fingerprint_of
+from dlio.data.reader_contract import Reader
 from dlio.data.schema import Schema
 from dlio.errors import UsageError
 from dlio.plan.layout import cut_blocks
@@ -186,6 +187,13 @@ class PatchReader:
     def read(self, samples: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
         return [_NUMBER.pack(int(sample)) for sample in samples]
 
+    def numbers(self, samples: npt.NDArray[np.int64], reader: Reader) -> npt.NDArray[np.int64]:
+        """Return the numbers of the patches that are samples of a reader: this one, or a view."""
+        if reader is self:
+            return samples
+        numbers = np.frombuffer(b"".join(reader.read(samples)), np.dtype("<i8"))
+        return numbers.astype(np.int64)
+
     @staticmethod
     def number_of(payload: bytes | bytearray | memoryview) -> int:
         """Return the number of a patch from its payload."""
@@ -314,9 +322,10 @@ class PatchReader:
         if self.options.stride is None:
             return np.full((len(self.volumes), 1), self.options.per_volume, np.int64)
         room, step = self._extents - np.array(self.sides), np.array(self.options.stride)
+        counts: npt.NDArray[np.int64] = 1 + -(-np.maximum(room, 0) // step)
         if self.options.leading:
-            return np.maximum(room // step + 1, 0)
-        return 1 + -(-np.maximum(room, 0) // step)
+            counts = np.maximum(room // step + 1, 0)
+        return counts
 
     def _locate(self, sample: int) -> tuple[int, int]:
         """Return (number of the volume, number of the patch in it)."""

@@ -18,6 +18,7 @@ from dlio.errors import SourceError
 from dlio.loader.contract import Sample, Transform
 from dlio.loader.recipe import Recipe
 from dlio.storage.file_system_kind import file_system_of
+from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.mount import Mount, MountOptions, mount
 from dlio.storage.tier_spec import Tiers
 from dlio.util.forks import call_in_child
@@ -73,6 +74,11 @@ class PatchSource:
     def close(self) -> None:
         """Close files."""
         self.chunks.close()
+
+    @property
+    def hierarchy(self) -> Hierarchy | None:
+        """The tiers that have the chunks; None without a mount."""
+        return None if self._mount is None else self._mount.hierarchy
 
     def cut(self, number: int, seed: int, epoch: int) -> dict[str, Any]:
         """Return the fields of a patch: arrays, and numbers where a field has no dimensions.
@@ -139,23 +145,27 @@ class PatchRecipe(Recipe):
         self, reader: Reader, source: PatchSource, transform: Transform | None, seed: int
     ) -> None:
         super().__init__(reader, None, transform, seed, [transform])
-        self._source = source
+        self.source = source
 
     @property
     def is_random(self) -> bool:
-        return self._source.patches.is_random or super().is_random
+        return self.source.patches.is_random or super().is_random
 
     @property
     def sample_bytes(self) -> int:
-        return self._source.patches.patch_bytes
+        return self.source.patches.patch_bytes
 
     def make(self, epoch: int, sample: int, payload: Buffer) -> tuple[Sample, float]:
-        values = self._source.cut(PatchReader.number_of(payload), self.seed, epoch)
+        values = self.fields_of(epoch, PatchReader.number_of(payload))
         made: Sample = {
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             for name, value in values.items()
         }
         return self._apply(self.transform, made, epoch, sample)
+
+    def fields_of(self, epoch: int, number: int) -> dict[str, Any]:
+        """Return the fields of a patch; see `PatchSource.cut`."""
+        return self.source.cut(number, self.seed, epoch)
 
 
 def open_patches(

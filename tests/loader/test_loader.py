@@ -15,7 +15,7 @@ import torch
 import dlio
 from dlio.errors import DecodeError, DlioError, SourceError, UsageError
 from dlio.loader.delivery import HostMemoryKind
-from dlio.loader.planned_engine.sample_builders import BatchMemory
+from dlio.loader.planned_engine.batch_memory import BatchMemory
 from dlio.util.shared_folders import SharedFolder
 
 N = 90

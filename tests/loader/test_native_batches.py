@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from dlio.image.crop import DRAWS, Crop
 from dlio.loader.planned_engine import native_pool
 from dlio.loader.planned_engine.native_pool import (
     NativeArrays,
+    NativeInput,
     NativeJob,
     NativePool,
     NativeRecipe,
     boxes_of_crops,
 )
 from dlio.storage.sample_locations import SampleLocations
+from tests.loader.native_checks import Spy, check_same
 
 pytestmark = pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name())
 
@@ -60,65 +62,9 @@ def test_native_crops_take_the_same_parts(crop: Crop) -> None:
 # Whole batches
 
 
-class _Spy:
-    """Counts the samples that native threads were given, and those that they left."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.given = self.refused = 0
-        refused = NativeJob.refused
-        submit = NativePool.submit
-
-        def count_given(pool: NativePool, job: NativeJob) -> None:
-            self.given += len(job)
-            submit(pool, job)
-
-        def count_refused(job: NativeJob) -> list[int]:
-            slots = refused(job)
-            self.refused += len(slots)
-            return slots
-
-        monkeypatch.setattr(NativePool, "submit", count_given)
-        monkeypatch.setattr(NativeJob, "refused", count_refused)
-
-
 @pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> _Spy:
-    return _Spy(monkeypatch)
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value
-
-
-def _batches(path: Path, opened: dict[str, Any], loaded: dict[str, Any]) -> list[list[Any]]:
-    """The batches of two epochs, the first while blocks are brought into the tier."""
-    options = {"tiers": "ram:64MiB", **opened}
-    with (
-        dlio.open(str(path), **options) as data,
-        dlio.DataLoader(data, **{"batch_size": 16, "shuffle": True, **loaded}) as loader,
-    ):
-        return [list(_flat(batch)) for _ in range(2) for batch in loader]
-
-
-def _check_same(
-    path: Path, monkeypatch: pytest.MonkeyPatch, opened: dict[str, Any], **loaded: Any
-) -> None:
-    made = _batches(path, opened, loaded)
-    with monkeypatch.context() as patched:
-        patched.setattr(native_pool, "find", lambda: None)
-        wanted = _batches(path, opened, loaded)
-    assert len(made) == len(wanted)
-    for batch, other in zip(made, wanted, strict=True):
-        for tensor, same in zip(batch, other, strict=True):
-            assert (tensor.dtype, tensor.shape) == (same.dtype, same.shape)
-            assert tensor.stride() == same.stride()
-            assert torch.equal(tensor, same)
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +99,15 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["training", "evaluation", "rectangles"],
 )
 def test_pictures_are_the_same(
-    mixed: Path, spy: _Spy, monkeypatch: pytest.MonkeyPatch, opened: dict[str, Any]
+    mixed: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch, opened: dict[str, Any]
 ) -> None:
-    _check_same(mixed, monkeypatch, opened)
+    check_same(mixed, monkeypatch, opened)
     # All of the second epoch; those that native threads do not know are made by Python's.
     assert spy.given >= 60
     assert 4 <= spy.refused <= spy.given // 2
 
 
-def test_a_resumed_pass_goes_on_with_the_same_pictures(mixed: Path, spy: _Spy) -> None:
+def test_a_resumed_pass_goes_on_with_the_same_pictures(mixed: Path, spy: Spy) -> None:
     with dlio.open(str(mixed), image_size=24, tiers="ram:64MiB") as data:
         loader = dlio.DataLoader(data, 8, shuffle=True)
         list(loader)
@@ -198,9 +144,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_numbers_and_arrays_are_the_same(
-    rows: Path, spy: _Spy, monkeypatch: pytest.MonkeyPatch
+    rows: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _check_same(rows, monkeypatch, {})
+    check_same(rows, monkeypatch, {})
     assert spy.given >= 300
     assert spy.refused == 0
 
@@ -219,7 +165,7 @@ def test_a_number_beyond_int64_is_refused_as_without_native_threads(tmp_path: Pa
 
 @pytest.mark.parametrize("fields", [1, 2])
 def test_large_arrays_are_the_same(
-    fields: int, spy: _Spy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fields: int, spy: Spy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     generator = np.random.default_rng(3)
     with h5py.File(tmp_path / "volumes.h5", "w") as file:
@@ -227,12 +173,12 @@ def test_large_arrays_are_the_same(
         if fields > 1:
             file["y"] = generator.integers(0, 9, (40, 100), np.int16)
             file["label"] = generator.integers(0, 9, 40)
-    _check_same(tmp_path / "volumes.h5", monkeypatch, {}, batch_size=6)
+    check_same(tmp_path / "volumes.h5", monkeypatch, {}, batch_size=6)
     assert spy.given >= 40
     assert spy.refused == 0
 
 
-def test_user_s_collate_gets_python_s_numbers(mixed: Path, spy: _Spy) -> None:
+def test_user_s_collate_gets_python_s_numbers(mixed: Path, spy: Spy) -> None:
     kinds: set[type] = set()
 
     def collate(samples: list[tuple[torch.Tensor, int]]) -> int:
@@ -259,7 +205,7 @@ def _damage(folder: Path, change: Callable[[bytearray], None]) -> None:
     path.write_bytes(data)
 
 
-def test_damage_is_healed(rows: Path, spy: _Spy, tmp_path: Path) -> None:
+def test_damage_is_healed(rows: Path, spy: Spy, tmp_path: Path) -> None:
     with (
         dlio.open(str(rows), tiers=f"{tmp_path}:8MiB") as data,
         dlio.DataLoader(data, 16, shuffle=True) as loader,
@@ -311,7 +257,8 @@ def _sleeping(seconds: float, count: int) -> NativeJob:
         checked=flags,
         tier=nothing.astype(np.int8),
     )
-    return NativeJob(recipe, 0, np.arange(count), where, NativeArrays({}), 1)
+    given = NativeInput(np.arange(count), where, nothing, None)
+    return NativeJob(recipe, 0, given, NativeArrays({}), 1)
 
 
 def test_closing_gives_up_what_no_thread_is_at() -> None:

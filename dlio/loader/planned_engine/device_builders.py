@@ -38,8 +38,8 @@ from dlio.loader.contract import BatchData, CollateFn
 from dlio.loader.delivery import HostMemoryKind, pinned_memory
 from dlio.loader.loader_options import check_recipe
 from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory
+from dlio.loader.planned_engine.batch_memory import BatchMemory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners, decode_partners
-from dlio.loader.planned_engine.sample_builders import BatchMemory
 from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.plan.epoch import EpochPlan
 from dlio.storage.counters import Counters

@@ -150,8 +150,8 @@ class NativeInput:
     """Of the payloads."""
     blocks: npt.NDArray[np.int64]
     """That have the payloads."""
-    hierarchy: Hierarchy
-    """That has the blocks."""
+    hierarchy: Hierarchy | None
+    """That has the blocks; None in benchmarks and tests."""
     pieces: npt.NDArray[np.void] | None = None
     """Parts of the payloads that go into the batch, of type PIECE (`dlio.data.patch_tables`), with
     addresses in the batch's memory."""
@@ -303,7 +303,8 @@ class NativeJob:
         """Return the blocks of payloads that could not be read from files, or are damaged there."""
         state = self._samples["state"]
         lost = ((state == _UNREADABLE) | (state == _DAMAGED)) & (self._tiers != ARRIVED)
-        return self._blocks[lost]
+        blocks: npt.NDArray[np.int64] = self._blocks[lost]
+        return blocks
 
     def arrived(self) -> list[int]:
         """Return the slots that were made of messages of peers."""

@@ -284,11 +284,12 @@ class Pipeline:
         assert recipe is not None
         for job in [job for job in batch.jobs if pool.has_ended(job)]:
             batch.jobs.remove(job)
+            hierarchy = job.hierarchy or self._hierarchy
             refused = job.refused()
             if refused:
                 # What native threads leave, they would leave again.
                 recipe.count(job.slots, len(refused))
-                job.hierarchy.failed(job.unread())
+                hierarchy.failed(job.unread())
                 if self._others is None and recipe.refused > _MOST_REFUSED * recipe.tried:
                     more = self._context.threads - 1
                     self._others = Workers("dlio-decode-more", self._run_other, more)
@@ -299,10 +300,10 @@ class Pipeline:
             for slot in job.arrived():
                 batch.step.payloads[slot] = None  # A message's memory goes with its last sample.
             for tier, count in job.bytes_by_tier().items():
-                place = _NO_TIER.get(tier) or job.hierarchy.tiers[tier].kind
-                job.hierarchy.counters.add_bytes(place, count)
+                place = _NO_TIER.get(tier) or hierarchy.tiers[tier].kind
+                hierarchy.counters.add_bytes(place, count)
                 if place == "source":
-                    job.hierarchy.counters.add("single_bytes", count)
+                    hierarchy.counters.add("single_bytes", count)
                 # Nearly all samples of a batch are in one tier.
                 spent[place] += job.read_s * count / job.payload_bytes
             if made := job.slots - len(refused):

@@ -13,50 +13,21 @@ import torch
 from dlio.data.schema import Buffer, Schema
 from dlio.errors import UsageError
 from dlio.loader.contract import BatchData, CollateFn, Sample
-from dlio.loader.delivery import HostMemoryKind, pinned_memory
-from dlio.loader.planned_engine.batch_builders import (
-    BatchBuilder,
-    BatchFactory,
-    CropBatchBuilder,
-)
+from dlio.loader.delivery import HostMemoryKind
+from dlio.loader.patch_source import PatchRecipe
+from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory, CropBatchBuilder
+from dlio.loader.planned_engine.batch_memory import BatchMemory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.planned_engine.native_pool import NativeArrays, NativeRecipe
+from dlio.loader.planned_engine.patch_builder import patch_batches
 from dlio.loader.recipe import CropRecipe, Recipe
 from dlio.loader.sample_recipes import FieldRecipe
 from dlio.loader.torch_private import tree_map
 from dlio.storage.decoded_tier import DecodedTier
-from dlio.util.buffer_pool import BufferPool
 
-_MOST_SPARE_BATCHES: Final = 64
-"""Spare batches that are kept, more than are ever under way together."""
 # For smaller ones the pieces of memory cost more than the copy that they save.
 _DIRECT_BYTES: Final = 1 << 16
 """Least bytes of a sample of arrays that is read into the batch itself, without another copy."""
-
-
-class BatchMemory:
-    """Arrays of a shape for batches, used again as soon as nothing refers to them. Thread-safe.
-
-    Fresh memory for each batch would cost as much as reading into it: the kernel has to clear its
-    pages first.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, kind: HostMemoryKind) -> None:
-        self._shape = shape
-        self._dtype = np.dtype(dtype)
-        self._bytes = math.prod(shape) * self._dtype.itemsize
-        self._kind = kind
-        in_pool = kind is HostMemoryKind.IN_POOL
-        # Page-locked memory takes tens of milliseconds to allocate; torch's cache is for users,
-        # whose copies it knows of.
-        self._pool = BufferPool(_MOST_SPARE_BATCHES, allocate=pinned_memory if in_pool else None)
-
-    def take(self) -> npt.NDArray[Any]:
-        """Return an uninitialised array; its memory comes back with its last tensor or view."""
-        if self._kind is HostMemoryKind.BY_TORCH:
-            kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
-            return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
-        return self._pool.lend(self._bytes).view(self._dtype).reshape(self._shape)
 
 
 def host_batches(
@@ -82,6 +53,10 @@ def host_batches(
         return BatchFactory(begin_crops, math.prod(shape), _native_crops(recipe, decoded))
     if collate is None and isinstance(recipe, FieldRecipe) and recipe.is_plain_arrays:
         return _array_batches(recipe, batch_size, kind)
+    if collate is None and isinstance(recipe, PatchRecipe):
+        patches = patch_batches(recipe, batch_size, kind)
+        if patches is not None:
+            return patches
     if collate is None:
         collate = _as_lists if recipe.ragged else torch.utils.data.default_collate
 

@@ -1,0 +1,39 @@
+"""Memory of batches, used again."""
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlio.loader.delivery import HostMemoryKind, pinned_memory
+from dlio.util.buffer_pool import BufferPool
+
+_MOST_SPARE_BATCHES: Final = 64
+"""Spare batches that are kept, more than are ever under way together."""
+
+
+class BatchMemory:
+    """Arrays of a shape for batches, used again as soon as nothing refers to them. Thread-safe.
+
+    Fresh memory for each batch would cost as much as reading into it: the kernel has to clear its
+    pages first.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike, kind: HostMemoryKind) -> None:
+        self._shape = shape
+        self._dtype = np.dtype(dtype)
+        self.bytes = math.prod(shape) * self._dtype.itemsize
+        self._kind = kind
+        in_pool = kind is HostMemoryKind.IN_POOL
+        # Page-locked memory takes tens of milliseconds to allocate; torch's cache is for users,
+        # whose copies it knows of.
+        self._pool = BufferPool(_MOST_SPARE_BATCHES, allocate=pinned_memory if in_pool else None)
+
+    def take(self) -> npt.NDArray[Any]:
+        """Return an uninitialised array; its memory comes back with its last tensor or view."""
+        if self._kind is HostMemoryKind.BY_TORCH:
+            kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
+            return torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
+        return self._pool.lend(self.bytes).view(self._dtype).reshape(self._shape)

@@ -1,0 +1,153 @@
+"""Patches that native threads cut out of chunks are those of Python, to the last bit."""
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+
+import dlio
+from dlio.data.patch_tables import tables_of
+from dlio.data.patches import PatchReader
+from dlio.loader.planned_engine import native_pool
+from dlio.storage.tier import Tier
+from tests.loader.native_checks import Spy, check_same
+from tests.loader.volumes import CHUNKS, PATCH, SHAPE, drawn
+
+pytestmark = pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name())
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Arrays of all formats that have chunks, by name."""
+    folder = tmp_path_factory.mktemp("arrays")
+    rng = np.random.default_rng(0)
+    image = rng.random((5, 2, *SHAPE), np.float32)
+    with h5py.File(folder / "rows.h5", "w") as file:
+        file.create_dataset("image", data=image, chunks=(2, 1, *CHUNKS))
+        file.create_dataset("mask", data=(image[:, 0] > 0.5).astype(np.uint8))
+        file["label"] = np.arange(5, dtype=np.int32)
+        file["dose"] = rng.random(5, np.float32)
+    np.savez(folder / "small.npz", image=drawn(), mask=np.ones(SHAPE, np.uint8))
+    np.save(folder / "tokens.npy", rng.integers(0, 50_000, 30_000, np.int32))
+    np.save(folder / "series.npy", rng.random((4_000, 3, 2)).astype(">f8"))
+    for number, shape in enumerate([(9, 20, 12), (16, 8, 9), (30, 11, 8)]):
+        volume = np.random.default_rng(number).integers(0, 9, shape, np.int16)
+        zarr.create_array(str(folder / f"{number}.zarr"), data=volume, chunks=(7, 8, 9))
+    for name in ("a", "b"):
+        (folder / "classes" / name).mkdir(parents=True)
+        for number in range(3):
+            np.save(folder / "classes" / name / f"{number}.npy", rng.random((12, 10, 9)))
+    return {
+        "rows": folder / "rows.h5",
+        "small": folder / "small.npz",
+        "tokens": folder / "tokens.npy",
+        "series": folder / "series.npy",
+        "stores": folder / "*.zarr",
+        "classes": folder / "classes",
+    }
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "random": ("rows", {"patch": PATCH, "patches_per_volume": 6}),
+    "grid": ("rows", {"patch": PATCH, "patch_stride": (5, 6, 9)}),
+    "middle": ("rows", {"patch": (None, 6, 9), "train": False}),
+    "padded": ("small", {"patch": (24, 8, 50), "pad": {"image": -1.0, "mask": 7}}),
+    "padded grid": ("small", {"patch": (9, 9, 60), "patch_stride": (7, 7, 60), "pad": 0}),
+    "windows": ("tokens", {"window": (1024, 300)}),
+    "large windows": ("tokens", {"window": (20_000, 900)}),
+    "windows of rows": ("series", {"window": (7, 5)}),
+    "files": ("stores", {"patch": (8, 8, 8), "patches_per_volume": 9}),
+    "classes": ("classes", {"patch": (4, 4, 4), "patches_per_volume": 4}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_native_patches_are_the_same(
+    case: str, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch, spy: Spy
+) -> None:
+    source, opened = CASES[case]
+    check_same(sources[source], monkeypatch, opened, batch_size=5)
+    assert spy.given > 0
+    assert spy.refused == 0
+
+
+def _half(data: dlio.Dataset) -> dlio.Dataset:
+    return data.split(train=0.5, val=0.5)["val"]
+
+
+def test_native_patches_of_views_and_few_tiers_are_the_same(
+    sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch, spy: Spy
+) -> None:
+    opened = {"window": (1024, 300), "tiers": "ram:64KiB"}  # Of 120 kB.
+    check_same(sources["tokens"], monkeypatch, opened, view=_half)
+    assert spy.given > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tables_say_what_the_formula_says(case: str, sources: dict[str, Path]) -> None:
+    source, opened = CASES[case]
+    with dlio.open(str(sources[source]), tiers="none", **opened) as data:
+        recipe: Any = data.recipe
+        reader: PatchReader = recipe.source.patches
+    tables = tables_of(reader)
+    assert tables is not None
+    numbers = np.random.default_rng(1).permutation(len(reader))[:40]
+    slots = np.arange(len(numbers))
+    fields, volumes, starts = tables.pieces(numbers, slots, 3, 2)
+    for slot, number in enumerate(numbers.tolist()):
+        cuts, volume, start = reader.cuts(number, 3, 2)
+        assert volumes[slot] == volume
+        assert starts[slot].tolist() == start.tolist()
+        for cut, table, parts in zip(cuts, tables.fields, fields, strict=True):
+            rows = np.flatnonzero(parts.row == slot)
+            touched = [cut.first + chunk for chunk, _ in cut.array.touched(cut.box)]
+            assert parts.chunk[rows].tolist() == touched
+            held = parts.piece["count"][rows].prod(1).sum()
+            inside = [side.stop - side.start for side in cut.box]
+            assert held == np.prod(inside, dtype=np.int64) * table.dtype.itemsize
+            assert parts.padded[slot] == (tuple(inside) != cut.shape)
+
+
+def test_fields_of_several_types_are_left_to_python(tmp_path: Path) -> None:
+    np.save(tmp_path / "0.npy", np.zeros((9, 9), np.float32))
+    np.save(tmp_path / "1.npy", np.zeros((9, 9), np.float64))
+    with dlio.open(str(tmp_path / "*.npy"), patch=(3, 3), tiers="none") as data:
+        recipe: Any = data.recipe
+        assert tables_of(recipe.source.patches) is None
+
+
+def test_a_chunk_is_compared_with_its_checksum_once_a_pass(
+    sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch, spy: Spy
+) -> None:
+    """A chunk that is damaged later is found in the next pass, and made anew of the source."""
+    paths: list[str] = []
+    opening = Tier.__init__
+
+    def init(self: Tier, *given: Any, **named: Any) -> None:
+        opening(self, *given, **named)
+        paths.append(self.path)
+
+    monkeypatch.setattr(Tier, "__init__", init)
+    tokens = np.load(sources["tokens"])
+    with (
+        dlio.open(str(sources["tokens"]), window=(1000, 1000), tiers="ram:8MiB") as data,
+        dlio.DataLoader(data, 5) as loader,
+    ):
+        for passing in range(4):
+            if passing == 2:
+                (block, *_) = sorted(Path(paths[-1]).rglob("*.blk"))
+                content = bytearray(block.read_bytes())
+                content[-8:] = b"damaged!"
+                block.chmod(0o600)
+                block.write_bytes(content)
+            made = np.concatenate([next(iter(batch.values())).numpy() for batch in loader])
+            assert np.array_equal(made.reshape(-1), tokens)
+            assert (spy.refused > 0) == (passing >= 2)
