@@ -50,6 +50,7 @@ class DatasetDescription(TypedDict):
     storage: DatasetStorage
     fingerprint: str
     decoder: str
+    batches: str
 
 
 def describe(path: str) -> DatasetDescription:
@@ -58,7 +59,7 @@ def describe(path: str) -> DatasetDescription:
     `class_mix` measures how evenly classes are spread over blocks: the mean count of each block's
     most frequent class, divided by the mean for as many randomly chosen samples. It is 1 for
     well-mixed data, far above 1 for sorted data, and None without classes. `decoder` names the
-    decoder of baseline JPEGs on this machine.
+    decoder of baseline JPEGs on this machine, and `batches` the threads that make batches.
 
     Raises SourceError if the path does not hold a data set.
     """
@@ -67,6 +68,7 @@ def describe(path: str) -> DatasetDescription:
     from dlio.data.reader import open_reader
     from dlio.data.reader_contract import abilities_of, data_bytes
     from dlio.image import native
+    from dlio.loader.planned_engine import native_pool
     from dlio.storage.file_system_kind import file_system_of
 
     reader = open_reader(path)
@@ -106,6 +108,7 @@ def describe(path: str) -> DatasetDescription:
         },
         "fingerprint": reader.fingerprint,
         "decoder": native.name(),
+        "batches": native_pool.name(),
     }
 
 

@@ -28,6 +28,7 @@ import xxhash
 from dlio.errors import CorruptBlock
 from dlio.launch.node.lock_keeper import keep
 from dlio.storage.block import NO_ROOM, decompress_exactly
+from dlio.storage.sample_locations import SampleLocations
 from dlio.util.forks import new_lock
 from dlio.util.memory import new_memory
 from dlio.util.shared_folders import SharedFolder
@@ -41,6 +42,8 @@ _TRIED: Final = 32
 """Images that are measured before it is decided whether and how images are kept."""
 _WORTH: Final = 0.8
 """Bringing an image back may take at most this share of the time that decoding takes."""
+_MOST_SIDE: Final = 1 << 24
+"""Pixels along a side, more than any image has."""
 _Pixels = npt.NDArray[np.uint8]
 
 
@@ -115,6 +118,49 @@ class DecodedTier:
             except CorruptBlock:
                 return None
         return np.frombuffer(raw, np.uint8).reshape(rows, columns, 3), label
+
+    def locate(
+        self, samples: npt.NDArray[np.int64]
+    ) -> tuple[SampleLocations, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return where images lie, in memory; (height, width) of each, shape (n, 2); and labels.
+
+        Images that are not here, or by whose entries they cannot be, are not known. The checksums
+        are those of the stored bytes, and have to be compared; see `get`.
+        """
+        entries = self._index[samples]
+        slab, offset, stored, shape, label = entries[:, :5].astype(np.int64).T
+        shapes = np.stack([shape >> 32, shape & 0xFFFFFFFF], 1)
+        known = (slab > 0) & (shapes > 0).all(1) & (shapes < _MOST_SIDE).all(1)
+        if self._form == "none":
+            known[:] = False
+        begin, room = np.zeros_like(slab), np.zeros_like(slab)
+        slabs: list[object] = []
+        for number in np.unique(slab[known]).tolist():
+            memory = self._slab(number)
+            if memory is not None:
+                view = np.frombuffer(memory, np.uint8)
+                slabs.append(view)
+                here = slab == number
+                begin[here], room[here] = view.__array_interface__["data"][0], len(view)
+        raw = shapes.prod(1) * 3
+        known &= (stored > 0) & (stored <= raw) & (offset >= 0) & (offset <= room - stored)
+        nothing = np.full(len(samples), -1, np.int64)
+        flags = np.zeros(len(samples), np.bool_)
+        located = SampleLocations(
+            known=known,
+            descriptor=nothing,
+            offset=begin + offset,
+            stored=stored,
+            raw=raw,
+            digest=entries[:, 5].copy(),
+            files=slabs,
+            block=nothing,
+            regular=flags,
+            kept=flags,
+            checked=~flags,
+            tier=nothing.astype(np.int8),
+        )
+        return located, shapes, label
 
     def put(self, sample: int, pixels: _Pixels, label: int, decode_s: float) -> None:
         """Keep an image if there is room and keeping images saves time. Pixels are RGB, contiguous,

@@ -13,14 +13,15 @@
 
 typedef struct Pool Pool;
 void dlio_pool_use(const int64_t addresses[7]);
-Pool *dlio_pool_open(int64_t threads, int64_t nice, int64_t files);
+Pool *dlio_pool_open(int64_t threads, int64_t files);
+void dlio_pool_wake(Pool *pool);
 void dlio_pool_submit(Pool *pool, Job *job);
 int64_t dlio_pool_wait(Pool *pool, const Job *job, int64_t ns, int64_t *ended);
 int64_t dlio_pool_left(Pool *pool, const Job *job);
 int64_t dlio_pool_cancel(Pool *pool, Job *job, int64_t ns);
 int64_t dlio_pool_close(Pool *pool, int64_t ns);
 
-enum { COUNT = 96, SLOTS = 40, SIDE = 24, JOBS = 4, DRAWS = 24, FIXED = 8 + 24 + 8 };
+enum { COUNT = 96, SLOTS = 40, SIDE = 24, JOBS = 4, DRAWS = 24, FIXED = 8 + 24 + 8, KINDS = 5 };
 
 static uint64_t state;
 
@@ -98,6 +99,21 @@ static void write_set(Set *set, const char *folder, int64_t number, const Bytes 
     if (!file || fwrite(set->memory, 1, at, file) != at || fclose(file)) exit(3);
 }
 
+/* A part of up to so many bytes, as an array of three dimensions; seldom one beyond the payload. */
+static Piece part_of(int64_t raw, uint8_t *to) {
+    int64_t rows = 1 + (int64_t)draw(5), columns = 1 + (int64_t)draw(6), bytes = 1 + (int64_t)draw(40);
+    int64_t step = bytes + (int64_t)draw(3), row = columns * step + (int64_t)draw(50);
+    int64_t span = (rows - 1) * row + (columns - 1) * step + bytes;
+    int64_t room = raw - span + !draw(12);
+    Piece piece = {.from = room > 0 ? (int64_t)draw((uint64_t)room + 1) : 0,
+                   .to = (int64_t)(intptr_t)to};
+    for (int d = 0; d < DIMENSIONS; d++) piece.count[d] = 1;
+    piece.count[3] = rows, piece.from_step[3] = row, piece.to_step[3] = columns * bytes;
+    piece.count[4] = columns, piece.from_step[4] = step, piece.to_step[4] = bytes;
+    piece.count[5] = bytes, piece.from_step[5] = piece.to_step[5] = 1;
+    return piece;
+}
+
 int main(int argc, char **argv) {
     if (argc < 5) return 2;
     state = strtoull(argv[1], NULL, 10);
@@ -111,10 +127,10 @@ int main(int argc, char **argv) {
                             (int64_t)(intptr_t)expand};
     dlio_pool_use(functions);
     int folder = open(argv[3], O_RDONLY | O_DIRECTORY);
-    enum { LONG = 9000 };
+    enum { LONG = 9000, HEIGHT = 50, WIDTH = 60, PART = 5 * 6 * 40 };
     Column small[3] = {{0, 8, 0, 8}, {8, 24, 0, 24}, {32, 4, 3, 8}};
     Column large[2] = {{0, 8, 0, 8}, {8, LONG - 8, 0, LONG - 8}};
-    Recipe recipes[3] = {
+    Recipe recipes[KINDS] = {
         {.count = 3, .column = small, .least = FIXED, .fixed = 1},
         {.count = 2, .column = large, .least = LONG, .fixed = 1, .direct = 1},
         {.count = 1, .column = small, .least = FIXED, .crops = 1,
@@ -122,23 +138,32 @@ int main(int argc, char **argv) {
                   .scale = {0.08, 1}, .log_ratio = {-0.28, 0.28}, .ratio = {0.75, 1.33},
                   .flip = 0.5}},
     };
-    Set *sets = calloc(3, sizeof *sets);
-    for (int k = 0; k < 3; k++) sets[k].folder = folder;
+    recipes[4] = recipes[2]; /* Of pixels. */
+    Set *sets = calloc(KINDS, sizeof *sets);
+    for (int k = 0; k < KINDS; k++) sets[k].folder = folder;
     write_set(sets, argv[3], 1, NULL, 0, FIXED);
     write_set(sets + 1, argv[3], 3, NULL, 0, LONG);
     write_set(sets + 2, argv[3], 5, pictures, count, FIXED);
+    write_set(sets + 3, argv[3], 7, NULL, 0, LONG);
+    write_set(sets + 4, argv[3], 9, NULL, 0, LONG);
+    for (int k = 0; k < COUNT; k++) {
+        Sample *row = sets[4].rows + k;
+        row->height = HEIGHT + !draw(12), row->width = WIDTH;
+        if (row->checked && draw(2) && row->descriptor < 0) row->checked = STORED;
+    }
     uint64_t made = 0, refused = 0, given_up = 0;
     for (int round = 0; round < rounds; round++) {
-        Pool *pool = dlio_pool_open(1 + (int64_t)draw(4), 1, (int64_t)draw(3));
+        Pool *pool = dlio_pool_open(1 + (int64_t)draw(4), (int64_t)draw(3));
         if (!pool) return 3;
         Job jobs[JOBS];
         Sample *rows[JOBS];
-        uint8_t *columns[JOBS][3], *images[JOBS];
+        uint8_t *columns[JOBS][3], *images[JOBS], *parts[JOBS], intact[16] = {0};
+        Piece *pieces[JOBS];
         double *uniforms = malloc(SLOTS * DRAWS * sizeof *uniforms);
         for (int k = 0; k < SLOTS * DRAWS; k++) uniforms[k] = (double)draw(1 << 20) / (1 << 20);
         int64_t ended = 0;
         for (int j = 0; j < JOBS; j++) {
-            int kind = (int)draw(3);
+            int kind = (int)draw(KINDS);
             const Recipe *recipe = recipes + kind;
             rows[j] = malloc(sizeof sets->rows);
             memcpy(rows[j], sets[kind].rows, sizeof sets->rows);
@@ -152,9 +177,14 @@ int main(int argc, char **argv) {
                 columns[j][c] = c < recipe->count ? malloc(SLOTS * (size_t)recipe->column[c].stride)
                                                   : NULL;
             images[j] = malloc(SLOTS * SIDE * SIDE * 3);
+            parts[j] = malloc(SLOTS * PART), pieces[j] = malloc(SLOTS * sizeof *pieces[j]);
+            for (int64_t k = 0; k < used; k++)
+                pieces[j][k] = part_of(rows[j][k].raw, parts[j] + k * PART);
             jobs[j] = (Job){.order = (int64_t)draw(3), .count = used, .chunk = (int64_t)draw(9),
                             .samples = rows[j], .recipe = recipe, .columns = columns[j],
-                            .images = images[j], .uniforms = uniforms, .draws = DRAWS};
+                            .images = images[j], .uniforms = uniforms, .draws = DRAWS,
+                            .pieces = kind == 3 ? pieces[j] : NULL,
+                            .intact = draw(2) ? intact : NULL};
             dlio_pool_submit(pool, jobs + j);
         }
         for (int j = 0; j < JOBS; j++) {
@@ -163,6 +193,7 @@ int main(int argc, char **argv) {
             else
                 dlio_pool_cancel(pool, jobs + j, 1000000000000);
             if (dlio_pool_left(pool, jobs + j)) return 4;
+            dlio_pool_wake(pool);
         }
         if (dlio_pool_close(pool, 1000000000000)) return 5;
         for (int j = 0; j < JOBS; j++) {
@@ -172,12 +203,12 @@ int main(int argc, char **argv) {
                 refused += rows[j][k].state > MADE, given_up += rows[j][k].state == WAITING;
             }
             if (bad != jobs[j].refused) return 6;
-            free(rows[j]), free(images[j]);
+            free(rows[j]), free(images[j]), free(parts[j]), free(pieces[j]);
             for (int c = 0; c < 3; c++) free(columns[j][c]);
         }
         free(uniforms);
     }
-    for (int k = 0; k < 3; k++) free(sets[k].memory);
+    for (int k = 0; k < KINDS; k++) free(sets[k].memory);
     for (size_t k = 0; k < count; k++) free(pictures[k].data);
     free(pictures), free(sets), close(folder);
     printf("%llu made, %llu refused, %llu given up\n", (unsigned long long)made,

@@ -1,5 +1,6 @@
 """Batches of native threads are those of Python's, to the last bit, and nothing is lost by them."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -29,6 +30,8 @@ from dlio.loader.planned_engine.native_pool import (
     NativeRecipe,
     boxes_of_crops,
 )
+from dlio.storage import decoded_tier
+from dlio.storage.decoded_tier import DecodedTier
 from dlio.storage.sample_locations import SampleLocations
 from tests.loader.native_checks import Spy, check_same
 
@@ -105,6 +108,71 @@ def test_pictures_are_the_same(
     # All of the second epoch; those that native threads do not know are made by Python's.
     assert spy.given >= 60
     assert 4 <= spy.refused <= spy.given // 2
+
+
+def _ramp(image: torch.Tensor) -> torch.Tensor:
+    return image.float().mul(torch.rand(())).flip(-1)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        T.Compose([T.RandomResizedCrop(24), T.ColorJitter(0.4, 0.4, 0.4), T.RandomErasing()]),
+        T.Compose([T.RandomResizedCrop(24), T.RandAugment(), _ramp]),
+        _ramp,
+    ],
+    ids=["colours", "augmented", "own"],
+)
+def test_transforms_follow_native_crops(
+    mixed: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch, transform: Any
+) -> None:
+    opened = {"transform": transform, "image_size": 24 if transform is _ramp else None}
+    check_same(mixed, monkeypatch, {name: each for name, each in opened.items() if each})
+    assert spy.given >= 60
+
+
+def test_an_error_of_a_transform_names_the_sample(mixed: Path) -> None:
+    def fail(image: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    with (
+        dlio.open(str(mixed), image_size=24, tiers="ram:64MiB", transform=fail) as data,
+        dlio.DataLoader(data, 8) as loader,
+    ):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no") as raised:
+                list(loader)
+            assert "sample 0" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_crops_of_images_that_a_tier_keeps_decoded_are_the_same(
+    mixed: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch, train: bool
+) -> None:
+    # Where decoding takes a few microseconds, the tier may find that keeping images does not pay.
+    monkeypatch.setattr(decoded_tier, "_WORTH", 1e9)
+    opened = {"image_size": 24, "train": train, "tiers": "ram:64MiB:decoded"}
+    check_same(mixed, monkeypatch, opened)
+    assert (spy.given > 0) == train
+    assert spy.refused < spy.given // 2 or not train
+
+
+def test_decoded_images_that_are_damaged_are_decoded_again(
+    mixed: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoded_tier, "_WORTH", 1e9)
+    with (
+        dlio.open(str(mixed), image_size=24, tiers="ram:64MiB:decoded") as data,
+        dlio.DataLoader(data, 8) as loader,
+    ):
+        list(loader)
+        list(loader)
+        tiers = [each for each in gc.get_objects() if isinstance(each, DecodedTier)]
+        for tier in tiers:
+            tier._index[:, 5] += 1  # The checksums.
+        before = spy.refused
+        assert sum(len(labels) for _, labels in loader) == 60
+        assert spy.refused > before
 
 
 def test_a_resumed_pass_goes_on_with_the_same_pictures(mixed: Path, spy: Spy) -> None:

@@ -17,8 +17,17 @@ Key = tuple[str, str, tuple[tuple[str, str], ...]]
 _WARNED: Final = ("processor", "cores", "kernel", "file system")
 """Differences with which figures cannot be compared as such."""
 _PLAIN: Final = (
-    *("processor", "cores", "memory", "governor", "kernel", "system", "python", "decoder"),
-    *("cgroup", "commit"),
+    *(
+        "processor",
+        "cores",
+        "memory",
+        "governor",
+        "kernel",
+        "system",
+        "python",
+        "decoder",
+    ),
+    *("batches", "cgroup", "commit"),
 )
 
 

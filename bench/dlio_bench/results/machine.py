@@ -10,6 +10,7 @@ from typing import Final
 
 from dlio.cli.doctor.limit_checks import control_groups, memory_limit
 from dlio.image import native
+from dlio.loader.planned_engine import native_pool
 from dlio.util.cores import available_cores
 from dlio_bench.file_systems import file_system_of
 
@@ -34,6 +35,7 @@ def describe_machine(packages: Sequence[str]) -> dict[str, object]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "decoder": native.name(),
+        "batches": native_pool.name(),
         "versions": {name: _version(name) for name in packages},
         "commit": _commit(),
     }

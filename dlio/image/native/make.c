@@ -161,12 +161,13 @@ static int fetch(const Sample *sample, Thread *thread, uint8_t *into, const uint
         if (!read_all(file, target, stored, sample->offset)) return UNREADABLE;
         data = target;
     }
+    if (sample->checked == STORED && libraries.digest(data, stored) != sample->digest) return DAMAGED;
     if (stored != raw) {
         int count = libraries.expand((const char *)data, (char *)into, (int)stored, (int)raw);
         if (count != (int)raw) return DAMAGED;
         data = into;
     }
-    if (sample->checked && libraries.digest(data, raw) != sample->digest) return DAMAGED;
+    if (sample->checked == 1 && libraries.digest(data, raw) != sample->digest) return DAMAGED;
     *at = data;
     return MADE;
 }
@@ -437,6 +438,31 @@ static int cut(const Job *job, const Sample *sample, Thread *thread) {
     return copy_runs(&piece, first, -1, 0, payload) ? MADE : UNREADABLE;
 }
 
+/* Cut a crop out of pixels. */
+static int crop_pixels(const Job *job, const Sample *sample, Thread *thread) {
+    const CropRule *rule = &job->recipe->rule;
+    int64_t height = sample->height, width = sample->width;
+    if (!job->recipe->crops || width < 1 || width > rule->most_pixels / height ||
+        sample->raw != height * width * 3)
+        return UNKNOWN;
+    Box box;
+    draw(rule, job->uniforms + job->draws * sample->slot, height, width, &box);
+    if (box.part[2] >= 2 * rule->rows && box.part[3] >= 2 * rule->columns) return UNKNOWN;
+    if (!reserve(&thread->raw, &thread->raw_size, (size_t)sample->raw) ||
+        !reserve(&thread->sums, &thread->sums_size, (size_t)rule->columns * 40 + 64))
+        return UNREADABLE;
+    const uint8_t *pixels = NULL;
+    int state = fetch(sample, thread, thread->raw, &pixels);
+    if (state != MADE) return state;
+    Resize resize = {.height = (int32_t)box.part[2], .width = (int32_t)box.part[3],
+                     .rows = (int32_t)rule->rows,    .columns = (int32_t)rule->columns,
+                     .flip = box.flip != 0,          .upend = box.upend != 0};
+    size_t pitch = (size_t)width * 3;
+    dlio_resize_rgb(pixels + (size_t)box.part[0] * pitch + (size_t)box.part[1] * 3, pitch, &resize,
+                    thread->sums, job->images + sample->slot * rule->rows * rule->columns * 3);
+    return MADE;
+}
+
 static int make(const Job *job, const Sample *sample, Thread *thread) {
     const Recipe *recipe = job->recipe;
     if (recipe->sleep_ns) {
@@ -447,6 +473,12 @@ static int make(const Job *job, const Sample *sample, Thread *thread) {
     if (sample->stored < 0 || sample->stored > sample->raw || sample->raw > MOST) return UNKNOWN;
     if (job->pieces) return cut(job, sample, thread);
     thread->whole.raw = 0;
+    if (sample->height > 0) {
+        int64_t began = dlio_now();
+        int state = crop_pixels(job, sample, thread);
+        thread->make_ns += dlio_now() - began;
+        return state;
+    }
     /* Of other sizes Python says what is wrong with them. */
     if (recipe->fixed ? sample->raw != recipe->least : sample->raw < recipe->least) return UNKNOWN;
     const Column *only = recipe->count == 1 && recipe->fixed ? recipe->column : NULL;

@@ -2,11 +2,10 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -29,7 +28,6 @@ typedef struct {
     Job *first;          /* jobs with samples that no thread has taken, in order */
     int64_t ended;       /* jobs that were done so far */
     int64_t alive;       /* threads that have not ended */
-    int64_t nice;
     int stopping;
     Files files;
     int64_t threads;
@@ -97,8 +95,10 @@ static void *run(void *argument) {
     Pool *pool = argument;
     Thread thread = {.files = &pool->files, .file = -1, .folder = -1, .block = -1};
 #ifdef __linux__
-    /* Of this thread alone. It fails without harm. */
-    if (pool->nice) setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), (int)pool->nice);
+    /* Of this thread alone: it keeps its share of the processors, and never takes one at once from
+     * the training loop when it wakes. It fails without harm. */
+    struct sched_param none = {0};
+    sched_setscheduler(0, SCHED_BATCH, &none);
     pthread_setname_np(pthread_self(), "dlio-native");
 #endif
     pthread_mutex_lock(&pool->lock);
@@ -116,16 +116,14 @@ static void *run(void *argument) {
     return NULL;
 }
 
-/* Start threads; `nice` is added to their niceness, and so many files may stay open. NULL if not even
- * one thread can be started. */
-EXPORT Pool *dlio_pool_open(int64_t threads, int64_t nice, int64_t files) {
+/* Start threads; so many files may stay open. NULL if not even one thread can be started. */
+EXPORT Pool *dlio_pool_open(int64_t threads, int64_t files) {
     Pool *pool = calloc(1, sizeof *pool);
     if (!pool) return NULL;
     if (!dlio_files_open(&pool->files, files)) {
         free(pool);
         return NULL;
     }
-    pool->nice = nice;
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
 #ifdef __linux__
@@ -198,6 +196,14 @@ EXPORT int64_t dlio_pool_wait(Pool *pool, const Job *job, int64_t ns, int64_t *e
     int64_t is_done = !job->left;
     pthread_mutex_unlock(&pool->lock);
     return is_done;
+}
+
+/* Have whoever waits for a job look again. */
+EXPORT void dlio_pool_wake(Pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    pool->ended++;
+    pthread_cond_broadcast(&pool->done);
+    pthread_mutex_unlock(&pool->lock);
 }
 
 /* Samples of a job that are not done. */

@@ -17,6 +17,7 @@ enum {
     DAMAGED = 2,    /* its bytes are not those that were written */
     UNKNOWN = 3     /* coded in a way that this library leaves to others */
 };
+enum { STORED = 2 };
 
 /* Where a sample's payload lies, and for which slot of the batch it is. */
 typedef struct {
@@ -27,7 +28,8 @@ typedef struct {
     int64_t offset;     /* in the file; or the payload's address */
     int64_t stored, raw; /* bytes in the file, and of the payload: fewer are LZ4 data */
     uint64_t digest;    /* XXH3 of the payload, 64 bits */
-    int64_t checked;    /* 1 if the digest is to be compared */
+    int64_t checked;    /* 1 if the digest is to be compared; STORED if it is that of `stored` */
+    int64_t height, width; /* of pixels, RGB, in place of an encoded image; 0 otherwise */
     int64_t slot;
     int64_t state;      /* written here: see above */
 } Sample;

@@ -25,7 +25,12 @@ from dlio.data.schema import Buffer
 from dlio.image.decoder import finish_all
 from dlio.loader.contract import BatchData, CollateFn, Sample
 from dlio.loader.planned_engine.mixup_partners import BatchPartners, decode_partners
-from dlio.loader.planned_engine.native_pool import NativeArrays, NativeRecipe
+from dlio.loader.planned_engine.native_pool import (
+    DECODED,
+    NativeArrays,
+    NativeInput,
+    NativeRecipe,
+)
 from dlio.loader.recipe import CropRecipe
 from dlio.plan.epoch import EpochPlan
 from dlio.storage.decoded_tier import DecodedTier
@@ -58,6 +63,8 @@ class BatchBuilder(ABC):
     native: NativeArrays | None = None
     """Memory that native threads may make slots in, in place of `make_many`; see
     `BatchFactory.native`."""
+    transforms = False
+    """True if `transform` is to be called for the slots that native threads have made."""
 
     def __init__(self, samples: npt.NDArray[np.int64]) -> None:
         self.samples = samples
@@ -75,6 +82,10 @@ class BatchBuilder(ABC):
     @abstractmethod
     def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
         """Make samples in their slots; return the seconds spent in the user's transform."""
+
+    def transform(self, slots: Sequence[int]) -> float:
+        """Do the user's transform for slots that native threads have made; return the seconds."""
+        raise NotImplementedError
 
     def read_directly(
         self, slot: int, read: Callable[[Sequence[memoryview]], str]
@@ -147,8 +158,26 @@ class CropBatchBuilder(BatchBuilder):
         # Drawn for the whole batch: numpy's calls take as long for one sample as for many.
         self._uniforms = recipe.decoder.draw(epoch, samples)
         if numbers is not None:
-            self.native = NativeArrays(dict.fromkeys(numbers, classes), images, self._uniforms)
+            kept = None if decoded is None else self._kept
+            arrays = dict.fromkeys(numbers, classes)
+            self.native = NativeArrays(arrays, images, self._uniforms, kept)
+        self.transforms = recipe.transforms
         self._transformed: list[Sample] = [None] * len(samples) if recipe.transforms else []
+
+    def _kept(self, slots: npt.NDArray[np.int64]) -> NativeInput:
+        """Return the images of slots that are kept decoded, and write their classes."""
+        assert self._decoded is not None
+        located, shapes, labels = self._decoded.locate(self.samples[slots])
+        located.tier[:] = DECODED
+        self._companions[slots[located.known]] = labels[located.known]
+        return NativeInput(
+            slots,
+            located,
+            located.block,
+            None,
+            pixels=shapes,
+            saved_s=self._decoded.saves_s,
+        )
 
     def take_decoded(self, slots: list[int]) -> tuple[list[int], float]:
         if self._decoded is None:
@@ -164,12 +193,12 @@ class CropBatchBuilder(BatchBuilder):
             self._companions[slot] = kept[1]
         uniforms = [self._uniforms[slot] for slot in there]
         finish_all(self._recipe.decoder, pixels, uniforms, [self._images[slot] for slot in there])
-        self._transform(there)
+        self.transform(there)
         return rest, len(there) * self._decoded.saves_s
 
     def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
         if self._decoded is not None:
-            return self._transform(self._decode_and_keep(self._decoded, slots, payloads))
+            return self.transform(self._decode_and_keep(self._decoded, slots, payloads))
         # One call for all: a thread that gives up the interpreter's lock waits for it afterwards.
         made = self._recipe.decode_many(
             [self._images[slot] for slot in slots],
@@ -184,7 +213,7 @@ class CropBatchBuilder(BatchBuilder):
                 continue
             self._companions[slot] = companion
             decoded.append(slot)
-        return self._transform(decoded)
+        return self.transform(decoded)
 
     def _decode_and_keep(
         self, tier: DecodedTier, slots: Sequence[int], payloads: Sequence[Buffer]
@@ -203,8 +232,7 @@ class CropBatchBuilder(BatchBuilder):
                 self.failed[slot] = error
         return made
 
-    def _transform(self, slots: Sequence[int]) -> float:
-        """Apply the user's transform to crops; return the seconds that it took."""
+    def transform(self, slots: Sequence[int]) -> float:
         seconds = 0.0
         if not self._transformed:
             return seconds

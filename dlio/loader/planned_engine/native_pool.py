@@ -37,6 +37,7 @@ from dlio.loader.shuffle.sample_message import UncheckedPayload
 from dlio.storage.hierarchy import Hierarchy
 from dlio.storage.sample_locations import SampleLocations
 from dlio.util.closable import Closable
+from dlio.util.forks import new_lock
 from dlio.util.settings import settings
 
 _STOP_TIMEOUT_S: Final = 5.0
@@ -55,17 +56,21 @@ _ENOUGH: Final = 512
 _UNREADABLE, _DAMAGED = 1, 2  # States of samples, of pool.h.
 ARRIVED: Final = -2
 """The number of tier of payloads that peers sent."""
+DECODED: Final = -3
+"""That of images that a tier keeps decoded."""
 
 SAMPLE: Final = np.dtype(
     [
         *((name, np.int64) for name in ("descriptor", "block", "regular", "kept", "offset")),
         *((name, np.int64) for name in ("stored", "raw")),
         ("digest", np.uint64),
-        *((name, np.int64) for name in ("checked", "slot", "state")),
+        *((name, np.int64) for name in ("checked", "height", "width", "slot", "state")),
     ]
 )
 """`Sample` of pool.h."""
 _LOCATED: Final = (*SAMPLE.names[:8], "checked") if SAMPLE.names else ()
+_STORED: Final = 2
+"""Value of `checked` for digests of stored bytes: STORED of pool.h."""
 """Columns that `SampleLocations` give."""
 _CASTS: Final = {
     "int8": 1,
@@ -133,8 +138,8 @@ class NativeArrays:
     """Crops, shape (batch, rows, columns, 3)."""
     uniforms: npt.NDArray[np.float64] | None = None
     """Random numbers of the crops, shape (batch, `Crop.draws`)."""
-    cut: Callable[[npt.NDArray[np.int64]], "NativeInput"] | None = None
-    """Returns the parts of payloads that go into slots, where a sample is not a whole payload."""
+    inputs: Callable[[npt.NDArray[np.int64]], "NativeInput"] | None = None
+    """Returns the payloads of slots, where these are not whole samples of the data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,11 @@ class NativeInput:
     pieces: npt.NDArray[np.void] | None = None
     """Parts of the payloads that go into the batch, of type PIECE (`dlio.data.patch_tables`), with
     addresses in the batch's memory."""
+    pixels: npt.NDArray[np.int64] | None = None
+    """Height and width of images whose payloads are decoded pixels, RGB, of which crops are made,
+    shape (n, 2). Their digests are those of the stored bytes."""
+    saved_s: float = 0.0
+    """Seconds of decoding that each saves."""
     intact: npt.NDArray[np.uint8] | None = None
     """By block, 1 for those whose payload was compared with its digest in this pass: of these no
     more is read than the part. Written by native threads."""
@@ -266,12 +276,17 @@ class NativeJob:
         for name in _LOCATED:
             samples[name] = getattr(locations, name)
         samples["slot"], rows = given.slots, np.flatnonzero(known)
+        samples["height"] = samples["width"] = 0
+        if given.pixels is not None:
+            samples["height"], samples["width"] = given.pixels.T
+            samples["checked"] = _STORED
         if images is None and len(rows) > 1:
             # Samples of a block one after another: its file is opened once, and read in order.
             own = samples[rows]
             rows = rows[np.lexsort((own["offset"], own["block"], own["descriptor"]))]
         self._samples, self._tiers = samples[rows], locations.tier[rows]
         self._blocks, self.hierarchy = given.blocks[rows], given.hierarchy
+        self.saved_s = given.saved_s
         pieces = None if given.pieces is None else given.pieces[rows]
         self._sizes = self._samples["raw"] if pieces is None else pieces["count"].prod(1)
         self.slots = len(rows) if pieces is None else len(np.unique(self._samples["slot"]))
@@ -299,10 +314,15 @@ class NativeJob:
         slots = np.unique(self._samples["slot"][self._samples["state"] != 0])
         return list(map(int, slots))
 
+    def made(self) -> list[int]:
+        """Return the slots that were made, of a job that has ended."""
+        slots = np.setdiff1d(self._samples["slot"], np.array(self.refused(), np.int64))
+        return list(map(int, slots))
+
     def unread(self) -> npt.NDArray[np.int64]:
         """Return the blocks of payloads that could not be read from files, or are damaged there."""
         state = self._samples["state"]
-        lost = ((state == _UNREADABLE) | (state == _DAMAGED)) & (self._tiers != ARRIVED)
+        lost = ((state == _UNREADABLE) | (state == _DAMAGED)) & (self._tiers > ARRIVED)
         blocks: npt.NDArray[np.int64] = self._blocks[lost]
         return blocks
 
@@ -315,8 +335,8 @@ class NativeJob:
     def bytes_by_tier(self) -> dict[int, int]:
         """Return the payload bytes that were read, by number of tier; -1 is the source."""
         sizes = np.where(self._samples["state"] == 0, self._sizes, 0)
-        counts = np.bincount(self._tiers - ARRIVED, sizes)
-        return {tier + ARRIVED: int(count) for tier, count in enumerate(counts) if count}
+        counts = np.bincount(self._tiers - DECODED, sizes)
+        return {tier + DECODED: int(count) for tier, count in enumerate(counts) if count}
 
     @property
     def read_s(self) -> float:
@@ -359,20 +379,19 @@ class NativePool(Closable):
 
     Args:
         threads: number of threads.
-        nice: added to their niceness, so that others come first.
     """
 
-    def __init__(self, threads: int, nice: int = 0) -> None:
+    def __init__(self, threads: int) -> None:
         library = find()
         assert library is not None
         self._library = library
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = _MOST_FILES if soft < 0 else min(_MOST_FILES, soft // _FILES_SHARE)
-        pool = library.open(threads, nice, files)
+        pool = library.open(threads, files)
         if not pool:
             raise OSError("no native thread can be started")
         self._pool: int | None = pool
-        self._process = os.getpid()
+        self._process, self._lock = os.getpid(), new_lock()
         self.threads = int(library.threads(pool))
         self._ended = ctypes.c_int64(0)
         self._jobs: dict[int, NativeJob] = {}
@@ -392,6 +411,12 @@ class NativePool(Closable):
         )
         return bool(ends) and self._forget(job)
 
+    def wake(self) -> None:
+        """Have whoever waits for a job look again."""
+        with self._lock:  # Decode threads call it, while the pool may be closed.
+            if self._pool is not None:
+                self._library.wake(self._pool)
+
     def has_ended(self, job: NativeJob) -> bool:
         """True if a job has ended; does not wait."""
         return not self._library.left(self._pool, ctypes.byref(job.c)) and self._forget(job)
@@ -406,7 +431,8 @@ class NativePool(Closable):
         A thread that hangs in a read is left behind after some seconds, with the memory that it may
         still write to.
         """
-        pool, self._pool = self._pool, None
+        with self._lock:
+            pool, self._pool = self._pool, None
         if pool is None or os.getpid() != self._process:
             return
         _open_pools.discard(self)
@@ -438,11 +464,12 @@ class _PoolLibrary:
         library = ctypes.CDLL(path)
         pool, job, number = ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int64
         for name, result, arguments in (
-            ("open", pool, (number, number, number)),
+            ("open", pool, (number, number)),
             ("threads", number, (pool,)),
             ("submit", None, (pool, job)),
             ("wait", number, (pool, job, number, ctypes.POINTER(number))),
             ("left", number, (pool, job)),
+            ("wake", None, (pool,)),
             ("cancel", number, (pool, job, number)),
             ("close", number, (pool, number)),
         ):
@@ -452,7 +479,7 @@ class _PoolLibrary:
         # These never wait: giving the interpreter's lock away, and taking it again behind all
         # others, would take longer than the call.
         held = ctypes.PyDLL(path)
-        for name in ("submit", "left"):
+        for name in ("submit", "left", "wake"):
             call = getattr(held, f"dlio_pool_{name}")
             call.restype, call.argtypes = getattr(self, name).restype, getattr(self, name).argtypes
             setattr(self, name, call)

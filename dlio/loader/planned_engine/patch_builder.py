@@ -81,7 +81,7 @@ class PatchBatchBuilder(BatchBuilder):
         self._batches, self._arrays, self._epoch = batches, arrays, epoch
         self._recipe = batches.recipe
         if self._recipe.source.hierarchy is not None:
-            self.native = NativeArrays({}, cut=self._cut)
+            self.native = NativeArrays({}, inputs=self._cut)
 
     def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
         for slot, payload in zip(slots, payloads, strict=True):
@@ -121,7 +121,7 @@ class PatchBatchBuilder(BatchBuilder):
             blocks,
             hierarchy,
             np.concatenate([parts.piece for parts in fields]),
-            batches.intact,
+            intact=batches.intact,
         )
 
     def finish(self, slots: Sequence[int] | None) -> BatchData:

@@ -26,6 +26,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import partial
 from typing import Final
 
@@ -42,6 +43,7 @@ from dlio.loader.planned_engine.batch_builders import BatchBuilder, BatchFactory
 from dlio.loader.planned_engine.mixup_partners import BatchPartners
 from dlio.loader.planned_engine.native_pool import (
     ARRIVED,
+    DECODED,
     NativeArrays,
     NativeInput,
     NativeJob,
@@ -116,8 +118,20 @@ class Batch:
 
 
 _StageSeconds = defaultdict[str, float]
-_Task = tuple[int, int, Batch | None, list[int], bool]
-"""(step, ticket, batch or None to end a thread, slots, True to look them up on a device first)."""
+
+
+class _Work(IntEnum):
+    """Work of a decode thread on slots of a batch."""
+
+    MAKE = 0
+    FIND = 1
+    """Look them up on a device, and queue the others."""
+    TRANSFORM = 2
+    """Do the user's transform: native threads have made the crops."""
+
+
+_Task = tuple[int, int, Batch | None, list[int], _Work]
+"""(step, ticket, batch or None to end a thread, slots, the work on them)."""
 
 
 class Pipeline:
@@ -237,9 +251,10 @@ class Pipeline:
         if self._pool is not None:
             for each in self._under_way:
                 self._collect(each)
-            if batch.jobs:
-                self._pool.wait(batch.jobs[0], timeout_s)
-                self._collect(batch)
+            jobs = (job for each in self._under_way for job in each.jobs)
+            if (job := next(jobs, None)) is not None and not batch.done.is_set():
+                # A batch that is done ends this, too.
+                self._pool.wait(job, timeout_s)
                 return batch.done.is_set()
         return batch.done.wait(timeout_s)
 
@@ -251,8 +266,8 @@ class Pipeline:
         if builder is None or (memory := builder.native) is None or not slots:
             return slots
         rows = np.array(slots, np.int64)
-        if memory.cut is not None:
-            return self._submit_part(batch, memory.cut(rows), memory)
+        if memory.inputs is not None:
+            return self._submit_part(batch, memory.inputs(rows), memory)
         if (step.senders[rows] >= 0).any():
             # A message brings samples of one kind alone: those of its sender.
             here = np.array([slot for slot in slots if step.payloads[slot] is not None], np.int64)
@@ -290,24 +305,39 @@ class Pipeline:
                 # What native threads leave, they would leave again.
                 recipe.count(job.slots, len(refused))
                 hierarchy.failed(job.unread())
-                if self._others is None and recipe.refused > _MOST_REFUSED * recipe.tried:
-                    more = self._context.threads - 1
-                    self._others = Workers("dlio-decode-more", self._run_other, more)
-                    self._others.start()
+                if recipe.refused > _MOST_REFUSED * recipe.tried:
+                    self._begin_others()
                 self._queue_parts(batch, refused)
             spent: _StageSeconds = defaultdict(float)
             spent["decode"] = job.make_s
             for slot in job.arrived():
                 batch.step.payloads[slot] = None  # A message's memory goes with its last sample.
+            made = job.slots - len(refused)
             for tier, count in job.bytes_by_tier().items():
+                if tier == DECODED:
+                    self._hierarchy.counters.add("decoded", made)
+                    self._hierarchy.counters.add("decode_saved_s", made * job.saved_s)
+                    continue
                 place = _NO_TIER.get(tier) or hierarchy.tiers[tier].kind
                 hierarchy.counters.add_bytes(place, count)
                 if place == "source":
                     hierarchy.counters.add("single_bytes", count)
                 # Nearly all samples of a batch are in one tier.
                 spent[place] += job.read_s * count / job.payload_bytes
-            if made := job.slots - len(refused):
+            # A batch without any that is made may be done by now.
+            if made and batch.builder is not None and batch.builder.transforms:
+                self._clock.add_all(spent)
+                self._begin_others()
+                self._queue_parts(batch, job.made(), _Work.TRANSFORM)
+            elif made:
                 self._made(batch, made, job.began, spent)
+
+    def _begin_others(self) -> None:
+        """Start those of Python's threads that are not needed while native threads do it all."""
+        if self._pool is not None and self._others is None:
+            more = self._context.threads - 1
+            self._others = Workers("dlio-decode-more", self._run_other, more)
+            self._others.start()
 
     def _begin_batch(self, step: StepSamples) -> Callable[[list[int]], None]:
         """Begin a step's batch; return the listener that queues its slots."""
@@ -326,22 +356,24 @@ class Pipeline:
 
         def queue_slots(slots: list[int]) -> None:
             slots = self._submit(batch, slots)
+            if len(slots) > _MOST_REFUSED * count:
+                self._begin_others()
             if not may_be_decoded:
                 missing = [slot for slot in slots if step.payloads[slot] is None]
                 self._hierarchy.fetcher.expect(step.samples[missing])
             if finds_whole:
-                self._queue.put((step.number, next(self._ticket), batch, slots, True))
+                self._queue.put((step.number, next(self._ticket), batch, slots, _Work.FIND))
             else:
                 self._queue_parts(batch, slots)
 
         return queue_slots
 
-    def _queue_parts(self, batch: Batch, slots: list[int]) -> None:
+    def _queue_parts(self, batch: Batch, slots: list[int], work: _Work = _Work.MAKE) -> None:
         count, threads = len(batch.step.samples), self._context.threads
         each = min(_SAMPLES_A_TASK, max(1, count // threads))
         for start in range(0, len(slots), each):
             part = slots[start : start + each]
-            self._queue.put((batch.step.number, next(self._ticket), batch, part, False))
+            self._queue.put((batch.step.number, next(self._ticket), batch, part, work))
 
     def _completed(self, change: int, samples: int) -> None:
         """Count batches, of so many samples, that are done or taken."""
@@ -359,7 +391,7 @@ class Pipeline:
         with self._lock:  # From now on `_completed` does not clear it.
             self._hurry.set()
         for _ in range(self._context.threads):
-            self._queue.put((-1, next(self._ticket), None, [], False))
+            self._queue.put((-1, next(self._ticket), None, [], _Work.MAKE))
 
     # Decode threads
 
@@ -371,21 +403,24 @@ class Pipeline:
         if self._context.factory.keeps_payloads:
             scratch = [None] * _SAMPLES_A_TASK
         while not self._workers.stopping.is_set():
-            _, _, batch, slots, is_sought = self._queue.get()
+            _, _, batch, slots, work = self._queue.get()
             if batch is None:
                 return
             if number and not self._hurry.is_set():
                 # For the first thread, or for all when there is a hurry. Threads that decode delay
                 # a training loop, which gives up the lock in each operation: a ResNet-50 ran at
                 # 0.32 to 0.43 of its speed next to 16 of them.
-                self._queue.put((batch.step.number, next(self._ticket), batch, slots, is_sought))
+                self._queue.put((batch.step.number, next(self._ticket), batch, slots, work))
                 del batch  # An idle thread that held it would keep its memory, and its errors.
                 self._hurry.wait()
                 continue
             began = time.perf_counter()
             spent: _StageSeconds = defaultdict(float)
-            if is_sought:
+            if work is _Work.FIND:
                 slots = self._find(batch, slots, spent)
+            elif work is _Work.TRANSFORM:
+                assert batch.builder is not None
+                spent["transform"] = batch.builder.transform(slots)
             else:
                 self._make(batch, slots, scratch, spent)
             if slots:
@@ -546,6 +581,8 @@ class Pipeline:
             self._clock.add("collate", time.perf_counter() - began)
             self._completed(1, len(batch.step.samples))
             batch.done.set()
+            if self._pool is not None:
+                self._pool.wake()
 
     def _is_lost(self, batch: Batch) -> bool:
         """True if a sample failed that may not be left out."""

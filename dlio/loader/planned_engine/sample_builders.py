@@ -71,7 +71,9 @@ def host_batches(
 
 def _native_crops(recipe: CropRecipe, decoded: DecodedTier | None) -> NativeRecipe | None:
     numbers, schema = recipe.companion.numbers, recipe.reader.schema
-    if decoded is not None or recipe.decoder.kept or recipe.transforms or numbers is None:
+    if numbers is None:
+        return None
+    if recipe.decoder.kept and (decoded is None or not recipe.crop.train):
         return None
     if not NativeRecipe.knows(schema, numbers, recipe.crop):
         return None
