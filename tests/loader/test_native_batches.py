@@ -372,6 +372,7 @@ batches = iter(loader)
 next(batches)
 print("under way", flush=True)
 how = sys.argv[2]
+time.sleep(float(sys.argv[3]))
 if how == "signal":
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(20)
@@ -387,23 +388,28 @@ if how == "fork":
 
 
 @pytest.mark.cold
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rounds", [1, 100], ids=["once", "again and again"])
+@pytest.mark.daily("end-once", "signal-once", "fork-once")
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [("end", 0, ""), ("signal", -signal.SIGINT, "KeyboardInterrupt"), ("fork", 0, "")],
+    ids=["end", "signal", "fork"],
 )
 def test_the_interpreter_ends_with_work_under_way(
-    rows: Path, how: str, code: int, said: str
+    rows: Path, how: str, code: int, said: str, rounds: int
 ) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(rows), how],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-    )
-    assert ran.returncode == code, ran.stderr
-    assert "under way" in ran.stdout
-    assert said in ran.stderr
-    if not said:
-        assert ran.stderr == ""
+    for number in range(rounds):
+        ran = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(rows), how, str(0.0002 * number)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        )
+        assert ran.returncode == code, (number, ran.stderr)
+        assert "under way" in ran.stdout
+        assert said in ran.stderr
+        if not said:
+            assert ran.stderr == ""

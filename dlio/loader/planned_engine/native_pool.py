@@ -50,6 +50,8 @@ _MOST_TASK: Final = 64
 _MOST_FILES: Final = 1024
 _FILES_SHARE: Final = 4
 """Blocks whose files stay open: at most so many, and one of so many that the process may open."""
+_BLOCK_BITS: Final = 40
+"""Bits that the number of a block has at most."""
 _ENOUGH: Final = 512
 """Samples after which it is known whether native threads make most of them."""
 
@@ -259,6 +261,7 @@ class NativeJob:
         given: the payloads; only those that are known are made.
         memory: of the batch.
         threads: that share the payloads.
+        known: `given.known()`, if that is known.
     """
 
     def __init__(
@@ -268,10 +271,12 @@ class NativeJob:
         given: NativeInput,
         memory: NativeArrays,
         threads: int,
+        known: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         self.began = time.perf_counter()
         images, uniforms = memory.images, memory.uniforms
-        locations, known = given.locations, given.known()
+        locations = given.locations
+        known = given.known() if known is None else known
         samples = np.empty(len(known), SAMPLE)
         for name in _LOCATED:
             samples[name] = getattr(locations, name)
@@ -281,13 +286,13 @@ class NativeJob:
             samples["height"], samples["width"] = given.pixels.T
             samples["checked"] = _STORED
         if images is None and len(rows) > 1:
-            # Samples of a block one after another: its file is opened once, and read in order.
-            own = samples[rows]
-            rows = rows[np.lexsort((own["offset"], own["block"], own["descriptor"]))]
-        self._samples, self._tiers = samples[rows], locations.tier[rows]
+            # Samples of a block one after another: its file is opened once.
+            files = (samples["descriptor"] << _BLOCK_BITS) + samples["block"]
+            rows = rows[files[rows].argsort()]
+        self._samples, self._tiers = _rows(samples, rows), locations.tier[rows]
         self._blocks, self.hierarchy = given.blocks[rows], given.hierarchy
         self.saved_s = given.saved_s
-        pieces = None if given.pieces is None else given.pieces[rows]
+        pieces = None if given.pieces is None else _rows(given.pieces, rows)
         self._sizes = self._samples["raw"] if pieces is None else pieces["count"].prod(1)
         self.slots = len(rows) if pieces is None else len(np.unique(self._samples["slot"]))
         """Number of slots that it makes."""
@@ -295,6 +300,9 @@ class NativeJob:
         addresses = (ctypes.c_void_p * max(1, len(recipe.fields)))(
             *(_address(memory.arrays[name]) for name in recipe.fields)
         )
+        first = int(self._tiers[0]) if count else 0
+        self._tier = first if (self._tiers == first).all() else None
+        """Number of the tier, if all are in one."""
         self.payload_bytes = max(1, int(self._sizes.sum()))
         """Of all its samples."""
         task = _TASK_BYTES * count // self.payload_bytes
@@ -328,12 +336,16 @@ class NativeJob:
 
     def arrived(self) -> list[int]:
         """Return the slots that were made of messages of peers."""
+        if self._tier not in (None, ARRIVED):
+            return []
         made = (self._samples["state"] == 0) & (self._tiers == ARRIVED)
         slots: list[int] = self._samples["slot"][made].tolist()
         return slots
 
     def bytes_by_tier(self) -> dict[int, int]:
         """Return the payload bytes that were read, by number of tier; -1 is the source."""
+        if self._tier is not None and not self.c.refused:
+            return {self._tier: self.payload_bytes}
         sizes = np.where(self._samples["state"] == 0, self._sizes, 0)
         counts = np.bincount(self._tiers - DECODED, sizes)
         return {tier + DECODED: int(count) for tier, count in enumerate(counts) if count}
@@ -560,5 +572,13 @@ def boxes_of_crops(
 
 
 def _address(array: npt.NDArray[Any]) -> int:
+    if array.dtype.names is not None:
+        # Otherwise each field of the structure would be described: 25 µs.
+        array = array.view((np.void, array.itemsize))
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def _rows(table: npt.NDArray[np.void], rows: npt.NDArray[np.intp]) -> npt.NDArray[np.void]:
+    """Return rows of structures, as `table[rows]` in a tenth of its time."""
+    return table.view((np.void, table.itemsize))[rows].view(table.dtype)

@@ -287,9 +287,11 @@ class Pipeline:
         assert recipe is not None
         known = given.known()
         if known.any():
-            job = NativeJob(recipe, batch.step.number, given, memory, pool.threads)
+            job = NativeJob(recipe, batch.step.number, given, memory, pool.threads, known)
             batch.jobs.append(job)
             pool.submit(job)
+        if known.all():
+            return []
         return list(map(int, np.unique(given.slots[~known])))
 
     def _collect(self, batch: Batch) -> None:
