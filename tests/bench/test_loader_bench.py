@@ -12,6 +12,7 @@ import dlio
 from dlio.cli.option_records import OutputOptions
 from dlio.errors import UsageError
 from dlio.image.native.build import compiler
+from dlio.loader.planned_engine import native_pool
 from dlio_bench import loader_cores, loader_rows, loader_small
 from dlio_bench.bench_data import draw_small_pictures
 from dlio_bench.bench_processes import cores_for
@@ -219,26 +220,27 @@ def test_small_pictures_are_drawn_into_their_classes(tmp_path: Path) -> None:
         assert data.classes == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("has_compiler", [True, False] if compiler() else [False])
+@pytest.mark.parametrize("is_built", [True, False] if native_pool.find() else [False])
 def test_cores_are_emulated_by_threads_that_sleep(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_compiler: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_built: bool
 ) -> None:
     monkeypatch.setattr(loader_cores, "_PICTURES", 40)
-    if not has_compiler:
+    if not is_built:
         monkeypatch.setattr(loader_cores, "compiler", lambda: None)
+        monkeypatch.setattr(native_pool, "find", lambda: None)
     report: dict[str, Any] = cores(1, 4, 2, decode_ms=0.5, seconds=0.05)
     assert report["ideal"] == pytest.approx(4_000)
-    names = ["python", "prototype"] if has_compiler else ["python"]
+    names = ["python", "prototype", "native"] if is_built else ["python"]
     for name in names:
         # A sleep is never shorter, but a measurement begins with batches that were ready.
         assert report[name]["ideal_share"]["median"] > 0
         assert report[name]["python_us"]["median"] > 0
         assert report[name]["operations_per_s"]["median"] > 0
-    assert list(report["absent"]) == (["native"] if has_compiler else ["prototype", "native"])
+    assert list(report["absent"]) == ([] if is_built else ["prototype", "native"])
     show_cores(report)
     said = capsys.readouterr().out
-    assert "left out: native pool (not built)" in said
-    assert ("no C compiler was found" in said) is not has_compiler
+    assert ("left out: native pool" in said) is not is_built
+    assert ("no C compiler was found" in said) is not is_built
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C compiler")

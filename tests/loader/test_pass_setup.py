@@ -14,8 +14,12 @@ from tests.conftest import ROOT
 
 DOC = ROOT / "docs" / "design" / "pass-setup.md"
 ROOM = "dlio.loader."
-BELOW = "dlio.loader.shuffle."
-"""A floor below: the shuffle starts its own thread."""
+BELOW = (
+    "dlio.loader.shuffle.",
+    "dlio.loader.planned_engine.native_pool",
+    "dlio.loader.planned_engine.batch_memory",
+)
+"""A floor below: the shuffle and the native threads, which start by themselves, and memory."""
 
 
 def reads_of_values() -> Iterator[CodeType]:

@@ -63,6 +63,8 @@ class BatchBuilder(ABC):
     native: NativeArrays | None = None
     """Memory that native threads may make slots in, in place of `make_many`; see
     `BatchFactory.native`."""
+    has_inputs = False
+    """True if `native_input` gives the payloads, which are not whole samples of the data set."""
     transforms = False
     """True if `transform` is to be called for the slots that native threads have made."""
 
@@ -82,6 +84,10 @@ class BatchBuilder(ABC):
     @abstractmethod
     def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
         """Make samples in their slots; return the seconds spent in the user's transform."""
+
+    def native_input(self, slots: npt.NDArray[np.int64]) -> NativeInput:
+        """Return the payloads that native threads make slots of."""
+        raise NotImplementedError
 
     def transform(self, slots: Sequence[int]) -> float:
         """Do the user's transform for slots that native threads have made; return the seconds."""
@@ -158,13 +164,12 @@ class CropBatchBuilder(BatchBuilder):
         # Drawn for the whole batch: numpy's calls take as long for one sample as for many.
         self._uniforms = recipe.decoder.draw(epoch, samples)
         if numbers is not None:
-            kept = None if decoded is None else self._kept
-            arrays = dict.fromkeys(numbers, classes)
-            self.native = NativeArrays(arrays, images, self._uniforms, kept)
+            self.native = NativeArrays(dict.fromkeys(numbers, classes), images, self._uniforms)
+        self.has_inputs = decoded is not None
         self.transforms = recipe.transforms
         self._transformed: list[Sample] = [None] * len(samples) if recipe.transforms else []
 
-    def _kept(self, slots: npt.NDArray[np.int64]) -> NativeInput:
+    def native_input(self, slots: npt.NDArray[np.int64]) -> NativeInput:
         """Return the images of slots that are kept decoded, and write their classes."""
         assert self._decoded is not None
         located, shapes, labels = self._decoded.locate(self.samples[slots])

@@ -20,7 +20,7 @@ import resource
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -71,9 +71,9 @@ SAMPLE: Final = np.dtype(
 )
 """`Sample` of pool.h."""
 _LOCATED: Final = (*SAMPLE.names[:8], "checked") if SAMPLE.names else ()
+"""Columns that `SampleLocations` give."""
 _STORED: Final = 2
 """Value of `checked` for digests of stored bytes: STORED of pool.h."""
-"""Columns that `SampleLocations` give."""
 _CASTS: Final = {
     "int8": 1,
     "int16": 2,
@@ -95,7 +95,7 @@ class _Struct(ctypes.Structure):
     """A structure of pool.h, whose members all have eight bytes."""
 
 
-class _Column(_Struct):
+class _FieldColumn(_Struct):
     _fields_ = [(name, ctypes.c_int64) for name in ("at", "bytes", "cast", "stride")]
 
 
@@ -110,7 +110,7 @@ class _CropRule(_Struct):
 class _Recipe(_Struct):
     _fields_ = [
         ("count", ctypes.c_int64),
-        ("column", ctypes.POINTER(_Column)),
+        ("column", ctypes.POINTER(_FieldColumn)),
         *((name, ctypes.c_int64) for name in ("least", "fixed", "direct", "crops")),
         ("rule", _CropRule),
         ("sleep_ns", ctypes.c_int64),
@@ -140,8 +140,6 @@ class NativeArrays:
     """Crops, shape (batch, rows, columns, 3)."""
     uniforms: npt.NDArray[np.float64] | None = None
     """Random numbers of the crops, shape (batch, `Crop.draws`)."""
-    inputs: Callable[[npt.NDArray[np.int64]], "NativeInput"] | None = None
-    """Returns the payloads of slots, where these are not whole samples of the data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +196,7 @@ class NativeRecipe:
         order = sorted(fields, key=lambda name: places[name][1])
         self.fields = tuple(order)
         """The fields, in the order of a job's arrays."""
-        columns = (_Column * max(1, len(order)))()
+        columns = (_FieldColumn * max(1, len(order)))()
         for column, name in zip(columns, order, strict=False):
             kind, at = places[name]
             cast = _CASTS[kind.text] if kind.scalar else 0
@@ -411,9 +409,11 @@ class NativePool(Closable):
         _open_pools.add(self)
 
     def submit(self, job: NativeJob) -> None:
-        """Begin a job."""
-        self._jobs[ctypes.addressof(job.c)] = job
-        self._library.submit(self._pool, ctypes.byref(job.c))
+        """Begin a job. After `close` it is never made."""
+        with self._lock:  # Threads call it when samples arrive, while the pool may be closed.
+            if self._pool is not None:
+                self._jobs[ctypes.addressof(job.c)] = job
+                self._library.submit(self._pool, ctypes.byref(job.c))
 
     def wait(self, job: NativeJob, timeout_s: float) -> bool:
         """Wait until a job has ended; True if it has. Returns early when others have ended."""

@@ -70,6 +70,8 @@ class PatchBatches:
 class PatchBatchBuilder(BatchBuilder):
     """Patches, each field in a batch array of its own: a dictionary of tensors."""
 
+    has_inputs = True
+
     def __init__(
         self,
         batches: PatchBatches,
@@ -81,7 +83,7 @@ class PatchBatchBuilder(BatchBuilder):
         self._batches, self._arrays, self._epoch = batches, arrays, epoch
         self._recipe = batches.recipe
         if self._recipe.source.hierarchy is not None:
-            self.native = NativeArrays({}, inputs=self._cut)
+            self.native = NativeArrays({})
 
     def make_many(self, slots: Sequence[int], payloads: Sequence[Buffer]) -> float:
         for slot, payload in zip(slots, payloads, strict=True):
@@ -93,7 +95,7 @@ class PatchBatchBuilder(BatchBuilder):
                 self.failed[slot] = error
         return 0.0
 
-    def _cut(self, slots: npt.NDArray[np.int64]) -> NativeInput:
+    def native_input(self, slots: npt.NDArray[np.int64]) -> NativeInput:
         """Return the parts of chunks that make up the patches of slots, and write all else."""
         source, batches = self._recipe.source, self._batches
         patches, hierarchy = source.patches, source.hierarchy

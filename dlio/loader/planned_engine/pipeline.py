@@ -266,8 +266,8 @@ class Pipeline:
         if builder is None or (memory := builder.native) is None or not slots:
             return slots
         rows = np.array(slots, np.int64)
-        if memory.inputs is not None:
-            return self._submit_part(batch, memory.inputs(rows), memory)
+        if builder.has_inputs:
+            return self._submit_part(batch, builder.native_input(rows), memory)
         if (step.senders[rows] >= 0).any():
             # A message brings samples of one kind alone: those of its sender.
             here = np.array([slot for slot in slots if step.payloads[slot] is not None], np.int64)
