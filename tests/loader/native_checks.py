@@ -1,5 +1,11 @@
-"""Comparing batches of native threads with those of Python's."""
+"""Comparing batches of native threads with those of Python's.
 
+Run under mpirun, it prints a JSON line of the samples of a rank.
+"""
+
+import hashlib
+import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +14,7 @@ import pytest
 import torch
 
 import dlio
+from dlio.comm import world
 from dlio.loader.planned_engine import native_pool
 from dlio.loader.planned_engine.native_pool import NativeJob, NativePool
 
@@ -77,3 +84,28 @@ def check_same(
             assert (tensor.dtype, tensor.shape) == (same.dtype, same.shape)
             assert tensor.stride() == same.stride()
             assert torch.equal(tensor, same)
+
+
+def samples_of_rank(path: str, batch: int, mode: str) -> dict[str, Any]:
+    """Return digests of the samples of two epochs, by epoch and number."""
+    made: dict[str, str] = {}
+    with pytest.MonkeyPatch.context() as patched:
+        spy = Spy(patched)
+        nodes = min(2, world().size)  # Samples come from peers, too.
+        with (
+            dlio.open(path, image_size=24, tiers="ram:1MiB") as data,
+            dlio.DataLoader(data, batch, shuffle=True, mode=mode, pretend_nodes=nodes) as loader,
+        ):
+            for epoch in range(2):
+                for images, labels in loader:
+                    for number, *sample in zip(
+                        loader.last_samples.tolist(), images, labels, strict=True
+                    ):
+                        content = b"".join(part.numpy().tobytes() for part in sample)
+                        made[f"{epoch} {number}"] = hashlib.sha1(content).hexdigest()
+        return {"samples": made, "given": spy.given}
+
+
+if __name__ == "__main__":
+    path, batch, mode = sys.argv[1:]
+    print(json.dumps(samples_of_rank(path, int(batch), mode)), flush=True)

@@ -33,6 +33,7 @@ from dlio.loader.planned_engine.native_pool import (
 from dlio.storage import decoded_tier
 from dlio.storage.decoded_tier import DecodedTier
 from dlio.storage.sample_locations import SampleLocations
+from tests.image.jpegs import drawn
 from tests.loader.native_checks import Spy, check_same
 
 pytestmark = pytest.mark.skipif(native_pool.find() is None, reason=native_pool.name())
@@ -108,6 +109,30 @@ def test_pictures_are_the_same(
     # All of the second epoch; those that native threads do not know are made by Python's.
     assert spy.given >= 60
     assert 4 <= spy.refused <= spy.given // 2
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of which crops are decoded at a half, a quarter and an eighth of their size."""
+    folder = tmp_path_factory.mktemp("large")
+    generator = np.random.default_rng(4)
+    for number in range(120):
+        kind = ("baseline", "1x2", "restarts", "rows", "lengths")[number % 5]
+        path = folder / "ab"[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(drawn(generator, kind, 180))
+    return folder
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("size", [9, 16, 24])
+def test_pictures_that_are_decoded_at_a_fraction_are_the_same(
+    large: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch, size: int, train: bool
+) -> None:
+    check_same(large, monkeypatch, {"image_size": size, "train": train})
+    # OpenCV makes those that have to shrink again.
+    assert spy.given >= 120
+    assert spy.refused < spy.given // 4
 
 
 def _ramp(image: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ def missing(calls: list[Call], made: list[Call]) -> list[Call]:
 def test_a_sample_goes_the_way_that_is_documented(pictures: Path) -> None:
     path, before = DOC.read_text(encoding="utf-8").split(END)
     with (
-        dlio.open(str(pictures), image_size=32, tiers="ram:32MiB") as data,
+        dlio.open(str(pictures), image_size=256, tiers="ram:32MiB") as data,
         dlio.DataLoader(data, 4, shuffle=True, num_workers=1) as loader,
     ):
         with Calls() as filling:

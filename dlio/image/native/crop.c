@@ -156,6 +156,17 @@ static int by_markers(const uint8_t *data, size_t size, const Header *header, Sc
     return DONE;
 }
 
+/* Pixels along a side of a component's blocks at a scale, as libjpeg has them: chroma of fewer samples
+ * is shrunk less, as long as that makes it as large as luma in both directions. */
+static int side_of(const Header *header, int c, int shift) {
+    const Component *luma = header->component, *own = header->component + c;
+    int side = 8 >> shift;
+    while (side < 8 && luma->wide * (8 >> shift) % (own->wide * side * 2) == 0 &&
+           luma->high * (8 >> shift) % (own->high * side * 2) == 0)
+        side *= 2;
+    return side;
+}
+
 static int prepare(const uint8_t *data, const Header *header, Scan *scan, Kept *kept) {
     kept->now++;
     for (int c = 0; c < header->components; c++) {
@@ -168,7 +179,9 @@ static int prepare(const uint8_t *data, const Header *header, Scan *scan, Kept *
         for (int k = 0; k < 64; k++) {
             int place = dlio_zigzag[k] / 16 * 8 + dlio_zigzag[k] % 16;
             int32_t step = header->quant[component->quant][k];
-            scan->quant[c][place] = (int16_t)((step * SCALES[place] + (1 << 11)) >> 12);
+            /* The fast transform has a factor for each coefficient, the small ones have none. */
+            scan->quant[c][place] = (int16_t)(
+                scan->sides[c] == 8 ? (step * SCALES[place] + (1 << 11)) >> 12 : step);
         }
     }
     return DONE;
@@ -187,28 +200,39 @@ EXPORT int dlio_jpeg_crop(const uint8_t *data, size_t size, const int64_t box[4]
     Header header;
     int refused = dlio_header(data, size, &header);
     if (refused) return refused;
-    return dlio_jpeg_part(data, size, &header, box, memory, memory_size, out, out_size);
+    return dlio_jpeg_part(data, size, &header, box, box, 0, memory, memory_size, out, out_size);
 }
 
-/* As dlio_jpeg_crop, of an image whose header is read. */
+/* As dlio_jpeg_crop, of an image whose header is read, and at 1 / 2^shift of its size: `small` is the
+ * part of the smaller image that is written, with whole MCUs of its columns. The rows of `box` are
+ * decoded in any case, so that damage is found. */
 int dlio_jpeg_part(const uint8_t *data, size_t size, const Header *header, const int64_t box[4],
-                   uint8_t *memory, size_t memory_size, uint8_t *out, size_t out_size) {
+                   const int64_t *small, int shift, uint8_t *memory, size_t memory_size,
+                   uint8_t *out, size_t out_size) {
     if (!has_avx2()) return NOT_MINE;
-    Scan scan = {.header = header, .out = out};
+    Scan scan = {.header = header, .out = out, .shift = shift};
+    for (int c = 0; c < header->components; c++) scan.sides[c] = side_of(header, c, shift);
     int64_t top = box[0], left = box[1], bottom = top + box[2], right = left + box[3];
     if (top < 0 || left < 0 || bottom <= top || right <= left) return BAD_CALL;
     if (bottom > header->height || right > header->width) return BAD_CALL;
     scan.top = (int32_t)top / header->mcu_height;
     scan.bottom = ((int32_t)bottom - 1) / header->mcu_height + 1;
-    scan.left = (int32_t)left / header->mcu_width;
-    scan.right = ((int32_t)right - 1) / header->mcu_width + 1;
-    scan.first_row = (int32_t)top, scan.last_row = (int32_t)bottom;
-    scan.out_pitch = (size_t)(scan.right - scan.left) * (size_t)header->mcu_width * 3;
-    size_t shift = (size_t)(-(intptr_t)memory & 63);
-    if (intervals_of(header) > size / 2 + 1 || memory_size < memory_of(header, size) ||
-        out_size < scan.out_pitch * (size_t)(bottom - top) + ROOM)
+    int32_t high = header->mcu_height >> shift, wide = header->mcu_width >> shift;
+    int64_t last = small[0] + small[2], end = small[1] + small[3];
+    if (small[0] < 0 || small[1] < 0 || last <= small[0] || end <= small[1]) return BAD_CALL;
+    if (last > (int64_t)header->mcu_rows * high || end > (int64_t)header->mcus_a_row * wide)
         return BAD_CALL;
-    memory += shift;
+    scan.first_row = (int32_t)small[0], scan.last_row = (int32_t)last;
+    if (scan.first_row / high < scan.top) scan.top = scan.first_row / high;
+    if ((scan.last_row - 1) / high + 1 > scan.bottom) scan.bottom = (scan.last_row - 1) / high + 1;
+    scan.left = (int32_t)small[1] / wide;
+    scan.right = ((int32_t)end - 1) / wide + 1;
+    scan.out_pitch = (size_t)(scan.right - scan.left) * (size_t)wide * 3;
+    size_t gap = (size_t)(-(intptr_t)memory & 63);
+    if (intervals_of(header) > size / 2 + 1 || memory_size < memory_of(header, size) ||
+        out_size < scan.out_pitch * (size_t)small[2] + ROOM)
+        return BAD_CALL;
+    memory += gap;
     Kept *kept = (Kept *)(void *)memory;
     uint8_t *coded = memory + aligned(sizeof(Kept));
     uint8_t *planes = coded + aligned(size + PAD);

@@ -91,7 +91,9 @@ typedef struct {
     size_t count;
     int is_exact; /* the last interval has to end with its data */
     int32_t top, bottom, left, right; /* MCUs that are decoded */
-    int32_t first_row, last_row;      /* rows of pixels that are written */
+    int32_t first_row, last_row;      /* rows of pixels that are written, at the scale */
+    int shift;                        /* pixels are made at 1 / 2^shift of the size */
+    int sides[3];                     /* pixels along a side of each component's blocks */
     uint8_t *planes[3];
     size_t pitch[3]; /* bytes of a row of each plane */
     uint8_t *out;
@@ -119,7 +121,7 @@ extern const uint8_t dlio_zigzag[320];
 
 size_t dlio_jpeg_memory(const Header *header, size_t size);
 int dlio_jpeg_part(const uint8_t *data, size_t size, const Header *header, const int64_t box[4],
-                   uint8_t *memory, size_t memory_size, uint8_t *out, size_t out_size);
+                   const int64_t *small, int shift, uint8_t *memory, size_t memory_size, uint8_t *out, size_t out_size);
 
 int dlio_header(const uint8_t *data, size_t size, Header *header);
 const Table *dlio_table(Table *tables, const uint8_t *counts, int is_ac, uint32_t now);

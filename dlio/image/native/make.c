@@ -335,6 +335,38 @@ EXPORT void dlio_boxes(const CropRule *rule, int64_t count, const int64_t *sizes
     }
 }
 
+/* The fraction of its size at which an image is decoded for a part, as a power of 2: the smallest that
+ * leaves as many pixels as the crop has. */
+static int shift_of(const CropRule *rule, const Box *box) {
+    for (int shift = 3; shift; shift--)
+        if (box->part[2] >= rule->rows << shift && box->part[3] >= rule->columns << shift)
+            return shift;
+    return 0;
+}
+
+/* The part of the smaller image: `scaled` of dlio/image/decoder.py. The other decoder ends the image
+ * with the MCUs of the part's last row, or cuts restart intervals out, and the part ends there. */
+static void shrink(const Header *header, const Box *box, int shift, int64_t part[4]) {
+    memcpy(part, box->part, 4 * sizeof *part);
+    if (!shift) return;
+    double factor = (double)(1 << shift);
+    int64_t sides[2] = {header->height, header->width}, interval = header->interval;
+    int is_cut = interval && header->mcus_a_row % interval == 0;
+    int64_t unit[2] = {header->mcu_height, header->mcu_width * interval};
+    for (int k = 0; k < 2; k++) {
+        if (is_cut || (k == 0 && !interval)) {
+            int64_t end = box->part[k] + box->part[k + 2];
+            end = (end + unit[k] - 1) / unit[k] * unit[k];
+            if (end < sides[k]) sides[k] = end;
+        }
+        int64_t side = (sides[k] + (1 << shift) - 1) >> shift;
+        part[k] = (int64_t)rint((double)box->part[k] / factor);
+        part[k + 2] = (int64_t)rint((double)box->part[k + 2] / factor);
+        if (part[k + 2] > side - part[k]) part[k + 2] = side - part[k];
+        if (part[k + 2] < 1) part[k + 2] = 1;
+    }
+}
+
 static int crop(const Job *job, const Sample *sample, const uint8_t *data, size_t size,
                 Thread *thread) {
     const CropRule *rule = &job->recipe->rule;
@@ -343,19 +375,22 @@ static int crop(const Job *job, const Sample *sample, const uint8_t *data, size_
     if (dlio_header(data, size, &header)) return UNKNOWN;
     if ((int64_t)header.height * header.width > rule->most_pixels) return UNKNOWN;
     draw(rule, job->uniforms + job->draws * sample->slot, header.height, header.width, &box);
-    /* Those are decoded at a fraction of their size, which this decoder does not know. */
-    if (box.part[2] >= 2 * rule->rows && box.part[3] >= 2 * rule->columns) return UNKNOWN;
-    size_t memory = dlio_jpeg_memory(&header, size), mcu = (size_t)header.mcu_width;
-    size_t left = (size_t)box.part[1], right = (left + (size_t)box.part[3] - 1) / mcu * mcu + mcu;
+    int shift = shift_of(rule, &box);
+    int64_t part[4];
+    shrink(&header, &box, shift, part);
+    /* OpenCV takes the mean of areas there. */
+    if (part[2] >= 2 * rule->rows && part[3] >= 2 * rule->columns) return UNKNOWN;
+    size_t memory = dlio_jpeg_memory(&header, size), mcu = (size_t)(header.mcu_width >> shift);
+    size_t left = (size_t)part[1], right = (left + (size_t)part[3] - 1) / mcu * mcu + mcu;
     size_t pitch = (right - left / mcu * mcu) * 3;
     if (!memory || !reserve(&thread->memory, &thread->memory_size, memory) ||
-        !reserve(&thread->pixels, &thread->pixels_size, pitch * (size_t)box.part[2] + ROOM) ||
+        !reserve(&thread->pixels, &thread->pixels_size, pitch * (size_t)part[2] + ROOM) ||
         !reserve(&thread->sums, &thread->sums_size, (size_t)rule->columns * 40 + 64))
         return UNKNOWN;
-    if (dlio_jpeg_part(data, size, &header, box.part, thread->memory, thread->memory_size,
-                       thread->pixels, thread->pixels_size))
+    if (dlio_jpeg_part(data, size, &header, box.part, part, shift, thread->memory,
+                       thread->memory_size, thread->pixels, thread->pixels_size))
         return UNKNOWN;
-    Resize resize = {.height = (int32_t)box.part[2], .width = (int32_t)box.part[3],
+    Resize resize = {.height = (int32_t)part[2],     .width = (int32_t)part[3],
                      .rows = (int32_t)rule->rows,    .columns = (int32_t)rule->columns,
                      .flip = box.flip != 0,          .upend = box.upend != 0};
     dlio_resize_rgb(thread->pixels + left % mcu * 3, pitch, &resize, thread->sums,

@@ -7,6 +7,7 @@
 
 #include "jpeg.h"
 #include "pixels_avx2.h"
+#include "pixels_small.h"
 
 /* Copy a vector of bytes; returns the number of them before the first 0xff. */
 enum { VECTOR = 32 };
@@ -244,12 +245,46 @@ INLINE int decode(State *state, int column, int count, const uint8_t *limit) {
     return 1;
 }
 
+/* As decode(), at a fraction of the size. */
+static int decode_small(State *state, int column, int count, const uint8_t *limit) {
+    const Scan *scan = state->scan;
+    const Header *header = scan->header;
+    Reader reader = state->reader;
+    int16_t block[2 * 64 + 16] __attribute__((aligned(32)));
+    for (int n = 0; n < count; n++, column++) {
+        if (UNLIKELY(reader.next > limit)) return 0;
+        for (int c = 0; c < header->components; c++) {
+            int wide = header->component[c].wide, high = header->component[c].high;
+            int side = scan->sides[c];
+            size_t pitch = scan->pitch[c];
+            uint8_t *plane = scan->planes[c] + (size_t)(column * wide * side);
+            for (int b = 0; b < wide * high; b++) {
+                clear(block);
+                if (UNLIKELY(!read_dc(&reader, scan->dc[c], &state->predicted[c]))) return 0;
+                block[0] = (int16_t)state->predicted[c];
+                if (UNLIKELY(!read_ac(&reader, scan->ac[c], block))) return 0;
+                uint8_t *out = plane + (size_t)(b / wide * side) * pitch + (size_t)(b % wide * side);
+                if (side == 8)
+                    inverse(block, scan->quant[c], out, out, pitch, 0);
+                else
+                    inverse_small(block, scan->quant[c], side, out, pitch);
+            }
+        }
+    }
+    state->reader = reader;
+    return 1;
+}
+
 /* Write the pixels of a decoded row of MCUs. */
 static void write_row(const Scan *scan, int row) {
     const Header *header = scan->header;
-    int first = row * header->mcu_height, last = first + header->mcu_height;
-    int count = (scan->right - scan->left) * header->mcu_width;
-    int down = header->component[0].high == 2, across = header->component[0].wide == 2;
+    int mcu_height = header->mcu_height >> scan->shift;
+    int first = row * mcu_height, last = first + mcu_height;
+    int count = (scan->right - scan->left) * (header->mcu_width >> scan->shift);
+    const Component *luma_of = header->component, *chroma_of = header->component + 1;
+    /* 1 where chroma has half as many pixels as luma. */
+    int down = luma_of->high * scan->sides[0] > chroma_of->high * scan->sides[1];
+    int across = luma_of->wide * scan->sides[0] > chroma_of->wide * scan->sides[1];
     if (last > scan->last_row) last = scan->last_row;
     for (int y = first < scan->first_row ? scan->first_row : first; y < last; y++) {
         uint8_t *out = scan->out + (size_t)(y - scan->first_row) * scan->out_pitch;
@@ -286,7 +321,10 @@ int dlio_scan(const Scan *scan) {
                 int right = scan->right < left ? left : scan->right > to ? to : scan->right;
                 if (!pass(&state, left - from, limit)) return IRREGULAR;
                 if (right > left) {
-                    if (!decode(&state, left - scan->left, right - left, limit)) return IRREGULAR;
+                    int is_done = scan->shift
+                                      ? decode_small(&state, left - scan->left, right - left, limit)
+                                      : decode(&state, left - scan->left, right - left, limit);
+                    if (!is_done) return IRREGULAR;
                     if (right == scan->right) write_row(scan, row);
                 }
                 if (!pass(&state, to - right, limit)) return IRREGULAR;
