@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,27 @@ def test_closing_gives_up_what_no_thread_is_at() -> None:
     assert not pool.wait(job, 0.01)
     pool.close()  # Not after 25 s, which the job would take.
     assert len(job.refused()) > 900
+
+
+def test_a_job_that_has_not_begun_has_not_ended() -> None:
+    with NativePool(1) as pool:
+        assert not pool.has_ended(_sleeping(0.05, 10))
+
+
+def test_closing_ends_a_wait_of_another_thread() -> None:
+    pool, job = NativePool(2), _sleeping(0.05, 1000)
+    pool.submit(job)
+    ended: list[bool] = []
+    other = threading.Thread(target=lambda: ended.append(pool.wait(job, 100)))
+    other.start()
+    while not pool._waiting:
+        time.sleep(0.001)
+    pool.close()
+    other.join(20)
+    assert ended == [False]
+    assert not pool.has_ended(job)
+    pool.submit(_sleeping(0.05, 10))  # Nobody makes it.
+    pool.wake()
 
 
 def test_a_job_ends_with_all_its_samples() -> None:

@@ -39,7 +39,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     columns = {f"x{k}": random.standard_normal(96).astype("float32") for k in range(3)}
     columns["label"] = random.integers(0, 5, 96)
     pq.write_table(pa.table(columns), folder / "rows.parquet")
-    lines = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values()))]
+    lines = [
+        ",".join(columns),
+        *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
+    ]
     (folder / "rows.csv").write_text("\n".join(lines) + "\n")
     for name, compress in (("plain", "none"), ("lz4", "lz4")):
         pack(str(folder / "pictures"), str(folder / name), compress=compress)

@@ -41,6 +41,7 @@ from dlio.util.forks import new_lock
 from dlio.util.settings import settings
 
 _STOP_TIMEOUT_S: Final = 5.0
+_LOOK_S: Final = 0.001
 _SECOND_NS: Final = 1_000_000_000
 _LARGE_BYTES: Final = 1 << 16
 """Least bytes of a sample of arrays whose fields are read into the batch itself."""
@@ -311,6 +312,7 @@ class NativeJob:
             *(None if uniforms is None else _address(uniforms), recipe.draws),
             *(None if each is None else _address(each) for each in (pieces, given.intact)),
         )
+        self.c.left = count  # Before it begins, too, it has not ended.
         self._held = recipe, addresses, memory, locations.files, pieces, given.intact
 
     def refused(self) -> list[int]:
@@ -402,6 +404,7 @@ class NativePool(Closable):
             raise OSError("no native thread can be started")
         self._pool: int | None = pool
         self._process, self._lock = os.getpid(), new_lock()
+        self._waiting = 0
         self.threads = int(library.threads(pool))
         self._ended = ctypes.c_int64(0)
         self._jobs: dict[int, NativeJob] = {}
@@ -416,11 +419,23 @@ class NativePool(Closable):
                 self._library.submit(self._pool, ctypes.byref(job.c))
 
     def wait(self, job: NativeJob, timeout_s: float) -> bool:
-        """Wait until a job has ended; True if it has. Returns early when others have ended."""
-        timeout = round(timeout_s * _SECOND_NS)
-        ends = self._library.wait(
-            self._pool, ctypes.byref(job.c), timeout, ctypes.byref(self._ended)
-        )
+        """Wait until a job has ended; True if it has.
+
+        Returns early when others have ended, and when the pool is closed.
+        """
+        with self._lock:
+            pool = self._pool
+            if pool is None:
+                return False
+            self._waiting += 1
+        try:
+            ends = self._library.wait(
+                *(pool, ctypes.byref(job.c), round(timeout_s * _SECOND_NS)),
+                ctypes.byref(self._ended),
+            )
+        finally:
+            with self._lock:
+                self._waiting -= 1
         return bool(ends) and self._forget(job)
 
     def wake(self) -> None:
@@ -431,7 +446,10 @@ class NativePool(Closable):
 
     def has_ended(self, job: NativeJob) -> bool:
         """True if a job has ended; does not wait."""
-        return not self._library.left(self._pool, ctypes.byref(job.c)) and self._forget(job)
+        with self._lock:
+            if self._pool is None or self._library.left(self._pool, ctypes.byref(job.c)):
+                return False
+        return self._forget(job)
 
     def _forget(self, job: NativeJob) -> bool:
         self._jobs.pop(ctypes.addressof(job.c), None)
@@ -447,6 +465,9 @@ class NativePool(Closable):
             pool, self._pool = self._pool, None
         if pool is None or os.getpid() != self._process:
             return
+        while self._waiting:  # Another thread, which returns at once.
+            self._library.wake(pool)
+            time.sleep(_LOOK_S)
         _open_pools.discard(self)
         for job in self._jobs.values():
             self._library.cancel(pool, ctypes.byref(job.c), 0)

@@ -336,10 +336,11 @@ class Pipeline:
 
     def _begin_others(self) -> None:
         """Start those of Python's threads that are not needed while native threads do it all."""
-        if self._pool is not None and self._others is None:
-            more = self._context.threads - 1
-            self._others = Workers("dlio-decode-more", self._run_other, more)
-            self._others.start()
+        with self._lock:  # The shuffle's thread calls it, too.
+            if self._pool is not None and self._others is None:
+                more = self._context.threads - 1
+                self._others = Workers("dlio-decode-more", self._run_other, more)
+                self._others.start()
 
     def _begin_batch(self, step: StepSamples) -> Callable[[list[int]], None]:
         """Begin a step's batch; return the listener that queues its slots."""
